@@ -13,8 +13,8 @@ from raybatch.durable.run_log import RunLog
 from raybatch.durable.stores.store import open_store
 from raybatch.errors import ConfigError
 from raybatch.explanation.build import SpeedAndPrice
+from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
-from raybatch.explanation.time import TimeEstimate
 from raybatch.planning.store import write_plan
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram

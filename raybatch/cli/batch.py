@@ -38,9 +38,7 @@ class BatchFlags(NamedTuple):
     """The flags of `run --openai` that no other run has.
 
     Args:
-        out: file for the answers.
         errors: file for the errors; None stands for one beside the answers.
-        names: further names of the model.
     """
 
     out: str | None

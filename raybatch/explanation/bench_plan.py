@@ -18,8 +18,7 @@ from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile
 from raybatch.engine.profile.profile_cache import measured_profile
 from raybatch.errors import ConfigError
-from raybatch.explanation.batch_plan import plan_section
-from raybatch.explanation.streamed_weights import StreamedWeights, streamed_weights
+from raybatch.explanation.batch_plan import StreamedWeights, plan_section, streamed_weights
 from raybatch.pictures.document import Section, to_text
 from raybatch.pictures.wording import count, full, percent
 from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
@@ -40,18 +39,8 @@ class PlanReport:
     """What `raybatch bench plan` says.
 
     Args:
-        model: name of its folder.
         device: that it runs on, such as "cpu, 1 thread".
-        dtype: of weights and KV.
-        row: what the rows are like.
-        memory: that plans may take.
-        max_batched_tokens: token budget of the engine.
-        profile: what was measured.
-        was_read: the profile comes from the cache.
         cpu_share: CPU seconds per second while one thread of a CPU measured, else None.
-        costs: fitted to it.
-        phases: what was chosen for each.
-        steps: how the engine runs its steps.
         weights: what it costs that some layers do not stay on the device; None where all do.
     """
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from raybatch.config import EngineConfig, PlanConfig
+from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.record import PROBE, Explanation, KVSize
-from raybatch.explanation.time import TimeEstimate
 from raybatch.pictures.wording import full
 from raybatch.planning.planned import PlannedInput
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
@@ -28,7 +28,6 @@ class SpeedAndPrice:
     Args:
         time: None where nothing is known of the speed.
         no_time: why there is none.
-        price_per_engine_hour: in any currency.
     """
 
     time: TimeEstimate | None = None

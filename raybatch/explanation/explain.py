@@ -26,9 +26,9 @@ from raybatch.explanation.build import (
     explain_profile,
     with_orders,
 )
+from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.record import Explanation, KVSize
-from raybatch.explanation.time import TimeEstimate
 from raybatch.planning.checks.layout_lint import lint_source, told_of_templates
 from raybatch.planning.planned import PlannedInput, PlannedRun
 from raybatch.planning.records import LargePlan
@@ -51,13 +51,10 @@ class Question:
     """What is to be said of a job.
 
     Args:
-        job: its source and options.
         spec: of the pool that runs it, with a backend that is decided.
         backend_reason: why it is that one; "" where the user named it.
-        name: of the source.
         kv_tokens: KV cache of one engine; None takes that of the cost model.
         kv_tokens_found: what an engine had that has run; taken where neither is known.
-        price_per_engine_hour: of one replica, in any currency.
         measure: start an engine to measure its speed, where no cost model is kept.
         max_rows: rows of which each order is simulated.
         lint: look for a better order of the template's fields.

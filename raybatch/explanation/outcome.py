@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raybatch.durable.units import UnitCounts
 from raybatch.explanation.plain import from_plain
 from raybatch.explanation.record import PROBE, Explanation
 from raybatch.pictures.charts import ShareBar, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, count, duration, full, percent
+from raybatch.records.types import PoolStats
 
 # what differs by less is as planned
 _AS_PLANNED = 0.01
@@ -25,19 +27,12 @@ class RunActual:
         prompt_tokens: of all rows that engines were to see, copies of others included.
         computed_tokens: those that were computed when their row started for the first time.
         generated_tokens: of all rows and samples, copies of others included.
-        num_rows: rows that engines were to see.
         num_generated: rows that were generated; the others are copies.
         kv_tokens: KV cache of one engine; the smallest of them.
-        num_replicas: that worked.
-        num_restarts: replicas started again after a death.
         num_preemptions: times that a running sequence gave up its blocks.
-        recomputed_tokens: computed again after that.
         swapped_tokens: whose KV came back from host memory instead.
-        swapped_bytes: copied for that, there and back.
         weight_copy_bytes: weights copied to the device, as not all stay there.
-        num_weight_copies: layers that were.
         num_weight_stalls: of these, the ones that were waited for.
-        drafted_tokens: guessed ahead and computed.
         accepted_tokens: of these, the right ones; as many steps of a sequence were saved.
         num_group_cuts: pieces of groups beyond the first one, on other replicas.
         cut_tokens: prefix tokens that were computed again for these pieces.
@@ -83,13 +78,58 @@ class RunActual:
         return self.saved_tokens / max(1, self.prompt_tokens)
 
 
+def actual_of(
+    counts: UnitCounts, before: PoolStats, after: PoolStats, *, num_restarts: int, wall_s: float
+) -> RunActual:
+    """Return the counts of a run; None stands for what died with an engine.
+
+    Args:
+        counts: of the output.
+        before: state of the pool when the run began; its engines may have worked before.
+        after: state of the pool when the run had ended.
+        num_restarts: of engines during the run.
+        wall_s: from the first row at a ready engine to the last row back.
+    """
+
+    def grown(name: str) -> int | None:
+        if num_restarts:
+            return None
+        old, new = (sum(getattr(r, name) for r in stats.replicas) for stats in (before, after))
+        return new - min(old, new)
+
+    sizes = [replica.kv_tokens for replica in after.replicas if replica.kv_tokens]
+    return RunActual(
+        prompt_tokens=counts.prompt_tokens,
+        computed_tokens=counts.prompt_tokens - counts.cached_tokens,
+        generated_tokens=counts.generated_tokens,
+        num_rows=counts.num_asked,
+        num_generated=counts.num_asked - counts.num_copies,
+        kv_tokens=min(sizes, default=None),
+        num_replicas=after.num_replicas,
+        num_restarts=num_restarts,
+        num_preemptions=grown("num_preemptions"),
+        recomputed_tokens=grown("num_recomputed_tokens"),
+        swapped_tokens=grown("num_swapped_tokens"),
+        swapped_bytes=grown("swapped_bytes"),
+        weight_copy_bytes=grown("weight_copy_bytes"),
+        num_weight_copies=grown("num_weight_copies"),
+        num_weight_stalls=grown("num_weight_stalls"),
+        drafted_tokens=grown("num_drafted_tokens"),
+        accepted_tokens=grown("num_accepted_tokens"),
+        num_group_cuts=max(0, after.num_group_cuts - before.num_group_cuts),
+        cut_tokens=max(0, after.cut_tokens - before.cut_tokens),
+        engine_s=max(0.0, after.busy_s - before.busy_s),
+        wall_s=wall_s,
+        is_warm=before.busy_s > 0 and before.num_ready > 0,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOutcome:
     """A plan with what became of it.
 
     Args:
         plan: as it was explained before the run.
-        actual: counted after it.
     """
 
     plan: Explanation

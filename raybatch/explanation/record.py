@@ -11,15 +11,17 @@ from typing import Any
 
 from raybatch.errors import ConfigError
 from raybatch.explanation.facts import (
+    TimeEstimate,
     group_section,
     input_section,
     order_meanings,
     order_section,
     sharing_section,
+    time_section,
     uncompared_section,
+    with_backend,
 )
 from raybatch.explanation.plain import from_plain
-from raybatch.explanation.time import TimeEstimate, time_section, with_backend
 from raybatch.pictures.document import Section, to_fragment, to_page, to_text
 from raybatch.prefix.forecast import ForecastName, OrderForecast
 from raybatch.prefix.lengths import LengthBands
@@ -35,7 +37,6 @@ class KVSize:
     """The KV cache for which orders are compared.
 
     Args:
-        tokens: of one engine.
         origin: where the number comes from, such as "given" or "measured".
     """
 
@@ -48,28 +49,19 @@ class Explanation:
     """What a plan will do, save and cost.
 
     Args:
-        source: input path or URI.
-        model: as the user named it.
-        order: of the groups, by name.
         backend: kind of the backend that runs it; "" where there are no rows.
         backend_reason: why it is that one; "" where the user named it.
         is_reordered: rows run in another order than that of the input.
-        is_off: nobody asked for a plan.
         has_cache: rows find blocks that others have left; else only the groups of a plan share.
         ends_at_error: the run ends at the first row that fails.
-        profile: rows, tokens, sharing and groups.
         lengths: expected outputs of the rows that engines see; None without rows.
         lengths_from: where they come from, such as "max_tokens".
         kv: None where the size of the cache is not known.
         orders: the orders compared; empty where they are not.
-        no_orders: why there are no `orders`.
         time: None where nothing is known of the speed.
-        no_time: why there is no `time`.
-        price_per_engine_hour: of one replica, in any currency.
         answer_cost: of an endpoint's answers, about: where each shared prefix is cached, and where
             none is; None where answers have no prices.
         layout: what another order of the template's fields would share; "" for nothing.
-        boxes: the prefix tree, to be drawn.
         executor: where a run would have its engines, and why; "" where that is not said.
     """
 

@@ -14,9 +14,8 @@ from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.storage import store_of, told_as
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, RunStopped, shell_path
-from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
-from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.explanation.outcome import PlanOutcome, RunActual, actual_of
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor

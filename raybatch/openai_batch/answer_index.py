@@ -24,8 +24,6 @@ class Answer(NamedTuple):
 
     Args:
         texts: of each sample; None where there is an error.
-        reasons: why each sample has ended.
-        usage: as the server counts tokens.
         error: "" or "Type: message".
         vector: that was asked for in place of samples.
     """

@@ -41,8 +41,6 @@ class Written(NamedTuple):
     """A line, and the file that it belongs to.
 
     Args:
-        data: with the end of the line.
-        is_error: it belongs to the error file.
         usage: prompt tokens, those of them that were cached, and generated tokens.
     """
 

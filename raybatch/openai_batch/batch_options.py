@@ -44,7 +44,6 @@ class BatchOptions:
     """Options of the jobs that answer a batch, without what a batch file says for itself.
 
     Args:
-        job: as in a job file.
         names: further names by which requests may call the model.
         endpoint: the only one that requests may ask; None takes all that there are.
         where: what the options are called in messages.

@@ -79,10 +79,8 @@ class BodyRules:
         names: of the model, as bodies may write them.
         endpoint: the only one that may be asked; None takes all that there are.
         reads_tools: the chat template has a place for tools.
-        reads_reasoning_effort: and for `reasoning_effort`.
         chat: options of a chat request that says nothing.
         completions: of a completion request that says nothing.
-        task: what the job makes of prompts.
     """
 
     names: tuple[str, ...]

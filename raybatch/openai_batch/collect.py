@@ -26,10 +26,7 @@ class Collected(NamedTuple):
     """What was written.
 
     Args:
-        num_rows: of the dataset.
-        num_answered: of them.
         num_failed: rows with an error, those that no line is about among them.
-        num_unknown: lines that are about no row.
     """
 
     num_rows: int

@@ -49,8 +49,6 @@ class FormRows(NamedTuple):
     """The rows of one form.
 
     Args:
-        form: of them.
-        num_rows: how many there are.
         num_logprobs: the most that one of them asks for.
     """
 
@@ -63,12 +61,9 @@ class Conversion(NamedTuple):
     """A batch file that has been converted.
 
     Args:
-        input: which file it was.
         rules: digest of the rules by which it was read.
         folder: name of the folder with the rows, below that of the batch.
         created: seconds since 1970.
-        num_lines: that are not blank.
-        num_refused: of them.
         forms: of the others, at least one row each.
     """
 
@@ -124,12 +119,6 @@ def convert(source: str, folder: str, *, rules: BodyRules, digest: str) -> Conve
     """Write the requests of a batch file as rows, unless that has been done.
 
     Memory: some hundred lines, and 24 bytes for each line before.
-
-    Args:
-        source: the batch file.
-        folder: of the batch.
-        rules: of its requests.
-        digest: of the rules.
 
     Raises:
         ConfigError: the file cannot be read, or the folder is that of another batch.

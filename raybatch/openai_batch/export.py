@@ -49,16 +49,12 @@ class Export:
     Args:
         source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob.
         output: the first batch file; further ones have a number before the ending.
-        model: as requests name it.
         prompt: template of the user's message, of the prompt of a completion, or of the input of
             an embedding.
         messages: a column of messages, in place of `prompt`.
         system: message before those of each row that has none.
-        endpoint: "chat", "completions" or "embeddings".
         id_column: names the requests; without it they are named by file and position.
         sampling: options of every request, as OpenAI calls them.
-        max_requests: of one file.
-        max_bytes: of one file.
 
     Raises:
         ConfigError: options that do not fit together.
@@ -96,9 +92,6 @@ class Exported(NamedTuple):
     """What was written.
 
     Args:
-        files: batch files, in order.
-        num_requests: in all of them.
-        num_left_out: rows that have no prompt.
         first_error: of these; "" where there are none.
     """
 

@@ -33,12 +33,7 @@ class Line(NamedTuple):
 
 
 class InputId(NamedTuple):
-    """What tells one input from another.
-
-    Args:
-        num_bytes: of the file.
-        digest: of its content.
-    """
+    """What tells one input from another."""
 
     num_bytes: int
     digest: str

@@ -23,8 +23,6 @@ class Form(NamedTuple):
 
     Args:
         kind: of the prompts, which is the name of their column.
-        num_samples: of each row.
-        has_logprobs: the rows ask for them.
     """
 
     kind: Kind
@@ -42,8 +40,6 @@ class Reply(NamedTuple):
     """What the answer to a request must say, beside what the rows say.
 
     Args:
-        endpoint: that was asked.
-        model: as the request names it.
         num_logprobs: most likely tokens to tell per position; None tells nothing of any.
         encoding: of embeddings, "float" or "base64".
     """
@@ -58,10 +54,8 @@ class Asked(NamedTuple):
     """A request that can be asked.
 
     Args:
-        form: of its rows.
         prompts: of each row, in the form's kind: JSON texts of messages, texts, or token ids.
         sampling: options of the rows that differ from the defaults; of embeddings those of pooling.
-        template_options: of the chat template.
         reply: what the answer must say.
     """
 

@@ -29,12 +29,7 @@ RowWatch = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRun:
-    """A batch file that is answered by jobs, in files that are there when all is done.
-
-    Args:
-        files: of the batch.
-        options: of its jobs.
-    """
+    """A batch file that is answered by jobs, in files that are there when all is done."""
 
     files: BatchFiles
     options: BatchOptions
@@ -65,12 +60,6 @@ class BatchRun:
         overwrite: bool = False,
     ) -> BatchCounts:
         """Answer every request that has no answer yet; write both files once all are done.
-
-        Args:
-            progress: of each job, see `Job.run`.
-            start_ray: of each job, see `Job.run`.
-            ending: see `answer`.
-            overwrite: see `convert`.
 
         Raises:
             ConfigError: found before any work starts, where it can be.
@@ -127,9 +116,6 @@ class BatchRun:
 
     def close(self, code: str) -> BatchCounts:
         """Write both files of a batch that has ended early; what has no answer has an error.
-
-        Args:
-            code: of those errors, "batch_expired" or "batch_cancelled".
 
         Raises:
             ConfigError: a file cannot be read or written.

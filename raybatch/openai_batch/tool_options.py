@@ -10,10 +10,6 @@ from raybatch.openai_batch.refusal import Refusal
 def read_tools(body: Mapping[str, Any], *, is_read: bool) -> dict[str, Any]:
     """Return the options of the chat template that tell it the tools.
 
-    Args:
-        body: of a chat request.
-        is_read: the template has a place for tools.
-
     Raises:
         Refusal: they are malformed, or the model must be held to one, or cannot be shown any.
     """

@@ -26,9 +26,6 @@ class BatchFiles(NamedTuple):
     """Where a batch lies.
 
     Args:
-        source: the batch file.
-        output: file for the answers.
-        errors: file for the errors.
         folder: for rows and outputs of jobs, which a later run goes on with.
     """
 
@@ -43,12 +40,7 @@ class BatchCounts:
     """What has become of the requests of a batch.
 
     Args:
-        num_requests: lines that are not blank.
-        num_completed: requests that have an answer.
-        num_failed: lines that have an error.
-        prompt_tokens: of requests with an answer.
         cached_tokens: of these, those whose KV came from another request.
-        generated_tokens: of requests with an answer.
         stopped: why jobs have ended early; "" where none has.
     """
 

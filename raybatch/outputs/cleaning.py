@@ -31,11 +31,7 @@ class Cleaned:
     """What was removed from an output.
 
     Args:
-        sink: that was cleaned.
-        names: of the files, relative to it.
-        num_bytes: of all of them.
         num_young: files that stay because a run may need them still.
-        is_dry_run: nothing was removed.
         live_runs: runs that are at work there, whatever age was asked for.
     """
 

@@ -29,10 +29,8 @@ class DeepLook:
     """What the values of all parts say.
 
     Args:
-        num_files: that were opened.
         repeated_rows: rows whose row_id another row has too, beyond the first of each.
         problems: what is wrong, with the file and the way out; the first of them.
-        num_problems: all of them.
     """
 
     num_files: int

@@ -44,7 +44,6 @@ class FailedRows(Source):
     Args:
         parts: the same slices with all of their rows and columns.
         output: columns of the stage that has written the parts.
-        statuses: of the rows that are read.
         partitions: name and type of the columns whose values are in the names of the parts.
     """
 

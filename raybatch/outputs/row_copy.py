@@ -43,13 +43,9 @@ class RowCopy:
     """What tasks must know to copy the rows of one plan.
 
     Args:
-        source: the output that is copied.
-        sink: of the copy.
-        stored: plan of the source.
         target: plan of the copy, whose units are stretches of the same rows.
         unit_rows: int64 [U], rows of each unit of the target.
         is_todo: bool [U], units of the target that are not written yet.
-        schema: of every part of the source.
         row_bytes: that a row takes in memory, about.
     """
 

@@ -29,19 +29,13 @@ class Verification:
     """What is in an output beside what should be; `print` it, or take `to_json`.
 
     Args:
-        sink: that was looked at.
         plan: hash of its plan; "" where a run died before there was one.
         is_deep: values of all parts were read too, not names and footers alone.
         has_success: a run has said that the output is complete.
-        num_units: of the plan.
-        num_units_missing: that have no part.
-        expected_rows: of the plan.
-        written_rows: in parts of the plan.
         lost_rows: whose part cannot be read, or is gone although the output was complete; with
             `is_deep` also those in whose place another row stands.
         duplicated_rows: written more than once; of row ids alone when `is_deep`.
         rows_to_do: whose units no run has written yet.
-        statuses: row status to number of rows.
         problems: what is wrong, where, and the way out.
         notes: what is worth knowing and not wrong.
     """

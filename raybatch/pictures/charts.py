@@ -46,8 +46,6 @@ class ShareBar:
 
     Args:
         share: between 0 and 1.
-        error: half width of its interval.
-        note: written behind the percentage.
         is_main: drawn in the main colour; the others are for comparison.
     """
 

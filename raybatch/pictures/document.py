@@ -15,12 +15,7 @@ _MAX_CELL = 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Cells of text: names in the first column, words in the last, numbers between them.
-
-    Args:
-        header: names of the columns.
-        rows: as many cells each.
-    """
+    """Cells of text: names in the first column, words in the last, numbers between them."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -34,7 +29,6 @@ class Figure:
         title: heading; "" where that of the section says it.
         svg: escaped already.
         caption: below it.
-        is_wide: takes the whole width.
     """
 
     title: str
@@ -48,11 +42,9 @@ class Section:
     """Facts, a table and drawings under one heading; all texts may hold user data.
 
     Args:
-        title: heading.
         facts: names with what is to be said.
         table: below the facts.
         notes: sentences below the table.
-        figures: for pages alone.
     """
 
     title: str

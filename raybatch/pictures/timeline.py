@@ -53,8 +53,6 @@ class Band:
 
     Args:
         top: of the axis; None takes the highest value.
-        suffix: behind the numbers of the axis.
-        is_main: drawn in the main colour.
     """
 
     name: str

@@ -23,9 +23,6 @@ def report_of(sink: str) -> RunReport:
 
     Whatever became of the runs: the rows are counted from the output itself.
 
-    Args:
-        sink: of the job.
-
     Raises:
         ConfigError: there is no plan of this version below it, or it cannot be read.
     """

@@ -44,7 +44,6 @@ class ErrorCount:
 
     Args:
         error_class: the part of `__inference_error__` before the colon.
-        rows: rows that carry it.
         row_ids: the first few of them.
         message: the whole error of the first one.
     """
@@ -69,48 +68,35 @@ class RunReport:
     """What a job has come to: its output, counted, and all runs that made it.
 
     Args:
-        source: input path or URI.
-        sink: output path or URI.
-        model: as the user named it.
         backend: kind of the backend that answered; "" where that is not known.
         backend_reason: why it was that one; "" where the user named it.
-        rows_in: rows of the source.
         rows_out: rows of the sink, error rows included.
         rows_lost: source rows that are not in the sink.
         rows_duplicated: sink rows beyond the first of the same row.
         rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
-        rows_resumed: rows that earlier runs had written.
         statuses: row status (see `raybatch.rows.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
         prompt_tokens: of all rows that reached the engines.
         cached_tokens: prompt tokens whose KV came from another request.
-        generated_tokens: of all rows.
         cost: of all answers, over all runs, where they have prices of their own; answers that a run
             threw away are counted.
         startup_s: from the call to the first row handed to a ready engine; like the other times
             the sum over all runs, where there were several.
         engines_s: from there to the last row that came back.
         write_s: what was left to write after that.
-        total_s: the whole call.
-        replicas: engines of the pool.
-        restarts: replicas started again after a death.
         executor: of the engines of the last run: "ray", or "local" without it; "" where no log
             says so.
-        versions: package to version.
         output_files: paths below the sink.
         plan: the plan of the run and what became of it; None where there was none, or where it is
             not known any more.
         planned_hit_rate: share of the prompt tokens that the plan was not to compute; None where
             there was none.
-        num_units: units of the plan.
         problems: what the audit found wrong with the output.
         prompt_lengths: prompt tokens of the rows that were asked.
-        output_lengths: generated tokens, of each sample.
         skipped: name and reason of each file that was left out because it could not be read.
         special_rows: rows whose texts held special tokens of the model.
         special_tokens: found in them; text or control tokens as the job had asked.
         stopped: the limit, or SIGTERM, that ended the last run early; "" where none did.
-        history: all runs of the job.
         is_rebuilt: no such report lies below the sink: it was made after a run that left none, or
             could not be written.
     """

@@ -25,13 +25,7 @@ class BatchRequest:
     """What a client asks for.
 
     Args:
-        id: of the batch.
-        endpoint: of all its requests.
-        input_file_id: the batch file.
-        completion_window: as the client writes it.
         created_at: seconds since 1970.
-        expires_at: the end of the window.
-        metadata: of the client.
     """
 
     id: str
@@ -52,7 +46,6 @@ class BatchStatus:
         times: names of the API to times, such as in_progress_at.
         output_file_id: file for the answers, once there are any.
         error_file_id: file for the errors, once there are any.
-        counts: of requests and tokens.
         problem: why it has failed; "" where it has not.
     """
 
@@ -74,8 +67,6 @@ class Batch:
     """A batch as it is at some moment.
 
     Args:
-        request: of the client.
-        status: of the runner.
         cancelling_at: when it was cancelled; None where it was not.
     """
 

@@ -28,11 +28,8 @@ class FileRecord:
     """What is known of a file; the names are those of the API.
 
     Args:
-        id: of the file.
-        bytes: of its content.
         created_at: seconds since 1970.
         filename: as its client calls it; never used as a name here.
-        purpose: "batch" or "batch_output".
     """
 
     id: str
@@ -66,13 +63,7 @@ class FileStore:
         return posixpath.join(self._folder, "files", check_id(file_id, FILE), "content")
 
     def add(self, content: IO[bytes], *, filename: str, purpose: str) -> FileRecord:
-        """Keep a file.
-
-        Args:
-            content: is read to its end.
-            filename: as its client calls it.
-            purpose: of the file.
-        """
+        """Keep a file."""
         file_id = self.new_id()
         with published(self.path(file_id)) as file:
             while chunk := content.read(_CHUNK_BYTES):

@@ -44,11 +44,8 @@ class ApiConfig:
     """What the API must know.
 
     Args:
-        folder: of the server.
         models: names of the model, the first of which is the one that batches tell.
-        endpoints: that batches may ask.
         key_digest: SHA-256 of the key that clients must bring; "" lets everyone in.
-        max_file_bytes: of an upload.
         created_at: of the model, for clients; seconds since 1970.
     """
 

@@ -12,9 +12,7 @@ class Problem(RaybatchError):  # noqa: N818 - it ends one request, and becomes i
 
     Args:
         message: what is wrong, and the way out.
-        status: of HTTP.
         param: the parameter that is wrong; None for others.
-        code: a word for programs.
     """
 
     def __init__(

@@ -25,10 +25,7 @@ class BatchRunner:
     """Runs the batches below the folder of a server.
 
     Args:
-        folder: of the server.
         job: options of every job, as in a job file.
-        names: further names of the model.
-        max_requests: of one batch.
         is_ending: returns whether the server ends, which lets a batch end early and go on later.
     """
 

@@ -38,12 +38,7 @@ class ServeOptions:
         folder: for files, batches and outputs, local or a URI; a server that is started with the
             same one goes on there. One server at a time works on it.
         job: options of the jobs, as in a job file.
-        names: further names of the model.
-        host: address that is listened on.
-        port: of it.
         key: that clients must bring; "" lets everyone in.
-        max_file_bytes: of an upload.
-        max_requests: of a batch.
     """
 
     folder: str

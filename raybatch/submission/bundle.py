@@ -31,7 +31,6 @@ class Bundle:
     """A written zip file.
 
     Args:
-        path: of the zip file.
         names: of the files in it, the job file first.
     """
 

@@ -37,7 +37,6 @@ class ClusterFacts:
     """What was found about a cluster.
 
     Args:
-        address: of the job server.
         auth_mode: what the job server says; None where it does not.
         is_open: the list of jobs is given to those who have no token.
         network_address: where the dashboard answers on the network; None if it does not.
@@ -45,7 +44,6 @@ class ClusterFacts:
         open_metrics: URLs that give metrics to those who have no token.
         were_ports_asked: False where the list of nodes was refused.
         token_file: in which Ray looks for the token; None where there is no such file.
-        token_file_mode: of that file.
         own_auth_mode: RAY_AUTH_MODE of this process; None if not set.
     """
 

@@ -41,8 +41,6 @@ class Submission:
 
     Args:
         submission_id: a name that no job of the cluster has had.
-        entrypoint: the command.
-        runtime_env: of Ray.
         metadata: of the job; everyone who may ask the job server reads it.
     """
 
@@ -69,7 +67,6 @@ class JobServer:
     """A job server that has answered.
 
     Args:
-        address: its URL.
         token: is sent along; None sends none.
 
     Raises:
@@ -128,11 +125,6 @@ class JobServer:
     def tail(self, submission_id: str, write: Callable[[str], None], *, skip: int = 0) -> int:
         """Pass on the log of a job from its first character until it ends.
 
-        Args:
-            submission_id: of the job.
-            write: is given each piece.
-            skip: characters that have been written.
-
         Returns:
             The number of characters that have been written, those skipped included.
 
@@ -165,12 +157,7 @@ class JobServer:
 
 
 class LogWriter:
-    """Writes a text of which the beginning has been written.
-
-    Args:
-        write: is given each new piece.
-        skip: characters that have been written.
-    """
+    """Writes a text of which the beginning has been written."""
 
     def __init__(self, write: Callable[[str], None], skip: int) -> None:
         self._write = write

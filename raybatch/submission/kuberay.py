@@ -27,12 +27,6 @@ _SUBMITTER_RETRIES = 2
 def render_kuberay(job: JobConfig, job_text: str, job_file: str, options: ManifestOptions) -> str:
     """Return two YAML documents: the config map and the RayJob (KubeRay 1.5.1 or newer).
 
-    Args:
-        job: the checked options.
-        job_text: content of the job file.
-        job_file: its path, for the name.
-        options: what the job file does not say.
-
     Raises:
         ConfigError: there is no image, or a retry would start over.
     """

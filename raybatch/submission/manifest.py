@@ -27,13 +27,8 @@ class ManifestOptions:
 
     Args:
         image: with raybatch, its engine and Ray in it.
-        ray_version: of the image.
         replicas: engines; None takes those of the job, else 1.
         gpu_type: what the system calls the GPU, such as L4; None takes any.
-        max_retries: of the whole job.
-        timeout_s: of all tries together.
-        env_vars: of the job.
-        compute_config: of Anyscale, by name.
         service_account: of Kubernetes, with the role that may read and write the data.
     """
 
@@ -72,10 +67,6 @@ class WorkerShape:
     """One host with engines.
 
     Args:
-        num_hosts: of this shape.
-        num_gpus: of one host.
-        num_cpus: of one host.
-        memory_gib: of one host.
         shared_memory_gib: of one host, for Ray's object store.
     """
 

@@ -22,12 +22,7 @@ _MAX_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back.
-
-    Args:
-        status: HTTP status.
-        text: the body.
-    """
+    """What came back."""
 
     status: int
     text: str

@@ -15,12 +15,6 @@ from raybatch.submission.manifest import (
 def render_ray(job: JobConfig, job_text: str, job_file: str, options: ManifestOptions) -> str:
     """Return a script with the job file in it; run again, it goes on where the job has ended.
 
-    Args:
-        job: the checked options.
-        job_text: content of the job file.
-        job_file: its path, for the name.
-        options: what the job file does not say.
-
     Raises:
         ConfigError: a second run would start over.
     """

@@ -25,11 +25,6 @@ _WITHOUT_EFFECT = {
 def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple[str, list[str]]:
     """Return the text of the file, and what its reader has to see to.
 
-    Args:
-        kind: "anyscale", "kuberay" or "ray".
-        job_file: path of the job file.
-        options: what the job file does not say.
-
     Raises:
         ConfigError: the job file or an option is wrong, or would not work there.
     """

@@ -57,7 +57,6 @@ class SubmitOptions:
         working_dir: folder that is sent along; None sends the job file alone.
         wheel: "auto" sends the code that runs here, "none" takes that of the hosts, anything else
             is the path of a wheel.
-        env: `NAME` or `NAME=value`.
         allow_error_rows: the job ends with 0, not 2, when rows failed.
     """
 

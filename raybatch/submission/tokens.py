@@ -21,7 +21,6 @@ class Token:
     """A token and where it comes from.
 
     Args:
-        value: the token.
         origin: a variable or a file, for messages.
     """
 
@@ -61,12 +60,6 @@ def token_for(
     auth_mode: str | None, environment: Mapping[str, str], home: Path, *, address: str
 ) -> Token | None:
     """Return the token to send to a job server; None where it asks for none.
-
-    Args:
-        auth_mode: what `server_auth_mode` found.
-        environment: of this process.
-        home: of the user.
-        address: of the job server, for messages.
 
     Raises:
         ConfigError: the server asks for a token, and there is none here.

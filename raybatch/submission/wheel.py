@@ -25,10 +25,6 @@ def pack_wheel(package: Path, folder: Path) -> Path:
 
     It is the code that runs here, from a source tree, an editable or a usual installation.
 
-    Args:
-        package: the folder of the package.
-        folder: an existing folder for the wheel.
-
     Raises:
         ConfigError: the package has no folder, as in a zip file.
     """

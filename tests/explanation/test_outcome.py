@@ -7,8 +7,8 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.explanation.build import SpeedAndPrice
+from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
-from raybatch.explanation.time import TimeEstimate
 from tests.explanation.inputs import explain_prompts, grouped_prompts
 
 COMPUTED = 6 * (32 + 5 * 8)

@@ -28,13 +28,7 @@ def read_history(store: Store) -> History:
 
 
 def with_unlogged(history: History, *, num_units: int, num_rows: int) -> History:
-    """Return the runs with what those that were killed have written and could not log.
-
-    Args:
-        history: of all runs.
-        num_units: units that are there now.
-        num_rows: rows of these.
-    """
+    """Return the runs with what those that were killed have written and could not log."""
     runs = []
     after = [(run.units_resumed, run.rows_resumed) for run in history.runs[1:]]
     for run, (units, rows) in zip(history.runs, [*after, (num_units, num_rows)], strict=False):

@@ -38,8 +38,6 @@ class UnitsSoFar:
     Args:
         total: units of all plans; 0 while there is none.
         done: units that are written, those of earlier runs among them.
-        resumed: units that earlier runs had written.
-        rows_resumed: rows of these.
         planned_hit_rate: share of the prompt tokens that the plan does not compute; None where it
             has none.
     """
@@ -62,8 +60,6 @@ class RunRecorder:
     Nothing of it decides about rows or units, and a store that fails ends the log, not the run.
 
     Args:
-        store: of the sink.
-        run_id: name of the run.
         about: what the first line says of the job; secrets in it are hidden.
         clock: seconds since 1970.
 

@@ -18,16 +18,9 @@ class Sample:
 
     Args:
         end_s: since the run began.
-        seconds: length of the stretch.
-        rows: rows that came back.
-        prompt_tokens: of these.
         cached_tokens: of these, with KV from another request.
-        generated_tokens: of these.
         cost: of all answers since the run began, where they have prices.
-        running: requests in engines.
-        waiting: requests that wait in engines.
         kv: share of the KV caches that is in use.
-        num_ready: engines that answer.
         restarts: of engines, since the run began.
         preemptions: of requests, since the run began.
         engines: rank, seconds at work and seconds ready of each engine in this stretch.
@@ -80,12 +73,8 @@ class UnitTime:
     """When a unit was at work, and where.
 
     Args:
-        unit: number of the unit.
         start_s: since the run began.
         seconds: until it was written.
-        rows: of the unit.
-        host: of its feeder.
-        pid: of its feeder.
     """
 
     unit: int
@@ -101,26 +90,15 @@ class RunRecord:
     """One run of a job, as its log tells it.
 
     Args:
-        run_id: name of the run.
         started: in seconds since 1970.
         seconds: from its start to the last line of its log.
         end: "finished", "incomplete", "stopped by ..." with the limit or SIGTERM, "interrupted", or
             "failed: ..."; "" where the log has no end.
-        host: of the driver.
-        source: as the user named it.
-        model: as the user named it.
-        backend: kind of the backend that answered.
         backend_reason: why it was that one; "" where the user named it.
-        versions: package to version.
         executor: of its engines, "local" or "ray"; "" where the log does not say.
-        units_resumed: units that were there already.
-        rows_resumed: rows of these.
-        units_written: units that this run wrote.
-        rows_written: rows of these.
         units_found: units that another run had written when this one came to them.
         median_unit_s: half of its units took no longer.
         p95_unit_s: 95 % of its units took no longer.
-        slowest: units that took longest.
         units: all of them, where they are few.
         samples: of equal importance, a few hundred at most.
     """
