@@ -13,19 +13,20 @@ from raybatch.openai_batch.body_values import (
     flag,
     is_id,
     prompts_of,
+    read_tools,
     whole,
+    with_parsed_calls,
 )
-from raybatch.openai_batch.refusal import Refusal
 from raybatch.openai_batch.requests import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
     Asked,
     Form,
+    Refusal,
     Reply,
     endpoints_of,
 )
-from raybatch.openai_batch.tool_options import read_tools, with_parsed_calls
 from raybatch.records.pooling import pooling_of
 from raybatch.records.types import Sampling, Task
 

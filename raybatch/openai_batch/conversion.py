@@ -17,10 +17,8 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.bodies import BodyRules, read_request
 from raybatch.openai_batch.files import parquet_writer
-from raybatch.openai_batch.reading import InputId, Line, input_id, parse_line, read_lines
-from raybatch.openai_batch.refusal import Refusal
-from raybatch.openai_batch.requests import Asked, Form
-from raybatch.openai_batch.seen_ids import SeenIds
+from raybatch.openai_batch.reading import InputId, Line, SeenIds, input_id, parse_line, read_lines
+from raybatch.openai_batch.requests import Asked, Form, Refusal
 
 RECORD = "batch.json"
 ROWS_FILE = "part-000000.parquet"

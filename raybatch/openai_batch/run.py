@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from raybatch.durable.storage import store_of
 from raybatch.job.progress import ProgressPrinter
-from raybatch.openai_batch.answering import AnswerWriter
+from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
 from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.conversion import RECORD, Conversion, convert, read_conversion
 from raybatch.openai_batch.files import remove_folder
-from raybatch.openai_batch.logprobs import LogprobTexts
-from raybatch.openai_batch.refusal import Refusal, unexecuted
+from raybatch.openai_batch.requests import Refusal, unexecuted
 from raybatch.openai_batch.writing import (
     BatchCounts,
     BatchFiles,

@@ -11,8 +11,7 @@ from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.conversion import Conversion
 from raybatch.openai_batch.run import BatchRun
 from raybatch.openai_batch.writing import BatchCounts, BatchFiles
-from raybatch.serving.batch_store import ENDED, Batch, BatchStatus, BatchStore
-from raybatch.serving.file_store import FileStore
+from raybatch.serving.stores import ENDED, Batch, BatchStatus, BatchStore, FileStore
 
 logger = logging.getLogger(__name__)
 
