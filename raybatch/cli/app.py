@@ -1,8 +1,7 @@
-"""The command line: run, explain, demo, report, ordered.
+"""The command line: run, explain, demo, and the commands on an output.
 
-The flags of a job are those of `raybatch.cli.flags`; the commands on a cluster are those of
-`raybatch.cli.cluster`, those that measure of `raybatch.cli.bench`, those on an output of
-`raybatch.cli.outputs`.
+`flags` has the flags of a job, `cluster` the commands on a cluster, `bench` those that measure,
+`batch` those on batch files.
 """
 
 import atexit
@@ -20,7 +19,6 @@ from raybatch.cli.batch import BatchFlags, add_batch_commands, run_batch_file
 from raybatch.cli.bench import add_bench_commands
 from raybatch.cli.cluster import add_cluster_commands
 from raybatch.cli.flags import JobFlags, with_job_flags, with_model
-from raybatch.cli.outputs import add_output_commands
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError, shell_path
 from raybatch.redaction import DiscreetFormatter, redacted
@@ -225,9 +223,9 @@ def report(
     ] = None,
 ) -> None:
     """Print the report of a job, or of what is there so far; verify tells by its exit code."""
-    from raybatch.outputs.rebuilt import report_of  # pyarrow again
+    from raybatch.report.rebuild import current_report  # pyarrow again
 
-    found = report_of(folder)
+    found = current_report(folder)
     typer.echo(found.to_json() if as_json else found.to_text())
     if html is not None:
         _write_page(html, found.to_html())
@@ -245,9 +243,42 @@ def ordered(
     typer.echo(f"{found.written_rows} rows in {found.num_units} parts: {shell_path(into)}")
 
 
+def verify(
+    folder: Annotated[str, typer.Argument(help="Output folder of a job, local or a URI.")],
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every value, not names and footers alone.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead.")] = False,
+) -> None:
+    """Prove that every row is there exactly once; exit code 0: it is, 1: not, or not yet."""
+    from raybatch.outputs.verify import verify as look  # pyarrow is slow to load
+
+    found = look(folder, deep=deep)
+    typer.echo(found.to_json() if as_json else str(found))
+    raise typer.Exit(found.exit_code())
+
+
+def clean(
+    folder: Annotated[str, typer.Argument(help="Output folder of a job, local or a URI.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
+    ] = False,
+    older_than: Annotated[
+        str, typer.Option(help="Age from which files are taken that a run may need: 30m, 12h, 7d.")
+    ] = "7d",
+) -> None:
+    """Remove what runs have left beside the data; parts, plan and _SUCCESS are never touched."""
+    from raybatch.outputs.cleaning import clean as tidy_up
+    from raybatch.outputs.cleaning import parse_age
+
+    found = tidy_up(folder, older_than_s=parse_age(older_than), is_dry_run=dry_run)
+    typer.echo(str(found))
+
+
 add_cluster_commands(app)
 add_bench_commands(app)
-add_output_commands(app)
+app.command()(verify)
+app.command()(clean)
 add_batch_commands(app)
 
 

@@ -156,9 +156,9 @@ def _rows(
 
 def _mean_tokens(output: str) -> dict[str, int]:
     """Return the mean tokens of the rows of an output, cached ones of prompts left out."""
-    from raybatch.outputs.rebuilt import report_of
+    from raybatch.report.rebuild import current_report
 
-    found = report_of(output)
+    found = current_report(output)
     num_good = found.rows_out - found.rows_failed
     if not num_good or not found.generated_tokens:
         raise ConfigError(f"--like {output}: no row of this output has generated tokens")

@@ -94,9 +94,9 @@ def manifest(
     output: Annotated[Path | None, typer.Option(help="Write to this file.")] = None,
 ) -> None:
     """Print a complete file that runs a job file on a job system, with retries that resume."""
+    from raybatch.submission.checks import read_env_vars
     from raybatch.submission.manifest import ManifestOptions
     from raybatch.submission.render import render_manifest  # Ray is slow to load
-    from raybatch.submission.secret_names import read_env_vars
 
     options = ManifestOptions(
         image=image,

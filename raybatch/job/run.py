@@ -29,7 +29,6 @@ from raybatch.job.parts import (
 )
 from raybatch.job.progress import ProgressPrinter, shown
 from raybatch.job.stopping import LimitWatch, StopSignal, WavesSoFar
-from raybatch.outputs.rebuilt import keep_report, report_of_complete
 from raybatch.planning.fingerprint import (
     fingerprint,
     fingerprint_digest,
@@ -46,6 +45,7 @@ from raybatch.redaction import redacted
 from raybatch.report import RunReport, counted_report, installed_versions
 from raybatch.report.history.reading import read_history
 from raybatch.report.history.recorder import RunRecorder, new_run_id
+from raybatch.report.rebuild import keep_report, report_of_complete
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.stages.unit_run import FeederRunner

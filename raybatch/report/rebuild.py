@@ -1,12 +1,22 @@
-"""Makes the report of a job from what lies below its sink, whatever became of the runs."""
+"""The report of a job as a run has left it, or made again from what lies below the sink."""
 
+import json
+import logging
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 
+import fsspec
+
+from raybatch.config import from_mapping
 from raybatch.durable.audit import Audit, audit, is_finished
-from raybatch.durable.layout import SUCCESS
-from raybatch.durable.sink import output_files
+from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS
+from raybatch.durable.sink import is_marked, output_files
 from raybatch.durable.storage import store_of, told_as
+from raybatch.errors import ConfigError, shell_path
+from raybatch.explanation.outcome import PlanOutcome
+from raybatch.explanation.plain import from_plain
 from raybatch.pictures.wording import count
 from raybatch.planning.fingerprint import backend_kind
 from raybatch.planning.store import read_all_units, read_plan, read_plans
@@ -15,7 +25,116 @@ from raybatch.prefix.histogram import Histogram
 from raybatch.redaction import redacted
 from raybatch.report.history.reading import read_history, with_unlogged
 from raybatch.report.history.records import History, RunRecord
-from raybatch.report.record import RunReport, error_counts
+from raybatch.report.record import ErrorCount, RunReport, error_counts, report_path
+
+logger = logging.getLogger(__name__)
+
+
+def read_report(sink: str) -> RunReport:
+    """Read the report that a run wrote below `sink`.
+
+    Raises:
+        ConfigError: there is none, or it is not a report of this version.
+    """
+    path = report_path(sink)
+    fs, name = fsspec.core.url_to_fs(path)
+    if not fs.exists(name):
+        raise ConfigError(f"{sink}: no report here; expected {path}, written when a job ends")
+    try:
+        values = json.loads(fs.cat_file(name))
+        derived = ("rows_failed", "prompt_tokens_per_s", "generated_tokens_per_s", "exit_code")
+        stored = {key: value for key, value in values.items() if key not in derived}
+        stored["errors"] = tuple(
+            ErrorCount(**{**error, "row_ids": tuple(error["row_ids"])})
+            for error in stored["errors"]
+        )
+        stored["output_files"] = tuple(stored["output_files"])
+        stored["problems"] = tuple(stored.get("problems", ()))
+        stored["skipped"] = tuple((file, reason) for file, reason in stored.get("skipped", ()))
+        for name in ("prompt_lengths", "output_lengths"):
+            stored[name] = from_plain(Histogram, stored[name], where=f"{path}: {name}")
+        stored["history"] = History.from_mapping(stored["history"], where=f"{path}: history")
+        if stored.get("plan") is not None:
+            stored["plan"] = PlanOutcome.from_mapping(stored["plan"], where=f"{path}: plan")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a report of this version of raybatch ({error})") from error
+    return from_mapping(RunReport, stored, where=path)
+
+
+def current_report(sink: str) -> RunReport:
+    """Return the report of an output, also after a run that died.
+
+    The one that a run has written is taken if it names the parts that are there. Else it is made
+    from the plan and the footers: what only the run knew, such as times, is missing in it.
+
+    Raises:
+        ConfigError: no job has written there, or it has not come as far as a plan.
+    """
+    with told_as(f"output {sink!r} cannot be read"):
+        store, record = store_of(sink), f"{sink.rstrip('/')}/{PLAN_ORDER}"
+        has_record = store.size(f"{PLAN_ORDER}/{PLAN}") is not None
+        if store.size(PLAN) is None:
+            if has_record:
+                return replace(current_report(record), sink=redacted(sink))
+            if is_marked(store):
+                raise ConfigError(
+                    f"{sink}: a run began here and ended before its plan was written, so there is "
+                    "nothing to report; run the job again"
+                )
+            return read_report(sink)
+        parts = _part_names(sink)
+        stored = _stored_report(sink)
+        if stored is not None and set(stored.output_files) == set(parts):
+            return stored
+        made = report_of(sink)
+        if not has_record:
+            return made
+        # it knows the runs and what came in
+        known = report_of(record)
+        return replace(
+            made,
+            special_rows=known.special_rows,
+            special_tokens=known.special_tokens,
+            history=known.history,
+        )
+
+
+def report_of_complete(sink: str) -> RunReport:
+    """Return the report of an output to which nothing is added, and write it where there is none.
+
+    Raises:
+        ConfigError: see `current_report`.
+    """
+    found = current_report(sink)
+    # without logs it would not be more than anybody can make again
+    if not (found.is_rebuilt and found.history.runs):
+        return found
+    return keep_report(replace(found, is_rebuilt=False), sink)
+
+
+def keep_report(found: RunReport, sink: str) -> RunReport:
+    """Write a report; where it cannot be written that is logged, since its rows are written."""
+    try:
+        with told_as(f"the report cannot be written below {sink!r}"):
+            found.write(sink)
+    except ConfigError as error:
+        again = f"raybatch report {shell_path(sink)}"
+        logger.error("%s; the same command, or `%s`, makes it again", error, again)
+        return replace(found, is_rebuilt=True)
+    return found
+
+
+def _stored_report(sink: str) -> RunReport | None:
+    try:
+        return read_report(sink)
+    except ConfigError as error:  # none, torn, or of another version
+        logger.info("%s", error)
+        return None
+
+
+def _part_names(sink: str) -> tuple[str, ...]:
+    root = store_of(sink).uri + "/"
+    return tuple(path.removeprefix(root) for path in output_files(sink))
 
 
 def report_of(sink: str) -> RunReport:
@@ -125,3 +244,14 @@ def _problems(found: Audit, *, is_complete: bool) -> tuple[str, ...]:
         units = count(found.num_missing, "unit")
         said += (f"{units} not written yet, such as {some}; run the job again to go on",)
     return said
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python, raybatch and the packages that decide results."""
+    versions = {"python": platform.python_version()}
+    for name in ("raybatch", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -6,36 +6,40 @@ complete; it states what was counted (see `raybatch.planning.tally`).
 
 import dataclasses
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
-import fsspec
-
-from raybatch.config import from_mapping
+from raybatch.backends.choice import told_backend
 from raybatch.durable.stores.store import open_store
 from raybatch.durable.units import UnitCounts
-from raybatch.errors import ConfigError
+from raybatch.errors import shell_path
 from raybatch.explanation.outcome import PlanOutcome
-from raybatch.explanation.plain import from_plain
-from raybatch.pictures.document import Section, to_fragment, to_page
-from raybatch.pictures.wording import printable
+from raybatch.pictures.charts import Card, draw_cards
+from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page
+from raybatch.pictures.wording import duration, full, percent, printable
+from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
+from raybatch.report.history.lanes import lanes_of
 from raybatch.report.history.records import History
-from raybatch.report.history.show import length_section, run_section, time_sections
-from raybatch.report.paths import PAGE_PATH, REPORT_PATH, report_path
-from raybatch.report.show import (
-    audit_section,
-    error_section,
-    facts_of,
-    plan_facts,
-    rate,
-    run_facts,
-    skipped_section,
+from raybatch.report.history.show import (
+    end_of,
+    idle_facts,
+    length_section,
+    run_section,
+    time_sections,
 )
+from raybatch.report.show import counted, plan_facts, rate, skipped_facts, skipped_section
 from raybatch.rows.schema import GOOD_STATUSES
+
+REPORT_PATH = "_raybatch/report.json"
+PAGE_PATH = "_raybatch/report.html"
+_MAX_MESSAGE = 120
+
+
+def report_path(sink: str) -> str:
+    """Return where the report of `sink` lies."""
+    return f"{sink.rstrip('/')}/{REPORT_PATH}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +167,7 @@ class RunReport:
 
     def to_text(self) -> str:
         """Return the summary for people: one fact per line, printable ASCII only."""
-        lines = [f"{name}: {value}" for name, value in (*facts_of(self), *plan_facts(self.plan))]
+        lines = [f"{name}: {value}" for name, value in (*_facts(self), *plan_facts(self.plan))]
         return "\n".join(printable(line) for line in lines)
 
     def __str__(self) -> str:
@@ -182,11 +186,11 @@ class RunReport:
         return f"raybatch report: {self.sink}"
 
     def _sections(self) -> tuple[Section, ...]:
-        errors = () if not self.errors else (error_section(self.errors),)
+        errors = () if not self.errors else (_error_section(self.errors),)
         runs = (run_section(self.history),) if self.history.runs else ()
         return (
-            audit_section(self),
-            run_facts(self),
+            _audit_section(self),
+            _run_section(self),
             *errors,
             *skipped_section(self.skipped),
             *time_sections(self.history),
@@ -214,43 +218,124 @@ class RunReport:
         return report_path(folder)
 
 
-def read_report(sink: str) -> RunReport:
-    """Read the report that a run wrote below `sink`.
+def _facts(report: RunReport) -> list[tuple[str, str]]:
+    """Return names with what there is to say, in the order of the text."""
+    rows = f"{report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
+    if report.rows_duplicated:
+        rows += f", {report.rows_duplicated} duplicated"
+    if report.rows_todo:
+        rows += f", {report.rows_todo} still to do"
+    if report.rows_resumed:
+        rows += f"; {report.rows_resumed} of them were written by earlier runs"
+    facts = [("model", report.model), ("source", report.source), ("rows", rows)]
+    if report.statuses:
+        facts.append(("status", ", ".join(f"{n} {name}" for name, n in report.statuses.items())))
+    facts.append(("errors", str(report.rows_failed)))
+    for error in report.errors:
+        more = ", ..." if error.rows > len(error.row_ids) else ""
+        told = f"{error.rows} (rows {', '.join(error.row_ids)}{more})"
+        facts.append((f"  {error.error_class}", told))
+    facts += _special_facts(report)
+    cached = 100 * rate(report.cached_tokens, report.prompt_tokens)
+    tokens = (
+        f"{report.prompt_tokens} prompt ({cached:.1f} % from the prefix cache), "
+        f"{report.generated_tokens} generated"
+    )
+    seconds = (
+        f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
+        f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
+    )
+    where = " on one host without Ray" if report.executor == "local" else ""
+    runs = report.history.runs
+    if len(runs) > 1:
+        seconds += f" in {len(runs)} runs"
+    measured = [
+        *((("cost", amount_of_money(report.cost)),) if report.cost else ()),
+        ("speed", _speed(report)),
+        ("time", seconds),
+        *idle_facts(lanes_of(report.history)),
+        *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs if len(runs) > 1),
+        ("replicas", f"{report.replicas}{where}, {counted(report.restarts, 'restart')}"),
+    ]
+    backend = told_backend(report.backend, report.backend_reason)
+    unmeasured = [("note", "made from plan and parts; no run has left a log")]
+    is_measured = runs or not report.is_rebuilt
+    return [
+        *facts,
+        *(("  problem", problem) for problem in report.problems),
+        *skipped_facts(report.skipped),
+        *((("stopped", report.stopped),) if report.stopped else ()),
+        ("tokens", tokens),
+        *_hit_rates(report),
+        *(measured if is_measured else unmeasured),
+        *((("backend", backend),) if report.backend else ()),
+        ("output", f"{shell_path(report.sink)} ({counted(len(report.output_files), 'file')})"),
+        ("report", "none yet" if report.is_rebuilt else shell_path(report_path(report.sink))),
+    ]
 
-    Raises:
-        ConfigError: there is none, or it is not a report of this version.
-    """
-    path = report_path(sink)
-    fs, name = fsspec.core.url_to_fs(path)
-    if not fs.exists(name):
-        raise ConfigError(f"{sink}: no report here; expected {path}, written when a job ends")
-    try:
-        values = json.loads(fs.cat_file(name))
-        derived = ("rows_failed", "prompt_tokens_per_s", "generated_tokens_per_s", "exit_code")
-        stored = {key: value for key, value in values.items() if key not in derived}
-        stored["errors"] = tuple(
-            ErrorCount(**{**error, "row_ids": tuple(error["row_ids"])})
-            for error in stored["errors"]
+
+def _audit_section(report: RunReport) -> Section:
+    """Return what was counted in the output, large."""
+    todo = Card(name="still to do", value=full(report.rows_todo), is_good=not report.rows_todo)
+    cards = (
+        Card(name="rows expected", value=full(report.rows_in)),
+        Card(
+            name="written", value=full(report.rows_out), is_good=report.rows_out == report.rows_in
+        ),
+        todo,
+        Card(name="lost", value=full(report.rows_lost), is_good=not report.rows_lost),
+        Card(
+            name="duplicated",
+            value=full(report.rows_duplicated),
+            is_good=not report.rows_duplicated,
+        ),
+    )
+    figure = Figure(title="", svg=draw_cards(cards, label="Audit"), is_wide=True)
+    problems = tuple((f"problem {i}", said) for i, said in enumerate(report.problems, 1))
+    return Section(title="Audit of the output", facts=problems, figures=(figure,))
+
+
+def _run_section(report: RunReport) -> Section:
+    """Return what is said in the text."""
+    # what begins with a blank has a table of its own
+    shown = tuple(fact for fact in _facts(report) if not fact[0].startswith(" "))
+    return Section(title="Run", facts=shown)
+
+
+def _error_section(errors: tuple[ErrorCount, ...]) -> Section:
+    """Return the table of errors."""
+    rows = tuple(
+        (
+            error.error_class,
+            full(error.rows),
+            ", ".join(error.row_ids),
+            error.message[:_MAX_MESSAGE] + ("..." if len(error.message) > _MAX_MESSAGE else ""),
         )
-        stored["output_files"] = tuple(stored["output_files"])
-        stored["problems"] = tuple(stored.get("problems", ()))
-        stored["skipped"] = tuple((file, reason) for file, reason in stored.get("skipped", ()))
-        for name in ("prompt_lengths", "output_lengths"):
-            stored[name] = from_plain(Histogram, stored[name], where=f"{path}: {name}")
-        stored["history"] = History.from_mapping(stored["history"], where=f"{path}: history")
-        if stored.get("plan") is not None:
-            stored["plan"] = PlanOutcome.from_mapping(stored["plan"], where=f"{path}: plan")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a report of this version of raybatch ({error})") from error
-    return from_mapping(RunReport, stored, where=path)
+        for error in errors
+    )
+    header = ("class", "rows", "row ids", "the first one says")
+    return Section(title="Errors", table=Table(header=header, rows=rows))
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the versions of Python, raybatch and the packages that decide results."""
-    versions = {"python": platform.python_version()}
-    for name in ("raybatch", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+def _special_facts(report: RunReport) -> list[tuple[str, str]]:
+    if not report.special_tokens:
+        return []
+    found = counted(report.special_tokens, "special token")
+    return [("texts", f"{found} of the model in {counted(report.special_rows, 'row')}")]
+
+
+def _hit_rates(report: RunReport) -> list[tuple[str, str]]:
+    if report.planned_hit_rate is None or report.plan is not None:
+        return []
+    measured = rate(report.cached_tokens, report.prompt_tokens)
+    said = f"hit rate {percent(report.planned_hit_rate)} planned, {percent(measured)} actual"
+    return [("plan", said)]
+
+
+def _speed(report: RunReport) -> str:
+    if not report.engines_s:
+        return "not measured, too little work"
+    return (
+        f"{report.prompt_tokens_per_s:.0f} prompt tokens/s, "
+        f"{report.generated_tokens_per_s:.0f} output tokens/s"
+    )

@@ -16,13 +16,11 @@ import raybatch
 from raybatch.errors import ConfigError, shell_path
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
-from raybatch.submission.bundle import write_bundle
+from raybatch.submission.bundle import pack_wheel, repack_wheel, write_bundle
+from raybatch.submission.checks import check_paths, fixed_part, is_uri, read_env_vars
 from raybatch.submission.job_server import JobServer, Submission
 from raybatch.submission.probe import is_loopback, read_address, server_auth_mode
-from raybatch.submission.remote_paths import check_paths, fixed_part, is_uri
-from raybatch.submission.secret_names import read_env_vars
 from raybatch.submission.tokens import token_for
-from raybatch.submission.wheel import pack_wheel, repack_wheel
 
 SINK_KEY = "raybatch_sink"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
