@@ -187,15 +187,15 @@ def explain(
     job = raybatch.Job.from_mapping({"sink": "not-written", **flags.mapping}, where=flags.where)
     if note:
         typer.echo(note, err=True)
-    found = job.explain(
+    explanation = job.explain(
         kv_tokens=kv_tokens,
         price_per_engine_hour=price_per_engine_hour,
         measure=not no_measure,
         start_ray=_start_ray,
     )
-    typer.echo(found.to_json() if as_json else str(found))
+    typer.echo(explanation.to_json() if as_json else str(explanation))
     if html is not None:
-        _write_page(html, found.to_html())
+        _write_page(html, explanation.to_html())
 
 
 @app.command()
@@ -225,10 +225,10 @@ def report(
     """Print the report of a job, or of what is there so far; verify tells by its exit code."""
     from raybatch.report.rebuild import current_report  # pyarrow again
 
-    found = current_report(folder)
-    typer.echo(found.to_json() if as_json else found.to_text())
+    result = current_report(folder)
+    typer.echo(result.to_json() if as_json else result.to_text())
     if html is not None:
-        _write_page(html, found.to_html())
+        _write_page(html, result.to_html())
 
 
 @app.command()
@@ -239,8 +239,8 @@ def ordered(
     """Copy a finished output, its rows in the order of the input."""
     from raybatch.outputs.ordered import ordered as copy_in_order
 
-    found = copy_in_order(folder, into, start_ray=_start_ray)
-    typer.echo(f"{found.written_rows} rows in {found.num_units} parts: {shell_path(into)}")
+    copied = copy_in_order(folder, into, start_ray=_start_ray)
+    typer.echo(f"{copied.written_rows} rows in {copied.num_units} parts: {shell_path(into)}")
 
 
 def verify(
@@ -253,9 +253,9 @@ def verify(
     """Prove that every row is there exactly once; exit code 0: it is, 1: not, or not yet."""
     from raybatch.outputs.verify import verify as look  # pyarrow is slow to load
 
-    found = look(folder, deep=deep)
-    typer.echo(found.to_json() if as_json else str(found))
-    raise typer.Exit(found.exit_code())
+    result = look(folder, deep=deep)
+    typer.echo(result.to_json() if as_json else str(result))
+    raise typer.Exit(result.exit_code())
 
 
 def clean(
@@ -271,8 +271,8 @@ def clean(
     from raybatch.outputs.cleaning import clean as tidy_up
     from raybatch.outputs.cleaning import parse_age
 
-    found = tidy_up(folder, older_than_s=parse_age(older_than), is_dry_run=dry_run)
-    typer.echo(str(found))
+    cleaned = tidy_up(folder, older_than_s=parse_age(older_than), is_dry_run=dry_run)
+    typer.echo(str(cleaned))
 
 
 add_cluster_commands(app)

@@ -76,9 +76,9 @@ def to_batch(
     """Make batch files of a dataset, of 50,000 requests and 200 MB each at most."""
     from raybatch.openai_batch.export import Export, export_rows  # slow to load
 
-    given = parse_settings([f"sampling.{setting}" for setting in settings or []])
-    sampling = {name.removeprefix("stage.sampling."): value for name, value in given.items()}
-    found = export_rows(
+    options = parse_settings([f"sampling.{setting}" for setting in settings or []])
+    sampling = {name.removeprefix("stage.sampling."): value for name, value in options.items()}
+    exported = export_rows(
         Export(
             source=source,
             output=out,
@@ -91,11 +91,11 @@ def to_batch(
             sampling=sampling,
         )
     )
-    typer.echo(f"{found.num_requests} requests: {' '.join(map(shell_path, found.files))}")
-    if found.num_left_out:
-        first = f"the first is {found.first_error}"
-        typer.echo(f"{found.num_left_out} rows left out, {first}", err=True)
-    raise typer.Exit(2 if found.num_left_out else 0)
+    typer.echo(f"{exported.num_requests} requests: {' '.join(map(shell_path, exported.files))}")
+    if exported.num_left_out:
+        first = f"the first is {exported.first_error}"
+        typer.echo(f"{exported.num_left_out} rows left out, {first}", err=True)
+    raise typer.Exit(2 if exported.num_left_out else 0)
 
 
 def from_batch(
@@ -109,14 +109,12 @@ def from_batch(
     """Bring answers back to the rows of a dataset; exit code 2 where rows have none."""
     from raybatch.openai_batch.collect import collect_answers
 
-    found = collect_answers(files, source=source, sink=out, id_column=id_column)
-    typer.echo(
-        f"{found.num_rows} rows: {found.num_answered} answered, {found.num_failed} failed: "
-        f"{shell_path(out)}"
-    )
-    if found.num_unknown:
-        typer.echo(f"{found.num_unknown} lines are about no row of {source}", err=True)
-    raise typer.Exit(2 if found.num_failed else 0)
+    collected = collect_answers(files, source=source, sink=out, id_column=id_column)
+    counts = f"{collected.num_answered} answered, {collected.num_failed} failed"
+    typer.echo(f"{collected.num_rows} rows: {counts}: {shell_path(out)}")
+    if collected.num_unknown:
+        typer.echo(f"{collected.num_unknown} lines are about no row of {source}", err=True)
+    raise typer.Exit(2 if collected.num_failed else 0)
 
 
 @with_job_flags(without=_SAID_BY_BATCHES)

@@ -129,13 +129,13 @@ def check(
     from raybatch.submission.cluster_check import find_warnings, probe_cluster
     from raybatch.submission.probe import read_address
 
-    found = probe_cluster(read_address(address, os.environ), os.environ, Path.home())
-    warnings = find_warnings(found)
+    facts = probe_cluster(read_address(address, os.environ), os.environ, Path.home())
+    warnings = find_warnings(facts)
     for warning in warnings:
         _write(f"warning: {warning}\n")
     if warnings:
         raise typer.Exit(1)
-    _write(f"{found.address}: nothing to warn about\n")
+    _write(f"{facts.address}: nothing to warn about\n")
 
 
 def _write(text: str) -> None:

@@ -66,8 +66,8 @@ class PlanReport:
         KV on the host do not count, which the engine keeps on the device, nor those with experts
         there: it streams whole layers, by `device_weight_bytes`.
         """
-        found = [_on_device(planned) for planned in self.phases.values()]
-        tokens = max((p.plan.gate_tokens for p in found if p is not None), default=None)
+        on_device = [_on_device(planned) for planned in self.phases.values()]
+        tokens = max((p.plan.gate_tokens for p in on_device if p is not None), default=None)
         bounds = {planned.target.bound for planned in self.phases.values()}
         if tokens is not None and "device memory" not in bounds:
             tokens = max(tokens, self.max_batched_tokens)
@@ -115,7 +115,7 @@ class PlanReport:
 
     def _summary(self) -> Section:
         options = self.options()
-        told = ", ".join(f"{name}={_option(value)}" for name, value in options.items())
+        assigned = ", ".join(f"{name}={_option(value)}" for name, value in options.items())
         runs = "plain forward pass"
         if options["attn_batch_tokens"] is not None:
             runs = f"coroutines, attention over {full(options['attn_batch_tokens'])} tokens"
@@ -129,7 +129,7 @@ class PlanReport:
                 ("costs", f"of {self.device}; {source}"),
                 ("rows", f"{rows} tokens each"),
                 ("steps", f"{runs}: {self.steps.reason}"),
-                ("options", told),
+                ("options", assigned),
                 *weights,
             ),
             notes=(*_notes(self.phases), *self._busy_notes()),
@@ -155,13 +155,9 @@ def plan_report(
 ) -> PlanReport:
     """Load a model, measure its layers unless that was done before, and plan its batches.
 
-    Args:
-        source: folder, hub id, URI or "demo".
-        config: options of the engine.
-        row: what the rows are like; None takes `RowShape`'s defaults as far as the model goes.
-        fresh: measure also where a profile is in the cache.
-        folder: of the profiles; None takes that of the cache.
-        tell: called with what is done next.
+    Without `row` rows have `RowShape`'s defaults as far as the model goes. With `fresh` the layers
+    are measured also where a profile is in the cache; `folder` stands for that of the cache. `tell`
+    is called with what is done next.
 
     Raises:
         ConfigError: the model cannot be run, rows are longer than it allows, or memory holds no
@@ -318,10 +314,10 @@ def _device(model: LoadedModel, config: EngineConfig) -> str:
 
 def _shape(model: ModelShape) -> str:
     layer = model.layer
-    told = count(model.num_layers, "layer")
+    layers = count(model.num_layers, "layer")
     if layer.num_experts > 1:
-        return f"{told} of {full(layer.num_experts)} experts, {full(layer.top_k)} for a token"
-    return f"{told} without experts"
+        return f"{layers} of {full(layer.num_experts)} experts, {full(layer.top_k)} for a token"
+    return f"{layers} without experts"
 
 
 def _option(value: int | None) -> str:

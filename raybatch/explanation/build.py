@@ -186,12 +186,12 @@ def _boxes(planned: PlannedInput, decode: Callable[[TokenIds], str] | None) -> l
     prompts = planned.prompts
     if prompts is None or decode is None:
         return boxes
-    told = []
+    labelled = []
     for box in boxes:
         if box.num_nodes != 1:
-            told.append(box)
+            labelled.append(box)
             continue
         start, stop = round(box.token_start), round(box.token_stop)
         text = decode(prompts[box.example_row][start : min(stop, start + _TEXT_TOKENS)])
-        told.append(replace(box, text=text + (" ..." if stop > start + _TEXT_TOKENS else "")))
-    return told
+        labelled.append(replace(box, text=text + (" ..." if stop > start + _TEXT_TOKENS else "")))
+    return labelled

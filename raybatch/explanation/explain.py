@@ -287,8 +287,8 @@ def _cost_model(question: Question) -> tuple[CostModel | None, str]:
     path = cost_model_path(
         spec.model, spec.backend, spec.engine, num_engines_on_host=_crew_size(question)[1]
     )
-    found = load_cost_model(path)
-    return found, "" if found else "this model was not measured on this host yet"
+    costs = load_cost_model(path)
+    return costs, "" if costs else "this model was not measured on this host yet"
 
 
 def _measured(question: Question) -> CostModel:

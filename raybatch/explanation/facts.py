@@ -40,13 +40,7 @@ class TimeEstimate:
 
 
 def order_meanings(*, is_off: bool, is_reordered: bool, has_cache: bool) -> dict[str, str]:
-    """Return what each order stands for.
-
-    Args:
-        is_off: nobody asked for a plan.
-        is_reordered: rows run in another order than that of the input.
-        has_cache: rows find blocks that others have left.
-    """
+    """Return what each order stands for; `has_cache`: rows find blocks that others have left."""
     cache = "prefix cache alone" if has_cache else "prefix caching is off"
     in_input = f"rows as they come, {cache}"
     in_groups = "prefixes held for their groups, identical rows once"
@@ -129,8 +123,8 @@ def group_section(
     rows = profile.group_rows
     if not is_reordered:
         why = "the plan is off" if is_off else "sharing saves too little to reorder them"
-        said = f"rows keep the order of the input: {why}"
-        return Section(title="Groups", facts=(("plan", said),))
+        reason = f"rows keep the order of the input: {why}"
+        return Section(title="Groups", facts=(("plan", reason),))
     alone = count(profile.num_asked - rows.total, "row")
     # a group shares between rows that are generated
     if not profile.num_groups and profile.num_generated < profile.num_asked:
@@ -159,20 +153,17 @@ def group_section(
 
 
 def order_section(
-    orders: Sequence[OrderForecast], meanings: Mapping[str, str], kv: str, *, own: str
+    orders: Sequence[OrderForecast], meanings: Mapping[str, str], kv: str, *, main: str
 ) -> Section:
     """Compare orders by the prompt tokens that they compute.
 
-    Args:
-        orders: at least one.
-        meanings: of their names.
-        kv: the KV cache for which they are compared, in words.
-        own: the order in which rows will run.
+    `kv` is the KV cache for which they are compared, in words, `main` the order in which rows will
+    run.
     """
     header = ("order", "computed", "saved", "hit rate", "of the prompt tokens")
     figure = Figure(
         title="Prompt tokens that need no computing",
-        svg=draw_shares([_bar(order, own) for order in orders], label=_SHARES),
+        svg=draw_shares([_bar(order, main) for order in orders], label=_SHARES),
         is_wide=True,
     )
     notes = [f"KV cache: {kv}"] if kv else []
@@ -191,15 +182,12 @@ def order_section(
 def uncompared_section(profile: InputProfile, why_not: str, *, shares: bool) -> Section:
     """Say what can be said of the prompt tokens to compute where orders are not compared.
 
-    Args:
-        profile: of the input.
-        why_not: they are not compared.
-        shares: whether anything that is computed serves another row.
+    `shares` is whether anything that is computed serves another row.
     """
     total = max(1, profile.tree.logical_tokens)
     at_most = f"{percent(1 - profile.bound_tokens / total)} at most"
     once = percent(1 - profile.computed_tokens / total)
-    said = (
+    text = (
         f"{once} of the prompt tokens need no computing when each prefix runs once, {at_most}"
         if shares
         else "nothing is shared: prefix caching is off, and rows keep the order of the input "
@@ -207,7 +195,7 @@ def uncompared_section(profile: InputProfile, why_not: str, *, shares: bool) -> 
     )
     return Section(
         title="Orders",
-        facts=(("hit rate", said),),
+        facts=(("hit rate", text),),
         notes=(f"{why_not}, so orders are not compared",),
     )
 
@@ -238,9 +226,9 @@ def time_section(
     if price_per_engine_hour is not None:
         price = money(time.wall_s, time.num_replicas, price_per_engine_hour)
         rounded = f"{price:,.2f}" if price >= 1 else f"{price:.3g}"
-        said = f"{rounded} at {price_per_engine_hour:,.2f} per engine-hour"
+        rate = f"{rounded} at {price_per_engine_hour:,.2f} per engine-hour"
         held = f"{count(time.num_replicas, 'replica')} for all of the time"
-        facts.append(("money", f"{said}, {held}"))
+        facts.append(("money", f"{rate}, {held}"))
     return Section(title="Time", facts=tuple(facts))
 
 
@@ -261,36 +249,36 @@ def _line(order: OrderForecast, meaning: str) -> tuple[str, ...]:
     )
 
 
-def _bar(order: OrderForecast, own: str) -> ShareBar:
+def _bar(order: OrderForecast, main: str) -> ShareBar:
     return ShareBar(
         name=order.name,
         share=order.hit_rate,
         error=order.error,
         note=f"{amount(order.computed_tokens)} computed",
-        is_main=order.name == own,
+        is_main=order.name == main,
     )
 
 
 def _unasked(profile: InputProfile, *, ends_at_error: bool) -> str:
     kinds = ", ".join(f"{full(n)} {name}" for name, n in sorted(profile.unasked.items()))
-    said = f"{count(sum(profile.unasked.values()), 'row')}: {kinds}"
+    text = f"{count(sum(profile.unasked.values()), 'row')}: {kinds}"
     if ends_at_error and any(name != FILTERED for name in profile.unasked):
-        return f"{said}; on_error is 'raise', so the run ends at the first row that fails"
-    return said
+        return f"{text}; on_error is 'raise', so the run ends at the first row that fails"
+    return text
 
 
 def _rows(profile: InputProfile) -> str:
-    said = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
+    text = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
     is_saved = profile.num_generated < profile.num_asked
     duplicates = profile.tree.num_duplicates
     if is_saved:
         duplicates = profile.num_asked - profile.num_generated
     copies = count(duplicates, "copy", "copies")
     if is_saved:
-        return f"{said}, {copies} of other rows among them (not generated again)"
+        return f"{text}, {copies} of other rows among them (not generated again)"
     if duplicates:
-        return f"{said}, {copies} of other rows among them"
-    return said
+        return f"{text}, {copies} of other rows among them"
+    return text
 
 
 def _bands(lengths: LengthBands) -> str:

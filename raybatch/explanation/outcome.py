@@ -83,18 +83,16 @@ def actual_of(
 ) -> RunActual:
     """Return the counts of a run; None stands for what died with an engine.
 
-    Args:
-        counts: of the output.
-        before: state of the pool when the run began; its engines may have worked before.
-        after: state of the pool when the run had ended.
-        num_restarts: of engines during the run.
-        wall_s: from the first row at a ready engine to the last row back.
+    The engines of the pool may have worked before the run.
     """
 
     def grown(name: str) -> int | None:
         if num_restarts:
             return None
-        old, new = (sum(getattr(r, name) for r in stats.replicas) for stats in (before, after))
+        old, new = (
+            sum(int(getattr(replica, name)) for replica in stats.replicas)
+            for stats in (before, after)
+        )
         return new - min(old, new)
 
     sizes = [replica.kv_tokens for replica in after.replicas if replica.kv_tokens]
@@ -159,26 +157,26 @@ class PlanOutcome:
     def deviations(self) -> tuple[str, ...]:
         """Say what differs from the plan by more than 1 %, and what explains it."""
         actual, more = self.actual, self.actual.saved_tokens - self.plan.saved_tokens
-        said = []
+        lines = []
         if abs(more) > _AS_PLANNED * max(1, self.plan.saved_tokens):
             word = "more" if more > 0 else "fewer"
             causes = "; ".join(self._causes(more)) or "no cause was counted"
-            said.append(
+            lines.append(
                 f"{amount(abs(more))} {word} prompt tokens were saved than planned: {causes}"
             )
         if actual.num_preemptions:
             again = amount(actual.recomputed_tokens or 0)
             times = count(actual.num_preemptions, "preemption")
-            said.append(f"{again} tokens were computed again after {times}")
+            lines.append(f"{again} tokens were computed again after {times}")
         if actual.swapped_tokens:
             back = amount(actual.swapped_tokens)
             mebibytes = amount(round((actual.swapped_bytes or 0) / 2**20))
-            said.append(
+            lines.append(
                 f"the KV of {back} tokens came back from host memory after preemptions; "
                 f"{mebibytes} MiB were copied, there and back"
             )
-        said += self._time_deviations()
-        return tuple(said)
+        lines += self._time_deviations()
+        return tuple(lines)
 
     def sections(self) -> tuple[Section, ...]:
         """Return the comparison, for any kind of document."""
@@ -282,24 +280,24 @@ class PlanOutcome:
 
     def _time_deviations(self) -> list[str]:
         time, actual = self.plan.time, self.actual
-        said = []
+        lines = []
         outputs, generated = self.plan.profile.output_tokens.total, actual.generated_tokens
         if generated and abs(generated / max(1, outputs) - 1) > 10 * _AS_PLANNED:
-            said.append(
+            lines.append(
                 f"rows generated {percent(generated / max(1, outputs), 0)} of the tokens that were "
                 f"expected from {self.plan.lengths_from}"
             )
         is_likely = time is None or time.low_s <= actual.wall_s <= time.high_s
         if time is not None and not is_likely and abs(actual.wall_s - time.wall_s) > _SHORT_S:
             word = "less" if actual.wall_s < time.low_s else "more"
-            said.append(
+            lines.append(
                 f"by the clock it took {duration(actual.wall_s)}, {word} than the likely range of "
                 f"the plan, {duration(time.low_s)} to {duration(time.high_s)}{self._likely()}"
             )
             if time.num_replicas != actual.num_replicas:
                 planned = count(time.num_replicas, "replica")
-                said.append(f"{full(actual.num_replicas)} worked where {planned} were planned")
-        return said
+                lines.append(f"{full(actual.num_replicas)} worked where {planned} were planned")
+        return lines
 
     def _likely(self) -> str:
         """Say how long what was really done should have taken, where that is known."""

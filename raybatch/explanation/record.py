@@ -143,8 +143,8 @@ class Explanation:
         section = time_section(
             self.time, self.no_time, self.price_per_engine_hour, self.answer_cost
         )
-        told = (("executor", self.executor),) if self.executor else ()
-        section = dataclasses.replace(section, facts=(*section.facts, *told))
+        executor = (("executor", self.executor),) if self.executor else ()
+        section = dataclasses.replace(section, facts=(*section.facts, *executor))
         return with_backend(section, self.backend, self.backend_reason)
 
     def _order_section(self, kv: str) -> Section:
@@ -154,7 +154,7 @@ class Explanation:
         meanings = order_meanings(
             is_off=self.is_off, is_reordered=self.is_reordered, has_cache=self.has_cache
         )
-        return order_section(orders, meanings, kv, own="input" if self.is_off else "planned")
+        return order_section(orders, meanings, kv, main="input" if self.is_off else "planned")
 
     def __str__(self) -> str:
         return to_text(self.title, self.sections())

@@ -12,7 +12,7 @@ import numpy as np
 from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Refusal, Reply, error_body
 from raybatch.records.parsed_text import REASONING, TOOL_CALLS
 from raybatch.rows.schema import ERROR_COLUMN, error_class, row_status
-from raybatch.text.prompt_tokenizer import PromptTokenizer
+from raybatch.text.tokenizer import Tokenizer
 
 # of the rows of a job, as far as answers are made of them
 ANSWER_COLUMNS = [
@@ -51,7 +51,7 @@ class LogprobTexts:
         tokenizer: of the model; None where no request asks for log probabilities.
     """
 
-    def __init__(self, tokenizer: PromptTokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 

@@ -58,15 +58,15 @@ class BatchOptions:
     where: str = "batch"
 
     def __post_init__(self) -> None:
-        given = [
+        refused = [
             *(name for name in _TAKEN_OF_JOB if name in self.job),
             *(f"stage.{name}" for name in _TAKEN_OF_STAGE if name in self._of_stage),
             *(f"stage.sampling.{name}" for name in ("n", "logprobs") if name in self._sampling),
         ]
-        if given:
+        if refused:
             raise ConfigError(
-                f"{self.where}: {given[0]!r} is no option of a batch, whose files and requests say "
-                "it themselves; leave it out"
+                f"{self.where}: {refused[0]!r} is no option of a batch, whose files and requests "
+                "say it themselves; leave it out"
             )
         if facts_of(self.stage.backend).is_endpoint:
             raise ConfigError(
@@ -164,10 +164,10 @@ class BatchOptions:
 
     @property
     def _sampling(self) -> Mapping[str, Any]:
-        given = self._of_stage.get("sampling") or {}
-        if isinstance(given, Sampling):
-            raise ConfigError(f"{self.where}: give sampling as a mapping, not as {given!r}")
-        return given
+        sampling = self._of_stage.get("sampling") or {}
+        if isinstance(sampling, Sampling):
+            raise ConfigError(f"{self.where}: give sampling as a mapping, not as {sampling!r}")
+        return sampling
 
     def _defaults(self, *, is_chat: bool) -> Sampling:
         """Return the options of requests that say nothing: the user's, else those of OpenAI."""
@@ -178,8 +178,8 @@ class BatchOptions:
             return sampling
         longest = COMPLETION_TOKENS
         if is_chat:
-            found = max_model_len(self.stage, find_model(self.stage))
-            longest = _UNKNOWN_ANSWER_TOKENS if found is None else found
+            model_len = max_model_len(self.stage, find_model(self.stage))
+            longest = _UNKNOWN_ANSWER_TOKENS if model_len is None else model_len
         return replace(sampling, max_tokens=max(longest, sampling.min_tokens))
 
 

@@ -112,9 +112,9 @@ def read_request(request: Mapping[str, Any], rules: BodyRules) -> Asked:
     body = request.get("body")
     if not isinstance(body, dict):
         raise bad("body", f"body must be an object, got {type(body).__name__}")
-    given = {key: value for key, value in body.items() if value is not None}
-    _check_model(given.get("model"), rules)
-    return read(given, rules)
+    values = {key: value for key, value in body.items() if value is not None}
+    _check_model(values.get("model"), rules)
+    return read(values, rules)
 
 
 def _reader(url: object, rules: BodyRules) -> Callable[[dict[str, Any], BodyRules], Asked]:
@@ -215,29 +215,29 @@ _READERS: Mapping[str, Callable[[dict[str, Any], BodyRules], Asked]] = {
 
 def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return the options of a body that are options of a row; raise Refusal for a bad value."""
-    found = {name: body[name] for name in _PASSED if name in body}
+    options = {name: body[name] for name in _PASSED if name in body}
     if (constraint := _format(body.get("response_format"))) is not None:
-        found["structured_outputs"] = constraint
-    if isinstance(found.get("stop"), str):
-        found["stop"] = [found["stop"]]
-    ids = found.get("stop_token_ids", [])
+        options["structured_outputs"] = constraint
+    if isinstance(options.get("stop"), str):
+        options["stop"] = [options["stop"]]
+    ids = options.get("stop_token_ids", [])
     if not isinstance(ids, list) or not all(map(is_id, ids)):
         raise bad("stop_token_ids", f"stop_token_ids must be a list of token ids, got {ids!r}")
     # all tokens, as vLLM writes it
-    if found.get("top_k") in (0, -1):
-        del found["top_k"]
+    if options.get("top_k") in (0, -1):
+        del options["top_k"]
     if max_tokens is not None:
-        found["max_tokens"] = max_tokens
+        options["max_tokens"] = max_tokens
     for name in ("max_tokens", "min_tokens", "top_k", "seed"):
         limit = 1 << (63 if name == "seed" else 31)
-        if isinstance(found.get(name), int) and abs(found[name]) >= limit:
-            raise bad(name, f"{name} is out of range: {found[name]}")
+        if isinstance(options.get(name), int) and abs(options[name]) >= limit:
+            raise bad(name, f"{name} is out of range: {options[name]}")
     try:
-        replace(defaults, **found)
-        return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
+        replace(defaults, **options)
+        return json.loads(json.dumps(options, allow_nan=False))  # type: ignore[no-any-return]
     except (ConfigError, ValueError) as error:
         message = str(error).removeprefix("sampling.")
-        named = next((name for name in found if message.startswith(name)), None)
+        named = next((name for name in options if message.startswith(name)), None)
         raise Refusal(message, code="invalid_value", param=named) from None
 
 

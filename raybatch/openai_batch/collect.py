@@ -63,8 +63,8 @@ class AnswerIndex:
         self.num_samples = 1
         self.has_texts = self.has_vectors = False
         self.num_lines = 0
-        found = [self._scan(number, path) for number, path in enumerate(paths)]
-        rows = np.concatenate([np.empty((0, 4), np.uint64), *found])
+        scans = [self._scan(number, path) for number, path in enumerate(paths)]
+        rows = np.concatenate([np.empty((0, 4), np.uint64), *scans])
         self._rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
 
     def __enter__(self) -> "AnswerIndex":
@@ -97,7 +97,7 @@ class AnswerIndex:
         return None
 
     def _scan(self, number: int, path: str) -> Any:  # noqa: ANN401 - uint64 [R, 4]
-        found, ids, offsets = [], list[str](), list[int]()
+        rows, ids, offsets = [], list[str](), list[int]()
         with (
             told_as(f"{safe_text(path)} cannot be read"),
             fsspec.open(path, "rb") as file,
@@ -112,10 +112,10 @@ class AnswerIndex:
                         offsets.append(offset)
                 offset += len(data)
                 if len(ids) >= _LINES_AT_ONCE:
-                    found.append(_rows(ids, number, offsets))
+                    rows.append(_rows(ids, number, offsets))
                     ids, offsets = [], []
-        found.append(_rows(ids, number, offsets))
-        return np.concatenate(found)
+        rows.append(_rows(ids, number, offsets))
+        return np.concatenate(rows)
 
     def _look(self, data: bytes, where: str) -> str | None:
         try:
@@ -224,7 +224,7 @@ def collect_answers(
     output = OutputSchema(
         num_samples=index.num_samples, task="embed" if index.has_vectors else "generate"
     )
-    rows = answered = found = 0
+    rows = answered = num_matched = 0
     with index:
         tables = _answered(index, output, source, id_column)
         waiting = next(tables, None)
@@ -237,10 +237,10 @@ def collect_answers(
                     writer.write_table(waiting.table)
                     written += waiting.table.num_rows
                     answered += waiting.num_answered
-                    found += waiting.num_found
+                    num_matched += waiting.num_found
                     waiting = next(tables, None)
             rows += written
-    return Collected(rows, answered, rows - answered, index.num_lines - found)
+    return Collected(rows, answered, rows - answered, index.num_lines - num_matched)
 
 
 class _Part(NamedTuple):
@@ -258,12 +258,12 @@ def _answered(
     for table in files.read(range(len(files.slices)), row_id_column=row_id_column):
         ids, _ = column_row_ids(column_of(table, row_id_column or id_column or ""))
         names = [name or "" for name in ids]
-        found = index.find(names)
-        answers = [answer or _NOT_THERE for answer in found]
+        matches = index.find(names)
+        answers = [answer or _NOT_THERE for answer in matches]
         user = table if row_id_column is None else table.drop_columns([row_id_column])
         columns = _columns(names, answers, output)
         num_answered = sum(not answer.error for answer in answers)
-        num_found = sum(answer is not None for answer in found)
+        num_found = sum(answer is not None for answer in matches)
         yield _Part(output.attach(user, columns), num_answered, num_found)
 
 

@@ -113,13 +113,13 @@ def export_rows(export: Export) -> Exported:
     first_error = ""
     with ExitStack() as stack:
         files = _Files(export, stack)
-        for custom_id, asked in _asked(export):
-            if isinstance(asked, str):
+        for custom_id, prompt in _asked(export):
+            if isinstance(prompt, str):
                 num_left_out += 1
-                first_error = first_error or f"{custom_id}: {asked}"
+                first_error = first_error or f"{custom_id}: {prompt}"
                 continue
             url, _ = _ENDPOINTS[export.endpoint]
-            body = {"model": export.model, **asked, **export.sampling}
+            body = {"model": export.model, **prompt, **export.sampling}
             request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
             files.write(json.dumps(request).encode() + b"\n")
             num_requests += 1
@@ -135,8 +135,8 @@ def _asked(export: Export) -> Iterator[tuple[str, dict[str, Any] | str]]:
     for table in source.read(range(len(source.slices)), row_id_column=row_id_column):
         column = column_of(table, row_id_column or export.id_column or "")
         ids, errors = column_row_ids(column)
-        for custom_id, error, asked in zip(ids, errors, _prompts(export, table), strict=True):
-            yield custom_id or "", error or asked
+        for custom_id, error, prompt in zip(ids, errors, _prompts(export, table), strict=True):
+            yield custom_id or "", error or prompt
 
 
 def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:

@@ -96,19 +96,19 @@ def parse_line(line: Line) -> dict[str, Any]:
     if brackets > MAX_DEPTH and nesting_depth(line.data) > MAX_DEPTH:
         raise _malformed(f"{where} is nested deeper than {MAX_DEPTH} levels")
     try:
-        found = json.loads(line.data)
+        request = json.loads(line.data)
     except ValueError as error:
         raise _malformed(f"{where} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(request, dict):
         raise _malformed(f"{where} is no JSON object; a request is one with {', '.join(_KEYS)}")
-    custom_id = found.get("custom_id")
+    custom_id = request.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         raise _malformed(f"{where}: custom_id must be a text that is not empty, got {custom_id!r}")
     try:
         custom_id.encode()
     except UnicodeEncodeError:
         raise _malformed(f"{where}: custom_id holds half of a surrogate pair") from None
-    return found
+    return request
 
 
 def _malformed(message: str) -> Refusal:
@@ -170,9 +170,9 @@ def _lines_in(run: Uint64s, rows: Uint64s) -> Uint64s:
     """
     begin = np.searchsorted(run[:, 0], rows[:, 0], side="left")
     end = np.searchsorted(run[:, 0], rows[:, 0], side="right")
-    found = np.zeros(len(rows), np.uint64)
+    lines = np.zeros(len(rows), np.uint64)
     for row in np.flatnonzero(end > begin).tolist():
         for place in range(int(begin[row]), int(end[row])):
             if run[place, 1] == rows[row, 1]:
-                found[row] = run[place, 2]
-    return found
+                lines[row] = run[place, 2]
+    return lines

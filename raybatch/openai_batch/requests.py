@@ -116,8 +116,8 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
 
 def unexecuted(code: str) -> Refusal:
     """Return why a request was left out of a batch that has ended early."""
-    said = {
+    messages = {
         "batch_expired": "This request was not executed before the completion window ended.",
         "batch_cancelled": "This request was not executed before the batch was cancelled.",
     }
-    return Refusal(said[code], code=code, status=None)
+    return Refusal(messages[code], code=code, status=None)

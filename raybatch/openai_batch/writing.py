@@ -90,17 +90,15 @@ def is_done(files: BatchFiles, rows: FormRows) -> bool:
 
 
 def write_answers(
-    files: BatchFiles, found: Conversion, writer: AnswerWriter, *, missing: Refusal | None = None
+    files: BatchFiles,
+    conversion: Conversion,
+    writer: AnswerWriter,
+    *,
+    missing: Refusal | None = None,
 ) -> BatchCounts:
-    """Write both files, each line in the order of the requests.
+    """Write both files, each line in the order of the requests; memory is flat.
 
-    Memory: flat.
-
-    Args:
-        files: of the batch.
-        found: its requests.
-        writer: of the lines.
-        missing: error of requests whose rows are not all there; None where they are.
+    `missing` is the error of requests whose rows are not all there; None where they are.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -108,13 +106,13 @@ def write_answers(
     completed = failed = 0
     usage = [0, 0, 0]
     with published(files.output) as output, published(files.errors) as errors:
-        for written in _lines(files, found, writer, missing):
+        for written in _lines(files, conversion, writer, missing):
             (errors if written.is_error else output).write(written.data)
             completed += not written.is_error
             failed += written.is_error
             usage = [total + more for total, more in zip(usage, written.usage, strict=True)]
     return BatchCounts(
-        num_requests=found.num_lines,
+        num_requests=conversion.num_lines,
         num_completed=completed,
         num_failed=failed,
         prompt_tokens=usage[0],
@@ -124,12 +122,14 @@ def write_answers(
 
 
 def _lines(
-    files: BatchFiles, found: Conversion, writer: AnswerWriter, missing: Refusal | None
+    files: BatchFiles, conversion: Conversion, writer: AnswerWriter, missing: Refusal | None
 ) -> Iterator[Written]:
     """Yield the line of each request, in the order of the input."""
-    path = posixpath.join(files.folder, found.refused_file)
+    path = posixpath.join(files.folder, conversion.refused_file)
     refused = parquet_rows(path, ["line", "custom_id", "refusal"])
-    answers = [_rows(files, found, rows, is_whole=missing is None) for rows in found.forms]
+    answers = [
+        _rows(files, conversion, rows, is_whole=missing is None) for rows in conversion.forms
+    ]
     key = itemgetter("line")
     for line, group in groupby(heapq.merge(refused, *answers, key=key), key=key):
         rows = list(group)
@@ -143,14 +143,14 @@ def _lines(
 
 
 def _rows(
-    files: BatchFiles, found: Conversion, rows: FormRows, *, is_whole: bool
+    files: BatchFiles, conversion: Conversion, rows: FormRows, *, is_whole: bool
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of one form; without an answer they are as they were asked."""
     sink = answers_of(files, rows)
     if is_whole:
         yield from finished_rows(sink, ANSWER_COLUMNS)
         return
-    path = posixpath.join(files.folder, found.rows_file(rows.form))
+    path = posixpath.join(files.folder, conversion.rows_file(rows.form))
     if is_done(files, rows):
         done = finished_rows(sink, ANSWER_COLUMNS)
     else:

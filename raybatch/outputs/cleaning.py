@@ -114,14 +114,14 @@ def _chosen(sink: str, store: Store, older_than_s: float) -> tuple[list[str], in
         units = read_all_units(sink, plans)
         is_done, _ = listed_units(store, units)
         is_complete = is_finished(store, units)
-    found = leftovers(
+    files = leftovers(
         store,
         plans=frozenset(stored.hash for stored in plans),
         is_committed=lambda unit: unit < len(is_done) and bool(is_done[unit]),
         is_finished=is_complete,
     )
     chosen, num_young = [], 0
-    for name, may_be_needed in found:
+    for name, may_be_needed in files:
         if may_be_needed and _age_s(sink, name) < older_than_s:
             num_young += 1
         else:

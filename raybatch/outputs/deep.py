@@ -48,24 +48,26 @@ class _Looker:
 
     def problems_of(self, name: str) -> list[str]:
         """Return what is wrong with a file; nothing where it is as it should be."""
-        where, found = f"{self.store.uri}/{name}", list[str]()
+        where, problems = f"{self.store.uri}/{name}", list[str]()
         try:
             file = pq.ParquetFile(pa.BufferReader(self.store.read(name)))
             # types first: values of another type are never touched
             is_like_others = file.schema_arrow.equals(self.schema, check_metadata=True)
             columns = None
             if not is_like_others:
-                said = _difference(file.schema_arrow, self.schema)
-                found = [f"{where} has another schema than the first part ({said}); {_WAY_OUT}"]
+                difference = _difference(file.schema_arrow, self.schema)
+                problems = [
+                    f"{where} has another schema than the first part ({difference}); {_WAY_OUT}"
+                ]
                 columns = self._own_columns(file.schema_arrow)
             if is_like_others or columns:
                 table = file.read(columns, use_threads=False)
-                found += filter(None, [self._problem_of_rows(where, name, table)])
+                problems += filter(None, [self._problem_of_rows(where, name, table)])
         except (CommitError, FileNotFoundError):  # told by the audit
             pass
         except (ValueError, KeyError, OSError, NotImplementedError) as error:
-            found.append(f"{where} cannot be read in full: {error_text(error)}; {_WAY_OUT}")
-        return found
+            problems.append(f"{where} cannot be read in full: {error_text(error)}; {_WAY_OUT}")
+        return problems
 
     def _own_columns(self, schema: pa.Schema) -> list[str]:
         """Return the columns of the stage, if they have their types; none where one has not."""
@@ -79,11 +81,14 @@ class _Looker:
         if ids.null_count:
             return f"{where} has {ids.null_count} rows without a row_id; {_WAY_OUT}"
         self.ids.add(ids)
-        said, found = read_footer(self.store, name).counts, unit_counts(table, self.output)
-        if _without_examples(said) != _without_examples(found):
+        footer_counts, row_counts = (
+            read_footer(self.store, name).counts,
+            unit_counts(table, self.output),
+        )
+        if _without_examples(footer_counts) != _without_examples(row_counts):
             return (
-                f"{where} says {dict(said.statuses)} and other counts in its footer, its rows say "
-                f"{dict(found.statuses)}; {_WAY_OUT}"
+                f"{where} says {dict(footer_counts.statuses)} and other counts in its footer, its "
+                f"rows say {dict(row_counts.statuses)}; {_WAY_OUT}"
             )
         return None
 
@@ -108,12 +113,7 @@ def look_into_parts(
 
     On the local disk 24 bytes a row are needed while it works.
 
-    Args:
-        store: of the sink.
-        plan: that the output follows.
-        output: columns of the stage; None where they are not known, then ids and counts are not
-            compared.
-        max_problems: that are told in words.
+    Where the columns of the stage (`output`) are not known, ids and counts are not compared.
     """
     schema = _first_schema(store, plan)
     if schema is None:
@@ -122,18 +122,24 @@ def look_into_parts(
         f"{f.name}: {f.type}" for f in (output.arrow() if output else []) if not _has(schema, f)
     ]
     if unlike:
-        told = f"the parts in {store.uri} lack {', '.join(unlike)}, so their values were not read"
-        return DeepLook(num_files=0, repeated_rows=0, problems=(told,), num_problems=1)
+        problem = (
+            f"the parts in {store.uri} lack {', '.join(unlike)}, so their values were not read"
+        )
+        return DeepLook(num_files=0, repeated_rows=0, problems=(problem,), num_problems=1)
     num_files, problems = 0, []
     with RepeatedIds(plan.num_rows) as ids, ThreadPoolExecutor(_THREADS) as threads:
         looker = _Looker(store=store, output=output, ids=ids, schema=schema)
         for names in _in_shares(part_files(store, plan)):
             num_files += len(names)
-            problems += [said for found in threads.map(looker.problems_of, names) for said in found]
+            problems += [
+                message
+                for messages in threads.map(looker.problems_of, names)
+                for message in messages
+            ]
         repeated = ids.repeated()
     if repeated.num_rows and output is not None:
-        told = _told_repeated(store, plan, output, repeated.num_rows, repeated.examples)
-        problems.append(told)
+        problem = _told_repeated(store, plan, output, repeated.num_rows, repeated.examples)
+        problems.append(problem)
     return DeepLook(
         num_files=num_files,
         repeated_rows=repeated.num_rows,
@@ -177,23 +183,23 @@ def _told_repeated(
     for unit, names in part_files(store, plan):
         for name in names:
             try:
-                found = pq.read_table(pa.BufferReader(store.read(name)), columns=[column])
+                table = pq.read_table(pa.BufferReader(store.read(name)), columns=[column])
             except (ValueError, OSError):  # told when it was read in full
                 continue
-            ids = found.column(column).drop_null()
+            ids = table.column(column).drop_null()
             hashes = id_hashes(ids)
             for place in np.flatnonzero(np.isin(hashes[:, 0], examples[:, 0])).tolist():
                 named = wanted.get(tuple(hashes[place].tolist()))
                 if named is not None:
                     named[0].add(str(ids[place]))
                     named[1].add(unit)
-    said = "; ".join(
+    places = "; ".join(
         f"{', '.join(sorted(ids))} in units {', '.join(map(str, sorted(units)))}"
         for ids, units in wanted.values()
     )
     return (
-        f"{num_repeated} rows have the row_id of another row ({said}); the files were not written "
-        "by one job, so choose a new folder and run it again"
+        f"{num_repeated} rows have the row_id of another row ({places}); the files were not "
+        "written by one job, so choose a new folder and run it again"
     )
 
 
@@ -214,6 +220,6 @@ def _without_examples(counts: UnitCounts) -> UnitCounts:
     )
 
 
-def _difference(found: pa.Schema, expected: pa.Schema) -> str:
-    different = {f"{f.name}: {f.type}" for f in found} ^ {f"{f.name}: {f.type}" for f in expected}
+def _difference(schema: pa.Schema, expected: pa.Schema) -> str:
+    different = {f"{f.name}: {f.type}" for f in schema} ^ {f"{f.name}: {f.type}" for f in expected}
     return ", ".join(sorted(different)[:5]) or "order of columns, or metadata"

@@ -124,10 +124,10 @@ def failed_rows(
             f"{sum(numbers.values()) - num_rows} rows of {sink} lie in folders whose names begin "
             "with _ or ., which readers skip; error rows of such outputs cannot be run again"
         )
-    own = [field for field in parts.schema if field.name not in dropped]
+    fields = [field for field in parts.schema if field.name not in dropped]
     logger.info("%d rows of %s are tried again", num_rows, sink)
     return FailedRows(
-        schema=pa.schema([*own, *partitions], parts.schema.metadata),
+        schema=pa.schema([*fields, *partitions], parts.schema.metadata),
         slices=tuple(_with_rows(part, number) for part, number in wanted),
         num_rows=num_rows,
         parts=replace(parts, slices=tuple(part for part, _ in wanted)),
@@ -168,13 +168,13 @@ def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> di
         names = read_record(store, unit)[1] if plan.is_partitioned else [part_name(unit)]
         counts = {name: read_footer(store, name).counts.statuses for name in names}
         return {
-            name: sum(number for status, number in found.items() if status in statuses)
-            for name, found in counts.items()
+            name: sum(number for status, number in counted.items() if status in statuses)
+            for name, counted in counts.items()
         }
 
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(count, range(plan.num_units)))
-    return {name: number for unit in found for name, number in unit.items() if number}
+        counted = list(threads.map(count, range(plan.num_units)))
+    return {name: number for unit in counted for name, number in unit.items() if number}
 
 
 def _partitions(sink: str, stored: StoredPlan) -> tuple[pa.Field, ...]:

@@ -112,10 +112,10 @@ def restore_order(
         if copy.is_todo.any():
             copy_rows(copy, start_ray)
     store, units = store_of(into), read_all_units(into, read_plans(into))
-    found = audit(store, units)
-    finish(store, units, found)
+    result = audit(store, units)
+    finish(store, units, result)
     drop_journal_and_staging(store)
-    return found
+    return result
 
 
 def _finished_plans(sink: str) -> tuple[StoredPlan, ...]:

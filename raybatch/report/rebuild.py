@@ -105,23 +105,23 @@ def report_of_complete(sink: str) -> RunReport:
     Raises:
         ConfigError: see `current_report`.
     """
-    found = current_report(sink)
+    report = current_report(sink)
     # without logs it would not be more than anybody can make again
-    if not (found.is_rebuilt and found.history.runs):
-        return found
-    return keep_report(replace(found, is_rebuilt=False), sink)
+    if not (report.is_rebuilt and report.history.runs):
+        return report
+    return keep_report(replace(report, is_rebuilt=False), sink)
 
 
-def keep_report(found: RunReport, sink: str) -> RunReport:
+def keep_report(report: RunReport, sink: str) -> RunReport:
     """Write a report; where it cannot be written that is logged, since its rows are written."""
     try:
         with told_as(f"the report cannot be written below {sink!r}"):
-            found.write(sink)
+            report.write(sink)
     except ConfigError as error:
         again = f"raybatch report {shell_path(sink)}"
         logger.error("%s; the same command, or `%s`, makes it again", error, again)
-        return replace(found, is_rebuilt=True)
-    return found
+        return replace(report, is_rebuilt=True)
+    return report
 
 
 def _stored_report(sink: str) -> RunReport | None:
@@ -150,33 +150,28 @@ def report_of(sink: str) -> RunReport:
         if not plans:
             read_plan(sink)  # says what is missing
         units = read_all_units(sink, plans)
-        found, history = audit(store, units), read_history(store)
-        report = counted_report(sink, plans, found, history, is_complete=is_finished(store, units))
+        result, history = audit(store, units), read_history(store)
+        report = counted_report(sink, plans, result, history, is_complete=is_finished(store, units))
     return replace(report, is_rebuilt=True)
 
 
 def counted_report(
     sink: str,
     plans: Sequence[StoredPlan],
-    found: Audit,
+    result: Audit,
     history: History,
     *,
     is_complete: bool,
 ) -> RunReport:
     """Return what plans, audit and logs say of a job.
 
-    Args:
-        sink: of the job.
-        plans: of it, at least one.
-        found: in its output.
-        history: of its runs.
-        is_complete: all units were written once, so that one that is not there is lost.
+    Where `is_complete`, all units were written once, so that one that is not there is lost.
     """
-    counts = found.counts
+    counts = result.counts
     history = with_unlogged(
         history,
-        num_units=found.num_units - found.num_missing,
-        num_rows=found.written_rows,
+        num_units=result.num_units - result.num_missing,
+        num_rows=result.written_rows,
     )
     spans = [(run.seconds, run.work_span or (run.seconds, run.seconds)) for run in history.runs]
     root = store_of(sink).uri + "/"
@@ -187,11 +182,11 @@ def counted_report(
         model=last.model or redacted(plans[0].model) or "not known",
         backend=last.backend or backend_kind(plans[0].fingerprint) or "",
         backend_reason=last.backend_reason,
-        rows_in=found.expected_rows,
-        rows_out=found.written_rows,
-        rows_lost=found.lost_rows if is_complete else found.unreadable_rows,
-        rows_todo=0 if is_complete else found.missing_rows,
-        rows_duplicated=found.duplicated_rows,
+        rows_in=result.expected_rows,
+        rows_out=result.written_rows,
+        rows_lost=result.lost_rows if is_complete else result.unreadable_rows,
+        rows_todo=0 if is_complete else result.missing_rows,
+        rows_duplicated=result.duplicated_rows,
         rows_resumed=last.rows_resumed,
         statuses=dict(sorted(counts.statuses.items(), key=lambda item: (-item[1], item[0]))),
         errors=error_counts(counts),
@@ -209,12 +204,12 @@ def counted_report(
         versions=last.versions,
         output_files=tuple(name.removeprefix(root) for name in output_files(sink)),
         planned_hit_rate=_planned_hit_rate(plans),
-        num_units=found.num_units,
-        problems=_problems(found, is_complete=is_complete),
+        num_units=result.num_units,
+        problems=_problems(result, is_complete=is_complete),
         skipped=_skipped(plans),
         special_rows=counts.special_rows,
         special_tokens=counts.special_tokens,
-        stopped=last.limit if found.missing_rows else "",
+        stopped=last.limit if result.missing_rows else "",
         prompt_lengths=Histogram.of_bins(counts.prompt_lengths, counts.prompt_tokens),
         output_lengths=Histogram.of_bins(counts.output_lengths, counts.generated_tokens),
         history=history,
@@ -231,19 +226,19 @@ def _planned_hit_rate(plans: Sequence[StoredPlan]) -> float | None:
 def _skipped(plans: Sequence[StoredPlan]) -> tuple[tuple[str, str], ...]:
     """Return the files that were left out and are in no plan that was made later."""
     read = {name for stored in plans for name, *_ in stored.files}
-    found = {name: reason for stored in plans for name, reason in stored.skipped}
-    return tuple((name, reason) for name, reason in found.items() if name not in read)
+    skipped = {name: reason for stored in plans for name, reason in stored.skipped}
+    return tuple((name, reason) for name, reason in skipped.items() if name not in read)
 
 
-def _problems(found: Audit, *, is_complete: bool) -> tuple[str, ...]:
-    said = found.foreign
-    if found.num_missing and is_complete:
-        said += (f"{SUCCESS}: {found.told_gone}",)
-    elif found.num_missing:
-        some = ", ".join(str(unit) for unit in found.missing)
-        units = count(found.num_missing, "unit")
-        said += (f"{units} not written yet, such as {some}; run the job again to go on",)
-    return said
+def _problems(result: Audit, *, is_complete: bool) -> tuple[str, ...]:
+    problems = result.foreign
+    if result.num_missing and is_complete:
+        problems += (f"{SUCCESS}: {result.told_gone}",)
+    elif result.num_missing:
+        some = ", ".join(str(unit) for unit in result.missing)
+        units = count(result.num_missing, "unit")
+        problems += (f"{units} not written yet, such as {some}; run the job again to go on",)
+    return problems
 
 
 def installed_versions() -> dict[str, str]:

@@ -60,11 +60,11 @@ class ErrorCount:
 
 def error_counts(counts: UnitCounts) -> tuple[ErrorCount, ...]:
     """Return the classes of errors, the most frequent first."""
-    found = [
+    errors = [
         ErrorCount(error_class=name, rows=one.num_rows, row_ids=one.row_ids, message=one.message)
         for name, one in counts.errors.items()
     ]
-    return tuple(sorted(found, key=lambda error: (-error.rows, error.error_class)))
+    return tuple(sorted(errors, key=lambda error: (-error.rows, error.error_class)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,8 +233,8 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     facts.append(("errors", str(report.rows_failed)))
     for error in report.errors:
         more = ", ..." if error.rows > len(error.row_ids) else ""
-        told = f"{error.rows} (rows {', '.join(error.row_ids)}{more})"
-        facts.append((f"  {error.error_class}", told))
+        rows_text = f"{error.rows} (rows {', '.join(error.row_ids)}{more})"
+        facts.append((f"  {error.error_class}", rows_text))
     facts += _special_facts(report)
     cached = 100 * rate(report.cached_tokens, report.prompt_tokens)
     tokens = (
@@ -291,7 +291,7 @@ def _audit_section(report: RunReport) -> Section:
         ),
     )
     figure = Figure(title="", svg=draw_cards(cards, label="Audit"), is_wide=True)
-    problems = tuple((f"problem {i}", said) for i, said in enumerate(report.problems, 1))
+    problems = tuple((f"problem {i}", problem) for i, problem in enumerate(report.problems, 1))
     return Section(title="Audit of the output", facts=problems, figures=(figure,))
 
 
@@ -320,16 +320,16 @@ def _error_section(errors: tuple[ErrorCount, ...]) -> Section:
 def _special_facts(report: RunReport) -> list[tuple[str, str]]:
     if not report.special_tokens:
         return []
-    found = counted(report.special_tokens, "special token")
-    return [("texts", f"{found} of the model in {counted(report.special_rows, 'row')}")]
+    tokens = counted(report.special_tokens, "special token")
+    return [("texts", f"{tokens} of the model in {counted(report.special_rows, 'row')}")]
 
 
 def _hit_rates(report: RunReport) -> list[tuple[str, str]]:
     if report.planned_hit_rate is None or report.plan is not None:
         return []
     measured = rate(report.cached_tokens, report.prompt_tokens)
-    said = f"hit rate {percent(report.planned_hit_rate)} planned, {percent(measured)} actual"
-    return [("plan", said)]
+    rates = f"hit rate {percent(report.planned_hit_rate)} planned, {percent(measured)} actual"
+    return [("plan", rates)]
 
 
 def _speed(report: RunReport) -> str:

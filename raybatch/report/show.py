@@ -33,7 +33,7 @@ def plan_facts(outcome: PlanOutcome | None) -> list[tuple[str, str]]:
             for name, planned, took in outcome.rows()
             if "time" in name
         ]
-    return facts + [("  differs", said) for said in outcome.deviations()]
+    return facts + [("  differs", text) for text in outcome.deviations()]
 
 
 def skipped_section(skipped: tuple[tuple[str, str], ...]) -> tuple[Section, ...]:

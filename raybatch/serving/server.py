@@ -195,9 +195,9 @@ def _check_free(host: str, port: int) -> None:
 
 def _this_host() -> dict[str, float]:
     """Return a resource that only the host of this process has, because the folder may be local."""
-    own = ray.get_runtime_context().get_node_id()
+    node_id = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
-        if node["NodeID"] == own:
+        if node["NodeID"] == node_id:
             names = [n for n in node["Resources"] if n.startswith("node:") and "__" not in n]
             return dict.fromkeys(names[:1], 0.001)
     return {}

@@ -189,8 +189,13 @@ class Batch:
         }
         errors = None
         if status.problem:
-            told = {"code": "invalid_batch", "message": status.problem, "line": None, "param": None}
-            errors = {"object": "list", "data": [told]}
+            error = {
+                "code": "invalid_batch",
+                "message": status.problem,
+                "line": None,
+                "param": None,
+            }
+            errors = {"object": "list", "data": [error]}
         return {
             **asdict(request),
             **times,
@@ -274,8 +279,8 @@ class BatchStore:
 
     def cancel(self, batch_id: str) -> None:
         """Ask for the end of a batch; the first time counts."""
-        told = {"cancelling_at": int(time.time())}
-        self._store.create(_name(batch_id, "cancel"), json.dumps(told).encode())
+        record = {"cancelling_at": int(time.time())}
+        self._store.create(_name(batch_id, "cancel"), json.dumps(record).encode())
 
     def is_cancelled(self, batch_id: str) -> bool:
         """Return whether the end of a batch was asked for."""

@@ -77,8 +77,8 @@ def write_bundle(
             raise ConfigError(f"--working-dir {working_dir}: there is no such folder")
         kept = tuple(each.resolve() for each in kept)
         out = tuple(each.resolve() for each in left_out)
-        found = _files(root, kept, out)
-        files = {file.relative_to(root).as_posix(): file for file in found}
+        chosen = _files(root, kept, out)
+        files = {file.relative_to(root).as_posix(): file for file in chosen}
     files.pop(job_name, None)
     _check_size(working_dir, files)
     with ZipFile(path, "w") as archive:
@@ -129,11 +129,11 @@ def _check_size(working_dir: Path | None, files: dict[str, Path]) -> None:
     if sum(sizes.values()) <= _MAX_BYTES:
         return
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-    told = ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in largest)
+    listed = ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in largest)
     raise ConfigError(
         f"--working-dir {working_dir}: {sum(sizes.values()) >> 20} MiB, more than the "
-        f"{_MAX_BYTES >> 20} MiB that a job server takes; the largest files are {told}; keep data "
-        "where every host can read it, and name it by a path or a URI"
+        f"{_MAX_BYTES >> 20} MiB that a job server takes; the largest files are {listed}; keep "
+        "data where every host can read it, and name it by a path or a URI"
     )
 
 

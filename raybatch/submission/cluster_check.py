@@ -170,25 +170,25 @@ def _on_network(address: str, network_host: str | None) -> str | None:
 
 def _listening(nodes: Any) -> list[_Place]:  # noqa: ANN401 - Ray's JSON
     """Return what the living hosts of a cluster say that they listen on."""
-    found = []
+    places = []
     for node in ((nodes or {}).get("data") or {}).get("summary") or []:
         raylet = node.get("raylet") or {}
         host = str(raylet.get("nodeManagerAddress") or node.get("ip") or "")
         if raylet.get("state") == "ALIVE" and host:
-            found += [
+            places += [
                 _Place(what, host, int(raylet[key]))
                 for key, what in _NODE_PORTS.items()
                 if raylet.get(key)
             ]
-    return found
+    return places
 
 
 def _on_hosts(listening: list[_Place], network_host: str | None) -> list[_Place]:
     """Return the same ports at the addresses that others reach."""
-    found = {place for place in listening if not is_loopback(place.host)}
+    places = {place for place in listening if not is_loopback(place.host)}
     if network_host is not None:
-        found |= {place._replace(host=network_host) for place in listening}
-    return sorted(found)
+        places |= {place._replace(host=network_host) for place in listening}
+    return sorted(places)
 
 
 def _open_ports(places: list[_Place]) -> tuple[str, ...]:

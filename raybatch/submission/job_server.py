@@ -93,14 +93,14 @@ class JobServer:
     def submit(self, submission: Submission) -> str:
         """Start a job and return its id."""
         with self.told():
-            found: str = self._client.submit_job(
+            submission_id: str = self._client.submit_job(
                 entrypoint=submission.entrypoint,
                 submission_id=submission.submission_id,
                 runtime_env=dict(submission.runtime_env),
                 metadata=dict(submission.metadata),
                 entrypoint_num_cpus=0,
             )
-        return found
+        return submission_id
 
     def running(self, key: str, value: str) -> list[str]:
         """Return the ids of the unfinished jobs with this metadata."""

@@ -91,13 +91,13 @@ def server_auth_mode(address: str) -> str | None:
             "(http://HEAD:8265), through a tunnel where it is not open, such as "
             "'ssh -L 8265:127.0.0.1:8265 HEAD' or 'kubectl port-forward svc/NAME-head-svc 8265'"
         )
-    found = reply.json()
-    if isinstance(found, dict) and "authentication_mode" in found:
-        return str(found["authentication_mode"])
+    body = reply.json()
+    if isinstance(body, dict) and "authentication_mode" in body:
+        return str(body["authentication_mode"])
     version = get(f"{address}/api/version")
     is_known = version is not None and version.status in (401, 403)
-    told = version.json() if version is not None else None
-    if is_known or (isinstance(told, dict) and "ray_version" in told):
+    version_body = version.json() if version is not None else None
+    if is_known or (isinstance(version_body, dict) and "ray_version" in version_body):
         return None
     raise ConfigError(
         f"what answers at {address} is no Ray job server; give the address of the dashboard, such "

@@ -98,8 +98,8 @@ def submit(
     sink = job.sink.rstrip("/")
     _check_sink_is_free(server, sink, console)
     with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
-        runtime_env, told = _pack(mapping, job, options, Path(folder), where=where)
-        console.note(told)
+        runtime_env, sizes = _pack(mapping, job, options, Path(folder), where=where)
+        console.note(sizes)
         submission = Submission(
             submission_id=submission_id,
             entrypoint=_entrypoint(_job_name(where), options),
@@ -204,16 +204,16 @@ def _pack(
         left_out=() if is_uri(job.sink) else (Path(job.sink),),
     )
     what = bundle.names[0] if len(bundle.names) == 1 else f"{len(bundle.names)} files"
-    told = f"sending {what} ({_size(bundle.path)})"
+    sizes = f"sending {what} ({_size(bundle.path)})"
     runtime_env: dict[str, Any] = {"working_dir": str(bundle.path)}
     if options.wheel == "none":
-        return runtime_env, told
+        return runtime_env, sizes
     if options.wheel == "auto":
         wheel = pack_wheel(Path(raybatch.__file__).parent, folder)
     else:
         wheel = repack_wheel(Path(options.wheel), folder)
     runtime_env["py_modules"] = [str(wheel)]
-    return runtime_env, f"{told} and {'-'.join(wheel.name.split('-')[:2])} ({_size(wheel)})"
+    return runtime_env, f"{sizes} and {'-'.join(wheel.name.split('-')[:2])} ({_size(wheel)})"
 
 
 def _size(path: Path) -> str:

@@ -23,8 +23,8 @@ Event = Mapping[str, Any]
 def read_history(store: Store) -> History:
     """Return what the logs below a sink say; one that cannot be understood is left out."""
     runs = (run_of(read_events(store, run_id)) for run_id in run_ids(store))
-    found = [run for run in runs if run is not None]
-    return History(runs=tuple(sorted(found, key=lambda run: (run.started, run.run_id))))
+    records = [run for run in runs if run is not None]
+    return History(runs=tuple(sorted(records, key=lambda run: (run.started, run.run_id))))
 
 
 def with_unlogged(history: History, *, num_units: int, num_rows: int) -> History:

@@ -285,12 +285,12 @@ class RunRecorder:
         """
         # receipts come with the last unit of a block; a pool counts for each plan anew
         self._note_done(self._done_before + stats.num_units_written)
-        found = self._sampler.observe(self._elapsed_s(), stats, cost)
-        for event in found.events:
+        observed = self._sampler.observe(self._elapsed_s(), stats, cost)
+        for event in observed.events:
             level = "info" if event["state"] == "ready" else "warning"
             self._log.write("replica", level=level, **event)
-        if found.sample is not None:
-            self._log.write("sample", **found.sample)
+        if observed.sample is not None:
+            self._log.write("sample", **observed.sample)
 
     def _note_done(self, done: int) -> None:
         done = min(max(done, self.units.done), self.units.total)

@@ -164,9 +164,9 @@ class History:
         Raises:
             ConfigError: the mapping is not that of this version.
         """
-        found = from_plain(cls, mapping, where=where)
+        history = from_plain(cls, mapping, where=where)
         try:
-            runs = tuple(_with_tuples(run) for run in found.runs)
+            runs = tuple(_with_tuples(run) for run in history.runs)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{where}: {error}") from error
         return cls(runs=runs)
