@@ -24,13 +24,8 @@ def plan_section(
 ) -> Section:
     """Return the chosen plan as facts, and in a table beside the best of every other residence.
 
-    Args:
-        phase: what the plan is for, such as "decode".
-        result: of the search.
-        costs: that the search went by.
-        memory: that there is.
-        target: how many tokens would keep the experts busy; None for a dense model.
-        residence: of the layers, where some are streamed; None where all stay on the device.
+    `target` is how many tokens would keep the experts busy; None for a dense model. `residence` is
+    that of the layers where some are streamed; None where all stay on the device.
     """
     best = result.best
     facts = [
@@ -129,11 +124,7 @@ def _gigabytes(num_bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedWeights:
-    """Where layers are, and how long a pass through them takes for that.
-
-    Args:
-        plain_s: of a pass that copies nothing, by phase.
-    """
+    """Where layers are, and how long a pass takes for that and without copies (`plain_s`)."""
 
     residence: Residence
     total_bytes: int
@@ -160,14 +151,7 @@ class StreamedWeights:
 def streamed_weights(
     residence: Residence, sizes: WeightSizes, costs: ModuleCosts, layer_s: Mapping[Phase, float]
 ) -> StreamedWeights | None:
-    """Return what streaming costs; None where all layers stay.
-
-    Args:
-        residence: of the layers.
-        sizes: of their weights.
-        costs: that were measured.
-        layer_s: seconds that one layer computes, by phase; above 0.
-    """
+    """Return what streaming costs, None where all stay; `layer_s` is what one layer computes."""
     if not residence.streamed:
         return None
     num_layers = len(sizes.layer_bytes)

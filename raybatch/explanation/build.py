@@ -23,12 +23,7 @@ _TEXT_TOKENS = 48
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedAndPrice:
-    """What the explanation says about time.
-
-    Args:
-        time: None where nothing is known of the speed.
-        no_time: why there is none.
-    """
+    """What the explanation says about time; `no_time` is why nothing is known of the speed."""
 
     time: TimeEstimate | None = None
     no_time: str = ""
@@ -50,17 +45,8 @@ def explain_plan(
 ) -> Explanation:
     """Explain a plan; near-linear in rows, plus the simulation of `max_rows` rows three times.
 
-    Args:
-        planned: rows and their plan.
-        source: input path or URI.
-        model: as the user named it.
-        plan: options of the plan.
-        engine: options of the engines.
-        kv: KV cache of one engine; None compares no orders.
-        speed: time and price; None says that there is no cost model.
-        layout: what another order of the template's fields would share.
-        decode: turns token ids into text, for the prefixes that are drawn.
-        max_rows: rows to simulate for each order.
+    Without `kv`, the KV cache of one engine, no orders are compared. `layout` is what another order
+    of the template's fields would share; `decode` makes texts for the prefixes that are drawn.
     """
     keys, expected = planned.keys, planned.expected_tokens
     explanation = explain_profile(
@@ -124,16 +110,7 @@ def explain_profile(
 ) -> Explanation:
     """Explain what sums over the rows tell, as for an input that was planned in parts.
 
-    Args:
-        profile: of the whole input.
-        source: input path or URI.
-        model: as the user named it.
-        plan: options of the plan.
-        is_reordered: rows run in another order than that of the input.
-        is_probed: where the plan asks for a probe, it has been run.
-        speed: time and price; None says that there is no cost model.
-        layout: what another order of the template's fields would share.
-        boxes: the prefix tree, to be drawn.
+    `is_probed`: where the plan asks for a probe, it has been run.
     """
     known, outputs = speed or SpeedAndPrice(), profile.output_tokens
     return Explanation(
@@ -156,13 +133,7 @@ def explain_profile(
 def with_orders(
     explanation: Explanation, orders: tuple[OrderForecast, ...], kv: KVSize
 ) -> Explanation:
-    """Return the explanation with orders compared, where they differ by anything.
-
-    Args:
-        explanation: without them.
-        orders: forecast for the cache.
-        kv: the cache.
-    """
+    """Return the explanation with the forecast orders, where they differ by anything."""
     if orders[0].prompt_tokens:
         return replace(explanation, kv=kv, orders=orders)
     num_rows = orders[0].num_rows_too_large

@@ -32,8 +32,8 @@ class RunActual:
         num_preemptions: times that a running sequence gave up its blocks.
         swapped_tokens: whose KV came back from host memory instead.
         weight_copy_bytes: weights copied to the device, as not all stay there.
-        num_weight_stalls: of these, the ones that were waited for.
-        accepted_tokens: of these, the right ones; as many steps of a sequence were saved.
+        num_weight_stalls: layers whose copy was waited for.
+        accepted_tokens: drafted ones that were right; as many steps of a sequence were saved.
         num_group_cuts: pieces of groups beyond the first one, on other replicas.
         cut_tokens: prefix tokens that were computed again for these pieces.
         engine_s: seconds of work, summed over replicas.
@@ -124,11 +124,7 @@ def actual_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOutcome:
-    """A plan with what became of it.
-
-    Args:
-        plan: as it was explained before the run.
-    """
+    """A plan as it was explained before the run, with what became of it."""
 
     plan: Explanation
     actual: RunActual

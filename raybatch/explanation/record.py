@@ -34,11 +34,7 @@ PROBE = "a probe"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVSize:
-    """The KV cache for which orders are compared.
-
-    Args:
-        origin: where the number comes from, such as "given" or "measured".
-    """
+    """The KV cache for which orders are compared; `origin` is such as "given" or "measured"."""
 
     tokens: int
     origin: str

@@ -45,11 +45,7 @@ class _Position(NamedTuple):
 
 
 class LogprobTexts:
-    """Makes texts of the tokens of one tokenizer.
-
-    Args:
-        tokenizer: of the model; None where no request asks for log probabilities.
-    """
+    """Makes texts of the tokens of a tokenizer, which is None where no request asks for any."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -60,11 +56,9 @@ class LogprobTexts:
     ) -> dict[str, Any]:
         """Return the object `logprobs` of a choice of a chat.
 
-        Args:
-            positions: per generated token its id and those of the most likely ones, with their log
-                probabilities, the generated one first.
-            num_top: most likely ones to tell.
-            is_stopped: the model ended by itself, so that its end token comes last.
+        A position has the ids of the generated token and of the most likely ones, the generated one
+        first, with their log probabilities. Where the model `is_stopped` by itself its end token
+        comes last.
         """
         return {
             "content": [
@@ -127,8 +121,7 @@ def _of_token(token: str, logprob: float) -> dict[str, Any]:
 class Written(NamedTuple):
     """A line, and the file that it belongs to.
 
-    Args:
-        usage: prompt tokens, those of them that were cached, and generated tokens.
+    `usage` has the prompt tokens, those of them that were cached, and the generated tokens.
     """
 
     data: bytes

@@ -94,11 +94,7 @@ class BodyRules:
 
 
 def read_request(request: Mapping[str, Any], rules: BodyRules) -> Asked:
-    """Return what a request asks.
-
-    Args:
-        request: object of a line, whose `custom_id` is fine.
-        rules: of the job.
+    """Return what the object of a line asks, whose `custom_id` is fine.
 
     Raises:
         Refusal: it cannot be answered.

@@ -29,13 +29,7 @@ _ROWS_PER_FILE = 1 << 17
 
 
 class Answer(NamedTuple):
-    """What a line says of one request.
-
-    Args:
-        texts: of each sample; None where there is an error.
-        error: "" or "Type: message".
-        vector: that was asked for in place of samples.
-    """
+    """What a line says of one request: texts of each sample, or a vector, or an error."""
 
     texts: Sequence[str | None]
     reasons: Sequence[str]
@@ -186,11 +180,7 @@ def _rows(ids: Sequence[str], number: int, offsets: Sequence[int]) -> Any:  # no
 
 
 class Collected(NamedTuple):
-    """What was written.
-
-    Args:
-        num_failed: rows with an error, those that no line is about among them.
-    """
+    """What was written; rows that no line is about have failed."""
 
     num_rows: int
     num_answered: int
@@ -201,15 +191,9 @@ class Collected(NamedTuple):
 def collect_answers(
     paths: Sequence[str], *, source: str, sink: str, id_column: str | None = None
 ) -> Collected:
-    """Write every row of a dataset once, with its answer or its error.
+    """Write every row of a dataset once, with its answer or its error, to a folder that is empty.
 
-    Memory: a few thousand rows, and 32 bytes for every line.
-
-    Args:
-        paths: files of answers and errors.
-        source: the dataset that the batch was made of.
-        sink: folder for Parquet; it must be empty or not there.
-        id_column: as when the batch was made.
+    Memory: a few thousand rows, and 32 bytes for every line of the files of answers and errors.
 
     Raises:
         ConfigError: a file cannot be read or written, or the folder is not empty.

@@ -44,11 +44,7 @@ _PROMPTS = {
 
 
 class FormRows(NamedTuple):
-    """The rows of one form.
-
-    Args:
-        num_logprobs: the most that one of them asks for.
-    """
+    """The rows of one form, and the most log probabilities that one of them asks for."""
 
     form: Form
     num_rows: int
@@ -62,7 +58,7 @@ class Conversion(NamedTuple):
         rules: digest of the rules by which it was read.
         folder: name of the folder with the rows, below that of the batch.
         created: seconds since 1970.
-        forms: of the others, at least one row each.
+        forms: of the lines that are not refused, at least one row each.
     """
 
     input: InputId

@@ -89,11 +89,7 @@ class Export:
 
 
 class Exported(NamedTuple):
-    """What was written.
-
-    Args:
-        first_error: of these; "" where there are none.
-    """
+    """What was written; `first_error` is that of the first row left out."""
 
     files: tuple[str, ...]
     num_requests: int

@@ -22,8 +22,7 @@ Kind = Literal["messages", "prompt", "tokens"]
 class Form(NamedTuple):
     """What all rows of one job have in common, because a stage has one value for it.
 
-    Args:
-        kind: of the prompts, which is the name of their column.
+    The kind of the prompts is the name of their column.
     """
 
     kind: Kind

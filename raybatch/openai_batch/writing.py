@@ -33,11 +33,7 @@ _KEY = ["line", "place"]
 
 
 class BatchFiles(NamedTuple):
-    """Where a batch lies.
-
-    Args:
-        folder: for rows and outputs of jobs, which a later run goes on with.
-    """
+    """Where a batch lies; a later run goes on with the rows and outputs of jobs in `folder`."""
 
     source: str
     output: str
@@ -47,12 +43,7 @@ class BatchFiles(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCounts:
-    """What has become of the requests of a batch.
-
-    Args:
-        cached_tokens: of these, those whose KV came from another request.
-        stopped: why jobs have ended early; "" where none has.
-    """
+    """What has become of the requests of a batch; `stopped` is why jobs have ended early."""
 
     num_requests: int = 0
     num_completed: int = 0
@@ -165,12 +156,7 @@ def _rows(
 
 
 def finished_rows(sink: str, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an output that is complete and in the order of the input.
-
-    Args:
-        sink: of the job.
-        columns: to read, as far as they are there.
-    """
+    """Yield the rows of an output that is complete and in the order of the input."""
     for path in output_files(sink):
         yield from parquet_rows(path, columns)
 
@@ -178,12 +164,8 @@ def finished_rows(sink: str, columns: list[str]) -> Iterator[dict[str, Any]]:
 def rows_so_far(sink: str, columns: Sequence[str], *, asked: pa.Schema) -> Iterator[dict[str, Any]]:
     """Yield the finished rows of a job with `output_order="input"` that is not complete, in order.
 
-    Memory: one unit and some thousand rows, and 24 bytes for every finished row.
-
-    Args:
-        sink: of the job.
-        columns: to read, as far as they are there.
-        asked: schema of the rows that were asked.
+    Memory: one unit and some thousand rows, and 24 bytes for every finished row. `asked` is the
+    schema of the rows of the requests.
     """
     folder = posixpath.join(sink, PLAN_ORDER)
     if store_of(folder).size(PLAN) is None:

@@ -30,7 +30,8 @@ class DeepLook:
 
     Args:
         repeated_rows: rows whose row_id another row has too, beyond the first of each.
-        problems: what is wrong, with the file and the way out; the first of them.
+        problems: the first ones, with the file and the way out.
+        num_problems: all of them.
     """
 
     num_files: int

@@ -43,7 +43,6 @@ class FailedRows(Source):
 
     Args:
         parts: the same slices with all of their rows and columns.
-        output: columns of the stage that has written the parts.
         partitions: name and type of the columns whose values are in the names of the parts.
     """
 
@@ -64,9 +63,7 @@ class FailedRows(Source):
     def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
         """Yield the rows of some neighbouring slices, without the columns of the stage.
 
-        Args:
-            task: positions of the slices.
-            row_id_column: of other sources; these rows have ids, and a job reads them from there.
+        These rows have ids, and a job reads them from their column: `row_id_column` stays empty.
         """
         for index in task:
             name = self.parts.slices[index].name
@@ -88,11 +85,7 @@ def failed_rows(
 ) -> FailedRows:
     """Return the rows of a finished output that have one of some statuses.
 
-    Args:
-        sink: of the job that has written the output.
-        output: columns of the stage that will try the rows again.
-        id_column: where that stage reads the ids of the rows.
-        statuses: of the rows.
+    `output` and `id_column` are those of the stage that will try the rows again.
 
     Raises:
         ConfigError: there is no such status, the output is not finished, or the new answers would

@@ -138,12 +138,7 @@ class RowCopy:
 
 
 def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None = None) -> None:
-    """Write the units that are to be written, in this process or by Ray where they are many.
-
-    Args:
-        copy: what there is to do.
-        start_ray: is called before Ray is used; None leaves its start to Ray.
-    """
+    """Write the units that are to be written, in this process or by Ray where they are many."""
     num_rows = copy.num_rows_todo
     logger.info("bringing %d rows into the order of the input, in %s", num_rows, copy.sink)
     if not num_rows:

@@ -99,7 +99,7 @@ class RunReport:
         prompt_lengths: prompt tokens of the rows that were asked.
         skipped: name and reason of each file that was left out because it could not be read.
         special_rows: rows whose texts held special tokens of the model.
-        special_tokens: found in them; text or control tokens as the job had asked.
+        special_tokens: of them; text or control tokens as the job had asked.
         stopped: the limit, or SIGTERM, that ended the last run early; "" where none did.
         is_rebuilt: no such report lies below the sink: it was made after a run that left none, or
             could not be written.

@@ -16,12 +16,7 @@ _MAX_WINDOW_S = 30 * 86400
 
 
 class Problem(RaybatchError):  # noqa: N818 - it ends one request, and becomes its answer
-    """A request that is refused.
-
-    Args:
-        message: what is wrong, and the way out.
-        param: the parameter that is wrong; None for others.
-    """
+    """A request that is refused: what is wrong, the way out, and the parameter that is wrong."""
 
     def __init__(
         self,
@@ -122,11 +117,7 @@ def page_of(
 ) -> tuple[Sequence[str], bool]:
     """Return the ids of one page of a list, and whether more follow.
 
-    Args:
-        ids: of the whole list, in its order.
-        query: with `after`, the last id of the page before, and `limit`.
-        default: limit where the query has none.
-        most: that a limit may be.
+    The query may have `after`, the last id of the page before, and `limit`.
 
     Raises:
         Problem: a value is wrong.

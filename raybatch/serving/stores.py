@@ -32,9 +32,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 class FileRecord:
     """What is known of a file; the names are those of the API.
 
-    Args:
-        created_at: seconds since 1970.
-        filename: as its client calls it; never used as a name here.
+    The filename is that of the client, and never used as a name here.
     """
 
     id: str
@@ -119,11 +117,7 @@ class FileStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRequest:
-    """What a client asks for.
-
-    Args:
-        created_at: seconds since 1970.
-    """
+    """What a client asks for."""
 
     id: str
     endpoint: str
@@ -136,13 +130,11 @@ class BatchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchStatus:
-    """What has become of a batch; times are seconds since 1970.
+    """What has become of a batch.
 
     Args:
-        status: of the API; "cancelling" is what one is that was cancelled and has not ended.
-        times: names of the API to times, such as in_progress_at.
-        output_file_id: file for the answers, once there are any.
-        error_file_id: file for the errors, once there are any.
+        status: of the API; a cancelled batch is called "cancelling" there until it ends.
+        times: names of the API, such as in_progress_at, to seconds since 1970.
         problem: why it has failed; "" where it has not.
     """
 
@@ -161,11 +153,7 @@ class BatchStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """A batch as it is at some moment.
-
-    Args:
-        cancelling_at: when it was cancelled; None where it was not.
-    """
+    """A batch as it is at some moment; `cancelling_at` is None where nobody has cancelled it."""
 
     request: BatchRequest
     status: BatchStatus

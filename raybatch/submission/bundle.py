@@ -38,11 +38,7 @@ _TAG = "py3-none-any"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """A written zip file.
-
-    Args:
-        names: of the files in it, the job file first.
-    """
+    """A written zip file, and the files in it, the job file first."""
 
     path: Path
     names: tuple[str, ...]
@@ -59,13 +55,8 @@ def write_bundle(
 ) -> Bundle:
     """Write the zip file of a job.
 
-    Args:
-        path: of the zip file.
-        job_name: name of the job file in it.
-        job_text: content of the job file.
-        working_dir: folder whose files are sent along; None sends the job file alone.
-        kept: files and folders that are sent whatever they are called.
-        left_out: files and folders that are not sent, such as the sink.
+    Without `working_dir` the job file is sent alone. Files and folders in `kept` are sent whatever
+    they are called, those in `left_out`, such as the sink, are not.
 
     Raises:
         ConfigError: there is no such folder, or more in it than the job server takes.

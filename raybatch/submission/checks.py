@@ -28,9 +28,7 @@ def is_uri(path: str) -> bool:
 def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
     """Refuse what the hosts of a cluster would not find, or would do where nobody looks.
 
-    Args:
-        job: options of the job.
-        working_dir: the folder that is sent along; a relative source may lie in it.
+    A relative source may lie in `working_dir`, the folder that is sent along.
 
     Raises:
         ConfigError: a relative path, a URI with a password, or a job that uses no cluster.
@@ -105,11 +103,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def read_env_vars(settings: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a job gets.
-
-    Args:
-        settings: `NAME`, whose value is taken from `environment`, or `NAME=value`.
-        environment: of this process.
+    """Return the variables that a job gets: `NAME`, taken from `environment`, or `NAME=value`.
 
     Raises:
         ConfigError: a variable is not set, is named or looks like a secret.

@@ -73,11 +73,7 @@ def probe_cluster(
 ) -> ClusterFacts:
     """Ask a cluster, as somebody without a token and as its user, what it gives away.
 
-    Args:
-        address: of the job server.
-        environment: of this process.
-        home: of the user.
-        network_host: this host on its network; None finds it out.
+    `network_host` is this host on its network; None finds it out.
 
     Raises:
         ConfigError: no job server answers at the address.

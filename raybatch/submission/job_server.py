@@ -64,10 +64,7 @@ class JobEnd:
 
 
 class JobServer:
-    """A job server that has answered.
-
-    Args:
-        token: is sent along; None sends none.
+    """A job server that has answered; a token is sent along where there is one.
 
     Raises:
         ConfigError: it does not answer, or not as a job server.

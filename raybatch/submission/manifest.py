@@ -64,11 +64,7 @@ class ManifestOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerShape:
-    """One host with engines.
-
-    Args:
-        shared_memory_gib: of one host, for Ray's object store.
-    """
+    """One host with engines; the shared memory is for Ray's object store."""
 
     num_hosts: int
     num_gpus: int

@@ -38,10 +38,8 @@ class Reply:
 def read_address(given: str | None, environment: Mapping[str, str]) -> str:
     """Return the URL of the job server.
 
-    Args:
-        given: by the user; None takes RAY_API_SERVER_ADDRESS, then RAY_ADDRESS where it is a URL,
-            then the usual port of this host.
-        environment: of this process.
+    Where the user gives none it is RAY_API_SERVER_ADDRESS, then RAY_ADDRESS where it is a URL, then
+    the usual port of this host.
 
     Raises:
         ConfigError: it is no address of a job server.

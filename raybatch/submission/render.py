@@ -71,11 +71,6 @@ def _check_effect(kind: str, options: ManifestOptions) -> None:
 def render_anyscale(job: JobConfig, job_file: str, options: ManifestOptions) -> str:
     """Return the YAML of an Anyscale job; it sends the folder with the job file along.
 
-    Args:
-        job: the checked options.
-        job_file: its path below the folder from which the job is submitted.
-        options: what the job file does not say.
-
     Raises:
         ConfigError: there is no image, a retry would start over, or the job file lies elsewhere.
     """

@@ -77,13 +77,8 @@ def submit(
 ) -> int:
     """Check a job, send it, follow it, and return its exit code.
 
-    Args:
-        mapping: options of the job, as in a job file.
-        options: how it is sent.
-        console: where to talk.
-        where: the job file, or what the options are called in messages.
-        environment: of this process; the address is put into it, because Ray's client takes the
-            one that it finds there before the one that it is given.
+    The address is put into `environment`, because Ray's client takes the one that it finds there
+    before the one that it is given.
 
     Raises:
         ConfigError: the job or an option is wrong, or the cluster does not take it.
@@ -119,11 +114,7 @@ def follow(
 ) -> int:
     """Pass on the log of a job until it ends, and return its exit code.
 
-    Args:
-        server: that has the job.
-        submission_id: of the job.
-        console: where to talk.
-        pauses_s: between tries to reach a server that has been lost; each success starts anew.
+    `pauses_s` lie between tries to reach a server that has been lost; each success starts anew.
 
     Raises:
         ConnectionError: the server has been lost and was not found again.

@@ -18,11 +18,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token and where it comes from.
-
-    Args:
-        origin: a variable or a file, for messages.
-    """
+    """A token, and the variable or file that it comes from."""
 
     value: str
     origin: str

@@ -35,12 +35,7 @@ _TELLABLE = (ConfigError, ReplicaError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """What a state of the pool gives reason to write.
-
-    Args:
-        events: engines that became ready or went away.
-        sample: fields of a sample; None where none is due.
-    """
+    """Engines that became ready or went away, and a sample where one is due."""
 
     events: tuple[dict[str, Any], ...] = ()
     sample: dict[str, Any] | None = None
@@ -161,7 +156,7 @@ class RunRecorder:
         run_id: name of the run.
         units: how far they are; none of them are known while there is no plan.
         rows_written: of units that this run has written, or found written.
-        rows_failed: error rows among these.
+        rows_failed: error rows of these.
         limit: or signal that ended the run early; None where none did.
     """
 
@@ -277,12 +272,7 @@ class RunRecorder:
         )
 
     def observe(self, stats: PoolStats, *, cost: float = 0.0) -> None:
-        """Take a state of the pool; a sample of it is written when it is due.
-
-        Args:
-            stats: of the pool.
-            cost: of all answers of the run so far.
-        """
+        """Take a state of the pool and the cost so far; a sample is written when it is due."""
         # receipts come with the last unit of a block; a pool counts for each plan anew
         self._note_done(self._done_before + stats.num_units_written)
         observed = self._sampler.observe(self._elapsed_s(), stats, cost)

@@ -18,7 +18,7 @@ class Sample:
 
     Args:
         end_s: since the run began.
-        cached_tokens: of these, with KV from another request.
+        cached_tokens: prompt tokens with KV from another request.
         cost: of all answers since the run began, where they have prices.
         kv: share of the KV caches that is in use.
         restarts: of engines, since the run began.
@@ -70,12 +70,7 @@ def merged(first: Sample, second: Sample) -> Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTime:
-    """When a unit was at work, and where.
-
-    Args:
-        start_s: since the run began.
-        seconds: until it was written.
-    """
+    """When a unit was at work, in seconds since the run began, and in which feeder."""
 
     unit: int
     start_s: float
