@@ -17,7 +17,7 @@ import typer
 import raybatch
 from raybatch.cli.batch import BatchFlags, add_batch_commands, run_batch_file
 from raybatch.cli.bench import add_bench_commands
-from raybatch.cli.cluster import add_cluster_commands
+from raybatch.cli.cluster import AllowErrorRows, add_cluster_commands
 from raybatch.cli.flags import JobFlags, with_job_flags, with_model
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError, shell_path
@@ -35,6 +35,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON instead.")]
+OutputFolder = Annotated[str, typer.Argument(help="Output folder of a job, local or a URI.")]
 
 # the exit code of a command that Ctrl-C has ended
 _INTERRUPTED = 130
@@ -43,7 +45,7 @@ _ERROR_ROWS = 2
 
 
 class _Terminated(SystemExit):
-    """SIGTERM has ended the command where nothing else minds it."""
+    """SIGTERM has ended the command where nothing else handles it."""
 
 
 def main() -> None:
@@ -53,7 +55,7 @@ def main() -> None:
     quiet.enter_context(quiet_stderr())
     # Ray registers its own end later, so it ends in silence before this
     atexit.register(quiet.close)
-    # imports, the start of Ray and the look at the input take seconds, before a run minds signals
+    # imports, the start of Ray and reading the input take seconds, before a run handles signals
     before = signal.signal(signal.SIGTERM, _terminate) or signal.SIG_DFL
     try:
         app()
@@ -79,8 +81,8 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise _Terminated(1)
 
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"raybatch {raybatch.__version__}")
         raise typer.Exit
 
@@ -104,9 +106,7 @@ def _set_up(
 )
 def run(
     flags: JobFlags,
-    allow_error_rows: Annotated[
-        bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
-    ] = False,
+    allow_error_rows: AllowErrorRows = False,
     openai: Annotated[
         bool, typer.Option("--openai", help="The file is a batch file as OpenAI defines it.")
     ] = False,
@@ -144,9 +144,7 @@ def retry_errors(
     statuses: Annotated[
         str | None, typer.Option(help="Of the rows, such as error,crashed; all errors by default.")
     ] = None,
-    allow_error_rows: Annotated[
-        bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
-    ] = False,
+    allow_error_rows: AllowErrorRows = False,
 ) -> None:
     """Run the error rows of a finished job again, into a folder of their own; exit codes as run."""
     note = with_model(flags.mapping)
@@ -168,7 +166,7 @@ def explain(
     html: Annotated[
         str | None, typer.Option(help="Write a page with the prefix tree drawn to this file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead.")] = False,
+    as_json: AsJson = False,
     kv_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="KV cache of one engine; of this host's engine by default."),
@@ -217,7 +215,7 @@ def demo(
 @app.command()
 def report(
     folder: Annotated[str, typer.Argument(help="Output folder of a job.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead.")] = False,
+    as_json: AsJson = False,
     html: Annotated[
         str | None, typer.Option(help="Write a page with plan and actual to this file.")
     ] = None,
@@ -244,11 +242,11 @@ def ordered(
 
 
 def verify(
-    folder: Annotated[str, typer.Argument(help="Output folder of a job, local or a URI.")],
+    folder: OutputFolder,
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every value, not names and footers alone.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Prove that every row is there exactly once; exit code 0: it is, 1: not, or not yet."""
     from raybatch.outputs.verify import verify as look  # pyarrow is slow to load
@@ -259,7 +257,7 @@ def verify(
 
 
 def clean(
-    folder: Annotated[str, typer.Argument(help="Output folder of a job, local or a URI.")],
+    folder: OutputFolder,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
     ] = False,
@@ -316,8 +314,8 @@ def _write_page(path: str, page: str) -> None:
 def _start_ray() -> None:
     from raybatch.stages.ray_context import start_ray  # slow to load, and --help does without
 
-    minded = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     start_ray()
     # Ray puts a handler of its own in the place of ours
-    if minded is _terminate:
+    if handler is _terminate:
         signal.signal(signal.SIGTERM, _terminate)

@@ -20,8 +20,8 @@ from raybatch.errors import ConfigError, shell_path
 if TYPE_CHECKING:
     from raybatch.openai_batch.writing import BatchCounts
 
-# flags of a job that a batch file says itself, and its requests
-_SAID_BY_BATCHES = (
+# flags of a job that a batch file or its requests set
+_SET_BY_BATCHES = (
     "source",
     "sink",
     "prompt",
@@ -117,7 +117,7 @@ def from_batch(
     raise typer.Exit(2 if collected.num_failed else 0)
 
 
-@with_job_flags(without=_SAID_BY_BATCHES)
+@with_job_flags(without=_SET_BY_BATCHES)
 def serve(
     flags: JobFlags,
     folder: Annotated[str, typer.Option(help="For files, batches and outputs; a path or a URI.")],
@@ -179,7 +179,9 @@ def run_batch_file(
     if batch.out is None:
         raise ConfigError("--out is missing; name the file for the answers, as in -o out.jsonl")
     errors = batch.errors or f"{batch.out.removesuffix('.jsonl')}.errors.jsonl"
-    _check_distinct(flags.job_file, batch.out, errors)
+    if len({flags.job_file, batch.out, errors}) < 3:
+        named = ", ".join((flags.job_file, batch.out, errors))
+        raise ConfigError(f"input, answers and errors must be three files, got {named}")
     mapping = nested_options(None, flags.options)
     note = with_model(mapping)
     is_overwrite = bool(mapping.pop("overwrite", False))
@@ -195,8 +197,3 @@ def run_batch_file(
     else:
         typer.echo(f"answers: {shell_path(batch.out)}\nerrors: {shell_path(errors)}", err=True)
     return counts
-
-
-def _check_distinct(*paths: str) -> None:
-    if len(set(paths)) < len(paths):
-        raise ConfigError(f"input, answers and errors must be three files, got {', '.join(paths)}")

@@ -22,14 +22,9 @@ if TYPE_CHECKING:
 def add_bench_commands(app: typer.Typer) -> None:
     """Give the command line its measurements."""
     bench = typer.Typer(help="Measure what is promised, on this host.", no_args_is_help=True)
-    bench.callback()(_several)
     bench.command()(faults)
     bench.command()(plan)
     app.add_typer(bench, name="bench")
-
-
-def _several() -> None:
-    """Measure what is promised, on this host."""
 
 
 def faults(

@@ -10,6 +10,9 @@ import typer
 from raybatch.cli.flags import JobFlags, with_job_flags, with_model
 from raybatch.errors import ConfigError
 
+AllowErrorRows = Annotated[
+    bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
+]
 _ENV = typer.Option("--env", metavar="NAME[=VALUE]", help="Variable of the job; no secrets.")
 
 
@@ -39,9 +42,7 @@ def submit(
     ] = "auto",
     env: Annotated[list[str] | None, _ENV] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
-    allow_error_rows: Annotated[
-        bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
-    ] = False,
+    allow_error_rows: AllowErrorRows = False,
 ) -> None:
     """Run one job on a Ray cluster and follow its log; the exit codes are those of run."""
     from raybatch.submission.submit import Console, SubmitOptions

@@ -9,7 +9,6 @@ from importlib import metadata
 
 import fsspec
 
-from raybatch.config import from_mapping
 from raybatch.durable.audit import Audit, audit, is_finished
 from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS
 from raybatch.durable.sink import is_marked, output_files
@@ -25,7 +24,7 @@ from raybatch.prefix.histogram import Histogram
 from raybatch.redaction import redacted
 from raybatch.report.history.reading import read_history, with_unlogged
 from raybatch.report.history.records import History, RunRecord
-from raybatch.report.record import ErrorCount, RunReport, error_counts, report_path
+from raybatch.report.record import RunReport, error_counts, report_path
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +43,12 @@ def read_report(sink: str) -> RunReport:
         values = json.loads(fs.cat_file(name))
         derived = ("rows_failed", "prompt_tokens_per_s", "generated_tokens_per_s", "exit_code")
         stored = {key: value for key, value in values.items() if key not in derived}
-        stored["errors"] = tuple(
-            ErrorCount(**{**error, "row_ids": tuple(error["row_ids"])})
-            for error in stored["errors"]
-        )
-        stored["output_files"] = tuple(stored["output_files"])
-        stored["problems"] = tuple(stored.get("problems", ()))
-        stored["skipped"] = tuple((file, reason) for file, reason in stored.get("skipped", ()))
-        for name in ("prompt_lengths", "output_lengths"):
-            stored[name] = from_plain(Histogram, stored[name], where=f"{path}: {name}")
-        stored["history"] = History.from_mapping(stored["history"], where=f"{path}: history")
-        if stored.get("plan") is not None:
-            stored["plan"] = PlanOutcome.from_mapping(stored["plan"], where=f"{path}: plan")
+        plan = stored.pop("plan", None)
+        if plan is not None:
+            plan = PlanOutcome.from_mapping(plan, where=f"{path}: plan")
+        return replace(from_plain(RunReport, stored, where=path), plan=plan)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a report of this version of raybatch ({error})") from error
-    return from_mapping(RunReport, stored, where=path)
 
 
 def current_report(sink: str) -> RunReport:

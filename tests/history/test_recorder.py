@@ -253,8 +253,8 @@ def test_an_engine_that_started_again_counts_from_0():
     sampler = Sampler()
     for now_s, busy_s in ((1.0, 100.0), (2.0, 100.5)):
         sampler.observe(now_s, stats(busy_s))
-    found = sampler.observe(3.0, stats(0.25))
-    assert [[0, 0.25, 1.0]] == found.sample["engines"]
+    _, sample = sampler.observe(3.0, stats(0.25))
+    assert [[0, 0.25, 1.0]] == sample["engines"]
 
 
 def test_a_log_without_an_end_is_of_a_run_that_was_killed():

@@ -19,26 +19,20 @@ from raybatch.durable.run_log import RunLog
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
-from raybatch.records.types import PoolStats
+from raybatch.records.types import PoolStats, ReplicaStats
 from raybatch.report.history.records import STOPPED
 from raybatch.stages.receipts import UnitReceipt
+
+logger = logging.getLogger(__name__)
+
+Fields = dict[str, Any]
 
 _MIN_EVERY_S, _MAX_EVERY_S = 0.5, 10.0
 # a short run has this many samples
 _NUM_SAMPLES = 60
-logger = logging.getLogger(__name__)
-
 _TICK_S = 1.0
 # their messages name options, files and engines, never the text of a row
 _TELLABLE = (ConfigError, ReplicaError)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Observed:
-    """Engines that became ready or went away, and a sample where one is due."""
-
-    events: tuple[dict[str, Any], ...] = ()
-    sample: dict[str, Any] | None = None
 
 
 class Sampler:
@@ -54,37 +48,37 @@ class Sampler:
         self._busy: dict[int, float] = {}
         self._ready: dict[int, float] = {}
 
-    def observe(self, now_s: float, stats: PoolStats, cost: float = 0.0) -> Observed:
-        """Take the state at `now_s` seconds after the run began, and what the run has cost."""
+    def observe(
+        self, now_s: float, stats: PoolStats, cost: float = 0.0
+    ) -> tuple[tuple[Fields, ...], Fields | None]:
+        """Take the state at `now_s` seconds after the run began, and what the run has cost.
+
+        Returns:
+            Events of engines that became ready or went away, and a sample where one is due.
+        """
         self._cost = cost
         events = self._count(now_s, stats)
         every_s = min(_MAX_EVERY_S, max(_MIN_EVERY_S, now_s / _NUM_SAMPLES))
         is_due = now_s - self._sampled_s >= every_s
-        return Observed(events=events, sample=self._sample(now_s) if is_due else None)
+        return events, self._sample(now_s, stats) if is_due else None
 
-    def rest(self, now_s: float) -> dict[str, Any] | None:
-        """Return what was observed since the last sample; None where nothing was."""
-        is_new = self._last is not None and self._last_s > self._sampled_s
-        return self._sample(min(now_s, self._last_s)) if is_new else None
+    def rest(self, now_s: float) -> Fields | None:
+        """Return a sample of what was observed since the last one; None where nothing was."""
+        if self._last is None or self._last_s <= self._sampled_s:
+            return None
+        return self._sample(min(now_s, self._last_s), self._last)
 
-    def _count(self, now_s: float, stats: PoolStats) -> tuple[dict[str, Any], ...]:
+    def _count(self, now_s: float, stats: PoolStats) -> tuple[Fields, ...]:
         before = self._last
         known = {} if before is None else dict(zip(before.ranks, before.replicas, strict=True))
+        ready_s = now_s - self._last_s
         for rank, replica in zip(stats.ranks, stats.replicas, strict=True):
-            old = known.get(rank)
             # what a warm engine did before this run is not of this run
-            busy_before = 0.0 if old is None else old.engine_s
-            preempted_before = 0 if old is None else old.num_preemptions
-            if before is None:
-                busy_before, preempted_before = replica.engine_s, replica.num_preemptions
-            busy_s, preempted = replica.engine_s, replica.num_preemptions
-            # an engine that started again counts from 0
-            busy_s -= busy_before if busy_s >= busy_before else 0.0
-            preempted -= preempted_before if preempted >= preempted_before else 0
-            ready_s = now_s - self._last_s
+            old = replica if before is None else known.get(rank, ReplicaStats())
+            busy_s = _growth(old.engine_s, replica.engine_s)
             self._busy[rank] = self._busy.get(rank, 0.0) + min(busy_s, ready_s)
             self._ready[rank] = self._ready.get(rank, 0.0) + ready_s
-            self._preemptions += preempted
+            self._preemptions += int(_growth(old.num_preemptions, replica.num_preemptions))
         self._first = self._first or stats
         self._last, self._last_s = stats, now_s
         gone, new = set(known) - set(stats.ranks), set(stats.ranks) - set(known)
@@ -93,11 +87,8 @@ class Sampler:
             *({"rank": rank, "state": "ready"} for rank in sorted(new)),
         )
 
-    def _sample(self, now_s: float) -> dict[str, Any]:
-        stats, first = self._last, self._first
-        if stats is None or first is None:
-            return {"end_s": now_s, "seconds": now_s - self._sampled_s}
-        replicas = stats.replicas
+    def _sample(self, now_s: float, stats: PoolStats) -> Fields:
+        replicas, first = stats.replicas, self._first or stats
         sample = {
             "end_s": now_s,
             "seconds": now_s - self._sampled_s,
@@ -118,6 +109,11 @@ class Sampler:
         }
         self._busy, self._ready, self._sampled_s = {}, {}, now_s
         return sample
+
+
+def _growth(before: float, now: float) -> float:
+    """Return what a counter has gained; that of an engine that started again begins at 0."""
+    return now - before if now >= before else now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,12 +271,12 @@ class RunRecorder:
         """Take a state of the pool and the cost so far; a sample is written when it is due."""
         # receipts come with the last unit of a block; a pool counts for each plan anew
         self._note_done(self._done_before + stats.num_units_written)
-        observed = self._sampler.observe(self._elapsed_s(), stats, cost)
-        for event in observed.events:
+        events, sample = self._sampler.observe(self._elapsed_s(), stats, cost)
+        for event in events:
             level = "info" if event["state"] == "ready" else "warning"
             self._log.write("replica", level=level, **event)
-        if observed.sample is not None:
-            self._log.write("sample", **observed.sample)
+        if sample is not None:
+            self._log.write("sample", **sample)
 
     def _note_done(self, done: int) -> None:
         done = min(max(done, self.units.done), self.units.total)

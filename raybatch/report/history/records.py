@@ -3,10 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from raybatch.errors import ConfigError
-from raybatch.explanation.plain import from_plain
 
 # begins the end of a run that a limit has ended
 STOPPED = "stopped by "
@@ -147,33 +143,3 @@ class History:
     def total_s(self) -> float:
         """Seconds of all runs."""
         return sum(run.seconds for run in self.runs)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return plain values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any], *, where: str) -> "History":
-        """Return what `to_mapping` has written.
-
-        Raises:
-            ConfigError: the mapping is not that of this version.
-        """
-        history = from_plain(cls, mapping, where=where)
-        try:
-            runs = tuple(_with_tuples(run) for run in history.runs)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where}: {error}") from error
-        return cls(runs=runs)
-
-
-def _with_tuples(run: RunRecord) -> RunRecord:
-    """Return a run whose innermost lists are tuples again."""
-    samples = (
-        dataclasses.replace(
-            sample,
-            engines=tuple((rank, busy_s, ready_s) for rank, busy_s, ready_s in sample.engines),
-        )
-        for sample in run.samples
-    )
-    return dataclasses.replace(run, samples=tuple(samples))
