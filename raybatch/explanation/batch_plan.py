@@ -131,7 +131,7 @@ class StreamedWeights:
     plain_s: Mapping[Phase, float]
     pass_s: Mapping[Phase, float]
 
-    def told(self) -> str:
+    def to_text(self) -> str:
         """Return a line for people."""
         residence = self.residence
         buffers = count(residence.num_buffers, "buffer")

@@ -1,4 +1,4 @@
-"""The batch plan of one model on one host: measured or read, searched for, and told."""
+"""The batch plan of one model on one host: measured or read, searched for, and shown."""
 
 import json
 import time
@@ -115,12 +115,21 @@ class PlanReport:
 
     def _summary(self) -> Section:
         options = self.options()
-        assigned = ", ".join(f"{name}={_option(value)}" for name, value in options.items())
+        # as YAML and --set read it
+        assigned = ", ".join(
+            f"{name}={'null' if value is None else value}" for name, value in options.items()
+        )
         runs = "plain forward pass"
         if options["attn_batch_tokens"] is not None:
             runs = f"coroutines, attention over {full(options['attn_batch_tokens'])} tokens"
         source = "read from the cache; --fresh measures again" if self.was_read else "just measured"
-        weights = () if self.weights is None else (("weights", self.weights.told()),)
+        weights = () if self.weights is None else (("weights", self.weights.to_text()),)
+        notes = _notes(self.phases)
+        if self.cpu_share is not None and self.cpu_share < _QUIET_SHARE:
+            notes.append(
+                f"the host was busy: this process got {percent(self.cpu_share, 0)} of a CPU while "
+                "it measured, so that times are too long; measure again with --fresh"
+            )
         rows = f"{full(self.row.prompt_tokens)} prompt and {full(self.row.output_tokens)} output"
         return Section(
             title="Engine",
@@ -132,15 +141,7 @@ class PlanReport:
                 ("options", assigned),
                 *weights,
             ),
-            notes=(*_notes(self.phases), *self._busy_notes()),
-        )
-
-    def _busy_notes(self) -> tuple[str, ...]:
-        if self.cpu_share is None or self.cpu_share >= _QUIET_SHARE:
-            return ()
-        return (
-            f"the host was busy: this process got {percent(self.cpu_share, 0)} of a CPU while it "
-            "measured, so that times are too long; measure again with --fresh",
+            notes=tuple(notes),
         )
 
 
@@ -281,29 +282,29 @@ def _on_device(planned: PlannedBatches) -> PricedPlan | None:
     return None
 
 
-def _notes(phases: Mapping[Phase, PlannedBatches]) -> tuple[str, ...]:
+def _notes(phases: Mapping[Phase, PlannedBatches]) -> list[str]:
     """Say where the best plan is none that the engine carries out."""
-    return tuple(
+    return [
         f"{phase}: the best plan needs the host; the engine keeps KV on the device, and streams "
         "whole layers where engine.device_weight_bytes asks for it"
         for phase, planned in phases.items()
         if _on_device(planned) is not planned.search.best
-    )
+    ]
 
 
 def _phase_json(planned: PlannedBatches) -> dict[str, Any]:
     search = planned.search
+    best, *others = (
+        {**asdict(priced), "token_s": priced.token_s}
+        for priced in (search.best, *search.runners_up)
+    )
     return {
-        "best": _priced_json(search.best),
-        "runners_up": [_priced_json(priced) for priced in search.runners_up],
+        "best": best,
+        "runners_up": others,
         "target": asdict(planned.target),
         "num_considered": search.num_considered,
         "num_infeasible": search.num_infeasible,
     }
-
-
-def _priced_json(priced: PricedPlan) -> dict[str, Any]:
-    return {**asdict(priced), "token_s": priced.token_s}
 
 
 def _device(model: LoadedModel, config: EngineConfig) -> str:
@@ -318,8 +319,3 @@ def _shape(model: ModelShape) -> str:
     if layer.num_experts > 1:
         return f"{layers} of {full(layer.num_experts)} experts, {full(layer.top_k)} for a token"
     return f"{layers} without experts"
-
-
-def _option(value: int | None) -> str:
-    # as YAML and --set read it
-    return "null" if value is None else str(value)

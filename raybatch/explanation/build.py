@@ -1,10 +1,10 @@
 """From a planned input to its explanation."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from raybatch.config import EngineConfig, PlanConfig
-from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.record import PROBE, Explanation, KVSize
 from raybatch.pictures.wording import full
 from raybatch.planning.planned import PlannedInput
@@ -21,47 +21,42 @@ MAX_ROWS_EXPLAINED = 100_000
 _TEXT_TOKENS = 48
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedAndPrice:
-    """What the explanation says about time; `no_time` is why nothing is known of the speed."""
-
-    time: TimeEstimate | None = None
-    no_time: str = ""
-    price_per_engine_hour: float | None = None
-
-
 def explain_plan(
     planned: PlannedInput,
     *,
-    source: str,
-    model: str,
     plan: PlanConfig,
     engine: EngineConfig,
     kv: KVSize | None = None,
-    speed: SpeedAndPrice | None = None,
-    layout: str = "",
     decode: Callable[[TokenIds], str] | None = None,
     max_rows: int = MAX_ROWS_EXPLAINED,
+    **known: Any,  # noqa: ANN401
 ) -> Explanation:
     """Explain a plan; near-linear in rows, plus the simulation of `max_rows` rows three times.
 
-    Without `kv`, the KV cache of one engine, no orders are compared. `layout` is what another order
-    of the template's fields would share; `decode` makes texts for the prefixes that are drawn.
+    Without `kv`, the KV cache of one engine, no orders are compared. `decode` makes texts for the
+    prefixes that are drawn. `known` are further fields of the explanation, source and model at
+    least.
     """
     keys, expected = planned.keys, planned.expected_tokens
+    if len(expected):
+        known["lengths"] = length_bands(expected)
+    profile = profile_rows(
+        keys,
+        expected,
+        planned.found,
+        num_rows=planned.num_rows,
+        unasked=planned.unasked,
+        limit_tokens=int(planned.max_tokens.sum()),
+        num_units=planned.whole.num_units,
+    )
     explanation = explain_profile(
-        _profile(planned),
-        source=source,
-        model=model,
+        profile,
         plan=plan,
         is_reordered=planned.plan.is_reordered,
         is_probed=planned.is_probed,
-        speed=speed,
-        layout=layout,
-        boxes=_boxes(planned, decode),
+        boxes=tuple(_boxes(planned, decode)),
+        **known,
     )
-    if len(expected):
-        explanation = replace(explanation, lengths=length_bands(expected))
     if kv is None:
         return explanation
     orders = forecast_orders(
@@ -73,18 +68,6 @@ def explain_plan(
         max_rows=max_rows,
     )
     return with_orders(explanation, orders, kv)
-
-
-def _profile(planned: PlannedInput) -> InputProfile:
-    return profile_rows(
-        planned.keys,
-        planned.expected_tokens,
-        planned.found,
-        num_rows=planned.num_rows,
-        unasked=planned.unasked,
-        limit_tokens=int(planned.max_tokens.sum()),
-        num_units=planned.whole.num_units,
-    )
 
 
 def cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSize:
@@ -99,34 +82,28 @@ def cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSi
 def explain_profile(
     profile: InputProfile,
     *,
-    source: str,
-    model: str,
     plan: PlanConfig,
-    is_reordered: bool,
     is_probed: bool = False,
-    speed: SpeedAndPrice | None = None,
-    layout: str = "",
-    boxes: Sequence[TreeBox] = (),
+    **known: Any,  # noqa: ANN401
 ) -> Explanation:
     """Explain what sums over the rows tell, as for an input that was planned in parts.
 
-    `is_probed`: where the plan asks for a probe, it has been run.
+    `is_probed`: where the plan asks for a probe, it has been run. `known` are further fields of the
+    explanation: source, model and is_reordered at least.
     """
-    known, outputs = speed or SpeedAndPrice(), profile.output_tokens
+    outputs = profile.output_tokens
+    lengths_from = "max_tokens"
+    if plan.lengths == "probe" and is_probed:
+        lengths_from = PROBE
+    elif plan.expected_tokens_column is not None:
+        lengths_from = f"column {plan.expected_tokens_column!r}"
+    fields = {"lengths": histogram_bands(outputs) if outputs.num_values else None, **known}
     return Explanation(
-        source=source,
-        model=model,
-        order=plan.order,
-        is_reordered=is_reordered,
-        is_off=plan.mode == "off",
         profile=profile,
-        lengths=histogram_bands(outputs) if outputs.num_values else None,
-        lengths_from=_lengths_from(plan, is_probed=is_probed),
-        time=known.time,
-        no_time=known.no_time,
-        price_per_engine_hour=known.price_per_engine_hour,
-        layout=layout,
-        boxes=tuple(boxes),
+        order=plan.order,
+        is_off=plan.mode == "off",
+        lengths_from=lengths_from,
+        **fields,
     )
 
 
@@ -143,13 +120,6 @@ def with_orders(
         else "no engine sees a prompt"
     )
     return replace(explanation, kv=kv, no_orders=why_not)
-
-
-def _lengths_from(plan: PlanConfig, *, is_probed: bool) -> str:
-    if plan.lengths == "probe" and is_probed:
-        return PROBE
-    column = plan.expected_tokens_column
-    return "max_tokens" if column is None else f"column {column!r}"
 
 
 def _boxes(planned: PlannedInput, decode: Callable[[TokenIds], str] | None) -> list[TreeBox]:

@@ -20,7 +20,6 @@ from raybatch.backends.openai.options import openai_options
 from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
     MAX_ROWS_EXPLAINED,
-    SpeedAndPrice,
     cache_size,
     explain_plan,
     explain_profile,
@@ -111,9 +110,8 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         "source": question.name,
         "model": spec.model,
         "plan": job.plan,
-        "speed": SpeedAndPrice(
-            no_time=why_not, price_per_engine_hour=question.price_per_engine_hour
-        ),
+        "no_time": why_not,
+        "price_per_engine_hour": question.price_per_engine_hour,
         "layout": _layout(job, tokenizer) if question.lint else "",
     }
     kv = _kv_size(question, costs)
@@ -181,7 +179,9 @@ def _explain_large(
         replace(profile, num_units=profile.num_units + num_others),
         is_reordered=planned.is_reordered(job.plan),
         is_probed=num_probed > 0,
-        boxes=join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts]),
+        boxes=tuple(
+            join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts])
+        ),
         **common,
     )
     if kv is None:
@@ -204,9 +204,8 @@ def _explain_nothing(question: Question) -> Explanation:
         model=question.spec.model,
         plan=question.job.plan,
         is_reordered=False,
-        speed=SpeedAndPrice(
-            no_time="the source has no rows", price_per_engine_hour=question.price_per_engine_hour
-        ),
+        no_time="the source has no rows",
+        price_per_engine_hour=question.price_per_engine_hour,
     )
 
 
@@ -230,7 +229,7 @@ def explain_run(
     The rows are generated and written: nothing that is said about them may end their job.
     """
     try:
-        likely = likely_engine_s(question, planned, actual)
+        likely = _likely_engine_s(question, planned, actual)
         plan = explain_planned(question, planned)
     except Exception as error:
         _logger.warning(
@@ -242,7 +241,7 @@ def explain_run(
     return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
 
 
-def likely_engine_s(
+def _likely_engine_s(
     question: Question, planned: PlannedInput | LargePlan, actual: RunActual
 ) -> tuple[float, float, float] | None:
     """Return the engine seconds that a run's counts lead to expect: expected, low and high."""

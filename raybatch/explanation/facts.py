@@ -1,9 +1,8 @@
 """Sentences, tables and drawings about an input and its plan; each function makes one section."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from raybatch.backends.choice import told_backend
 from raybatch.pictures.charts import ShareBar, draw_histogram, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.icicle import draw_icicle
@@ -16,8 +15,6 @@ from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.lengths import LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
-
-_SHARES = "hit rate, share of all prompt tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,9 +158,29 @@ def order_section(
     run.
     """
     header = ("order", "computed", "saved", "hit rate", "of the prompt tokens")
+    rows = tuple(
+        (
+            order.name,
+            amount(order.computed_tokens),
+            amount(order.saved_tokens),
+            _rate(order),
+            meanings[order.name],
+        )
+        for order in orders
+    )
+    bars = [
+        ShareBar(
+            name=order.name,
+            share=order.hit_rate,
+            error=order.error,
+            note=f"{amount(order.computed_tokens)} computed",
+            is_main=order.name == main,
+        )
+        for order in orders
+    ]
     figure = Figure(
         title="Prompt tokens that need no computing",
-        svg=draw_shares([_bar(order, main) for order in orders], label=_SHARES),
+        svg=draw_shares(bars, label="hit rate, share of all prompt tokens"),
         is_wide=True,
     )
     notes = [f"KV cache: {kv}"] if kv else []
@@ -173,7 +190,7 @@ def order_section(
         notes.append("from a sample of the rows: +- is a 95 % interval, >= a lower bound")
     return Section(
         title="Orders",
-        table=Table(header=header, rows=tuple(_line(o, meanings[o.name]) for o in orders)),
+        table=Table(header=header, rows=rows),
         notes=tuple(notes),
         figures=(figure,),
     )
@@ -200,12 +217,12 @@ def uncompared_section(profile: InputProfile, why_not: str, *, shares: bool) -> 
     )
 
 
-def time_section(
+def time_facts(
     time: TimeEstimate | None,
     why_not: str,
     price_per_engine_hour: float | None,
-    answer_cost: tuple[float, float] | None = None,
-) -> Section:
+    answer_cost: tuple[float, float] | None,
+) -> list[tuple[str, str]]:
     """Say how long and how much, or why that is not known."""
     if time is None:
         reason = f"no cost model: {why_not}" if why_not else "no cost model"
@@ -213,7 +230,7 @@ def time_section(
         if answer_cost is not None:
             least, most = map(amount_of_money, answer_cost)
             facts.append(("money", f"answers cost about {least} to {most}, by shared prefixes"))
-        return Section(title="Time", facts=tuple(facts))
+        return facts
     origin = f", {time.origin}" if time.origin else ""
     facts = [
         (
@@ -229,34 +246,7 @@ def time_section(
         rate = f"{rounded} at {price_per_engine_hour:,.2f} per engine-hour"
         held = f"{count(time.num_replicas, 'replica')} for all of the time"
         facts.append(("money", f"{rate}, {held}"))
-    return Section(title="Time", facts=tuple(facts))
-
-
-def with_backend(section: Section, kind: str, reason: str) -> Section:
-    """Return a section that begins with what the engines run, and why where nobody named it."""
-    if not kind:
-        return section
-    return replace(section, facts=(("backend", told_backend(kind, reason)), *section.facts))
-
-
-def _line(order: OrderForecast, meaning: str) -> tuple[str, ...]:
-    return (
-        order.name,
-        amount(order.computed_tokens),
-        amount(order.saved_tokens),
-        _rate(order),
-        meaning,
-    )
-
-
-def _bar(order: OrderForecast, main: str) -> ShareBar:
-    return ShareBar(
-        name=order.name,
-        share=order.hit_rate,
-        error=order.error,
-        note=f"{amount(order.computed_tokens)} computed",
-        is_main=order.name == main,
-    )
+    return facts
 
 
 def _unasked(profile: InputProfile, *, ends_at_error: bool) -> str:
@@ -269,16 +259,10 @@ def _unasked(profile: InputProfile, *, ends_at_error: bool) -> str:
 
 def _rows(profile: InputProfile) -> str:
     text = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
-    is_saved = profile.num_generated < profile.num_asked
-    duplicates = profile.tree.num_duplicates
-    if is_saved:
-        duplicates = profile.num_asked - profile.num_generated
-    copies = count(duplicates, "copy", "copies")
-    if is_saved:
-        return f"{text}, {copies} of other rows among them (not generated again)"
-    if duplicates:
-        return f"{text}, {copies} of other rows among them"
-    return text
+    num_saved = profile.num_asked - profile.num_generated
+    if num_copies := num_saved or profile.tree.num_duplicates:
+        text += f", {count(num_copies, 'copy', 'copies')} of other rows among them"
+    return f"{text} (not generated again)" if num_saved else text
 
 
 def _bands(lengths: LengthBands) -> str:

@@ -135,7 +135,10 @@ class PlanOutcome:
         profile, time = plan.profile, plan.time
         outputs, generated = profile.output_tokens.total, actual.generated_tokens
         planned_copies = profile.num_asked - profile.num_generated
-        drafts = (("drafts that were right", "", _share(actual)),) if actual.drafted_tokens else ()
+        drafts: tuple[tuple[str, str, str], ...] = ()
+        if actual.drafted_tokens:
+            share = f"{amount(actual.accepted_tokens or 0)} of {amount(actual.drafted_tokens)}"
+            drafts = (("drafts that were right", "", share),)
         return (
             ("hit rate", percent(plan.hit_rate), percent(actual.hit_rate)),
             ("saved prompt tokens", amount(plan.saved_tokens), amount(actual.saved_tokens)),
@@ -188,10 +191,12 @@ class PlanOutcome:
             svg=draw_shares(bars, label="hit rate, share of all prompt tokens"),
             is_wide=True,
         )
+        # words come last in a table; there are none here
+        rows = tuple((*row, "") for row in self.rows())
         return (
             Section(
                 title="Plan and actual",
-                table=Table(header=("", "plan", "actual", ""), rows=_with_notes(self.rows())),
+                table=Table(header=("", "plan", "actual", ""), rows=rows),
                 notes=self.deviations() or ("the run went as planned",),
                 figures=(figure,),
             ),
@@ -307,11 +312,6 @@ class PlanOutcome:
         )
 
 
-def _share(actual: RunActual) -> str:
-    accepted, drafted = actual.accepted_tokens or 0, actual.drafted_tokens or 0
-    return f"{amount(accepted)} of {amount(drafted)}"
-
-
 def _weights(actual: RunActual) -> tuple[tuple[str, str, str], ...]:
     """Return what was copied of weights that do not stay on the device; nothing where all do."""
     if not actual.weight_copy_bytes:
@@ -323,11 +323,6 @@ def _weights(actual: RunActual) -> tuple[tuple[str, str, str], ...]:
         ("weights copied", "", f"{mebibytes} MiB, {per_token} KiB per generated token"),
         ("layers waited for", "", f"{stalls} of {copies}"),
     )
-
-
-def _with_notes(rows: tuple[tuple[str, str, str], ...]) -> tuple[tuple[str, ...], ...]:
-    # words come last in a table; there are none here
-    return tuple((*row, "") for row in rows)
 
 
 def _tokens(number: int | None) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raybatch.backends.choice import told_backend
 from raybatch.errors import ConfigError
 from raybatch.explanation.facts import (
     TimeEstimate,
@@ -17,9 +18,8 @@ from raybatch.explanation.facts import (
     order_meanings,
     order_section,
     sharing_section,
-    time_section,
+    time_facts,
     uncompared_section,
-    with_backend,
 )
 from raybatch.explanation.plain import from_plain
 from raybatch.pictures.document import Section, to_fragment, to_page, to_text
@@ -122,9 +122,6 @@ class Explanation:
     def sections(self) -> tuple[Section, ...]:
         """Return what there is to say, for any kind of document."""
         profile = self.profile
-        kv = (
-            "" if self.kv is None else f"{self.kv.tokens:,} tokens of one engine ({self.kv.origin})"
-        )
         return (
             input_section(
                 profile, self.lengths, self.lengths_from, ends_at_error=self.ends_at_error
@@ -132,20 +129,24 @@ class Explanation:
             sharing_section(profile, self.boxes, self.layout),
             group_section(profile, self.order, is_reordered=self.is_reordered, is_off=self.is_off),
             self._time_section(),
-            self._order_section(kv),
+            self._order_section(),
         )
 
     def _time_section(self) -> Section:
-        section = time_section(
-            self.time, self.no_time, self.price_per_engine_hour, self.answer_cost
+        backend = told_backend(self.backend, self.backend_reason)
+        facts = (
+            *((("backend", backend),) if self.backend else ()),
+            *time_facts(self.time, self.no_time, self.price_per_engine_hour, self.answer_cost),
+            *((("executor", self.executor),) if self.executor else ()),
         )
-        executor = (("executor", self.executor),) if self.executor else ()
-        section = dataclasses.replace(section, facts=(*section.facts, *executor))
-        return with_backend(section, self.backend, self.backend_reason)
+        return Section(title="Time", facts=facts)
 
-    def _order_section(self, kv: str) -> Section:
+    def _order_section(self) -> Section:
         if not self.orders:
             return uncompared_section(self.profile, self.no_orders, shares=self.shares)
+        kv = (
+            "" if self.kv is None else f"{self.kv.tokens:,} tokens of one engine ({self.kv.origin})"
+        )
         orders = [order for order in self.orders if not self.is_off or order.name != "planned"]
         meanings = order_meanings(
             is_off=self.is_off, is_reordered=self.is_reordered, has_cache=self.has_cache

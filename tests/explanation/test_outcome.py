@@ -6,7 +6,6 @@ import json
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.explanation.build import SpeedAndPrice
 from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from tests.explanation.inputs import explain_prompts, grouped_prompts
@@ -20,7 +19,7 @@ def plan(rng):
     return explain_prompts(
         grouped_prompts(rng, groups=6, size=5, prefix=32, own=8),
         kv_tokens=400,
-        speed=SpeedAndPrice(time=time),
+        time=time,
     )
 
 
