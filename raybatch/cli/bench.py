@@ -81,7 +81,7 @@ def faults(
         moto_python=moto_python,
     )
     with _quiet():
-        figures = measure_faults(options, _telling(out))
+        figures = measure_faults(options, _reporter(out))
     typer.echo(figures.to_text())
     raise typer.Exit(0 if figures.is_right else 1)
 
@@ -164,7 +164,7 @@ def _mean_tokens(output: str) -> dict[str, int]:
     }
 
 
-def _telling(out: Path | None) -> Callable[["FaultFigures"], None]:
+def _reporter(out: Path | None) -> Callable[["FaultFigures"], None]:
     """Return what stores all figures after each step, and says what the last one found."""
     num_reported = 0
 

@@ -15,7 +15,7 @@ from raybatch.prefix.outline import TreeBox, outline_tree
 from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.records.types import TokenIds
 
-# rows of which an explanation simulates each order, unless told otherwise
+# rows of which an explanation simulates each order, by default
 MAX_ROWS_EXPLAINED = 100_000
 # tokens of a prefix whose text is shown
 _TEXT_TOKENS = 48

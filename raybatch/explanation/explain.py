@@ -83,7 +83,7 @@ class Question:
                 "for the KV cache of the engine"
             )
         if self.price_per_engine_hour is not None:
-            # a wrong price is told before the work, not when it is shown
+            # a wrong price is reported before the work, not when it is shown
             money(0.0, 1, self.price_per_engine_hour)
 
 
@@ -226,7 +226,7 @@ def explain_run(
 ) -> PlanOutcome | None:
     """Return a run beside its plan; None, with a warning, where the plan cannot be explained.
 
-    The rows are generated and written: nothing that is said about them may end their job.
+    The rows are generated and written: no text about them may end their job.
     """
     try:
         likely = _likely_engine_s(question, planned, actual)

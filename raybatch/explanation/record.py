@@ -58,7 +58,7 @@ class Explanation:
         answer_cost: of an endpoint's answers, about: where each shared prefix is cached, and where
             none is; None where answers have no prices.
         layout: what another order of the template's fields would share; "" for nothing.
-        executor: where a run would have its engines, and why; "" where that is not said.
+        executor: where a run would have its engines, and why; "" where that is not known.
     """
 
     source: str

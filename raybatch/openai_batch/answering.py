@@ -34,7 +34,7 @@ ANSWER_COLUMNS = [
 ]
 
 _CODES = {"too_long": "context_length_exceeded", "invalid": "invalid_request"}
-# what OpenAI tells of tokens that are next to impossible; JSON has no infinity
+# what OpenAI reports for tokens that are next to impossible; JSON has no infinity
 _LEAST = -9999.0
 
 
@@ -143,7 +143,7 @@ class AnswerWriter:
 
     Args:
         name: of the batch, from which the ids of answers follow.
-        created: seconds since 1970 that every answer tells.
+        created: seconds since 1970, in every answer.
         logprobs: makes texts of the tokens that have log probabilities.
     """
 

@@ -20,7 +20,7 @@ from raybatch.text.tokenizer import Tokenizer
 
 # where nothing says how long an answer can be
 _UNKNOWN_ANSWER_TOKENS = 16_384
-# what a batch file says for itself
+# what a batch file sets itself
 _TAKEN_OF_STAGE = (
     "prompt",
     "messages",
@@ -41,7 +41,7 @@ _TAKEN_OF_JOB = ("source", "sink", "output_order", "columns", "partition_by", "e
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Options of the jobs that answer a batch, without what a batch file says for itself.
+    """Options of the jobs that answer a batch, without what a batch file sets itself.
 
     Args:
         names: further names by which requests may call the model.
@@ -49,7 +49,7 @@ class BatchOptions:
         where: what the options are called in messages.
 
     Raises:
-        ConfigError: an option is unknown, wrong, or said by the batch file itself.
+        ConfigError: an option is unknown, wrong, or set by the batch file itself.
     """
 
     job: Mapping[str, Any]
@@ -78,7 +78,7 @@ class BatchOptions:
                 f"{self.where}: batch files ask for text or for embeddings, and the task of the "
                 f"stage is {self.stage.task!r}"
             )
-        # what else is wrong with them is told here, before anything is read
+        # what else is wrong with them is reported here, before anything is read
         stage = {"model": self.stage.model, **self._of_stage}
         Job.from_mapping({"source": "s", "sink": "t", **self.job, "stage": stage}, where=self.where)
 

@@ -21,8 +21,8 @@ from raybatch.openai_batch.requests import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
-    Asked,
     Form,
+    ParsedRequest,
     Refusal,
     Reply,
     endpoints_of,
@@ -78,7 +78,7 @@ class BodyRules:
 
     Args:
         names: of the model, as bodies may write them.
-        endpoint: the only one that may be asked; None takes all that there are.
+        endpoint: the only one that requests may name; None takes all.
         reads_tools: the chat template has a place for tools.
         chat: options of a chat request that says nothing.
         completions: of a completion request that says nothing.
@@ -93,7 +93,7 @@ class BodyRules:
     task: Task = "generate"
 
 
-def read_request(request: Mapping[str, Any], rules: BodyRules) -> Asked:
+def read_request(request: Mapping[str, Any], rules: BodyRules) -> ParsedRequest:
     """Return what the object of a line asks, whose `custom_id` is fine.
 
     Raises:
@@ -113,7 +113,7 @@ def read_request(request: Mapping[str, Any], rules: BodyRules) -> Asked:
     return read(values, rules)
 
 
-def _reader(url: object, rules: BodyRules) -> Callable[[dict[str, Any], BodyRules], Asked]:
+def _reader(url: object, rules: BodyRules) -> Callable[[dict[str, Any], BodyRules], ParsedRequest]:
     known = endpoints_of(rules.task)
     if url == EMBEDDINGS and url not in known:
         raise bad("url", f"{url}: the job makes no embeddings (--set stage.task=embed)", "bad_url")
@@ -135,7 +135,7 @@ def _check_model(name: object, rules: BodyRules) -> None:
         )
 
 
-def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
+def _read_chat(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
     check_keys(body, _CHAT_KEYS)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -155,7 +155,7 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
     num_logprobs = whole(body, "top_logprobs", 0, MAX_LOGPROBS, default=0)
     if num_logprobs and not has_logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs=true")
-    return Asked(
+    return ParsedRequest(
         form=Form("messages", _num_samples(body), has_logprobs),
         prompts=[json.dumps([with_parsed_calls(message) for message in messages])],
         sampling=sampling,
@@ -164,7 +164,7 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
     )
 
 
-def _read_completion(body: dict[str, Any], rules: BodyRules) -> Asked:
+def _read_completion(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
     check_keys(body, _COMPLETION_KEYS)
     num_samples = _num_samples(body)
     if body.get("best_of", num_samples) not in (1, num_samples):
@@ -173,7 +173,7 @@ def _read_completion(body: dict[str, Any], rules: BodyRules) -> Asked:
     if "logprobs" in body:
         num_logprobs = whole(body, "logprobs", 0, MAX_LOGPROBS, default=0)
     kind, prompts = prompts_of(body, "prompt")
-    return Asked(
+    return ParsedRequest(
         form=Form(kind, num_samples, num_logprobs is not None),
         prompts=prompts,
         sampling=_sampling(body, rules.completions, body.get("max_tokens")),
@@ -182,7 +182,7 @@ def _read_completion(body: dict[str, Any], rules: BodyRules) -> Asked:
     )
 
 
-def _read_embedding(body: dict[str, Any], rules: BodyRules) -> Asked:
+def _read_embedding(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
     check_keys(body, _EMBEDDING_KEYS)
     encoding = body.get("encoding_format", "float")
     if encoding not in ("float", "base64"):
@@ -193,7 +193,7 @@ def _read_embedding(body: dict[str, Any], rules: BodyRules) -> Asked:
         message = str(error).removeprefix("pooling.")
         raise Refusal(message, code="invalid_value", param=message.split(" ")[0]) from None
     kind, prompts = prompts_of(body, "input")
-    return Asked(
+    return ParsedRequest(
         form=Form(kind, 1, False),
         prompts=prompts,
         sampling=pooling,
@@ -202,7 +202,7 @@ def _read_embedding(body: dict[str, Any], rules: BodyRules) -> Asked:
     )
 
 
-_READERS: Mapping[str, Callable[[dict[str, Any], BodyRules], Asked]] = {
+_READERS: Mapping[str, Callable[[dict[str, Any], BodyRules], ParsedRequest]] = {
     CHAT: _read_chat,
     COMPLETIONS: _read_completion,
     EMBEDDINGS: _read_embedding,

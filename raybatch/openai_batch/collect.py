@@ -287,7 +287,7 @@ def _made(
         return {name: vector_lists([answer.vector for answer in answers])}
     return {
         "generated_text": per_sample([answer.texts for answer in answers], None),
-        # servers tell no tokens
+        # servers return no token ids
         "generated_tokens": per_sample([[]] * len(answers), None),
     }
 

@@ -18,7 +18,7 @@ from raybatch.errors import ConfigError
 from raybatch.openai_batch.bodies import BodyRules, read_request
 from raybatch.openai_batch.files import parquet_writer
 from raybatch.openai_batch.reading import InputId, Line, SeenIds, input_id, parse_line, read_lines
-from raybatch.openai_batch.requests import Asked, Form, Refusal
+from raybatch.openai_batch.requests import Form, ParsedRequest, Refusal
 
 RECORD = "batch.json"
 ROWS_FILE = "part-000000.parquet"
@@ -151,7 +151,9 @@ def _convert(
     return Conversion.from_json(store.read(RECORD), where=RECORD)
 
 
-def _requests(source: str, rules: BodyRules) -> Iterator[tuple[int, str | None, Asked | Refusal]]:
+def _requests(
+    source: str, rules: BodyRules
+) -> Iterator[tuple[int, str | None, ParsedRequest | Refusal]]:
     """Yield number, custom_id and request of each line, in order."""
     seen, waiting = SeenIds(), read_lines(source)
     while lines := list(islice(waiting, _LINES_AT_ONCE)):
@@ -163,7 +165,7 @@ def _requests(source: str, rules: BodyRules) -> Iterator[tuple[int, str | None, 
             if isinstance(request, Refusal):
                 yield line.number, None, request
             else:
-                parsed_request = _asked(request, rules, line.number, earlier[i])
+                parsed_request = _checked_request(request, rules, line.number, earlier[i])
                 yield line.number, request["custom_id"], parsed_request
 
 
@@ -174,9 +176,9 @@ def _parsed(line: Line) -> Any:  # noqa: ANN401 - an object of JSON, or a Refusa
         return refusal
 
 
-def _asked(
+def _checked_request(
     request: Mapping[str, Any], rules: BodyRules, line: int, earlier: int | None
-) -> Asked | Refusal:
+) -> ParsedRequest | Refusal:
     if earlier is not None:
         return Refusal(
             f"line {line}: custom_id {request['custom_id']!r} is that of line {earlier}; each "
@@ -205,7 +207,7 @@ class _Rows:
         path = posixpath.join(self._folder, name)
         return _RowFile(self._stack.enter_context(parquet_writer(path, schema)), schema)
 
-    def add(self, line: int, custom_id: str | None, request: Asked | Refusal) -> None:
+    def add(self, line: int, custom_id: str | None, request: ParsedRequest | Refusal) -> None:
         self.num_lines += 1
         if isinstance(request, Refusal):
             self.num_refused += 1

@@ -34,7 +34,7 @@ _SAMPLING = (
     "stop",
     "n",
 )
-# by name: what is asked there, and the options of its requests
+# by name: the URL, and the options of its requests
 _ENDPOINTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chat": (CHAT, _SAMPLING),
     "completions": (COMPLETIONS, _SAMPLING),
@@ -109,7 +109,7 @@ def export_rows(export: Export) -> Exported:
     first_error = ""
     with ExitStack() as stack:
         files = _Files(export, stack)
-        for custom_id, prompt in _asked(export):
+        for custom_id, prompt in _prompts_with_ids(export):
             if isinstance(prompt, str):
                 num_left_out += 1
                 first_error = first_error or f"{custom_id}: {prompt}"
@@ -122,7 +122,7 @@ def export_rows(export: Export) -> Exported:
     return Exported(tuple(files.names), num_requests, num_left_out, first_error)
 
 
-def _asked(export: Export) -> Iterator[tuple[str, dict[str, Any] | str]]:
+def _prompts_with_ids(export: Export) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Yield id and prompt of each row, as keys of a body; a text is an error."""
     source = scan_source(export.source)
     if export.id_column is not None:

@@ -40,7 +40,7 @@ class Reply(NamedTuple):
     """What the answer to a request must say, beside what the rows say.
 
     Args:
-        num_logprobs: most likely tokens to tell per position; None tells nothing of any.
+        num_logprobs: most likely tokens to return per position; None returns none.
         encoding: of embeddings, "float" or "base64".
     """
 
@@ -50,7 +50,7 @@ class Reply(NamedTuple):
     encoding: str = "float"
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A request that can be asked.
 
     Args:

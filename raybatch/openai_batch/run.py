@@ -82,7 +82,7 @@ class BatchRun:
         Args:
             conversion: requests of the batch.
             progress: of each job, see `Job.run`.
-            ending: asked about every second; a text ends the run early, as a limit does.
+            ending: called about every second; a text ends the run early, as a limit does.
             start_ray: of each job, see `Job.run`.
             watch: called about every second with the rows that have an answer and those that
                 have an error, in place of `progress`.
@@ -97,7 +97,9 @@ class BatchRun:
             folder = posixpath.dirname(conversion.rows_file(rows.form))
             source = posixpath.join(self.files.folder, folder)
             job = self.options.job_of(rows, source=source, sink=answers_of(self.files, rows))
-            callback = progress if watch is None else _telling(watch, num_before, rows.num_rows)
+            callback = (
+                progress if watch is None else _row_progress(watch, num_before, rows.num_rows)
+            )
             report = job.run(progress=callback, ending=ending, start_ray=start_ray)
             if report.exit_code() == 1:
                 return report.stopped or "the output of a job is not complete"
@@ -130,7 +132,7 @@ class BatchRun:
         return write_answers(self.files, conversion, writer, missing=missing)
 
 
-def _telling(watch: RowWatch, num_before: int, num_rows: int) -> ProgressCallback:
+def _row_progress(watch: RowWatch, num_before: int, num_rows: int) -> ProgressCallback:
     def report(stats: PoolStats, num_to_do: int) -> None:
         failed = sum(stats.errors.values())
         watch(num_before + num_rows - num_to_do + stats.rows_done - failed, failed)

@@ -26,7 +26,7 @@ from raybatch.planning.store import read_plans
 from raybatch.rows.schema import ERROR_COLUMN
 from raybatch.stages.unit_writer import UnitWriter
 
-_ASKED_COLUMNS = ["line", "place", "num_prompts", "custom_id"]
+_REQUEST_COLUMNS = ["line", "place", "num_prompts", "custom_id"]
 _PLACE = itemgetter("line", "place")
 _ROWS_AT_ONCE = 8192
 _KEY = ["line", "place"]
@@ -145,9 +145,9 @@ def _rows(
     if is_done(files, rows):
         done = finished_rows(sink, ANSWER_COLUMNS)
     else:
-        done = rows_so_far(sink, ANSWER_COLUMNS, asked=parquet_schema(path))
+        done = rows_so_far(sink, ANSWER_COLUMNS, requests=parquet_schema(path))
     answer = next(done, None)
-    for row in parquet_rows(path, _ASKED_COLUMNS):
+    for row in parquet_rows(path, _REQUEST_COLUMNS):
         if answer is not None and _PLACE(answer) == _PLACE(row):
             yield answer
             answer = next(done, None)
@@ -161,16 +161,18 @@ def finished_rows(sink: str, columns: list[str]) -> Iterator[dict[str, Any]]:
         yield from parquet_rows(path, columns)
 
 
-def rows_so_far(sink: str, columns: Sequence[str], *, asked: pa.Schema) -> Iterator[dict[str, Any]]:
+def rows_so_far(
+    sink: str, columns: Sequence[str], *, requests: pa.Schema
+) -> Iterator[dict[str, Any]]:
     """Yield the finished rows of a job with `output_order="input"` that is not complete, in order.
 
-    Memory: one unit and some thousand rows, and 24 bytes for every finished row. `asked` is the
+    Memory: one unit and some thousand rows, and 24 bytes for every finished row. `requests` is the
     schema of the rows of the requests.
     """
     folder = posixpath.join(sink, PLAN_ORDER)
     if store_of(folder).size(PLAN) is None:
         return
-    units = _Units(folder, asked)
+    units = _Units(folder, requests)
     keys = [units.keys(unit) for unit in range(units.num_units)]
     unit = np.repeat(np.arange(len(keys)), [len(key) for key in keys])
     row = np.concatenate([np.arange(len(key)) for key in keys])
@@ -190,7 +192,7 @@ def rows_so_far(sink: str, columns: Sequence[str], *, asked: pa.Schema) -> Itera
 class _Units:
     """The units of an output: those that are written, and finished rows of those that are not."""
 
-    def __init__(self, folder: str, asked: pa.Schema) -> None:
+    def __init__(self, folder: str, requests: pa.Schema) -> None:
         self._store = store_of(folder)
         stored, *_ = read_plans(folder)
         self.num_units = stored.num_units
@@ -200,7 +202,7 @@ class _Units:
             sink=folder,
             store=self._store,
             stored=stored,
-            schema=pa.schema([*asked, *output.arrow()], metadata=asked.metadata),
+            schema=pa.schema([*requests, *output.arrow()], metadata=requests.metadata),
             output=output,
             attempt="reading",
         )

@@ -32,7 +32,7 @@ class Cleaned:
 
     Args:
         num_young: files that stay because a run may need them still.
-        live_runs: runs that are at work there, whatever age was asked for.
+        live_runs: runs that are at work there; nothing they may need is removed.
     """
 
     sink: str

@@ -25,7 +25,7 @@ _WAY_OUT = "move the file away and run the job again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepLook:
+class DeepCheck:
     """What the values of all parts say.
 
     Args:
@@ -41,7 +41,7 @@ class DeepLook:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Looker:
+class _PartChecker:
     store: Store
     output: OutputSchema | None
     ids: RepeatedIds
@@ -60,17 +60,17 @@ class _Looker:
                 problems = [
                     f"{where} has another schema than the first part ({difference}); {_WAY_OUT}"
                 ]
-                columns = self._own_columns(file.schema_arrow)
+                columns = self._stage_columns(file.schema_arrow)
             if is_like_others or columns:
                 table = file.read(columns, use_threads=False)
                 problems += filter(None, [self._problem_of_rows(where, name, table)])
-        except (CommitError, FileNotFoundError):  # told by the audit
+        except (CommitError, FileNotFoundError):  # reported by the audit
             pass
         except (ValueError, KeyError, OSError, NotImplementedError) as error:
             problems.append(f"{where} cannot be read in full: {error_text(error)}; {_WAY_OUT}")
         return problems
 
-    def _own_columns(self, schema: pa.Schema) -> list[str]:
+    def _stage_columns(self, schema: pa.Schema) -> list[str]:
         """Return the columns of the stage, if they have their types; none where one has not."""
         fields = list(self.output.arrow()) if self.output else []
         return [f.name for f in fields] if all(_has(schema, f) for f in fields) else []
@@ -103,13 +103,13 @@ def part_files(store: Store, plan: UnitPlan) -> Iterator[tuple[int, list[str]]]:
             continue
         try:
             yield unit, read_record(store, unit)[1]
-        except (CommitError, FileNotFoundError):  # told by the audit
+        except (CommitError, FileNotFoundError):  # reported by the audit
             continue
 
 
-def look_into_parts(
+def check_parts(
     store: Store, plan: UnitPlan, output: OutputSchema | None, *, max_problems: int = 10
-) -> DeepLook:
+) -> DeepCheck:
     """Read every part in full; memory does not grow with the output.
 
     On the local disk 24 bytes a row are needed while it works.
@@ -118,7 +118,7 @@ def look_into_parts(
     """
     schema = _first_schema(store, plan)
     if schema is None:
-        return DeepLook(num_files=0, repeated_rows=0, problems=(), num_problems=0)
+        return DeepCheck(num_files=0, repeated_rows=0, problems=(), num_problems=0)
     unlike = [
         f"{f.name}: {f.type}" for f in (output.arrow() if output else []) if not _has(schema, f)
     ]
@@ -126,22 +126,22 @@ def look_into_parts(
         problem = (
             f"the parts in {store.uri} lack {', '.join(unlike)}, so their values were not read"
         )
-        return DeepLook(num_files=0, repeated_rows=0, problems=(problem,), num_problems=1)
+        return DeepCheck(num_files=0, repeated_rows=0, problems=(problem,), num_problems=1)
     num_files, problems = 0, []
     with RepeatedIds(plan.num_rows) as ids, ThreadPoolExecutor(_THREADS) as threads:
-        looker = _Looker(store=store, output=output, ids=ids, schema=schema)
+        checker = _PartChecker(store=store, output=output, ids=ids, schema=schema)
         for names in _in_shares(part_files(store, plan)):
             num_files += len(names)
             problems += [
                 message
-                for messages in threads.map(looker.problems_of, names)
+                for messages in threads.map(checker.problems_of, names)
                 for message in messages
             ]
         repeated = ids.repeated()
     if repeated.num_rows and output is not None:
-        problem = _told_repeated(store, plan, output, repeated.num_rows, repeated.examples)
+        problem = _describe_repeated(store, plan, output, repeated.num_rows, repeated.examples)
         problems.append(problem)
-    return DeepLook(
+    return DeepCheck(
         num_files=num_files,
         repeated_rows=repeated.num_rows,
         problems=tuple(problems[:max_problems]),
@@ -171,7 +171,7 @@ def _first_schema(store: Store, plan: UnitPlan) -> pa.Schema | None:
     return None
 
 
-def _told_repeated(
+def _describe_repeated(
     store: Store,
     plan: UnitPlan,
     output: OutputSchema,
@@ -185,7 +185,7 @@ def _told_repeated(
         for name in names:
             try:
                 table = pq.read_table(pa.BufferReader(store.read(name)), columns=[column])
-            except (ValueError, OSError):  # told when it was read in full
+            except (ValueError, OSError):  # reported when it was read in full
                 continue
             ids = table.column(column).drop_null()
             hashes = id_hashes(ids)

@@ -14,7 +14,7 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.durable.stores.store import open_store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
-from raybatch.outputs.deep import DeepLook, look_into_parts
+from raybatch.outputs.deep import DeepCheck, check_parts
 from raybatch.pictures.wording import printable
 from raybatch.planning.checks.stored_plan import damage_of
 from raybatch.planning.fingerprint import compare_files, output_columns
@@ -31,7 +31,7 @@ class Verification:
     Args:
         plan: hash of its plan; "" where a run died before there was one.
         is_deep: values of all parts were read too, not names and footers alone.
-        has_success: a run has said that the output is complete.
+        has_success: a run has marked the output as complete.
         lost_rows: whose part cannot be read, or is gone although the output was complete; with
             `is_deep` also those in whose place another row stands.
         duplicated_rows: written more than once; of row ids alone when `is_deep`.
@@ -124,7 +124,7 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
         result = audit(store, plan)
         success = read_success(store)
         output = output_columns(plans[0].fingerprint)
-        look = look_into_parts(store, plan, output) if deep else None
+        look = check_parts(store, plan, output) if deep else None
         damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
     return _verification(sink, plans, plan, result, success, look, damaged)
 
@@ -135,7 +135,7 @@ def _verification(
     plan: UnitPlan,
     result: Audit,
     success: Mapping[str, object] | None,
-    look: DeepLook | None,
+    look: DeepCheck | None,
     damaged: Sequence[str | None],
 ) -> Verification:
     if success is not None and plan.extends(success.get("plan")):

@@ -42,7 +42,7 @@ class Section:
     """Facts, a table and drawings under one heading; all texts may hold user data.
 
     Args:
-        facts: names with what is to be said.
+        facts: names and values.
         table: below the facts.
         notes: sentences below the table.
     """

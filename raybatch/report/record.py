@@ -96,10 +96,10 @@ class RunReport:
         planned_hit_rate: share of the prompt tokens that the plan was not to compute; None where
             there was none.
         problems: what the audit found wrong with the output.
-        prompt_lengths: prompt tokens of the rows that were asked.
+        prompt_lengths: prompt tokens of the rows that reached the engines.
         skipped: name and reason of each file that was left out because it could not be read.
         special_rows: rows whose texts held special tokens of the model.
-        special_tokens: of them; text or control tokens as the job had asked.
+        special_tokens: of them; text or control tokens, as the job asked for.
         stopped: the limit, or SIGTERM, that ended the last run early; "" where none did.
         is_rebuilt: no such report lies below the sink: it was made after a run that left none, or
             could not be written.

@@ -44,7 +44,7 @@ class ApiConfig:
     """What the API must know.
 
     Args:
-        models: names of the model, the first of which is the one that batches tell.
+        models: names of the model, the first of which is shown in batches.
         key_digest: SHA-256 of the key that clients must bring; "" lets everyone in.
         created_at: of the model, for clients; seconds since 1970.
     """
@@ -99,7 +99,7 @@ class _Api:
                 return await handler(request)
             except Problem as problem:
                 return JSONResponse(problem.body(), problem.status)
-            except Exception:  # clients are not told more than that
+            except Exception:  # clients learn no more than that
                 logger.exception("%s %s failed", request.method, request.url.path)
                 unknown = Problem("the server could not do this", status=500, code="server_error")
                 return JSONResponse(unknown.body(), 500)

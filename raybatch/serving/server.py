@@ -51,7 +51,7 @@ class ServeOptions:
     max_requests: int = 50_000
 
     def __post_init__(self) -> None:
-        # a wrong option is told before anything starts
+        # a wrong option is reported before anything starts
         BatchOptions(job=self.job, names=self.names, where="raybatch serve")
         if "limits" in self.job:
             raise ConfigError(

@@ -10,7 +10,7 @@ from raybatch.job.config import JobConfig
 from raybatch.models.source import is_local_model
 
 _ENDINGS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
-# of a variable that tells where the secret lies
+# of a variable that names the place of the secret
 _PLACES = ("PATH", "FILE", "DIR")
 _VALUES = re.compile(r"(hf_|sk-|ghp_|github_pat_|glpat-|xox[bp]-|AKIA|-----BEGIN )")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

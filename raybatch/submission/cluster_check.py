@@ -42,9 +42,9 @@ class ClusterFacts:
         network_address: where the dashboard answers on the network; None if it does not.
         open_ports: of Ray itself, on the network, such as "raylet 10.0.0.5:41123".
         open_metrics: URLs that give metrics to those who have no token.
-        were_ports_asked: False where the list of nodes was refused.
+        were_ports_tried: False where the list of nodes was refused.
         token_file: in which Ray looks for the token; None where there is no such file.
-        own_auth_mode: RAY_AUTH_MODE of this process; None if not set.
+        client_auth_mode: RAY_AUTH_MODE of this process; None if not set.
     """
 
     address: str
@@ -53,10 +53,10 @@ class ClusterFacts:
     network_address: str | None
     open_ports: tuple[str, ...]
     open_metrics: tuple[str, ...]
-    were_ports_asked: bool
+    were_ports_tried: bool
     token_file: Path | None
     token_file_mode: int
-    own_auth_mode: str | None
+    client_auth_mode: str | None
 
 
 def find_warnings(facts: ClusterFacts) -> list[str]:
@@ -98,10 +98,10 @@ def probe_cluster(
         network_address=on_network if is_reached else None,
         open_ports=_open_ports(places),
         open_metrics=_open_metrics(places),
-        were_ports_asked=bool(listening),
+        were_ports_tried=bool(listening),
         token_file=file if is_file else None,
         token_file_mode=stat.S_IMODE(file.stat().st_mode) if is_file else 0,
-        own_auth_mode=environment.get("RAY_AUTH_MODE") or None,
+        client_auth_mode=environment.get("RAY_AUTH_MODE") or None,
     )
 
 
@@ -135,7 +135,7 @@ def _of_ports(facts: ClusterFacts) -> Iterator[str]:
             f"metrics are given without a token at {', '.join(facts.open_metrics)}; let the "
             "firewall pass the metrics server alone"
         )
-    if not facts.were_ports_asked:
+    if not facts.were_ports_tried:
         yield (
             "the list of hosts was refused, so their ports were not tried; give the token of the "
             "cluster in RAY_AUTH_TOKEN_PATH"
@@ -148,7 +148,7 @@ def _of_token(facts: ClusterFacts) -> Iterator[str]:
             f"{facts.token_file} can be read by others (mode {facts.token_file_mode:03o}): "
             f"chmod 600 {facts.token_file}"
         )
-    if facts.auth_mode == "token" and facts.own_auth_mode != "token":
+    if facts.auth_mode == "token" and facts.client_auth_mode != "token":
         yield (
             "the cluster asks for a token and RAY_AUTH_MODE is not set here: 'ray job' and the "
             "Python clients get 401 (raybatch submit does not); export RAY_AUTH_MODE=token"

@@ -10,7 +10,7 @@ from typing import Any
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text
 from raybatch.submission.tokens import Token
 
-# Ray tells these by their text alone
+# Ray has one class for them, and different texts
 _KNOWN_ERRORS = {
     "No available agent to submit job": (
         "the head node has no agent that could start the job: another Ray on that host holds the "
@@ -84,12 +84,12 @@ class JobServer:
         self.address = address
         self.has_token = token is not None
         headers = {} if token is None else {"Authorization": f"Bearer {token.value}"}
-        with self.told():
+        with self.as_one_line():
             self._client = JobSubmissionClient(address, headers=headers)
 
     def submit(self, submission: Submission) -> str:
         """Start a job and return its id."""
-        with self.told():
+        with self.as_one_line():
             submission_id: str = self._client.submit_job(
                 entrypoint=submission.entrypoint,
                 submission_id=submission.submission_id,
@@ -101,7 +101,7 @@ class JobServer:
 
     def running(self, key: str, value: str) -> list[str]:
         """Return the ids of the unfinished jobs with this metadata."""
-        with self.told():
+        with self.as_one_line():
             jobs = self._client.list_jobs()
         return [
             str(job.submission_id)
@@ -111,12 +111,12 @@ class JobServer:
 
     def end(self, submission_id: str) -> JobEnd | None:
         """Return how a job has ended; None while it runs."""
-        with self.told():
+        with self.as_one_line():
             return read_end(self._client.get_job_info(submission_id))
 
     def stop(self, submission_id: str) -> bool:
         """Ask a job to end, and return whether it ran."""
-        with self.told():
+        with self.as_one_line():
             return bool(self._client.stop_job(submission_id))
 
     def tail(self, submission_id: str, write: Callable[[str], None], *, skip: int = 0) -> int:
@@ -141,16 +141,16 @@ class JobServer:
         return progress.written
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def as_one_line(self) -> Iterator[None]:
         """Turn whatever the client raises into a ConfigError of one line with the way out."""
         try:
             yield
         except RaybatchError:
             raise
         except Exception as error:  # of requests, of Ray, of the system
-            told = next((out for text, out in _KNOWN_ERRORS.items() if text in str(error)), None)
+            known = next((out for text, out in _KNOWN_ERRORS.items() if text in str(error)), None)
             first_line = error_text(error).partition("\n")[0]
-            raise ConfigError(f"{self.address}: {told or first_line}") from error
+            raise ConfigError(f"{self.address}: {known or first_line}") from error
 
 
 class LogWriter:

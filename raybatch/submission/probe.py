@@ -35,7 +35,7 @@ class Reply:
             return None
 
 
-def read_address(given: str | None, environment: Mapping[str, str]) -> str:
+def read_address(address: str | None, environment: Mapping[str, str]) -> str:
     """Return the URL of the job server.
 
     Where the user gives none it is RAY_API_SERVER_ADDRESS, then RAY_ADDRESS where it is a URL, then
@@ -44,7 +44,7 @@ def read_address(given: str | None, environment: Mapping[str, str]) -> str:
     Raises:
         ConfigError: it is no address of a job server.
     """
-    address = given or environment.get("RAY_API_SERVER_ADDRESS")
+    address = address or environment.get("RAY_API_SERVER_ADDRESS")
     if not address:
         other = environment.get("RAY_ADDRESS", "")
         address = other if other.startswith("http") else DEFAULT_ADDRESS

@@ -36,7 +36,7 @@ class Console:
     Args:
         write: a piece of the job's log, as it is.
         note: a line that is not of the job.
-        confirm: ask a question and return the answer; None where nobody can be asked.
+        confirm: ask a question and return the answer; None where nobody is at a terminal.
     """
 
     write: Callable[[str], None]

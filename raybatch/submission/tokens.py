@@ -1,7 +1,7 @@
 """The token of a cluster: where it lies, and when it is sent.
 
 Ray's job clients send it only where RAY_AUTH_MODE=token is set in their process, whatever the
-cluster asks for; here the cluster is asked first.
+cluster wants; here its authentication mode is read first.
 """
 
 from collections.abc import Mapping

@@ -209,7 +209,7 @@ def _unit_sections(history: History, starts: list[float]) -> tuple[Section, ...]
         )
         for unit in slowest
     )
-    # a run that was killed before it said so has none
+    # a run that was killed has none
     typical = max(history.runs, key=lambda run: (run.median_unit_s > 0, run.units_written))
     text = f"{full(written)} written"
     if typical.median_unit_s > 0:
