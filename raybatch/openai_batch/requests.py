@@ -92,12 +92,7 @@ class Refusal(Exception):  # noqa: N818 - it ends one line, and becomes a line o
 
     def record(self) -> dict[str, Any]:
         """Return it as plain data, which `Refusal(**record)` takes."""
-        return {
-            "message": self.message,
-            "code": self.code,
-            "param": self.param,
-            "status": self.status,
-        }
+        return dict(vars(self))
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:

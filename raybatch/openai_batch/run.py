@@ -15,7 +15,6 @@ from raybatch.openai_batch.requests import Refusal, unexecuted
 from raybatch.openai_batch.writing import (
     BatchCounts,
     BatchFiles,
-    answers_of,
     write_answers,
 )
 from raybatch.records.types import PoolStats
@@ -96,7 +95,7 @@ class BatchRun:
         for rows in conversion.forms:
             folder = posixpath.dirname(conversion.rows_file(rows.form))
             source = posixpath.join(self.files.folder, folder)
-            job = self.options.job_of(rows, source=source, sink=answers_of(self.files, rows))
+            job = self.options.job_of(rows, source=source, sink=self.files.answers(rows.form))
             callback = (
                 progress if watch is None else _row_progress(watch, num_before, rows.num_rows)
             )

@@ -20,16 +20,16 @@ from raybatch.durable.storage import store_of
 from raybatch.openai_batch.answering import ANSWER_COLUMNS, AnswerWriter, Written
 from raybatch.openai_batch.conversion import Conversion, FormRows
 from raybatch.openai_batch.files import parquet_rows, parquet_schema, published
-from raybatch.openai_batch.requests import Refusal
+from raybatch.openai_batch.requests import Form, Refusal
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.store import read_plans
 from raybatch.rows.schema import ERROR_COLUMN
 from raybatch.stages.unit_writer import UnitWriter
 
-_REQUEST_COLUMNS = ["line", "place", "num_prompts", "custom_id"]
-_PLACE = itemgetter("line", "place")
-_ROWS_AT_ONCE = 8192
 _KEY = ["line", "place"]
+_REQUEST_COLUMNS = [*_KEY, "num_prompts", "custom_id"]
+_PLACE = itemgetter(*_KEY)
+_ROWS_AT_ONCE = 8192
 
 
 class BatchFiles(NamedTuple):
@@ -39,6 +39,10 @@ class BatchFiles(NamedTuple):
     output: str
     errors: str
     folder: str
+
+    def answers(self, form: Form) -> str:
+        """Return the folder for the output of the job that answers the rows of one form."""
+        return posixpath.join(self.folder, "answers", form.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,16 +72,6 @@ class BatchCounts:
             f"failed; {self.prompt_tokens} prompt tokens, "
             f"{self.cached_tokens} of them cached, {self.generated_tokens} generated"
         )
-
-
-def answers_of(files: BatchFiles, rows: FormRows) -> str:
-    """Return the folder for the output of the job that answers the rows of one form."""
-    return posixpath.join(files.folder, "answers", rows.form.name)
-
-
-def is_done(files: BatchFiles, rows: FormRows) -> bool:
-    """Return whether the job that answers the rows of one form is complete."""
-    return store_of(answers_of(files, rows)).size(SUCCESS) is not None
 
 
 def write_answers(
@@ -136,16 +130,14 @@ def _lines(
 def _rows(
     files: BatchFiles, conversion: Conversion, rows: FormRows, *, is_whole: bool
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of one form; without an answer they are as they were asked."""
-    sink = answers_of(files, rows)
+    """Yield the rows of one form, those without an answer as they are in the request."""
+    sink = files.answers(rows.form)
     if is_whole:
-        yield from finished_rows(sink, ANSWER_COLUMNS)
+        yield from _finished_rows(sink)
         return
     path = posixpath.join(files.folder, conversion.rows_file(rows.form))
-    if is_done(files, rows):
-        done = finished_rows(sink, ANSWER_COLUMNS)
-    else:
-        done = rows_so_far(sink, ANSWER_COLUMNS, requests=parquet_schema(path))
+    is_done = store_of(sink).size(SUCCESS) is not None
+    done = _finished_rows(sink) if is_done else _rows_so_far(sink, parquet_schema(path))
     answer = next(done, None)
     for row in parquet_rows(path, _REQUEST_COLUMNS):
         if answer is not None and _PLACE(answer) == _PLACE(row):
@@ -155,15 +147,13 @@ def _rows(
             yield row
 
 
-def finished_rows(sink: str, columns: list[str]) -> Iterator[dict[str, Any]]:
+def _finished_rows(sink: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of an output that is complete and in the order of the input."""
     for path in output_files(sink):
-        yield from parquet_rows(path, columns)
+        yield from parquet_rows(path, ANSWER_COLUMNS)
 
 
-def rows_so_far(
-    sink: str, columns: Sequence[str], *, requests: pa.Schema
-) -> Iterator[dict[str, Any]]:
+def _rows_so_far(sink: str, requests: pa.Schema) -> Iterator[dict[str, Any]]:
     """Yield the finished rows of a job with `output_order="input"` that is not complete, in order.
 
     Memory: one unit and some thousand rows, and 24 bytes for every finished row. `requests` is the
@@ -181,7 +171,7 @@ def rows_so_far(
     for first in range(0, len(order), _ROWS_AT_ONCE):
         chosen = order[first : first + _ROWS_AT_ONCE]
         tables = [
-            units.rows(int(number), columns).take(row[chosen[unit[chosen] == number]])
+            units.rows(int(number), ANSWER_COLUMNS).take(row[chosen[unit[chosen] == number]])
             for number in np.unique(unit[chosen])
         ]
         table = pa.concat_tables(tables).sort_by([(name, "ascending") for name in _KEY])

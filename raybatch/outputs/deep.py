@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -34,10 +35,9 @@ class DeepCheck:
         num_problems: all of them.
     """
 
-    num_files: int
-    repeated_rows: int
-    problems: tuple[str, ...]
-    num_problems: int
+    repeated_rows: int = 0
+    problems: tuple[str, ...] = ()
+    num_problems: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,10 +82,8 @@ class _PartChecker:
         if ids.null_count:
             return f"{where} has {ids.null_count} rows without a row_id; {_WAY_OUT}"
         self.ids.add(ids)
-        footer_counts, row_counts = (
-            read_footer(self.store, name).counts,
-            unit_counts(table, self.output),
-        )
+        footer_counts = read_footer(self.store, name).counts
+        row_counts = unit_counts(table, self.output)
         if _without_examples(footer_counts) != _without_examples(row_counts):
             return (
                 f"{where} says {dict(footer_counts.statuses)} and other counts in its footer, its "
@@ -110,15 +108,13 @@ def part_files(store: Store, plan: UnitPlan) -> Iterator[tuple[int, list[str]]]:
 def check_parts(
     store: Store, plan: UnitPlan, output: OutputSchema | None, *, max_problems: int = 10
 ) -> DeepCheck:
-    """Read every part in full; memory does not grow with the output.
-
-    On the local disk 24 bytes a row are needed while it works.
+    """Read every part in full; memory does not grow with the output, the disk has 24 bytes a row.
 
     Where the columns of the stage (`output`) are not known, ids and counts are not compared.
     """
     schema = _first_schema(store, plan)
     if schema is None:
-        return DeepCheck(num_files=0, repeated_rows=0, problems=(), num_problems=0)
+        return DeepCheck()
     unlike = [
         f"{f.name}: {f.type}" for f in (output.arrow() if output else []) if not _has(schema, f)
     ]
@@ -126,23 +122,18 @@ def check_parts(
         problem = (
             f"the parts in {store.uri} lack {', '.join(unlike)}, so their values were not read"
         )
-        return DeepCheck(num_files=0, repeated_rows=0, problems=(problem,), num_problems=1)
-    num_files, problems = 0, []
+        return DeepCheck(problems=(problem,), num_problems=1)
+    problems: list[str] = []
     with RepeatedIds(plan.num_rows) as ids, ThreadPoolExecutor(_THREADS) as threads:
         checker = _PartChecker(store=store, output=output, ids=ids, schema=schema)
         for names in _in_shares(part_files(store, plan)):
-            num_files += len(names)
-            problems += [
-                message
-                for messages in threads.map(checker.problems_of, names)
-                for message in messages
-            ]
+            problems += chain.from_iterable(threads.map(checker.problems_of, names))
         repeated = ids.repeated()
     if repeated.num_rows and output is not None:
-        problem = _describe_repeated(store, plan, output, repeated.num_rows, repeated.examples)
-        problems.append(problem)
+        problems.append(
+            _describe_repeated(store, plan, output, repeated.num_rows, repeated.examples)
+        )
     return DeepCheck(
-        num_files=num_files,
         repeated_rows=repeated.num_rows,
         problems=tuple(problems[:max_problems]),
         num_problems=len(problems),

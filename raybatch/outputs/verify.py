@@ -44,13 +44,13 @@ class Verification:
     plan: str
     is_deep: bool
     has_success: bool
-    num_units: int
-    num_units_missing: int
-    expected_rows: int
-    written_rows: int
-    lost_rows: int
-    duplicated_rows: int
-    rows_to_do: int
+    num_units: int = 0
+    num_units_missing: int = 0
+    expected_rows: int = 0
+    written_rows: int = 0
+    lost_rows: int = 0
+    duplicated_rows: int = 0
+    rows_to_do: int = 0
     statuses: Mapping[str, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -208,13 +208,6 @@ def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
         plan="",
         is_deep=is_deep,
         has_success=store.size(SUCCESS) is not None,
-        num_units=0,
-        num_units_missing=0,
-        expected_rows=0,
-        written_rows=0,
-        lost_rows=0,
-        duplicated_rows=0,
-        rows_to_do=0,
         problems=problems,
         notes=() if problems else (note,),
     )
