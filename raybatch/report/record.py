@@ -8,7 +8,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from raybatch.backends.choice import told_backend
 from raybatch.durable.stores.store import open_store
@@ -186,26 +185,26 @@ class RunReport:
         return f"raybatch report: {self.sink}"
 
     def _sections(self) -> tuple[Section, ...]:
-        errors = () if not self.errors else (_error_section(self.errors),)
-        runs = (run_section(self.history),) if self.history.runs else ()
-        return (
-            _audit_section(self),
-            _run_section(self),
-            *errors,
-            *skipped_section(self.skipped),
-            *time_sections(self.history),
-            *length_section(self.prompt_lengths, self.output_lengths),
-            *runs,
-        )
+        sections = [_audit_section(self), _run_section(self)]
+        if self.errors:
+            sections.append(_error_section(self.errors))
+        sections += skipped_section(self.skipped)
+        sections += time_sections(self.history)
+        sections += length_section(self.prompt_lengths, self.output_lengths)
+        if self.history.runs:
+            sections.append(run_section(self.history))
+        return tuple(sections)
 
     def to_json(self) -> str:
         """Return every field and the derived rates as a JSON object."""
-        values: dict[str, Any] = dataclasses.asdict(dataclasses.replace(self, plan=None))
-        values["plan"] = None if self.plan is None else self.plan.to_mapping()
-        values["rows_failed"] = self.rows_failed
-        values["prompt_tokens_per_s"] = self.prompt_tokens_per_s
-        values["generated_tokens_per_s"] = self.generated_tokens_per_s
-        values["exit_code"] = self.exit_code()
+        values = {
+            **dataclasses.asdict(dataclasses.replace(self, plan=None)),
+            "plan": None if self.plan is None else self.plan.to_mapping(),
+            "rows_failed": self.rows_failed,
+            "prompt_tokens_per_s": self.prompt_tokens_per_s,
+            "generated_tokens_per_s": self.generated_tokens_per_s,
+            "exit_code": self.exit_code(),
+        }
         return json.dumps(values, indent=2, sort_keys=True)
 
     def write(self, sink: str | None = None) -> str:
@@ -219,7 +218,7 @@ class RunReport:
 
 
 def _facts(report: RunReport) -> list[tuple[str, str]]:
-    """Return names with what there is to say, in the order of the text."""
+    """Return names and values, in the order of the text."""
     rows = f"{report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
     if report.rows_duplicated:
         rows += f", {report.rows_duplicated} duplicated"
@@ -233,62 +232,72 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     facts.append(("errors", str(report.rows_failed)))
     for error in report.errors:
         more = ", ..." if error.rows > len(error.row_ids) else ""
-        rows_text = f"{error.rows} (rows {', '.join(error.row_ids)}{more})"
-        facts.append((f"  {error.error_class}", rows_text))
-    facts += _special_facts(report)
-    cached = 100 * rate(report.cached_tokens, report.prompt_tokens)
-    tokens = (
-        f"{report.prompt_tokens} prompt ({cached:.1f} % from the prefix cache), "
-        f"{report.generated_tokens} generated"
-    )
+        examples = f"rows {', '.join(error.row_ids)}{more}"
+        facts.append((f"  {error.error_class}", f"{error.rows} ({examples})"))
+    if report.special_tokens:
+        tokens = counted(report.special_tokens, "special token")
+        facts.append(("texts", f"{tokens} of the model in {counted(report.special_rows, 'row')}"))
+    facts += [("  problem", problem) for problem in report.problems]
+    facts += skipped_facts(report.skipped)
+    if report.stopped:
+        facts.append(("stopped", report.stopped))
+    cached = rate(report.cached_tokens, report.prompt_tokens)
+    prompts = f"{report.prompt_tokens} prompt ({100 * cached:.1f} % from the prefix cache)"
+    facts.append(("tokens", f"{prompts}, {report.generated_tokens} generated"))
+    if report.planned_hit_rate is not None and report.plan is None:
+        planned = percent(report.planned_hit_rate)
+        facts.append(("plan", f"hit rate {planned} planned, {percent(cached)} actual"))
+    if report.history.runs or not report.is_rebuilt:
+        facts += _measured_facts(report)
+    else:
+        facts.append(("note", "made from plan and parts; no run has left a log"))
+    if report.backend:
+        facts.append(("backend", told_backend(report.backend, report.backend_reason)))
+    num_files = counted(len(report.output_files), "file")
+    facts.append(("output", f"{shell_path(report.sink)} ({num_files})"))
+    path = "none yet" if report.is_rebuilt else shell_path(report_path(report.sink))
+    return [*facts, ("report", path)]
+
+
+def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
+    """Return what was measured while engines ran."""
+    facts = [("cost", amount_of_money(report.cost))] if report.cost else []
+    speed = "not measured, too little work"
+    if report.engines_s:
+        speed = (
+            f"{report.prompt_tokens_per_s:.0f} prompt tokens/s, "
+            f"{report.generated_tokens_per_s:.0f} output tokens/s"
+        )
     seconds = (
         f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
         f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
     )
-    where = " on one host without Ray" if report.executor == "local" else ""
-    runs = report.history.runs
-    if len(runs) > 1:
+    runs = report.history.runs if len(report.history.runs) > 1 else ()
+    if runs:
         seconds += f" in {len(runs)} runs"
-    measured = [
-        *((("cost", amount_of_money(report.cost)),) if report.cost else ()),
-        ("speed", _speed(report)),
-        ("time", seconds),
-        *idle_facts(lanes_of(report.history)),
-        *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs if len(runs) > 1),
-        ("replicas", f"{report.replicas}{where}, {counted(report.restarts, 'restart')}"),
-    ]
-    backend = told_backend(report.backend, report.backend_reason)
-    unmeasured = [("note", "made from plan and parts; no run has left a log")]
-    is_measured = runs or not report.is_rebuilt
+    where = " on one host without Ray" if report.executor == "local" else ""
     return [
         *facts,
-        *(("  problem", problem) for problem in report.problems),
-        *skipped_facts(report.skipped),
-        *((("stopped", report.stopped),) if report.stopped else ()),
-        ("tokens", tokens),
-        *_hit_rates(report),
-        *(measured if is_measured else unmeasured),
-        *((("backend", backend),) if report.backend else ()),
-        ("output", f"{shell_path(report.sink)} ({counted(len(report.output_files), 'file')})"),
-        ("report", "none yet" if report.is_rebuilt else shell_path(report_path(report.sink))),
+        ("speed", speed),
+        ("time", seconds),
+        *idle_facts(lanes_of(report.history)),
+        *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
+        ("replicas", f"{report.replicas}{where}, {counted(report.restarts, 'restart')}"),
     ]
 
 
 def _audit_section(report: RunReport) -> Section:
     """Return what was counted in the output, large."""
-    todo = Card(name="still to do", value=full(report.rows_todo), is_good=not report.rows_todo)
+    is_whole = report.rows_out == report.rows_in
+    none_wanted = {
+        "still to do": report.rows_todo,
+        "lost": report.rows_lost,
+        "duplicated": report.rows_duplicated,
+    }
     cards = (
         Card(name="rows expected", value=full(report.rows_in)),
-        Card(
-            name="written", value=full(report.rows_out), is_good=report.rows_out == report.rows_in
-        ),
-        todo,
-        Card(name="lost", value=full(report.rows_lost), is_good=not report.rows_lost),
-        Card(
-            name="duplicated",
-            value=full(report.rows_duplicated),
-            is_good=not report.rows_duplicated,
-        ),
+        Card(name="written", value=full(report.rows_out), is_good=is_whole),
+        *(Card(name=name, value=full(n), is_good=not n) for name, n in none_wanted.items()),
     )
     figure = Figure(title="", svg=draw_cards(cards, label="Audit"), is_wide=True)
     problems = tuple((f"problem {i}", problem) for i, problem in enumerate(report.problems, 1))
@@ -296,8 +305,7 @@ def _audit_section(report: RunReport) -> Section:
 
 
 def _run_section(report: RunReport) -> Section:
-    """Return what is said in the text."""
-    # what begins with a blank has a table of its own
+    """Return the facts of the text; those that begin with a blank have a table of their own."""
     shown = tuple(fact for fact in _facts(report) if not fact[0].startswith(" "))
     return Section(title="Run", facts=shown)
 
@@ -315,27 +323,3 @@ def _error_section(errors: tuple[ErrorCount, ...]) -> Section:
     )
     header = ("class", "rows", "row ids", "the first one says")
     return Section(title="Errors", table=Table(header=header, rows=rows))
-
-
-def _special_facts(report: RunReport) -> list[tuple[str, str]]:
-    if not report.special_tokens:
-        return []
-    tokens = counted(report.special_tokens, "special token")
-    return [("texts", f"{tokens} of the model in {counted(report.special_rows, 'row')}")]
-
-
-def _hit_rates(report: RunReport) -> list[tuple[str, str]]:
-    if report.planned_hit_rate is None or report.plan is not None:
-        return []
-    measured = rate(report.cached_tokens, report.prompt_tokens)
-    rates = f"hit rate {percent(report.planned_hit_rate)} planned, {percent(measured)} actual"
-    return [("plan", rates)]
-
-
-def _speed(report: RunReport) -> str:
-    if not report.engines_s:
-        return "not measured, too little work"
-    return (
-        f"{report.prompt_tokens_per_s:.0f} prompt tokens/s, "
-        f"{report.generated_tokens_per_s:.0f} output tokens/s"
-    )
