@@ -120,8 +120,3 @@ def manifest_name(job_file: str) -> str:
     if name == "raybatch" and not re.search(r"[a-z0-9]", stem):
         raise ConfigError(f"{job_file}: the name of the job is made of the file's; rename it")
     return name
-
-
-def labels() -> dict[str, str]:
-    """Return the labels of everything that raybatch makes."""
-    return {"app.kubernetes.io/managed-by": "raybatch"}

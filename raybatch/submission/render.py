@@ -46,6 +46,7 @@ def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple
     if options.gpu_type and not worker_shape(job, options).num_gpus:
         raise ConfigError(f"{job_file}: the job runs on CPUs; leave --gpu-type out")
     check_paths(job, working_dir=None)
+    check_retries(job)
     with fsspec.open(job_file, "r", encoding="utf-8") as file:
         job_text = file.read()
     if kind == "kuberay":
@@ -72,9 +73,8 @@ def render_anyscale(job: JobConfig, job_file: str, options: ManifestOptions) -> 
     """Return the YAML of an Anyscale job; it sends the folder with the job file along.
 
     Raises:
-        ConfigError: there is no image, a retry would start over, or the job file lies elsewhere.
+        ConfigError: there is no image, or the job file lies elsewhere.
     """
-    check_retries(job)
     if PurePath(job_file).is_absolute() or ".." in PurePath(job_file).parts:
         raise ConfigError(
             f"{job_file}: Anyscale gets the folder from which it is submitted; go to the folder "
@@ -120,12 +120,7 @@ def _compute_config(shape: WorkerShape, options: ManifestOptions) -> str | dict[
 
 
 def render_ray(job: JobConfig, job_text: str, job_file: str, options: ManifestOptions) -> str:
-    """Return a script with the job file in it; run again, it goes on where the job has ended.
-
-    Raises:
-        ConfigError: a second run would start over.
-    """
-    check_retries(job)
+    """Return a script with the job file in it; run again, it goes on where the job has ended."""
     runtime_env = {"env_vars": dict(options.env_vars)} if options.env_vars else {}
     command = job_command("job.yaml", options.replicas)
     end = "end-of-job"
