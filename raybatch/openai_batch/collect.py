@@ -2,8 +2,9 @@
 
 import json
 import posixpath
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import IO, Any, NamedTuple
 
 import fsspec
 import numpy as np
@@ -91,25 +92,25 @@ class AnswerIndex:
         return None
 
     def _scan(self, number: int, path: str) -> Any:  # noqa: ANN401 - uint64 [R, 4]
-        rows, ids, offsets = [], list[str](), list[int]()
-        with (
-            told_as(f"{safe_text(path)} cannot be read"),
-            fsspec.open(path, "rb") as file,
-        ):
-            offset = line_number = 0
-            while data := file.readline():
-                line_number += 1
-                if data.strip():
-                    custom_id = self._look(data, f"{safe_text(path)}, line {line_number}")
-                    if custom_id is not None:
-                        ids.append(custom_id)
-                        offsets.append(offset)
-                offset += len(data)
-                if len(ids) >= _LINES_AT_ONCE:
-                    rows.append(_rows(ids, number, offsets))
-                    ids, offsets = [], []
-        rows.append(_rows(ids, number, offsets))
+        rows = [np.empty((0, 4), np.uint64)]
+        with told_as(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
+            lines = self._lines(file, safe_text(path))
+            while some := list(islice(lines, _LINES_AT_ONCE)):
+                ids, offsets = zip(*some, strict=True)
+                hashes = id_hashes(pa.chunked_array([pa.array(ids, pa.string())]))
+                places = np.array([[number, offset] for offset in offsets], np.uint64)
+                rows.append(np.concatenate([hashes, places], axis=1))
         return np.concatenate(rows)
+
+    def _lines(self, file: IO[bytes], name: str) -> Iterator[tuple[str, int]]:
+        """Yield custom_id and offset of each line that has one."""
+        offset = 0
+        for line_number, data in enumerate(iter(file.readline, b""), 1):
+            if data.strip():
+                custom_id = self._look(data, f"{name}, line {line_number}")
+                if custom_id is not None:
+                    yield custom_id, offset
+            offset += len(data)
 
     def _look(self, data: bytes, where: str) -> str | None:
         try:
@@ -169,14 +170,6 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 def _reason(reason: object) -> str:
     return {"length": "length", "content_filter": "filtered"}.get(str(reason), "stop")
-
-
-def _rows(ids: Sequence[str], number: int, offsets: Sequence[int]) -> Any:  # noqa: ANN401
-    if not ids:
-        return np.empty((0, 4), np.uint64)
-    hashes = id_hashes(pa.chunked_array([pa.array(ids, pa.string())]))
-    places = np.array([[number, offset] for offset in offsets], np.uint64)
-    return np.concatenate([hashes, places], axis=1)
 
 
 class Collected(NamedTuple):
@@ -258,12 +251,21 @@ def _columns(ids: Sequence[str], answers: Sequence[Answer], output: OutputSchema
         whole = [[*v, *[absent] * (num_samples - len(v))] for v in values]
         return whole if num_samples > 1 else [v[0] for v in whole]
 
+    if output.task == "generate":
+        made = {
+            "generated_text": per_sample([answer.texts for answer in answers], None),
+            # servers return no token ids
+            "generated_tokens": per_sample([[]] * len(answers), None),
+        }
+    else:
+        name, _ = NUMBERS[output.task]
+        made = {name: vector_lists([answer.vector for answer in answers])}
     usages = [answer.usage for answer in answers]
     counts = [usage.get("completion_tokens", 0) for usage in usages]
     reasons = [["error"] * num_samples if a.error else a.reasons for a in answers]
     return {
         "row_id": list(ids),
-        **_made(answers, per_sample, output),
+        **made,
         "num_input_tokens": [usage.get("prompt_tokens") for usage in usages],
         # one count for all samples
         "num_generated_tokens": per_sample([[count] for count in counts], 0),
@@ -274,21 +276,6 @@ def _columns(ids: Sequence[str], answers: Sequence[Answer], output: OutputSchema
         "group_id": [None] * len(ids),
         "attempts": [int(answer is not _NOT_THERE) for answer in answers],
         ERROR_COLUMN: [describe_error(*a.error.split(": ", 1)) if a.error else "" for a in answers],
-    }
-
-
-def _made(
-    answers: Sequence[Answer],
-    per_sample: Callable[[Sequence[Sequence[Any]], object], list[Any]],
-    output: OutputSchema,
-) -> dict[str, Any]:
-    if output.task != "generate":
-        name, _ = NUMBERS[output.task]
-        return {name: vector_lists([answer.vector for answer in answers])}
-    return {
-        "generated_text": per_sample([answer.texts for answer in answers], None),
-        # servers return no token ids
-        "generated_tokens": per_sample([[]] * len(answers), None),
     }
 
 
