@@ -56,15 +56,10 @@ class SimulationReport:
     violations: tuple[Violation, ...]
     seconds: float
 
-    @property
-    def schedules_per_s(self) -> float:
-        """Return the rate."""
-        return self.num_schedules / self.seconds if self.seconds else 0.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """One schedule, told."""
+    """One schedule, event by event."""
 
     lines: tuple[str, ...]
     violations: tuple[str, ...]

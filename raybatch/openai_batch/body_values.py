@@ -102,17 +102,19 @@ def read_tools(body: Mapping[str, Any], *, is_read: bool) -> dict[str, Any]:
     """
     tools, choice = body.get("tools", []), body.get("tool_choice", "auto")
     if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-        raise _refused("tools", "tools must be a list of functions with a name", "invalid_value")
+        raise bad("tools", "tools must be a list of functions with a name")
     if choice not in ("auto", "none"):
-        raise _refused(
+        raise bad(
             "tool_choice",
             f"tool_choice must be 'auto' or 'none', got {choice!r}; the backend of this job cannot "
             "hold an answer to a call",
+            "unsupported_parameter",
         )
     if not tools or choice == "none":
         return {}
     if not is_read:
-        raise _refused("tools", "the chat template of this model has no place for tools")
+        message = "the chat template of this model has no place for tools"
+        raise bad("tools", message, "unsupported_parameter")
     return {"tools": tools}
 
 
@@ -143,7 +145,3 @@ def _is_tool(tool: object) -> bool:
         and isinstance(function, dict)
         and isinstance(function.get("name"), str)
     )
-
-
-def _refused(param: str, message: str, code: str = "unsupported_parameter") -> Refusal:
-    return Refusal(message, code=code, param=param)
