@@ -26,7 +26,7 @@ import torch
 
 from raybatch.backends.native.backend import NativeBackend, create
 from raybatch.config import EngineConfig
-from raybatch.demo.score import exact_match
+from raybatch.demo.run import exact_match
 from raybatch.demo.task import PROMPT, make_document, make_questions
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.loading.runner import ModelRunner

@@ -36,13 +36,10 @@ class BadInput:
     """An input, and what is right.
 
     Args:
-        name: of the case.
         write: makes the files in a folder that has an empty folder `in`.
         refusal: words of the error that ends the job; "" where the job runs to its end.
         num_rows: of the output, where the job runs.
         bad: rows of each status but ok and truncated, where the job runs.
-        stage: options of the stage.
-        job: options of the job.
     """
 
     name: str

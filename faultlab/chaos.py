@@ -47,13 +47,10 @@ class RoundResult:
     """What became of a round.
 
     Args:
-        planned: of it.
         injected: kinds of the faults that came; a job may end before one does.
         num_drivers: that were started until the job was done.
         rows_redone: rows that engines finished more than once.
         late_units: commits that came when somebody faster had written the unit, see `Rig`.
-        seconds: of wall clock.
-        checked: the output in the end.
         problem: what went wrong with the round itself; "" where nothing did.
         gave_up: last words of drivers that ended with an error although nobody ended them.
     """
@@ -75,13 +72,7 @@ class RoundResult:
 
 
 def plan_round(seed: int, number: int, places: Sequence[str]) -> Planned:
-    """Return what round `number` goes through.
-
-    Args:
-        seed: of all rounds.
-        number: of the round.
-        places: that this host has.
-    """
+    """Return what round `number` goes through."""
     rng = random.Random((seed << 32) + number)
     place = rng.choices(places, [_WEIGHTS[name] for name in places])[0]
     moments = sorted(rng.sample(range(2, NUM_UNITS * 3 // 4), _FAULTS_PER_ROUND))

@@ -40,11 +40,7 @@ def main(job_file: str, temp_dir: str) -> int:
 
 
 def start_ray(temp_dir: str) -> None:
-    """Start a cluster of this process, or join the one that RAY_ADDRESS names.
-
-    Args:
-        temp_dir: for the files of Ray.
-    """
+    """Start a cluster of this process, or join the one that RAY_ADDRESS names."""
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.ERROR, log_to_driver=False)
     else:

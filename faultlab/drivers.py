@@ -24,7 +24,6 @@ class Driver:
     """A driver that was started here, and every process below it that was seen.
 
     Args:
-        process: the driver alone.
         folder: of its log and of Ray's files.
     """
 

@@ -21,13 +21,7 @@ class FaultOptions:
     """What is run.
 
     Args:
-        seed: of schedules and rounds.
-        schedules: to simulate.
-        rounds: of chaos.
         first_round: number of the first.
-        points: to sweep.
-        peers: to compare with.
-        has_bad_inputs: bad inputs are tried.
         soak: the long job; None leaves it out.
         moto_python: interpreter of an environment that has moto.
     """
@@ -48,18 +42,11 @@ class FaultFigures:
     """What was found; a part that has not been run yet is None or empty.
 
     Args:
-        options: what was to be run.
         conditions: where it ran.
-        simulation: of the real commit code.
         mutations: planted bug, and the schedule that found it; None where none did.
-        inputs: what became of bad ones.
         undisturbed: the job without faults.
-        points: of the sweep.
-        rounds: of chaos.
         missing: places that this host has not, and why.
-        soak: of one long job.
         peers: the same kill under other ways of going on.
-        seconds: of wall clock.
     """
 
     options: FaultOptions

@@ -32,12 +32,10 @@ class InputResult:
     """What became of a bad input.
 
     Args:
-        name: of the case.
         outcome: refused with an error of ours, every row in the output, crashed with another
             error or with the process, or hung.
         is_handled: that is what the case asks for, no payload ran and nothing lies elsewhere.
         said: words of the error, or the rows of each status.
-        seconds: that it took.
     """
 
     name: str
@@ -82,12 +80,7 @@ def try_inputs(
 
 
 def run_input(case: BadInput, folder: Path) -> InputResult:
-    """Run the job of one case; Ray runs already.
-
-    Args:
-        case: one of the corpus.
-        folder: empty, of this case.
-    """
+    """Run the job of one case; Ray runs already."""
     (folder / "in").mkdir(parents=True)
     case.write(folder)
     began = time.monotonic()

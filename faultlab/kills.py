@@ -18,11 +18,7 @@ _STOP_S = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kills:
-    """Sends signals to processes below drivers that were started here.
-
-    Args:
-        rng: chooses among several.
-    """
+    """Sends signals to processes below drivers that were started here."""
 
     rng: random.Random
 

@@ -24,11 +24,7 @@ _HEALTH = {
 
 
 class Nodes:
-    """The nodes, from outside.
-
-    Args:
-        process: that holds them.
-    """
+    """The nodes, from outside."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -58,12 +54,7 @@ class Nodes:
 
 @contextmanager
 def ray_nodes(folder: Path, variables: dict[str, str]) -> Iterator[Nodes]:
-    """Run a head and two worker nodes.
-
-    Args:
-        folder: for the files of Ray.
-        variables: environment of what runs there.
-    """
+    """Run a head and two worker nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "nodes.log", "ab") as log:
         process = subprocess.Popen(

@@ -32,13 +32,8 @@ class Compared:
     """What one way of going on leaves, after a kill and a second run, and after a third.
 
     Args:
-        system: which way.
-        rows_expected: of the input.
         rows_done: that were generated when everything was killed.
-        rows_written: after the second run.
         lost: of the input, not in the output then.
-        duplicated: rows that are there again then.
-        rows_redone: generated more than once by then.
         resume_s: of the second run; None where it did not end in 90 s.
         written_by_third: rows that a third run added, which had nothing to do.
     """
@@ -61,12 +56,7 @@ class Compared:
 
 
 def compare(folder: Path, system: str) -> Compared:
-    """Kill the whole process tree of a run when half of its rows are generated; run it again twice.
-
-    Args:
-        folder: empty.
-        system: one of `PEERS`.
-    """
+    """Kill the process tree of a run when half of its rows are generated; run it again twice."""
     rig = Rig(folder=folder)
     rig.prepare()
     start = rig.start if system == OURS else partial(_start, folder, system)

@@ -29,11 +29,7 @@ _CLIENT = {"config_kwargs": {"read_timeout": 2, "connect_timeout": 5}}
 
 
 class ErrorBurst:
-    """Lets every second request fail while some failures are left.
-
-    Args:
-        rng: chooses which, and how.
-    """
+    """Lets every second request fail while some failures are left."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -60,10 +56,7 @@ class Place:
     """Where one round runs; what its kind of place has not is not there.
 
     Args:
-        rig: of the job.
         small_disk: below the output.
-        errors: of the bucket.
-        nodes: of the cluster.
     """
 
     rig: Rig
@@ -96,7 +89,6 @@ class Places:
 
     Args:
         endpoint: of S3; None where there is none.
-        has_disks: a file system can be mounted.
     """
 
     endpoint: str | None
@@ -106,11 +98,7 @@ class Places:
     @classmethod
     @contextmanager
     def found(cls, moto_python: str) -> Iterator[Self]:
-        """Yield the places that this host has; an S3 server runs as long.
-
-        Args:
-            moto_python: interpreter of an environment that has moto.
-        """
+        """Yield the places that this host has; an S3 server runs as long."""
         with ExitStack() as stack:
             missing = {}
             endpoint = None

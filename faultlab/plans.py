@@ -27,12 +27,7 @@ _LATER_PLANS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Opened:
-    """A plan as a driver has read it.
-
-    Args:
-        rows: of each unit.
-        plan: of these.
-    """
+    """A plan as a driver has read it."""
 
     rows: Sequence[Sequence[int]]
     plan: UnitPlan

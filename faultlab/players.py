@@ -53,11 +53,6 @@ class Player:
     """What all processes of one driver know.
 
     Args:
-        world: the scheduler.
-        files: of the schedule.
-        steps: of the protocol.
-        number: of the driver.
-        variant: plan that this driver would make.
         has_journal: finished rows are kept before a unit is complete.
         is_partitioned: the output is cut by a column of the input.
         damage: chance that the rows of a unit arrive damaged at its commit.

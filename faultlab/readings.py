@@ -23,7 +23,6 @@ class Reading:
         rows_done: in the output, those of earlier runs among them.
         driver_bytes: memory of the driver's own, without pages of the object store.
         num_handles: files, sockets and pipes that the driver holds.
-        coordinator_bytes: the same of the coordinator.
         num_staged: files in the staging folder of the output.
     """
 
@@ -71,10 +70,6 @@ def bytes_per_row(readings: Sequence[Reading], bytes_of: Callable[[Reading], int
 
     Any two readings of one run make a slope (Theil and Sen), so that neither the level at which a
     run begins nor memory that is given back at once decides.
-
-    Args:
-        readings: of several runs.
-        bytes_of: memory in a reading.
 
     Returns:
         Bytes a row; None where no run has two readings with different rows.

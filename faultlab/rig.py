@@ -38,10 +38,6 @@ class Checked:
     """What an output holds, by its audit and by its rows.
 
     Args:
-        expected: rows of the source.
-        written: rows of the output.
-        lost: rows that are not there.
-        duplicated: rows that are there again.
         wrong: rows whose text is not that of a run without faults.
         is_clean: the audit found nothing, and `_SUCCESS` is there.
         is_verified: `raybatch verify --deep` calls the output complete.
@@ -70,14 +66,8 @@ class Rig:
         folder: short, because Ray keeps sockets below it.
         sink: of the job; None is a folder below.
         source: of the job; None is a folder below.
-        variables: environment of the drivers.
-        num_rows: of the source.
-        unit_rows: rows of a unit.
-        replicas: engines.
         max_num_seqs: rows that one of them answers at once.
         step_s: of the engines; a row takes 1 to `MAX_TOKENS` steps, each as often.
-        flush_every_s: as in the job file.
-        partition_by: columns that lay out the output.
     """
 
     folder: Path

@@ -43,8 +43,6 @@ class Asked:
 
     Args:
         number: from 0, in order of arrival.
-        method: of HTTP.
-        path: with the query.
     """
 
     number: int
@@ -59,7 +57,6 @@ class S3Proxy:
     """A running proxy.
 
     Args:
-        upstream: address of the endpoint behind it.
         decide: says of each request what happens to it; called by one thread at a time.
     """
 

@@ -36,9 +36,6 @@ def has_moto(python: str = sys.executable) -> bool:
 def s3_server(python: str = sys.executable) -> Iterator[str]:
     """Run an S3 server on a free port of the loopback interface and yield its address.
 
-    Args:
-        python: interpreter of an environment that has moto.
-
     Raises:
         MissingDependency: it has none.
     """

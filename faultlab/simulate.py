@@ -28,7 +28,6 @@ class Violation:
     """A schedule that broke a promise.
 
     Args:
-        schedule: number to give to `replay`.
         what: was broken first.
     """
 
@@ -41,15 +40,10 @@ class SimulationReport:
     """What some schedules came to.
 
     Args:
-        seed: of all schedules.
-        num_schedules: that were run.
-        num_commits: parts that were written.
         num_late: parts that somebody came to write when another had, and left as they were.
         num_grown: schedules in which rows came to the input.
         num_foreign: schedules where somebody put another job's part among the parts.
-        faults: number of each kind.
         violations: the first broken promise of each schedule that broke one.
-        seconds: of wall clock.
     """
 
     seed: int
@@ -62,20 +56,10 @@ class SimulationReport:
     violations: tuple[Violation, ...]
     seconds: float
 
-    @property
-    def schedules_per_s(self) -> float:
-        """Return the rate."""
-        return self.num_schedules / self.seconds if self.seconds else 0.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """One schedule, told.
-
-    Args:
-        lines: an event each, in order.
-        violations: promises that were broken.
-    """
+    """One schedule, event by event."""
 
     lines: tuple[str, ...]
     violations: tuple[str, ...]

@@ -31,11 +31,9 @@ class SoakOptions:
     """What is run.
 
     Args:
-        minutes: that the job takes at least.
         fault_every_s: between two faults; each waits for a new unit of the driver that it hits.
         max_faults: that come; None sets no bound.
         read_every_s: between two readings of memory and handles.
-        seed: of the faults.
     """
 
     minutes: float
@@ -50,20 +48,14 @@ class SoakResult:
     """What became of it.
 
     Args:
-        options: of the soak.
-        rows_per_s: that the engines can answer.
-        unit_rows: rows of a unit.
         seconds: from the first driver to the end of the last one that had something to do.
-        faults: that came, by kind.
         num_drivers: that were started until the job was done.
         rows_redone: rows that engines finished more than once.
         late_units: commits that came when somebody faster had written the unit, see `Rig`.
-        checked: the output in the end.
         start_s: start of the first driver until its first unit.
         resume_s: the same of every driver after a fault that ended one.
         rerun_s: of a run more, that has nothing to do.
         num_left: temporary files and journals in the output in the end.
-        readings: of the processes.
         problem: what went wrong with the soak itself; "" where nothing did.
     """
 

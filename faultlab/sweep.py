@@ -21,11 +21,8 @@ class PointResult:
 
     Args:
         point: where.
-        is_reached: a process died there.
         parts_kept: units that were in the output when it died.
         rows_redone: rows that engines finished more than once.
-        resume_s: time of the second run.
-        checked: the output in the end.
     """
 
     point: str
@@ -46,10 +43,7 @@ class Baseline:
     """A run without faults.
 
     Args:
-        answers: text of every row.
-        seconds: of the run.
         rerun_s: of a second one, that finds nothing to do.
-        is_right: the audit found nothing.
     """
 
     answers: Answers
@@ -74,13 +68,7 @@ def baseline(folder: Path) -> Baseline:
 
 
 def sweep(folder: Path, point: str, expected: Answers) -> PointResult:
-    """Run a job that dies at a point, then run it again.
-
-    Args:
-        folder: empty, of this point.
-        point: one of `SWEPT`.
-        expected: the text of every row.
-    """
+    """Run a job that dies at a point, then run it again."""
     has_fragments = point in _OF_FRAGMENTS
     # rows of a unit go to the journal where others of it still run: then all rows are one unit
     # units of an output that is laid out by columns are committed by records

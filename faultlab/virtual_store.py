@@ -26,7 +26,6 @@ class Files:
 
     Args:
         world: where they live.
-        oracle: is told of every change.
         is_exclusive: a create is decided where the file lies.
     """
 
@@ -50,12 +49,7 @@ class Files:
 
 
 class VirtualStore:
-    """The store as one process sees it.
-
-    Args:
-        files: of the schedule.
-        process: that asks.
-    """
+    """The store as one process sees it."""
 
     uri = "sim://out"
 

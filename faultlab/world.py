@@ -65,11 +65,7 @@ class Process:
     """One process of a schedule.
 
     Args:
-        name: in traces.
-        run: what it does.
         hub: the scheduler's own stack.
-        is_faulty: faults may hit it.
-        parent: who waits for it.
     """
 
     def __init__(
@@ -113,8 +109,6 @@ class World:
     """The scheduler of one schedule.
 
     Args:
-        rng: decides all.
-        rates: of faults.
         trace: gets a line per event; None keeps none.
     """
 

@@ -11,7 +11,7 @@ from faultlab.mutations import MUTATIONS
 from raybatch.cli.app import app
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.report import RunReport
-from raybatch.report.paths import report_path
+from raybatch.report.record import report_path
 from tests.engine.tiny_models import build
 
 

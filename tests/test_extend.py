@@ -11,8 +11,8 @@ import raybatch
 from raybatch.durable.storage import store_of
 from raybatch.durable.stores import local as local_module
 from raybatch.errors import ConfigError
-from raybatch.outputs.rebuilt import report_of
 from raybatch.planning.store import read_plans
+from raybatch.report.rebuild import current_report as report_of
 from tests.jobs import Hold, local_job
 from tests.outputs.support import contents
 from tests.stages.support import fake_stage, write_parquet

@@ -12,8 +12,8 @@ import raybatch
 from raybatch.cli.app import app
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.outputs.rebuilt import report_of
 from raybatch.report import RunReport
+from raybatch.report.rebuild import current_report as report_of
 from tests.jobs import local_job
 from tests.stages.support import fake_stage, write_parquet
 from tests.test_resume import run_until

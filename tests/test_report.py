@@ -12,9 +12,8 @@ from raybatch.durable.commit import commit_unit
 from raybatch.durable.run_log import RunLog
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
-from raybatch.explanation.build import SpeedAndPrice
+from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
-from raybatch.explanation.time import TimeEstimate
 from raybatch.planning.store import write_plan
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
@@ -143,7 +142,7 @@ def planned_report(tmp_path, rng):
     plan = explain_prompts(
         grouped_prompts(rng, groups=6, size=5, prefix=32, own=8),
         kv_tokens=400,
-        speed=SpeedAndPrice(time=time),
+        time=time,
     )
     actual = RunActual(
         prompt_tokens=1200,

@@ -1,8 +1,7 @@
-"""The command line: run, explain, demo, report, ordered.
+"""The command line: run, explain, demo, and the commands on an output.
 
-The flags of a job are those of `raybatch.cli.flags`; the commands on a cluster are those of
-`raybatch.cli.cluster`, those that measure of `raybatch.cli.bench`, those on an output of
-`raybatch.cli.outputs`.
+`flags` has the flags of a job, `cluster` the commands on a cluster, `bench` those that measure,
+`batch` those on batch files.
 """
 
 import atexit
@@ -18,9 +17,8 @@ import typer
 import raybatch
 from raybatch.cli.batch import BatchFlags, add_batch_commands, run_batch_file
 from raybatch.cli.bench import add_bench_commands
-from raybatch.cli.cluster import add_cluster_commands
+from raybatch.cli.cluster import AllowErrorRows, add_cluster_commands
 from raybatch.cli.flags import JobFlags, with_job_flags, with_model
-from raybatch.cli.outputs import add_output_commands
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError, shell_path
 from raybatch.redaction import DiscreetFormatter, redacted
@@ -37,6 +35,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON instead.")]
+OutputFolder = Annotated[str, typer.Argument(help="Output folder of a job, local or a URI.")]
 
 # the exit code of a command that Ctrl-C has ended
 _INTERRUPTED = 130
@@ -45,7 +45,7 @@ _ERROR_ROWS = 2
 
 
 class _Terminated(SystemExit):
-    """SIGTERM has ended the command where nothing else minds it."""
+    """SIGTERM has ended the command where nothing else handles it."""
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     quiet.enter_context(quiet_stderr())
     # Ray registers its own end later, so it ends in silence before this
     atexit.register(quiet.close)
-    # imports, the start of Ray and the look at the input take seconds, before a run minds signals
+    # imports, the start of Ray and reading the input take seconds, before a run handles signals
     before = signal.signal(signal.SIGTERM, _terminate) or signal.SIG_DFL
     try:
         app()
@@ -81,8 +81,8 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise _Terminated(1)
 
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"raybatch {raybatch.__version__}")
         raise typer.Exit
 
@@ -106,9 +106,7 @@ def _set_up(
 )
 def run(
     flags: JobFlags,
-    allow_error_rows: Annotated[
-        bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
-    ] = False,
+    allow_error_rows: AllowErrorRows = False,
     openai: Annotated[
         bool, typer.Option("--openai", help="The file is a batch file as OpenAI defines it.")
     ] = False,
@@ -146,9 +144,7 @@ def retry_errors(
     statuses: Annotated[
         str | None, typer.Option(help="Of the rows, such as error,crashed; all errors by default.")
     ] = None,
-    allow_error_rows: Annotated[
-        bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
-    ] = False,
+    allow_error_rows: AllowErrorRows = False,
 ) -> None:
     """Run the error rows of a finished job again, into a folder of their own; exit codes as run."""
     note = with_model(flags.mapping)
@@ -170,7 +166,7 @@ def explain(
     html: Annotated[
         str | None, typer.Option(help="Write a page with the prefix tree drawn to this file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead.")] = False,
+    as_json: AsJson = False,
     kv_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="KV cache of one engine; of this host's engine by default."),
@@ -189,15 +185,15 @@ def explain(
     job = raybatch.Job.from_mapping({"sink": "not-written", **flags.mapping}, where=flags.where)
     if note:
         typer.echo(note, err=True)
-    found = job.explain(
+    explanation = job.explain(
         kv_tokens=kv_tokens,
         price_per_engine_hour=price_per_engine_hour,
         measure=not no_measure,
         start_ray=_start_ray,
     )
-    typer.echo(found.to_json() if as_json else str(found))
+    typer.echo(explanation.to_json() if as_json else str(explanation))
     if html is not None:
-        _write_page(html, found.to_html())
+        _write_page(html, explanation.to_html())
 
 
 @app.command()
@@ -219,18 +215,18 @@ def demo(
 @app.command()
 def report(
     folder: Annotated[str, typer.Argument(help="Output folder of a job.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead.")] = False,
+    as_json: AsJson = False,
     html: Annotated[
         str | None, typer.Option(help="Write a page with plan and actual to this file.")
     ] = None,
 ) -> None:
     """Print the report of a job, or of what is there so far; verify tells by its exit code."""
-    from raybatch.outputs.rebuilt import report_of  # pyarrow again
+    from raybatch.report.rebuild import current_report  # pyarrow again
 
-    found = report_of(folder)
-    typer.echo(found.to_json() if as_json else found.to_text())
+    result = current_report(folder)
+    typer.echo(result.to_json() if as_json else result.to_text())
     if html is not None:
-        _write_page(html, found.to_html())
+        _write_page(html, result.to_html())
 
 
 @app.command()
@@ -241,13 +237,46 @@ def ordered(
     """Copy a finished output, its rows in the order of the input."""
     from raybatch.outputs.ordered import ordered as copy_in_order
 
-    found = copy_in_order(folder, into, start_ray=_start_ray)
-    typer.echo(f"{found.written_rows} rows in {found.num_units} parts: {shell_path(into)}")
+    copied = copy_in_order(folder, into, start_ray=_start_ray)
+    typer.echo(f"{copied.written_rows} rows in {copied.num_units} parts: {shell_path(into)}")
+
+
+def verify(
+    folder: OutputFolder,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every value, not names and footers alone.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that every row is there exactly once; exit code 0: it is, 1: not, or not yet."""
+    from raybatch.outputs.verify import verify as look  # pyarrow is slow to load
+
+    result = look(folder, deep=deep)
+    typer.echo(result.to_json() if as_json else str(result))
+    raise typer.Exit(result.exit_code())
+
+
+def clean(
+    folder: OutputFolder,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
+    ] = False,
+    older_than: Annotated[
+        str, typer.Option(help="Age from which files are taken that a run may need: 30m, 12h, 7d.")
+    ] = "7d",
+) -> None:
+    """Remove what runs have left beside the data; parts, plan and _SUCCESS are never touched."""
+    from raybatch.outputs.cleaning import clean as tidy_up
+    from raybatch.outputs.cleaning import parse_age
+
+    cleaned = tidy_up(folder, older_than_s=parse_age(older_than), is_dry_run=dry_run)
+    typer.echo(str(cleaned))
 
 
 add_cluster_commands(app)
 add_bench_commands(app)
-add_output_commands(app)
+app.command()(verify)
+app.command()(clean)
 add_batch_commands(app)
 
 
@@ -285,8 +314,8 @@ def _write_page(path: str, page: str) -> None:
 def _start_ray() -> None:
     from raybatch.stages.ray_context import start_ray  # slow to load, and --help does without
 
-    minded = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     start_ray()
     # Ray puts a handler of its own in the place of ours
-    if minded is _terminate:
+    if handler is _terminate:
         signal.signal(signal.SIGTERM, _terminate)

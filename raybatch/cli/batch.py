@@ -20,8 +20,8 @@ from raybatch.errors import ConfigError, shell_path
 if TYPE_CHECKING:
     from raybatch.openai_batch.writing import BatchCounts
 
-# flags of a job that a batch file says itself, and its requests
-_SAID_BY_BATCHES = (
+# flags of a job that a batch file or its requests set
+_SET_BY_BATCHES = (
     "source",
     "sink",
     "prompt",
@@ -38,9 +38,7 @@ class BatchFlags(NamedTuple):
     """The flags of `run --openai` that no other run has.
 
     Args:
-        out: file for the answers.
         errors: file for the errors; None stands for one beside the answers.
-        names: further names of the model.
     """
 
     out: str | None
@@ -78,9 +76,9 @@ def to_batch(
     """Make batch files of a dataset, of 50,000 requests and 200 MB each at most."""
     from raybatch.openai_batch.export import Export, export_rows  # slow to load
 
-    given = parse_settings([f"sampling.{setting}" for setting in settings or []])
-    sampling = {name.removeprefix("stage.sampling."): value for name, value in given.items()}
-    found = export_rows(
+    options = parse_settings([f"sampling.{setting}" for setting in settings or []])
+    sampling = {name.removeprefix("stage.sampling."): value for name, value in options.items()}
+    exported = export_rows(
         Export(
             source=source,
             output=out,
@@ -93,11 +91,11 @@ def to_batch(
             sampling=sampling,
         )
     )
-    typer.echo(f"{found.num_requests} requests: {' '.join(map(shell_path, found.files))}")
-    if found.num_left_out:
-        first = f"the first is {found.first_error}"
-        typer.echo(f"{found.num_left_out} rows left out, {first}", err=True)
-    raise typer.Exit(2 if found.num_left_out else 0)
+    typer.echo(f"{exported.num_requests} requests: {' '.join(map(shell_path, exported.files))}")
+    if exported.num_left_out:
+        first = f"the first is {exported.first_error}"
+        typer.echo(f"{exported.num_left_out} rows left out, {first}", err=True)
+    raise typer.Exit(2 if exported.num_left_out else 0)
 
 
 def from_batch(
@@ -111,17 +109,15 @@ def from_batch(
     """Bring answers back to the rows of a dataset; exit code 2 where rows have none."""
     from raybatch.openai_batch.collect import collect_answers
 
-    found = collect_answers(files, source=source, sink=out, id_column=id_column)
-    typer.echo(
-        f"{found.num_rows} rows: {found.num_answered} answered, {found.num_failed} failed: "
-        f"{shell_path(out)}"
-    )
-    if found.num_unknown:
-        typer.echo(f"{found.num_unknown} lines are about no row of {source}", err=True)
-    raise typer.Exit(2 if found.num_failed else 0)
+    collected = collect_answers(files, source=source, sink=out, id_column=id_column)
+    counts = f"{collected.num_answered} answered, {collected.num_failed} failed"
+    typer.echo(f"{collected.num_rows} rows: {counts}: {shell_path(out)}")
+    if collected.num_unknown:
+        typer.echo(f"{collected.num_unknown} lines are about no row of {source}", err=True)
+    raise typer.Exit(2 if collected.num_failed else 0)
 
 
-@with_job_flags(without=_SAID_BY_BATCHES)
+@with_job_flags(without=_SET_BY_BATCHES)
 def serve(
     flags: JobFlags,
     folder: Annotated[str, typer.Option(help="For files, batches and outputs; a path or a URI.")],
@@ -183,7 +179,9 @@ def run_batch_file(
     if batch.out is None:
         raise ConfigError("--out is missing; name the file for the answers, as in -o out.jsonl")
     errors = batch.errors or f"{batch.out.removesuffix('.jsonl')}.errors.jsonl"
-    _check_distinct(flags.job_file, batch.out, errors)
+    if len({flags.job_file, batch.out, errors}) < 3:
+        named = ", ".join((flags.job_file, batch.out, errors))
+        raise ConfigError(f"input, answers and errors must be three files, got {named}")
     mapping = nested_options(None, flags.options)
     note = with_model(mapping)
     is_overwrite = bool(mapping.pop("overwrite", False))
@@ -199,8 +197,3 @@ def run_batch_file(
     else:
         typer.echo(f"answers: {shell_path(batch.out)}\nerrors: {shell_path(errors)}", err=True)
     return counts
-
-
-def _check_distinct(*paths: str) -> None:
-    if len(set(paths)) < len(paths):
-        raise ConfigError(f"input, answers and errors must be three files, got {', '.join(paths)}")

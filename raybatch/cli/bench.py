@@ -22,14 +22,9 @@ if TYPE_CHECKING:
 def add_bench_commands(app: typer.Typer) -> None:
     """Give the command line its measurements."""
     bench = typer.Typer(help="Measure what is promised, on this host.", no_args_is_help=True)
-    bench.callback()(_several)
     bench.command()(faults)
     bench.command()(plan)
     app.add_typer(bench, name="bench")
-
-
-def _several() -> None:
-    """Measure what is promised, on this host."""
 
 
 def faults(
@@ -86,9 +81,9 @@ def faults(
         moto_python=moto_python,
     )
     with _quiet():
-        found = measure_faults(options, _telling(out))
-    typer.echo(found.to_text())
-    raise typer.Exit(0 if found.is_right else 1)
+        figures = measure_faults(options, _reporter(out))
+    typer.echo(figures.to_text())
+    raise typer.Exit(0 if figures.is_right else 1)
 
 
 def plan(
@@ -128,8 +123,8 @@ def plan(
     from raybatch.explanation.bench_plan import plan_report
 
     with Console(stderr=True).status("starting") as status:
-        found = plan_report(model, engine, row, fresh=fresh, tell=status.update)
-    typer.echo(found.to_json() if as_json else found.to_text())
+        report = plan_report(model, engine, row, fresh=fresh, tell=status.update)
+    typer.echo(report.to_json() if as_json else report.to_text())
 
 
 def _engine_config(settings: list[str]) -> EngineConfig:
@@ -148,42 +143,42 @@ def _rows(
     prompt_tokens: int | None, output_tokens: int | None, like: str | None
 ) -> RowShape | None:
     """Return what the flags say of rows; None where they say nothing."""
-    given = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
-    told = {name: tokens for name, tokens in given.items() if tokens is not None}
+    flags = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+    chosen = {name: tokens for name, tokens in flags.items() if tokens is not None}
     of_job = {} if like is None else _mean_tokens(like)
-    return RowShape(**{**of_job, **told}) if of_job or told else None
+    return RowShape(**{**of_job, **chosen}) if of_job or chosen else None
 
 
 def _mean_tokens(output: str) -> dict[str, int]:
     """Return the mean tokens of the rows of an output, cached ones of prompts left out."""
-    from raybatch.outputs.rebuilt import report_of
+    from raybatch.report.rebuild import current_report
 
-    found = report_of(output)
-    num_good = found.rows_out - found.rows_failed
-    if not num_good or not found.generated_tokens:
+    report = current_report(output)
+    num_good = report.rows_out - report.rows_failed
+    if not num_good or not report.generated_tokens:
         raise ConfigError(f"--like {output}: no row of this output has generated tokens")
-    computed = found.prompt_tokens - found.cached_tokens
+    computed = report.prompt_tokens - report.cached_tokens
     return {
         "prompt_tokens": max(1, round(computed / num_good)),
-        "output_tokens": max(1, round(found.generated_tokens / num_good)),
+        "output_tokens": max(1, round(report.generated_tokens / num_good)),
     }
 
 
-def _telling(out: Path | None) -> Callable[["FaultFigures"], None]:
+def _reporter(out: Path | None) -> Callable[["FaultFigures"], None]:
     """Return what stores all figures after each step, and says what the last one found."""
-    told = 0
+    num_reported = 0
 
-    def tell(figures: "FaultFigures") -> None:
-        nonlocal told
+    def report(figures: "FaultFigures") -> None:
+        nonlocal num_reported
         if out is not None:
             out.write_text(figures.to_json())
         done = len(figures.points) + len(figures.rounds) + len(figures.peers)
-        if done > told:
-            told = done
+        if done > num_reported:
+            num_reported = done
             last = (*figures.peers, *figures.points, *figures.rounds)[-1]
             typer.echo(f"{figures.seconds:7.0f} s  {last}", err=True)
 
-    return tell
+    return report
 
 
 @contextmanager

@@ -10,6 +10,9 @@ import typer
 from raybatch.cli.flags import JobFlags, with_job_flags, with_model
 from raybatch.errors import ConfigError
 
+AllowErrorRows = Annotated[
+    bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
+]
 _ENV = typer.Option("--env", metavar="NAME[=VALUE]", help="Variable of the job; no secrets.")
 
 
@@ -39,9 +42,7 @@ def submit(
     ] = "auto",
     env: Annotated[list[str] | None, _ENV] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
-    allow_error_rows: Annotated[
-        bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
-    ] = False,
+    allow_error_rows: AllowErrorRows = False,
 ) -> None:
     """Run one job on a Ray cluster and follow its log; the exit codes are those of run."""
     from raybatch.submission.submit import Console, SubmitOptions
@@ -94,9 +95,9 @@ def manifest(
     output: Annotated[Path | None, typer.Option(help="Write to this file.")] = None,
 ) -> None:
     """Print a complete file that runs a job file on a job system, with retries that resume."""
+    from raybatch.submission.checks import read_env_vars
     from raybatch.submission.manifest import ManifestOptions
     from raybatch.submission.render import render_manifest  # Ray is slow to load
-    from raybatch.submission.secret_names import read_env_vars
 
     options = ManifestOptions(
         image=image,
@@ -129,13 +130,13 @@ def check(
     from raybatch.submission.cluster_check import find_warnings, probe_cluster
     from raybatch.submission.probe import read_address
 
-    found = probe_cluster(read_address(address, os.environ), os.environ, Path.home())
-    warnings = find_warnings(found)
+    facts = probe_cluster(read_address(address, os.environ), os.environ, Path.home())
+    warnings = find_warnings(facts)
     for warning in warnings:
         _write(f"warning: {warning}\n")
     if warnings:
         raise typer.Exit(1)
-    _write(f"{found.address}: nothing to warn about\n")
+    _write(f"{facts.address}: nothing to warn about\n")
 
 
 def _write(text: str) -> None:

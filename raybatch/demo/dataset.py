@@ -50,17 +50,12 @@ def write_dataset(
     """Write the dataset as `part-00000.parquet`, ... under `path`; same arguments, same bytes.
 
     Rows are shuffled over all files within windows of about 65,000 rows, so the questions of one
-    document lie far apart. Time is linear in the rows, memory does not grow with them.
+    document lie far apart. Time is linear in the rows, memory does not grow with them. The folder
+    is created when missing, files of the same names are replaced.
 
-    Args:
-        path: Folder of the files; created when missing, files of the same names are replaced.
-        num_documents: Number of documents.
-        questions_per_document: Questions asked about each document.
-        seed: Seed of documents, questions and order.
-        num_files: Number of Parquet files.
-        include_bad_rows: Append, beyond documents x questions, rows that cannot be answered: a
-            null document, a null question and an over-long prompt in the first file, and a
-            document that is not UTF-8 in the last file.
+    With `include_bad_rows` come, beyond documents x questions, rows that cannot be answered: a null
+    document, a null question and an over-long prompt in the first file, and a document that is not
+    UTF-8 in the last file.
 
     Raises:
         ValueError: A count is less than one.

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import raybatch
 from raybatch.demo.dataset import write_dataset
-from raybatch.demo.score import exact_match
 from raybatch.demo.task import PROMPT
 from raybatch.errors import ConfigError
 from raybatch.report import RunReport
@@ -24,12 +24,9 @@ _ROWS_PER_FILE = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult:
-    """What the demo found.
+    """The report of the job, and how many of its scored rows are right.
 
-    Args:
-        report: of the job.
-        rows_scored: rows without an error that have an expected answer.
-        rows_right: those whose answer is the expected one.
+    Rows are scored that have no error and an expected answer.
     """
 
     report: RunReport
@@ -57,12 +54,8 @@ def run_demo(
 ) -> DemoResult:
     """Write the dataset below `out`, answer it with the embedded model, and score it.
 
-    Args:
-        out: folder of prompts, answers and report; an earlier demo in it is replaced.
-        rows: questions to ask, rounded up to whole documents.
-        seed: of the dataset.
-        replicas: engines; None leaves it to the pool.
-        start_ray: called before Ray is used, where it is.
+    An earlier demo in the folder is replaced; `rows`, the number of questions, is rounded up to
+    whole documents. `start_ray` is called before Ray is used, where it is.
 
     Raises:
         ConfigError: `out` holds something that is not a demo.
@@ -125,3 +118,28 @@ def score_answers(report: RunReport) -> tuple[int, int]:
         matches = exact_match(good.column("answer"), good.column("generated_text"))
         right += matches.true_count
     return scored, right
+
+
+def exact_match(
+    expected: pa.Array | pa.ChunkedArray, generated: pa.Array | pa.ChunkedArray
+) -> pa.BooleanArray:
+    """Compare texts without the white space around them.
+
+    Args:
+        expected: Right answers, strings.
+        generated: Model outputs, strings, of the same length; a null is never right.
+
+    Returns:
+        One boolean per row, never null: false where either side is null.
+
+    Example:
+        >>> exact_match(pa.array(["Oak Hill", "red"]), pa.array([" Oak Hill", "blue"])).to_pylist()
+        [True, False]
+    """
+    left, right = (pc.utf8_trim_whitespace(_join(x)) for x in (expected, generated))
+    return pc.fill_null(pc.equal(left, right), False)
+
+
+def _join(texts: pa.Array | pa.ChunkedArray) -> pa.Array:
+    chunks = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
+    return chunks.cast(pa.string())

@@ -1,31 +1,63 @@
 """The demo task: documents of plain facts and questions that ask about one fact each.
 
-Nothing here touches files, Arrow or models; all randomness comes from the caller's generator.
+Its words and phrases lie in `task.yaml`. Nothing here touches Arrow or models; all randomness comes
+from the caller's generator.
 """
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
-from raybatch.demo import words
-from raybatch.demo.phrases import KINDS, NOT_STATED, Kind
+import yaml
 
 Card = TypeVar("Card")
 
 # the prompt: content of the only user message; the document comes first, as a shared prefix
 PROMPT = "{document}\n\nQuestion: {question}"
+NOT_STATED = "not stated"
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One relation between a key and a value.
+
+    Args:
+        role: what the key is; kinds of one role share their keys within a document.
+        statements: with the fields `{key}` and `{value}`.
+        questions: with the field `{key}`.
+        value: the lists that a value is dealt from; "" where `_make_value` knows better.
+    """
+
+    name: str
+    role: str
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
+    value: str = ""
+
+
+_DATA = yaml.safe_load(Path(__file__).with_name("task.yaml").read_text())
+WORDS: dict[str, tuple[str, ...]] = {
+    name: tuple(entries.split() if isinstance(entries, str) else entries)
+    for name, entries in _DATA["words"].items()
+}
+KINDS = tuple(
+    Kind(**kind | {name: tuple(kind[name]) for name in ("statements", "questions")})
+    for kind in _DATA["kinds"]
+)
 KIND_BY_NAME = {kind.name: kind for kind in KINDS}
 
+_ROLES: dict[str, str] = _DATA["roles"]
+# of roles whose keys are single words
 _KEY_WORDS = {
-    "object": words.OBJECTS,
-    "building": words.BUILDINGS,
-    "event": words.EVENTS,
-    "dish": words.DISHES,
-    "lock": words.LOCKS,
-    "fixture": words.FIXTURES,
+    role: WORDS[template.strip("{}")] for role, template in _ROLES.items() if " " not in template
 }
+_NUMBERS = {
+    "numbers": tuple(str(number) for number in range(30, 100)),
+    "hours": tuple(str(hour) for hour in range(6, 22)),
+}
+_CLAUSE = "{note_verbs} {note_adjectives} {note_nouns} {note_tails}"
 _MISSING_FRACTION = 0.1
 _MAX_FACTS = 60
 # each fact of a single kind needs a key of its own
@@ -65,24 +97,25 @@ class _Deck:
         self._rng = rng
         self._piles: dict[Sequence[object], list[object]] = {}
 
+    def __getitem__(self, name: str) -> str:
+        return self.deal(WORDS.get(name) or _NUMBERS[name])
+
     def deal(self, cards: Sequence[Card]) -> Card:
         pile = self._piles.get(cards)
         if not pile:
             pile = self._piles[cards] = self._rng.sample(cards, len(cards))
         return pile.pop()  # type: ignore[return-value]
 
+    def fill(self, template: str) -> str:
+        """Return a text whose fields, names of lists, are dealt from left to right."""
+        return template.format_map(self)
+
 
 def make_document(rng: random.Random, num_facts: int, *, kinds: Sequence[Kind] = KINDS) -> Document:
     """Write a document that states `num_facts` unambiguous facts, one a sentence.
 
-    Args:
-        rng: Source of all choices.
-        num_facts: Number of sentences, 1 to 60, or to 16 where not all kinds are asked for; 18 to
-            32 give about 150 to 320 tokens.
-        kinds: Kinds of facts to draw from; fewer kinds mean more facts that differ in the key only.
-
-    Returns:
-        The document; no two of its facts share kind and key.
+    No two of its facts share kind and key. 18 to 32 facts give about 150 to 320 tokens; 60 are the
+    most, or 16 of a selection of kinds. Fewer kinds mean more facts that differ in the key only.
 
     Raises:
         ValueError: `num_facts` is out of its range.
@@ -95,7 +128,7 @@ def make_document(rng: random.Random, num_facts: int, *, kinds: Sequence[Kind] =
     candidates = [(kind, key) for kind in kinds for key in keys[kind.role]]
     facts, sentences = [], []
     for kind, key in rng.sample(candidates, num_facts):
-        value = _make_value(kind.name, deck, rng, keys["person"])
+        value = _make_value(kind, deck, rng, keys["person"])
         facts.append(Fact(kind.name, key, value))
         sentences.append(rng.choice(kind.statements).format(key=key, value=value))
     return Document(" ".join(sentences), tuple(facts))
@@ -106,11 +139,6 @@ def make_questions(document: Document, rng: random.Random, count: int) -> tuple[
 
     Every fact is asked once before one is asked again; phrasings are drawn at random, so repeated
     questions are possible when `count` exceeds the number of facts.
-
-    Args:
-        document: The document to ask about.
-        rng: Source of all choices.
-        count: Number of questions.
     """
     deck = _Deck(rng)
     questions = []
@@ -128,21 +156,12 @@ def _deal_keys(deck: _Deck, num_facts: int, num_kinds: int) -> dict[str, list[st
     num_shared = 2 + num_facts // 5 if is_full else num_facts
     num_single = 1 + num_facts // 8 if is_full else num_facts
     return {
-        "person": [_make_person(deck) for _ in range(num_shared)],
-        "object": [deck.deal(words.OBJECTS) for _ in range(num_shared)],
-        "farm": [_make_place(deck) for _ in range(num_single)],
-    } | {
-        role: [deck.deal(_KEY_WORDS[role]) for _ in range(num_single)]
-        for role in ("building", "event", "dish", "lock", "fixture")
+        role: [
+            deck.fill(template)
+            for _ in range(num_shared if role in ("person", "object") else num_single)
+        ]
+        for role, template in _ROLES.items()
     }
-
-
-def _make_person(deck: _Deck) -> str:
-    return f"{deck.deal(words.FIRST_NAMES)} {deck.deal(words.LAST_NAMES)}"
-
-
-def _make_place(deck: _Deck) -> str:
-    return f"{deck.deal(words.PLACE_FIRST)} {deck.deal(words.PLACE_SECOND)}"
 
 
 def _missing_fact(document: Document, rng: random.Random) -> Fact:
@@ -158,59 +177,20 @@ def _missing_fact(document: Document, rng: random.Random) -> Fact:
 
 
 def _make_key(role: str, rng: random.Random) -> str:
-    deck = _Deck(rng)
-    if role == "person":
-        return _make_person(deck)
-    if role == "farm":
-        return _make_place(deck)
-    return rng.choice(_KEY_WORDS[role])
+    if role in _KEY_WORDS:
+        return rng.choice(_KEY_WORDS[role])
+    return _Deck(rng).fill(_ROLES[role])
 
 
-def _make_value(kind: str, deck: _Deck, rng: random.Random, people: list[str]) -> str:
-    deal = deck.deal
-    match kind:
-        case "job":
-            return deal(words.JOBS)
-        case "home":
-            return _make_place(deck)
-        case "birthday":
-            return deal(words.MONTHS)
-        case "food":
-            return deal(words.FOODS)
+def _make_value(kind: Kind, deck: _Deck, rng: random.Random, people: list[str]) -> str:
+    match kind.name:
         case "owner":
             return rng.choice(people)
-        case "price":
-            return f"{deal(range(30, 100))} coins"
-        case "colour":
-            return deal(words.COLOURS)
-        case "storage":
-            return f"{deal(words.CONTAINERS)} {deal(range(30, 100))}"
-        case "animals":
-            return _make_list([deal(words.ANIMALS) for _ in range(rng.randint(2, 4))])
-        case "opening":
-            return f"{deal(range(6, 22))}:00"
-        case "weekday":
-            return deal(words.WEEKDAYS)
-        case "ingredients":
-            return _make_list([deal(words.INGREDIENTS) for _ in range(rng.randint(2, 4))])
-        case "code":
-            return f"{deal(words.NOTE_ADJECTIVES)} {deal(range(30, 100))}"
+        case "animals" | "ingredients":
+            items = [deck[kind.name] for _ in range(rng.randint(2, 4))]
+            return f"{', '.join(items[:-1])} and {items[-1]}"
         case "note":
-            return _make_note(deck, rng)
-    raise AssertionError(f"kind {kind!r} has no values")
-
-
-def _make_list(items: list[str]) -> str:
-    return f"{', '.join(items[:-1])} and {items[-1]}"
-
-
-def _make_note(deck: _Deck, rng: random.Random) -> str:
-    clauses = [_make_clause(deck) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4)))]
-    note = " then ".join(clauses)
-    return note[0].upper() + note[1:]
-
-
-def _make_clause(deck: _Deck) -> str:
-    parts = (words.NOTE_VERBS, words.NOTE_ADJECTIVES, words.NOTE_NOUNS, words.NOTE_TAILS)
-    verb, adjective, noun, tail = (deck.deal(part) for part in parts)
-    return f"{verb} {adjective} {noun} {tail}"
+            num_clauses = rng.choice((1, 1, 1, 1, 2, 2, 3, 4))
+            note = " then ".join(deck.fill(_CLAUSE) for _ in range(num_clauses))
+            return note[0].upper() + note[1:]
+    return deck.fill(kind.value)

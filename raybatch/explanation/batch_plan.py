@@ -1,11 +1,16 @@
-"""Says which batch sizes were chosen for a model, where its data lives, and what they bring."""
+"""Says which batch sizes were chosen for a model, where its data lives, and what that costs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from raybatch.pictures.document import Section, Table
 from raybatch.pictures.wording import amount, count, full, percent
 from raybatch.policy.batches.layer_plan import BatchPlan, MemoryBudget, ModuleCosts
 from raybatch.policy.batches.saturation import GateTarget
 from raybatch.policy.batches.search import PricedPlan, SearchResult
-from raybatch.policy.residence import Residence
+from raybatch.policy.batches.step_plan import Phase
+from raybatch.policy.cost.roofline import Work
+from raybatch.policy.residence import Residence, WeightSizes, pass_time
 
 
 def plan_section(
@@ -19,13 +24,8 @@ def plan_section(
 ) -> Section:
     """Return the chosen plan as facts, and in a table beside the best of every other residence.
 
-    Args:
-        phase: what the plan is for, such as "decode".
-        result: of the search.
-        costs: that the search went by.
-        memory: that there is.
-        target: how many tokens would keep the experts busy; None for a dense model.
-        residence: of the layers, where some are streamed; None where all stay on the device.
+    `target` is how many tokens would keep the experts busy; None for a dense model. `residence` is
+    that of the layers where some are streamed; None where all stay on the device.
     """
     best = result.best
     facts = [
@@ -120,3 +120,55 @@ def _experts(target: GateTarget) -> str:
 
 def _gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.3g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamedWeights:
+    """Where layers are, and how long a pass takes for that and without copies (`plain_s`)."""
+
+    residence: Residence
+    total_bytes: int
+    plain_s: Mapping[Phase, float]
+    pass_s: Mapping[Phase, float]
+
+    def to_text(self) -> str:
+        """Return a line for people."""
+        residence = self.residence
+        buffers = count(residence.num_buffers, "buffer")
+        stays = f"{full(sum(residence.is_resident))} of {full(len(residence.is_resident))} layers"
+        longer = ", ".join(
+            f"{phase} {1e3 * (self.pass_s[phase] - plain_s):.3g} ms "
+            f"({percent(self.pass_s[phase] / plain_s - 1, 0)})"
+            for phase, plain_s in self.plain_s.items()
+        )
+        return (
+            f"{stays} stay on the device; a pass copies {residence.pass_bytes / 1e6:,.1f} of "
+            f"{self.total_bytes / 1e6:,.1f} MB through {buffers}, and "
+            f"takes longer for that: {longer}"
+        )
+
+
+def streamed_weights(
+    residence: Residence, sizes: WeightSizes, costs: ModuleCosts, layer_s: Mapping[Phase, float]
+) -> StreamedWeights | None:
+    """Return what streaming costs, None where all stay; `layer_s` is what one layer computes."""
+    if not residence.streamed:
+        return None
+    num_layers = len(sizes.layer_bytes)
+    copy = Work(operations=0.0, moved_bytes=residence.buffer_bytes)
+    bytes_per_s = residence.buffer_bytes / max(costs.to_device.seconds(copy), 1e-12)
+    return StreamedWeights(
+        residence=residence,
+        total_bytes=sizes.total_bytes,
+        plain_s={phase: num_layers * seconds for phase, seconds in layer_s.items()},
+        pass_s={
+            phase: pass_time(
+                residence,
+                sizes,
+                layer_s=[seconds] * num_layers,
+                bytes_per_s=bytes_per_s,
+                copies_overlap=costs.copies_overlap,
+            )
+            for phase, seconds in layer_s.items()
+        },
+    )

@@ -1,4 +1,4 @@
-"""The batch plan of one model on one host: measured or read, searched for, and told."""
+"""The batch plan of one model on one host: measured or read, searched for, and shown."""
 
 import json
 import time
@@ -23,8 +23,7 @@ from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile
 from raybatch.engine.profile.profile_cache import measured_profile
 from raybatch.errors import ConfigError
-from raybatch.explanation.batch_plan import plan_section
-from raybatch.explanation.streamed_weights import StreamedWeights, streamed_weights
+from raybatch.explanation.batch_plan import StreamedWeights, plan_section, streamed_weights
 from raybatch.pictures.document import Section, to_text
 from raybatch.pictures.wording import count, full, percent
 from raybatch.policy.batches.layer_plan import MemoryBudget, ModelShape, ModuleCosts, Workload
@@ -43,18 +42,8 @@ class PlanReport:
     """What `raybatch bench plan` says.
 
     Args:
-        model: name of its folder.
         device: that it runs on, such as "cpu, 1 thread".
-        dtype: of weights and KV.
-        row: what the rows are like.
-        memory: that plans may take.
-        max_batched_tokens: token budget of the engine.
-        profile: what was measured.
-        was_read: the profile comes from the cache.
         cpu_share: CPU seconds per second while one thread of a CPU measured, else None.
-        costs: fitted to it.
-        phases: what was chosen for each.
-        steps: how the engine runs its steps.
         weights: what it costs that some layers do not stay on the device; None where all do.
     """
 
@@ -80,8 +69,8 @@ class PlanReport:
         KV on the host do not count, which the engine keeps on the device, nor those with experts
         there: it streams whole layers, by `device_weight_bytes`.
         """
-        found = [_on_device(planned) for planned in self.phases.values()]
-        tokens = max((p.plan.gate_tokens for p in found if p is not None), default=None)
+        on_device = [_on_device(planned) for planned in self.phases.values()]
+        tokens = max((p.plan.gate_tokens for p in on_device if p is not None), default=None)
         bounds = {planned.target.bound for planned in self.phases.values()}
         if tokens is not None and "device memory" not in bounds:
             tokens = max(tokens, self.max_batched_tokens)
@@ -129,12 +118,21 @@ class PlanReport:
 
     def _summary(self) -> Section:
         options = self.options()
-        told = ", ".join(f"{name}={_option(value)}" for name, value in options.items())
+        # as YAML and --set read it
+        assigned = ", ".join(
+            f"{name}={'null' if value is None else value}" for name, value in options.items()
+        )
         runs = "plain forward pass"
         if options["attn_batch_tokens"] is not None:
             runs = f"coroutines, attention over {full(options['attn_batch_tokens'])} tokens"
         source = "read from the cache; --fresh measures again" if self.was_read else "just measured"
-        weights = () if self.weights is None else (("weights", self.weights.told()),)
+        weights = () if self.weights is None else (("weights", self.weights.to_text()),)
+        notes = _notes(self.phases)
+        if self.cpu_share is not None and self.cpu_share < _QUIET_SHARE:
+            notes.append(
+                f"the host was busy: this process got {percent(self.cpu_share, 0)} of a CPU while "
+                "it measured, so that times are too long; measure again with --fresh"
+            )
         rows = f"{full(self.row.prompt_tokens)} prompt and {full(self.row.output_tokens)} output"
         return Section(
             title="Engine",
@@ -143,18 +141,10 @@ class PlanReport:
                 ("costs", f"of {self.device}; {source}"),
                 ("rows", f"{rows} tokens each"),
                 ("steps", f"{runs}: {self.steps.reason}"),
-                ("options", told),
+                ("options", assigned),
                 *weights,
             ),
-            notes=(*_notes(self.phases), *self._busy_notes()),
-        )
-
-    def _busy_notes(self) -> tuple[str, ...]:
-        if self.cpu_share is None or self.cpu_share >= _QUIET_SHARE:
-            return ()
-        return (
-            f"the host was busy: this process got {percent(self.cpu_share, 0)} of a CPU while it "
-            "measured, so that times are too long; measure again with --fresh",
+            notes=tuple(notes),
         )
 
 
@@ -169,13 +159,9 @@ def plan_report(
 ) -> PlanReport:
     """Load a model, measure its layers unless that was done before, and plan its batches.
 
-    Args:
-        source: folder, hub id, URI or "demo".
-        config: options of the engine.
-        row: what the rows are like; None takes `RowShape`'s defaults as far as the model goes.
-        fresh: measure also where a profile is in the cache.
-        folder: of the profiles; None takes that of the cache.
-        tell: called with what is done next.
+    Without `row` rows have `RowShape`'s defaults as far as the model goes. With `fresh` the layers
+    are measured also where a profile is in the cache; `folder` stands for that of the cache. `tell`
+    is called with what is done next.
 
     Raises:
         ConfigError: the model cannot be run, rows are longer than it allows, or memory holds no
@@ -299,29 +285,29 @@ def _on_device(planned: PlannedBatches) -> PricedPlan | None:
     return None
 
 
-def _notes(phases: Mapping[Phase, PlannedBatches]) -> tuple[str, ...]:
+def _notes(phases: Mapping[Phase, PlannedBatches]) -> list[str]:
     """Say where the best plan is none that the engine carries out."""
-    return tuple(
+    return [
         f"{phase}: the best plan needs the host; the engine keeps KV on the device, and streams "
         "whole layers where engine.device_weight_bytes asks for it"
         for phase, planned in phases.items()
         if _on_device(planned) is not planned.search.best
-    )
+    ]
 
 
 def _phase_json(planned: PlannedBatches) -> dict[str, Any]:
     search = planned.search
+    best, *others = (
+        {**asdict(priced), "token_s": priced.token_s}
+        for priced in (search.best, *search.runners_up)
+    )
     return {
-        "best": _priced_json(search.best),
-        "runners_up": [_priced_json(priced) for priced in search.runners_up],
+        "best": best,
+        "runners_up": others,
         "target": asdict(planned.target),
         "num_considered": search.num_considered,
         "num_infeasible": search.num_infeasible,
     }
-
-
-def _priced_json(priced: PricedPlan) -> dict[str, Any]:
-    return {**asdict(priced), "token_s": priced.token_s}
 
 
 def _device(model: LoadedModel, config: EngineConfig) -> str:
@@ -332,12 +318,7 @@ def _device(model: LoadedModel, config: EngineConfig) -> str:
 
 def _shape(model: ModelShape) -> str:
     layer = model.layer
-    told = count(model.num_layers, "layer")
+    layers = count(model.num_layers, "layer")
     if layer.num_experts > 1:
-        return f"{told} of {full(layer.num_experts)} experts, {full(layer.top_k)} for a token"
-    return f"{told} without experts"
-
-
-def _option(value: int | None) -> str:
-    # as YAML and --set read it
-    return "null" if value is None else str(value)
+        return f"{layers} of {full(layer.num_experts)} experts, {full(layer.top_k)} for a token"
+    return f"{layers} without experts"

@@ -1,11 +1,11 @@
 """From a planned input to its explanation."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.explanation.record import PROBE, Explanation, KVSize
-from raybatch.explanation.time import TimeEstimate
 from raybatch.pictures.wording import full
 from raybatch.planning.planned import PlannedInput
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
@@ -15,68 +15,48 @@ from raybatch.prefix.outline import TreeBox, outline_tree
 from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.records.types import TokenIds
 
-# rows of which an explanation simulates each order, unless told otherwise
+# rows of which an explanation simulates each order, by default
 MAX_ROWS_EXPLAINED = 100_000
 # tokens of a prefix whose text is shown
 _TEXT_TOKENS = 48
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedAndPrice:
-    """What the explanation says about time.
-
-    Args:
-        time: None where nothing is known of the speed.
-        no_time: why there is none.
-        price_per_engine_hour: in any currency.
-    """
-
-    time: TimeEstimate | None = None
-    no_time: str = ""
-    price_per_engine_hour: float | None = None
-
-
 def explain_plan(
     planned: PlannedInput,
     *,
-    source: str,
-    model: str,
     plan: PlanConfig,
     engine: EngineConfig,
     kv: KVSize | None = None,
-    speed: SpeedAndPrice | None = None,
-    layout: str = "",
     decode: Callable[[TokenIds], str] | None = None,
     max_rows: int = MAX_ROWS_EXPLAINED,
+    **known: Any,  # noqa: ANN401
 ) -> Explanation:
     """Explain a plan; near-linear in rows, plus the simulation of `max_rows` rows three times.
 
-    Args:
-        planned: rows and their plan.
-        source: input path or URI.
-        model: as the user named it.
-        plan: options of the plan.
-        engine: options of the engines.
-        kv: KV cache of one engine; None compares no orders.
-        speed: time and price; None says that there is no cost model.
-        layout: what another order of the template's fields would share.
-        decode: turns token ids into text, for the prefixes that are drawn.
-        max_rows: rows to simulate for each order.
+    Without `kv`, the KV cache of one engine, no orders are compared. `decode` makes texts for the
+    prefixes that are drawn. `known` are further fields of the explanation, source and model at
+    least.
     """
     keys, expected = planned.keys, planned.expected_tokens
+    if len(expected):
+        known["lengths"] = length_bands(expected)
+    profile = profile_rows(
+        keys,
+        expected,
+        planned.found,
+        num_rows=planned.num_rows,
+        unasked=planned.unasked,
+        limit_tokens=int(planned.max_tokens.sum()),
+        num_units=planned.whole.num_units,
+    )
     explanation = explain_profile(
-        _profile(planned),
-        source=source,
-        model=model,
+        profile,
         plan=plan,
         is_reordered=planned.plan.is_reordered,
         is_probed=planned.is_probed,
-        speed=speed,
-        layout=layout,
-        boxes=_boxes(planned, decode),
+        boxes=tuple(_boxes(planned, decode)),
+        **known,
     )
-    if len(expected):
-        explanation = replace(explanation, lengths=length_bands(expected))
     if kv is None:
         return explanation
     orders = forecast_orders(
@@ -88,18 +68,6 @@ def explain_plan(
         max_rows=max_rows,
     )
     return with_orders(explanation, orders, kv)
-
-
-def _profile(planned: PlannedInput) -> InputProfile:
-    return profile_rows(
-        planned.keys,
-        planned.expected_tokens,
-        planned.found,
-        num_rows=planned.num_rows,
-        unasked=planned.unasked,
-        limit_tokens=int(planned.max_tokens.sum()),
-        num_units=planned.whole.num_units,
-    )
 
 
 def cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSize:
@@ -114,56 +82,35 @@ def cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSi
 def explain_profile(
     profile: InputProfile,
     *,
-    source: str,
-    model: str,
     plan: PlanConfig,
-    is_reordered: bool,
     is_probed: bool = False,
-    speed: SpeedAndPrice | None = None,
-    layout: str = "",
-    boxes: Sequence[TreeBox] = (),
+    **known: Any,  # noqa: ANN401
 ) -> Explanation:
     """Explain what sums over the rows tell, as for an input that was planned in parts.
 
-    Args:
-        profile: of the whole input.
-        source: input path or URI.
-        model: as the user named it.
-        plan: options of the plan.
-        is_reordered: rows run in another order than that of the input.
-        is_probed: where the plan asks for a probe, it has been run.
-        speed: time and price; None says that there is no cost model.
-        layout: what another order of the template's fields would share.
-        boxes: the prefix tree, to be drawn.
+    `is_probed`: where the plan asks for a probe, it has been run. `known` are further fields of the
+    explanation: source, model and is_reordered at least.
     """
-    known, outputs = speed or SpeedAndPrice(), profile.output_tokens
+    outputs = profile.output_tokens
+    lengths_from = "max_tokens"
+    if plan.lengths == "probe" and is_probed:
+        lengths_from = PROBE
+    elif plan.expected_tokens_column is not None:
+        lengths_from = f"column {plan.expected_tokens_column!r}"
+    fields = {"lengths": histogram_bands(outputs) if outputs.num_values else None, **known}
     return Explanation(
-        source=source,
-        model=model,
-        order=plan.order,
-        is_reordered=is_reordered,
-        is_off=plan.mode == "off",
         profile=profile,
-        lengths=histogram_bands(outputs) if outputs.num_values else None,
-        lengths_from=_lengths_from(plan, is_probed=is_probed),
-        time=known.time,
-        no_time=known.no_time,
-        price_per_engine_hour=known.price_per_engine_hour,
-        layout=layout,
-        boxes=tuple(boxes),
+        order=plan.order,
+        is_off=plan.mode == "off",
+        lengths_from=lengths_from,
+        **fields,
     )
 
 
 def with_orders(
     explanation: Explanation, orders: tuple[OrderForecast, ...], kv: KVSize
 ) -> Explanation:
-    """Return the explanation with orders compared, where they differ by anything.
-
-    Args:
-        explanation: without them.
-        orders: forecast for the cache.
-        kv: the cache.
-    """
+    """Return the explanation with the forecast orders, where they differ by anything."""
     if orders[0].prompt_tokens:
         return replace(explanation, kv=kv, orders=orders)
     num_rows = orders[0].num_rows_too_large
@@ -175,24 +122,17 @@ def with_orders(
     return replace(explanation, kv=kv, no_orders=why_not)
 
 
-def _lengths_from(plan: PlanConfig, *, is_probed: bool) -> str:
-    if plan.lengths == "probe" and is_probed:
-        return PROBE
-    column = plan.expected_tokens_column
-    return "max_tokens" if column is None else f"column {column!r}"
-
-
 def _boxes(planned: PlannedInput, decode: Callable[[TokenIds], str] | None) -> list[TreeBox]:
     boxes = outline_tree(planned.found.tree, planned.keys)
     prompts = planned.prompts
     if prompts is None or decode is None:
         return boxes
-    told = []
+    labelled = []
     for box in boxes:
         if box.num_nodes != 1:
-            told.append(box)
+            labelled.append(box)
             continue
         start, stop = round(box.token_start), round(box.token_stop)
         text = decode(prompts[box.example_row][start : min(stop, start + _TEXT_TOKENS)])
-        told.append(replace(box, text=text + (" ..." if stop > start + _TEXT_TOKENS else "")))
-    return told
+        labelled.append(replace(box, text=text + (" ..." if stop > start + _TEXT_TOKENS else "")))
+    return labelled

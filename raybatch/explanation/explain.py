@@ -19,15 +19,14 @@ from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError, MeasureError, error_text
 from raybatch.explanation.build import (
     MAX_ROWS_EXPLAINED,
-    SpeedAndPrice,
     cache_size,
     explain_plan,
     explain_profile,
     with_orders,
 )
+from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.record import Explanation, KVSize
-from raybatch.explanation.time import TimeEstimate
 from raybatch.planning.layout_lint import lint_source, told_of_templates
 from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun, planned_work
 from raybatch.planning.run import fit_units, is_small
@@ -48,13 +47,10 @@ class Question:
     """What is to be said of a job.
 
     Args:
-        job: its source and options.
         spec: of the pool that runs it, with a backend that is decided.
         backend_reason: why it is that one; "" where the user named it.
-        name: of the source.
         kv_tokens: KV cache of one engine; None takes that of the cost model.
         kv_tokens_found: what an engine had that has run; taken where neither is known.
-        price_per_engine_hour: of one replica, in any currency.
         measure: start an engine to measure its speed, where no cost model is kept.
         max_rows: rows of which each order is simulated.
         lint: look for a better order of the template's fields.
@@ -84,7 +80,7 @@ class Question:
                 "for the KV cache of the engine"
             )
         if self.price_per_engine_hour is not None:
-            # a wrong price is told before the work, not when it is shown
+            # a wrong price is reported before the work, not when it is shown
             money(0.0, 1, self.price_per_engine_hour)
 
 
@@ -111,9 +107,8 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         "source": question.name,
         "model": spec.model,
         "plan": job.plan,
-        "speed": SpeedAndPrice(
-            no_time=why_not, price_per_engine_hour=question.price_per_engine_hour
-        ),
+        "no_time": why_not,
+        "price_per_engine_hour": question.price_per_engine_hour,
         "layout": _layout(job, tokenizer) if question.lint else "",
     }
     kv = _kv_size(question, costs)
@@ -181,7 +176,9 @@ def _explain_large(
         replace(profile, num_units=profile.num_units + num_others),
         is_reordered=planned.is_reordered(job.plan),
         is_probed=num_probed > 0,
-        boxes=join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts]),
+        boxes=tuple(
+            join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts])
+        ),
         **common,
     )
     if kv is None:
@@ -204,9 +201,8 @@ def _explain_nothing(question: Question) -> Explanation:
         model=question.spec.model,
         plan=question.job.plan,
         is_reordered=False,
-        speed=SpeedAndPrice(
-            no_time="the source has no rows", price_per_engine_hour=question.price_per_engine_hour
-        ),
+        no_time="the source has no rows",
+        price_per_engine_hour=question.price_per_engine_hour,
     )
 
 
@@ -227,10 +223,10 @@ def explain_run(
 ) -> PlanOutcome | None:
     """Return a run beside its plan; None, with a warning, where the plan cannot be explained.
 
-    The rows are generated and written: nothing that is said about them may end their job.
+    The rows are generated and written: no text about them may end their job.
     """
     try:
-        likely = likely_engine_s(question, planned, actual)
+        likely = _likely_engine_s(question, planned, actual)
         plan = explain_planned(question, planned)
     except Exception as error:
         _logger.warning(
@@ -242,7 +238,7 @@ def explain_run(
     return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
 
 
-def likely_engine_s(
+def _likely_engine_s(
     question: Question, planned: PlannedInput | LargePlan, actual: RunActual
 ) -> tuple[float, float, float] | None:
     """Return the engine seconds that a run's counts lead to expect: expected, low and high."""
@@ -287,8 +283,8 @@ def _cost_model(question: Question) -> tuple[CostModel | None, str]:
     path = cost_model_path(
         spec.model, spec.backend, spec.engine, num_engines_on_host=_crew_size(question)[1]
     )
-    found = load_cost_model(path)
-    return found, "" if found else "this model was not measured on this host yet"
+    costs = load_cost_model(path)
+    return costs, "" if costs else "this model was not measured on this host yet"
 
 
 def _measured(question: Question) -> CostModel:

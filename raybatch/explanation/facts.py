@@ -1,29 +1,43 @@
 """Sentences, tables and drawings about an input and its plan; each function makes one section."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from raybatch.pictures.charts import ShareBar, draw_histogram, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.icicle import draw_icicle
-from raybatch.pictures.wording import amount, count, full, percent
+from raybatch.pictures.wording import amount, count, duration, full, percent
 from raybatch.planning.sidecar import FILTERED
+from raybatch.policy.cost.estimate import money
+from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.forecast import OrderForecast
 from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.lengths import LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
 
-_SHARES = "hit rate, share of all prompt tokens"
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeEstimate:
+    """Time that engines need; their start, reading and writing come on top.
+
+    Args:
+        engine_s: seconds of work, summed over replicas.
+        low_s: `wall_s` at the lower end of the likely range.
+        num_replicas: that share the work.
+        origin: what the estimate rests on, such as "measured on this host".
+    """
+
+    engine_s: float
+    wall_s: float
+    low_s: float
+    high_s: float
+    num_replicas: int
+    origin: str = ""
 
 
 def order_meanings(*, is_off: bool, is_reordered: bool, has_cache: bool) -> dict[str, str]:
-    """Return what each order stands for.
-
-    Args:
-        is_off: nobody asked for a plan.
-        is_reordered: rows run in another order than that of the input.
-        has_cache: rows find blocks that others have left.
-    """
+    """Return what each order stands for; `has_cache`: rows find blocks that others have left."""
     cache = "prefix cache alone" if has_cache else "prefix caching is off"
     in_input = f"rows as they come, {cache}"
     in_groups = "prefixes held for their groups, identical rows once"
@@ -49,7 +63,7 @@ def input_section(
         facts.append(("not asked", _unasked(profile, ends_at_error=ends_at_error)))
     facts.append(("prompts", f"{amount(prompts.total)} tokens{_spread(prompts)}"))
     figures: tuple[Figure, ...] = (
-        Figure(title="Prompt length", svg=draw_histogram(prompts, x_label="prompt tokens")),
+        Figure(title="Prompt length", svg=draw_histogram(prompts, x_name="prompt tokens")),
     )
     if not profile.limit_tokens:
         return Section(title="Input", facts=tuple(facts), figures=figures)
@@ -65,7 +79,7 @@ def input_section(
     figures += (
         Figure(
             title="Expected output length",
-            svg=draw_histogram(outputs, x_label="output tokens"),
+            svg=draw_histogram(outputs, x_name="output tokens"),
         ),
     )
     return Section(title="Input", facts=tuple(facts), figures=figures)
@@ -106,8 +120,8 @@ def group_section(
     rows = profile.group_rows
     if not is_reordered:
         why = "the plan is off" if is_off else "sharing saves too little to reorder them"
-        said = f"rows keep the order of the input: {why}"
-        return Section(title="Groups", facts=(("plan", said),))
+        reason = f"rows keep the order of the input: {why}"
+        return Section(title="Groups", facts=(("plan", reason),))
     alone = count(profile.num_asked - rows.total, "row")
     # a group shares between rows that are generated
     if not profile.num_groups and profile.num_generated < profile.num_asked:
@@ -123,12 +137,12 @@ def group_section(
     figures = (
         Figure(
             title="Group size",
-            svg=draw_histogram(rows, x_label="rows of a group", y_label="groups"),
+            svg=draw_histogram(rows, x_name="rows of a group", y_name="groups"),
         ),
         Figure(
             title="Shared prefix",
             svg=draw_histogram(
-                profile.group_prefix, x_label="prefix tokens of a group", y_label="groups"
+                profile.group_prefix, x_name="prefix tokens of a group", y_name="groups"
             ),
         ),
     )
@@ -136,20 +150,37 @@ def group_section(
 
 
 def order_section(
-    orders: Sequence[OrderForecast], meanings: Mapping[str, str], kv: str, *, own: str
+    orders: Sequence[OrderForecast], meanings: Mapping[str, str], kv: str, *, main: str
 ) -> Section:
     """Compare orders by the prompt tokens that they compute.
 
-    Args:
-        orders: at least one.
-        meanings: of their names.
-        kv: the KV cache for which they are compared, in words.
-        own: the order in which rows will run.
+    `kv` is the KV cache for which they are compared, in words, `main` the order in which rows will
+    run.
     """
     header = ("order", "computed", "saved", "hit rate", "of the prompt tokens")
+    rows = tuple(
+        (
+            order.name,
+            amount(order.computed_tokens),
+            amount(order.saved_tokens),
+            _rate(order),
+            meanings[order.name],
+        )
+        for order in orders
+    )
+    bars = [
+        ShareBar(
+            name=order.name,
+            share=order.hit_rate,
+            error=order.error,
+            note=f"{amount(order.computed_tokens)} computed",
+            is_main=order.name == main,
+        )
+        for order in orders
+    ]
     figure = Figure(
         title="Prompt tokens that need no computing",
-        svg=draw_shares([_bar(order, own) for order in orders], label=_SHARES),
+        svg=draw_shares(bars, label="hit rate, share of all prompt tokens"),
         is_wide=True,
     )
     notes = [f"KV cache: {kv}"] if kv else []
@@ -159,7 +190,7 @@ def order_section(
         notes.append("from a sample of the rows: +- is a 95 % interval, >= a lower bound")
     return Section(
         title="Orders",
-        table=Table(header=header, rows=tuple(_line(o, meanings[o.name]) for o in orders)),
+        table=Table(header=header, rows=rows),
         notes=tuple(notes),
         figures=(figure,),
     )
@@ -168,15 +199,12 @@ def order_section(
 def uncompared_section(profile: InputProfile, why_not: str, *, shares: bool) -> Section:
     """Say what can be said of the prompt tokens to compute where orders are not compared.
 
-    Args:
-        profile: of the input.
-        why_not: they are not compared.
-        shares: whether anything that is computed serves another row.
+    `shares` is whether anything that is computed serves another row.
     """
     total = max(1, profile.tree.logical_tokens)
     at_most = f"{percent(1 - profile.bound_tokens / total)} at most"
     once = percent(1 - profile.computed_tokens / total)
-    said = (
+    text = (
         f"{once} of the prompt tokens need no computing when each prefix runs once, {at_most}"
         if shares
         else "nothing is shared: prefix caching is off, and rows keep the order of the input "
@@ -184,51 +212,57 @@ def uncompared_section(profile: InputProfile, why_not: str, *, shares: bool) -> 
     )
     return Section(
         title="Orders",
-        facts=(("hit rate", said),),
+        facts=(("hit rate", text),),
         notes=(f"{why_not}, so orders are not compared",),
     )
 
 
-def _line(order: OrderForecast, meaning: str) -> tuple[str, ...]:
-    return (
-        order.name,
-        amount(order.computed_tokens),
-        amount(order.saved_tokens),
-        _rate(order),
-        meaning,
-    )
-
-
-def _bar(order: OrderForecast, own: str) -> ShareBar:
-    return ShareBar(
-        name=order.name,
-        share=order.hit_rate,
-        error=order.error,
-        note=f"{amount(order.computed_tokens)} computed",
-        is_main=order.name == own,
-    )
+def time_facts(
+    time: TimeEstimate | None,
+    why_not: str,
+    price_per_engine_hour: float | None,
+    answer_cost: tuple[float, float] | None,
+) -> list[tuple[str, str]]:
+    """Say how long and how much, or why that is not known."""
+    if time is None:
+        reason = f"no cost model: {why_not}" if why_not else "no cost model"
+        facts = [("time", reason)]
+        if answer_cost is not None:
+            least, most = map(amount_of_money, answer_cost)
+            facts.append(("money", f"answers cost about {least} to {most}, by shared prefixes"))
+        return facts
+    origin = f", {time.origin}" if time.origin else ""
+    facts = [
+        (
+            "time",
+            f"{duration(time.wall_s)} on {count(time.num_replicas, 'replica')}, likely "
+            f"{duration(time.low_s)} to {duration(time.high_s)}{origin}",
+        ),
+        ("engine time", f"{time.engine_s / 3600:,.3g} engine-hours ({duration(time.engine_s)})"),
+    ]
+    if price_per_engine_hour is not None:
+        price = money(time.wall_s, time.num_replicas, price_per_engine_hour)
+        rounded = f"{price:,.2f}" if price >= 1 else f"{price:.3g}"
+        rate = f"{rounded} at {price_per_engine_hour:,.2f} per engine-hour"
+        held = f"{count(time.num_replicas, 'replica')} for all of the time"
+        facts.append(("money", f"{rate}, {held}"))
+    return facts
 
 
 def _unasked(profile: InputProfile, *, ends_at_error: bool) -> str:
     kinds = ", ".join(f"{full(n)} {name}" for name, n in sorted(profile.unasked.items()))
-    said = f"{count(sum(profile.unasked.values()), 'row')}: {kinds}"
+    text = f"{count(sum(profile.unasked.values()), 'row')}: {kinds}"
     if ends_at_error and any(name != FILTERED for name in profile.unasked):
-        return f"{said}; on_error is 'raise', so the run ends at the first row that fails"
-    return said
+        return f"{text}; on_error is 'raise', so the run ends at the first row that fails"
+    return text
 
 
 def _rows(profile: InputProfile) -> str:
-    said = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
-    is_saved = profile.num_generated < profile.num_asked
-    duplicates = profile.tree.num_duplicates
-    if is_saved:
-        duplicates = profile.num_asked - profile.num_generated
-    copies = count(duplicates, "copy", "copies")
-    if is_saved:
-        return f"{said}, {copies} of other rows among them (not generated again)"
-    if duplicates:
-        return f"{said}, {copies} of other rows among them"
-    return said
+    text = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
+    num_saved = profile.num_asked - profile.num_generated
+    if num_copies := num_saved or profile.tree.num_duplicates:
+        text += f", {count(num_copies, 'copy', 'copies')} of other rows among them"
+    return f"{text} (not generated again)" if num_saved else text
 
 
 def _bands(lengths: LengthBands) -> str:

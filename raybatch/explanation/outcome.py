@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raybatch.durable.units import UnitCounts
 from raybatch.explanation.plain import from_plain
 from raybatch.explanation.record import PROBE, Explanation
 from raybatch.pictures.charts import ShareBar, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, count, duration, full, percent
+from raybatch.records.types import PoolStats
 
 # what differs by less is as planned
 _AS_PLANNED = 0.01
@@ -25,20 +27,13 @@ class RunActual:
         prompt_tokens: of all rows that engines were to see, copies of others included.
         computed_tokens: those that were computed when their row started for the first time.
         generated_tokens: of all rows and samples, copies of others included.
-        num_rows: rows that engines were to see.
         num_generated: rows that were generated; the others are copies.
         kv_tokens: KV cache of one engine; the smallest of them.
-        num_replicas: that worked.
-        num_restarts: replicas started again after a death.
         num_preemptions: times that a running sequence gave up its blocks.
-        recomputed_tokens: computed again after that.
         swapped_tokens: whose KV came back from host memory instead.
-        swapped_bytes: copied for that, there and back.
         weight_copy_bytes: weights copied to the device, as not all stay there.
-        num_weight_copies: layers that were.
-        num_weight_stalls: of these, the ones that were waited for.
-        drafted_tokens: guessed ahead and computed.
-        accepted_tokens: of these, the right ones; as many steps of a sequence were saved.
+        num_weight_stalls: layers whose copy was waited for.
+        accepted_tokens: drafted ones that were right; as many steps of a sequence were saved.
         num_group_cuts: pieces of groups beyond the first one, on other replicas.
         cut_tokens: prefix tokens that were computed again for these pieces.
         engine_s: seconds of work, summed over replicas.
@@ -83,14 +78,53 @@ class RunActual:
         return self.saved_tokens / max(1, self.prompt_tokens)
 
 
+def actual_of(
+    counts: UnitCounts, before: PoolStats, after: PoolStats, *, num_restarts: int, wall_s: float
+) -> RunActual:
+    """Return the counts of a run; None stands for what died with an engine.
+
+    The engines of the pool may have worked before the run.
+    """
+
+    def grown(name: str) -> int | None:
+        if num_restarts:
+            return None
+        old, new = (
+            sum(int(getattr(replica, name)) for replica in stats.replicas)
+            for stats in (before, after)
+        )
+        return new - min(old, new)
+
+    sizes = [replica.kv_tokens for replica in after.replicas if replica.kv_tokens]
+    return RunActual(
+        prompt_tokens=counts.prompt_tokens,
+        computed_tokens=counts.prompt_tokens - counts.cached_tokens,
+        generated_tokens=counts.generated_tokens,
+        num_rows=counts.num_asked,
+        num_generated=counts.num_asked - counts.num_copies,
+        kv_tokens=min(sizes, default=None),
+        num_replicas=after.num_replicas,
+        num_restarts=num_restarts,
+        num_preemptions=grown("num_preemptions"),
+        recomputed_tokens=grown("num_recomputed_tokens"),
+        swapped_tokens=grown("num_swapped_tokens"),
+        swapped_bytes=grown("swapped_bytes"),
+        weight_copy_bytes=grown("weight_copy_bytes"),
+        num_weight_copies=grown("num_weight_copies"),
+        num_weight_stalls=grown("num_weight_stalls"),
+        drafted_tokens=grown("num_drafted_tokens"),
+        accepted_tokens=grown("num_accepted_tokens"),
+        num_group_cuts=max(0, after.num_group_cuts - before.num_group_cuts),
+        cut_tokens=max(0, after.cut_tokens - before.cut_tokens),
+        engine_s=max(0.0, after.busy_s - before.busy_s),
+        wall_s=wall_s,
+        is_warm=before.busy_s > 0 and before.num_ready > 0,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOutcome:
-    """A plan with what became of it.
-
-    Args:
-        plan: as it was explained before the run.
-        actual: counted after it.
-    """
+    """A plan as it was explained before the run, with what became of it."""
 
     plan: Explanation
     actual: RunActual
@@ -101,7 +135,10 @@ class PlanOutcome:
         profile, time = plan.profile, plan.time
         outputs, generated = profile.output_tokens.total, actual.generated_tokens
         planned_copies = profile.num_asked - profile.num_generated
-        drafts = (("drafts that were right", "", _share(actual)),) if actual.drafted_tokens else ()
+        drafts: tuple[tuple[str, str, str], ...] = ()
+        if actual.drafted_tokens:
+            share = f"{amount(actual.accepted_tokens or 0)} of {amount(actual.drafted_tokens)}"
+            drafts = (("drafts that were right", "", share),)
         return (
             ("hit rate", percent(plan.hit_rate), percent(actual.hit_rate)),
             ("saved prompt tokens", amount(plan.saved_tokens), amount(actual.saved_tokens)),
@@ -119,26 +156,26 @@ class PlanOutcome:
     def deviations(self) -> tuple[str, ...]:
         """Say what differs from the plan by more than 1 %, and what explains it."""
         actual, more = self.actual, self.actual.saved_tokens - self.plan.saved_tokens
-        said = []
+        lines = []
         if abs(more) > _AS_PLANNED * max(1, self.plan.saved_tokens):
             word = "more" if more > 0 else "fewer"
             causes = "; ".join(self._causes(more)) or "no cause was counted"
-            said.append(
+            lines.append(
                 f"{amount(abs(more))} {word} prompt tokens were saved than planned: {causes}"
             )
         if actual.num_preemptions:
             again = amount(actual.recomputed_tokens or 0)
             times = count(actual.num_preemptions, "preemption")
-            said.append(f"{again} tokens were computed again after {times}")
+            lines.append(f"{again} tokens were computed again after {times}")
         if actual.swapped_tokens:
             back = amount(actual.swapped_tokens)
             mebibytes = amount(round((actual.swapped_bytes or 0) / 2**20))
-            said.append(
+            lines.append(
                 f"the KV of {back} tokens came back from host memory after preemptions; "
                 f"{mebibytes} MiB were copied, there and back"
             )
-        said += self._time_deviations()
-        return tuple(said)
+        lines += self._time_deviations()
+        return tuple(lines)
 
     def sections(self) -> tuple[Section, ...]:
         """Return the comparison, for any kind of document."""
@@ -154,10 +191,12 @@ class PlanOutcome:
             svg=draw_shares(bars, label="hit rate, share of all prompt tokens"),
             is_wide=True,
         )
+        # words come last in a table; there are none here
+        rows = tuple((*row, "") for row in self.rows())
         return (
             Section(
                 title="Plan and actual",
-                table=Table(header=("", "plan", "actual", ""), rows=_with_notes(self.rows())),
+                table=Table(header=("", "plan", "actual", ""), rows=rows),
                 notes=self.deviations() or ("the run went as planned",),
                 figures=(figure,),
             ),
@@ -242,24 +281,24 @@ class PlanOutcome:
 
     def _time_deviations(self) -> list[str]:
         time, actual = self.plan.time, self.actual
-        said = []
+        lines = []
         outputs, generated = self.plan.profile.output_tokens.total, actual.generated_tokens
         if generated and abs(generated / max(1, outputs) - 1) > 10 * _AS_PLANNED:
-            said.append(
+            lines.append(
                 f"rows generated {percent(generated / max(1, outputs), 0)} of the tokens that were "
                 f"expected from {self.plan.lengths_from}"
             )
         is_likely = time is None or time.low_s <= actual.wall_s <= time.high_s
         if time is not None and not is_likely and abs(actual.wall_s - time.wall_s) > _SHORT_S:
             word = "less" if actual.wall_s < time.low_s else "more"
-            said.append(
+            lines.append(
                 f"by the clock it took {duration(actual.wall_s)}, {word} than the likely range of "
                 f"the plan, {duration(time.low_s)} to {duration(time.high_s)}{self._likely()}"
             )
             if time.num_replicas != actual.num_replicas:
                 planned = count(time.num_replicas, "replica")
-                said.append(f"{full(actual.num_replicas)} worked where {planned} were planned")
-        return said
+                lines.append(f"{full(actual.num_replicas)} worked where {planned} were planned")
+        return lines
 
     def _likely(self) -> str:
         """Say how long what was really done should have taken, where that is known."""
@@ -273,11 +312,6 @@ class PlanOutcome:
         )
 
 
-def _share(actual: RunActual) -> str:
-    accepted, drafted = actual.accepted_tokens or 0, actual.drafted_tokens or 0
-    return f"{amount(accepted)} of {amount(drafted)}"
-
-
 def _weights(actual: RunActual) -> tuple[tuple[str, str, str], ...]:
     """Return what was copied of weights that do not stay on the device; nothing where all do."""
     if not actual.weight_copy_bytes:
@@ -289,11 +323,6 @@ def _weights(actual: RunActual) -> tuple[tuple[str, str, str], ...]:
         ("weights copied", "", f"{mebibytes} MiB, {per_token} KiB per generated token"),
         ("layers waited for", "", f"{stalls} of {copies}"),
     )
-
-
-def _with_notes(rows: tuple[tuple[str, str, str], ...]) -> tuple[tuple[str, ...], ...]:
-    # words come last in a table; there are none here
-    return tuple((*row, "") for row in rows)
 
 
 def _tokens(number: int | None) -> str:

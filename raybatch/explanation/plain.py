@@ -14,8 +14,7 @@ _T = TypeVar("_T")
 def from_plain(cls: type[_T], value: Mapping[str, Any], *, where: str) -> _T:
     """Build the dataclass `cls` from nested mappings and lists, as `dataclasses.asdict` gives them.
 
-    Fields may be plain values, other such dataclasses, tuples of one type, and any of these or
-    None.
+    Fields may be plain values, other such dataclasses, tuples, and any of these or None.
 
     Raises:
         ConfigError: the value does not have the shape of the record.
@@ -40,6 +39,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - data o
     if get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where} must be a list, got {value!r}")
-        item = get_args(hint)[0]
+        item, *rest = get_args(hint)
+        if rest != [...] and len(value) != len(get_args(hint)):
+            raise ConfigError(f"{where} must have {len(get_args(hint))} values, got {value!r}")
         return tuple(_convert(item, inner, f"{where}[{i}]") for i, inner in enumerate(value))
     return value

@@ -9,17 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raybatch.backends.choice import told_backend
 from raybatch.errors import ConfigError
 from raybatch.explanation.facts import (
+    TimeEstimate,
     group_section,
     input_section,
     order_meanings,
     order_section,
     sharing_section,
+    time_facts,
     uncompared_section,
 )
 from raybatch.explanation.plain import from_plain
-from raybatch.explanation.time import TimeEstimate, time_section, with_backend
 from raybatch.pictures.document import Section, to_fragment, to_page, to_text
 from raybatch.prefix.forecast import ForecastName, OrderForecast
 from raybatch.prefix.lengths import LengthBands
@@ -32,12 +34,7 @@ PROBE = "a probe"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVSize:
-    """The KV cache for which orders are compared.
-
-    Args:
-        tokens: of one engine.
-        origin: where the number comes from, such as "given" or "measured".
-    """
+    """The KV cache for which orders are compared; `origin` is such as "given" or "measured"."""
 
     tokens: int
     origin: str
@@ -48,29 +45,20 @@ class Explanation:
     """What a plan will do, save and cost.
 
     Args:
-        source: input path or URI.
-        model: as the user named it.
-        order: of the groups, by name.
         backend: kind of the backend that runs it; "" where there are no rows.
         backend_reason: why it is that one; "" where the user named it.
         is_reordered: rows run in another order than that of the input.
-        is_off: nobody asked for a plan.
         has_cache: rows find blocks that others have left; else only the groups of a plan share.
         ends_at_error: the run ends at the first row that fails.
-        profile: rows, tokens, sharing and groups.
         lengths: expected outputs of the rows that engines see; None without rows.
         lengths_from: where they come from, such as "max_tokens".
         kv: None where the size of the cache is not known.
         orders: the orders compared; empty where they are not.
-        no_orders: why there are no `orders`.
         time: None where nothing is known of the speed.
-        no_time: why there is no `time`.
-        price_per_engine_hour: of one replica, in any currency.
         answer_cost: of an endpoint's answers, about: where each shared prefix is cached, and where
             none is; None where answers have no prices.
         layout: what another order of the template's fields would share; "" for nothing.
-        boxes: the prefix tree, to be drawn.
-        executor: where a run would have its engines, and why; "" where that is not said.
+        executor: where a run would have its engines, and why; "" where that is not known.
     """
 
     source: str
@@ -134,9 +122,6 @@ class Explanation:
     def sections(self) -> tuple[Section, ...]:
         """Return what there is to say, for any kind of document."""
         profile = self.profile
-        kv = (
-            "" if self.kv is None else f"{self.kv.tokens:,} tokens of one engine ({self.kv.origin})"
-        )
         return (
             input_section(
                 profile, self.lengths, self.lengths_from, ends_at_error=self.ends_at_error
@@ -144,25 +129,29 @@ class Explanation:
             sharing_section(profile, self.boxes, self.layout),
             group_section(profile, self.order, is_reordered=self.is_reordered, is_off=self.is_off),
             self._time_section(),
-            self._order_section(kv),
+            self._order_section(),
         )
 
     def _time_section(self) -> Section:
-        section = time_section(
-            self.time, self.no_time, self.price_per_engine_hour, self.answer_cost
+        backend = told_backend(self.backend, self.backend_reason)
+        facts = (
+            *((("backend", backend),) if self.backend else ()),
+            *time_facts(self.time, self.no_time, self.price_per_engine_hour, self.answer_cost),
+            *((("executor", self.executor),) if self.executor else ()),
         )
-        told = (("executor", self.executor),) if self.executor else ()
-        section = dataclasses.replace(section, facts=(*section.facts, *told))
-        return with_backend(section, self.backend, self.backend_reason)
+        return Section(title="Time", facts=facts)
 
-    def _order_section(self, kv: str) -> Section:
+    def _order_section(self) -> Section:
         if not self.orders:
             return uncompared_section(self.profile, self.no_orders, shares=self.shares)
+        kv = (
+            "" if self.kv is None else f"{self.kv.tokens:,} tokens of one engine ({self.kv.origin})"
+        )
         orders = [order for order in self.orders if not self.is_off or order.name != "planned"]
         meanings = order_meanings(
             is_off=self.is_off, is_reordered=self.is_reordered, has_cache=self.has_cache
         )
-        return order_section(orders, meanings, kv, own="input" if self.is_off else "planned")
+        return order_section(orders, meanings, kv, main="input" if self.is_off else "planned")
 
     def __str__(self) -> str:
         return to_text(self.title, self.sections())

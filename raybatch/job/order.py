@@ -18,10 +18,10 @@ from raybatch.job.pool_watch import ProgressCallback
 from raybatch.job.progress import ProgressPrinter
 from raybatch.job.run import JobRun
 from raybatch.outputs.ordered import restore_order
-from raybatch.outputs.rebuilt import keep_report, report_of_complete
 from raybatch.planning.stored import StoredPlan
 from raybatch.redaction import redacted
 from raybatch.report import RunReport
+from raybatch.report.rebuild import keep_report, report_of_complete
 
 
 def check_order(config: JobConfig) -> None:

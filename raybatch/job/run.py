@@ -14,9 +14,8 @@ from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.storage import store_of, told_as
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, RunStopped, shell_path
-from raybatch.explanation.after import actual_of
 from raybatch.explanation.explain import Question, explain_run
-from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.explanation.outcome import PlanOutcome, RunActual, actual_of
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor
@@ -31,7 +30,6 @@ from raybatch.job.parts import (
 from raybatch.job.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.job.progress import ProgressPrinter, shown
 from raybatch.job.stopping import LimitWatch, StopSignal, WavesSoFar
-from raybatch.outputs.rebuilt import keep_report, report_of_complete
 from raybatch.planning.fingerprint import (
     deciding_options,
     fingerprint,
@@ -48,6 +46,7 @@ from raybatch.redaction import redacted
 from raybatch.report import RunReport, counted_report, installed_versions
 from raybatch.report.history.reading import read_history
 from raybatch.report.history.recorder import RunRecorder, new_run_id
+from raybatch.report.rebuild import keep_report, report_of_complete
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.unit_run import FeederRunner
 

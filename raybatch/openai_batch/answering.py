@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raybatch.openai_batch.logprobs import LogprobTexts
-from raybatch.openai_batch.refusal import Refusal, error_body
-from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Reply
+from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Refusal, Reply, error_body
 from raybatch.records.parsed_text import REASONING, TOOL_CALLS
 from raybatch.rows.schema import ERROR_COLUMN, error_class, row_status
+from raybatch.text.tokenizer import Tokenizer
 
 # of the rows of a job, as far as answers are made of them
 ANSWER_COLUMNS = [
@@ -35,15 +34,94 @@ ANSWER_COLUMNS = [
 ]
 
 _CODES = {"too_long": "context_length_exceeded", "invalid": "invalid_request"}
+# what OpenAI reports for tokens that are next to impossible; JSON has no infinity
+_LEAST = -9999.0
+
+
+class _Position(NamedTuple):
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+class LogprobTexts:
+    """Makes texts of the tokens of a tokenizer, which is None where no request asks for any."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def of_chat(
+        self, positions: Sequence[Mapping[str, Any]], num_top: int, *, is_stopped: bool
+    ) -> dict[str, Any]:
+        """Return the object `logprobs` of a choice of a chat.
+
+        A position has the ids of the generated token and of the most likely ones, the generated one
+        first, with their log probabilities. Where the model `is_stopped` by itself its end token
+        comes last.
+        """
+        return {
+            "content": [
+                {
+                    **_of_token(place.token, place.logprob),
+                    "top_logprobs": [_of_token(*top) for top in place.top],
+                }
+                for place in self._positions(positions, num_top, is_stopped)
+            ],
+            "refusal": None,
+        }
+
+    def of_completion(
+        self, positions: Sequence[Mapping[str, Any]], num_top: int, *, is_stopped: bool
+    ) -> dict[str, Any]:
+        """Return the object `logprobs` of a choice of a completion; see `of_chat`."""
+        places = self._positions(positions, num_top, is_stopped)
+        offsets, offset = [], 0
+        for place in places:
+            offsets.append(offset)
+            offset += len(place.token)
+        return {
+            "tokens": [place.token for place in places],
+            "token_logprobs": [place.logprob for place in places],
+            "top_logprobs": [dict(place.top) for place in places] if num_top else None,
+            "text_offset": offsets,
+        }
+
+    def _positions(
+        self, positions: Sequence[Mapping[str, Any]], num_top: int, is_stopped: bool
+    ) -> list[_Position]:
+        if is_stopped and positions and self._is_special(positions[-1]["token_ids"][0]):
+            positions = positions[:-1]
+        places = []
+        for place in positions:
+            values = [max(value, _LEAST) for value in place["logprobs"]]
+            pairs = list(zip(place["token_ids"], values, strict=True))
+            ranked = sorted(pairs, key=lambda pair: -pair[1])[:num_top]
+            top = tuple((self._text(token_id), logprob) for token_id, logprob in ranked)
+            token_id, logprob = pairs[0]
+            places.append(_Position(self._text(token_id), logprob, top))
+        return places
+
+    def _is_special(self, token_id: int) -> bool:
+        return self._tokenizer is not None and token_id in self._tokenizer.special_ids
+
+    def _text(self, token_id: int) -> str:
+        if token_id not in self._texts:
+            text = ""
+            if self._tokenizer is not None:
+                text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._texts[token_id] = text
+        return self._texts[token_id]
+
+
+def _of_token(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
 class Written(NamedTuple):
     """A line, and the file that it belongs to.
 
-    Args:
-        data: with the end of the line.
-        is_error: it belongs to the error file.
-        usage: prompt tokens, those of them that were cached, and generated tokens.
+    `usage` has the prompt tokens, those of them that were cached, and the generated tokens.
     """
 
     data: bytes
@@ -65,7 +143,7 @@ class AnswerWriter:
 
     Args:
         name: of the batch, from which the ids of answers follow.
-        created: seconds since 1970 that every answer tells.
+        created: seconds since 1970, in every answer.
         logprobs: makes texts of the tokens that have log probabilities.
     """
 
@@ -87,12 +165,13 @@ class AnswerWriter:
             body = _embeddings(rows, reply, prompt)
         else:
             is_chat = reply.endpoint == CHAT
+            samples = [sample for row in rows for sample in _samples(row)]
             body = {
                 "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._id(first['line'], 24)}",
                 "object": "chat.completion" if is_chat else "text_completion",
                 "created": self.created,
                 "model": reply.model,
-                "choices": self._choices(rows, reply),
+                "choices": [self._choice(i, sample, reply) for i, sample in enumerate(samples)],
                 "usage": {
                     "prompt_tokens": prompt,
                     "completion_tokens": generated,
@@ -100,9 +179,8 @@ class AnswerWriter:
                     "prompt_tokens_details": {"cached_tokens": cached},
                 },
             }
-        line = self._line(
-            first["line"], first["custom_id"], self._response(first["line"], 200, body)
-        )
+        response = self._response(first["line"], 200, body)
+        line = self._line(first["line"], first["custom_id"], response)
         return Written(line, False, (prompt, cached, generated))
 
     def refused(self, line: int, custom_id: str | None, refusal: Refusal) -> Written:
@@ -123,35 +201,26 @@ class AnswerWriter:
         response: Mapping[str, Any] | None,
         error: Mapping[str, Any] | None = None,
     ) -> bytes:
-        found = {
+        line_object = {
             "id": f"batch_req_{self._id(line, 24)}",
             "custom_id": custom_id,
             "response": response,
             "error": error,
         }
         # ASCII alone: some readers take other characters for the end of a line
-        return json.dumps(found).encode() + b"\n"
+        return json.dumps(line_object).encode() + b"\n"
 
     def _id(self, line: int, length: int) -> str:
         return hashlib.blake2b(f"{self.name}\0{line}".encode(), digest_size=length // 2).hexdigest()
 
-    def _choices(self, rows: Sequence[Mapping[str, Any]], reply: Reply) -> list[dict[str, Any]]:
-        samples = [sample for row in rows for sample in _samples(row)]
-        return [self._choice(index, sample, reply) for index, sample in enumerate(samples)]
-
     def _choice(self, index: int, sample: _Sample, reply: Reply) -> dict[str, Any]:
-        common = {"index": index, "finish_reason": sample.reason}
-        if reply.endpoint == CHAT:
-            told = self._told(sample, reply, self.logprobs.of_chat)
-            return {**common, **_message(sample), "logprobs": told}
-        told = self._told(sample, reply, self.logprobs.of_completion)
-        return {**common, "text": sample.text, "logprobs": told}
-
-    def _told(self, sample: _Sample, reply: Reply, tell: Any) -> Any:  # noqa: ANN401
-        if reply.num_logprobs is None or sample.logprobs is None:
-            return None
-        is_stopped = sample.reason == "stop"
-        return tell(sample.logprobs, reply.num_logprobs, is_stopped=is_stopped)
+        is_chat, logprobs = reply.endpoint == CHAT, None
+        if reply.num_logprobs is not None and sample.logprobs is not None:
+            describe = self.logprobs.of_chat if is_chat else self.logprobs.of_completion
+            is_stopped = sample.reason == "stop"
+            logprobs = describe(sample.logprobs, reply.num_logprobs, is_stopped=is_stopped)
+        answer = _message(sample) if is_chat else {"text": sample.text}
+        return {"index": index, "finish_reason": sample.reason, **answer, "logprobs": logprobs}
 
 
 def _message(sample: _Sample) -> dict[str, Any]:
@@ -172,7 +241,7 @@ def _samples(row: Mapping[str, Any]) -> list[_Sample]:
         values = [[value] for value in values]
     else:
         values = [[None] * len(row["generated_text"]) if v is None else v for v in values]
-    return [_Sample(*found) for found in zip(*values, strict=True)]
+    return [_Sample(*sample) for sample in zip(*values, strict=True)]
 
 
 def _num_generated(row: Mapping[str, Any]) -> int:
@@ -182,11 +251,11 @@ def _num_generated(row: Mapping[str, Any]) -> int:
 
 def _embeddings(rows: Sequence[Mapping[str, Any]], reply: Reply, num_tokens: int) -> dict[str, Any]:
     """Return the body of an answer with the vector of each prompt."""
-    told = _as_base64 if reply.encoding == "base64" else list[float]
+    encode = _as_base64 if reply.encoding == "base64" else list[float]
     return {
         "object": "list",
         "data": [
-            {"object": "embedding", "index": index, "embedding": told(row["embeddings"])}
+            {"object": "embedding", "index": index, "embedding": encode(row["embeddings"])}
             for index, row in enumerate(rows)
         ],
         "model": reply.model,

@@ -20,7 +20,7 @@ from raybatch.text.tokenizer import Tokenizer
 
 # where nothing says how long an answer can be
 _UNKNOWN_ANSWER_TOKENS = 16_384
-# what a batch file says for itself
+# what a batch file sets itself
 _TAKEN_OF_STAGE = (
     "prompt",
     "messages",
@@ -41,16 +41,15 @@ _TAKEN_OF_JOB = ("source", "sink", "output_order", "columns", "partition_by", "e
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Options of the jobs that answer a batch, without what a batch file says for itself.
+    """Options of the jobs that answer a batch, without what a batch file sets itself.
 
     Args:
-        job: as in a job file.
         names: further names by which requests may call the model.
         endpoint: the only one that requests may ask; None takes all that there are.
         where: what the options are called in messages.
 
     Raises:
-        ConfigError: an option is unknown, wrong, or said by the batch file itself.
+        ConfigError: an option is unknown, wrong, or set by the batch file itself.
     """
 
     job: Mapping[str, Any]
@@ -59,15 +58,15 @@ class BatchOptions:
     where: str = "batch"
 
     def __post_init__(self) -> None:
-        given = [
+        refused = [
             *(name for name in _TAKEN_OF_JOB if name in self.job),
             *(f"stage.{name}" for name in _TAKEN_OF_STAGE if name in self._of_stage),
             *(f"stage.sampling.{name}" for name in ("n", "logprobs") if name in self._sampling),
         ]
-        if given:
+        if refused:
             raise ConfigError(
-                f"{self.where}: {given[0]!r} is no option of a batch, whose files and requests say "
-                "it themselves; leave it out"
+                f"{self.where}: {refused[0]!r} is no option of a batch, whose files and requests "
+                "say it themselves; leave it out"
             )
         if type_of(self.stage.backend).is_endpoint:
             raise ConfigError(
@@ -79,7 +78,7 @@ class BatchOptions:
                 f"{self.where}: batch files ask for text or for embeddings, and the task of the "
                 f"stage is {self.stage.task!r}"
             )
-        # what else is wrong with them is told here, before anything is read
+        # what else is wrong with them is reported here, before anything is read
         stage = {"model": self.stage.model, **self._of_stage}
         Job.from_mapping({"source": "s", "sink": "t", **self.job, "stage": stage}, where=self.where)
 
@@ -165,10 +164,10 @@ class BatchOptions:
 
     @property
     def _sampling(self) -> Mapping[str, Any]:
-        given = self._of_stage.get("sampling") or {}
-        if isinstance(given, Sampling):
-            raise ConfigError(f"{self.where}: give sampling as a mapping, not as {given!r}")
-        return given
+        sampling = self._of_stage.get("sampling") or {}
+        if isinstance(sampling, Sampling):
+            raise ConfigError(f"{self.where}: give sampling as a mapping, not as {sampling!r}")
+        return sampling
 
     def _defaults(self, *, is_chat: bool) -> Sampling:
         """Return the options of requests that say nothing: the user's, else those of OpenAI."""
@@ -179,8 +178,8 @@ class BatchOptions:
             return sampling
         longest = COMPLETION_TOKENS
         if is_chat:
-            found = max_model_len(self.stage, find_model(self.stage))
-            longest = _UNKNOWN_ANSWER_TOKENS if found is None else found
+            model_len = max_model_len(self.stage, find_model(self.stage))
+            longest = _UNKNOWN_ANSWER_TOKENS if model_len is None else model_len
         return replace(sampling, max_tokens=max(longest, sampling.min_tokens))
 
 

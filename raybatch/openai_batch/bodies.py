@@ -13,19 +13,20 @@ from raybatch.openai_batch.body_values import (
     flag,
     is_id,
     prompts_of,
+    read_tools,
     whole,
+    with_parsed_calls,
 )
-from raybatch.openai_batch.refusal import Refusal
 from raybatch.openai_batch.requests import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
-    Asked,
     Form,
+    ParsedRequest,
+    Refusal,
     Reply,
     endpoints_of,
 )
-from raybatch.openai_batch.tool_options import read_tools, with_parsed_calls
 from raybatch.records.pooling import pooling_of
 from raybatch.records.types import Sampling, Task
 
@@ -77,12 +78,10 @@ class BodyRules:
 
     Args:
         names: of the model, as bodies may write them.
-        endpoint: the only one that may be asked; None takes all that there are.
+        endpoint: the only one that requests may name; None takes all.
         reads_tools: the chat template has a place for tools.
-        reads_reasoning_effort: and for `reasoning_effort`.
         chat: options of a chat request that says nothing.
         completions: of a completion request that says nothing.
-        task: what the job makes of prompts.
     """
 
     names: tuple[str, ...]
@@ -94,12 +93,8 @@ class BodyRules:
     task: Task = "generate"
 
 
-def read_request(request: Mapping[str, Any], rules: BodyRules) -> Asked:
-    """Return what a request asks.
-
-    Args:
-        request: object of a line, whose `custom_id` is fine.
-        rules: of the job.
+def read_request(request: Mapping[str, Any], rules: BodyRules) -> ParsedRequest:
+    """Return what the object of a line asks, whose `custom_id` is fine.
 
     Raises:
         Refusal: it cannot be answered.
@@ -113,12 +108,12 @@ def read_request(request: Mapping[str, Any], rules: BodyRules) -> Asked:
     body = request.get("body")
     if not isinstance(body, dict):
         raise bad("body", f"body must be an object, got {type(body).__name__}")
-    given = {key: value for key, value in body.items() if value is not None}
-    _check_model(given.get("model"), rules)
-    return read(given, rules)
+    values = {key: value for key, value in body.items() if value is not None}
+    _check_model(values.get("model"), rules)
+    return read(values, rules)
 
 
-def _reader(url: object, rules: BodyRules) -> Callable[[dict[str, Any], BodyRules], Asked]:
+def _reader(url: object, rules: BodyRules) -> Callable[[dict[str, Any], BodyRules], ParsedRequest]:
     known = endpoints_of(rules.task)
     if url == EMBEDDINGS and url not in known:
         raise bad("url", f"{url}: the job makes no embeddings (--set stage.task=embed)", "bad_url")
@@ -140,7 +135,7 @@ def _check_model(name: object, rules: BodyRules) -> None:
         )
 
 
-def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
+def _read_chat(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
     check_keys(body, _CHAT_KEYS)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -160,7 +155,7 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
     num_logprobs = whole(body, "top_logprobs", 0, MAX_LOGPROBS, default=0)
     if num_logprobs and not has_logprobs:
         raise bad("top_logprobs", "top_logprobs needs logprobs=true")
-    return Asked(
+    return ParsedRequest(
         form=Form("messages", _num_samples(body), has_logprobs),
         prompts=[json.dumps([with_parsed_calls(message) for message in messages])],
         sampling=sampling,
@@ -169,7 +164,7 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> Asked:
     )
 
 
-def _read_completion(body: dict[str, Any], rules: BodyRules) -> Asked:
+def _read_completion(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
     check_keys(body, _COMPLETION_KEYS)
     num_samples = _num_samples(body)
     if body.get("best_of", num_samples) not in (1, num_samples):
@@ -178,7 +173,7 @@ def _read_completion(body: dict[str, Any], rules: BodyRules) -> Asked:
     if "logprobs" in body:
         num_logprobs = whole(body, "logprobs", 0, MAX_LOGPROBS, default=0)
     kind, prompts = prompts_of(body, "prompt")
-    return Asked(
+    return ParsedRequest(
         form=Form(kind, num_samples, num_logprobs is not None),
         prompts=prompts,
         sampling=_sampling(body, rules.completions, body.get("max_tokens")),
@@ -187,7 +182,7 @@ def _read_completion(body: dict[str, Any], rules: BodyRules) -> Asked:
     )
 
 
-def _read_embedding(body: dict[str, Any], rules: BodyRules) -> Asked:
+def _read_embedding(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
     check_keys(body, _EMBEDDING_KEYS)
     encoding = body.get("encoding_format", "float")
     if encoding not in ("float", "base64"):
@@ -198,7 +193,7 @@ def _read_embedding(body: dict[str, Any], rules: BodyRules) -> Asked:
         message = str(error).removeprefix("pooling.")
         raise Refusal(message, code="invalid_value", param=message.split(" ")[0]) from None
     kind, prompts = prompts_of(body, "input")
-    return Asked(
+    return ParsedRequest(
         form=Form(kind, 1, False),
         prompts=prompts,
         sampling=pooling,
@@ -207,7 +202,7 @@ def _read_embedding(body: dict[str, Any], rules: BodyRules) -> Asked:
     )
 
 
-_READERS: Mapping[str, Callable[[dict[str, Any], BodyRules], Asked]] = {
+_READERS: Mapping[str, Callable[[dict[str, Any], BodyRules], ParsedRequest]] = {
     CHAT: _read_chat,
     COMPLETIONS: _read_completion,
     EMBEDDINGS: _read_embedding,
@@ -216,29 +211,29 @@ _READERS: Mapping[str, Callable[[dict[str, Any], BodyRules], Asked]] = {
 
 def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return the options of a body that are options of a row; raise Refusal for a bad value."""
-    found = {name: body[name] for name in _PASSED if name in body}
+    options = {name: body[name] for name in _PASSED if name in body}
     if (constraint := _format(body.get("response_format"))) is not None:
-        found["structured_outputs"] = constraint
-    if isinstance(found.get("stop"), str):
-        found["stop"] = [found["stop"]]
-    ids = found.get("stop_token_ids", [])
+        options["structured_outputs"] = constraint
+    if isinstance(options.get("stop"), str):
+        options["stop"] = [options["stop"]]
+    ids = options.get("stop_token_ids", [])
     if not isinstance(ids, list) or not all(map(is_id, ids)):
         raise bad("stop_token_ids", f"stop_token_ids must be a list of token ids, got {ids!r}")
     # all tokens, as vLLM writes it
-    if found.get("top_k") in (0, -1):
-        del found["top_k"]
+    if options.get("top_k") in (0, -1):
+        del options["top_k"]
     if max_tokens is not None:
-        found["max_tokens"] = max_tokens
+        options["max_tokens"] = max_tokens
     for name in ("max_tokens", "min_tokens", "top_k", "seed"):
         limit = 1 << (63 if name == "seed" else 31)
-        if isinstance(found.get(name), int) and abs(found[name]) >= limit:
-            raise bad(name, f"{name} is out of range: {found[name]}")
+        if isinstance(options.get(name), int) and abs(options[name]) >= limit:
+            raise bad(name, f"{name} is out of range: {options[name]}")
     try:
-        replace(defaults, **found)
-        return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
+        replace(defaults, **options)
+        return json.loads(json.dumps(options, allow_nan=False))  # type: ignore[no-any-return]
     except (ConfigError, ValueError) as error:
         message = str(error).removeprefix("sampling.")
-        named = next((name for name in found if message.startswith(name)), None)
+        named = next((name for name in options if message.startswith(name)), None)
         raise Refusal(message, code="invalid_value", param=named) from None
 
 

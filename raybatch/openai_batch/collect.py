@@ -1,36 +1,179 @@
 """Brings answers of batch files back to the rows of the dataset, with the columns of a stage."""
 
+import json
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import IO, Any, NamedTuple
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 
 from raybatch.actors.wire.arrow_arrays import vector_lists
+from raybatch.backends.openai.body import BadAnswer
+from raybatch.backends.openai.embeddings import read_vector
 from raybatch.durable.storage import told_as
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
+from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import scan_source
-from raybatch.openai_batch.answer_index import Answer, AnswerIndex
 from raybatch.openai_batch.files import parquet_writer
+from raybatch.planning.repeated_ids import id_hashes
+from raybatch.records.types import Vector
 from raybatch.rows.prepare import column_row_ids
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
 
+_LINES_AT_ONCE = 1024
 _ROW_ID = "__rb_custom_id__"
 _ROWS_PER_FILE = 1 << 17
+
+
+class Answer(NamedTuple):
+    """What a line says of one request: texts of each sample, or a vector, or an error."""
+
+    texts: Sequence[str | None]
+    reasons: Sequence[str]
+    usage: Mapping[str, Any]
+    error: str = ""
+    vector: Vector | None = None
+
+
 _NOT_THERE = Answer((), (), {}, "BatchError: no line of the batch is about this row")
 
 
-class Collected(NamedTuple):
-    """What was written.
+class AnswerIndex:
+    """Finds answers by custom_id; a context that holds the files open.
 
     Args:
-        num_rows: of the dataset.
-        num_answered: of them.
-        num_failed: rows with an error, those that no line is about among them.
-        num_unknown: lines that are about no row.
+        paths: files of answers and of errors, not compressed.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds a line that is no answer.
     """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        self._files: list[Any] = []
+        self.num_samples = 1
+        self.has_texts = self.has_vectors = False
+        self.num_lines = 0
+        scans = [self._scan(number, path) for number, path in enumerate(paths)]
+        rows = np.concatenate([np.empty((0, 4), np.uint64), *scans])
+        self._rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+
+    def __enter__(self) -> "AnswerIndex":
+        self._files = [fsspec.open(path, "rb").open() for path in self._paths]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+
+    def find(self, custom_ids: Sequence[str]) -> list[Answer | None]:
+        """Return the answer of each request, None for those that no line is about."""
+        if not custom_ids:
+            return []
+        hashes = id_hashes(pa.chunked_array([pa.array(custom_ids, pa.string())]))
+        first = np.searchsorted(self._rows[:, 0], hashes[:, 0], side="left")
+        stop = np.searchsorted(self._rows[:, 0], hashes[:, 0], side="right")
+        return [
+            self._answer(custom_id, self._rows[begin:end])
+            for custom_id, begin, end in zip(custom_ids, first, stop, strict=True)
+        ]
+
+    def _answer(self, custom_id: str, rows: Any) -> Answer | None:  # noqa: ANN401 - uint64 [R, 4]
+        for _, _, number, offset in rows.tolist():
+            file = self._files[number]
+            file.seek(offset)
+            line = json.loads(file.readline())
+            if line.get("custom_id") == custom_id:
+                return read_answer(line)
+        return None
+
+    def _scan(self, number: int, path: str) -> Any:  # noqa: ANN401 - uint64 [R, 4]
+        rows = [np.empty((0, 4), np.uint64)]
+        with told_as(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
+            lines = self._lines(file, safe_text(path))
+            while some := list(islice(lines, _LINES_AT_ONCE)):
+                ids, offsets = zip(*some, strict=True)
+                hashes = id_hashes(pa.chunked_array([pa.array(ids, pa.string())]))
+                places = np.array([[number, offset] for offset in offsets], np.uint64)
+                rows.append(np.concatenate([hashes, places], axis=1))
+        return np.concatenate(rows)
+
+    def _lines(self, file: IO[bytes], name: str) -> Iterator[tuple[str, int]]:
+        """Yield custom_id and offset of each line that has one."""
+        offset = 0
+        for line_number, data in enumerate(iter(file.readline, b""), 1):
+            if data.strip():
+                custom_id = self._look(data, f"{name}, line {line_number}")
+                if custom_id is not None:
+                    yield custom_id, offset
+            offset += len(data)
+
+    def _look(self, data: bytes, where: str) -> str | None:
+        try:
+            line = json.loads(data)
+            answer, custom_id = read_answer(line), line["custom_id"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ConfigError(f"{where} is no line of answers or errors of a batch") from error
+        self.num_lines += 1
+        self.num_samples = max(self.num_samples, len(answer.texts))
+        self.has_texts |= bool(answer.texts)
+        self.has_vectors |= answer.vector is not None
+        return custom_id if isinstance(custom_id, str) else None
+
+
+def read_answer(line: Mapping[str, Any]) -> Answer:
+    """Return what a line of an output file or of an error file says."""
+    if line.get("error"):
+        error = line["error"]
+        return Answer((), (), {}, f"BatchError: {error.get('code')}: {error.get('message')}")
+    response = line["response"]
+    body = response["body"]
+    if response["status_code"] != 200:
+        error = body.get("error") or {}
+        is_long = error.get("code") == "context_length_exceeded"
+        kind = "PromptTooLong" if is_long else f"BatchError: HTTP {response['status_code']}"
+        return Answer((), (), {}, f"{kind}: {error.get('message')}")
+    if "data" in body:
+        return _embedded(body)
+    choices = sorted(body["choices"], key=lambda choice: choice["index"])
+    return Answer(
+        texts=[_text(choice) for choice in choices],
+        reasons=[_reason(choice.get("finish_reason")) for choice in choices],
+        usage=body.get("usage") or {},
+    )
+
+
+def _embedded(body: Mapping[str, Any]) -> Answer:
+    """Return the one vector of a line; what is none costs the row alone, not the file."""
+    usage, data = body.get("usage") or {}, body["data"]
+    if len(data) != 1:
+        error = f"BadAnswer: the line has {len(data)} embeddings, and a row takes one"
+        return Answer((), (), usage, error)
+    try:
+        return Answer((), ("stop",), usage, vector=read_vector(data[0]["embedding"]))
+    except BadAnswer as error:
+        return Answer((), (), usage, error_text(error))
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    if "message" not in choice:
+        return str(choice["text"])
+    message = choice["message"]
+    if message.get("content") is None and message.get("tool_calls"):
+        return json.dumps(message["tool_calls"])
+    return str(message.get("content") or "")
+
+
+def _reason(reason: object) -> str:
+    return {"length": "length", "content_filter": "filtered"}.get(str(reason), "stop")
+
+
+class Collected(NamedTuple):
+    """What was written; rows that no line is about have failed."""
 
     num_rows: int
     num_answered: int
@@ -41,15 +184,9 @@ class Collected(NamedTuple):
 def collect_answers(
     paths: Sequence[str], *, source: str, sink: str, id_column: str | None = None
 ) -> Collected:
-    """Write every row of a dataset once, with its answer or its error.
+    """Write every row of a dataset once, with its answer or its error, to a folder that is empty.
 
-    Memory: a few thousand rows, and 32 bytes for every line.
-
-    Args:
-        paths: files of answers and errors.
-        source: the dataset that the batch was made of.
-        sink: folder for Parquet; it must be empty or not there.
-        id_column: as when the batch was made.
+    Memory: a few thousand rows, and 32 bytes for every line of the files of answers and errors.
 
     Raises:
         ConfigError: a file cannot be read or written, or the folder is not empty.
@@ -64,7 +201,7 @@ def collect_answers(
     output = OutputSchema(
         num_samples=index.num_samples, task="embed" if index.has_vectors else "generate"
     )
-    rows = answered = found = 0
+    rows = answered = num_matched = 0
     with index:
         tables = _answered(index, output, source, id_column)
         waiting = next(tables, None)
@@ -77,10 +214,10 @@ def collect_answers(
                     writer.write_table(waiting.table)
                     written += waiting.table.num_rows
                     answered += waiting.num_answered
-                    found += waiting.num_found
+                    num_matched += waiting.num_found
                     waiting = next(tables, None)
             rows += written
-    return Collected(rows, answered, rows - answered, index.num_lines - found)
+    return Collected(rows, answered, rows - answered, index.num_lines - num_matched)
 
 
 class _Part(NamedTuple):
@@ -98,12 +235,12 @@ def _answered(
     for table in files.read(range(len(files.slices)), row_id_column=row_id_column):
         ids, _ = column_row_ids(column_of(table, row_id_column or id_column or ""))
         names = [name or "" for name in ids]
-        found = index.find(names)
-        answers = [answer or _NOT_THERE for answer in found]
+        matches = index.find(names)
+        answers = [answer or _NOT_THERE for answer in matches]
         user = table if row_id_column is None else table.drop_columns([row_id_column])
         columns = _columns(names, answers, output)
         num_answered = sum(not answer.error for answer in answers)
-        num_found = sum(answer is not None for answer in found)
+        num_found = sum(answer is not None for answer in matches)
         yield _Part(output.attach(user, columns), num_answered, num_found)
 
 
@@ -114,12 +251,21 @@ def _columns(ids: Sequence[str], answers: Sequence[Answer], output: OutputSchema
         whole = [[*v, *[absent] * (num_samples - len(v))] for v in values]
         return whole if num_samples > 1 else [v[0] for v in whole]
 
+    if output.task == "generate":
+        made = {
+            "generated_text": per_sample([answer.texts for answer in answers], None),
+            # servers return no token ids
+            "generated_tokens": per_sample([[]] * len(answers), None),
+        }
+    else:
+        name, _ = NUMBERS[output.task]
+        made = {name: vector_lists([answer.vector for answer in answers])}
     usages = [answer.usage for answer in answers]
     counts = [usage.get("completion_tokens", 0) for usage in usages]
     reasons = [["error"] * num_samples if a.error else a.reasons for a in answers]
     return {
         "row_id": list(ids),
-        **_made(answers, per_sample, output),
+        **made,
         "num_input_tokens": [usage.get("prompt_tokens") for usage in usages],
         # one count for all samples
         "num_generated_tokens": per_sample([[count] for count in counts], 0),
@@ -130,21 +276,6 @@ def _columns(ids: Sequence[str], answers: Sequence[Answer], output: OutputSchema
         "group_id": [None] * len(ids),
         "attempts": [int(answer is not _NOT_THERE) for answer in answers],
         ERROR_COLUMN: [describe_error(*a.error.split(": ", 1)) if a.error else "" for a in answers],
-    }
-
-
-def _made(
-    answers: Sequence[Answer],
-    per_sample: Callable[[Sequence[Sequence[Any]], object], list[Any]],
-    output: OutputSchema,
-) -> dict[str, Any]:
-    if output.task != "generate":
-        name, _ = NUMBERS[output.task]
-        return {name: vector_lists([answer.vector for answer in answers])}
-    return {
-        "generated_text": per_sample([answer.texts for answer in answers], None),
-        # servers tell no tokens
-        "generated_tokens": per_sample([[]] * len(answers), None),
     }
 
 

@@ -17,10 +17,8 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.bodies import BodyRules, read_request
 from raybatch.openai_batch.files import parquet_writer
-from raybatch.openai_batch.reading import InputId, Line, input_id, parse_line, read_lines
-from raybatch.openai_batch.refusal import Refusal
-from raybatch.openai_batch.requests import Asked, Form
-from raybatch.openai_batch.seen_ids import SeenIds
+from raybatch.openai_batch.reading import InputId, Line, SeenIds, input_id, parse_line, read_lines
+from raybatch.openai_batch.requests import Form, ParsedRequest, Refusal
 
 RECORD = "batch.json"
 ROWS_FILE = "part-000000.parquet"
@@ -46,13 +44,7 @@ _PROMPTS = {
 
 
 class FormRows(NamedTuple):
-    """The rows of one form.
-
-    Args:
-        form: of them.
-        num_rows: how many there are.
-        num_logprobs: the most that one of them asks for.
-    """
+    """The rows of one form, and the most log probabilities that one of them asks for."""
 
     form: Form
     num_rows: int
@@ -63,13 +55,10 @@ class Conversion(NamedTuple):
     """A batch file that has been converted.
 
     Args:
-        input: which file it was.
         rules: digest of the rules by which it was read.
         folder: name of the folder with the rows, below that of the batch.
         created: seconds since 1970.
-        num_lines: that are not blank.
-        num_refused: of them.
-        forms: of the others, at least one row each.
+        forms: of the lines that are not refused, at least one row each.
     """
 
     input: InputId
@@ -92,11 +81,11 @@ class Conversion(NamedTuple):
             ConfigError: it is nothing of that kind, or of another version.
         """
         try:
-            found = json.loads(data)
-            if found.pop("layout") != _LAYOUT:
+            values = json.loads(data)
+            if values.pop("layout") != _LAYOUT:
                 raise ConfigError(f"{where} is of another version of raybatch; choose other files")
-            forms = tuple(FormRows(Form(*form), *rest) for form, *rest in found.pop("forms"))
-            return cls(**{**found, "input": InputId(*found["input"]), "forms": forms})
+            forms = tuple(FormRows(Form(*form), *rest) for form, *rest in values.pop("forms"))
+            return cls(**{**values, "input": InputId(*values["input"]), "forms": forms})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -125,29 +114,23 @@ def convert(source: str, folder: str, *, rules: BodyRules, digest: str) -> Conve
 
     Memory: some hundred lines, and 24 bytes for each line before.
 
-    Args:
-        source: the batch file.
-        folder: of the batch.
-        rules: of its requests.
-        digest: of the rules.
-
     Raises:
         ConfigError: the file cannot be read, or the folder is that of another batch.
     """
-    found, there = input_id(source), read_conversion(folder)
-    if there is None:
-        there = _convert(source, store_of(folder), folder, rules, (found, digest))
-    if there.input != found:
+    source_id, conversion = input_id(source), read_conversion(folder)
+    if conversion is None:
+        conversion = _convert(source, store_of(folder), folder, rules, (source_id, digest))
+    if conversion.input != source_id:
         raise ConfigError(
             f"{folder} belongs to another batch file than {source}, or the file has changed; "
             "choose another output, or set --overwrite to begin again"
         )
-    if there.rules != digest:
+    if conversion.rules != digest:
         raise ConfigError(
             f"{folder} was begun with other names, defaults or another chat template of the model; "
             "restore them to go on, or set --overwrite to begin again"
         )
-    return there
+    return conversion
 
 
 def _convert(
@@ -156,8 +139,8 @@ def _convert(
     name = f"requests-{uuid.uuid4().hex[:12]}"
     with ExitStack() as stack:
         rows = _Rows(stack, posixpath.join(folder, name))
-        for line, custom_id, asked in _requests(source, rules):
-            rows.add(line, custom_id, asked)
+        for line, custom_id, request in _requests(source, rules):
+            rows.add(line, custom_id, request)
         rows.flush()
     made = Conversion(
         *about, name, int(time.time()), rows.num_lines, rows.num_refused, rows.forms()
@@ -168,20 +151,22 @@ def _convert(
     return Conversion.from_json(store.read(RECORD), where=RECORD)
 
 
-def _requests(source: str, rules: BodyRules) -> Iterator[tuple[int, str | None, Asked | Refusal]]:
+def _requests(
+    source: str, rules: BodyRules
+) -> Iterator[tuple[int, str | None, ParsedRequest | Refusal]]:
     """Yield number, custom_id and request of each line, in order."""
     seen, waiting = SeenIds(), read_lines(source)
     while lines := list(islice(waiting, _LINES_AT_ONCE)):
         parsed = [_parsed(line) for line in lines]
-        good = [i for i, found in enumerate(parsed) if not isinstance(found, Refusal)]
+        good = [i for i, request in enumerate(parsed) if not isinstance(request, Refusal)]
         ids = [parsed[i]["custom_id"] for i in good]
         earlier = dict(zip(good, seen.add(ids, [lines[i].number for i in good]), strict=True))
-        for i, (line, found) in enumerate(zip(lines, parsed, strict=True)):
-            if isinstance(found, Refusal):
-                yield line.number, None, found
+        for i, (line, request) in enumerate(zip(lines, parsed, strict=True)):
+            if isinstance(request, Refusal):
+                yield line.number, None, request
             else:
-                asked = _asked(found, rules, line.number, earlier[i])
-                yield line.number, found["custom_id"], asked
+                parsed_request = _checked_request(request, rules, line.number, earlier[i])
+                yield line.number, request["custom_id"], parsed_request
 
 
 def _parsed(line: Line) -> Any:  # noqa: ANN401 - an object of JSON, or a Refusal
@@ -191,9 +176,9 @@ def _parsed(line: Line) -> Any:  # noqa: ANN401 - an object of JSON, or a Refusa
         return refusal
 
 
-def _asked(
+def _checked_request(
     request: Mapping[str, Any], rules: BodyRules, line: int, earlier: int | None
-) -> Asked | Refusal:
+) -> ParsedRequest | Refusal:
     if earlier is not None:
         return Refusal(
             f"line {line}: custom_id {request['custom_id']!r} is that of line {earlier}; each "
@@ -204,8 +189,8 @@ def _asked(
     try:
         return read_request(request, rules)
     except Refusal as refusal:
-        said = refusal.record()
-        return Refusal(**{**said, "message": f"line {line}: {refusal.message}"})
+        record = refusal.record()
+        return Refusal(**{**record, "message": f"line {line}: {refusal.message}"})
 
 
 class _Rows:
@@ -222,33 +207,35 @@ class _Rows:
         path = posixpath.join(self._folder, name)
         return _RowFile(self._stack.enter_context(parquet_writer(path, schema)), schema)
 
-    def add(self, line: int, custom_id: str | None, asked: Asked | Refusal) -> None:
+    def add(self, line: int, custom_id: str | None, request: ParsedRequest | Refusal) -> None:
         self.num_lines += 1
-        if isinstance(asked, Refusal):
+        if isinstance(request, Refusal):
             self.num_refused += 1
-            said = json.dumps(asked.record())
-            self._refused.add({"line": line, "custom_id": custom_id, "refusal": said}, len(said))
+            record = json.dumps(request.record())
+            self._refused.add(
+                {"line": line, "custom_id": custom_id, "refusal": record}, len(record)
+            )
             return
-        form = asked.form
+        form = request.form
         if form not in self._files:
             schema = pa.schema([*_COMMON, *_PROMPTS[form.kind]])
             self._files[form] = self._open(f"{form.name}/{ROWS_FILE}", schema)
         file = self._files[form]
-        file.num_logprobs = max(file.num_logprobs, asked.reply.num_logprobs or 0)
-        for place, prompt in enumerate(asked.prompts):
+        file.num_logprobs = max(file.num_logprobs, request.reply.num_logprobs or 0)
+        for place, prompt in enumerate(request.prompts):
             row = {
                 # the count goes first, so that no custom_id looks like the id of another's row
                 "id": f"{place}:{custom_id}",
                 "line": line,
                 "place": place,
-                "num_prompts": len(asked.prompts),
+                "num_prompts": len(request.prompts),
                 "custom_id": custom_id,
-                "reply": json.dumps(asked.reply),
-                "sampling": json.dumps(asked.sampling),
+                "reply": json.dumps(request.reply),
+                "sampling": json.dumps(request.sampling),
                 form.kind: prompt,
             }
-            if form.kind == "messages" and asked.template_options:
-                row["template_options"] = json.dumps(asked.template_options)
+            if form.kind == "messages" and request.template_options:
+                row["template_options"] = json.dumps(request.template_options)
             file.add(row, len(prompt) * (4 if form.kind == "tokens" else 1))
 
     def flush(self) -> None:

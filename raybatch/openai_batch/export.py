@@ -33,7 +33,7 @@ _SAMPLING = (
     "stop",
     "n",
 )
-# by name: what is asked there, and the options of its requests
+# by name: the URL, and the options of its requests
 _ENDPOINTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chat": (CHAT, _SAMPLING),
     "completions": (COMPLETIONS, _SAMPLING),
@@ -48,16 +48,12 @@ class Export:
     Args:
         source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob.
         output: the first batch file; further ones have a number before the ending.
-        model: as requests name it.
         prompt: template of the user's message, of the prompt of a completion, or of the input of
             an embedding.
         messages: a column of messages, in place of `prompt`.
         system: message before those of each row that has none.
-        endpoint: "chat", "completions" or "embeddings".
         id_column: names the requests; without it they are named by file and position.
         sampling: options of every request, as OpenAI calls them.
-        max_requests: of one file.
-        max_bytes: of one file.
 
     Raises:
         ConfigError: options that do not fit together.
@@ -92,14 +88,7 @@ class Export:
 
 
 class Exported(NamedTuple):
-    """What was written.
-
-    Args:
-        files: batch files, in order.
-        num_requests: in all of them.
-        num_left_out: rows that have no prompt.
-        first_error: of these; "" where there are none.
-    """
+    """What was written; `first_error` is that of the first row left out."""
 
     files: tuple[str, ...]
     num_requests: int
@@ -119,20 +108,20 @@ def export_rows(export: Export) -> Exported:
     first_error = ""
     with ExitStack() as stack:
         files = _Files(export, stack)
-        for custom_id, asked in _asked(export):
-            if isinstance(asked, str):
+        for custom_id, prompt in _prompts_with_ids(export):
+            if isinstance(prompt, str):
                 num_left_out += 1
-                first_error = first_error or f"{custom_id}: {asked}"
+                first_error = first_error or f"{custom_id}: {prompt}"
                 continue
             url, _ = _ENDPOINTS[export.endpoint]
-            body = {"model": export.model, **asked, **export.sampling}
+            body = {"model": export.model, **prompt, **export.sampling}
             request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
             files.write(json.dumps(request).encode() + b"\n")
             num_requests += 1
     return Exported(tuple(files.names), num_requests, num_left_out, first_error)
 
 
-def _asked(export: Export) -> Iterator[tuple[str, dict[str, Any] | str]]:
+def _prompts_with_ids(export: Export) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Yield id and prompt of each row, as keys of a body; a text is an error."""
     source = scan_source(export.source)
     if export.id_column is not None:
@@ -141,8 +130,8 @@ def _asked(export: Export) -> Iterator[tuple[str, dict[str, Any] | str]]:
     for table in source.read(range(len(source.slices)), row_id_column=row_id_column):
         column = column_of(table, row_id_column or export.id_column or "")
         ids, errors = column_row_ids(column)
-        for custom_id, error, asked in zip(ids, errors, _prompts(export, table), strict=True):
-            yield custom_id or "", error or asked
+        for custom_id, error, prompt in zip(ids, errors, _prompts(export, table), strict=True):
+            yield custom_id or "", error or prompt
 
 
 def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from raybatch.errors import encodable
 from raybatch.records.types import Task
 
 CHAT = "/v1/chat/completions"
@@ -21,10 +22,7 @@ Kind = Literal["messages", "prompt", "tokens"]
 class Form(NamedTuple):
     """What all rows of one job have in common, because a stage has one value for it.
 
-    Args:
-        kind: of the prompts, which is the name of their column.
-        num_samples: of each row.
-        has_logprobs: the rows ask for them.
+    The kind of the prompts is the name of their column.
     """
 
     kind: Kind
@@ -42,9 +40,7 @@ class Reply(NamedTuple):
     """What the answer to a request must say, beside what the rows say.
 
     Args:
-        endpoint: that was asked.
-        model: as the request names it.
-        num_logprobs: most likely tokens to tell per position; None tells nothing of any.
+        num_logprobs: most likely tokens to return per position; None returns none.
         encoding: of embeddings, "float" or "base64".
     """
 
@@ -54,14 +50,12 @@ class Reply(NamedTuple):
     encoding: str = "float"
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A request that can be asked.
 
     Args:
-        form: of its rows.
         prompts: of each row, in the form's kind: JSON texts of messages, texts, or token ids.
         sampling: options of the rows that differ from the defaults; of embeddings those of pooling.
-        template_options: of the chat template.
         reply: what the answer must say.
     """
 
@@ -75,3 +69,49 @@ class Asked(NamedTuple):
 def endpoints_of(task: Task) -> tuple[str, ...]:
     """Return the endpoints whose requests a stage with this task can answer."""
     return _ENDPOINTS.get(task, ())
+
+
+class Refusal(Exception):  # noqa: N818 - it ends one line, and becomes a line of the error file
+    """A line that is no request, or a request that cannot be answered.
+
+    Args:
+        message: what is wrong, and the way out.
+        code: a word for programs, as OpenAI uses them where it has one.
+        param: the key of the body that is wrong; None for others.
+        status: of HTTP; None where there is no request to answer at all.
+    """
+
+    def __init__(
+        self, message: str, *, code: str, param: str | None = None, status: int | None = 400
+    ) -> None:
+        super().__init__(encodable(message))
+        self.message = encodable(message)
+        self.code = code
+        self.param = param if param is None else encodable(param)
+        self.status = status
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain data, which `Refusal(**record)` takes."""
+        return dict(vars(self))
+
+
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """Return the body of an HTTP answer that refuses a request."""
+    kind = "server_error" if (refusal.status or 0) >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": refusal.message,
+            "type": kind,
+            "param": refusal.param,
+            "code": refusal.code,
+        }
+    }
+
+
+def unexecuted(code: str) -> Refusal:
+    """Return why a request was left out of a batch that has ended early."""
+    messages = {
+        "batch_expired": "This request was not executed before the completion window ended.",
+        "batch_cancelled": "This request was not executed before the batch was cancelled.",
+    }
+    return Refusal(messages[code], code=code, status=None)

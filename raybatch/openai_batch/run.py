@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from raybatch.durable.storage import store_of
 from raybatch.job.pool_watch import ProgressCallback
 from raybatch.job.progress import ProgressPrinter
-from raybatch.openai_batch.answering import AnswerWriter
+from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
 from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.conversion import RECORD, Conversion, convert, read_conversion
 from raybatch.openai_batch.files import remove_folder
-from raybatch.openai_batch.logprobs import LogprobTexts
-from raybatch.openai_batch.refusal import Refusal, unexecuted
+from raybatch.openai_batch.requests import Refusal, unexecuted
 from raybatch.openai_batch.writing import (
     BatchCounts,
     BatchFiles,
-    answers_of,
     write_answers,
 )
 from raybatch.records.types import PoolStats
@@ -29,12 +27,7 @@ RowWatch = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRun:
-    """A batch file that is answered by jobs, in files that are there when all is done.
-
-    Args:
-        files: of the batch.
-        options: of its jobs.
-    """
+    """A batch file that is answered by jobs, in files that are there when all is done."""
 
     files: BatchFiles
     options: BatchOptions
@@ -42,8 +35,7 @@ class BatchRun:
     def convert(self, *, overwrite: bool = False) -> Conversion:
         """Read the batch file and write its requests as rows, unless that has been done.
 
-        Args:
-            overwrite: remove what an earlier run has left, and begin again.
+        With `overwrite` what an earlier run has left is removed first.
 
         Raises:
             ConfigError: the file cannot be read, or the folder is that of another batch.
@@ -66,24 +58,18 @@ class BatchRun:
     ) -> BatchCounts:
         """Answer every request that has no answer yet; write both files once all are done.
 
-        Args:
-            progress: of each job, see `Job.run`.
-            start_ray: of each job, see `Job.run`.
-            ending: see `answer`.
-            overwrite: see `convert`.
-
         Raises:
             ConfigError: found before any work starts, where it can be.
         """
-        found = self.convert(overwrite=overwrite)
-        stopped = self.answer(found, progress=progress, ending=ending, start_ray=start_ray)
+        conversion = self.convert(overwrite=overwrite)
+        stopped = self.answer(conversion, progress=progress, ending=ending, start_ray=start_ray)
         if stopped:
-            return BatchCounts(num_requests=found.num_lines, stopped=stopped)
-        return self.finish(found)
+            return BatchCounts(num_requests=conversion.num_lines, stopped=stopped)
+        return self.finish(conversion)
 
     def answer(
         self,
-        found: Conversion,
+        conversion: Conversion,
         *,
         progress: ProgressCallback | ProgressPrinter | None = None,
         ending: Callable[[], str | None] | None = None,
@@ -93,9 +79,9 @@ class BatchRun:
         """Run the jobs that are not done.
 
         Args:
-            found: requests of the batch.
+            conversion: requests of the batch.
             progress: of each job, see `Job.run`.
-            ending: asked about every second; a text ends the run early, as a limit does.
+            ending: called about every second; a text ends the run early, as a limit does.
             start_ray: of each job, see `Job.run`.
             watch: called about every second with the rows that have an answer and those that
                 have an error, in place of `progress`.
@@ -104,51 +90,50 @@ class BatchRun:
             Why they have ended early; "" where they have not.
         """
         num_before = 0
-        for rows in found.forms:
+        for rows in conversion.forms:
             logger.info("%d rows to answer: %s", rows.num_rows, rows.form.name)
-        for rows in found.forms:
-            folder = posixpath.dirname(found.rows_file(rows.form))
+        for rows in conversion.forms:
+            folder = posixpath.dirname(conversion.rows_file(rows.form))
             source = posixpath.join(self.files.folder, folder)
-            job = self.options.job_of(rows, source=source, sink=answers_of(self.files, rows))
-            callback = progress if watch is None else _telling(watch, num_before, rows.num_rows)
+            job = self.options.job_of(rows, source=source, sink=self.files.answers(rows.form))
+            callback = (
+                progress if watch is None else _row_progress(watch, num_before, rows.num_rows)
+            )
             report = job.run(progress=callback, ending=ending, start_ray=start_ray)
             if report.exit_code() == 1:
                 return report.stopped or "the output of a job is not complete"
             num_before += rows.num_rows
         return ""
 
-    def finish(self, found: Conversion) -> BatchCounts:
+    def finish(self, conversion: Conversion) -> BatchCounts:
         """Write both files of a batch whose jobs are all done.
 
         Raises:
             ConfigError: a file cannot be written.
         """
-        return self._write(found, None)
+        return self._write(conversion, None)
 
     def close(self, code: str) -> BatchCounts:
         """Write both files of a batch that has ended early; what has no answer has an error.
-
-        Args:
-            code: of those errors, "batch_expired" or "batch_cancelled".
 
         Raises:
             ConfigError: a file cannot be read or written.
         """
         return self._write(self.convert(), unexecuted(code))
 
-    def _write(self, found: Conversion, missing: Refusal | None) -> BatchCounts:
-        has_logprobs = any(rows.form.has_logprobs for rows in found.forms)
+    def _write(self, conversion: Conversion, missing: Refusal | None) -> BatchCounts:
+        has_logprobs = any(rows.form.has_logprobs for rows in conversion.forms)
         writer = AnswerWriter(
-            name=f"{found.input.digest}-{found.created}",
-            created=found.created,
+            name=f"{conversion.input.digest}-{conversion.created}",
+            created=conversion.created,
             logprobs=LogprobTexts(self.options.tokenizer if has_logprobs else None),
         )
-        return write_answers(self.files, found, writer, missing=missing)
+        return write_answers(self.files, conversion, writer, missing=missing)
 
 
-def _telling(watch: RowWatch, num_before: int, num_rows: int) -> ProgressCallback:
-    def tell(stats: PoolStats, num_to_do: int) -> None:
+def _row_progress(watch: RowWatch, num_before: int, num_rows: int) -> ProgressCallback:
+    def report(stats: PoolStats, num_to_do: int) -> None:
         failed = sum(stats.errors.values())
         watch(num_before + num_rows - num_to_do + stats.rows_done - failed, failed)
 
-    return tell
+    return report

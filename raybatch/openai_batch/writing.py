@@ -3,54 +3,51 @@
 import heapq
 import json
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from raybatch.durable.layout import SUCCESS
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS, part_name
+from raybatch.durable.sink import output_files
 from raybatch.durable.storage import store_of
 from raybatch.openai_batch.answering import ANSWER_COLUMNS, AnswerWriter, Written
 from raybatch.openai_batch.conversion import Conversion, FormRows
 from raybatch.openai_batch.files import parquet_rows, parquet_schema, published
-from raybatch.openai_batch.output_rows import finished_rows, rows_so_far
-from raybatch.openai_batch.refusal import Refusal
+from raybatch.openai_batch.requests import Form, Refusal
+from raybatch.planning.fingerprint import output_columns
+from raybatch.planning.store import read_plans
 from raybatch.rows.schema import ERROR_COLUMN
+from raybatch.stages.unit_writer import UnitWriter
 
-_ASKED_COLUMNS = ["line", "place", "num_prompts", "custom_id"]
-_PLACE = itemgetter("line", "place")
+_KEY = ["line", "place"]
+_REQUEST_COLUMNS = [*_KEY, "num_prompts", "custom_id"]
+_PLACE = itemgetter(*_KEY)
+_ROWS_AT_ONCE = 8192
 
 
 class BatchFiles(NamedTuple):
-    """Where a batch lies.
-
-    Args:
-        source: the batch file.
-        output: file for the answers.
-        errors: file for the errors.
-        folder: for rows and outputs of jobs, which a later run goes on with.
-    """
+    """Where a batch lies; a later run goes on with the rows and outputs of jobs in `folder`."""
 
     source: str
     output: str
     errors: str
     folder: str
 
+    def answers(self, form: Form) -> str:
+        """Return the folder for the output of the job that answers the rows of one form."""
+        return posixpath.join(self.folder, "answers", form.name)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCounts:
-    """What has become of the requests of a batch.
-
-    Args:
-        num_requests: lines that are not blank.
-        num_completed: requests that have an answer.
-        num_failed: lines that have an error.
-        prompt_tokens: of requests with an answer.
-        cached_tokens: of these, those whose KV came from another request.
-        generated_tokens: of requests with an answer.
-        stopped: why jobs have ended early; "" where none has.
-    """
+    """What has become of the requests of a batch; `stopped` is why jobs have ended early."""
 
     num_requests: int = 0
     num_completed: int = 0
@@ -77,28 +74,16 @@ class BatchCounts:
         )
 
 
-def answers_of(files: BatchFiles, rows: FormRows) -> str:
-    """Return the folder for the output of the job that answers the rows of one form."""
-    return posixpath.join(files.folder, "answers", rows.form.name)
-
-
-def is_done(files: BatchFiles, rows: FormRows) -> bool:
-    """Return whether the job that answers the rows of one form is complete."""
-    return store_of(answers_of(files, rows)).size(SUCCESS) is not None
-
-
 def write_answers(
-    files: BatchFiles, found: Conversion, writer: AnswerWriter, *, missing: Refusal | None = None
+    files: BatchFiles,
+    conversion: Conversion,
+    writer: AnswerWriter,
+    *,
+    missing: Refusal | None = None,
 ) -> BatchCounts:
-    """Write both files, each line in the order of the requests.
+    """Write both files, each line in the order of the requests; memory is flat.
 
-    Memory: flat.
-
-    Args:
-        files: of the batch.
-        found: its requests.
-        writer: of the lines.
-        missing: error of requests whose rows are not all there; None where they are.
+    `missing` is the error of requests whose rows are not all there; None where they are.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -106,13 +91,13 @@ def write_answers(
     completed = failed = 0
     usage = [0, 0, 0]
     with published(files.output) as output, published(files.errors) as errors:
-        for written in _lines(files, found, writer, missing):
+        for written in _lines(files, conversion, writer, missing):
             (errors if written.is_error else output).write(written.data)
             completed += not written.is_error
             failed += written.is_error
             usage = [total + more for total, more in zip(usage, written.usage, strict=True)]
     return BatchCounts(
-        num_requests=found.num_lines,
+        num_requests=conversion.num_lines,
         num_completed=completed,
         num_failed=failed,
         prompt_tokens=usage[0],
@@ -122,12 +107,14 @@ def write_answers(
 
 
 def _lines(
-    files: BatchFiles, found: Conversion, writer: AnswerWriter, missing: Refusal | None
+    files: BatchFiles, conversion: Conversion, writer: AnswerWriter, missing: Refusal | None
 ) -> Iterator[Written]:
     """Yield the line of each request, in the order of the input."""
-    path = posixpath.join(files.folder, found.refused_file)
+    path = posixpath.join(files.folder, conversion.refused_file)
     refused = parquet_rows(path, ["line", "custom_id", "refusal"])
-    answers = [_rows(files, found, rows, is_whole=missing is None) for rows in found.forms]
+    answers = [
+        _rows(files, conversion, rows, is_whole=missing is None) for rows in conversion.forms
+    ]
     key = itemgetter("line")
     for line, group in groupby(heapq.merge(refused, *answers, key=key), key=key):
         rows = list(group)
@@ -141,22 +128,89 @@ def _lines(
 
 
 def _rows(
-    files: BatchFiles, found: Conversion, rows: FormRows, *, is_whole: bool
+    files: BatchFiles, conversion: Conversion, rows: FormRows, *, is_whole: bool
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of one form; without an answer they are as they were asked."""
-    sink = answers_of(files, rows)
+    """Yield the rows of one form, those without an answer as they are in the request."""
+    sink = files.answers(rows.form)
     if is_whole:
-        yield from finished_rows(sink, ANSWER_COLUMNS)
+        yield from _finished_rows(sink)
         return
-    path = posixpath.join(files.folder, found.rows_file(rows.form))
-    if is_done(files, rows):
-        done = finished_rows(sink, ANSWER_COLUMNS)
-    else:
-        done = rows_so_far(sink, ANSWER_COLUMNS, asked=parquet_schema(path))
+    path = posixpath.join(files.folder, conversion.rows_file(rows.form))
+    is_done = store_of(sink).size(SUCCESS) is not None
+    done = _finished_rows(sink) if is_done else _rows_so_far(sink, parquet_schema(path))
     answer = next(done, None)
-    for row in parquet_rows(path, _ASKED_COLUMNS):
+    for row in parquet_rows(path, _REQUEST_COLUMNS):
         if answer is not None and _PLACE(answer) == _PLACE(row):
             yield answer
             answer = next(done, None)
         else:
             yield row
+
+
+def _finished_rows(sink: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an output that is complete and in the order of the input."""
+    for path in output_files(sink):
+        yield from parquet_rows(path, ANSWER_COLUMNS)
+
+
+def _rows_so_far(sink: str, requests: pa.Schema) -> Iterator[dict[str, Any]]:
+    """Yield the finished rows of a job with `output_order="input"` that is not complete, in order.
+
+    Memory: one unit and some thousand rows, and 24 bytes for every finished row. `requests` is the
+    schema of the rows of the requests.
+    """
+    folder = posixpath.join(sink, PLAN_ORDER)
+    if store_of(folder).size(PLAN) is None:
+        return
+    units = _Units(folder, requests)
+    keys = [units.keys(unit) for unit in range(units.num_units)]
+    unit = np.repeat(np.arange(len(keys)), [len(key) for key in keys])
+    row = np.concatenate([np.arange(len(key)) for key in keys])
+    line_and_place = np.concatenate(keys)
+    order = np.lexsort((line_and_place[:, 1], line_and_place[:, 0]))
+    for first in range(0, len(order), _ROWS_AT_ONCE):
+        chosen = order[first : first + _ROWS_AT_ONCE]
+        tables = [
+            units.rows(int(number), ANSWER_COLUMNS).take(row[chosen[unit[chosen] == number]])
+            for number in np.unique(unit[chosen])
+        ]
+        table = pa.concat_tables(tables).sort_by([(name, "ascending") for name in _KEY])
+        for batch in table.to_batches(max_chunksize=256):
+            yield from batch.to_pylist()
+
+
+class _Units:
+    """The units of an output: those that are written, and finished rows of those that are not."""
+
+    def __init__(self, folder: str, requests: pa.Schema) -> None:
+        self._store = store_of(folder)
+        stored, *_ = read_plans(folder)
+        self.num_units = stored.num_units
+        output = output_columns(stored.fingerprint)
+        assert output is not None, "a job on rows of a batch has a stage"
+        self._writer = UnitWriter(
+            sink=folder,
+            store=self._store,
+            stored=stored,
+            schema=pa.schema([*requests, *output.arrow()], metadata=requests.metadata),
+            output=output,
+            attempt="reading",
+        )
+        self._table = lru_cache(maxsize=1)(self._read)
+
+    def keys(self, unit: int) -> Any:  # noqa: ANN401 - int64 [R, 2]
+        """Return line and place of each finished row of a unit."""
+        table = self.rows(unit, _KEY)
+        return np.stack([table.column(name).to_numpy().astype(np.int64) for name in _KEY], axis=1)
+
+    def rows(self, unit: int, columns: Sequence[str]) -> pa.Table:
+        """Return the finished rows of a unit."""
+        return self._table(unit, tuple(columns))
+
+    def _read(self, unit: int, columns: Sequence[str]) -> pa.Table:
+        if self._writer.receipt_of(unit) is None:
+            table = self._writer.journal_of(unit)
+            return table.select([name for name in columns if name in table.column_names])
+        file = pq.ParquetFile(pa.BufferReader(self._store.read(part_name(unit))))
+        known = file.schema_arrow.names
+        return file.read([name for name in columns if name in known], use_threads=False)

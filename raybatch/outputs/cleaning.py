@@ -30,12 +30,8 @@ class Cleaned:
     """What was removed from an output.
 
     Args:
-        sink: that was cleaned.
-        names: of the files, relative to it.
-        num_bytes: of all of them.
         num_young: files that stay because a run may need them still.
-        is_dry_run: nothing was removed.
-        live_runs: runs that are at work there, whatever age was asked for.
+        live_runs: runs that are at work there; nothing they may need is removed.
     """
 
     sink: str
@@ -117,14 +113,14 @@ def _chosen(sink: str, store: Store, older_than_s: float) -> tuple[list[str], in
         units = read_all_units(sink, plans)
         is_done, _ = listed_units(store, units)
         is_complete = is_finished(store, units)
-    found = leftovers(
+    files = leftovers(
         store,
         plans=frozenset(stored.hash for stored in plans),
         is_committed=lambda unit: unit < len(is_done) and bool(is_done[unit]),
         is_finished=is_complete,
     )
     chosen, num_young = [], 0
-    for name, may_be_needed in found:
+    for name, may_be_needed in files:
         if may_be_needed and _age_s(sink, name) < older_than_s:
             num_young += 1
         else:

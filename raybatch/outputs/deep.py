@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -25,24 +26,22 @@ _WAY_OUT = "move the file away and run the job again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepLook:
+class DeepCheck:
     """What the values of all parts say.
 
     Args:
-        num_files: that were opened.
         repeated_rows: rows whose row_id another row has too, beyond the first of each.
-        problems: what is wrong, with the file and the way out; the first of them.
+        problems: the first ones, with the file and the way out.
         num_problems: all of them.
     """
 
-    num_files: int
-    repeated_rows: int
-    problems: tuple[str, ...]
-    num_problems: int
+    repeated_rows: int = 0
+    problems: tuple[str, ...] = ()
+    num_problems: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Looker:
+class _PartChecker:
     store: Store
     output: OutputSchema | None
     ids: RepeatedIds
@@ -50,26 +49,28 @@ class _Looker:
 
     def problems_of(self, name: str) -> list[str]:
         """Return what is wrong with a file; nothing where it is as it should be."""
-        where, found = f"{self.store.uri}/{name}", list[str]()
+        where, problems = f"{self.store.uri}/{name}", list[str]()
         try:
             file = pq.ParquetFile(pa.BufferReader(self.store.read(name)))
             # types first: values of another type are never touched
             is_like_others = file.schema_arrow.equals(self.schema, check_metadata=True)
             columns = None
             if not is_like_others:
-                said = _difference(file.schema_arrow, self.schema)
-                found = [f"{where} has another schema than the first part ({said}); {_WAY_OUT}"]
-                columns = self._own_columns(file.schema_arrow)
+                difference = _difference(file.schema_arrow, self.schema)
+                problems = [
+                    f"{where} has another schema than the first part ({difference}); {_WAY_OUT}"
+                ]
+                columns = self._stage_columns(file.schema_arrow)
             if is_like_others or columns:
                 table = file.read(columns, use_threads=False)
-                found += filter(None, [self._problem_of_rows(where, name, table)])
-        except (CommitError, FileNotFoundError):  # told by the audit
+                problems += filter(None, [self._problem_of_rows(where, name, table)])
+        except (CommitError, FileNotFoundError):  # reported by the audit
             pass
         except (ValueError, KeyError, OSError, NotImplementedError) as error:
-            found.append(f"{where} cannot be read in full: {error_text(error)}; {_WAY_OUT}")
-        return found
+            problems.append(f"{where} cannot be read in full: {error_text(error)}; {_WAY_OUT}")
+        return problems
 
-    def _own_columns(self, schema: pa.Schema) -> list[str]:
+    def _stage_columns(self, schema: pa.Schema) -> list[str]:
         """Return the columns of the stage, if they have their types; none where one has not."""
         fields = list(self.output.arrow()) if self.output else []
         return [f.name for f in fields] if all(_has(schema, f) for f in fields) else []
@@ -81,11 +82,12 @@ class _Looker:
         if ids.null_count:
             return f"{where} has {ids.null_count} rows without a row_id; {_WAY_OUT}"
         self.ids.add(ids)
-        said, found = read_footer(self.store, name).counts, unit_counts(table, self.output)
-        if _without_examples(said) != _without_examples(found):
+        footer_counts = read_footer(self.store, name).counts
+        row_counts = unit_counts(table, self.output)
+        if _without_examples(footer_counts) != _without_examples(row_counts):
             return (
-                f"{where} says {dict(said.statuses)} and other counts in its footer, its rows say "
-                f"{dict(found.statuses)}; {_WAY_OUT}"
+                f"{where} says {dict(footer_counts.statuses)} and other counts in its footer, its "
+                f"rows say {dict(row_counts.statuses)}; {_WAY_OUT}"
             )
         return None
 
@@ -99,45 +101,39 @@ def part_files(store: Store, plan: UnitPlan) -> Iterator[tuple[int, list[str]]]:
             continue
         try:
             yield unit, read_record(store, unit)[1]
-        except (CommitError, FileNotFoundError):  # told by the audit
+        except (CommitError, FileNotFoundError):  # reported by the audit
             continue
 
 
-def look_into_parts(
+def check_parts(
     store: Store, plan: UnitPlan, output: OutputSchema | None, *, max_problems: int = 10
-) -> DeepLook:
-    """Read every part in full; memory does not grow with the output.
+) -> DeepCheck:
+    """Read every part in full; memory does not grow with the output, the disk has 24 bytes a row.
 
-    On the local disk 24 bytes a row are needed while it works.
-
-    Args:
-        store: of the sink.
-        plan: that the output follows.
-        output: columns of the stage; None where they are not known, then ids and counts are not
-            compared.
-        max_problems: that are told in words.
+    Where the columns of the stage (`output`) are not known, ids and counts are not compared.
     """
     schema = _first_schema(store, plan)
     if schema is None:
-        return DeepLook(num_files=0, repeated_rows=0, problems=(), num_problems=0)
+        return DeepCheck()
     unlike = [
         f"{f.name}: {f.type}" for f in (output.arrow() if output else []) if not _has(schema, f)
     ]
     if unlike:
-        told = f"the parts in {store.uri} lack {', '.join(unlike)}, so their values were not read"
-        return DeepLook(num_files=0, repeated_rows=0, problems=(told,), num_problems=1)
-    num_files, problems = 0, []
+        problem = (
+            f"the parts in {store.uri} lack {', '.join(unlike)}, so their values were not read"
+        )
+        return DeepCheck(problems=(problem,), num_problems=1)
+    problems: list[str] = []
     with RepeatedIds(plan.num_rows) as ids, ThreadPoolExecutor(_THREADS) as threads:
-        looker = _Looker(store=store, output=output, ids=ids, schema=schema)
+        checker = _PartChecker(store=store, output=output, ids=ids, schema=schema)
         for names in _in_shares(part_files(store, plan)):
-            num_files += len(names)
-            problems += [said for found in threads.map(looker.problems_of, names) for said in found]
+            problems += chain.from_iterable(threads.map(checker.problems_of, names))
         repeated = ids.repeated()
     if repeated.num_rows and output is not None:
-        told = _told_repeated(store, plan, output, repeated.num_rows, repeated.examples)
-        problems.append(told)
-    return DeepLook(
-        num_files=num_files,
+        problems.append(
+            _describe_repeated(store, plan, output, repeated.num_rows, repeated.examples)
+        )
+    return DeepCheck(
         repeated_rows=repeated.num_rows,
         problems=tuple(problems[:max_problems]),
         num_problems=len(problems),
@@ -166,7 +162,7 @@ def _first_schema(store: Store, plan: UnitPlan) -> pa.Schema | None:
     return None
 
 
-def _told_repeated(
+def _describe_repeated(
     store: Store,
     plan: UnitPlan,
     output: OutputSchema,
@@ -179,23 +175,23 @@ def _told_repeated(
     for unit, names in part_files(store, plan):
         for name in names:
             try:
-                found = pq.read_table(pa.BufferReader(store.read(name)), columns=[column])
-            except (ValueError, OSError):  # told when it was read in full
+                table = pq.read_table(pa.BufferReader(store.read(name)), columns=[column])
+            except (ValueError, OSError):  # reported when it was read in full
                 continue
-            ids = found.column(column).drop_null()
+            ids = table.column(column).drop_null()
             hashes = id_hashes(ids)
             for place in np.flatnonzero(np.isin(hashes[:, 0], examples[:, 0])).tolist():
                 named = wanted.get(tuple(hashes[place].tolist()))
                 if named is not None:
                     named[0].add(str(ids[place]))
                     named[1].add(unit)
-    said = "; ".join(
+    places = "; ".join(
         f"{', '.join(sorted(ids))} in units {', '.join(map(str, sorted(units)))}"
         for ids, units in wanted.values()
     )
     return (
-        f"{num_repeated} rows have the row_id of another row ({said}); the files were not written "
-        "by one job, so choose a new folder and run it again"
+        f"{num_repeated} rows have the row_id of another row ({places}); the files were not "
+        "written by one job, so choose a new folder and run it again"
     )
 
 
@@ -216,6 +212,6 @@ def _without_examples(counts: UnitCounts) -> UnitCounts:
     )
 
 
-def _difference(found: pa.Schema, expected: pa.Schema) -> str:
-    different = {f"{f.name}: {f.type}" for f in found} ^ {f"{f.name}: {f.type}" for f in expected}
+def _difference(schema: pa.Schema, expected: pa.Schema) -> str:
+    different = {f"{f.name}: {f.type}" for f in schema} ^ {f"{f.name}: {f.type}" for f in expected}
     return ", ".join(sorted(different)[:5]) or "order of columns, or metadata"

@@ -42,8 +42,6 @@ class FailedRows(Source):
 
     Args:
         parts: the same slices with all of their rows and columns.
-        output: columns of the stage that has written the parts.
-        statuses: of the rows that are read.
         partitions: name and type of the columns whose values are in the names of the parts.
     """
 
@@ -64,9 +62,7 @@ class FailedRows(Source):
     def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
         """Yield the rows of some neighbouring slices, without the columns of the stage.
 
-        Args:
-            task: positions of the slices.
-            row_id_column: of other sources; these rows have ids, and a job reads them from there.
+        These rows have ids, and a job reads them from their column: `row_id_column` stays empty.
         """
         for index in task:
             name = self.parts.slices[index].name
@@ -88,11 +84,7 @@ def failed_rows(
 ) -> FailedRows:
     """Return the rows of a finished output that have one of some statuses.
 
-    Args:
-        sink: of the job that has written the output.
-        output: columns of the stage that will try the rows again.
-        id_column: where that stage reads the ids of the rows.
-        statuses: of the rows.
+    `output` and `id_column` are those of the stage that will try the rows again.
 
     Raises:
         ConfigError: there is no such status, the output is not finished, or the new answers would
@@ -124,10 +116,10 @@ def failed_rows(
             f"{sum(numbers.values()) - num_rows} rows of {sink} lie in folders whose names begin "
             "with _ or ., which readers skip; error rows of such outputs cannot be run again"
         )
-    own = [field for field in parts.schema if field.name not in dropped]
+    fields = [field for field in parts.schema if field.name not in dropped]
     logger.info("%d rows of %s are tried again", num_rows, sink)
     return FailedRows(
-        schema=pa.schema([*own, *partitions], parts.schema.metadata),
+        schema=pa.schema([*fields, *partitions], parts.schema.metadata),
         slices=tuple(_with_rows(part, number) for part, number in wanted),
         num_rows=num_rows,
         parts=replace(parts, slices=tuple(part for part, _ in wanted)),
@@ -168,13 +160,13 @@ def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> di
         names = read_record(store, unit)[1] if plan.is_partitioned else [part_name(unit)]
         counts = {name: read_footer(store, name).counts.statuses for name in names}
         return {
-            name: sum(number for status, number in found.items() if status in statuses)
-            for name, found in counts.items()
+            name: sum(number for status, number in counted.items() if status in statuses)
+            for name, counted in counts.items()
         }
 
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(count, range(plan.num_units)))
-    return {name: number for unit in found for name, number in unit.items() if number}
+        counted = list(threads.map(count, range(plan.num_units)))
+    return {name: number for unit in counted for name, number in unit.items() if number}
 
 
 def _partitions(sink: str, stored: StoredPlan) -> tuple[pa.Field, ...]:

@@ -38,10 +38,8 @@ _DEFAULT_UNIT_ROWS = 1024
 def ordered(sink: str, into: str, *, start_ray: Callable[[], None] | None = None) -> Audit:
     """Copy a finished output into a folder of its own, its rows in the order of the input.
 
-    Args:
-        sink: of a job; it stays as it is.
-        into: folder of the copy; a second call goes on where the first has stopped.
-        start_ray: is called before Ray is used, which small outputs do without.
+    A second call goes on where the first has stopped. `start_ray` is called before Ray is used,
+    which small outputs do without.
 
     Raises:
         ConfigError: the output is not finished, is in that order already, or is partitioned; or
@@ -68,11 +66,10 @@ def restore_order(
     subject: PlanSubject | None = None,
     start_ray: Callable[[], None] | None = None,
 ) -> Audit:
-    """Write the rows of a finished output in the order of the input, each once.
+    """Write the rows of a finished output in the order of the input, each once; return their audit.
 
-    Rows of a plan that came later follow those of the plans before it.
-
-    Memory: some blocks of rows; larger outputs are sorted by Ray, which spills to disk.
+    Rows of a plan that came later follow those of the plans before it. Memory: some blocks of rows;
+    larger outputs are sorted by Ray, which spills to disk.
 
     Args:
         sink: of the output, which stays as it is.
@@ -80,9 +77,6 @@ def restore_order(
         subject: what the plan of the copy is of and how it is laid out, where that is not as in
             the output.
         start_ray: is called before Ray is used; None leaves its start to Ray.
-
-    Returns:
-        The audit of the copy, which is complete.
 
     Raises:
         ConfigError: the output is not finished, or the folder holds the copy of another one.
@@ -105,10 +99,10 @@ def restore_order(
         if copy.is_todo.any():
             copy_rows(copy, start_ray)
     store, units = store_of(into), read_all_units(into, read_plans(into))
-    found = audit(store, units)
-    finish(store, units, found)
+    result = audit(store, units)
+    finish(store, units, result)
     drop_journal_and_staging(store)
-    return found
+    return result
 
 
 def _finished_plans(sink: str) -> tuple[StoredPlan, ...]:
@@ -126,14 +120,7 @@ def _finished_plans(sink: str) -> tuple[StoredPlan, ...]:
 
 
 def _open(sink: str, into: str, stored: StoredPlan, wanted: StoredPlan) -> RowCopy:
-    """Return what there is to copy of a plan, after its counterpart is written.
-
-    Args:
-        sink: of the output.
-        into: folder of the copy.
-        stored: plan of the output.
-        wanted: the same, as the copy is laid out.
-    """
+    """Return what there is to copy of a plan, after writing the plan of the copy."""
     first = pq.ParquetFile(pa.BufferReader(store_of(sink).read(part_name(stored.first_unit))))
     table = first.read(use_threads=False)
     row_bytes = table.nbytes / max(1, table.num_rows)

@@ -43,13 +43,9 @@ class RowCopy:
     """What tasks must know to copy the rows of one plan.
 
     Args:
-        source: the output that is copied.
-        sink: of the copy.
-        stored: plan of the source.
         target: plan of the copy, whose units are stretches of the same rows.
         unit_rows: int64 [U], rows of each unit of the target.
         is_todo: bool [U], units of the target that are not written yet.
-        schema: of every part of the source.
         row_bytes: that a row takes in memory, about.
     """
 
@@ -85,18 +81,20 @@ class RowCopy:
         row = row[self.is_todo[np.searchsorted(self.ends, row, side="right")]]
         if not len(row):
             return _PLACES.empty_table()
-        said = read_shards(self.source, self.stored, first, stop)
-        rank = rank_of(said.column("unit").to_numpy()) + said.column("pos").to_numpy()
+        shards = read_shards(self.source, self.stored, first, stop)
+        rank = rank_of(shards.column("unit").to_numpy()) + shards.column("pos").to_numpy()
         return pa.table([rank[row - first], row], schema=_PLACES)
 
     def rows_at(self, where: pa.Table) -> pa.Table:
         """Return the rows of some places, which are sorted, with their numbers."""
-        found = [as_movable(self.schema.empty_table()).append_column(ROW, pa.array([], pa.int64()))]
+        tables = [
+            as_movable(self.schema.empty_table()).append_column(ROW, pa.array([], pa.int64()))
+        ]
         unit, position = places(where)
         for start, stop in _runs(unit):
             part = self._part(int(unit[start])).take(position[start:stop])
-            found.append(part.append_column(ROW, where.column(ROW).slice(start, stop - start)))
-        return pa.concat_tables(found)
+            tables.append(part.append_column(ROW, where.column(ROW).slice(start, stop - start)))
+        return pa.concat_tables(tables)
 
     def _part(self, unit: int) -> pa.Table:
         store, name = store_of(self.source), part_name(self.stored.first_unit + unit)
@@ -140,19 +138,14 @@ class RowCopy:
 
 
 def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None = None) -> None:
-    """Write the units that are to be written, in this process or by Ray where they are many.
-
-    Args:
-        copy: what there is to do.
-        start_ray: is called before Ray is used; None leaves its start to Ray.
-    """
+    """Write the units that are to be written, in this process or by Ray where they are many."""
     num_rows = copy.num_rows_todo
     logger.info("bringing %d rows into the order of the input, in %s", num_rows, copy.sink)
     if not num_rows:
         copy.write_nothing()
     elif num_rows * copy.row_bytes <= _MAX_DRIVER_BYTES:
-        found = pa.concat_tables(copy.places(*rows) for rows in copy.reads())
-        copy.write(copy.rows_at(found.sort_by(RANK)).sort_by(ROW))
+        where = pa.concat_tables(copy.places(*rows) for rows in copy.reads())
+        copy.write(copy.rows_at(where.sort_by(RANK)).sort_by(ROW))
     else:
         if start_ray is not None:
             start_ray()
@@ -185,9 +178,9 @@ def _run_tasks(copy: RowCopy) -> None:
 
     reads = [{"first": first, "stop": stop} for first, stop in copy.reads()]
     numbers = ray.data.from_items(reads, override_num_blocks=len(reads))
-    found = numbers.map_batches(read_places, batch_size=1, batch_format="pyarrow")
+    where = numbers.map_batches(read_places, batch_size=1, batch_format="pyarrow")
     old_starts = rank_of(_block_starts(copy, read_units(copy.source, copy.stored).unit_rows))
-    rows = found.sort(RANK, boundaries=old_starts.tolist())
+    rows = where.sort(RANK, boundaries=old_starts.tolist())
     rows = rows.map_batches(read_rows, batch_size=None, batch_format="pyarrow")
     starts = (copy.ends - copy.unit_rows)[_block_starts(copy, copy.unit_rows)]
     rows = rows.sort(ROW, boundaries=starts.tolist())

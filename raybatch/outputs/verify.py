@@ -13,7 +13,7 @@ from raybatch.durable.storage import open_store, told_as
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
-from raybatch.outputs.deep import DeepLook, look_into_parts
+from raybatch.outputs.deep import DeepCheck, check_parts
 from raybatch.pictures.wording import printable
 from raybatch.planning.fingerprint import compare_files, output_columns
 from raybatch.planning.store import damage_of, read_all_units, read_plans
@@ -27,19 +27,13 @@ class Verification:
     """What is in an output beside what should be; `print` it, or take `to_json`.
 
     Args:
-        sink: that was looked at.
         plan: hash of its plan; "" where a run died before there was one.
         is_deep: values of all parts were read too, not names and footers alone.
-        has_success: a run has said that the output is complete.
-        num_units: of the plan.
-        num_units_missing: that have no part.
-        expected_rows: of the plan.
-        written_rows: in parts of the plan.
+        has_success: a run has marked the output as complete.
         lost_rows: whose part cannot be read, or is gone although the output was complete; with
             `is_deep` also those in whose place another row stands.
         duplicated_rows: written more than once; of row ids alone when `is_deep`.
         rows_to_do: whose units no run has written yet.
-        statuses: row status to number of rows.
         problems: what is wrong, where, and the way out.
         notes: what is worth knowing and not wrong.
     """
@@ -48,13 +42,13 @@ class Verification:
     plan: str
     is_deep: bool
     has_success: bool
-    num_units: int
-    num_units_missing: int
-    expected_rows: int
-    written_rows: int
-    lost_rows: int
-    duplicated_rows: int
-    rows_to_do: int
+    num_units: int = 0
+    num_units_missing: int = 0
+    expected_rows: int = 0
+    written_rows: int = 0
+    lost_rows: int = 0
+    duplicated_rows: int = 0
+    rows_to_do: int = 0
     statuses: Mapping[str, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -88,8 +82,8 @@ class Verification:
             ("looked at", "every value" if self.is_deep else "names and footers"),
         ]
         lines = [f"{name:<10} {value}" for name, value in facts]
-        lines += [f"problem: {said}" for said in self.problems]
-        lines += [f"note: {said}" for said in self.notes]
+        lines += [f"problem: {text}" for text in self.problems]
+        lines += [f"note: {text}" for text in self.notes]
         return "\n".join(printable(line) for line in [*lines, f"verdict: {self._verdict()}"])
 
     def to_json(self) -> str:
@@ -125,31 +119,31 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
             return _without_plan(sink, store, is_deep=deep)
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
-        found = audit(store, plan)
+        result = audit(store, plan)
         success = read_success(store)
         output = output_columns(plans[0].fingerprint)
-        look = look_into_parts(store, plan, output) if deep else None
+        look = check_parts(store, plan, output) if deep else None
         damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
-    return _verification(sink, plans, plan, found, success, look, damaged)
+    return _verification(sink, plans, plan, result, success, look, damaged)
 
 
 def _verification(
     sink: str,
     plans: Sequence[StoredPlan],
     plan: UnitPlan,
-    found: Audit,
+    result: Audit,
     success: Mapping[str, object] | None,
-    look: DeepLook | None,
+    look: DeepCheck | None,
     damaged: Sequence[str | None],
 ) -> Verification:
     if success is not None and plan.extends(success.get("plan")):
         success = None  # true of the input before it grew
     has_success = success is not None
-    problems = list(found.foreign)
-    if found.num_foreign > len(problems):
-        problems.append(f"{found.num_foreign - len(problems)} more files are like these")
+    problems = list(result.foreign)
+    if result.num_foreign > len(problems):
+        problems.append(f"{result.num_foreign - len(problems)} more files are like these")
     if success is not None:
-        problems += _untrue(sink, success, plan, found)
+        problems += _untrue(sink, success, plan, result)
     if look is not None:
         problems += look.problems
         if look.num_problems > len(look.problems):
@@ -159,34 +153,34 @@ def _verification(
     (notes if has_success else problems).extend([*changed, *filter(None, damaged)])
     repeated = 0 if look is None else look.repeated_rows
     # a part has the rows of its unit: one that is there twice stands where another should
-    replaced = max(0, repeated - found.duplicated_rows)
+    replaced = max(0, repeated - result.duplicated_rows)
     return Verification(
         sink=sink,
         plan=plan.hash,
         is_deep=look is not None,
         has_success=has_success,
-        num_units=found.num_units,
-        num_units_missing=found.num_missing,
-        expected_rows=found.expected_rows,
-        written_rows=found.written_rows,
-        lost_rows=(found.lost_rows if has_success else found.unreadable_rows) + replaced,
-        duplicated_rows=max(found.duplicated_rows, repeated),
-        rows_to_do=0 if has_success else found.missing_rows,
-        statuses=dict(sorted(found.counts.statuses.items(), key=lambda one: (-one[1], one[0]))),
+        num_units=result.num_units,
+        num_units_missing=result.num_missing,
+        expected_rows=result.expected_rows,
+        written_rows=result.written_rows,
+        lost_rows=(result.lost_rows if has_success else result.unreadable_rows) + replaced,
+        duplicated_rows=max(result.duplicated_rows, repeated),
+        rows_to_do=0 if has_success else result.missing_rows,
+        statuses=dict(sorted(result.counts.statuses.items(), key=lambda one: (-one[1], one[0]))),
         problems=tuple(problems),
         notes=tuple(notes),
     )
 
 
 def _before_ordering(sink: str, store: Store, *, is_deep: bool) -> Verification:
-    found = verify(f"{sink.rstrip('/')}/{PLAN_ORDER}", deep=is_deep)
+    result = verify(f"{sink.rstrip('/')}/{PLAN_ORDER}", deep=is_deep)
     note = f"these rows lie in {PLAN_ORDER}/, and are not in the order of the input yet"
     return dataclasses.replace(
-        found,
+        result,
         sink=sink,
         has_success=False,
-        problems=(*found.problems, *_parts_without_plan(store)),
-        notes=(*found.notes, note),
+        problems=(*result.problems, *_parts_without_plan(store)),
+        notes=(*result.notes, note),
     )
 
 
@@ -212,24 +206,17 @@ def _without_plan(sink: str, store: Store, *, is_deep: bool) -> Verification:
         plan="",
         is_deep=is_deep,
         has_success=store.size(SUCCESS) is not None,
-        num_units=0,
-        num_units_missing=0,
-        expected_rows=0,
-        written_rows=0,
-        lost_rows=0,
-        duplicated_rows=0,
-        rows_to_do=0,
         problems=problems,
         notes=() if problems else (note,),
     )
 
 
-def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, found: Audit) -> list[str]:
+def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, result: Audit) -> list[str]:
     """Return what `_SUCCESS` says and the output does not bear out."""
     where = f"{sink.rstrip('/')}/{SUCCESS}"
     if "plan" not in success:
         return [f"{where} is not what a run writes; {_ANEW}"]
-    true = {"plan": plan.hash, "units": found.num_units, "rows": found.expected_rows}
+    true = {"plan": plan.hash, "units": result.num_units, "rows": result.expected_rows}
     wrong = [
         f"{name} is {success.get(name)!r}, the plan says {value!r}"
         for name, value in true.items()
@@ -237,10 +224,10 @@ def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, found: Aud
     ]
     counts = success.get("counts")
     statuses = counts.get("statuses") if isinstance(counts, dict) else None
-    if not wrong and not found.lost_rows and statuses != dict(found.counts.statuses):
-        wrong.append(f"it counts {statuses}, the footers {dict(found.counts.statuses)}")
-    told = [f"{where}: {'; '.join(wrong)}; {_ANEW}"] if wrong else []
-    return [*told, f"{where}: {found.told_gone}"] if found.num_missing else told
+    if not wrong and not result.lost_rows and statuses != dict(result.counts.statuses):
+        wrong.append(f"it counts {statuses}, the footers {dict(result.counts.statuses)}")
+    problems = [f"{where}: {'; '.join(wrong)}; {_ANEW}"] if wrong else []
+    return [*problems, f"{where}: {result.told_gone}"] if result.num_missing else problems
 
 
 def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:
@@ -250,15 +237,15 @@ def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:
     if not root or not files:
         return [], []
     changed, unreadable = compare_files(root, files)
-    said, unseen = [], []
+    problems, notes = [], []
     if changed:
-        said.append(
+        problems.append(
             f"{len(changed)} input files have changed since the plan was made, such as "
             f"{root}/{changed[0]}; the output belongs to what they were"
         )
     if unreadable:
-        unseen.append(
+        notes.append(
             f"{len(unreadable)} of {len(files)} input files cannot be read from here, such "
             f"as {root}/{unreadable[0]}, and were not compared"
         )
-    return said, unseen
+    return problems, notes

@@ -1,14 +1,28 @@
-"""Bars: histograms over token counts, and shares of several orders or runs."""
+"""Numbers as cards and bars: histograms over token counts, shares of several orders or runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 
-from raybatch.pictures.svg import drawing, element, rect, text
+from raybatch.pictures.svg import (
+    drawing,
+    grid_line,
+    horizontal,
+    rect,
+    text,
+    vertical,
+    x_label,
+    x_tick,
+    y_label,
+)
 from raybatch.pictures.wording import full, percent, tick
 from raybatch.prefix.histogram import Histogram
 
+_CARD_WIDTH, _CARD_HEIGHT = 180, 84
+# characters of a number that fit a card in large type
+_MAX_BIG = 9
 _WIDTH, _LEFT, _RIGHT = 460, 62, 18
 _PLOT = _WIDTH - _LEFT - _RIGHT
 _TOP, _HEIGHT, _BOTTOM = 10, 130, 36
@@ -18,14 +32,20 @@ _MIN_TICKS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """One number; `is_good` is whether it is as it should be, None where that is no question."""
+
+    name: str
+    value: str
+    is_good: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShareBar:
     """One bar of a chart of shares.
 
     Args:
-        name: what it stands for.
         share: between 0 and 1.
-        error: half width of its interval.
-        note: written behind the percentage.
         is_main: drawn in the main colour; the others are for comparison.
     """
 
@@ -36,7 +56,24 @@ class ShareBar:
     is_main: bool = False
 
 
-def draw_histogram(histogram: Histogram, *, x_label: str, y_label: str = "rows") -> str:
+def draw_cards(cards: Sequence[Card], *, label: str) -> str:
+    """Draw numbers beside each other; a screen reader says `label` before them."""
+    drawn = "".join(_card(card) for card in cards)
+    return f'<div class="cards" role="group" aria-label="{escape(label)}">{drawn}</div>'
+
+
+def _card(card: Card) -> str:
+    kind = {None: "big", True: "big good", False: "big bad"}[card.is_good]
+    kind += " long" if len(card.value) > _MAX_BIG else ""
+    parts = [
+        rect(0.5, 0.5, _CARD_WIDTH - 1, _CARD_HEIGHT - 1, rx=6, class_="card"),
+        text(16, 28, card.name, class_="axis"),
+        text(16, 64, card.value, class_=kind),
+    ]
+    return drawing(_CARD_WIDTH, _CARD_HEIGHT, f"{card.name} {card.value}", parts)
+
+
+def draw_histogram(histogram: Histogram, *, x_name: str, y_name: str = "rows") -> str:
     """Draw a histogram over a logarithmic axis."""
     edges = histogram.edges()
     filled = np.flatnonzero(histogram.counts)
@@ -50,17 +87,23 @@ def draw_histogram(histogram: Histogram, *, x_label: str, y_label: str = "rows")
     highest = max(histogram.counts)
     y_ticks = ticks(highest)
     top = max(highest, y_ticks[-1])
-    parts = [_grid_line(value, top) for value in y_ticks]
+    parts: list[str] = []
+    for value in y_ticks:
+        parts += grid_line(_LEFT, _WIDTH - _RIGHT, _TOP + _HEIGHT * (1 - value / top), tick(value))
     for index in range(first, min(last + 1, len(histogram.counts))):
         if number := histogram.counts[index]:
             # a bin is no wider than the numbers in it
             start = max(edges[index], histogram.lowest)
             stop = min(edges[index + 1], histogram.highest + 1)
-            title = f"{_range(start, stop)} {x_label}: {full(number)} {y_label}"
+            title = f"{_range(start, stop)} {x_name}: {full(number)} {y_name}"
             parts.append(_bar(scale(start), scale(stop), number / top, title))
-    parts += _x_axis(shown[0], shown[-1], scale, x_label)
-    parts.append(_y_label(y_label))
-    label = f"Histogram of {x_label}: {full(histogram.num_values)} {y_label}"
+    base = _TOP + _HEIGHT
+    parts.append(horizontal(_LEFT, _WIDTH - _RIGHT, base, "base"))
+    for number in _round_numbers(shown[0], shown[-1]):
+        parts += x_tick(scale(number), base, tick(number))
+    parts.append(x_label(_LEFT + _PLOT / 2, base + 32, x_name))
+    parts.append(y_label(11, _TOP + _HEIGHT / 2, y_name))
+    label = f"Histogram of {x_name}: {full(histogram.num_values)} {y_name}"
     return drawing(_WIDTH, _TOP + _HEIGHT + _BOTTOM, label, parts)
 
 
@@ -72,7 +115,7 @@ def draw_shares(bars: Sequence[ShareBar], *, label: str) -> str:
     parts = []
     for tenth in range(0, 101, 25):
         x = left + plot * tenth / 100
-        parts.append(element("line", x1=x, x2=x, y1=4, y2=bottom, class_="grid"))
+        parts.append(vertical(x, 4, bottom, "grid"))
         parts.append(text(x, bottom + 15, f"{tenth} %", class_="tick", text_anchor="middle"))
     for i, bar in enumerate(bars):
         y = 4 + step * i
@@ -81,14 +124,11 @@ def draw_shares(bars: Sequence[ShareBar], *, label: str) -> str:
         value = percent(bar.share) + (f" +- {100 * bar.error:.1f}" if bar.error else "")
         parts.append(text(left - 8, y + 17, bar.name, class_="name", text_anchor="end"))
         parts.append(rect(left, y + 4, max(length, 1.0), step - 8, title=value, class_=kind))
-        parts.append(
-            text(
-                left + plot + 10, y + 17, ", ".join(filter(None, (value, bar.note))), class_="name"
-            )
-        )
-    parts.append(text(left + plot / 2, bottom + 32, label, class_="axis", text_anchor="middle"))
-    said = "; ".join(f"{bar.name} {percent(bar.share)}" for bar in bars)
-    return drawing(2 * _WIDTH, bottom + 40, f"{label}: {said}", parts)
+        noted = f"{value}, {bar.note}" if bar.note else value
+        parts.append(text(left + plot + 10, y + 17, noted, class_="name"))
+    parts.append(x_label(left + plot / 2, bottom + 32, label))
+    shares = "; ".join(f"{bar.name} {percent(bar.share)}" for bar in bars)
+    return drawing(2 * _WIDTH, bottom + 40, f"{label}: {shares}", parts)
 
 
 def ticks(highest: float, count: int = 4) -> list[int]:
@@ -109,27 +149,11 @@ def _range(first: int, stop: int) -> str:
     return full(first) if stop == first + 1 else f"{full(first)} to {full(stop - 1)}"
 
 
-class _log_scale:  # noqa: N801 - used as a function
-    """Maps numbers from 0 to x; 0 lies where one half would."""
-
-    def __init__(self, first: int, stop: int) -> None:
-        self._first = np.log(max(first, 0.5))
-        self._span = max(np.log(max(stop, 1)) - self._first, 1e-9)
-
-    def __call__(self, number: int) -> float:
-        return float(_LEFT + _PLOT * (np.log(max(number, 0.5)) - self._first) / self._span)
-
-
-def _x_axis(first: int, stop: int, scale: _log_scale, label: str) -> list[str]:
-    base = _TOP + _HEIGHT
-    parts = [element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=base, y2=base, class_="base")]
-    for number in _round_numbers(first, stop):
-        x = scale(number)
-        parts.append(element("line", x1=x, x2=x, y1=base, y2=base + 4, class_="base"))
-        parts.append(text(x, base + 16, tick(number), class_="tick", text_anchor="middle"))
-    x = _LEFT + _PLOT / 2
-    parts.append(text(x, base + 32, label, class_="axis", text_anchor="middle"))
-    return parts
+def _log_scale(first: int, stop: int) -> Callable[[int], float]:
+    """Return what maps numbers to x; 0 lies where one half would."""
+    begin = np.log(max(first, 0.5))
+    span = max(np.log(max(stop, 1)) - begin, 1e-9)
+    return lambda number: float(_LEFT + _PLOT * (np.log(max(number, 0.5)) - begin) / span)
 
 
 def _round_numbers(first: int, stop: int) -> list[int]:
@@ -138,26 +162,12 @@ def _round_numbers(first: int, stop: int) -> list[int]:
         step = ticks(stop - first)[1]
         return list(range(-(-first // step) * step, stop + 1, step))
     for steps in ((1,), (1, 3), (1, 2, 5)):
-        found = [
+        numbers = [
             step * 10**power
             for power in range(14)
             for step in steps
             if first <= step * 10**power <= stop
         ]
-        if len(found) >= _MIN_TICKS:
+        if len(numbers) >= _MIN_TICKS:
             break
-    return found[:: -(-len(found) // 6)]
-
-
-def _grid_line(value: int, top: float) -> str:
-    y = _TOP + _HEIGHT * (1 - value / top)
-    return element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y, class_="grid") + text(
-        _LEFT - 6, y + 4, tick(value), class_="tick", text_anchor="end"
-    )
-
-
-def _y_label(label: str) -> str:
-    y = _TOP + _HEIGHT / 2
-    return text(
-        11, y, label, class_="axis", text_anchor="middle", transform=f"rotate(-90 11 {y:.0f})"
-    )
+    return numbers[:: -(-len(numbers) // 6)]

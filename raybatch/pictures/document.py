@@ -2,24 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
+from functools import cache
+from pathlib import Path
 
-from raybatch.pictures.style import PAGE_STYLE, STYLE
+from jinja2 import Environment, PackageLoader
+
 from raybatch.pictures.wording import printable
 
 # characters of a cell on one line; a longer one is no number and takes several
 _MAX_CELL = 30
-_LONG = ' class="long"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Cells of text: names in the first column, words in the last, numbers between them.
-
-    Args:
-        header: names of the columns.
-        rows: as many cells each.
-    """
+    """Cells of text: names in the first column, words in the last, numbers between them."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -33,7 +29,6 @@ class Figure:
         title: heading; "" where that of the section says it.
         svg: escaped already.
         caption: below it.
-        is_wide: takes the whole width.
     """
 
     title: str
@@ -47,11 +42,9 @@ class Section:
     """Facts, a table and drawings under one heading; all texts may hold user data.
 
     Args:
-        title: heading.
-        facts: names with what is to be said.
+        facts: names and values.
         table: below the facts.
         notes: sentences below the table.
-        figures: for pages alone.
     """
 
     title: str
@@ -76,19 +69,34 @@ def to_text(title: str, sections: Sequence[Section]) -> str:
 
 def to_page(title: str, sections: Sequence[Section]) -> str:
     """Return one HTML page with everything in it: no script, no font, no image from elsewhere."""
-    body = "".join(_section_html(section) for section in sections)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{PAGE_STYLE}{STYLE}</style></head>"
-        f'<body><main class="raybatch"><h1>{escape(title)}</h1>{body}</main></body></html>\n'
-    )
+    return _render(title, sections, is_page=True)
 
 
 def to_fragment(title: str, sections: Sequence[Section]) -> str:
     """Return what a notebook shows: the facts and tables, without drawings of the whole width."""
-    plain = "".join(_section_html(section, has_wide=False) for section in sections)
-    return f'<div class="raybatch"><style>{STYLE}</style><h3>{escape(title)}</h3>{plain}</div>'
+    return _render(title, sections, is_page=False)
+
+
+def _render(title: str, sections: Sequence[Section], *, is_page: bool) -> str:
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(title=title, sections=sections, is_page=is_page, max_cell=_MAX_CELL)
+    )
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("raybatch", "pictures"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    lines = Path(__file__).with_name("style.css").read_text().splitlines()
+    style = "".join(line.strip() for line in lines)
+    environment.globals.update(zip=zip, style=style)
+    return environment
 
 
 def _table_lines(table: Table) -> list[str]:
@@ -102,45 +110,3 @@ def _table_lines(table: Table) -> list[str]:
         )
         for row in cells
     ]
-
-
-def _section_html(section: Section, *, has_wide: bool = True) -> str:
-    parts = [f"<h2>{escape(section.title)}</h2>"]
-    if section.facts:
-        rows = "".join(
-            f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in section.facts
-        )
-        parts.append(f"<dl>{rows}</dl>")
-    if section.table is not None:
-        parts.append(_table_html(section.table))
-    parts += [f"<p>{escape(note)}</p>" for note in section.notes]
-    figures = [figure for figure in section.figures if figure.svg]
-    narrow = "".join(_figure_html(figure) for figure in figures if not figure.is_wide)
-    if has_wide:
-        parts += [_figure_html(figure) for figure in figures if figure.is_wide]
-    if narrow:
-        parts.append(f'<div class="pair">{narrow}</div>')
-    return f"<section>{''.join(parts)}</section>"
-
-
-def _table_html(table: Table) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
-    # a narrow window has no room for columns and writes the name before each cell
-    names = [escape(cell) for cell in table.header]
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td data-name="{name}"{_LONG if len(cell) > _MAX_CELL else ""}>{escape(cell)}</td>'
-            for name, cell in zip(names, row, strict=True)
-        )
-        + "</tr>"
-        for row in table.rows
-    )
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _figure_html(figure: Figure) -> str:
-    caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
-    kind = "wide" if figure.is_wide else "narrow"
-    title = f"<h3>{escape(figure.title)}</h3>" if figure.title else ""
-    return f'<figure class="{kind}">{title}{figure.svg}{caption}</figure>'

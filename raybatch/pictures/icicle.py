@@ -7,7 +7,16 @@ computed once, whatever its width, so its colour is what sharing saves and grey 
 from collections.abc import Sequence
 
 from raybatch.pictures.charts import ticks
-from raybatch.pictures.svg import drawing, element, rect, text
+from raybatch.pictures.svg import (
+    drawing,
+    grid_line,
+    horizontal,
+    rect,
+    text,
+    x_label,
+    x_tick,
+    y_label,
+)
 from raybatch.pictures.wording import amount, count, full, percent, tick
 from raybatch.prefix.outline import TreeBox
 
@@ -19,22 +28,16 @@ _CHAR = 6.4
 
 
 def draw_icicle(boxes: Sequence[TreeBox], *, num_rows: int) -> str:
-    """Draw the boxes of an outline.
-
-    Args:
-        boxes: of `raybatch.prefix.outline`; their texts are user data.
-        num_rows: rows of the whole width.
-    """
+    """Draw the boxes of an outline, whose texts are user data; `num_rows` are the whole width."""
     if not boxes or not num_rows:
         return ""
     y_ticks = ticks(max(box.token_stop for box in boxes), count=6)
     deepest = max(box.token_stop for box in boxes) * 1.01
-    parts = []
+    parts: list[str] = []
     for value in y_ticks:
         if value <= deepest:
             y = _TOP + _HEIGHT * value / deepest
-            parts.append(element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y, y2=y, class_="grid"))
-            parts.append(text(_LEFT - 6, y + 4, tick(value), class_="tick", text_anchor="end"))
+            parts += grid_line(_LEFT, _WIDTH - _RIGHT, y, tick(value))
     for box in boxes:
         parts += _box(box, num_rows, deepest)
     parts += _axes(num_rows)
@@ -94,18 +97,10 @@ def _label(box: TreeBox, x: float, y: float, width: float, height: float) -> lis
 
 def _axes(num_rows: int) -> list[str]:
     base = _TOP + _HEIGHT
-    parts = [element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=base, y2=base, class_="base")]
+    parts = [horizontal(_LEFT, _WIDTH - _RIGHT, base, "base")]
     for number in ticks(num_rows, count=6):
         if number <= num_rows:
-            x = _LEFT + _PLOT * number / num_rows
-            parts.append(element("line", x1=x, x2=x, y1=base, y2=base + 4, class_="base"))
-            parts.append(text(x, base + 16, tick(number), class_="tick", text_anchor="middle"))
-    middle = _LEFT + _PLOT / 2
-    parts.append(
-        text(middle, base + 33, "rows, wide prefixes first", class_="axis", text_anchor="middle")
-    )
-    y = _TOP + _HEIGHT / 2
-    turned = f"rotate(-90 13 {y:.0f})"
-    label = "position in the prompt, tokens"
-    parts.append(text(13, y, label, class_="axis", text_anchor="middle", transform=turned))
+            parts += x_tick(_LEFT + _PLOT * number / num_rows, base, tick(number))
+    parts.append(x_label(_LEFT + _PLOT / 2, base + 33, "rows, wide prefixes first"))
+    parts.append(y_label(13, _TOP + _HEIGHT / 2, "position in the prompt, tokens"))
     return parts

@@ -7,15 +7,11 @@ from html import escape
 def element(name: str, *, children: Iterable[str] = (), **attributes: object) -> str:
     """Return one element; "_" in the name of an attribute stands for "-", a last one for nothing.
 
-    Args:
-        name: of the element.
-        children: elements that are escaped already.
-        attributes: numbers are written with two digits; None leaves the attribute out.
+    Children are escaped already. Numbers are written with two digits.
     """
     parts = [
         f' {key.rstrip("_").replace("_", "-")}="{escape(_number(value))}"'
         for key, value in attributes.items()
-        if value is not None
     ]
     inner = "".join(children)
     return f"<{name}{''.join(parts)}>{inner}</{name}>"
@@ -23,13 +19,8 @@ def element(name: str, *, children: Iterable[str] = (), **attributes: object) ->
 
 def drawing(width: float, height: float, label: str, children: Iterable[str]) -> str:
     """Return an SVG that fills the width of the page; `label` is what a screen reader says."""
-    return element(
-        "svg",
-        viewBox=f"0 0 {_number(width)} {_number(height)}",
-        role="img",
-        aria_label=label,
-        children=children,
-    )
+    view = f"0 0 {_number(width)} {_number(height)}"
+    return element("svg", viewBox=view, role="img", aria_label=label, children=children)
 
 
 def rect(
@@ -43,6 +34,39 @@ def rect(
 def text(x: float, y: float, content: str, **attributes: object) -> str:
     """Return a line of text whose baseline begins at (x, y)."""
     return element("text", x=x, y=y, children=[escape(content)], **attributes)
+
+
+def horizontal(left: float, right: float, y: float, kind: str) -> str:
+    """Return a line from left to right."""
+    return element("line", x1=left, x2=right, y1=y, y2=y, class_=kind)
+
+
+def vertical(x: float, top: float, bottom: float, kind: str) -> str:
+    """Return a line from top to bottom."""
+    return element("line", x1=x, x2=x, y1=top, y2=bottom, class_=kind)
+
+
+def grid_line(left: float, right: float, y: float, label: str) -> list[str]:
+    """Return a line across a plot, and what its height stands for."""
+    named = text(left - 6, y + 4, label, class_="tick", text_anchor="end")
+    return [horizontal(left, right, y, "grid"), named]
+
+
+def x_tick(x: float, base: float, label: str) -> list[str]:
+    """Return a mark below a plot, and what its place stands for."""
+    named = text(x, base + 16, label, class_="tick", text_anchor="middle")
+    return [vertical(x, base, base + 4, "base"), named]
+
+
+def x_label(x: float, y: float, label: str) -> str:
+    """Return the name of a horizontal axis."""
+    return text(x, y, label, class_="axis", text_anchor="middle")
+
+
+def y_label(x: float, y: float, label: str) -> str:
+    """Return the name of a vertical axis."""
+    turned = f"rotate(-90 {x} {y:.0f})"
+    return text(x, y, label, class_="axis", text_anchor="middle", transform=turned)
 
 
 def _number(value: object) -> str:

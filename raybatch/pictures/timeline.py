@@ -4,7 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raybatch.pictures.charts import ticks
-from raybatch.pictures.svg import drawing, element, rect, text
+from raybatch.pictures.svg import (
+    drawing,
+    element,
+    grid_line,
+    horizontal,
+    rect,
+    text,
+    vertical,
+    x_label,
+    x_tick,
+)
 from raybatch.pictures.wording import amount, count, duration, full, tick
 
 _WIDTH, _LEFT, _RIGHT = 960, 118, 18
@@ -39,14 +49,10 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """One figure over time.
+    """One figure over time, `steps` in time order.
 
     Args:
-        name: what it is, in a word or two.
-        steps: in time order; where there is none, nothing is drawn.
         top: of the axis; None takes the highest value.
-        suffix: behind the numbers of the axis.
-        is_main: drawn in the main colour.
     """
 
     name: str
@@ -61,7 +67,6 @@ class LaneRow:
     """How the time of one engine was shared out.
 
     Args:
-        name: of the engine.
         cells: begin, end, and the seconds of each kind: at work, cold start, starvation, tail.
     """
 
@@ -74,9 +79,7 @@ class Box:
     """Something that took time; those of one lane are drawn beside each other.
 
     Args:
-        lane: name of the lane; user data.
-        start_s: begin.
-        end_s: end.
+        lane: its name; user data.
         title: shown under the pointer; user data.
         is_slow: drawn in the colour of a warning.
     """
@@ -89,34 +92,22 @@ class Box:
 
 
 def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float] = ()) -> str:
-    """Draw figures over time.
-
-    Args:
-        bands: from top to bottom.
-        total_s: length of the axis.
-        marks: times that are marked by a vertical line.
-    """
+    """Draw figures over time, from top to bottom; a vertical line stands at each of `marks`."""
     bottom = 8 + len(bands) * (_BAND + _GAP) - _GAP
     x = _scale(total_s)
     parts = _marks(marks, x, 4, bottom)
     for i, band in enumerate(bands):
         parts += _band(band, 8 + i * (_BAND + _GAP), x)
     parts += _time_axis(total_s, x, bottom)
-    said = "; ".join(
+    summary = "; ".join(
         f"{band.name} up to {amount(max((s.value for s in band.steps), default=0))}{band.suffix}"
         for band in bands
     )
-    return drawing(_WIDTH, bottom + _AXIS, f"Over {duration(total_s)}: {said}", parts)
+    return drawing(_WIDTH, bottom + _AXIS, f"Over {duration(total_s)}: {summary}", parts)
 
 
 def draw_lanes(rows: Sequence[LaneRow], *, total_s: float, marks: Sequence[float] = ()) -> str:
-    """Draw how engines shared out their time: the height of a colour is its share of a moment.
-
-    Args:
-        rows: from top to bottom.
-        total_s: length of the axis.
-        marks: times that are marked by a vertical line.
-    """
+    """Draw how engines shared out their time: the height of a colour is its share of a moment."""
     if not rows:
         return ""
     bottom = 26 + len(rows) * (_LANE + _LANE_GAP)
@@ -173,11 +164,7 @@ def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
     for value in marks:
         if value <= top:
             line = y + _BAND * (1 - value / top)
-            parts.append(
-                element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=line, y2=line, class_="grid")
-            )
-            label = tick(value) + band.suffix
-            parts.append(text(_LEFT - 6, line + 4, label, class_="tick", text_anchor="end"))
+            parts += grid_line(_LEFT, _WIDTH - _RIGHT, line, tick(value) + band.suffix)
     kind = "area" if band.is_main else "area other"
     base = y + _BAND
     for run in _connected(band.steps):
@@ -187,7 +174,7 @@ def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
             points.append(f"L{x(step.start_s):.1f} {height:.1f}L{x(step.end_s):.1f} {height:.1f}")
         points.append(f"L{x(run[-1].end_s):.1f} {base:.1f}Z")
         parts.append(element("path", d="".join(points), class_=kind))
-    parts.append(element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=base, y2=base, class_="base"))
+    parts.append(horizontal(_LEFT, _WIDTH - _RIGHT, base, "base"))
     return parts
 
 
@@ -229,9 +216,7 @@ def _legend() -> list[str]:
 def _marks(
     marks: Sequence[float], x: Callable[[float], float], top: float, bottom: float
 ) -> list[str]:
-    return [
-        element("line", x1=x(mark), x2=x(mark), y1=top, y2=bottom, class_="mark") for mark in marks
-    ]
+    return [vertical(x(mark), top, bottom, "mark") for mark in marks]
 
 
 def _scale(total_s: float) -> Callable[[float], float]:
@@ -241,15 +226,11 @@ def _scale(total_s: float) -> Callable[[float], float]:
 def _time_axis(total_s: float, x: Callable[[float], float], bottom: float) -> list[str]:
     fitting = (step for step in _STEPS_S if total_s / step <= _MAX_TIME_TICKS)
     step = next(fitting, _STEPS_S[-1])
-    parts = []
+    parts: list[str] = []
     for i in range(int(total_s / step) + 1):
-        at = x(i * step)
-        parts.append(element("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="base"))
-        label = _time_label(i * step)
-        parts.append(text(at, bottom + 16, label, class_="tick", text_anchor="middle"))
+        parts += x_tick(x(i * step), bottom, _time_label(i * step))
     label = "time since the start, all runs one after the other"
-    axis = text(_LEFT + _PLOT / 2, bottom + 33, label, class_="axis", text_anchor="middle")
-    return [*parts, axis]
+    return [*parts, x_label(_LEFT + _PLOT / 2, bottom + 33, label)]
 
 
 def _time_label(seconds: float) -> str:

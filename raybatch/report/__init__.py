@@ -1,13 +1,18 @@
 """The account of a job, and how it is made again from what lies below its sink."""
 
-from raybatch.report.paths import PAGE_PATH, REPORT_PATH, report_path
-from raybatch.report.rebuild import counted_report, report_of
+from raybatch.report.rebuild import (
+    counted_report,
+    installed_versions,
+    read_report,
+    report_of,
+)
 from raybatch.report.record import (
+    PAGE_PATH,
+    REPORT_PATH,
     ErrorCount,
     RunReport,
     error_counts,
-    installed_versions,
-    read_report,
+    report_path,
 )
 
 __all__ = [

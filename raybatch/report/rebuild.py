@@ -1,12 +1,21 @@
-"""Makes the report of a job from what lies below its sink, whatever became of the runs."""
+"""The report of a job as a run has left it, or made again from what lies below the sink."""
 
+import json
+import logging
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
+
+import fsspec
 
 from raybatch.durable.audit import Audit, audit, is_finished
-from raybatch.durable.layout import SUCCESS
-from raybatch.durable.sink import output_files
+from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS
+from raybatch.durable.sink import is_marked, output_files
 from raybatch.durable.storage import store_of, told_as
+from raybatch.errors import ConfigError, shell_path
+from raybatch.explanation.outcome import PlanOutcome
+from raybatch.explanation.plain import from_plain
 from raybatch.pictures.wording import count
 from raybatch.planning.fingerprint import backend_kind
 from raybatch.planning.store import read_all_units, read_plan, read_plans
@@ -15,16 +24,113 @@ from raybatch.prefix.histogram import Histogram
 from raybatch.redaction import redacted
 from raybatch.report.history.reading import read_history, with_unlogged
 from raybatch.report.history.records import History, RunRecord
-from raybatch.report.record import RunReport, error_counts
+from raybatch.report.record import RunReport, error_counts, report_path
+
+logger = logging.getLogger(__name__)
+
+
+def read_report(sink: str) -> RunReport:
+    """Read the report that a run wrote below `sink`.
+
+    Raises:
+        ConfigError: there is none, or it is not a report of this version.
+    """
+    path = report_path(sink)
+    fs, name = fsspec.core.url_to_fs(path)
+    if not fs.exists(name):
+        raise ConfigError(f"{sink}: no report here; expected {path}, written when a job ends")
+    try:
+        values = json.loads(fs.cat_file(name))
+        derived = ("rows_failed", "prompt_tokens_per_s", "generated_tokens_per_s", "exit_code")
+        stored = {key: value for key, value in values.items() if key not in derived}
+        plan = stored.pop("plan", None)
+        if plan is not None:
+            plan = PlanOutcome.from_mapping(plan, where=f"{path}: plan")
+        return replace(from_plain(RunReport, stored, where=path), plan=plan)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a report of this version of raybatch ({error})") from error
+
+
+def current_report(sink: str) -> RunReport:
+    """Return the report of an output, also after a run that died.
+
+    The one that a run has written is taken if it names the parts that are there. Else it is made
+    from the plan and the footers: what only the run knew, such as times, is missing in it.
+
+    Raises:
+        ConfigError: no job has written there, or it has not come as far as a plan.
+    """
+    with told_as(f"output {sink!r} cannot be read"):
+        store, record = store_of(sink), f"{sink.rstrip('/')}/{PLAN_ORDER}"
+        has_record = store.size(f"{PLAN_ORDER}/{PLAN}") is not None
+        if store.size(PLAN) is None:
+            if has_record:
+                return replace(current_report(record), sink=redacted(sink))
+            if is_marked(store):
+                raise ConfigError(
+                    f"{sink}: a run began here and ended before its plan was written, so there is "
+                    "nothing to report; run the job again"
+                )
+            return read_report(sink)
+        parts = _part_names(sink)
+        stored = _stored_report(sink)
+        if stored is not None and set(stored.output_files) == set(parts):
+            return stored
+        made = report_of(sink)
+        if not has_record:
+            return made
+        # it knows the runs and what came in
+        known = report_of(record)
+        return replace(
+            made,
+            special_rows=known.special_rows,
+            special_tokens=known.special_tokens,
+            history=known.history,
+        )
+
+
+def report_of_complete(sink: str) -> RunReport:
+    """Return the report of an output to which nothing is added, and write it where there is none.
+
+    Raises:
+        ConfigError: see `current_report`.
+    """
+    report = current_report(sink)
+    # without logs it would not be more than anybody can make again
+    if not (report.is_rebuilt and report.history.runs):
+        return report
+    return keep_report(replace(report, is_rebuilt=False), sink)
+
+
+def keep_report(report: RunReport, sink: str) -> RunReport:
+    """Write a report; where it cannot be written that is logged, since its rows are written."""
+    try:
+        with told_as(f"the report cannot be written below {sink!r}"):
+            report.write(sink)
+    except ConfigError as error:
+        again = f"raybatch report {shell_path(sink)}"
+        logger.error("%s; the same command, or `%s`, makes it again", error, again)
+        return replace(report, is_rebuilt=True)
+    return report
+
+
+def _stored_report(sink: str) -> RunReport | None:
+    try:
+        return read_report(sink)
+    except ConfigError as error:  # none, torn, or of another version
+        logger.info("%s", error)
+        return None
+
+
+def _part_names(sink: str) -> tuple[str, ...]:
+    root = store_of(sink).uri + "/"
+    return tuple(path.removeprefix(root) for path in output_files(sink))
 
 
 def report_of(sink: str) -> RunReport:
     """Return the report of a job from its plan, its output and the logs of its runs.
 
     Whatever became of the runs: the rows are counted from the output itself.
-
-    Args:
-        sink: of the job.
 
     Raises:
         ConfigError: there is no plan of this version below it, or it cannot be read.
@@ -34,33 +140,28 @@ def report_of(sink: str) -> RunReport:
         if not plans:
             read_plan(sink)  # says what is missing
         units = read_all_units(sink, plans)
-        found, history = audit(store, units), read_history(store)
-        report = counted_report(sink, plans, found, history, is_complete=is_finished(store, units))
+        result, history = audit(store, units), read_history(store)
+        report = counted_report(sink, plans, result, history, is_complete=is_finished(store, units))
     return replace(report, is_rebuilt=True)
 
 
 def counted_report(
     sink: str,
     plans: Sequence[StoredPlan],
-    found: Audit,
+    result: Audit,
     history: History,
     *,
     is_complete: bool,
 ) -> RunReport:
     """Return what plans, audit and logs say of a job.
 
-    Args:
-        sink: of the job.
-        plans: of it, at least one.
-        found: in its output.
-        history: of its runs.
-        is_complete: all units were written once, so that one that is not there is lost.
+    Where `is_complete`, all units were written once, so that one that is not there is lost.
     """
-    counts = found.counts
+    counts = result.counts
     history = with_unlogged(
         history,
-        num_units=found.num_units - found.num_missing,
-        num_rows=found.written_rows,
+        num_units=result.num_units - result.num_missing,
+        num_rows=result.written_rows,
     )
     spans = [(run.seconds, run.work_span or (run.seconds, run.seconds)) for run in history.runs]
     root = store_of(sink).uri + "/"
@@ -71,11 +172,11 @@ def counted_report(
         model=last.model or redacted(plans[0].model) or "not known",
         backend=last.backend or backend_kind(plans[0].fingerprint) or "",
         backend_reason=last.backend_reason,
-        rows_in=found.expected_rows,
-        rows_out=found.written_rows,
-        rows_lost=found.lost_rows if is_complete else found.unreadable_rows,
-        rows_todo=0 if is_complete else found.missing_rows,
-        rows_duplicated=found.duplicated_rows,
+        rows_in=result.expected_rows,
+        rows_out=result.written_rows,
+        rows_lost=result.lost_rows if is_complete else result.unreadable_rows,
+        rows_todo=0 if is_complete else result.missing_rows,
+        rows_duplicated=result.duplicated_rows,
         rows_resumed=last.rows_resumed,
         statuses=dict(sorted(counts.statuses.items(), key=lambda item: (-item[1], item[0]))),
         errors=error_counts(counts),
@@ -93,12 +194,12 @@ def counted_report(
         versions=last.versions,
         output_files=tuple(name.removeprefix(root) for name in output_files(sink)),
         planned_hit_rate=_planned_hit_rate(plans),
-        num_units=found.num_units,
-        problems=_problems(found, is_complete=is_complete),
+        num_units=result.num_units,
+        problems=_problems(result, is_complete=is_complete),
         skipped=_skipped(plans),
         special_rows=counts.special_rows,
         special_tokens=counts.special_tokens,
-        stopped=last.limit if found.missing_rows else "",
+        stopped=last.limit if result.missing_rows else "",
         prompt_lengths=Histogram.of_bins(counts.prompt_lengths, counts.prompt_tokens),
         output_lengths=Histogram.of_bins(counts.output_lengths, counts.generated_tokens),
         history=history,
@@ -115,16 +216,27 @@ def _planned_hit_rate(plans: Sequence[StoredPlan]) -> float | None:
 def _skipped(plans: Sequence[StoredPlan]) -> tuple[tuple[str, str], ...]:
     """Return the files that were left out and are in no plan that was made later."""
     read = {name for stored in plans for name, *_ in stored.files}
-    found = {name: reason for stored in plans for name, reason in stored.skipped}
-    return tuple((name, reason) for name, reason in found.items() if name not in read)
+    skipped = {name: reason for stored in plans for name, reason in stored.skipped}
+    return tuple((name, reason) for name, reason in skipped.items() if name not in read)
 
 
-def _problems(found: Audit, *, is_complete: bool) -> tuple[str, ...]:
-    said = found.foreign
-    if found.num_missing and is_complete:
-        said += (f"{SUCCESS}: {found.told_gone}",)
-    elif found.num_missing:
-        some = ", ".join(str(unit) for unit in found.missing)
-        units = count(found.num_missing, "unit")
-        said += (f"{units} not written yet, such as {some}; run the job again to go on",)
-    return said
+def _problems(result: Audit, *, is_complete: bool) -> tuple[str, ...]:
+    problems = result.foreign
+    if result.num_missing and is_complete:
+        problems += (f"{SUCCESS}: {result.told_gone}",)
+    elif result.num_missing:
+        some = ", ".join(str(unit) for unit in result.missing)
+        units = count(result.num_missing, "unit")
+        problems += (f"{units} not written yet, such as {some}; run the job again to go on",)
+    return problems
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python, raybatch and the packages that decide results."""
+    versions = {"python": platform.python_version()}
+    for name in ("raybatch", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

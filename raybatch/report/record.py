@@ -6,36 +6,39 @@ complete; it states what was counted (see `raybatch.planning.tally`).
 
 import dataclasses
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
-from typing import Any
 
-import fsspec
-
-from raybatch.config import from_mapping
+from raybatch.backends.choice import told_backend
 from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitCounts
-from raybatch.errors import ConfigError
+from raybatch.errors import shell_path
 from raybatch.explanation.outcome import PlanOutcome
-from raybatch.explanation.plain import from_plain
-from raybatch.pictures.document import Section, to_fragment, to_page
-from raybatch.pictures.wording import printable
+from raybatch.pictures.charts import Card, draw_cards
+from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page
+from raybatch.pictures.wording import duration, full, percent, printable
+from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
+from raybatch.report.history.lanes import lanes_of
 from raybatch.report.history.records import History
-from raybatch.report.history.show import length_section, run_section, time_sections
-from raybatch.report.paths import PAGE_PATH, REPORT_PATH, report_path
-from raybatch.report.show import (
-    audit_section,
-    error_section,
-    facts_of,
-    plan_facts,
-    rate,
-    run_facts,
-    skipped_section,
+from raybatch.report.history.show import (
+    end_of,
+    idle_facts,
+    length_section,
+    run_section,
+    time_sections,
 )
+from raybatch.report.show import counted, plan_facts, rate, skipped_facts, skipped_section
 from raybatch.rows.schema import GOOD_STATUSES
+
+REPORT_PATH = "_raybatch/report.json"
+PAGE_PATH = "_raybatch/report.html"
+_MAX_MESSAGE = 120
+
+
+def report_path(sink: str) -> str:
+    """Return where the report of `sink` lies."""
+    return f"{sink.rstrip('/')}/{REPORT_PATH}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +47,6 @@ class ErrorCount:
 
     Args:
         error_class: the part of `__inference_error__` before the colon.
-        rows: rows that carry it.
         row_ids: the first few of them.
         message: the whole error of the first one.
     """
@@ -57,11 +59,11 @@ class ErrorCount:
 
 def error_counts(counts: UnitCounts) -> tuple[ErrorCount, ...]:
     """Return the classes of errors, the most frequent first."""
-    found = [
+    errors = [
         ErrorCount(error_class=name, rows=one.num_rows, row_ids=one.row_ids, message=one.message)
         for name, one in counts.errors.items()
     ]
-    return tuple(sorted(found, key=lambda error: (-error.rows, error.error_class)))
+    return tuple(sorted(errors, key=lambda error: (-error.rows, error.error_class)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,48 +71,35 @@ class RunReport:
     """What a job has come to: its output, counted, and all runs that made it.
 
     Args:
-        source: input path or URI.
-        sink: output path or URI.
-        model: as the user named it.
         backend: kind of the backend that answered; "" where that is not known.
         backend_reason: why it was that one; "" where the user named it.
-        rows_in: rows of the source.
         rows_out: rows of the sink, error rows included.
         rows_lost: source rows that are not in the sink.
         rows_duplicated: sink rows beyond the first of the same row.
         rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
-        rows_resumed: rows that earlier runs had written.
         statuses: row status (see `raybatch.rows.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
         prompt_tokens: of all rows that reached the engines.
         cached_tokens: prompt tokens whose KV came from another request.
-        generated_tokens: of all rows.
         cost: of all answers, over all runs, where they have prices of their own; answers that a run
             threw away are counted.
         startup_s: from the call to the first row handed to a ready engine; like the other times
             the sum over all runs, where there were several.
         engines_s: from there to the last row that came back.
         write_s: what was left to write after that.
-        total_s: the whole call.
-        replicas: engines of the pool.
-        restarts: replicas started again after a death.
         executor: of the engines of the last run: "ray", or "local" without it; "" where no log
             says so.
-        versions: package to version.
         output_files: paths below the sink.
         plan: the plan of the run and what became of it; None where there was none, or where it is
             not known any more.
         planned_hit_rate: share of the prompt tokens that the plan was not to compute; None where
             there was none.
-        num_units: units of the plan.
         problems: what the audit found wrong with the output.
-        prompt_lengths: prompt tokens of the rows that were asked.
-        output_lengths: generated tokens, of each sample.
+        prompt_lengths: prompt tokens of the rows that reached the engines.
         skipped: name and reason of each file that was left out because it could not be read.
         special_rows: rows whose texts held special tokens of the model.
-        special_tokens: found in them; text or control tokens as the job had asked.
+        special_tokens: of them; text or control tokens, as the job asked for.
         stopped: the limit, or SIGTERM, that ended the last run early; "" where none did.
-        history: all runs of the job.
         is_rebuilt: no such report lies below the sink: it was made after a run that left none, or
             could not be written.
     """
@@ -177,7 +166,7 @@ class RunReport:
 
     def to_text(self) -> str:
         """Return the summary for people: one fact per line, printable ASCII only."""
-        lines = [f"{name}: {value}" for name, value in (*facts_of(self), *plan_facts(self.plan))]
+        lines = [f"{name}: {value}" for name, value in (*_facts(self), *plan_facts(self.plan))]
         return "\n".join(printable(line) for line in lines)
 
     def __str__(self) -> str:
@@ -196,26 +185,26 @@ class RunReport:
         return f"raybatch report: {self.sink}"
 
     def _sections(self) -> tuple[Section, ...]:
-        errors = () if not self.errors else (error_section(self.errors),)
-        runs = (run_section(self.history),) if self.history.runs else ()
-        return (
-            audit_section(self),
-            run_facts(self),
-            *errors,
-            *skipped_section(self.skipped),
-            *time_sections(self.history),
-            *length_section(self.prompt_lengths, self.output_lengths),
-            *runs,
-        )
+        sections = [_audit_section(self), _run_section(self)]
+        if self.errors:
+            sections.append(_error_section(self.errors))
+        sections += skipped_section(self.skipped)
+        sections += time_sections(self.history)
+        sections += length_section(self.prompt_lengths, self.output_lengths)
+        if self.history.runs:
+            sections.append(run_section(self.history))
+        return tuple(sections)
 
     def to_json(self) -> str:
         """Return every field and the derived rates as a JSON object."""
-        values: dict[str, Any] = dataclasses.asdict(dataclasses.replace(self, plan=None))
-        values["plan"] = None if self.plan is None else self.plan.to_mapping()
-        values["rows_failed"] = self.rows_failed
-        values["prompt_tokens_per_s"] = self.prompt_tokens_per_s
-        values["generated_tokens_per_s"] = self.generated_tokens_per_s
-        values["exit_code"] = self.exit_code()
+        values = {
+            **dataclasses.asdict(dataclasses.replace(self, plan=None)),
+            "plan": None if self.plan is None else self.plan.to_mapping(),
+            "rows_failed": self.rows_failed,
+            "prompt_tokens_per_s": self.prompt_tokens_per_s,
+            "generated_tokens_per_s": self.generated_tokens_per_s,
+            "exit_code": self.exit_code(),
+        }
         return json.dumps(values, indent=2, sort_keys=True)
 
     def write(self, sink: str | None = None) -> str:
@@ -228,43 +217,109 @@ class RunReport:
         return report_path(folder)
 
 
-def read_report(sink: str) -> RunReport:
-    """Read the report that a run wrote below `sink`.
+def _facts(report: RunReport) -> list[tuple[str, str]]:
+    """Return names and values, in the order of the text."""
+    rows = f"{report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
+    if report.rows_duplicated:
+        rows += f", {report.rows_duplicated} duplicated"
+    if report.rows_todo:
+        rows += f", {report.rows_todo} still to do"
+    if report.rows_resumed:
+        rows += f"; {report.rows_resumed} of them were written by earlier runs"
+    facts = [("model", report.model), ("source", report.source), ("rows", rows)]
+    if report.statuses:
+        facts.append(("status", ", ".join(f"{n} {name}" for name, n in report.statuses.items())))
+    facts.append(("errors", str(report.rows_failed)))
+    for error in report.errors:
+        more = ", ..." if error.rows > len(error.row_ids) else ""
+        examples = f"rows {', '.join(error.row_ids)}{more}"
+        facts.append((f"  {error.error_class}", f"{error.rows} ({examples})"))
+    if report.special_tokens:
+        tokens = counted(report.special_tokens, "special token")
+        facts.append(("texts", f"{tokens} of the model in {counted(report.special_rows, 'row')}"))
+    facts += [("  problem", problem) for problem in report.problems]
+    facts += skipped_facts(report.skipped)
+    if report.stopped:
+        facts.append(("stopped", report.stopped))
+    cached = rate(report.cached_tokens, report.prompt_tokens)
+    prompts = f"{report.prompt_tokens} prompt ({100 * cached:.1f} % from the prefix cache)"
+    facts.append(("tokens", f"{prompts}, {report.generated_tokens} generated"))
+    if report.planned_hit_rate is not None and report.plan is None:
+        planned = percent(report.planned_hit_rate)
+        facts.append(("plan", f"hit rate {planned} planned, {percent(cached)} actual"))
+    if report.history.runs or not report.is_rebuilt:
+        facts += _measured_facts(report)
+    else:
+        facts.append(("note", "made from plan and parts; no run has left a log"))
+    if report.backend:
+        facts.append(("backend", told_backend(report.backend, report.backend_reason)))
+    num_files = counted(len(report.output_files), "file")
+    facts.append(("output", f"{shell_path(report.sink)} ({num_files})"))
+    path = "none yet" if report.is_rebuilt else shell_path(report_path(report.sink))
+    return [*facts, ("report", path)]
 
-    Raises:
-        ConfigError: there is none, or it is not a report of this version.
-    """
-    path = report_path(sink)
-    fs, name = fsspec.core.url_to_fs(path)
-    if not fs.exists(name):
-        raise ConfigError(f"{sink}: no report here; expected {path}, written when a job ends")
-    try:
-        values = json.loads(fs.cat_file(name))
-        derived = ("rows_failed", "prompt_tokens_per_s", "generated_tokens_per_s", "exit_code")
-        stored = {key: value for key, value in values.items() if key not in derived}
-        stored["errors"] = tuple(
-            ErrorCount(**{**error, "row_ids": tuple(error["row_ids"])})
-            for error in stored["errors"]
+
+def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
+    """Return what was measured while engines ran."""
+    facts = [("cost", amount_of_money(report.cost))] if report.cost else []
+    speed = "not measured, too little work"
+    if report.engines_s:
+        speed = (
+            f"{report.prompt_tokens_per_s:.0f} prompt tokens/s, "
+            f"{report.generated_tokens_per_s:.0f} output tokens/s"
         )
-        stored["output_files"] = tuple(stored["output_files"])
-        stored["problems"] = tuple(stored.get("problems", ()))
-        stored["skipped"] = tuple((file, reason) for file, reason in stored.get("skipped", ()))
-        for name in ("prompt_lengths", "output_lengths"):
-            stored[name] = from_plain(Histogram, stored[name], where=f"{path}: {name}")
-        stored["history"] = History.from_mapping(stored["history"], where=f"{path}: history")
-        if stored.get("plan") is not None:
-            stored["plan"] = PlanOutcome.from_mapping(stored["plan"], where=f"{path}: plan")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a report of this version of raybatch ({error})") from error
-    return from_mapping(RunReport, stored, where=path)
+    seconds = (
+        f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
+        f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
+    )
+    runs = report.history.runs if len(report.history.runs) > 1 else ()
+    if runs:
+        seconds += f" in {len(runs)} runs"
+    where = " on one host without Ray" if report.executor == "local" else ""
+    return [
+        *facts,
+        ("speed", speed),
+        ("time", seconds),
+        *idle_facts(lanes_of(report.history)),
+        *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
+        ("replicas", f"{report.replicas}{where}, {counted(report.restarts, 'restart')}"),
+    ]
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the versions of Python, raybatch and the packages that decide results."""
-    versions = {"python": platform.python_version()}
-    for name in ("raybatch", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+def _audit_section(report: RunReport) -> Section:
+    """Return what was counted in the output, large."""
+    is_whole = report.rows_out == report.rows_in
+    none_wanted = {
+        "still to do": report.rows_todo,
+        "lost": report.rows_lost,
+        "duplicated": report.rows_duplicated,
+    }
+    cards = (
+        Card(name="rows expected", value=full(report.rows_in)),
+        Card(name="written", value=full(report.rows_out), is_good=is_whole),
+        *(Card(name=name, value=full(n), is_good=not n) for name, n in none_wanted.items()),
+    )
+    figure = Figure(title="", svg=draw_cards(cards, label="Audit"), is_wide=True)
+    problems = tuple((f"problem {i}", problem) for i, problem in enumerate(report.problems, 1))
+    return Section(title="Audit of the output", facts=problems, figures=(figure,))
+
+
+def _run_section(report: RunReport) -> Section:
+    """Return the facts of the text; those that begin with a blank have a table of their own."""
+    shown = tuple(fact for fact in _facts(report) if not fact[0].startswith(" "))
+    return Section(title="Run", facts=shown)
+
+
+def _error_section(errors: tuple[ErrorCount, ...]) -> Section:
+    """Return the table of errors."""
+    rows = tuple(
+        (
+            error.error_class,
+            full(error.rows),
+            ", ".join(error.row_ids),
+            error.message[:_MAX_MESSAGE] + ("..." if len(error.message) > _MAX_MESSAGE else ""),
+        )
+        for error in errors
+    )
+    header = ("class", "rows", "row ids", "the first one says")
+    return Section(title="Errors", table=Table(header=header, rows=rows))

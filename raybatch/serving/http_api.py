@@ -18,16 +18,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
-from raybatch.serving.batch_store import ENDED, Batch, BatchStore
-from raybatch.serving.file_store import FileStore
 from raybatch.serving.http_values import (
+    Problem,
     checked_endpoint,
     checked_metadata,
     listed,
+    no_such,
     page_of,
     window_seconds,
 )
-from raybatch.serving.problems import Problem
+from raybatch.serving.stores import ENDED, Batch, BatchStore, FileStore
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,8 @@ class ApiConfig:
     """What the API must know.
 
     Args:
-        folder: of the server.
-        models: names of the model, the first of which is the one that batches tell.
-        endpoints: that batches may ask.
+        models: names of the model, the first of which is shown in batches.
         key_digest: SHA-256 of the key that clients must bring; "" lets everyone in.
-        max_file_bytes: of an upload.
         created_at: of the model, for clients; seconds since 1970.
     """
 
@@ -102,7 +99,7 @@ class _Api:
                 return await handler(request)
             except Problem as problem:
                 return JSONResponse(problem.body(), problem.status)
-            except Exception:  # clients are not told more than that
+            except Exception:  # clients learn no more than that
                 logger.exception("%s %s failed", request.method, request.url.path)
                 unknown = Problem("the server could not do this", status=500, code="server_error")
                 return JSONResponse(unknown.body(), 500)
@@ -149,17 +146,19 @@ class _Api:
         return self._config.max_file_bytes + _FORM_BYTES
 
     async def list_files(self, request: Request) -> Response:
-        found = await run_in_threadpool(self._files.all)
+        records = await run_in_threadpool(self._files.all)
         if request.query_params.get("order") == "asc":
-            found.reverse()
+            records.reverse()
         purpose = request.query_params.get("purpose")
-        views = {record.id: record.view() for record in found if purpose in (None, record.purpose)}
+        views = {
+            record.id: record.view() for record in records if purpose in (None, record.purpose)
+        }
         ids, has_more = page_of(list(views), request.query_params, default=10_000, most=10_000)
         return JSONResponse(listed([views[name] for name in ids], has_more=has_more))
 
     async def get_file(self, request: Request) -> Response:
-        found = await run_in_threadpool(self._files.get, request.path_params["id"])
-        return JSONResponse(found.view())
+        record = await run_in_threadpool(self._files.get, request.path_params["id"])
+        return JSONResponse(record.view())
 
     async def remove_file(self, request: Request) -> Response:
         file_id = request.path_params["id"]
@@ -199,7 +198,7 @@ class _Api:
             "metadata": checked_metadata(body.get("metadata")),
         }
         batch = await run_in_threadpool(self._add_batch, body.get("input_file_id"), options)
-        return self._told(batch)
+        return self._view(batch)
 
     def _add_batch(self, file_id: object, options: Mapping[str, Any]) -> Batch:
         if not isinstance(file_id, str):
@@ -211,15 +210,15 @@ class _Api:
     async def list_batches(self, request: Request) -> Response:
         ids = await run_in_threadpool(self._batches.ids)
         page, has_more = page_of(ids[::-1], request.query_params, default=20, most=100)
-        found = [await run_in_threadpool(self._batches.get, name) for name in page]
-        views = [batch.view(self._config.models[0]) for batch in found]
+        batches = [await run_in_threadpool(self._batches.get, name) for name in page]
+        views = [batch.view(self._config.models[0]) for batch in batches]
         return JSONResponse(listed(views, has_more=has_more))
 
     async def get_batch(self, request: Request) -> Response:
-        return self._told(await run_in_threadpool(self._batches.get, request.path_params["id"]))
+        return self._view(await run_in_threadpool(self._batches.get, request.path_params["id"]))
 
     async def cancel_batch(self, request: Request) -> Response:
-        return self._told(await run_in_threadpool(self._cancel, request.path_params["id"]))
+        return self._view(await run_in_threadpool(self._cancel, request.path_params["id"]))
 
     def _cancel(self, batch_id: str) -> Batch:
         batch = self._batches.get(batch_id)
@@ -238,14 +237,14 @@ class _Api:
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["id"]
         if name not in self._config.models:
-            raise Problem("there is no such model", status=404, param="model", code="not_found")
+            raise no_such("model", param="model")
         return JSONResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
         created = self._config.created_at
         return {"id": name, "object": "model", "created": created, "owned_by": "raybatch"}
 
-    def _told(self, batch: Batch) -> Response:
+    def _view(self, batch: Batch) -> Response:
         return JSONResponse(batch.view(self._config.models[0]))
 
 

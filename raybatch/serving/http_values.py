@@ -1,15 +1,67 @@
-"""Values in requests to the API, checked, and lists in its answers."""
+"""Values in requests to the API, checked, and lists and problems in its answers."""
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raybatch.errors import encodable
-from raybatch.serving.problems import Problem
+from raybatch.errors import RaybatchError, encodable
 
+_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
+FILE, BATCH = "file-", "batch_"
+_TAIL = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])", re.ASCII)
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400
+
+
+class Problem(RaybatchError):  # noqa: N818 - it ends one request, and becomes its answer
+    """A request that is refused: what is wrong, the way out, and the parameter that is wrong."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = "invalid_value",
+    ) -> None:
+        super().__init__(encodable(message))
+        self.status = status
+        self.param = param if param is None else encodable(param)
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": _TYPES.get(self.status, "invalid_request_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def no_such(what: str, param: str = "id") -> Problem:
+    """Return the problem of a name that nothing has."""
+    return Problem(f"there is no such {what}", status=404, param=param, code="not_found")
+
+
+def new_id(kind: str, now_s: float) -> str:
+    """Return an id with 80 bits that nobody can guess, after the time in milliseconds."""
+    return f"{kind}{int(now_s * 1000):012x}{secrets.token_hex(10)}"
+
+
+def check_id(text: str, kind: str) -> str:
+    """Return an id as a client names it.
+
+    Raises:
+        Problem: nothing can have that id.
+    """
+    if not text.startswith(kind) or not _TAIL.fullmatch(text.removeprefix(kind)):
+        raise no_such("file" if kind == FILE else "batch")
+    return text
 
 
 def checked_endpoint(endpoint: object, known: Sequence[str]) -> str:
@@ -65,11 +117,7 @@ def page_of(
 ) -> tuple[Sequence[str], bool]:
     """Return the ids of one page of a list, and whether more follow.
 
-    Args:
-        ids: of the whole list, in its order.
-        query: with `after`, the last id of the page before, and `limit`.
-        default: limit where the query has none.
-        most: that a limit may be.
+    The query may have `after`, the last id of the page before, and `limit`.
 
     Raises:
         Problem: a value is wrong.

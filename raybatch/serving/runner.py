@@ -11,8 +11,7 @@ from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.conversion import Conversion
 from raybatch.openai_batch.run import BatchRun
 from raybatch.openai_batch.writing import BatchCounts, BatchFiles
-from raybatch.serving.batch_store import ENDED, Batch, BatchStatus, BatchStore
-from raybatch.serving.file_store import FileStore
+from raybatch.serving.stores import ENDED, Batch, BatchStatus, BatchStore, FileStore
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +24,7 @@ class BatchRunner:
     """Runs the batches below the folder of a server.
 
     Args:
-        folder: of the server.
         job: options of every job, as in a job file.
-        names: further names of the model.
-        max_requests: of one batch.
         is_ending: returns whether the server ends, which lets a batch end early and go on later.
     """
 
@@ -96,13 +92,15 @@ class _OneBatch:
                 )
             )
         batch = self._batch()
-        found = batch.convert()
-        self._check(found)
+        conversion = batch.convert()
+        self._check(conversion)
         if self._status.status == "validating":
-            counts = BatchCounts(num_requests=found.num_lines, num_failed=found.num_refused)
+            counts = BatchCounts(
+                num_requests=conversion.num_lines, num_failed=conversion.num_refused
+            )
             self._enter("in_progress", counts=counts)
         reason = self._reason() or batch.answer(
-            found, ending=self._reason, watch=lambda *rows: self._watch(found, *rows)
+            conversion, ending=self._reason, watch=lambda *rows: self._watch(conversion, *rows)
         )
         if reason in _CODES:
             self._end(reason, batch.close(_CODES[reason]))
@@ -112,7 +110,7 @@ class _OneBatch:
             raise CommitError(reason)
         else:
             self._enter("finalizing")
-            self._end("completed", batch.finish(found))
+            self._end("completed", batch.finish(conversion))
 
     def _batch(self) -> BatchRun:
         runner, request, status = self._runner, self._request, self._status
@@ -127,13 +125,13 @@ class _OneBatch:
         )
         return BatchRun(files=files, options=options)
 
-    def _check(self, found: Conversion) -> None:
-        if not found.num_lines:
+    def _check(self, conversion: Conversion) -> None:
+        if not conversion.num_lines:
             raise ConfigError("the input file holds no request")
-        if found.num_lines > self._runner.max_requests:
+        if conversion.num_lines > self._runner.max_requests:
             raise ConfigError(
-                f"the input file holds {found.num_lines} requests, {self._runner.max_requests} are "
-                "allowed; make several batches of it"
+                f"the input file holds {conversion.num_lines} requests, "
+                f"{self._runner.max_requests} are allowed; make several batches of it"
             )
 
     def _reason(self) -> str | None:
@@ -144,14 +142,14 @@ class _OneBatch:
             return _EXPIRED
         return "the server ends" if self._runner.is_ending() else None
 
-    def _watch(self, found: Conversion, num_answered: int, num_failed: int) -> None:
+    def _watch(self, conversion: Conversion, num_answered: int, num_failed: int) -> None:
         now_s = time.monotonic()
         if now_s - self._written_s < _WRITE_EVERY_S:
             return
         self._written_s = now_s
         # rows, of which requests with several prompts have several, so never more than there are
-        failed = min(found.num_refused + max(0, num_failed), found.num_lines)
-        completed = min(max(0, num_answered), found.num_lines - failed)
+        failed = min(conversion.num_refused + max(0, num_failed), conversion.num_lines)
+        completed = min(max(0, num_answered), conversion.num_lines - failed)
         counts = replace(self._status.counts, num_completed=completed, num_failed=failed)
         self._keep(replace(self._status, counts=counts))
 

@@ -38,12 +38,7 @@ class ServeOptions:
         folder: for files, batches and outputs, local or a URI; a server that is started with the
             same one goes on there. One server at a time works on it.
         job: options of the jobs, as in a job file.
-        names: further names of the model.
-        host: address that is listened on.
-        port: of it.
         key: that clients must bring; "" lets everyone in.
-        max_file_bytes: of an upload.
-        max_requests: of a batch.
     """
 
     folder: str
@@ -56,7 +51,7 @@ class ServeOptions:
     max_requests: int = 50_000
 
     def __post_init__(self) -> None:
-        # a wrong option is told before anything starts
+        # a wrong option is reported before anything starts
         BatchOptions(job=self.job, names=self.names, where="raybatch serve")
         if "limits" in self.job:
             raise ConfigError(
@@ -200,9 +195,9 @@ def _check_free(host: str, port: int) -> None:
 
 def _this_host() -> dict[str, float]:
     """Return a resource that only the host of this process has, because the folder may be local."""
-    own = ray.get_runtime_context().get_node_id()
+    node_id = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():
-        if node["NodeID"] == own:
+        if node["NodeID"] == node_id:
             names = [n for n in node["Resources"] if n.startswith("node:") and "__" not in n]
             return dict.fromkeys(names[:1], 0.001)
     return {}

@@ -37,16 +37,14 @@ class ClusterFacts:
     """What was found about a cluster.
 
     Args:
-        address: of the job server.
         auth_mode: what the job server says; None where it does not.
         is_open: the list of jobs is given to those who have no token.
         network_address: where the dashboard answers on the network; None if it does not.
         open_ports: of Ray itself, on the network, such as "raylet 10.0.0.5:41123".
         open_metrics: URLs that give metrics to those who have no token.
-        were_ports_asked: False where the list of nodes was refused.
+        were_ports_tried: False where the list of nodes was refused.
         token_file: in which Ray looks for the token; None where there is no such file.
-        token_file_mode: of that file.
-        own_auth_mode: RAY_AUTH_MODE of this process; None if not set.
+        client_auth_mode: RAY_AUTH_MODE of this process; None if not set.
     """
 
     address: str
@@ -55,10 +53,10 @@ class ClusterFacts:
     network_address: str | None
     open_ports: tuple[str, ...]
     open_metrics: tuple[str, ...]
-    were_ports_asked: bool
+    were_ports_tried: bool
     token_file: Path | None
     token_file_mode: int
-    own_auth_mode: str | None
+    client_auth_mode: str | None
 
 
 def find_warnings(facts: ClusterFacts) -> list[str]:
@@ -75,11 +73,7 @@ def probe_cluster(
 ) -> ClusterFacts:
     """Ask a cluster, as somebody without a token and as its user, what it gives away.
 
-    Args:
-        address: of the job server.
-        environment: of this process.
-        home: of the user.
-        network_host: this host on its network; None finds it out.
+    `network_host` is this host on its network; None finds it out.
 
     Raises:
         ConfigError: no job server answers at the address.
@@ -104,10 +98,10 @@ def probe_cluster(
         network_address=on_network if is_reached else None,
         open_ports=_open_ports(places),
         open_metrics=_open_metrics(places),
-        were_ports_asked=bool(listening),
+        were_ports_tried=bool(listening),
         token_file=file if is_file else None,
         token_file_mode=stat.S_IMODE(file.stat().st_mode) if is_file else 0,
-        own_auth_mode=environment.get("RAY_AUTH_MODE") or None,
+        client_auth_mode=environment.get("RAY_AUTH_MODE") or None,
     )
 
 
@@ -141,7 +135,7 @@ def _of_ports(facts: ClusterFacts) -> Iterator[str]:
             f"metrics are given without a token at {', '.join(facts.open_metrics)}; let the "
             "firewall pass the metrics server alone"
         )
-    if not facts.were_ports_asked:
+    if not facts.were_ports_tried:
         yield (
             "the list of hosts was refused, so their ports were not tried; give the token of the "
             "cluster in RAY_AUTH_TOKEN_PATH"
@@ -154,7 +148,7 @@ def _of_token(facts: ClusterFacts) -> Iterator[str]:
             f"{facts.token_file} can be read by others (mode {facts.token_file_mode:03o}): "
             f"chmod 600 {facts.token_file}"
         )
-    if facts.auth_mode == "token" and facts.own_auth_mode != "token":
+    if facts.auth_mode == "token" and facts.client_auth_mode != "token":
         yield (
             "the cluster asks for a token and RAY_AUTH_MODE is not set here: 'ray job' and the "
             "Python clients get 401 (raybatch submit does not); export RAY_AUTH_MODE=token"
@@ -172,25 +166,25 @@ def _on_network(address: str, network_host: str | None) -> str | None:
 
 def _listening(nodes: Any) -> list[_Place]:  # noqa: ANN401 - Ray's JSON
     """Return what the living hosts of a cluster say that they listen on."""
-    found = []
+    places = []
     for node in ((nodes or {}).get("data") or {}).get("summary") or []:
         raylet = node.get("raylet") or {}
         host = str(raylet.get("nodeManagerAddress") or node.get("ip") or "")
         if raylet.get("state") == "ALIVE" and host:
-            found += [
+            places += [
                 _Place(what, host, int(raylet[key]))
                 for key, what in _NODE_PORTS.items()
                 if raylet.get(key)
             ]
-    return found
+    return places
 
 
 def _on_hosts(listening: list[_Place], network_host: str | None) -> list[_Place]:
     """Return the same ports at the addresses that others reach."""
-    found = {place for place in listening if not is_loopback(place.host)}
+    places = {place for place in listening if not is_loopback(place.host)}
     if network_host is not None:
-        found |= {place._replace(host=network_host) for place in listening}
-    return sorted(found)
+        places |= {place._replace(host=network_host) for place in listening}
+    return sorted(places)
 
 
 def _open_ports(places: list[_Place]) -> tuple[str, ...]:

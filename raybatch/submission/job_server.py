@@ -10,7 +10,7 @@ from typing import Any
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text
 from raybatch.submission.tokens import Token
 
-# Ray tells these by their text alone
+# Ray has one class for them, and different texts
 _KNOWN_ERRORS = {
     "No available agent to submit job": (
         "the head node has no agent that could start the job: another Ray on that host holds the "
@@ -41,8 +41,6 @@ class Submission:
 
     Args:
         submission_id: a name that no job of the cluster has had.
-        entrypoint: the command.
-        runtime_env: of Ray.
         metadata: of the job; everyone who may ask the job server reads it.
     """
 
@@ -66,11 +64,7 @@ class JobEnd:
 
 
 class JobServer:
-    """A job server that has answered.
-
-    Args:
-        address: its URL.
-        token: is sent along; None sends none.
+    """A job server that has answered; a token is sent along where there is one.
 
     Raises:
         ConfigError: it does not answer, or not as a job server.
@@ -90,24 +84,24 @@ class JobServer:
         self.address = address
         self.has_token = token is not None
         headers = {} if token is None else {"Authorization": f"Bearer {token.value}"}
-        with self.told():
+        with self.as_one_line():
             self._client = JobSubmissionClient(address, headers=headers)
 
     def submit(self, submission: Submission) -> str:
         """Start a job and return its id."""
-        with self.told():
-            found: str = self._client.submit_job(
+        with self.as_one_line():
+            submission_id: str = self._client.submit_job(
                 entrypoint=submission.entrypoint,
                 submission_id=submission.submission_id,
                 runtime_env=dict(submission.runtime_env),
                 metadata=dict(submission.metadata),
                 entrypoint_num_cpus=0,
             )
-        return found
+        return submission_id
 
     def running(self, key: str, value: str) -> list[str]:
         """Return the ids of the unfinished jobs with this metadata."""
-        with self.told():
+        with self.as_one_line():
             jobs = self._client.list_jobs()
         return [
             str(job.submission_id)
@@ -117,21 +111,16 @@ class JobServer:
 
     def end(self, submission_id: str) -> JobEnd | None:
         """Return how a job has ended; None while it runs."""
-        with self.told():
+        with self.as_one_line():
             return read_end(self._client.get_job_info(submission_id))
 
     def stop(self, submission_id: str) -> bool:
         """Ask a job to end, and return whether it ran."""
-        with self.told():
+        with self.as_one_line():
             return bool(self._client.stop_job(submission_id))
 
     def tail(self, submission_id: str, write: Callable[[str], None], *, skip: int = 0) -> int:
         """Pass on the log of a job from its first character until it ends.
-
-        Args:
-            submission_id: of the job.
-            write: is given each piece.
-            skip: characters that have been written.
 
         Returns:
             The number of characters that have been written, those skipped included.
@@ -152,25 +141,20 @@ class JobServer:
         return progress.written
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def as_one_line(self) -> Iterator[None]:
         """Turn whatever the client raises into a ConfigError of one line with the way out."""
         try:
             yield
         except RaybatchError:
             raise
         except Exception as error:  # of requests, of Ray, of the system
-            told = next((out for text, out in _KNOWN_ERRORS.items() if text in str(error)), None)
+            known = next((out for text, out in _KNOWN_ERRORS.items() if text in str(error)), None)
             first_line = error_text(error).partition("\n")[0]
-            raise ConfigError(f"{self.address}: {told or first_line}") from error
+            raise ConfigError(f"{self.address}: {known or first_line}") from error
 
 
 class LogWriter:
-    """Writes a text of which the beginning has been written.
-
-    Args:
-        write: is given each new piece.
-        skip: characters that have been written.
-    """
+    """Writes a text of which the beginning has been written."""
 
     def __init__(self, write: Callable[[str], None], skip: int) -> None:
         self._write = write

@@ -1,5 +1,6 @@
 """A KubeRay RayJob, and the config map with its job file."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -8,9 +9,7 @@ from raybatch.job.config import JobConfig
 from raybatch.submission.manifest import (
     ManifestOptions,
     WorkerShape,
-    check_retries,
     job_command,
-    labels,
     manifest_name,
     worker_shape,
 )
@@ -22,32 +21,26 @@ _HEAD = {"cpu": "4", "memory": "16Gi"}
 _GRACE_S = 120
 _KEPT_S = 600
 _SUBMITTER_RETRIES = 2
+_LABELS = {"app.kubernetes.io/managed-by": "raybatch"}
 
 
 def render_kuberay(job: JobConfig, job_text: str, job_file: str, options: ManifestOptions) -> str:
     """Return two YAML documents: the config map and the RayJob (KubeRay 1.5.1 or newer).
 
-    Args:
-        job: the checked options.
-        job_text: content of the job file.
-        job_file: its path, for the name.
-        options: what the job file does not say.
-
     Raises:
-        ConfigError: there is no image, or a retry would start over.
+        ConfigError: there is no image.
     """
-    check_retries(job)
     name = manifest_name(job_file)
     config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": name, "labels": labels()},
+        "metadata": {"name": name, "labels": _LABELS},
         "data": {_JOB_FILE: job_text},
     }
     ray_job = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": {"name": name, "labels": labels()},
+        "metadata": {"name": name, "labels": _LABELS},
         "spec": _spec(name, worker_shape(job, options), options),
     }
     documents = [config_map, ray_job]
@@ -74,13 +67,8 @@ def _spec(name: str, shape: WorkerShape, options: ManifestOptions) -> dict[str, 
 
 
 def _head(image: str, name: str, options: ManifestOptions) -> dict[str, Any]:
-    container = {
-        "name": "ray-head",
-        "image": image,
-        "resources": {"limits": dict(_HEAD), "requests": dict(_HEAD)},
-        **_env(options),
-        "volumeMounts": [{"name": "job", "mountPath": _FOLDER, "readOnly": True}],
-    }
+    mount = {"name": "job", "mountPath": _FOLDER, "readOnly": True}
+    container = _container("ray-head", image, _HEAD, mount, options)
     volume = {"name": "job", "configMap": {"name": name}}
     return {
         # engines and reading belong to the workers; the submitter comes from another pod
@@ -92,13 +80,8 @@ def _head(image: str, name: str, options: ManifestOptions) -> dict[str, Any]:
 def _workers(image: str, shape: WorkerShape, options: ManifestOptions) -> dict[str, Any]:
     requests = {"cpu": str(shape.num_cpus), "memory": f"{shape.memory_gib}Gi"}
     limits = {**requests, "nvidia.com/gpu": str(shape.num_gpus)} if shape.num_gpus else requests
-    container = {
-        "name": "ray-worker",
-        "image": image,
-        "resources": {"limits": dict(limits), "requests": dict(limits)},
-        **_env(options),
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
-    }
+    mount = {"name": "shm", "mountPath": "/dev/shm"}
+    container = _container("ray-worker", image, limits, mount, options)
     size = f"{shape.shared_memory_gib}Gi"
     volume = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
     spec = {
@@ -122,10 +105,21 @@ def _pod(options: ManifestOptions) -> dict[str, Any]:
     return {"serviceAccountName": options.service_account} if options.service_account else {}
 
 
-def _env(options: ManifestOptions) -> dict[str, Any]:
-    if not options.env_vars:
-        return {}
-    return {"env": [{"name": name, "value": value} for name, value in options.env_vars.items()]}
+def _container(
+    name: str,
+    image: str,
+    resources: Mapping[str, str],
+    mount: Mapping[str, Any],
+    options: ManifestOptions,
+) -> dict[str, Any]:
+    env = [{"name": name, "value": value} for name, value in options.env_vars.items()]
+    return {
+        "name": name,
+        "image": image,
+        "resources": {"limits": dict(resources), "requests": dict(resources)},
+        **({"env": env} if env else {}),
+        "volumeMounts": [mount],
+    }
 
 
 def _gpu_choice(options: ManifestOptions, shape: WorkerShape) -> dict[str, Any]:

@@ -27,13 +27,8 @@ class ManifestOptions:
 
     Args:
         image: with raybatch, its engine and Ray in it.
-        ray_version: of the image.
         replicas: engines; None takes those of the job, else 1.
         gpu_type: what the system calls the GPU, such as L4; None takes any.
-        max_retries: of the whole job.
-        timeout_s: of all tries together.
-        env_vars: of the job.
-        compute_config: of Anyscale, by name.
         service_account: of Kubernetes, with the role that may read and write the data.
     """
 
@@ -69,15 +64,7 @@ class ManifestOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerShape:
-    """One host with engines.
-
-    Args:
-        num_hosts: of this shape.
-        num_gpus: of one host.
-        num_cpus: of one host.
-        memory_gib: of one host.
-        shared_memory_gib: of one host, for Ray's object store.
-    """
+    """One host with engines; the shared memory is for Ray's object store."""
 
     num_hosts: int
     num_gpus: int
@@ -133,8 +120,3 @@ def manifest_name(job_file: str) -> str:
     if name == "raybatch" and not re.search(r"[a-z0-9]", stem):
         raise ConfigError(f"{job_file}: the name of the job is made of the file's; rename it")
     return name
-
-
-def labels() -> dict[str, str]:
-    """Return the labels of everything that raybatch makes."""
-    return {"app.kubernetes.io/managed-by": "raybatch"}

@@ -22,12 +22,7 @@ _MAX_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back.
-
-    Args:
-        status: HTTP status.
-        text: the body.
-    """
+    """What came back."""
 
     status: int
     text: str
@@ -40,18 +35,16 @@ class Reply:
             return None
 
 
-def read_address(given: str | None, environment: Mapping[str, str]) -> str:
+def read_address(address: str | None, environment: Mapping[str, str]) -> str:
     """Return the URL of the job server.
 
-    Args:
-        given: by the user; None takes RAY_API_SERVER_ADDRESS, then RAY_ADDRESS where it is a URL,
-            then the usual port of this host.
-        environment: of this process.
+    Where the user gives none it is RAY_API_SERVER_ADDRESS, then RAY_ADDRESS where it is a URL, then
+    the usual port of this host.
 
     Raises:
         ConfigError: it is no address of a job server.
     """
-    address = given or environment.get("RAY_API_SERVER_ADDRESS")
+    address = address or environment.get("RAY_API_SERVER_ADDRESS")
     if not address:
         other = environment.get("RAY_ADDRESS", "")
         address = other if other.startswith("http") else DEFAULT_ADDRESS
@@ -96,13 +89,13 @@ def server_auth_mode(address: str) -> str | None:
             "(http://HEAD:8265), through a tunnel where it is not open, such as "
             "'ssh -L 8265:127.0.0.1:8265 HEAD' or 'kubectl port-forward svc/NAME-head-svc 8265'"
         )
-    found = reply.json()
-    if isinstance(found, dict) and "authentication_mode" in found:
-        return str(found["authentication_mode"])
+    body = reply.json()
+    if isinstance(body, dict) and "authentication_mode" in body:
+        return str(body["authentication_mode"])
     version = get(f"{address}/api/version")
     is_known = version is not None and version.status in (401, 403)
-    told = version.json() if version is not None else None
-    if is_known or (isinstance(told, dict) and "ray_version" in told):
+    version_body = version.json() if version is not None else None
+    if is_known or (isinstance(version_body, dict) and "ray_version" in version_body):
         return None
     raise ConfigError(
         f"what answers at {address} is no Ray job server; give the address of the dashboard, such "

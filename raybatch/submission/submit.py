@@ -16,13 +16,11 @@ import raybatch
 from raybatch.errors import ConfigError, shell_path
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
-from raybatch.submission.bundle import write_bundle
+from raybatch.submission.bundle import pack_wheel, repack_wheel, write_bundle
+from raybatch.submission.checks import check_paths, fixed_part, is_uri, read_env_vars
 from raybatch.submission.job_server import JobServer, Submission
 from raybatch.submission.probe import is_loopback, read_address, server_auth_mode
-from raybatch.submission.remote_paths import check_paths, fixed_part, is_uri
-from raybatch.submission.secret_names import read_env_vars
 from raybatch.submission.tokens import token_for
-from raybatch.submission.wheel import pack_wheel, repack_wheel
 
 SINK_KEY = "raybatch_sink"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -38,7 +36,7 @@ class Console:
     Args:
         write: a piece of the job's log, as it is.
         note: a line that is not of the job.
-        confirm: ask a question and return the answer; None where nobody can be asked.
+        confirm: ask a question and return the answer; None where nobody is at a terminal.
     """
 
     write: Callable[[str], None]
@@ -57,7 +55,6 @@ class SubmitOptions:
         working_dir: folder that is sent along; None sends the job file alone.
         wheel: "auto" sends the code that runs here, "none" takes that of the hosts, anything else
             is the path of a wheel.
-        env: `NAME` or `NAME=value`.
         allow_error_rows: the job ends with 0, not 2, when rows failed.
     """
 
@@ -80,13 +77,8 @@ def submit(
 ) -> int:
     """Check a job, send it, follow it, and return its exit code.
 
-    Args:
-        mapping: options of the job, as in a job file.
-        options: how it is sent.
-        console: where to talk.
-        where: the job file, or what the options are called in messages.
-        environment: of this process; the address is put into it, because Ray's client takes the
-            one that it finds there before the one that it is given.
+    The address is put into `environment`, because Ray's client takes the one that it finds there
+    before the one that it is given.
 
     Raises:
         ConfigError: the job or an option is wrong, or the cluster does not take it.
@@ -101,8 +93,8 @@ def submit(
     sink = job.sink.rstrip("/")
     _check_sink_is_free(server, sink, console)
     with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
-        runtime_env, told = _pack(mapping, job, options, Path(folder), where=where)
-        console.note(told)
+        runtime_env, sizes = _pack(mapping, job, options, Path(folder), where=where)
+        console.note(sizes)
         submission = Submission(
             submission_id=submission_id,
             entrypoint=_entrypoint(_job_name(where), options),
@@ -122,11 +114,7 @@ def follow(
 ) -> int:
     """Pass on the log of a job until it ends, and return its exit code.
 
-    Args:
-        server: that has the job.
-        submission_id: of the job.
-        console: where to talk.
-        pauses_s: between tries to reach a server that has been lost; each success starts anew.
+    `pauses_s` lie between tries to reach a server that has been lost; each success starts anew.
 
     Raises:
         ConnectionError: the server has been lost and was not found again.
@@ -207,16 +195,16 @@ def _pack(
         left_out=() if is_uri(job.sink) else (Path(job.sink),),
     )
     what = bundle.names[0] if len(bundle.names) == 1 else f"{len(bundle.names)} files"
-    told = f"sending {what} ({_size(bundle.path)})"
+    sizes = f"sending {what} ({_size(bundle.path)})"
     runtime_env: dict[str, Any] = {"working_dir": str(bundle.path)}
     if options.wheel == "none":
-        return runtime_env, told
+        return runtime_env, sizes
     if options.wheel == "auto":
         wheel = pack_wheel(Path(raybatch.__file__).parent, folder)
     else:
         wheel = repack_wheel(Path(options.wheel), folder)
     runtime_env["py_modules"] = [str(wheel)]
-    return runtime_env, f"{told} and {'-'.join(wheel.name.split('-')[:2])} ({_size(wheel)})"
+    return runtime_env, f"{sizes} and {'-'.join(wheel.name.split('-')[:2])} ({_size(wheel)})"
 
 
 def _size(path: Path) -> str:

@@ -1,7 +1,7 @@
 """The token of a cluster: where it lies, and when it is sent.
 
 Ray's job clients send it only where RAY_AUTH_MODE=token is set in their process, whatever the
-cluster asks for; here the cluster is asked first.
+cluster wants; here its authentication mode is read first.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token and where it comes from.
-
-    Args:
-        value: the token.
-        origin: a variable or a file, for messages.
-    """
+    """A token, and the variable or file that it comes from."""
 
     value: str
     origin: str
@@ -61,12 +56,6 @@ def token_for(
     auth_mode: str | None, environment: Mapping[str, str], home: Path, *, address: str
 ) -> Token | None:
     """Return the token to send to a job server; None where it asks for none.
-
-    Args:
-        auth_mode: what `server_auth_mode` found.
-        environment: of this process.
-        home: of the user.
-        address: of the job server, for messages.
 
     Raises:
         ConfigError: the server asks for a token, and there is none here.

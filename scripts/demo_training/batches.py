@@ -15,8 +15,7 @@ from demo_training.model import BLOCK, Masks
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from raybatch.demo.phrases import KINDS
-from raybatch.demo.task import PROMPT, Document, Question, make_document, make_questions
+from raybatch.demo.task import KINDS, PROMPT, Document, Question, make_document, make_questions
 
 _HEAD, _TAIL = PROMPT.split("{document}")
 

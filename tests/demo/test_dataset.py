@@ -7,8 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.demo.dataset import SCHEMA, write_dataset
-from raybatch.demo.phrases import NOT_STATED
-from raybatch.demo.task import PROMPT
+from raybatch.demo.task import NOT_STATED, PROMPT
 
 
 def write(folder, **changes):

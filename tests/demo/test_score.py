@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from raybatch.demo.score import exact_match
+from raybatch.demo.run import exact_match
 
 
 def test_white_space_around_an_answer_does_not_count():

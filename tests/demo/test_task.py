@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from raybatch.demo.phrases import KINDS, NOT_STATED
-from raybatch.demo.task import KIND_BY_NAME, make_document, make_questions
+from raybatch.demo.task import KIND_BY_NAME, KINDS, NOT_STATED, make_document, make_questions
 
 
 def make_pairs(seed, num_documents, num_facts, count):

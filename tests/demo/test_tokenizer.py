@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from raybatch.demo import words
-from raybatch.demo.task import make_document
+from raybatch.demo.task import WORDS, make_document
 
 
 @pytest.mark.parametrize(
@@ -28,8 +27,7 @@ def test_every_byte_is_a_token(tokenizer):
 
 
 def test_words_of_the_task_are_single_tokens(tokenizer):
-    lists = [value for value in vars(words).values() if isinstance(value, tuple)]
-    texts = {word for entries in lists for entry in entries for word in entry.split()}
+    texts = {word for entries in WORDS.values() for entry in entries for word in entry.split()}
     assert [] == [word for word in sorted(texts) if len(tokenizer(f" {word}").input_ids) > 1]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.durable.units import UnitCounts
-from raybatch.explanation.after import actual_of
+from raybatch.explanation.outcome import actual_of
 from raybatch.records.types import PoolStats, ReplicaStats
 
 

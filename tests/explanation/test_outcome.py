@@ -6,9 +6,8 @@ import json
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.explanation.build import SpeedAndPrice
+from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
-from raybatch.explanation.time import TimeEstimate
 from tests.explanation.inputs import explain_prompts, grouped_prompts
 
 COMPUTED = 6 * (32 + 5 * 8)
@@ -20,7 +19,7 @@ def plan(rng):
     return explain_prompts(
         grouped_prompts(rng, groups=6, size=5, prefix=32, own=8),
         kv_tokens=400,
-        speed=SpeedAndPrice(time=time),
+        time=time,
     )
 
 

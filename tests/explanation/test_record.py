@@ -7,9 +7,9 @@ import pytest
 
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.explanation.build import SpeedAndPrice, explain_plan, explain_profile
+from raybatch.explanation.build import explain_plan, explain_profile
+from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.record import Explanation
-from raybatch.explanation.time import TimeEstimate
 from raybatch.prefix.profile import InputProfile
 from tests.explanation.inputs import explain_prompts, grouped_prompts, plan_prompts
 
@@ -69,9 +69,7 @@ def test_lengths_are_from_a_probe_where_one_has_run_whatever_it_found(prompts):
 def test_sums_over_parts_can_be_explained(prompts):
     profile = explain_prompts(prompts).profile
     whole = InputProfile.merge([profile, profile])
-    found = explain_profile(
-        whole, source="in", model="m", plan=PlanConfig(), is_reordered=True, speed=None
-    )
+    found = explain_profile(whole, source="in", model="m", plan=PlanConfig(), is_reordered=True)
     assert "12 groups in order 'ratio'" in str(found)
     assert "64.0 % of the prompt tokens need no computing" in facts(found)["hit rate"]
 
@@ -154,15 +152,15 @@ def test_bands_are_told_where_lengths_differ(prompts):
 
 
 def test_time_has_a_range_and_a_price(prompts):
-    speed = SpeedAndPrice(time=TIME, price_per_engine_hour=2.5)
-    found = facts(explain_prompts(prompts, speed=speed))
+    known = {"time": TIME, "price_per_engine_hour": 2.5}
+    found = facts(explain_prompts(prompts, **known))
     assert found["time"] == "1 h 2 min on 2 replicas, likely 55 min to 1 h 13 min, measured here"
     assert found["money"] == "5.14 at 2.50 per engine-hour, 2 replicas for all of the time"
 
 
 def test_unknown_time_says_why(prompts):
-    speed = SpeedAndPrice(no_time="the engine was not measured", price_per_engine_hour=2.5)
-    found = facts(explain_prompts(prompts, speed=speed))
+    known = {"no_time": "the engine was not measured", "price_per_engine_hour": 2.5}
+    found = facts(explain_prompts(prompts, **known))
     assert found["time"] == "no cost model: the engine was not measured"
     assert "money" not in found
 
@@ -180,7 +178,8 @@ def test_the_text_fits_a_terminal(prompts):
         prompts,
         kv_tokens=400,
         planned=planned,
-        speed=SpeedAndPrice(time=TIME, price_per_engine_hour=1.0),
+        time=TIME,
+        price_per_engine_hour=1.0,
         layout="putting {a} before {b} raises the hit rate from 1 % to 2 %",
     )
     lines = str(found).splitlines()
@@ -189,8 +188,8 @@ def test_the_text_fits_a_terminal(prompts):
 
 
 def test_json_gives_back_the_same_explanation(prompts):
-    speed = SpeedAndPrice(time=TIME, price_per_engine_hour=2.5)
-    found = explain_prompts(prompts, kv_tokens=400, speed=speed, decode=str)
+    known = {"time": TIME, "price_per_engine_hour": 2.5}
+    found = explain_prompts(prompts, kv_tokens=400, **known, decode=str)
     assert found == Explanation.from_mapping(json.loads(found.to_json()), where="file")
 
 

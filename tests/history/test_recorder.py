@@ -13,9 +13,8 @@ from raybatch.errors import ConfigError, RowError
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats, ReplicaStats
 from raybatch.report.history.reading import read_history, run_of, with_unlogged
-from raybatch.report.history.recorder import RunRecorder, new_run_id
+from raybatch.report.history.recorder import RunRecorder, Sampler, new_run_id
 from raybatch.report.history.records import History, RunRecord
-from raybatch.report.history.sampling import Sampler
 from raybatch.stages.unit_writer import UnitReceipt
 
 
@@ -254,8 +253,8 @@ def test_an_engine_that_started_again_counts_from_0():
     sampler = Sampler()
     for now_s, busy_s in ((1.0, 100.0), (2.0, 100.5)):
         sampler.observe(now_s, stats(busy_s))
-    found = sampler.observe(3.0, stats(0.25))
-    assert [[0, 0.25, 1.0]] == found.sample["engines"]
+    _, sample = sampler.observe(3.0, stats(0.25))
+    assert [[0, 0.25, 1.0]] == sample["engines"]
 
 
 def test_a_log_without_an_end_is_of_a_run_that_was_killed():

@@ -5,10 +5,8 @@ import math
 
 import pytest
 
-from raybatch.openai_batch.answering import AnswerWriter
-from raybatch.openai_batch.logprobs import LogprobTexts
-from raybatch.openai_batch.refusal import Refusal, unexecuted
-from raybatch.openai_batch.requests import CHAT, COMPLETIONS, Reply
+from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
+from raybatch.openai_batch.requests import CHAT, COMPLETIONS, Refusal, Reply, unexecuted
 
 
 class Letters:

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from raybatch.openai_batch.bodies import read_request
-from raybatch.openai_batch.refusal import Refusal
-from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Form, Reply
+from raybatch.openai_batch.requests import CHAT, EMBEDDINGS, Form, Refusal, Reply
 from tests.openai_batch.support import RULES, chat, completion, embedding, line
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}

@@ -5,9 +5,8 @@ import gzip
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.openai_batch.reading import Line, parse_line, read_lines
-from raybatch.openai_batch.refusal import Refusal
-from raybatch.openai_batch.seen_ids import SeenIds
+from raybatch.openai_batch.reading import Line, SeenIds, parse_line, read_lines
+from raybatch.openai_batch.requests import Refusal
 
 
 def test_blank_lines_count_and_are_no_lines(tmp_path):

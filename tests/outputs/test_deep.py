@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.durable.storage import open_store
-from raybatch.outputs.deep import look_into_parts
+from raybatch.outputs.deep import check_parts
 from tests.outputs.support import (
     NUM_UNITS,
     OUTPUT,
@@ -23,7 +23,7 @@ def test_the_first_findings_are_told_and_all_are_counted(tmp_path, most, num_tol
     for unit in range(NUM_UNITS):
         rows = range(unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)
         write_unit(sink, plan, unit, finished_rows(rows, row_id=[None] * UNIT_ROWS))
-    look = look_into_parts(open_store(sink), plan, OUTPUT, max_problems=most)
+    look = check_parts(open_store(sink), plan, OUTPUT, max_problems=most)
     assert (num_told, NUM_UNITS) == (len(look.problems), look.num_problems)
     assert "part-000000.parquet has 4 rows without a row_id" in look.problems[0]
 
@@ -35,7 +35,7 @@ def test_a_column_of_another_type_is_told_once_and_no_value_is_read(tmp_path):
     place = rows.schema.get_field_index("num_generated_tokens")
     other = rows.column(place).cast("string")
     forge_unit(sink, plan, 1, rows.set_column(place, "num_generated_tokens", other), said=rows)
-    look = look_into_parts(open_store(sink), plan, OUTPUT)
+    look = check_parts(open_store(sink), plan, OUTPUT)
     (problem,) = look.problems
     assert "has another schema than the first part (num_generated_tokens: int32, " in problem
     assert 0 == look.repeated_rows

@@ -11,8 +11,8 @@ from raybatch.durable.layout import part_name
 from raybatch.durable.run_log import RunLog
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
-from raybatch.outputs.rebuilt import keep_report, report_of, report_of_complete
 from raybatch.report import RunReport, read_report
+from raybatch.report.rebuild import current_report, keep_report, report_of_complete
 from tests.outputs.support import contents, make_complete, make_sink, write_input, write_unit
 
 
@@ -32,26 +32,26 @@ def write_report(sink, *units):
 
 def test_the_report_of_a_run_is_taken_where_it_names_the_parts(sink):
     make_complete(sink)
-    assert write_report(sink, 0, 1, 2) == report_of(sink)
+    assert write_report(sink, 0, 1, 2) == current_report(sink)
 
 
 def test_a_report_older_than_the_parts_is_made_anew(sink):
     make_complete(sink)
     write_report(sink, 0)
-    assert report_of(sink).is_rebuilt
+    assert current_report(sink).is_rebuilt
 
 
 def test_a_torn_report_is_made_anew(sink):
     make_complete(sink)
     write_report(sink, 0, 1, 2)
     open_store(sink).replace("_raybatch/report.json", b'{"source": ')
-    assert report_of(sink).is_rebuilt
+    assert current_report(sink).is_rebuilt
 
 
 def test_rows_without_a_report_are_counted_from_the_footers(sink, tmp_path):
     source = write_input(tmp_path / "in")
     make_complete(sink, source)
-    report = report_of(sink)
+    report = current_report(sink)
     assert (12, 12, 0, 0) == (
         report.rows_in,
         report.rows_out,
@@ -67,7 +67,7 @@ def test_rows_without_a_report_are_counted_from_the_footers(sink, tmp_path):
 
 def test_rows_of_a_run_that_died_are_still_to_do_and_not_lost(sink):
     write_unit(sink, make_sink(sink), 2)
-    report = report_of(sink)
+    report = current_report(sink)
     assert (4, 0, 8, 1) == (
         report.rows_out,
         report.rows_lost,
@@ -81,16 +81,16 @@ def test_rows_of_a_run_that_died_are_still_to_do_and_not_lost(sink):
 def test_a_part_that_is_gone_after_success_is_lost(sink):
     make_complete(sink)
     open_store(sink).remove(part_name(0))
-    report = report_of(sink)
+    report = current_report(sink)
     assert (4, 0) == (report.rows_lost, report.rows_todo)
-    (problem,) = report_of(sink).problems
+    (problem,) = current_report(sink).problems
     assert "bring them back from a copy, or remove _SUCCESS and run the job again" in problem
 
 
 def test_a_part_that_cannot_be_read_is_lost(sink):
     write_unit(sink, make_sink(sink), 2)
     open_store(sink).create(part_name(0), b"torn")
-    report = report_of(sink)
+    report = current_report(sink)
     assert (4, 4) == (report.rows_lost, report.rows_todo)
 
 
@@ -98,7 +98,7 @@ def test_a_run_that_died_before_its_plan_has_nothing_to_report(sink):
     make_sink(sink)
     open_store(sink).remove("_raybatch/plan.json")
     with pytest.raises(ConfigError, match="before its plan was written"):
-        report_of(sink)
+        current_report(sink)
 
 
 def test_a_report_that_a_full_disk_refuses_leaves_the_one_before(sink, monkeypatch, caplog):

@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from raybatch.pictures.cards import Card, draw_cards
-from raybatch.pictures.charts import ShareBar, draw_histogram, draw_shares, ticks
+from raybatch.pictures.charts import Card, ShareBar, draw_cards, draw_histogram, draw_shares, ticks
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
 from raybatch.pictures.icicle import draw_icicle
 from raybatch.pictures.svg import element, text
@@ -49,32 +48,32 @@ def test_attributes_and_text_are_escaped():
 
 
 def test_a_histogram_names_its_axes():
-    svg = draw_histogram(Histogram.of(np.array([5, 900, 910])), x_label="prompt tokens")
+    svg = draw_histogram(Histogram.of(np.array([5, 900, 910])), x_name="prompt tokens")
     assert {"prompt tokens", "rows"} <= set(texts(svg))
 
 
 def test_bars_of_a_histogram_are_as_high_as_their_counts():
-    svg = draw_histogram(Histogram.of(np.array([1, 4, 4, 4])), x_label="tokens")
+    svg = draw_histogram(Histogram.of(np.array([1, 4, 4, 4])), x_name="tokens")
     low, high = bars(svg)
     assert high["height"] == pytest.approx(3 * low["height"], rel=1e-3)
 
 
 def test_a_bar_is_no_wider_than_the_numbers_in_it():
-    svg = draw_histogram(Histogram.of(np.full(9, 64)), x_label="tokens")
+    svg = draw_histogram(Histogram.of(np.full(9, 64)), x_name="tokens")
     (only,) = bars(svg)
-    whole = bars(draw_histogram(Histogram.of(np.array([64, 79])), x_label="tokens"))
+    whole = bars(draw_histogram(Histogram.of(np.array([64, 79])), x_name="tokens"))
     assert only["width"] < whole[0]["width"] / 4
     assert "64 tokens: 9 rows" in svg
 
 
 def test_bars_lie_within_the_drawing():
-    svg = draw_histogram(Histogram.of(np.array([0, 1, 10**6])), x_label="tokens")
+    svg = draw_histogram(Histogram.of(np.array([0, 1, 10**6])), x_name="tokens")
     width = float(ElementTree.fromstring(svg).get("viewBox").split()[2])
     assert all(0 <= bar["x"] and bar["x"] + bar["width"] <= width for bar in bars(svg))
 
 
 def test_a_histogram_of_nothing_is_not_drawn():
-    assert draw_histogram(Histogram(), x_label="tokens") == ""
+    assert draw_histogram(Histogram(), x_name="tokens") == ""
 
 
 @pytest.mark.parametrize(
@@ -190,6 +189,6 @@ def test_a_cell_knows_the_name_of_its_column_and_whether_it_is_long():
     table = Table(header=("class", 'a "b"'), rows=(("RenderError", "x" * 31), ("E", "y" * 30)))
     page = to_page("title", [Section(title="Errors", table=table)])
     assert '<td data-name="class">RenderError</td>' in page
-    assert f'<td data-name="a &quot;b&quot;" class="long">{"x" * 31}</td>' in page
-    assert f'<td data-name="a &quot;b&quot;">{"y" * 30}</td>' in page
+    assert f'<td data-name="a &#34;b&#34;" class="long">{"x" * 31}</td>' in page
+    assert f'<td data-name="a &#34;b&#34;">{"y" * 30}</td>' in page
     assert "@media (max-width:640px)" in page

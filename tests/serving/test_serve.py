@@ -8,8 +8,8 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve", exc_type=ImportError)
 
-from raybatch.serving.batch_store import BatchStore  # noqa: E402
 from raybatch.serving.server import ServeOptions, served  # noqa: E402
+from raybatch.serving.stores import BatchStore  # noqa: E402
 from tests.jobs import Hold  # noqa: E402
 from tests.openai_batch.support import chat, completion  # noqa: E402
 from tests.serving.conftest import KEY, free_port, job_of, running, wait_until  # noqa: E402

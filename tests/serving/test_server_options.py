@@ -9,12 +9,18 @@ from typer.testing import CliRunner
 from raybatch.cli.app import app
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.writing import BatchCounts
-from raybatch.serving.batch_store import BatchStatus, BatchStore
-from raybatch.serving.file_store import FileStore
-from raybatch.serving.http_values import checked_metadata, page_of, window_seconds
-from raybatch.serving.ids import BATCH, FILE, check_id, new_id
-from raybatch.serving.problems import Problem
+from raybatch.serving.http_values import (
+    BATCH,
+    FILE,
+    Problem,
+    check_id,
+    checked_metadata,
+    new_id,
+    page_of,
+    window_seconds,
+)
 from raybatch.serving.server import ServeOptions, _check_free
+from raybatch.serving.stores import BatchStatus, BatchStore, FileStore
 
 
 def test_server_without_a_key_does_not_start(tmp_path, monkeypatch):

@@ -14,10 +14,10 @@ CLOSED = ClusterFacts(
     network_address=None,
     open_ports=(),
     open_metrics=(),
-    were_ports_asked=True,
+    were_ports_tried=True,
     token_file=None,
     token_file_mode=0,
-    own_auth_mode="token",
+    client_auth_mode="token",
 )
 
 
@@ -35,8 +35,8 @@ def test_closed_cluster_gets_no_warning():
         ({"is_open": True}, "takes jobs without a token", "RAY_AUTH_MODE=token"),
         ({"open_ports": ("raylet 10.0.0.5:1",)}, "raylet 10.0.0.5:1", "private network"),
         ({"open_metrics": ("http://10.0.0.5:2/metrics",)}, "without a token at", "firewall"),
-        ({"were_ports_asked": False}, "refused", "RAY_AUTH_TOKEN_PATH"),
-        ({"own_auth_mode": None}, "RAY_AUTH_MODE is not set here", "export RAY_AUTH_MODE=token"),
+        ({"were_ports_tried": False}, "refused", "RAY_AUTH_TOKEN_PATH"),
+        ({"client_auth_mode": None}, "RAY_AUTH_MODE is not set here", "export RAY_AUTH_MODE=token"),
         ({"network_address": "https://head", "is_open": False}, "on the network", "127.0.0.1"),
     ],
 )
@@ -51,7 +51,7 @@ def test_open_dashboard_without_tls_shows_the_token():
 
 
 def test_mode_is_not_asked_for_where_the_cluster_takes_everyone():
-    (warning,) = warnings(auth_mode="disabled", is_open=True, own_auth_mode=None)
+    (warning,) = warnings(auth_mode="disabled", is_open=True, client_auth_mode=None)
     assert "takes jobs without a token" in warning
 
 
@@ -129,4 +129,4 @@ def test_token_is_not_sent_to_a_cluster_that_does_not_ask(tmp_path, token_file):
 
 def test_refused_list_of_hosts_is_known(tmp_path):
     with serving(replies(1), token="t") as (url, _):
-        assert not probe(url, tmp_path).were_ports_asked
+        assert not probe(url, tmp_path).were_ports_tried

@@ -89,5 +89,8 @@ def test_missing_agent_is_told_with_the_way_out():
     with serving(VERSION) as (url, _):
         server = JobServer(url, None)
     message = "Request failed with status code 500: No available agent to submit job, please"
-    with pytest.raises(ConfigError, match="own --dashboard-agent-listen-port"), server.told():
+    with (
+        pytest.raises(ConfigError, match="own --dashboard-agent-listen-port"),
+        server.as_one_line(),
+    ):
         raise RuntimeError(message)

@@ -9,7 +9,7 @@ import pytest
 
 import raybatch
 from raybatch.errors import ConfigError
-from raybatch.submission.wheel import pack_wheel, repack_wheel
+from raybatch.submission.bundle import pack_wheel, repack_wheel
 
 PACKAGE = Path(raybatch.__file__).parent
 

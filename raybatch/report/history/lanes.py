@@ -12,7 +12,6 @@ class Stretch:
 
     Args:
         start_s: on an axis with all runs one after the other.
-        end_s: on the same axis.
         busy_s: seconds of steps.
         cold_s: seconds before it was ready, and before the first engine of the run had rows.
         starved_s: seconds ready without a step, with rows still to come.

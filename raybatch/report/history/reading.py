@@ -23,18 +23,12 @@ Event = Mapping[str, Any]
 def read_history(store: Store) -> History:
     """Return what the logs below a sink say; one that cannot be understood is left out."""
     runs = (run_of(read_events(store, run_id)) for run_id in run_ids(store))
-    found = [run for run in runs if run is not None]
-    return History(runs=tuple(sorted(found, key=lambda run: (run.started, run.run_id))))
+    records = [run for run in runs if run is not None]
+    return History(runs=tuple(sorted(records, key=lambda run: (run.started, run.run_id))))
 
 
 def with_unlogged(history: History, *, num_units: int, num_rows: int) -> History:
-    """Return the runs with what those that were killed have written and could not log.
-
-    Args:
-        history: of all runs.
-        num_units: units that are there now.
-        num_rows: rows of these.
-    """
+    """Return the runs with what those that were killed have written and could not log."""
     runs = []
     after = [(run.units_resumed, run.rows_resumed) for run in history.runs[1:]]
     for run, (units, rows) in zip(history.runs, [*after, (num_units, num_rows)], strict=False):

@@ -19,16 +19,101 @@ from raybatch.durable.run_log import RunLog
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
-from raybatch.records.types import PoolStats
+from raybatch.records.types import PoolStats, ReplicaStats
 from raybatch.report.history.records import STOPPED
-from raybatch.report.history.sampling import Sampler
 from raybatch.stages.unit_writer import UnitReceipt
 
 logger = logging.getLogger(__name__)
 
+Fields = dict[str, Any]
+
+_MIN_EVERY_S, _MAX_EVERY_S = 0.5, 10.0
+# a short run has this many samples
+_NUM_SAMPLES = 60
 _TICK_S = 1.0
 # their messages name options, files and engines, never the text of a row
 _TELLABLE = (ConfigError, ReplicaError)
+
+
+class Sampler:
+    """Turns counters that only grow, and start again with an engine, into differences."""
+
+    def __init__(self) -> None:
+        self._first: PoolStats | None = None
+        self._last: PoolStats | None = None
+        self._last_s = 0.0
+        self._sampled_s = 0.0
+        self._preemptions = 0
+        self._cost = 0.0
+        self._busy: dict[int, float] = {}
+        self._ready: dict[int, float] = {}
+
+    def observe(
+        self, now_s: float, stats: PoolStats, cost: float = 0.0
+    ) -> tuple[tuple[Fields, ...], Fields | None]:
+        """Take the state at `now_s` seconds after the run began, and what the run has cost.
+
+        Returns:
+            Events of engines that became ready or went away, and a sample where one is due.
+        """
+        self._cost = cost
+        events = self._count(now_s, stats)
+        every_s = min(_MAX_EVERY_S, max(_MIN_EVERY_S, now_s / _NUM_SAMPLES))
+        is_due = now_s - self._sampled_s >= every_s
+        return events, self._sample(now_s, stats) if is_due else None
+
+    def rest(self, now_s: float) -> Fields | None:
+        """Return a sample of what was observed since the last one; None where nothing was."""
+        if self._last is None or self._last_s <= self._sampled_s:
+            return None
+        return self._sample(min(now_s, self._last_s), self._last)
+
+    def _count(self, now_s: float, stats: PoolStats) -> tuple[Fields, ...]:
+        before = self._last
+        known = {} if before is None else dict(zip(before.ranks, before.replicas, strict=True))
+        ready_s = now_s - self._last_s
+        for rank, replica in zip(stats.ranks, stats.replicas, strict=True):
+            # what a warm engine did before this run is not of this run
+            old = replica if before is None else known.get(rank, ReplicaStats())
+            busy_s = _growth(old.engine_s, replica.engine_s)
+            self._busy[rank] = self._busy.get(rank, 0.0) + min(busy_s, ready_s)
+            self._ready[rank] = self._ready.get(rank, 0.0) + ready_s
+            self._preemptions += int(_growth(old.num_preemptions, replica.num_preemptions))
+        self._first = self._first or stats
+        self._last, self._last_s = stats, now_s
+        gone, new = set(known) - set(stats.ranks), set(stats.ranks) - set(known)
+        return (
+            *({"rank": rank, "state": "gone"} for rank in sorted(gone)),
+            *({"rank": rank, "state": "ready"} for rank in sorted(new)),
+        )
+
+    def _sample(self, now_s: float, stats: PoolStats) -> Fields:
+        replicas, first = stats.replicas, self._first or stats
+        sample = {
+            "end_s": now_s,
+            "seconds": now_s - self._sampled_s,
+            "rows": stats.rows_done,
+            "prompt_tokens": stats.prompt_tokens_done,
+            "cached_tokens": stats.cached_tokens,
+            "generated_tokens": stats.generated_tokens,
+            "cost": self._cost,
+            "running": sum(replica.num_running for replica in replicas),
+            "waiting": sum(replica.num_waiting for replica in replicas),
+            "kv": sum(r.kv_used_fraction for r in replicas) / max(1, len(replicas)),
+            "num_ready": stats.num_ready,
+            "restarts": max(0, stats.num_restarts - first.num_restarts),
+            "preemptions": self._preemptions,
+            "engines": [
+                [rank, self._busy[rank], ready_s] for rank, ready_s in sorted(self._ready.items())
+            ],
+        }
+        self._busy, self._ready, self._sampled_s = {}, {}, now_s
+        return sample
+
+
+def _growth(before: float, now: float) -> float:
+    """Return what a counter has gained; that of an engine that started again begins at 0."""
+    return now - before if now >= before else now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +123,6 @@ class UnitsSoFar:
     Args:
         total: units of all plans; 0 while there is none.
         done: units that are written, those of earlier runs among them.
-        resumed: units that earlier runs had written.
-        rows_resumed: rows of these.
         planned_hit_rate: share of the prompt tokens that the plan does not compute; None where it
             has none.
     """
@@ -62,8 +145,6 @@ class RunRecorder:
     Nothing of it decides about rows or units, and a store that fails ends the log, not the run.
 
     Args:
-        store: of the sink.
-        run_id: name of the run.
         about: what the first line says of the job; secrets in it are hidden.
         clock: seconds since 1970.
 
@@ -71,7 +152,7 @@ class RunRecorder:
         run_id: name of the run.
         units: how far they are; none of them are known while there is no plan.
         rows_written: of units that this run has written, or found written.
-        rows_failed: error rows among these.
+        rows_failed: error rows of these.
         limit: or signal that ended the run early; None where none did.
     """
 
@@ -187,20 +268,15 @@ class RunRecorder:
         )
 
     def observe(self, stats: PoolStats, *, cost: float = 0.0) -> None:
-        """Take a state of the pool; a sample of it is written when it is due.
-
-        Args:
-            stats: of the pool.
-            cost: of all answers of the run so far.
-        """
+        """Take a state of the pool and the cost so far; a sample is written when it is due."""
         # receipts come with the last unit of a block; a pool counts for each plan anew
         self._note_done(self._done_before + stats.num_units_written)
-        found = self._sampler.observe(self._elapsed_s(), stats, cost)
-        for event in found.events:
+        events, sample = self._sampler.observe(self._elapsed_s(), stats, cost)
+        for event in events:
             level = "info" if event["state"] == "ready" else "warning"
             self._log.write("replica", level=level, **event)
-        if found.sample is not None:
-            self._log.write("sample", **found.sample)
+        if sample is not None:
+            self._log.write("sample", **sample)
 
     def _note_done(self, done: int) -> None:
         done = min(max(done, self.units.done), self.units.total)

@@ -3,10 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from raybatch.errors import ConfigError
-from raybatch.explanation.plain import from_plain
 
 # begins the end of a run that a limit has ended
 STOPPED = "stopped by "
@@ -18,16 +14,9 @@ class Sample:
 
     Args:
         end_s: since the run began.
-        seconds: length of the stretch.
-        rows: rows that came back.
-        prompt_tokens: of these.
-        cached_tokens: of these, with KV from another request.
-        generated_tokens: of these.
+        cached_tokens: prompt tokens with KV from another request.
         cost: of all answers since the run began, where they have prices.
-        running: requests in engines.
-        waiting: requests that wait in engines.
         kv: share of the KV caches that is in use.
-        num_ready: engines that answer.
         restarts: of engines, since the run began.
         preemptions: of requests, since the run began.
         engines: rank, seconds at work and seconds ready of each engine in this stretch.
@@ -77,16 +66,7 @@ def merged(first: Sample, second: Sample) -> Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTime:
-    """When a unit was at work, and where.
-
-    Args:
-        unit: number of the unit.
-        start_s: since the run began.
-        seconds: until it was written.
-        rows: of the unit.
-        host: of its feeder.
-        pid: of its feeder.
-    """
+    """When a unit was at work, in seconds since the run began, and in which feeder."""
 
     unit: int
     start_s: float
@@ -101,26 +81,15 @@ class RunRecord:
     """One run of a job, as its log tells it.
 
     Args:
-        run_id: name of the run.
         started: in seconds since 1970.
         seconds: from its start to the last line of its log.
         end: "finished", "incomplete", "stopped by ..." with the limit or SIGTERM, "interrupted", or
             "failed: ..."; "" where the log has no end.
-        host: of the driver.
-        source: as the user named it.
-        model: as the user named it.
-        backend: kind of the backend that answered.
         backend_reason: why it was that one; "" where the user named it.
-        versions: package to version.
         executor: of its engines, "local" or "ray"; "" where the log does not say.
-        units_resumed: units that were there already.
-        rows_resumed: rows of these.
-        units_written: units that this run wrote.
-        rows_written: rows of these.
         units_found: units that another run had written when this one came to them.
         median_unit_s: half of its units took no longer.
         p95_unit_s: 95 % of its units took no longer.
-        slowest: units that took longest.
         units: all of them, where they are few.
         samples: of equal importance, a few hundred at most.
     """
@@ -174,33 +143,3 @@ class History:
     def total_s(self) -> float:
         """Seconds of all runs."""
         return sum(run.seconds for run in self.runs)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return plain values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any], *, where: str) -> "History":
-        """Return what `to_mapping` has written.
-
-        Raises:
-            ConfigError: the mapping is not that of this version.
-        """
-        found = from_plain(cls, mapping, where=where)
-        try:
-            runs = tuple(_with_tuples(run) for run in found.runs)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where}: {error}") from error
-        return cls(runs=runs)
-
-
-def _with_tuples(run: RunRecord) -> RunRecord:
-    """Return a run whose innermost lists are tuples again."""
-    samples = (
-        dataclasses.replace(
-            sample,
-            engines=tuple((rank, busy_s, ready_s) for rank, busy_s, ready_s in sample.engines),
-        )
-        for sample in run.samples
-    )
-    return dataclasses.replace(run, samples=tuple(samples))

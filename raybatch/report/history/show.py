@@ -102,8 +102,8 @@ def idle_facts(lanes: tuple[Lane, ...]) -> tuple[tuple[str, str], ...]:
     whole = sum(totals.values())
     if not whole:
         return ()
-    said = ", ".join(f"{name} {percent(seconds / whole)}" for name, seconds in totals.items())
-    return (("time of engines", f"{said} (of {duration(whole)}, up to the last work)"),)
+    shares = ", ".join(f"{name} {percent(seconds / whole)}" for name, seconds in totals.items())
+    return (("time of engines", f"{shares} (of {duration(whole)}, up to the last work)"),)
 
 
 def length_section(prompts: Histogram, outputs: Histogram) -> tuple[Section, ...]:
@@ -111,8 +111,8 @@ def length_section(prompts: Histogram, outputs: Histogram) -> tuple[Section, ...
     if not (prompts.counts or outputs.counts):
         return ()
     figures = (
-        Figure(title="Prompts", svg=draw_histogram(prompts, x_label="prompt tokens")),
-        Figure(title="Outputs", svg=draw_histogram(outputs, x_label="generated tokens")),
+        Figure(title="Prompts", svg=draw_histogram(prompts, x_name="prompt tokens")),
+        Figure(title="Outputs", svg=draw_histogram(outputs, x_name="generated tokens")),
     )
     return (Section(title="Lengths", figures=figures),)
 
@@ -158,15 +158,15 @@ def _bands(history: History, starts: list[float]) -> tuple[Band, ...]:
         return of
 
     def steps(value: Callable[[Sample, Sample], float]) -> tuple[Step, ...]:
-        found = []
+        drawn = []
         for run, start_s in zip(history.runs, starts, strict=False):
             before = Sample(end_s=0.0, seconds=0.0)
             for sample in run.samples:
                 begin_s = start_s + sample.end_s - sample.seconds
                 end_s = start_s + sample.end_s
-                found.append(Step(start_s=begin_s, end_s=end_s, value=value(before, sample)))
+                drawn.append(Step(start_s=begin_s, end_s=end_s, value=value(before, sample)))
                 before = sample
-        return tuple(found)
+        return tuple(drawn)
 
     return (
         Band(name="prompt/s", steps=steps(rate("prompt_tokens"))),
@@ -209,11 +209,11 @@ def _unit_sections(history: History, starts: list[float]) -> tuple[Section, ...]
         )
         for unit in slowest
     )
-    # a run that was killed before it said so has none
+    # a run that was killed has none
     typical = max(history.runs, key=lambda run: (run.median_unit_s > 0, run.units_written))
-    said = f"{full(written)} written"
+    text = f"{full(written)} written"
     if typical.median_unit_s > 0:
-        said += (
+        text += (
             f"; half took up to {duration(typical.median_unit_s)}, 95 % up to "
             f"{duration(typical.p95_unit_s)}"
         )
@@ -226,7 +226,7 @@ def _unit_sections(history: History, starts: list[float]) -> tuple[Section, ...]
     return (
         Section(
             title="Units",
-            facts=(("units", said),),
+            facts=(("units", text),),
             table=Table(header=("slowest", "took", "rows", "where"), rows=rows),
             figures=(figure,),
         ),

@@ -1,5 +1,7 @@
-"""Batches of the API: what was asked, whether it was cancelled, and what has become of it.
+"""Files and batches of the API, below the folder of a server, which is local or a URI.
 
+files/<id>/content          written first
+files/<id>/record.json      the file is there once this is
 batches/<id>/request.json   by whoever answers HTTP, once
 batches/<id>/cancel.json    by whoever answers HTTP, once
 batches/<id>/status.json    by the runner alone
@@ -8,31 +10,114 @@ batches/<id>/status.json    by the runner alone
 import json
 import posixpath
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import IO, Any
+
+import fsspec
 
 from raybatch.durable.storage import store_of
+from raybatch.durable.stores.protocols import Store
+from raybatch.openai_batch.files import published, remove_folder
 from raybatch.openai_batch.writing import BatchCounts
-from raybatch.serving.ids import BATCH, check_id, new_id
-from raybatch.serving.problems import Problem
+from raybatch.serving.http_values import BATCH, FILE, Problem, check_id, new_id, no_such
 
+_CHUNK_BYTES = 1 << 20
+_RECORD = "record.json"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchRequest:
-    """What a client asks for.
+class FileRecord:
+    """What is known of a file; the names are those of the API.
 
-    Args:
-        id: of the batch.
-        endpoint: of all its requests.
-        input_file_id: the batch file.
-        completion_window: as the client writes it.
-        created_at: seconds since 1970.
-        expires_at: the end of the window.
-        metadata: of the client.
+    The filename is that of the client, and never used as a name here.
     """
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+
+    def view(self) -> dict[str, Any]:
+        """Return the object of the API."""
+        return {**asdict(self), "object": "file", "status": "processed"}
+
+
+class FileStore:
+    """The files below the folder of a server."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._store = store_of(folder)
+
+    def new_id(self) -> str:
+        """Return an id that no file has."""
+        return new_id(FILE, time.time())
+
+    def path(self, file_id: str) -> str:
+        """Return where the content of a file lies, or will lie."""
+        return posixpath.join(self._folder, "files", check_id(file_id, FILE), "content")
+
+    def add(self, content: IO[bytes], *, filename: str, purpose: str) -> FileRecord:
+        """Keep a file."""
+        file_id = self.new_id()
+        with published(self.path(file_id)) as file:
+            while chunk := content.read(_CHUNK_BYTES):
+                file.write(chunk)
+        return self.register(file_id, filename=filename, purpose=purpose)
+
+    def register(self, file_id: str, *, filename: str, purpose: str) -> FileRecord:
+        """Make a file of content that lies at its path; one that is there stays as it is."""
+        fs, name = fsspec.core.url_to_fs(self.path(file_id))
+        record = FileRecord(
+            id=file_id,
+            bytes=int(fs.size(name)),
+            created_at=int(time.time()),
+            filename=filename,
+            purpose=purpose,
+        )
+        self._store.create(f"files/{file_id}/{_RECORD}", json.dumps(asdict(record)).encode())
+        return self.get(file_id)
+
+    def get(self, file_id: str) -> FileRecord:
+        """Return the record of a file.
+
+        Raises:
+            Problem: there is none.
+        """
+        record = _read_json(self._store, f"files/{check_id(file_id, FILE)}/{_RECORD}")
+        if record is None:
+            raise no_such("file")
+        return FileRecord(**record)
+
+    def all(self) -> list[FileRecord]:
+        """Return all files, the newest first."""
+        names = self._store.names("files")
+        ids = sorted((n.split("/")[1] for n in names if n.endswith(f"/{_RECORD}")), reverse=True)
+        records = []
+        for file_id in ids:
+            with suppress(Problem):  # removed since
+                records.append(self.get(file_id))
+        return records
+
+    def remove(self, file_id: str) -> None:
+        """Remove a file that is there, the record first."""
+        self._store.remove(f"files/{check_id(file_id, FILE)}/{_RECORD}")
+        remove_folder(posixpath.dirname(self.path(file_id)))
+
+    def chunks(self, file_id: str) -> Iterator[bytes]:
+        """Yield the content of a file."""
+        with fsspec.open(self.path(file_id), "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRequest:
+    """What a client asks for."""
 
     id: str
     endpoint: str
@@ -45,14 +130,11 @@ class BatchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchStatus:
-    """What has become of a batch; times are seconds since 1970.
+    """What has become of a batch.
 
     Args:
-        status: of the API; "cancelling" is what one is that was cancelled and has not ended.
-        times: names of the API to times, such as in_progress_at.
-        output_file_id: file for the answers, once there are any.
-        error_file_id: file for the errors, once there are any.
-        counts: of requests and tokens.
+        status: of the API; a cancelled batch is called "cancelling" there until it ends.
+        times: names of the API, such as in_progress_at, to seconds since 1970.
         problem: why it has failed; "" where it has not.
     """
 
@@ -71,13 +153,7 @@ class BatchStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """A batch as it is at some moment.
-
-    Args:
-        request: of the client.
-        status: of the runner.
-        cancelling_at: when it was cancelled; None where it was not.
-    """
+    """A batch as it is at some moment; `cancelling_at` is None where nobody has cancelled it."""
 
     request: BatchRequest
     status: BatchStatus
@@ -101,8 +177,13 @@ class Batch:
         }
         errors = None
         if status.problem:
-            told = {"code": "invalid_batch", "message": status.problem, "line": None, "param": None}
-            errors = {"object": "list", "data": [told]}
+            error = {
+                "code": "invalid_batch",
+                "message": status.problem,
+                "line": None,
+                "param": None,
+            }
+            errors = {"object": "list", "data": [error]}
         return {
             **asdict(request),
             **times,
@@ -129,11 +210,7 @@ class Batch:
 
 
 class BatchStore:
-    """The batches below the folder of a server.
-
-    Args:
-        folder: of the server, local or a URI.
-    """
+    """The batches below the folder of a server."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -175,7 +252,7 @@ class BatchStore:
         check_id(batch_id, BATCH)
         request = self._read(batch_id, "request")
         if request is None:
-            raise Problem("there is no such batch", status=404, param="id", code="not_found")
+            raise no_such("batch")
         cancel = self._read(batch_id, "cancel")
         return Batch(
             request=BatchRequest(**request),
@@ -190,8 +267,8 @@ class BatchStore:
 
     def cancel(self, batch_id: str) -> None:
         """Ask for the end of a batch; the first time counts."""
-        told = {"cancelling_at": int(time.time())}
-        self._store.create(_name(batch_id, "cancel"), json.dumps(told).encode())
+        record = {"cancelling_at": int(time.time())}
+        self._store.create(_name(batch_id, "cancel"), json.dumps(record).encode())
 
     def is_cancelled(self, batch_id: str) -> bool:
         """Return whether the end of a batch was asked for."""
@@ -203,15 +280,20 @@ class BatchStore:
         return status
 
     def _read(self, batch_id: str, what: str) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = json.loads(self._store.read(_name(batch_id, what)))
-        except FileNotFoundError:
-            return None
-        return found
+        return _read_json(self._store, _name(batch_id, what))
 
 
-def _status(found: Mapping[str, Any]) -> BatchStatus:
-    return BatchStatus(**{**found, "counts": BatchCounts(**found.get("counts", {}))})
+def _status(values: Mapping[str, Any]) -> BatchStatus:
+    return BatchStatus(**{**values, "counts": BatchCounts(**values.get("counts", {}))})
+
+
+def _read_json(store: Store, name: str) -> dict[str, Any] | None:
+    """Return a record; None where there is none."""
+    try:
+        record: dict[str, Any] = json.loads(store.read(name))
+    except FileNotFoundError:
+        return None
+    return record
 
 
 def _name(batch_id: str, what: str) -> str:

@@ -1,12 +1,23 @@
-"""Which paths of a job mean the same on every host."""
+"""What a job must be to run on a cluster: paths that every host has, and no secrets in clear."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig
 from raybatch.models.source import is_local_model
-from raybatch.submission.secret_names import check_no_secret_in_uri
+
+_ENDINGS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
+# of a variable that names the place of the secret
+_PLACES = ("PATH", "FILE", "DIR")
+_VALUES = re.compile(r"(hf_|sk-|ghp_|github_pat_|glpat-|xox[bp]-|AKIA|-----BEGIN )")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WAY_OUT = (
+    "give the hosts a role (instance profile, workload identity) or mount a file with it and send "
+    "its path, such as HF_TOKEN_PATH"
+)
 
 
 def is_uri(path: str) -> bool:
@@ -17,9 +28,7 @@ def is_uri(path: str) -> bool:
 def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
     """Refuse what the hosts of a cluster would not find, or would do where nobody looks.
 
-    Args:
-        job: options of the job.
-        working_dir: the folder that is sent along; a relative source may lie in it.
+    A relative source may lie in `working_dir`, the folder that is sent along.
 
     Raises:
         ConfigError: a relative path, a URI with a password, or a job that uses no cluster.
@@ -83,3 +92,54 @@ def _way_out(path: str) -> str:
         "give a path that every host has, such as "
         f"{Path(path).expanduser().absolute().as_posix()!r}, or a URI such as s3://bucket/folder"
     )
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a variable of this name holds a secret, by the words in its name."""
+    words = [word for word in name.upper().split("_") if word]
+    if not words or words[-1] in _PLACES:
+        return False
+    return any(word.removesuffix("S").endswith(_ENDINGS) for word in words)
+
+
+def read_env_vars(settings: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a job gets: `NAME`, taken from `environment`, or `NAME=value`.
+
+    Raises:
+        ConfigError: a variable is not set, is named or looks like a secret.
+    """
+    values: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"--env {setting!r}: expected NAME or NAME=value")
+        if is_secret_name(name):
+            raise ConfigError(
+                f"--env {name}: by its name a secret, and everyone who may ask the job server "
+                f"reads the variables of a job in clear; {_WAY_OUT}"
+            )
+        if not equals and name not in environment:
+            raise ConfigError(f"--env {name}: not set here; set it, or give {name}=value")
+        values[name] = value if equals else environment[name]
+        if _VALUES.match(values[name]) or _has_password(values[name]):
+            raise ConfigError(
+                f"--env {name}: its value looks like a secret, and everyone who may ask the job "
+                f"server reads the variables of a job in clear; {_WAY_OUT}"
+            )
+    return values
+
+
+def check_no_secret_in_uri(what: str, uri: str) -> None:
+    """Raise ConfigError if the URI holds a password."""
+    if _has_password(uri):
+        raise ConfigError(
+            f"{what}: the URI holds a password, which would stand in clear in the job file that "
+            f"is sent; {_WAY_OUT}"
+        )
+
+
+def _has_password(text: str) -> bool:
+    try:
+        return urlsplit(text).password is not None
+    except ValueError:
+        return False
