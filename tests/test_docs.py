@@ -11,13 +11,18 @@ import re
 import runpy
 import shlex
 import shutil
+import tomllib
+import warnings
 from pathlib import Path
 
 import click
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import typer.main
 import yaml
 
+from raybatch.actors.coordinator.metrics import PoolMetrics, ReplicaMetrics
 from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.cli.app import app
 from raybatch.cli.flags import nested_options, read_job_flags
@@ -30,6 +35,7 @@ from raybatch.config import (
     WaveConfig,
 )
 from raybatch.demo.dataset import write_dataset
+from raybatch.durable.storage import store_of
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch.records.types import Sampling
@@ -190,6 +196,45 @@ def test_paths_that_the_documents_name_are_there():
     assert missing == []
 
 
+def test_modules_that_the_documents_name_are_there():
+    files = {
+        path.name
+        for folder in ("raybatch", "tests", "benchmarks", "faultlab", "docs")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    missing = []
+    for page in DOCS:
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+            places = (ROOT / name, ROOT / "raybatch" / name)
+            is_there = any(p.exists() for p in places) if "/" in name else name in files
+            missing += [] if is_there else [f"{page.name}: {name}"]
+    assert missing == []
+
+
+def test_the_design_names_the_rooms_in_the_order_of_the_layers():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = [layer.split(" : ") for layer in contracts["contracts"][0]["layers"]]
+    page = (ROOT / "docs/develop/design.md").read_text()
+    table = page.split("| room | in one sentence |\n")[1].split("\n\n")[0]
+    rooms = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines()[1:]]
+    assert [room for row in rooms for room in row] == [room for layer in layers for room in layer]
+
+
+def test_the_page_of_metrics_names_every_series():
+    class Registry:
+        def __init__(self):
+            self.names = set()
+
+        def __getattr__(self, kind):
+            return lambda name, **options: self.names.add(name)
+
+    registry = Registry()
+    PoolMetrics(registry)
+    ReplicaMetrics(0, registry)
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    assert set(re.findall(r"`(raybatch_\w+)`", page)) == registry.names
+
+
 def test_blocks_have_a_language_that_is_looked_at():
     known = {"console", "python", "yaml", "json", "dockerfile", "text", ""}
     assert {block.language for block in BLOCKS} <= known
@@ -335,14 +380,13 @@ def place(workplace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "place")
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
+    # by the name of a sink, which is another folder in each place
+    store_of.cache_clear()
     return monkeypatch
 
 
 def pages_to_run(blocks):
-    """Return the pages of blocks that are run; those that load a model are slow."""
-    slow = {"README.md", "docs/start/first-job.md"}
-    pages = dict.fromkeys(block.page for block in blocks if not block.reason)
-    return [pytest.param(p, marks=pytest.mark.slow if p in slow else ()) for p in pages]
+    return list(dict.fromkeys(block.page for block in blocks if not block.reason))
 
 
 @pytest.mark.parametrize("page", pages_to_run(SHELL))
@@ -362,6 +406,22 @@ def test_python_of_a_page_runs(place, page):
     for block in PYTHON:
         if block.page == page and not block.reason:
             exec(compile(block.text, str(block), "exec"), names)
+
+
+def test_the_readme_answers_the_same_by_script_and_by_command(place):
+    (script,) = (block.text for block in PYTHON if block.page == "README.md")
+    (run,) = (b for b in SHELL if b.page == "README.md" and "raybatch run" in b.text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(script, {})
+    run_main(place, *commands_of(run)[0][1:])
+    tables = [pq.read_table(f"demo-out/{name}") for name in ("from-script", "from-command")]
+    for table in tables:
+        wrong = [bool(error) for error in table["__inference_error__"].to_pylist()]
+        # the demo's bad rows; questions are answered by words of their documents
+        assert (len(wrong), sum(wrong)) == (8, 4)
+        texts = table.filter(pc.equal(table["__inference_error__"], ""))["generated_text"]
+        assert all(texts.to_pylist())
 
 
 def test_figures_are_those_that_the_script_draws():
