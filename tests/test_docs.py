@@ -180,7 +180,9 @@ def test_every_page_is_in_the_map():
 
 
 def test_paths_that_the_documents_name_are_there():
-    missing = []
+    reasons = " ".join(block.reason for block in BLOCKS)
+    named = re.findall(r"(?:tests|scripts|pipelines)/[\w./]*\w", reasons)
+    missing = [name for name in named if not (ROOT / name).exists()]
     for page in DOCS:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         names = re.findall(r"`((?:raybatch|faultlab|tests|benchmarks|scripts)/[\w./]*)`", text)
@@ -384,6 +386,11 @@ def pages_to_run(blocks):
 def test_commands_of_a_page_run(place, page):
     if page.endswith("resume-and-retry.md"):
         shutil.rmtree("answers-retried")
+    files = [yaml.safe_load(b.text) for b in BLOCKS if (b.page, b.language) == (page, "yaml")]
+    for job in files:
+        # a whole one, with a model that is at hand, is the job file of its page
+        if job.get("stage", {}).get("model") == "demo":
+            Path("job.yaml").write_text(yaml.safe_dump(job))
     for block in SHELL:
         for words in commands_of(block) if block.page == page and not block.reason else ():
             # 2: there are error rows
