@@ -24,6 +24,7 @@ import yaml
 
 from raybatch.actors.coordinator.metrics import PoolMetrics, ReplicaMetrics
 from raybatch.backends.openai.options import OpenAIOptions
+from raybatch.backends.vllm.meanings import NATIVE_ONLY
 from raybatch.cli.app import app
 from raybatch.cli.flags import nested_options, read_job_flags
 from raybatch.config import (
@@ -212,6 +213,19 @@ def test_the_design_names_the_rooms_in_the_order_of_the_layers():
     table = page.split("| room | in one sentence |\n")[1].split("\n\n")[0]
     rooms = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines()[1:]]
     assert [room for row in rooms for room in row] == [room for layer in layers for room in layer]
+
+
+def test_the_page_of_vllm_says_what_becomes_of_every_option_of_engines():
+    page = (ROOT / "docs/how-to/vllm.md").read_text()
+    table = page.split("| raybatch | vLLM | |\n")[1].split("\n\n")[0]
+    rows = [row.split("|") for row in table.splitlines()[1:]]
+    named = {name: row[3] for row in rows for name in re.findall(r"engine\.(\w+)", row[1])}
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    # offload_... stands for its kin, and a device is what Ray has assigned
+    expected = {name for name in names if not name.startswith("offload_")} - {"device"}
+    assert set(named) - {"offload_"} == expected
+    native_only = {name for names, _ in NATIVE_ONLY for name in names}
+    assert {name for name in expected if "refused" in named[name]} == native_only
 
 
 def test_the_page_of_metrics_names_every_series():
