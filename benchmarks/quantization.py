@@ -1,6 +1,6 @@
 """What weights as bytes cost in accuracy: logits and greedy answers against those of float32.
 
-python benchmarks/quantization.py                        # the models of the table in docs/engine.md
+python benchmarks/quantization.py                        # the models of the published table
 python benchmarks/quantization.py --models demo --forms int8 --out result.json
 
 Rates are those of `engine.py --quantizations none,int8,fp8`. The demo model is the only trained

@@ -2,7 +2,7 @@
 
     from raybatch.llm import build_processor, vLLMEngineProcessorConfig
 
-docs/migrate-from-ray-data-llm.md says what is the same and what is not.
+docs/how-to/move-from-ray-data-llm.md says what is the same and what is not.
 """
 
 from raybatch.compat.options import ProcessorConfig, vLLMEngineProcessorConfig

@@ -2,7 +2,7 @@
 
     python scripts/measure_house.py [--most 10]
 
-Exit code 1 where a limit of docs/design.md is passed.
+Exit code 1 where a limit of docs/develop/design.md is passed.
 """
 
 import argparse

@@ -49,7 +49,7 @@ def test_submit_takes_the_flags_of_a_job():
 
 
 def test_documented_flags_of_submit_are_its_own():
-    page = (Path(__file__).parent.parent / "docs" / "jobs.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "start" / "on-a-cluster.md").read_text()
     table = page.split("| flag | meaning |\n")[1].split("\n\n")[0]
     commands = typer.main.get_command(app).commands
     shared = {option for p in commands["run"].params for option in p.opts}

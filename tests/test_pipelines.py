@@ -73,8 +73,8 @@ def test_the_script_of_the_readme_runs_as_printed(tmp_path):
         tmp_path / "demo-out" / "from-script", columns=["generated_text", "__inference_error__"]
     )
     errors = [error for error in answers.column("__inference_error__").to_pylist() if error]
-    # half of the good rows, and the bad rows of the first file
-    assert (answers.num_rows, len(errors)) == (7, 3)
+    # the questions, and the bad rows of both files
+    assert (answers.num_rows, len(errors)) == (12, 4)
 
 
 def test_the_demo_answers_its_questions(tmp_path):

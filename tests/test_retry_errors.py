@@ -65,7 +65,7 @@ def test_error_rows_get_answers_under_their_ids_and_nothing_else_changes(folder,
     assert before == contents(folder / "out")
     old, new = pq.read_table(folder / "out"), pq.read_table(tmp_path / "new")
     assert old.schema == new.schema
-    # as docs/output.md has it
+    # as docs/how-to/resume-and-retry.md has it
     is_replaced = pc.is_in(old["row_id"], value_set=new["row_id"])
     ids = pa.concat_tables([old.filter(pc.invert(is_replaced)), new])["row_id"].to_pylist()
     assert sorted(ids) == sorted(f"a.parquet:{i}" for i in range(NUM_ROWS))

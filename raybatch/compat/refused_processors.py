@@ -7,7 +7,7 @@ from raybatch.errors import ConfigError
 _ENDPOINT = (
     'ProcessorConfig(model_source=..., backend={"kind": "openai", "options": {"base_url": ...}}), '
     "which sends messages or prompts to an endpoint of OpenAI's API and takes care of rate limits "
-    "and retries (docs/endpoints.md)"
+    "and retries (docs/how-to/endpoints.md)"
 )
 
 

@@ -57,7 +57,7 @@ class ManifestOptions:
         if not self.image:
             raise ConfigError(
                 f"a manifest for {kind} needs --image: one with Ray, raybatch and its engine in "
-                "it (docs/jobs.md has the Dockerfile)"
+                "it (docs/start/on-a-cluster.md has the Dockerfile)"
             )
         return self.image
 

@@ -177,7 +177,7 @@ def test_texts_come_back_as_they_were_with_the_schema_of_the_folders(tmp_path):
         folder = tmp_path / "data" / partition_folder(["lang"], [text])
         folder.mkdir(parents=True)
         pq.write_table(pa.table({"id": [number]}), folder / "part-000000.parquet")
-    # as docs/output.md has it
+    # as docs/how-to/order-and-layout.md has it
     folders = pyarrow.dataset.partitioning(pa.schema([("lang", pa.string())]), flavor="hive")
     table = pq.read_table(tmp_path, partitioning=folders)
     assert texts == table.sort_by("id")["lang"].to_pylist()

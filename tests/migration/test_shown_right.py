@@ -1,4 +1,4 @@
-"""What ray.data.llm gets wrong, each shown right; docs/migrate-from-ray-data-llm.md lists them."""
+"""What ray.data.llm gets wrong, each shown right; listed in how-to/move-from-ray-data-llm.md."""
 
 import copy
 import subprocess

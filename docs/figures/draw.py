@@ -1,0 +1,246 @@
+"""Draw the figures of README and docs as plain SVG: `python docs/figures/draw.py`.
+
+Boxes bring their own background, and what lies outside of them is a grey that can be read on white
+and on black, so that a figure needs no theme; where a viewer has one, dark boxes follow it.
+"""
+
+from html import escape
+from pathlib import Path
+
+HERE = Path(__file__).parent
+STYLE = """
+  text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
+  .box { fill: #f2f4f7; stroke: #8a94a6; stroke-width: 1.2; }
+  .key { fill: #dce8ff; stroke: #3b6fe0; stroke-width: 1.6; }
+  .good { fill: #d9f2e1; stroke: #2f8f57; stroke-width: 1.4; }
+  .bad { fill: #fde2df; stroke: #c4483c; stroke-width: 1.2; }
+  .warm { fill: #fff0d1; stroke: #c28a1d; stroke-width: 1.2; }
+  .title { fill: #1c2430; font-weight: 600; }
+  .small { fill: #4a5568; font-size: 11.5px; }
+  .label { fill: #7d8794; font-size: 11.5px; }
+  .line { fill: none; stroke: #7d8794; stroke-width: 1.6; }
+  .dash { stroke-dasharray: 5 4; }
+  @media (prefers-color-scheme: dark) {
+    .box { fill: #232b38; stroke: #6d7789; }
+    .key { fill: #1c3160; stroke: #7aa2ff; }
+    .good { fill: #173a28; stroke: #58b881; }
+    .bad { fill: #4a211d; stroke: #e0796f; }
+    .warm { fill: #453410; stroke: #dba93c; }
+    .title { fill: #eef1f6; }
+    .small { fill: #b6bfcc; }
+    .label { fill: #9aa4b2; }
+    .line { stroke: #9aa4b2; }
+  }
+""".strip("\n")
+
+
+class Figure:
+    """Boxes and arrows on a canvas of pixels."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img">',
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{STYLE}\n</style>",
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+            'markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" fill="#7d8794"/></marker>'
+            "</defs>",
+        ]
+
+    def box(
+        self, x: int, y: int, w: int, h: int, title: str, *lines: str, kind: str = "box"
+    ) -> None:
+        """Draw a box with a title and small lines below it, in its middle."""
+        self.parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{w}" height="{h}" rx="7"/>')
+        top = y + h / 2 + 4.5 - 8 * len(lines)
+        for i, line in enumerate((title, *lines)):
+            self.text(x + w / 2, top + 16 * i, line, "small" if i else "title")
+
+    def text(self, x: float, y: float, text: str, kind: str = "label", at: str = "middle") -> None:
+        """Write one line of text."""
+        self.parts.append(
+            f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{at}">{escape(text)}</text>'
+        )
+
+    def arrow(
+        self, path: str, label: str = "", *, at: tuple[int, int] | None = None, **flags: bool
+    ) -> None:
+        """Draw a path (SVG) with a tip, and a label at a place."""
+        dash = " dash" if flags.get("dashed") else ""
+        self.parts.append(f'<path class="line{dash}" d="{path}" marker-end="url(#tip)"/>')
+        if label and at:
+            self.text(*at, label)
+
+    def svg(self) -> str:
+        """Return the file."""
+        return "\n".join((*self.parts, "</svg>", ""))
+
+
+def flow() -> Figure:
+    """Draw how rows flow through a job."""
+    f = Figure(960, 258, "rows go from Parquet through plan and pool to Parquet")
+    f.box(8, 78, 100, 62, "Input", "Parquet, JSONL", "local or URI")
+    f.box(150, 78, 116, 62, "Tokenize", "template, ids,", "once")
+    f.box(
+        312, 66, 136, 86, "Plan", "one prefix tree", "over all rows;", "groups, order", kind="key"
+    )
+    f.box(508, 66, 112, 86, "Queue", "one for all", "engines; rows", "are pulled", kind="key")
+    for i in range(3):
+        f.box(680, 22 + 62 * i, 112, 50, f"Engine {i + 1}", "native, vLLM, ...")
+    f.box(852, 66, 100, 86, "Output", "Parquet, each", "row once;", "report", kind="good")
+    f.arrow("M108 109H146")
+    f.arrow("M266 109H308")
+    f.text(287, 101, "hashes")
+    f.arrow("M448 109H504", "rows in", at=(476, 86))
+    f.text(476, 101, "order")
+    for y in (47, 109, 171):
+        f.arrow(f"M620 109C650 109 650 {y} 676 {y}")
+        f.arrow(f"M792 {y}C822 {y} 822 109 848 109")
+    f.arrow("M208 140V226H902V156", dashed=True)
+    f.text(555, 219, "a row that fails becomes an error row; nothing ends the job")
+    f.text(
+        555, 245, "finished units are committed at once: run the same command again after a crash"
+    )
+    return f
+
+
+def plan() -> Figure:
+    """Draw rows, their prefix tree, groups and units."""
+    f = Figure(960, 250, "shuffled rows become a prefix tree, groups in order, and units")
+    f.text(95, 22, "rows, as they come")
+    kinds = ("key", "good", "key", "warm", "good", "key", "warm")
+    for i, kind in enumerate(kinds):
+        f.box(20, 34 + 28 * i, 86, 22, "", kind=kind)
+        f.box(106, 34 + 28 * i, 50, 22, "")
+    f.text(318, 22, "prefix tree")
+    f.box(258, 112, 50, 34, "root")
+    for i, (kind, name) in enumerate((("key", "A"), ("good", "B"), ("warm", "C"))):
+        y = 46 + 66 * i
+        f.box(350, y, 60, 34, name, kind=kind)
+        f.arrow(f"M308 129C330 129 330 {y + 17} 346 {y + 17}")
+    f.text(560, 22, "groups, in order")
+    places = (("key", 3), ("good", 2), ("warm", 2))
+    y = 34
+    for kind, num in places:
+        f.box(500, y, 40, 28 * num - 6, "", kind=kind)
+        for i in range(num):
+            f.box(544, y + 28 * i, 76, 22, "")
+        y += 28 * num + 4
+    f.text(810, 22, "units: run, then commit")
+    f.box(720, 40, 190, 76, "unit 0", "prefix A once, 3 rows", "then part-000000.parquet")
+    f.box(720, 138, 190, 76, "unit 1", "prefixes B and C once", "then part-000001.parquet")
+    f.arrow("M164 129H252", "hash blocks", at=(208, 120))
+    f.arrow("M414 129H494", "choose", at=(454, 120))
+    f.arrow("M626 129C670 129 670 78 716 78")
+    f.arrow("M626 129C670 129 670 176 716 176")
+    return f
+
+
+def pool() -> Figure:
+    """Draw feeders, the coordinator with its queue, and replicas."""
+    f = Figure(960, 250, "feeders fill one queue, replicas pull from it")
+    for i in range(2):
+        f.box(20, 46 + 92 * i, 140, 66, f"Feeder {i + 1}", "tokenize, hand over,", "write units")
+    f.box(330, 34, 260, 182, "", kind="key")
+    f.text(460, 58, "Coordinator", "title")
+    for i, (kind, text) in enumerate((("box", "bundle: group A"), ("box", "bundle: group B"))):
+        f.box(352, 72 + 34 * i, 216, 27, text, kind=kind)
+    f.box(352, 140, 216, 27, "reserved for replica 1: A", kind="good")
+    f.box(352, 174, 216, 27, "suspects, one at a time", kind="bad")
+    for i in range(3):
+        f.box(
+            770,
+            26 + 68 * i,
+            160,
+            54,
+            f"Replica {i + 1}",
+            ("has prefix A", "runs group B", "died: restarts")[i],
+            kind=("good", "box", "bad")[i],
+        )
+    for y in (79, 171):
+        f.arrow(f"M160 {y}C250 {y} 250 125 326 125")
+    f.text(244, 66, "row batches")
+    for y in (53, 121, 189):
+        f.arrow(f"M766 {y}C680 {y} 680 125 594 125")
+    f.text(680, 30, "pull when they have room")
+    f.text(690, 236, "its rows, and no others, go back into the queue")
+    return f
+
+
+def commit() -> Figure:
+    """Draw how a unit becomes a part, and parts a success."""
+    f = Figure(960, 240, "a unit is checked, created once, and audited")
+    f.box(16, 70, 130, 66, "Unit", "about 1,024 rows", "of the plan")
+    f.box(214, 70, 130, 66, "Check", "every position once,", "sum of row numbers")
+    f.box(
+        412,
+        62,
+        170,
+        82,
+        "Create part",
+        "link or conditional write:",
+        "the first one wins,",
+        "others drop theirs",
+        kind="key",
+    )
+    f.box(650, 70, 120, 66, "Audit", "footer of", "every part")
+    f.box(838, 70, 106, 66, "_SUCCESS", "created last", kind="good")
+    for start, end in ((146, 210), (344, 408), (582, 646), (770, 834)):
+        f.arrow(f"M{start} 103H{end}")
+    f.box(
+        16,
+        182,
+        328,
+        44,
+        "Journal",
+        "finished rows of open units, every 5 s",
+    )
+    f.arrow("M81 136V178", dashed=True)
+    f.box(412, 182, 170, 44, "Second driver", "comes late: no effect", kind="bad")
+    f.arrow("M497 182V148", dashed=True)
+    f.text(497, 44, "data/part-000042.parquet, never replaced")
+    return f
+
+
+def engine() -> Figure:
+    """Draw one step of the engine, plain and as coroutines."""
+    f = Figure(960, 290, "one step: schedule, forward pass, sample, finish")
+    f.box(16, 20, 150, 56, "Schedule", "decodes first, then", "chunks of prompts")
+    f.box(16, 116, 150, 56, "KV blocks", "device, host memory,", "prefixes pinned")
+    f.box(790, 20, 150, 56, "Sample", "seed and position")
+    f.box(790, 116, 150, 56, "Finish", "stop, length, error")
+    f.arrow("M91 76V112")
+    f.arrow("M166 48H236")
+    f.arrow("M726 48H786")
+    f.arrow("M865 76V112")
+    f.text(480, 16, "plain: all tokens through every module at once")
+    for i, name in enumerate(("attention 0", "experts 0", "attention 1", "experts 1")):
+        f.box(240 + 124 * i, 26, 114, 44, name, kind="key" if i % 2 else "box")
+    f.text(480, 104, "coroutines: attention by parts, experts for all rows that have come")
+    for part in range(3):
+        y = 116 + 42 * part
+        for layer in range(2):
+            x = 240 + 248 * layer
+            f.box(x, y, 90, 34, f"part {part}")
+            f.arrow(f"M{x + 90} {y + 17}H{x + 120}")
+            if layer:
+                f.arrow(f"M{x - 30} {y + 17}H{x - 4}")
+    for x, name in ((364, "experts 0"), (612, "experts 1")):
+        f.box(x, 116, 94, 118, name, "combined", kind="key")
+    f.text(480, 262, "yield before a module, combine to run together, partition again")
+    f.text(480, 280, "same tokens in any order")
+    return f
+
+
+FIGURES = {"flow": flow, "plan": plan, "pool": pool, "commit": commit, "engine": engine}
+
+
+def main() -> None:
+    """Write all figures beside this file."""
+    for name, draw in FIGURES.items():
+        (HERE / f"{name}.svg").write_text(draw().svg())
+
+
+if __name__ == "__main__":
+    main()
