@@ -35,7 +35,7 @@ _ENDED_SHARE = 0.125
 
 
 class OffloadScheduler:
-    """Owns sequences, the books of both pools and the table of running ones; shares no blocks.
+    """Owns sequences, the bookkeeping of both pools and the table of running ones; shares no blocks.
 
     Args:
         num_window_blocks: blocks of the device's pool while prompts are computed.
@@ -155,7 +155,7 @@ class OffloadScheduler:
         return stored.record, blocks
 
     def check(self) -> None:
-        """Raise RuntimeError if the books are inconsistent. Complexity: linear in the pools."""
+        """Raise RuntimeError if the bookkeeping is inconsistent; linear in the pools."""
         self.blocks.check([self.table.blocks(slot) for slot in self._active])
         self.store.check(self._sequences.values())
         self._round.check()

@@ -205,7 +205,7 @@ class Scheduler:
         return record, blocks[self.blocks.num_refs[blocks] == 0]
 
     def check(self) -> None:
-        """Raise RuntimeError if the books are inconsistent. Complexity: linear in the pool."""
+        """Raise RuntimeError if the bookkeeping is inconsistent; linear in the pool."""
         running = np.flatnonzero(self.table.phase != EMPTY).tolist()
         tables = [self.table.blocks(slot) for slot in running]
         self.blocks.check([*tables, *self._groups.tables()])
