@@ -35,7 +35,7 @@ _ENDED_SHARE = 0.125
 
 
 class OffloadScheduler:
-    """Owns sequences, the bookkeeping of both pools and the table of running ones; shares no blocks.
+    """Owns sequences, the bookkeeping of both pools and the table of running ones.
 
     Args:
         num_window_blocks: blocks of the device's pool while prompts are computed.
