@@ -15,6 +15,7 @@ from raybatch.engine.drafts.speculation import (
     slots_to_restart,
 )
 from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
+from raybatch.engine.memory.kv_cache import max_sequence_len
 from raybatch.engine.memory.swap import RecoveryChoice
 from raybatch.engine.profile.stopwatch import clock_of
 from raybatch.engine.protocols import Runner, SamplerLike
@@ -54,7 +55,7 @@ class Engine:
         row_blocks, kv_option = _row_blocks(runner, config)
         self._runner = runner
         self._sampler = sampler
-        self._max_model_len = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
+        self._max_model_len = max_sequence_len(config, spec.max_model_len)
         self._limits = RowLimits(
             vocab_size=spec.vocab_size,
             max_model_len=self._max_model_len,
@@ -219,7 +220,7 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raise RuntimeError if the books are inconsistent."""
+        """Raise RuntimeError if the bookkeeping is inconsistent."""
         self._scheduler.check()
 
     def _queue(self, state: SequenceState, *, has_started: bool) -> None:

@@ -14,25 +14,10 @@ from raybatch.engine.memory.kv_checkpoints import BlockCopier
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.models.config import ModelSpec
 from raybatch.records.types import Sampling, TokenIds
 
 Int64s = npt.NDArray[np.int64]
-
-
-class ModelLimits(Protocol):
-    """What the step loop must know about the model."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus output, in tokens."""
 
 
 class Runner(Protocol):
@@ -42,8 +27,8 @@ class Runner(Protocol):
     """
 
     @property
-    def spec(self) -> ModelLimits:
-        """Limits of the model."""
+    def spec(self) -> ModelSpec:
+        """The model; `vocab_size`, `eos_token_ids` and `max_model_len` are read of it."""
 
     @property
     def num_blocks(self) -> int:

@@ -70,8 +70,9 @@ class FixedDecode:
     """A step of S decode rows in tensors that are the same in every step, for graphs of a device.
 
     What a step is like is in their values alone: shapes, addresses and everything that is computed
-    on the host depend on S, P and `most_blocks`. Row r reads the entries starts[r]..starts[r + 1],
-    at least one with a valid position; entries from starts[S] on are of no row and have none.
+    on the host depend on S, P and `max_row_blocks`. Row r reads the entries
+    starts[r]..starts[r + 1], at least one with a valid position; entries from starts[S] on are of
+    no row and have none.
 
     Args:
         positions: int64 [S], of each row in its sequence.
@@ -80,7 +81,7 @@ class FixedDecode:
         block_ids: int64 [P], blocks of the pool, by row.
         num_valid: int64 [P], valid positions of each block.
         first_positions: int64 [P], position in the sequence of each block's first slot.
-        most_blocks: entries that a row may have.
+        max_row_blocks: entries that a row may have.
     """
 
     positions: torch.Tensor
@@ -89,7 +90,7 @@ class FixedDecode:
     block_ids: torch.Tensor
     num_valid: torch.Tensor
     first_positions: torch.Tensor
-    most_blocks: int
+    max_row_blocks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -191,12 +191,12 @@ def _plan_runs(
     return runs, torch.from_numpy(rows), torch.from_numpy(blocks)
 
 
-def _cut(runs: tuple[_Run, ...], most_blocks: int) -> tuple[_Run, ...]:
+def _cut(runs: tuple[_Run, ...], max_row_blocks: int) -> tuple[_Run, ...]:
     """Return the runs in pieces of so many blocks."""
     return tuple(
-        _Run(start, min(start + most_blocks, run.stop), run.block + start - run.start)
+        _Run(start, min(start + max_row_blocks, run.stop), run.block + start - run.start)
         for run in runs
-        for start in range(run.start, run.stop, most_blocks)
+        for start in range(run.start, run.stop, max_row_blocks)
     )
 
 

@@ -115,12 +115,10 @@ def _on_gpu() -> Ops:
     # hundreds of modules that no CPU needs
     from raybatch.kernels.triton import attention, moe, norm, rotary, sampling
 
-    return Ops(
+    return replace(
+        REFERENCE,
         rms_norm=norm.rms_norm,
         rotate_=rotary.rotate_,
-        linear=linear.linear,
-        add_linear_=linear.add_linear_,
-        add_mlp_=linear.add_mlp_,
         moe_ffn=moe.moe_ffn,
         prepare_attention=attention.prepare_attention,
         store_kv=attention.store_kv,

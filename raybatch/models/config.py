@@ -221,7 +221,7 @@ def read_model_spec(path: Path) -> ModelSpec:
     config = JsonValues({**family.defaults, **raw}, where=str(path / "config.json"))
     _refuse_unsupported(config)
     num_heads, num_kv_heads, head_dim = _read_heads(config)
-    num_layers = config.size("num_hidden_layers", most=_MAX_LAYERS)
+    num_layers = config.size("num_hidden_layers", maximum=_MAX_LAYERS)
     has_attention_bias = bool(config.get("attention_bias", False))
     rope, max_positions = read_rope(
         config, max_positions=config.size("max_position_embeddings", 32768)

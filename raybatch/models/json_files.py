@@ -63,17 +63,17 @@ class JsonValues:
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - of JSON
         return self.values.get(key, default)
 
-    def size(self, key: str, default: int | None = None, *, most: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, *, maximum: int | None = None) -> int:
         """Return a whole number of at least 1.
 
         Raises:
-            ConfigError: it is none, or above `most`.
+            ConfigError: it is none, or above `maximum`.
         """
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{self.where}: {key} must be a number of at least 1, got {value!r}")
-        if most is not None and value > most:
-            raise ConfigError(f"{self.where}: {key} must be at most {most}, got {value}")
+        if maximum is not None and value > maximum:
+            raise ConfigError(f"{self.where}: {key} must be at most {maximum}, got {value}")
         return value
 
     def number(self, key: str, default: float, *, may_be_zero: bool = False) -> float:

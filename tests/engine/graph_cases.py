@@ -45,8 +45,8 @@ def saved(variants, folder):
         yield folder
 
 
-def shape(sizes=(1, 2, 4, 8), *, most_blocks=12, max_entries=1000):
-    return DecodeShape(sizes=sizes, most_blocks=most_blocks, max_entries=max_entries)
+def shape(sizes=(1, 2, 4, 8), *, max_row_blocks=12, max_entries=1000):
+    return DecodeShape(sizes=sizes, max_row_blocks=max_row_blocks, max_entries=max_entries)
 
 
 def capture(path, device="cpu", *, ops=None, steps=None, num_blocks=NUM_BLOCKS):

@@ -125,7 +125,7 @@ def test_steps_without_a_graph_are_counted_by_why(folder):
     ):
         assert captured.graphs.run(found) is None
     narrow = capture(
-        folder / "llama-biases-tied", steps=shape((1, 4), most_blocks=7, max_entries=12)
+        folder / "llama-biases-tied", steps=shape((1, 4), max_row_blocks=7, max_entries=12)
     )
     assert narrow.graphs.run(wide) is None
     assert {"blocks": 1} == narrow.graphs.counts.eager_steps
@@ -183,7 +183,7 @@ def test_sizes_grow_so_that_little_is_padding():
 
 
 def test_buffers_take_as_many_bytes_as_are_counted():
-    steps = shape((1, 8), most_blocks=5)
+    steps = shape((1, 8), max_row_blocks=5)
     buffers = DecodeBuffers(
         steps, scrap_block=9, block_size=BLOCK, vocab_size=211, device=torch.device("cpu")
     )

@@ -81,7 +81,7 @@ def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, **options
     decoder = Decoder(spec, model.weights)
     graphs = None
     if has_graphs:
-        setup = GraphSetup(shape=decode_shape(config, spec), ops=FIXED, is_asked=True)
+        setup = GraphSetup(shape=decode_shape(config, spec), ops=FIXED, is_required=True)
         graphs = setup.capture(spec, model.weights, cache, decoder, graphs=RecordedGraphs())
     runner = ModelRunner(
         spec=spec,
@@ -189,7 +189,7 @@ def test_graphs_that_cannot_be_captured_are_told_and_left_out(folder, caplog):
         assert setup.capture(*parts, graphs=RecordedGraphs()) is None
     assert "decode steps run without CUDA graphs: " in caplog.text
     with pytest.raises(ConfigError, match=r"engine\.cuda_graphs: decode steps cannot be captured"):
-        replace(setup, is_asked=True).capture(*parts, graphs=RecordedGraphs())
+        replace(setup, is_required=True).capture(*parts, graphs=RecordedGraphs())
 
 
 @pytest.mark.parametrize(
@@ -215,9 +215,9 @@ def test_an_engine_that_finds_no_gpu_refuses_graphs_that_were_asked_for(folder, 
 
 def test_graphs_are_the_default_on_cuda_with_kernels_of_fixed_shapes(spec):
     made = plan_graphs(EngineConfig(), spec, CUDA, ops=FIXED)
-    assert (FIXED, False) == (made.ops, made.is_asked)
+    assert (FIXED, False) == (made.ops, made.is_required)
     assert 512 == made.shape.max_rows
-    assert plan_graphs(EngineConfig(cuda_graphs=True), spec, CUDA, ops=FIXED).is_asked
+    assert plan_graphs(EngineConfig(cuda_graphs=True), spec, CUDA, ops=FIXED).is_required
     assert plan_graphs(EngineConfig(cuda_graphs=False), spec, CUDA, ops=FIXED) is None
     assert plan_graphs(EngineConfig(), spec, CPU) is None
     assert plan_graphs(EngineConfig(attn_batch_tokens=64), spec, CUDA, ops=FIXED) is None
@@ -232,8 +232,8 @@ def test_graphs_are_the_default_on_cuda_with_kernels_of_fixed_shapes(spec):
 def test_steps_are_as_large_as_the_options_let_them_be(spec):
     config = EngineConfig(max_num_seqs=40, max_batched_tokens=24, block_size_tokens=16)
     shape = decode_shape(config, spec)
-    assert (24, 512 // 16) == (shape.max_rows, shape.most_blocks)
-    assert 7 == decode_shape(replace(config, max_model_len=100), spec).most_blocks
+    assert (24, 512 // 16) == (shape.max_rows, shape.max_row_blocks)
+    assert 7 == decode_shape(replace(config, max_model_len=100), spec).max_row_blocks
 
 
 def test_graphs_and_their_scrap_block_are_taken_off_the_memory_for_kv(spec):

@@ -94,7 +94,7 @@ def test_an_entry_of_no_position_adds_nothing_in_a_fixed_walk(window):
         block_ids=torch.tensor([0, 1, 2]),
         num_valid=torch.tensor([0, 2, 0]),
         first_positions=torch.tensor([4, 0, 0]),
-        most_blocks=2,
+        max_row_blocks=2,
     )
     walk = fixed_walk(part, pool=k_pool, windows=(window,))
     output, lse = attend_decode(torch.randn(2, NUM_HEADS, HEAD_DIM), k_pool, v_pool, walk, window)

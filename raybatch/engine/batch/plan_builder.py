@@ -171,15 +171,15 @@ class PlanBuilder:
         first_blocks = blocks[np.concatenate(([0], ends[:-1]))]
         # the first block of a run stands for all of them: every reader of it is a member
         self._group_of_block[first_blocks] = np.arange(len(ends))
-        found_groups, found_members = [], []
+        group_parts, member_parts = [], []
         attended = users.num_attended[slots]
         for first in np.unique(users.position[first_blocks]).tolist():
             members = np.flatnonzero(attended > first)
             groups = self._group_of_block[table.block_table[slots[members], first]]
-            found_groups.append(groups[groups >= 0])
-            found_members.append(members[groups >= 0])
+            group_parts.append(groups[groups >= 0])
+            member_parts.append(members[groups >= 0])
         self._group_of_block[first_blocks] = -1
-        groups, members = np.concatenate(found_groups), np.concatenate(found_members)
+        groups, members = np.concatenate(group_parts), np.concatenate(member_parts)
         order = np.argsort(groups, kind="stable")
         return _Readers(
             blocks=blocks,

@@ -20,12 +20,12 @@ class DecodeShape:
 
     Args:
         sizes: rows of a captured step, ascending; a step is padded to the next one.
-        most_blocks: blocks that one row may read.
+        max_row_blocks: blocks that one row may read.
         max_entries: pairs of a row and a block of a step, padding included.
     """
 
     sizes: tuple[int, ...]
-    most_blocks: int
+    max_row_blocks: int
     max_entries: int
 
     @property
@@ -34,7 +34,7 @@ class DecodeShape:
 
     def entries_of(self, size: int) -> int:
         """Return how many entries a step of `size` rows has room for."""
-        return min(size * self.most_blocks, self.max_entries)
+        return min(size * self.max_row_blocks, self.max_entries)
 
     def buffer_bytes(self, vocab_size: int) -> int:
         entries = 3 * self.entries_of(self.max_rows)
@@ -83,7 +83,7 @@ class DecodeBuffers:
             block_ids=self._block_ids[:num_entries],
             num_valid=self._num_valid[:num_entries],
             first_positions=self._first_positions[:num_entries],
-            most_blocks=self.shape.most_blocks,
+            max_row_blocks=self.shape.max_row_blocks,
         )
 
     def fits(self, batch: ForwardBatch, size: int) -> bool:

@@ -95,14 +95,14 @@ class GraphCounts:
     eager_steps: Mapping[str, int] = field(default_factory=dict)
 
 
-def step_sizes(most: int) -> tuple[int, ...]:
-    """Return the rows of captured steps up to `most`: 1 2 4 8 16 24 32 and on, in growing steps.
+def step_sizes(max_rows: int) -> tuple[int, ...]:
+    """Return the rows of captured steps up to `max_rows`: 1 2 4 8 16 24 32 and on.
 
     From 64 rows on, the padding of a step is an eighth of its rows at most.
     """
-    sizes = {most}
+    sizes = {max_rows}
     size = 1
-    while size < most:
+    while size < max_rows:
         sizes.add(size)
         size += max(1, min(size, 8 * max(1, size // 64)))
     return tuple(sorted(sizes))
@@ -167,7 +167,7 @@ class DecodeGraphs:
         pool, shape = self._cache.k, self._shape
         num_blocks = pool.shape[1] - 1
         num_rows = min(_CHECKED_ROWS, shape.max_rows, num_blocks)
-        per_row = min(_CHECKED_BLOCKS, shape.most_blocks, num_blocks // num_rows)
+        per_row = min(_CHECKED_BLOCKS, shape.max_row_blocks, num_blocks // num_rows)
         used = num_rows * per_row
         generator = torch.Generator(pool.device).manual_seed(0)
         for tensor in (self._cache.k, self._cache.v):

@@ -9,7 +9,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.forward.decode_buffers import DecodeShape, working_bytes
 from raybatch.engine.forward.decode_graphs import CudaGraphs, DecodeGraphs, Graphs, step_sizes
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.memory.kv_cache import KVCache, max_sequence_len
 from raybatch.engine.weights.loading import ModelWeights
 from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.dispatch import Ops, ops_for
@@ -30,12 +30,12 @@ class GraphSetup:
     """Graphs that an engine is going to capture once it has its pool.
 
     Args:
-        is_asked: the options ask for graphs, so that it is an error to have none.
+        is_required: the options ask for graphs, so that it is an error to have none.
     """
 
     shape: DecodeShape
     ops: Ops
-    is_asked: bool = False
+    is_required: bool = False
 
     def needed_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> int:
         """Return the memory that buffers and graphs take; the scrap block is not counted."""
@@ -71,7 +71,7 @@ class GraphSetup:
             made.check(plain)
         # compilers and drivers have exceptions of their own, and the engine can do without graphs
         except Exception as error:
-            if self.is_asked:
+            if self.is_required:
                 raise ConfigError(
                     f"engine.cuda_graphs: decode steps cannot be captured: {error_text(error)}"
                 ) from error
@@ -124,16 +124,16 @@ def plan_graphs(
         return None
     assert ops is not None, "ops of a device with graphs"
     return GraphSetup(
-        shape=decode_shape(config, spec), ops=ops, is_asked=config.cuda_graphs is True
+        shape=decode_shape(config, spec), ops=ops, is_required=config.cuda_graphs is True
     )
 
 
 def decode_shape(config: EngineConfig, spec: ModelSpec) -> DecodeShape:
     """Return how large steps of decodes can be with these options."""
-    max_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+    max_len = max_sequence_len(config, spec.max_model_len)
     max_rows = min(config.max_num_seqs, config.max_batched_tokens, _MAX_ROWS)
     return DecodeShape(
         sizes=step_sizes(max_rows),
-        most_blocks=-(-max_len // config.block_size_tokens),
+        max_row_blocks=-(-max_len // config.block_size_tokens),
         max_entries=_MAX_ENTRIES,
     )

@@ -12,7 +12,12 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.pick_ops import dense_panel_width
-from raybatch.engine.memory.kv_cache import num_blocks_for, num_host_blocks_for, pick_kv_dtype
+from raybatch.engine.memory.kv_cache import (
+    max_sequence_len,
+    num_blocks_for,
+    num_host_blocks_for,
+    pick_kv_dtype,
+)
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import weight_sizes
 from raybatch.errors import CapacityError, ConfigError
@@ -77,7 +82,7 @@ def resolve(
         dtype=_DTYPES[name],
         kv_dtype=pick_kv_dtype(config.kv_cache_dtype, _DTYPES[name]),
         byte_dtype=None if config.quantization is None else BYTE_DTYPES[config.quantization],
-        max_model_len=min(spec.max_model_len, config.max_model_len or spec.max_model_len),
+        max_model_len=max_sequence_len(config, spec.max_model_len),
     )
 
 

@@ -67,6 +67,11 @@ def _pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+def max_sequence_len(config: EngineConfig, model_tokens: int) -> int:
+    """Return the longest prompt plus output, for a model that was made for `model_tokens`."""
+    return min(config.max_model_len or model_tokens, model_tokens)
+
+
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the bytes of KV that one token needs in all layers, in a pool of `dtype`."""
     return (
@@ -103,7 +108,7 @@ def num_blocks_for(
     budget = (
         max(0, int(share) - graph_bytes) if config.kv_cache_bytes is None else config.kv_cache_bytes
     )
-    max_len = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+    max_len = max_sequence_len(config, spec.max_model_len)
     blocks_per_seq = -(-max_len // config.block_size_tokens)
     num_fitting = budget // block_bytes - num_scrap_blocks
     num_blocks = min(num_fitting, config.max_num_seqs * blocks_per_seq)

@@ -85,7 +85,7 @@ class KVCheckpoints:
         self._holders: dict[int, Sequence] = {}
 
     def extend(
-        self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int, most: int
+        self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int, max_blocks: int
     ) -> int:
         """Copy full blocks that host memory does not have yet; return how many were tried.
 
@@ -99,7 +99,7 @@ class KVCheckpoints:
         first = num_shared if held is None else held.first_block
         before = np.empty(0, np.int32) if held is None else held.host_blocks
         start = first + len(before)
-        count = min(num_tokens // self._block_size - start, most, self._blocks.num_available)
+        count = min(num_tokens // self._block_size - start, max_blocks, self._blocks.num_available)
         if count <= 0:
             return 0
         added = np.array(self._blocks.allocate(count), np.int32)
@@ -199,7 +199,7 @@ class CopiesAhead:
     """Copies nothing while there is room, so that what is copied is likely to be needed.
 
     Args:
-        most: blocks of one step; 0 never copies.
+        max_blocks: blocks of one step; 0 never copies.
         num_found_again: of a slot, leading blocks that others use as well.
     """
 
@@ -209,33 +209,33 @@ class CopiesAhead:
         blocks: BlockManager,
         checkpoints: KVCheckpoints,
         *,
-        most: int,
+        max_blocks: int,
         num_found_again: Callable[[int], int],
     ) -> None:
         self._table = table
         self._blocks = blocks
         self._checkpoints = checkpoints
-        self._most = most
+        self._max_blocks = max_blocks
         self._num_found_again = num_found_again
 
     def copy(self) -> None:
-        """Copy KV of those that yield next, if blocks run out before all have filled theirs."""
-        if not self._most:
+        """Copy KV of the next to be preempted, if blocks run out before all have filled theirs."""
+        if not self._max_blocks:
             return
-        table, most = self._table, self._most
+        table, num_left = self._table, self._max_blocks
         num_short = table.num_needed_blocks(table.block_size) - self._blocks.num_available
         if num_short <= 0:
             return
         slots = np.flatnonzero(table.phase == DECODE)
         for slot in slots[np.argsort(-table.arrival[slots])].tolist():
             num_shared = self._num_found_again(slot)
-            most -= self._checkpoints.extend(
+            num_left -= self._checkpoints.extend(
                 table.record(slot),
                 table.blocks(slot),
                 num_shared=num_shared,
                 num_tokens=int(table.num_computed[slot]),
-                most=most,
+                max_blocks=num_left,
             )
             num_short -= int(table.num_blocks[slot]) - num_shared
-            if most <= 0 or num_short <= 0:
+            if num_left <= 0 or num_short <= 0:
                 return

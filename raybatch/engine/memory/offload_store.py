@@ -11,7 +11,7 @@ import numpy as np
 
 from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier
 from raybatch.engine.memory.swap import SwapCounters
-from raybatch.engine.sequences.block_manager import HostBlocks, hash_prompt
+from raybatch.engine.sequences.block_manager import HostBlocks
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 from raybatch.policy.boundary.records import Status
 
@@ -58,11 +58,7 @@ class StoredPrefixes:
 
     def hashes(self, record: Sequence) -> list[bytes]:
         """Return the hashes of the full blocks of a prompt, which are made once."""
-        if record.block_hashes is None:
-            record.block_hashes = hash_prompt(
-                record.request, self._block_size, has_cache=self._has_cache
-            )
-        return record.block_hashes
+        return record.prompt_hashes(self._block_size, has_cache=self._has_cache)
 
     def add(self, holder: StoredSequence) -> None:
         """Let others find the full blocks that a sequence has stored since the last call."""

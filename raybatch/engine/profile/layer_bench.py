@@ -214,8 +214,8 @@ class LayerBench:
             tokens = options.prefill_tokens
             workload = Workload(tokens_per_sequence=min(options.prompt_tokens, tokens))
         # all ways to run it hold their KV at once
-        most_bytes = options.max_kv_bytes // (1 + len(options.part_tokens))
-        while tokens > 1 and self._kv_bytes(tokens, workload) > most_bytes:
+        max_bytes = options.max_kv_bytes // (1 + len(options.part_tokens))
+        while tokens > 1 and self._kv_bytes(tokens, workload) > max_bytes:
             tokens //= 2
         # a part holds whole prompts, as the engine makes them
         least = workload.tokens_per_sequence

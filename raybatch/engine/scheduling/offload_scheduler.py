@@ -35,7 +35,7 @@ _ENDED_SHARE = 0.125
 
 
 class OffloadScheduler:
-    """Owns sequences, the books of both pools and the table of running ones; shares no blocks.
+    """Owns sequences, the bookkeeping of both pools and the table of running ones.
 
     Args:
         num_window_blocks: blocks of the device's pool while prompts are computed.
@@ -155,13 +155,11 @@ class OffloadScheduler:
         return stored.record, blocks
 
     def check(self) -> None:
-        """Raise RuntimeError if the books are inconsistent. Complexity: linear in the pools."""
+        """Raise RuntimeError if the bookkeeping is inconsistent; linear in the pools."""
         self.blocks.check([self.table.blocks(slot) for slot in self._active])
         self.store.check(self._sequences.values())
         self._round.check()
-        if self.blocks.num_reserved != int(self.table.num_reserved.sum()):
-            raise RuntimeError("scheduler: reserved blocks differ from the slots' reservations")
-        self.table.users.check(self.table.block_table)
+        self.table.check(num_reserved=self.blocks.num_reserved)
 
     def _is_at_boundary(self) -> bool:
         """Return whether the steps between two boundaries are over."""
@@ -173,18 +171,12 @@ class OffloadScheduler:
         is_worth_it = num_ended >= max(1, _ENDED_SHARE * self._num_begun)
         return is_worth_it and self.num_waiting > 0
 
-    def _full(self) -> Int64s:
-        """Return the slots that need a block for the token of this step."""
-        table = self.table
-        slots = np.flatnonzero(table.phase == DECODE)
-        return slots[table.num_computed[slots] >= table.num_blocks[slots] * table.block_size]
-
     def _has_starved(self) -> bool:
         """Return whether a sequence needs a block and has none set aside."""
-        return not self.table.num_reserved[self._full()].all()
+        return not self.table.num_reserved[self.table.full_slots()].all()
 
     def _grow_decodes(self) -> Int64s:
-        for slot in self._full().tolist():
+        for slot in self.table.full_slots().tolist():
             self.table.add_blocks(slot, self.blocks.allocate(1, is_reserved=True))
             self.table.num_reserved[slot] -= 1
         return np.flatnonzero(self.table.phase == DECODE)

@@ -80,7 +80,7 @@ class Scheduler:
             table,
             blocks,
             self._swap.checkpoints,
-            most=checkpoint_blocks,
+            max_blocks=checkpoint_blocks,
             num_found_again=self._num_found_again,
         )
 
@@ -205,16 +205,14 @@ class Scheduler:
         return record, blocks[self.blocks.num_refs[blocks] == 0]
 
     def check(self) -> None:
-        """Raise RuntimeError if the books are inconsistent. Complexity: linear in the pool."""
+        """Raise RuntimeError if the bookkeeping is inconsistent; linear in the pool."""
         running = np.flatnonzero(self.table.phase != EMPTY).tolist()
         tables = [self.table.blocks(slot) for slot in running]
         self.blocks.check([*tables, *self._groups.tables()])
         waiting, records = list(self._queue), [self.table.record(slot) for slot in running]
         self._groups.check(record.group for record in (*waiting, *records))
         self._swap.check(records, waiting)
-        if self.blocks.num_reserved != int(self.table.num_reserved.sum()):
-            raise RuntimeError("scheduler: reserved blocks differ from the slots' reservations")
-        self.table.users.check(self.table.block_table)
+        self.table.check(num_reserved=self.blocks.num_reserved)
 
     def _leave(self, record: Sequence) -> None:
         self._groups.leave(record.group)
@@ -227,10 +225,8 @@ class Scheduler:
 
     def _grow_decodes(self) -> tuple[list[int], list[Sequence]]:
         table, preempted, ended = self.table, list[int](), list[Sequence]()
-        slots = np.flatnonzero(table.phase == DECODE)
-        is_full = table.num_computed[slots] >= table.num_blocks[slots] * table.block_size
-        needy = slots[is_full]
-        for slot in needy[np.argsort(table.arrival[needy])].tolist():
+        full = table.full_slots()
+        for slot in full[np.argsort(table.arrival[full])].tolist():
             # a victim may be a later slot of this very loop, or the slot itself
             while table.phase[slot] == DECODE and self.blocks.num_available < 1:
                 if table.num_running > 1:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raybatch.config import AdmissionPolicy
-from raybatch.engine.sequences.block_manager import BlockManager, hash_prompt
+from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.engine.sequences.table import Sequence
 from raybatch.policy.admission_order import next_batch, predicted_steps, shortest_first
@@ -191,14 +191,11 @@ class Needs:
 
     def hits(self, record: Sequence) -> list[int]:
         """Return the blocks of a sequence's prefix that are there; hashes its prompt once."""
-        if record.block_hashes is None:
-            record.block_hashes = hash_prompt(
-                record.request, self._blocks.block_size, has_cache=self._has_cache
-            )
+        hashes = record.prompt_hashes(self._blocks.block_size, has_cache=self._has_cache)
         # the last known token is always computed, because its logits are needed
         max_hits = (record.num_tokens - 1) // self._blocks.block_size
         pinned = record.group.blocks[:max_hits] if record.group else []
-        return pinned + self._blocks.find_prefix(record.block_hashes[len(pinned) : max_hits])
+        return pinned + self._blocks.find_prefix(hashes[len(pinned) : max_hits])
 
 
 class ClosedBatch:

@@ -152,7 +152,7 @@ class BlockManager:
                 heapq.heappush(self._free, block)
 
     def check(self, tables: Sequence[npt.NDArray[np.int32]]) -> None:
-        """Raise RuntimeError unless the books agree with the block tables of all sequences."""
+        """Raise RuntimeError unless the bookkeeping agrees with all block tables."""
         free, cached = set(self._free), set(self._cached)
         users = Counter(block for table in tables for block in table.tolist())
         counted = {int(b): int(self.num_refs[b]) for b in np.flatnonzero(self.num_refs)}
@@ -241,7 +241,7 @@ class HostBlocks:
             heapq.heappush(self._free, int(block))
 
     def check(self, tables: Sequence[Int32s]) -> None:
-        """Raise RuntimeError unless the books agree with what the sequences hold."""
+        """Raise RuntimeError unless the bookkeeping agrees with what the sequences hold."""
         held = [block for table in tables for block in table.tolist()]
         if sorted([*held, *self._free]) != list(range(self.num_blocks)):
             raise RuntimeError(

@@ -42,7 +42,7 @@ class PrefixGroups:
     """The groups of one engine by their id; a group lives as long as it has members.
 
     Args:
-        blocks: the KV pool's books; a pin is a user like any other there.
+        blocks: of the KV pool; a pin is a user like any other there.
         keep_cached: whether blocks stay findable after their last user.
     """
 

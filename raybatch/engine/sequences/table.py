@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.sequences.block_manager import SwappedKV
+from raybatch.engine.sequences.block_manager import SwappedKV, hash_prompt
 from raybatch.engine.sequences.block_users import BlockUsers
 from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.records.types import (
@@ -94,6 +94,12 @@ class Sequence:
     checkpoint: SwappedKV | None = None
     may_draft: bool = True
     arrival_step: int = 0
+
+    def prompt_hashes(self, block_size: int, *, has_cache: bool) -> list[bytes]:
+        """Return the hashes of the full blocks of its prompt, which are made once."""
+        if self.block_hashes is None:
+            self.block_hashes = hash_prompt(self.request, block_size, has_cache=has_cache)
+        return self.block_hashes
 
     @property
     def num_tokens(self) -> int:
@@ -240,6 +246,17 @@ class SequenceTable:
         is_growing = (self.phase != EMPTY) & (held < self.max_blocks)
         room = held * self.block_size - num_stored
         return int(np.count_nonzero(is_growing & (room < num_steps)))
+
+    def full_slots(self) -> Int64s:
+        """Return the decoding slots that need a block for the token of this step."""
+        slots = np.flatnonzero(self.phase == DECODE)
+        return slots[self.num_computed[slots] >= self.num_blocks[slots] * self.block_size]
+
+    def check(self, *, num_reserved: int) -> None:
+        """Raise RuntimeError unless slots reserve so many blocks, and block users are right."""
+        if num_reserved != int(self.num_reserved.sum()):
+            raise RuntimeError("scheduler: reserved blocks differ from the slots' reservations")
+        self.users.check(self.block_table)
 
     def blocks(self, slot: int) -> npt.NDArray[np.int32]:
         """Return the block table of `slot`, a view."""

@@ -226,7 +226,7 @@ class StreamedLayers:
         return trial.num_bytes / trial.num_copies / max(min(seconds[1:]), 1e-9)
 
     def check(self) -> None:
-        """Raise RuntimeError if the books are inconsistent."""
+        """Raise RuntimeError if the bookkeeping is inconsistent."""
         self._ring.check()
 
     def _view(self, layer: int, buffer: int) -> LayerWeights:

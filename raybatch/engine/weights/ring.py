@@ -109,7 +109,7 @@ class WeightRing:
         self._prefetch(self._window(layer))
 
     def check(self) -> None:
-        """Raise RuntimeError if the books are inconsistent."""
+        """Raise RuntimeError if the bookkeeping is inconsistent."""
         held = [buffer.layer for buffer in self._buffers if buffer.layer is not None]
         if len(set(held)) != len(held) or not set(held) <= set(self._layers):
             raise RuntimeError(f"weight ring: buffers hold layers {held} of {self._layers}")

@@ -33,7 +33,7 @@ class PreparedContexts:
         rows: int64, the rows of all runs, one run after the other.
         block_ids: int64, the blocks of all runs, one run after the other.
         positions: int64 [T].
-        most_queries: of an item.
+        max_queries: of an item.
         order: int64 [places], places by row of the forward batch.
         starts: int64 [T + 1], where each row's places start in `order`.
     """
@@ -42,7 +42,7 @@ class PreparedContexts:
     rows: torch.Tensor
     block_ids: torch.Tensor
     positions: torch.Tensor
-    most_queries: int
+    max_queries: int
     order: torch.Tensor
     starts: torch.Tensor
 
@@ -94,7 +94,7 @@ def prepare_contexts(
         rows=rows,
         block_ids=torch.cat([part.block_ids for part in parts]),
         positions=positions,
-        most_queries=max(item.num_queries for item in items),
+        max_queries=max(item.num_queries for item in items),
         order=order,
         starts=starts,
     )
@@ -132,7 +132,7 @@ def merge_contexts_(
         rows=prepared.rows,
         positions=prepared.positions,
         block_ids=prepared.block_ids,
-        most_queries=prepared.most_queries,
+        max_queries=prepared.max_queries,
         window=window,
     )
     tile_dim = power_of_two(head_dim)

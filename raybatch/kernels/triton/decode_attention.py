@@ -93,7 +93,7 @@ def fixed_walk(
         first_positions=part.first_positions if has_windows else None,
         starts=part.starts,
         positions=part.positions,
-        num_splits=_num_splits(len(part.positions) * pool.shape[1], part.most_blocks),
+        num_splits=_num_splits(len(part.positions) * pool.shape[1], part.max_row_blocks),
     )
 
 

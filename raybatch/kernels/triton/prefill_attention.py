@@ -25,13 +25,13 @@ class PreparedChunks:
         items: int64 [I, fields of Item].
         block_ids: int64, the blocks of the runs that chunks read alone.
         positions: int64 [T].
-        most_queries: of an item.
+        max_queries: of an item.
     """
 
     items: torch.Tensor
     block_ids: torch.Tensor
     positions: torch.Tensor
-    most_queries: int
+    max_queries: int
 
 
 def prepare_chunks(
@@ -70,7 +70,7 @@ def prepare_chunks(
         items=to_table(items, len(Item._fields), positions.device),
         block_ids=torch.cat(blocks) if blocks else positions,
         positions=positions,
-        most_queries=max(item.num_queries for item in items),
+        max_queries=max(item.num_queries for item in items),
     )
     return prepared, tuple(context for context in contexts if id(context) not in left)
 
@@ -119,6 +119,6 @@ def attend_chunks_into(
         rows=prepared.positions,
         positions=prepared.positions,
         block_ids=prepared.block_ids,
-        most_queries=prepared.most_queries,
+        max_queries=prepared.max_queries,
         window=window,
     )

@@ -47,12 +47,12 @@ def attend_items(
     rows: torch.Tensor,  # int64, read only without own keys
     positions: torch.Tensor,  # int64 [T]
     block_ids: torch.Tensor,  # int64
-    most_queries: int,
+    max_queries: int,
     window: int | None,
 ) -> None:
     """Compute the items; with keys and values of their own chunk, queries see those causally.
 
-    No item has more than `most_queries`.
+    No item has more than `max_queries`.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_pool.shape[1]
@@ -61,9 +61,9 @@ def attend_items(
     k, v = own_kv or (q, q)
     tiles = AttentionTiles.of(k_pool)
     # a lane for each head of a query
-    num_lanes = min(tiles.most_lanes, dot_tile(most_queries * heads_per_kv))
+    num_lanes = min(tiles.most_lanes, dot_tile(max_queries * heads_per_kv))
     num_lanes = max(num_lanes, dot_tile(heads_per_kv))
-    num_programs = triton.cdiv(most_queries, num_lanes // heads_per_kv)
+    num_programs = triton.cdiv(max_queries, num_lanes // heads_per_kv)
     ragged_kernel[(len(items), num_kv_heads, num_programs)](
         q,
         k,

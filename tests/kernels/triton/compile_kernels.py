@@ -114,11 +114,11 @@ def run_attention(dtype, *, heads, head_dim, window, num_members, chunk_len, blo
     attention.attend(q, k, v, pool, pool, prepared, window)
 
 
-def run_captured_decodes(dtype, num_rows, *, most_blocks=256, block_size=64):
+def run_captured_decodes(dtype, num_rows, *, max_row_blocks=256, block_size=64):
     """Run what a graph captures of attention: launches for the longest rows there may be."""
     pool = torch.zeros(8, 8, block_size, 128, dtype=dtype)
     rows = torch.zeros(num_rows, dtype=torch.int64)
-    entries = torch.zeros(num_rows * most_blocks, dtype=torch.int64)
+    entries = torch.zeros(num_rows * max_row_blocks, dtype=torch.int64)
     part = FixedDecode(
         positions=rows,
         slot_mapping=rows,
@@ -126,7 +126,7 @@ def run_captured_decodes(dtype, num_rows, *, most_blocks=256, block_size=64):
         block_ids=entries,
         num_valid=entries,
         first_positions=entries,
-        most_blocks=most_blocks,
+        max_row_blocks=max_row_blocks,
     )
     qkv = torch.zeros(num_rows, 32 + 2 * 8, 128, dtype=dtype)
     q, k, v = qkv.split((32, 8, 8), dim=1)
