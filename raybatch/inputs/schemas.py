@@ -210,19 +210,17 @@ def _widened_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _widened_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    fields = {field.name: field for field in one}
-    theirs = {field.name: field for field in other}
-    if len(fields) < one.num_fields or len(theirs) < other.num_fields:
+    ours, theirs = ({field.name: field for field in kind} for kind in (one, other))
+    if len(ours) < one.num_fields or len(theirs) < other.num_fields:
         return None
-    for name, field in theirs.items():
-        known = fields.get(name, field)
-        kind = widened(known.type, field.type)
+    fields = []
+    for name in ours | theirs:
+        first, second = ours.get(name), theirs.get(name)
+        if first is None or second is None:
+            fields.append((first or second).with_nullable(True))
+            continue
+        kind = widened(first.type, second.type)
         if kind is None:
             return None
-        fields[name] = known.with_type(kind).with_nullable(known.nullable or field.nullable)
-    return pa.struct(
-        [
-            field if name in theirs and name in {f.name for f in one} else field.with_nullable(True)
-            for name, field in fields.items()
-        ]
-    )
+        fields.append(first.with_type(kind).with_nullable(first.nullable or second.nullable))
+    return pa.struct(fields)
