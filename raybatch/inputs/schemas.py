@@ -215,12 +215,10 @@ def _widened_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return None
     fields = []
     for name in ours | theirs:
-        first, second = ours.get(name), theirs.get(name)
-        if first is None or second is None:
-            fields.append((first or second).with_nullable(True))
-            continue
-        kind = widened(first.type, second.type)
+        pair = [known[name] for known in (ours, theirs) if name in known]
+        kind = widened(pair[0].type, pair[-1].type)
         if kind is None:
             return None
-        fields.append(first.with_type(kind).with_nullable(first.nullable or second.nullable))
+        is_nullable = len(pair) == 1 or any(field.nullable for field in pair)
+        fields.append(pair[0].with_type(kind).with_nullable(is_nullable))
     return pa.struct(fields)
