@@ -72,10 +72,9 @@ def _codec_of(path: str) -> str | None:
 def _check_beginning(data: bytes, path: str) -> None:
     for magic, suffix in _MAGIC.items():
         if data.startswith(magic):
-            twice = (
-                "is compressed twice: decompress it once" if _codec_of(path) else "is compressed"
-            )
-            raise unreadable(path, f"it {twice}, and let its name end in {suffix}")
+            is_twice = _codec_of(path) is not None
+            problem = "is compressed twice: decompress it once" if is_twice else "is compressed"
+            raise unreadable(path, f"it {problem}, and let its name end in {suffix}")
 
 
 def _chunks(path: str, block_bytes: int, max_bytes: int | None) -> Iterator[bytes]:

@@ -210,19 +210,15 @@ def _widened_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _widened_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    fields = {field.name: field for field in one}
-    theirs = {field.name: field for field in other}
-    if len(fields) < one.num_fields or len(theirs) < other.num_fields:
+    ours, theirs = ({field.name: field for field in kind} for kind in (one, other))
+    if len(ours) < one.num_fields or len(theirs) < other.num_fields:
         return None
-    for name, field in theirs.items():
-        known = fields.get(name, field)
-        kind = widened(known.type, field.type)
+    fields = []
+    for name in ours | theirs:
+        pair = [known[name] for known in (ours, theirs) if name in known]
+        kind = widened(pair[0].type, pair[-1].type)
         if kind is None:
             return None
-        fields[name] = known.with_type(kind).with_nullable(known.nullable or field.nullable)
-    return pa.struct(
-        [
-            field if name in theirs and name in {f.name for f in one} else field.with_nullable(True)
-            for name, field in fields.items()
-        ]
-    )
+        is_nullable = len(pair) == 1 or any(field.nullable for field in pair)
+        fields.append(pair[0].with_type(kind).with_nullable(is_nullable))
+    return pa.struct(fields)

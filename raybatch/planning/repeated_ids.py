@@ -8,7 +8,6 @@ first bits; one file at a time is then sorted. Different ids share both hashes b
 import tempfile
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -21,6 +20,7 @@ Uint64s = npt.NDArray[np.uint64]
 
 # 24 MiB of hashes, and a few times that while they are sorted
 _HASHES_AT_ONCE = 1 << 20
+_NUM_EXAMPLES = 3
 _SALTS = (np.uint64(0), GOLDEN)
 _BYTES = (
     pa.types.is_binary,
@@ -112,12 +112,7 @@ class RepeatedIds:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._folder.cleanup()
 
     def add(self, ids: pa.ChunkedArray, *, first_row: int = 0) -> None:
@@ -130,8 +125,8 @@ class RepeatedIds:
             if self._num_waiting >= self._hashes_at_once:
                 self._spill()
 
-    def repeated(self, *, num_examples: int = 3) -> Repeated:
-        """Return what is there more than once, with up to so many examples."""
+    def repeated(self) -> Repeated:
+        """Return what is there more than once, with a few examples."""
         with self._lock:
             self._spill()
         num_rows = num_ids = 0
@@ -147,7 +142,7 @@ class RepeatedIds:
             num_rows += int(is_next_same.sum())
             num_ids += len(starts)
             examples = np.concatenate(
-                [examples, hashes[starts, :2][: num_examples - len(examples)]]
+                [examples, hashes[starts, :2][: _NUM_EXAMPLES - len(examples)]]
             )
             if len(starts):
                 first = starts[np.argmin(hashes[starts, 2])]

@@ -188,26 +188,28 @@ def _columns(
     samples: Sequence[Sequence[Sample]],
     output: OutputSchema,
 ) -> dict[str, Any]:
-    def per_sample(values: Sequence[Sequence[Any]]) -> list[Any]:
-        return [list(v) if output.num_samples > 1 else v[0] for v in values]
+    def per_sample(value_of: Callable[[Sample], Any]) -> list[Any]:
+        if output.num_samples == 1:
+            return [value_of(row[0]) for row in samples]
+        return [[value_of(sample) for sample in row] for row in samples]
 
     columns: dict[str, Any] = {
         "row_id": list(row_ids),
-        "generated_text": per_sample([[s.text for s in row] for row in samples]),
-        "generated_tokens": per_sample([[s.token_ids for s in row] for row in samples]),
+        "generated_text": per_sample(lambda s: s.text),
+        "generated_tokens": per_sample(lambda s: s.token_ids),
         "num_input_tokens": [_num_input(p, row) for p, row in zip(prompts, samples, strict=True)],
-        "num_generated_tokens": per_sample([[_length(s) for s in row] for row in samples]),
+        "num_generated_tokens": per_sample(_num_generated),
         "num_cached_tokens": [row[0].num_cached_tokens or 0 for row in samples],
-        "finish_reason": per_sample([[s.finish_reason for s in row] for row in samples]),
+        "finish_reason": per_sample(lambda s: s.finish_reason),
         "attempts": [max(s.attempts for s in row) for row in samples],
         ERROR_COLUMN: [next((s.error for s in row if s.error), "") for row in samples],
     }
     if output.task != "generate":
         columns |= _numbers([row[0].vector for row in samples], output)
     if output.has_logprobs:
-        columns["logprobs"] = per_sample([[_logprobs(s.logprobs) for s in row] for row in samples])
+        columns["logprobs"] = per_sample(_logprobs)
     for name in output.parsed:
-        columns[name] = per_sample([[_parsed(s.parsed, name) for s in row] for row in samples])
+        columns[name] = per_sample(partial(_parsed, name))
     return columns
 
 
@@ -224,17 +226,17 @@ def _numbers(vectors: Sequence[Vector | None], output: OutputSchema) -> dict[str
     return {name: vector_lists(vectors).cast(kind)}
 
 
-def _length(sample: Sample) -> int:
+def _num_generated(sample: Sample) -> int:
     if sample.num_generated_tokens is not None:
         return sample.num_generated_tokens
     return 0 if sample.token_ids is None else len(sample.token_ids)
 
 
-def _logprobs(values: Any) -> list[dict[str, Any]] | None:  # noqa: ANN401
-    if values is None:
+def _logprobs(sample: Sample) -> list[dict[str, Any]] | None:
+    if sample.logprobs is None:
         return None
-    return [{"token_ids": ids, "logprobs": logs} for ids, logs in values]
+    return [{"token_ids": ids, "logprobs": logs} for ids, logs in sample.logprobs]
 
 
-def _parsed(parsed: ParsedText | None, name: str) -> Any:  # noqa: ANN401
-    return None if parsed is None else parsed.columns()[name]
+def _parsed(name: str, sample: Sample) -> Any:  # noqa: ANN401
+    return None if sample.parsed is None else sample.parsed.columns()[name]
