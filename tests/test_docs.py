@@ -191,6 +191,15 @@ def test_paths_that_the_documents_name_are_there():
     assert missing == []
 
 
+def test_pages_that_the_code_names_are_there():
+    folders = ("raybatch", "faultlab", "scripts", "benchmarks", "pipelines")
+    missing = []
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        pages = re.findall(r"docs/[\w/-]+\.md", path.read_text())
+        missing += [f"{path.name}: {page}" for page in pages if not (ROOT / page).exists()]
+    assert missing == []
+
+
 def test_modules_that_the_documents_name_are_there():
     files = {
         path.name
