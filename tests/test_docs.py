@@ -36,7 +36,6 @@ from raybatch.config import (
     WaveConfig,
 )
 from raybatch.demo.dataset import write_dataset
-from raybatch.durable.storage import store_of
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch.records.types import Sampling
@@ -396,8 +395,6 @@ def place(workplace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "place")
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
-    # by the name of a sink, which is another folder in each place
-    store_of.cache_clear()
     return monkeypatch
 
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import raybatch
-from raybatch.durable.storage import store_of
+from raybatch.durable import storage
 from raybatch.durable.stores import local as local_module
 from raybatch.errors import ConfigError
 from raybatch.planning.store import read_plans
@@ -126,7 +126,7 @@ def test_a_further_plan_that_never_repeats_is_refused_where_files_may_be_replace
 
     monkeypatch.setattr(local_module.os, "link", refuse)
     # a run of its own asks the store anew what it can
-    store_of.cache_clear()
+    storage._store_at.cache_clear()
     with pytest.raises(ConfigError, match=r"set plan\.lengths='auto', or choose a sink"):
         run(grown, model, {**PLANS["small"], "lengths": "probe"}, extend=True)
     assert [1] == [stored.number for stored in read_plans(str(grown / "out"))]

@@ -324,6 +324,17 @@ def test_yaml_file_builds_a_job(tmp_path):
     assert Job.from_yaml(path).config.stage.prompt == "{text}"
 
 
+def test_a_wave_in_a_job_file_is_on_what_it_says(tmp_path):
+    """YAML reads a bare `on` as true."""
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "source: in\nsink: out\nstage: {model: m, prompt: '{text}'}\n"
+        "waves: [{on: truncated, sampling: {max_tokens: 9}}]\n"
+    )
+    (wave,) = Job.from_yaml(path).config.waves
+    assert wave.on == ("truncated",)
+
+
 @pytest.mark.parametrize("source", [["a.parquet", "b.parquet"], "", None])
 def test_source_that_is_no_path_is_refused_with_the_way_out(source):
     with pytest.raises(ConfigError, match=r"source must be a path .* a folder or a glob"):

@@ -68,7 +68,7 @@ def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -
         )
     if num_ranks and pool.num_gpus_per_replica is not None:
         raise ConfigError(
-            f"pool.num_gpus_per_replica={pool.num_gpus_per_replica!r} has no effect on engines "
+            f"pool.num_gpus_per_replica={pool.num_gpus_per_replica:g} has no effect on engines "
             f"whose ranks are actors of Ray: each of the {num_ranks} ranks takes a GPU; leave it "
             "out, or say in pool.bundles what they take"
         )

@@ -229,8 +229,11 @@ def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN40
         kind, *more = get_args(kind)
         return _allowed(kind, [*limits, *more], value)
     if get_origin(kind) in (Union, types.UnionType):
-        parts = [_allowed(part, limits, value) for part in get_args(kind) if part is not type(None)]
-        return ", ".join(parts)
+        named = [each for each in get_args(kind) if each is not type(None)]
+        parts = ", ".join(_allowed(each, limits, value) for each in named)
+        if len(named) == len(get_args(kind)) or named in ([int], [float], [str]):
+            return parts
+        return f"{parts}, or none" if named == [bool] else f"{parts} or none"
     if get_origin(kind) is Literal:
         choices = [str(each) for each in get_args(kind)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else f'"{choices[0]}"'

@@ -29,10 +29,13 @@ def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Stor
     return Repeating(ObjectStore(uri), sleep=sleep)
 
 
-@lru_cache(maxsize=8)
 def store_of(sink: str) -> Store:
     """Return the store of a sink: one in a process, because a new one probes the bucket."""
-    return open_store(sink)
+    # a relative path means another folder where the process has changed its own
+    return _store_at(sink if "://" in sink else os.path.abspath(sink))
+
+
+_store_at = lru_cache(maxsize=8)(open_store)
 
 
 def real_path(fs: fsspec.AbstractFileSystem, path: str) -> str:

@@ -266,10 +266,14 @@ def without_effect(plan: PlanConfig) -> list[str]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a mapping with a key twice, of which YAML's own loader takes the last."""
+    """Reads names as texts and refuses one that is there twice, of which YAML takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if key.tag == "tag:yaml.org,2002:bool":
+                key.tag = "tag:yaml.org,2002:str"  # `on` is the name of an option
+        names = [key.value for key in keys]
         for name in names:
             if name != "<<" and names.count(name) > 1:
                 raise yaml.constructor.ConstructorError(

@@ -5,10 +5,18 @@ import pytest
 
 from raybatch.durable.heartbeat import beat
 from raybatch.durable.sink import check_partitions, check_place, output_files, prepare_sink
-from raybatch.durable.storage import open_store
+from raybatch.durable.storage import open_store, store_of
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
 from tests.stages.support import write_parquet
+
+
+def test_a_relative_sink_is_another_folder_after_a_change_of_folder(tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        assert store_of("out").read("a") is None
+        store_of("out").put("a", name.encode())
 
 
 def test_sink_that_is_a_file_is_refused(tmp_path):

@@ -51,8 +51,8 @@ def test_no_limits_never_stop():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_error_rate": 5}, "a share from 0 to 1"),
-        ({"max_tokens": -1}, r"limits\.max_tokens must be a number of at least 0"),
+        ({"max_error_rate": 5}, "a number from 0 to 1"),
+        ({"max_tokens": -1}, r"limits\.max_tokens must be a whole number of at least 0"),
     ],
 )
 def test_wrong_limits_are_refused_by_name(options, message):

@@ -49,7 +49,7 @@ class Placement:
         """Return the same in words."""
         total = self.total()
         group = f" in a placement group of {len(self.bundles)} bundles" if self.bundles else ""
-        return f"{total['CPU']} CPUs and {total['GPU']} GPUs{group}"
+        return f"{total['CPU']:g} CPUs and {total['GPU']:g} GPUs{group}"
 
 
 def asked_of_ray(plan: Placement, pool: PoolConfig) -> str:
