@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters
-from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch, make_assignments
+from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
 from raybatch.actors.coordinator.metrics import PoolMetrics
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_steal
@@ -269,7 +269,7 @@ class Coordinator:
         num_expected = self._replicas.ledger.num_expected(time.monotonic())
         for replica_id, spans in self._queue.dispatch(hungry, num_expected).items():
             _, future = self._pulls.pop(replica_id)
-            _answer_pull(future, make_assignments(spans, self._queue, self._mailbox))
+            _answer_pull(future, self._mailbox.assign(spans))
         if not self._queue.has_waiting():
             self._steal()
 

@@ -57,7 +57,7 @@ class Site(Protocol):
         """Start a replica; returns before it is there."""
 
     async def make_room(self, wanted: str) -> None:
-        """Ask idle pools of this driver to end their engines, where one waits for what they hold."""
+        """Ask idle pools of this driver to end engines, where one waits for what they hold."""
 
 
 class ReplicaSite(Protocol):
