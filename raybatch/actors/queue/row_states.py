@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.actors.wire.records import RowGroups, Span
-from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.block_keys import BlockKeys, start_offsets
 
 WAITING, HELD, DONE = 0, 1, 2
 ALONE = -1
@@ -102,8 +102,8 @@ class RowStates:
         is_alone = (group < 0) | (prefix <= 0)
         self.group[rows] = np.where(is_alone, ALONE, group)
         self.prefix[rows] = np.where(is_alone, 0, np.minimum(prefix, self.prompt[rows]))
-        self.token_ends = _ends(self.prompt - self.prefix)
-        self.cost_ends = _ends(self.prompt - self.prefix + self.output)
+        self.token_ends = start_offsets(self.prompt - self.prefix)
+        self.cost_ends = start_offsets(self.prompt - self.prefix + self.output)
 
     def share(self, rows: Rows) -> Share:
         cost = int((self.cost_ends[rows + 1] - self.cost_ends[rows]).sum())
@@ -169,12 +169,6 @@ def spans_of(batch_id: int, rows: Rows) -> list[Span]:
         return []
     pieces = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
     return [Span(batch_id, int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
-
-
-def _ends(values: _Int64s) -> _Int64s:
-    ends = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values, out=ends[1:])
-    return ends
 
 
 def _reach(ends: _Int64s, start: int, budget: int) -> int:
