@@ -1,4 +1,4 @@
-"""What stands between feeders and replicas, with one global queue for all of them; no Ray."""
+"""The coordinator of a pool: between feeders and replicas, with one global queue; no Ray."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """Owns the replicas of one pool and everything that waits for them.
+    """Owns the replicas of one pool and all rows that wait for them.
 
     All methods run on one event loop; what they decide is in `RowQueue` and `StartLedger`.
     """
@@ -79,7 +79,7 @@ class Coordinator:
         return self._mailbox.failure is not None
 
     async def generate(self, submission: Submission, requests: Requests) -> Answer:
-        """Queue a row batch, or take over that of a feeder that died, and wait for its results."""
+        """Queue a row batch, or take over one of a dead feeder, and wait for its results."""
         await self._start_replicas()
         batch = self._mailbox.take_over(submission)
         if batch is None:
@@ -214,7 +214,7 @@ class Coordinator:
         )
 
     async def shutdown(self) -> None:
-        """End every replica; who still waits gets an error."""
+        """End every replica; waiting feeders get an error."""
         self._mailbox.fail(0, "the pool was shut down")
         self._update_metrics()
         if self._ticking is not None:
@@ -227,7 +227,7 @@ class Coordinator:
             await self._stop_replicas()
 
     async def make_room(self) -> bool:
-        """End replicas that are idle and hold what others wait for; return whether there were."""
+        """End idle replicas that hold resources others wait for; return whether there were any."""
         is_idle = not len(self._mailbox) and time.monotonic() - self._idle_since > _GIVE_AFTER_S
         if not is_idle or not self._replicas.members or not has_reserved(self._pool, self._plan):
             return False

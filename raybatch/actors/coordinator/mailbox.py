@@ -331,7 +331,7 @@ class Mailbox:
             self.forget_good_row()
 
     def forget_good_row(self) -> None:
-        """Let go of the row that is kept for controls; its request table fills the object store."""
+        """Forget the row that is kept for controls; its request table fills the object store."""
         control = self._probation.batch_id
         self._probation.forget_good_row()
         if control is not None:
