@@ -18,7 +18,7 @@ import pyarrow as pa
 from raybatch.actors.replicas.site import Handle, Pools
 from raybatch.actors.submitting import RowWatch, make_submission, notify, with_progress
 from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
-from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, Submission
+from raybatch.actors.wire.records import Answer, PoolSpec, PoolState
 from raybatch.backends.choice import BackendChoice
 from raybatch.errors import ReplicaError
 from raybatch.records.types import PoolStats, Sampling
@@ -98,21 +98,24 @@ class PoolHandle:
         submission = make_submission(*requests, client, self.spec.engine, name=name)
         submission = with_progress(submission, watch)
         try:
-            answer = await coordinator.generate.remote(submission, requests)
-            await notify(watch, answer)
-            while answer.status != "done":
-                if answer.status == "unknown":
-                    submission = with_progress(submission.again(), watch)
-                    answer = await coordinator.generate.remote(submission, requests)
-                else:
-                    answer = await _ask_again(coordinator, submission, answer)
+            call = coordinator.generate.remote(submission, requests)
+            while True:
+                answer: Answer = await call
                 await notify(watch, answer)
+                if answer.status == "done":
+                    return _results(answer)
+                if answer.status == "failed":
+                    raise ReplicaError(answer.rank, answer.cause)
+                if answer.status == "pending":
+                    call = coordinator.collect.remote(submission.token)
+                else:
+                    submission = with_progress(submission.again(), watch)
+                    call = coordinator.generate.remote(submission, requests)
         except asyncio.CancelledError:
             coordinator.cancel.remote(submission.token)
             raise
         except self._pools.gone as error:
             raise self._coordinator_died(error) from error
-        return _results(answer)
 
     async def has_named(self, *, client: str, name: str) -> bool:
         """Return whether rows of this name are in the pool, so that they need not run again."""
@@ -257,12 +260,6 @@ def _restore(spec: PoolSpec, coordinator: Handle | None) -> PoolHandle:
     handle = PoolHandle(spec)
     handle._carried = coordinator
     return handle
-
-
-def _ask_again(coordinator: Handle, submission: Submission, answer: Answer) -> Any:  # noqa: ANN401
-    if answer.status == "failed":
-        raise ReplicaError(answer.rank, answer.cause)
-    return coordinator.collect.remote(submission.token)
 
 
 def _results(answer: Answer) -> pa.Table:

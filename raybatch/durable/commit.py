@@ -56,14 +56,7 @@ def commit_unit(
     check_rows(unit, pos, row)
     if np.any(pos[1:] < pos[:-1]):
         table = table.take(np.argsort(pos))
-    footer = Footer(
-        unit=unit.number,
-        num_rows=unit.num_rows,
-        row_sum=unit.row_sum,
-        plan=plan_hash,
-        attempt=attempt,
-        counts=counts,
-    )
+    footer = Footer.of(unit, counts, plan=plan_hash, attempt=attempt)
     stored = publish(store, part_name(unit.number), table, footer, part_format)
     return Receipt(
         unit=unit.number, num_rows=unit.num_rows, won=stored is footer, counts=stored.counts

@@ -96,14 +96,7 @@ def commit_partitioned(
     if table.num_rows != len(pos):
         raise CommitError(f"unit {unit.number}: {table.num_rows} rows, {len(pos)} positions")
     check_rows(unit, pos, row)
-    mine = Footer(
-        unit=unit.number,
-        num_rows=unit.num_rows,
-        row_sum=unit.row_sum,
-        plan=plan_hash,
-        attempt=attempt,
-        counts=UnitCounts(),
-    )
+    mine = Footer.of(unit, UnitCounts(), plan=plan_hash, attempt=attempt)
     footers = {}
     for folder, places in _places(table, by, pos).items():
         rows = table.take(places)
@@ -168,12 +161,10 @@ def read_files(
         footer = read_footer(store, name, part_format)
         footer.check_plan(unit, plan_hash, f"{store.uri}/{name}")
         footers.append(footer)
-    return Footer(
-        unit=unit.number,
+    return replace(
+        summary,
         num_rows=sum(footer.num_rows for footer in footers),
         row_sum=add_row_sums(footer.row_sum for footer in footers),
-        plan=plan_hash,
-        attempt=summary.attempt,
         counts=sum_counts(footer.counts for footer in footers),
     )
 

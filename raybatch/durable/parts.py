@@ -34,6 +34,18 @@ class Footer:
     attempt: str
     counts: UnitCounts
 
+    @classmethod
+    def of(cls, unit: Unit, counts: UnitCounts, *, plan: str, attempt: str) -> "Footer":
+        """Return the footer of a part with all rows of a unit."""
+        return cls(
+            unit=unit.number,
+            num_rows=unit.num_rows,
+            row_sum=unit.row_sum,
+            plan=plan,
+            attempt=attempt,
+            counts=counts,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values; the sum as text, because JSON numbers end at 2**53 for many."""
         return {

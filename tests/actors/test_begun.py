@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.actors.coordinator.mailbox import Mailbox, make_assignments
+from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.begun import Begun, encode_begun, sequence_states
 from raybatch.actors.wire.columns import encode_completions
@@ -116,7 +116,7 @@ def add(mailbox, num_rows, begun=None):
 def dispatch(mailbox, replica_id):
     """What a replica gets, as row to number of tokens."""
     spans = mailbox.queue.dispatch({replica_id: ROOMY})[replica_id]
-    (assignment,) = make_assignments(spans, mailbox.queue, mailbox)
+    (assignment,) = mailbox.assign(spans)
     return lengths_of(assignment.begun)
 
 
@@ -146,7 +146,7 @@ def test_tokens_of_a_batch_that_nobody_waits_for_are_not_kept(mailbox):
     batch = add(mailbox, 1)
     mailbox.drop(batch)
     mailbox.note_begun(batch.batch_id, found({0: 5}))
-    assert mailbox.begun(batch.batch_id, []) is None
+    assert batch.begun.of([0]) is None
 
 
 def test_who_waits_is_told_of_tokens_when_the_wait_is_over(mailbox):

@@ -1,4 +1,4 @@
-"""What stands between feeders and replicas, with one global queue for all of them; no Ray."""
+"""The coordinator of a pool: between feeders and replicas, with one global queue; no Ray."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters
-from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch, make_assignments
+from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
 from raybatch.actors.coordinator.metrics import PoolMetrics
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_steal
@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """Owns the replicas of one pool and everything that waits for them.
+    """Owns the replicas of one pool and all rows that wait for them.
 
     All methods run on one event loop; what they decide is in `RowQueue` and `StartLedger`.
     """
@@ -79,7 +79,7 @@ class Coordinator:
         return self._mailbox.failure is not None
 
     async def generate(self, submission: Submission, requests: Requests) -> Answer:
-        """Queue a row batch, or take over that of a feeder that died, and wait for its results."""
+        """Queue a row batch, or take over one of a dead feeder, and wait for its results."""
         await self._start_replicas()
         batch = self._mailbox.take_over(submission)
         if batch is None:
@@ -214,7 +214,7 @@ class Coordinator:
         )
 
     async def shutdown(self) -> None:
-        """End every replica; who still waits gets an error."""
+        """End every replica; waiting feeders get an error."""
         self._mailbox.fail(0, "the pool was shut down")
         self._update_metrics()
         if self._ticking is not None:
@@ -227,7 +227,7 @@ class Coordinator:
             await self._stop_replicas()
 
     async def make_room(self) -> bool:
-        """End replicas that are idle and hold what others wait for; return whether there were."""
+        """End idle replicas that hold resources others wait for; return whether there were any."""
         is_idle = not len(self._mailbox) and time.monotonic() - self._idle_since > _GIVE_AFTER_S
         if not is_idle or not self._replicas.members or not has_reserved(self._pool, self._plan):
             return False
@@ -269,7 +269,7 @@ class Coordinator:
         num_expected = self._replicas.ledger.num_expected(time.monotonic())
         for replica_id, spans in self._queue.dispatch(hungry, num_expected).items():
             _, future = self._pulls.pop(replica_id)
-            _answer_pull(future, make_assignments(spans, self._queue, self._mailbox))
+            _answer_pull(future, self._mailbox.assign(spans))
         if not self._queue.has_waiting():
             self._steal()
 

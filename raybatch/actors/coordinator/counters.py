@@ -10,9 +10,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raybatch.actors.wire.records import Submission
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.distinct import DistinctKeys
 from raybatch.records.types import OpenUnit, PoolStats
+
+Rows = npt.NDArray[np.integer[Any]]
 
 # less is not worth a word, nor is a smaller change worth another one
 _MIN_GAP = 0.01
@@ -87,37 +90,31 @@ class ClientCounters:
     # number to begin, host and process
     open_units: dict[int, tuple[float, str, int]] = field(default_factory=dict)
 
-    def received(
-        self, prompt: npt.NDArray[np.int32], max_new: npt.NDArray[np.int64], now: float
-    ) -> None:
-        """Note rows that came in, with their prompt tokens and longest outputs."""
-        self.rows_received += len(prompt)
-        self.prompt_tokens_received += int(prompt.sum())
-        self.max_tokens_left += int(max_new.sum())
+    def received(self, submission: Submission, now: float) -> None:
+        """Note new rows, with their prompt tokens and longest outputs."""
+        self.rows_received += len(submission.prompt_tokens)
+        self.prompt_tokens_received += int(submission.prompt_tokens.sum())
+        self.max_tokens_left += int(submission.max_new_tokens.sum())
         if self.first_received is None:
             self.first_received = now
+        if submission.block_keys is not None:
+            self.sharing.received(submission.block_keys)
 
-    def done(self, num_rows: int, prompt_tokens: int, max_new: int, now: float) -> None:
-        """Note rows that are finished, with the prompt tokens and longest outputs they had."""
-        self.rows_done += num_rows
-        self.prompt_tokens_done += prompt_tokens
-        self.max_tokens_left -= max_new
+    def dropped(self, submission: Submission, rows: Rows) -> None:
+        """Uncount rows that nobody waits for any more."""
+        self.rows_received -= len(rows)
+        self.prompt_tokens_received -= int(submission.prompt_tokens[rows].sum())
+        self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
+
+    def finished(
+        self, submission: Submission, rows: Rows, results: pa.RecordBatch, now: float
+    ) -> None:
+        """Note finished rows, with the tokens and errors of their results."""
+        self.rows_done += len(rows)
+        self.prompt_tokens_done += _prompt_tokens(submission, rows, results)
+        self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
         if self.first_done is None:
             self.first_done = now
-
-    def dropped(self, prompt: npt.NDArray[np.int32], max_new: npt.NDArray[np.int64]) -> None:
-        """Uncount rows that nobody waits for any more."""
-        self.rows_received -= len(prompt)
-        self.prompt_tokens_received -= int(prompt.sum())
-        self.max_tokens_left -= int(max_new.sum())
-
-    def outside(self, num_rows: int, errors: Mapping[str, int]) -> None:
-        """Note rows that never reach the pool as handed over and done, and errors found outside."""
-        self.rows_received += num_rows
-        self.rows_done += num_rows
-        self.errors.update(errors)
-
-    def results(self, results: pa.RecordBatch) -> None:
         counted = results.column("num_generated_tokens")
         generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
         self.generated_tokens += pc.sum(generated).as_py() or 0
@@ -128,6 +125,12 @@ class ClientCounters:
         if pc.any(is_error).as_py():
             texts = errors.filter(is_error).to_pylist()
             self.errors.update(text.partition(":")[0] for text in texts)
+
+    def outside(self, num_rows: int, errors: Mapping[str, int]) -> None:
+        """Note rows that never reach the pool as handed over and done, and errors found outside."""
+        self.rows_received += num_rows
+        self.rows_done += num_rows
+        self.errors.update(errors)
 
     def unit_opened(self, unit: int, host: str, pid: int, now: float) -> None:
         """Note a unit whose rows a feeder begins to hand over; one that is begun again is young."""
@@ -163,3 +166,14 @@ class ClientCounters:
             return None
         unit, (began, host, pid) = min(self.open_units.items(), key=lambda item: item[1][0])
         return OpenUnit(unit=unit, age_s=now - began, host=host, pid=pid)
+
+
+def _prompt_tokens(submission: Submission, rows: Rows, results: pa.RecordBatch) -> int:
+    """Return the prompt tokens of finished rows, as the backend counts them where it does."""
+    total = int(submission.prompt_tokens[rows].sum())
+    counted = results.column("num_input_tokens")
+    if counted.null_count == len(counted):
+        return total
+    known = results.filter(counted.is_valid())
+    expected = submission.prompt_tokens[known.column("row").to_numpy()]
+    return total + int(known.column("num_input_tokens").to_numpy().sum() - expected.sum())

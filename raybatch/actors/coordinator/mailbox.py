@@ -177,10 +177,7 @@ class Mailbox:
                 keys=submission.block_keys,
                 strikes=submission.crashes,
             )
-            counters = self.clients[submission.client]
-            counters.received(prompt, max_new, now)
-            if submission.block_keys is not None:
-                counters.sharing.received(submission.block_keys)
+            self.clients[submission.client].received(submission, now)
         self._settle(batch)
         return batch
 
@@ -252,12 +249,35 @@ class Mailbox:
             is_left = np.isin(tokens.column("row").to_numpy(), self.queue.rows_left(batch_id))
             self._open[batch_id].begun.add(tokens.filter(pa.array(is_left)))
 
-    def begun(self, batch_id: int, spans: Sequence[Span]) -> pa.RecordBatch | None:
-        """Return the tokens with which rows of a batch begin; None where they have none."""
-        batch = self._open.get(batch_id)
-        if batch is None:
-            return None
-        return batch.begun.of({row for span in spans for row in range(span.start, span.stop)})
+    def assign(self, spans: Sequence[Span]) -> list[Assignment]:
+        """Return the spans by row batch, with tables, groups, places and tokens so far.
+
+        Rows that nobody waits for are taken out.
+        """
+        places: dict[int, list[int]] = defaultdict(list)
+        for place, span in enumerate(spans):
+            places[span.batch_id].append(place)
+        assignments = []
+        for batch_id, of_batch in places.items():
+            refs = self.refs(batch_id)
+            if refs is None:
+                # left in, they would count as held for ever by a replica that never sees them
+                _logger.error("row batch %d is dropped: nobody waits for it", batch_id)
+                self.drop_rows(batch_id)
+                continue
+            batch, batch_spans = self._open.get(batch_id), tuple(spans[i] for i in of_batch)
+            rows = {row for span in batch_spans for row in range(span.start, span.stop)}
+            assignments.append(
+                Assignment(
+                    batch_id=batch_id,
+                    refs=refs,
+                    spans=batch_spans,
+                    places=tuple(of_batch),
+                    groups=self.queue.groups_of(batch_id, batch_spans),
+                    begun=None if batch is None else batch.begun.of(rows),
+                )
+            )
+        return assignments
 
     def note_loss(self, loss: Loss, cause: str = "") -> str:
         """Answer each row that is given up with an error, and report the deaths of others.
@@ -311,7 +331,7 @@ class Mailbox:
             self.forget_good_row()
 
     def forget_good_row(self) -> None:
-        """Let go of the row that is kept for controls; its request table fills the object store."""
+        """Forget the row that is kept for controls; its request table fills the object store."""
         control = self._probation.batch_id
         self._probation.forget_good_row()
         if control is not None:
@@ -337,21 +357,13 @@ class Mailbox:
         batch.results.append(results)
         batch.begun.drop(set(rows.tolist()))
         counters = self.clients[submission.client]
-        counters.results(results)
-        counters.done(
-            len(rows),
-            _prompt_tokens(submission, rows, results),
-            int(submission.max_new_tokens[rows].sum()),
-            time.monotonic(),
-        )
+        counters.finished(submission, rows, results, time.monotonic())
         self._settle(batch)
 
     def _take_out(self, batch: OpenBatch) -> None:
         submission = batch.submission
         rows = self.queue.rows_left(batch.batch_id)
-        self.clients[submission.client].dropped(
-            submission.prompt_tokens[rows], submission.max_new_tokens[rows]
-        )
+        self.clients[submission.client].dropped(submission, rows)
         self.drop_rows(batch.batch_id)
 
     def _settle(self, batch: OpenBatch) -> None:
@@ -359,51 +371,8 @@ class Mailbox:
             batch.end()
 
 
-def _prompt_tokens(
-    submission: Submission, rows: npt.NDArray[np.int32], results: pa.RecordBatch
-) -> int:
-    """Return the prompt tokens of finished rows, as the backend counts them where it does."""
-    total = int(submission.prompt_tokens[rows].sum())
-    counted = results.column("num_input_tokens")
-    if counted.null_count == len(counted):
-        return total
-    known = results.filter(counted.is_valid())
-    expected = submission.prompt_tokens[known.column("row").to_numpy()]
-    return total + int(known.column("num_input_tokens").to_numpy().sum() - expected.sum())
-
-
 def _are_alike(one: Submission, other: Submission) -> bool:
     """Return whether two submissions have rows of the same lengths, as those of one name do."""
     return np.array_equal(one.prompt_tokens, other.prompt_tokens) and np.array_equal(
         one.max_new_tokens, other.max_new_tokens
     )
-
-
-def make_assignments(spans: Sequence[Span], queue: RowQueue, mailbox: Mailbox) -> list[Assignment]:
-    """Return the spans by row batch, with tables, groups, places and tokens so far.
-
-    Rows that nobody waits for are taken out.
-    """
-    places: dict[int, list[int]] = defaultdict(list)
-    for place, span in enumerate(spans):
-        places[span.batch_id].append(place)
-    assignments = []
-    for batch_id, of_batch in places.items():
-        refs = mailbox.refs(batch_id)
-        if refs is None:
-            # left in, they would count as held for ever by a replica that never sees them
-            _logger.error("row batch %d is dropped: nobody waits for it", batch_id)
-            mailbox.drop_rows(batch_id)
-            continue
-        batch_spans = tuple(spans[place] for place in of_batch)
-        assignments.append(
-            Assignment(
-                batch_id=batch_id,
-                refs=refs,
-                spans=batch_spans,
-                places=tuple(of_batch),
-                groups=queue.groups_of(batch_id, batch_spans),
-                begun=mailbox.begun(batch_id, batch_spans),
-            )
-        )
-    return assignments

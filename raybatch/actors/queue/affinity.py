@@ -7,8 +7,8 @@ last row the replica still counts as the group's home, since its cache may remem
 from collections.abc import Iterable, Set
 
 _MAX_PAST = 4096
-# rows that may go to the home of their group before rows that came earlier, until the group has
-# its next turn in the line
+# rows that may go to the home of their group before earlier rows, until the group has its next
+# turn in the line
 _MAX_JOINED = 1024
 
 
@@ -85,5 +85,5 @@ class PrefixAffinity:
         return home
 
     def take_turn(self, group: int) -> None:
-        """Note that a group came to the head of the line, so that more may join it again."""
+        """Note that a group is at the head of the line, so that more rows may join it again."""
         self._joined.pop(group, None)

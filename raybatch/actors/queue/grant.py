@@ -119,7 +119,7 @@ class Grant:
             self._take_giant(fresh, 0)
 
     def _take_from_others(self) -> None:
-        """Take rows that are reserved for other replicas, for want of others."""
+        """Take rows that are reserved for other replicas, where no others wait."""
         for replica_id in self.line.others(self.replica_id):
             own = self.line.own(replica_id)
             for place in range(len(own) - 1, max(-1, len(own) - 1 - _LOOK_AHEAD), -1):
@@ -127,7 +127,7 @@ class Grant:
                     return
 
     def _take_reserved(self, replica_id: int, own: BundleLine, place: int) -> bool:
-        """Take of one bundle what is worth one more prefix, or all if nobody has the prefix."""
+        """Take the part of a bundle that is worth one more prefix, or all if no replica has it."""
         bundle, victim = own[place], self.load_of(replica_id)
         # what makes both end together
         limit = (victim.cost + own.cost - self.load_of(self.replica_id).cost) // 2

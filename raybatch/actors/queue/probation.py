@@ -107,7 +107,7 @@ class Probation:
         return ""
 
     def forget_good_row(self) -> None:
-        """Let go of the row that is kept for a control, and of its request table."""
+        """Forget the row that is kept for a control, and its request table."""
         self._good = None
         self.batch_id = None
 

@@ -312,7 +312,7 @@ class RowQueue:
         self._affinity.end(replica_id, self._replicas[replica_id].remove(share))
 
     def _forget(self, replica_id: int) -> ReplicaLoad:
-        """Take a replica out; who waits for it may go anywhere."""
+        """Take a replica out; rows reserved for it may go anywhere."""
         replica = self._replicas.pop(replica_id, ReplicaLoad())
         self._affinity.forget(replica_id, replica.groups())
         self._line.release(replica_id)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.actors.wire.records import RowGroups, Span
-from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.block_keys import BlockKeys, start_offsets
 
 WAITING, HELD, DONE = 0, 1, 2
 ALONE = -1
@@ -18,7 +18,7 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class GroupRows(NamedTuple):
-    """How many rows of one prefix group are meant, and what the group shares."""
+    """A number of rows of one prefix group, and the length of its prefix."""
 
     group: int
     prefix_len: int
@@ -26,7 +26,7 @@ class GroupRows(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What some rows weigh: the cost of their own parts, and the groups that they are of."""
+    """The load of some rows: the cost of their own parts, and their groups."""
 
     num_rows: int
     cost: int
@@ -102,8 +102,8 @@ class RowStates:
         is_alone = (group < 0) | (prefix <= 0)
         self.group[rows] = np.where(is_alone, ALONE, group)
         self.prefix[rows] = np.where(is_alone, 0, np.minimum(prefix, self.prompt[rows]))
-        self.token_ends = _ends(self.prompt - self.prefix)
-        self.cost_ends = _ends(self.prompt - self.prefix + self.output)
+        self.token_ends = start_offsets(self.prompt - self.prefix)
+        self.cost_ends = start_offsets(self.prompt - self.prefix + self.output)
 
     def share(self, rows: Rows) -> Share:
         cost = int((self.cost_ends[rows + 1] - self.cost_ends[rows]).sum())
@@ -113,7 +113,7 @@ class RowStates:
         return Share(len(rows), cost, tuple(GroupRows(*g) for g in groups if g[0] != ALONE))
 
     def share_between(self, start: int, stop: int) -> Share:
-        """Return what neighbouring rows of one group, or of none, weigh."""
+        """Return the share of neighbouring rows of one group, or of none."""
         cost, group = self.cost_between(start, stop), int(self.group[start])
         if group == ALONE:
             return Share(stop - start, cost)
@@ -171,12 +171,6 @@ def spans_of(batch_id: int, rows: Rows) -> list[Span]:
     return [Span(batch_id, int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
 
 
-def _ends(values: _Int64s) -> _Int64s:
-    ends = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values, out=ends[1:])
-    return ends
-
-
 def _reach(ends: _Int64s, start: int, budget: int) -> int:
     return int(np.searchsorted(ends, ends[start] + budget, side="right")) - 1
 
@@ -211,7 +205,7 @@ class ReplicaLoad:
         return list(self._groups)
 
     def add(self, share: Share) -> list[tuple[int, int]]:
-        """Note rows that it got; return the groups that it had no rows of, and their prefixes."""
+        """Add rows; return the groups that it had no rows of, and their prefixes."""
         self.num_rows += share.num_rows
         self.cost += share.cost
         started = []
@@ -224,7 +218,7 @@ class ReplicaLoad:
         return started
 
     def remove(self, share: Share) -> list[int]:
-        """Note rows that it runs no more; return the groups that it has no rows of from now on."""
+        """Remove rows; return the groups that it has no rows of from now on."""
         self.num_rows -= share.num_rows
         self.cost -= share.cost
         ended = []
@@ -243,5 +237,5 @@ class ReplicaLoad:
         self.aborting[batch_id] = share
 
     def confirm(self, batch_id: int) -> list[int]:
-        """Note that it runs no row of a dropped batch any more; return what `remove` does."""
+        """Remove the rows of a dropped batch; return what `remove` does."""
         return self.remove(self.aborting.pop(batch_id, Share(0, 0)))

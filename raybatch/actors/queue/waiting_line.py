@@ -15,7 +15,7 @@ _Alone = tuple[Span, ...]
 
 
 class WaitingLine:
-    """One line for all replicas, and one for each replica with the rest of groups that it has.
+    """One line for all replicas, and one for each replica with the rest of its groups.
 
     A row whose group has a home goes to the home's own line. That is served first, by its replica,
     and by others before they would idle.
@@ -78,14 +78,14 @@ class WaitingLine:
                 line.add(Span(span.batch_id, start, stop), at_head=True)
 
     def release(self, replica_id: int) -> None:
-        """Let any replica have what waits for one that is gone."""
+        """Return the rows of a replica that is gone to the line of all."""
         line = self._own.pop(replica_id, None)
         for bundle in reversed(line.take_all() if line is not None else []):
             for span in reversed(bundle.spans):
                 self.fresh.add(span, at_head=True)
 
     def free(self, replica_id: int, groups: Iterable[int]) -> None:
-        """Let any replica have what waits of groups that one has given back."""
+        """Return the waiting rows of groups that a replica gave back to the line of all."""
         line = self._own.get(replica_id)
         for group in groups:
             if line is not None and line.has(group):
@@ -131,14 +131,14 @@ class Isolation:
                 self._suspects.appendleft(tuple(half))
 
     def put_back(self, spans: list[Span], *, is_control: bool) -> None:
-        """Put what a replica had alone, and has not started, before all others."""
+        """Put rows that a replica had alone, and has not started, before all others."""
         if is_control:
             (self.control,) = spans
         else:
             self._suspects.appendleft(tuple(spans))
 
     def take(self) -> _Alone:
-        """Take what a replica without rows is to run alone; nothing when all else may run."""
+        """Take the rows that a replica without rows is to run alone; () when there are none."""
         if self.control is not None:
             control, self.control = self.control, None
             return (control,)

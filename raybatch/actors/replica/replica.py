@@ -1,4 +1,4 @@
-"""What is around one engine: pulls rows, feeds the engine thread, sends finished rows; no Ray."""
+"""One replica: pulls rows, feeds the engine thread, sends finished rows; no Ray."""
 
 import asyncio
 import contextlib
@@ -106,7 +106,7 @@ class Replica:
                 while (room := engine.room()) is None:
                     await self._has_events.wait()
                     self._has_events.clear()
-                # what was dropped before a pull is not in its answer
+                # batches that were dropped before a pull are not in its answer
                 self._dropped.clear()
                 work = await coordinator.pull.remote(self._replica_id, room)
                 if work is None:

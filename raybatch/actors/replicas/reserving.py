@@ -1,4 +1,4 @@
-"""What Ray keeps for one engine: resources of its actor, or a placement group for its ranks."""
+"""What Ray reserves for one engine: resources of its actor, or a placement group for its ranks."""
 
 import time
 from collections.abc import Mapping

@@ -7,6 +7,8 @@ begins a call, and what it returns can be awaited.
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from raybatch.actors.replicas.placement import Placement
@@ -37,7 +39,6 @@ class Site(Protocol):
     Attributes:
         died: what a call raises where the replica, or what it needs, is gone.
         failed: what a call of a replica raises, whatever the reason.
-        metrics: makes counters, gauges and histograms as `ray.util.metrics` does.
     """
 
     died: Errors
@@ -117,7 +118,7 @@ class _Uncounted:
 
 
 class NoMetrics:
-    """Stands for `ray.util.metrics` where nobody collects what is counted."""
+    """Stands for `ray.util.metrics` where nobody collects metrics."""
 
     def Counter(self, name: str, **_: Any) -> _Uncounted:  # noqa: ANN401, N802 - as Ray names it
         """Return a counter that counts nothing."""
@@ -155,14 +156,5 @@ class CallHandle:
     def __init__(self, begin: Callable[..., Any]) -> None:
         self._begin = begin
 
-    def __getattr__(self, name: str) -> "_Method":
-        return _Method(self._begin, name)
-
-
-class _Method:
-    def __init__(self, begin: Callable[..., Any], name: str) -> None:
-        self._begin = begin
-        self._name = name
-
-    def remote(self, *args: object) -> Any:  # noqa: ANN401 - what can be awaited
-        return self._begin(self._name, *args)
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - has `remote`, as methods of actors
+        return SimpleNamespace(remote=partial(self._begin, name))

@@ -1,7 +1,7 @@
 """Tokens so far of sequences that are not finished, as they travel and while they are kept.
 
-A sequence goes on from them at another engine with the tokens of an undisturbed run, so the longest
-that is known of a sample is all there is to know.
+Another engine goes on from them with the tokens of an undisturbed run, so only the longest state of
+a sample is kept.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +26,7 @@ BEGUN_SCHEMA = pa.schema(
 
 
 class Begun:
-    """The longest that is known of each sample of some rows; one record batch row each."""
+    """The longest known state of each sample of some rows; one record batch row each."""
 
     def __init__(self, known: pa.RecordBatch | None = None) -> None:
         self._samples: dict[tuple[int, int], pa.RecordBatch] = {}
@@ -36,7 +36,7 @@ class Begun:
             self._new.clear()
 
     def add(self, tokens: pa.RecordBatch) -> None:
-        """Take tokens in, unless more are known of their samples."""
+        """Keep these tokens, unless more are known of their samples."""
         keys = _pairs(tokens)
         lengths = tokens.column("token_ids").value_lengths().to_pylist()
         for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
@@ -52,11 +52,11 @@ class Begun:
             del self._samples[key]
 
     def of(self, rows: Collection[int]) -> pa.RecordBatch | None:
-        """Return what is known of some rows; None where it is nothing."""
+        """Return the tokens of some rows; None where there are none."""
         return self._joined([key for key in sorted(self._samples) if key[0] in rows])
 
     def take_news(self) -> pa.RecordBatch | None:
-        """Return what was taken in since the last call; None where it is nothing."""
+        """Return what was added since the last call; None for nothing."""
         new, self._new = sorted(self._new), set()
         return self._joined(new)
 
@@ -85,7 +85,7 @@ def sequence_states(
 ) -> dict[int, list[SequenceState]]:
     """Return all samples of the requests that have tokens, by request id.
 
-    Samples of which nothing is known begin at their first token.
+    Unknown samples begin at their first token.
     """
     tokens = split_lists(begun.column("token_ids"))
     cached = begun.column("num_cached_tokens").to_pylist()

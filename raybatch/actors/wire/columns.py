@@ -1,4 +1,4 @@
-"""The Arrow form of requests and completions; what moves between processes in bulk is this.
+"""The Arrow form of requests and completions, in which they move between processes.
 
 Requests: one row per prompt. Results: one row per sample, where `row` is the index in the request
 table; a row that failed has exactly one result row, with `error` set.

@@ -1,4 +1,4 @@
-"""One choice of batch sizes and residence: its record, what it needs to be priced, its memory."""
+"""What a layer computes and moves, and one choice of batch sizes and residence with its memory."""
 
 from dataclasses import dataclass
 
@@ -26,8 +26,8 @@ class Workload:
     waiting_sequences: int | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, at_least_one=("tokens_per_sequence",))
-        _check_counts(self, at_least_zero=("cached_tokens", "reserved_tokens"))
+        _check_counts(self, 1, "tokens_per_sequence")
+        _check_counts(self, 0, "cached_tokens", "reserved_tokens")
         if self.waiting_sequences is not None and self.waiting_sequences < 1:
             raise ConfigError(f"waiting_sequences is {self.waiting_sequences}; it must be >= 1")
 
@@ -58,7 +58,7 @@ class LayerShape:
 
     def __post_init__(self) -> None:
         known = [n for n in self.__dataclass_fields__ if getattr(self, n) is not None]
-        _check_counts(self, at_least_one=tuple(known))
+        _check_counts(self, 1, *known)
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k is {self.top_k}; it must be within 1..{self.num_experts}")
 
@@ -111,17 +111,11 @@ class LayerShape:
         )
 
 
-def _check_counts(
-    record: Workload | LayerShape,
-    *,
-    at_least_one: tuple[str, ...] = (),
-    at_least_zero: tuple[str, ...] = (),
-) -> None:
-    for least, names in ((1, at_least_one), (0, at_least_zero)):
-        for name in names:
-            value = getattr(record, name)
-            if value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+def _check_counts(record: Workload | LayerShape, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if value < least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
