@@ -21,7 +21,7 @@ class FaultOptions:
     """What is run.
 
     Args:
-        first_round: number of the first.
+        first_round: number of the first round.
         soak: the long job; None leaves it out.
         moto_python: interpreter of an environment that has moto.
     """

@@ -28,7 +28,7 @@ class RunActual:
         computed_tokens: those that were computed when their row started for the first time.
         generated_tokens: of all rows and samples, copies of others included.
         num_generated: rows that were generated; the others are copies.
-        kv_tokens: KV cache of one engine; the smallest of them.
+        kv_tokens: KV cache of one engine, the smallest one.
         num_preemptions: times that a running sequence gave up its blocks.
         swapped_tokens: whose KV came back from host memory instead.
         weight_copy_bytes: weights copied to the device, as not all stay there.

@@ -47,7 +47,7 @@ class ErrorCount:
 
     Args:
         error_class: the part of `__inference_error__` before the colon.
-        row_ids: the first few of them.
+        row_ids: the first few rows that have it.
         message: the whole error of the first one.
     """
 
@@ -98,7 +98,7 @@ class RunReport:
         prompt_lengths: prompt tokens of the rows that reached the engines.
         skipped: name and reason of each file that was left out because it could not be read.
         special_rows: rows whose texts held special tokens of the model.
-        special_tokens: of them; text or control tokens, as the job asked for.
+        special_tokens: of these rows; text or control tokens, as the job asked for.
         stopped: the limit, or SIGTERM, that ended the last run early; "" where none did.
         is_rebuilt: no such report lies below the sink: it was made after a run that left none, or
             could not be written.
