@@ -65,6 +65,7 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
             continue
     if started is None:
         return None
+    values |= {name: str(started.get(name, "")) for name in _TEXTS}
     return RunRecord(
         run_id=str(started.get("run", "")),
         started=float(started["ts"]),
@@ -72,7 +73,6 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
         versions={str(k): str(v) for k, v in dict(started.get("versions") or {}).items()},
         rows_resumed=int(started.get("rows_resumed") or 0),
         samples=tuple(samples.kept),
-        **{name: str(started.get(name, "")) for name in _TEXTS},
         **values,
         **units.values(),
     )
