@@ -28,12 +28,12 @@ _MUTATION_SCHEDULES = 20_000
 Add = Callable[..., FaultFigures]
 
 
-def measure_faults(options: FaultOptions, tell: Callable[[FaultFigures], None]) -> FaultFigures:
+def measure_faults(options: FaultOptions, report: Callable[[FaultFigures], None]) -> FaultFigures:
     """Run everything, and hand over what is known after each step.
 
     Args:
         options: what is run.
-        tell: called with all figures so far, so that those of hours survive an end.
+        report: called with all figures so far, so that those of hours survive an end.
     """
     began = time.monotonic()
     figures = FaultFigures(options=options, conditions=_conditions())
@@ -42,7 +42,7 @@ def measure_faults(options: FaultOptions, tell: Callable[[FaultFigures], None]) 
         nonlocal figures
         seconds = time.monotonic() - began
         figures = dataclasses.replace(figures, seconds=seconds, **changes)
-        tell(figures)
+        report(figures)
         return figures
 
     if options.schedules:
@@ -82,17 +82,17 @@ def _go_through_chaos(root: Path, options: FaultOptions, expected: Answers, add:
         for number in range(options.first_round, options.first_round + options.rounds):
             planned = plan_round(options.seed, number, places.names)
             folder, rng = root / f"r{number}", random.Random(number)
-            found = run_round(folder, planned, expected, places, rng)
-            figures = add(rounds=(*figures.rounds, found))
+            result = run_round(folder, planned, expected, places, rng)
+            figures = add(rounds=(*figures.rounds, result))
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _find_planted(seed: int) -> dict[str, int | None]:
-    found = {}
+    caught = {}
     for name, steps in MUTATIONS.items():
         report = simulate(seed, _MUTATION_SCHEDULES, steps=steps, max_violations=1)
-        found[name] = report.violations[0].schedule if report.violations else None
-    return found
+        caught[name] = report.violations[0].schedule if report.violations else None
+    return caught
 
 
 def _conditions() -> dict[str, Any]:

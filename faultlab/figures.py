@@ -21,7 +21,7 @@ class FaultOptions:
     """What is run.
 
     Args:
-        first_round: number of the first.
+        first_round: number of the first round.
         soak: the long job; None leaves it out.
         moto_python: interpreter of an environment that has moto.
     """
@@ -125,16 +125,17 @@ class FaultFigures:
             *self._compared(),
         ]
         conditions = ", ".join(f"{name} {value}" for name, value in self.conditions.items())
-        said = "nothing lost, doubled or wrong" if self.is_right else "NOT RIGHT, see above"
-        return "\n".join([*lines, f"conditions: {conditions}", f"seed {self.options.seed}: {said}"])
+        text = "nothing lost, doubled or wrong" if self.is_right else "NOT RIGHT, see above"
+        return "\n".join([*lines, f"conditions: {conditions}", f"seed {self.options.seed}: {text}"])
 
     def _simulated(self) -> list[str]:
         lines = []
-        if (found := self.simulation) is not None:
+        if (simulation := self.simulation) is not None:
+            num_faults = sum(simulation.faults.values())
             lines.append(
-                f"simulated   {found.num_schedules} schedules, {sum(found.faults.values())} faults,"
-                f" {found.num_commits} commits, {found.num_late} late ones, "
-                f"{len(found.violations)} broken promises"
+                f"simulated   {simulation.num_schedules} schedules, {num_faults} faults, "
+                f"{simulation.num_commits} commits, {simulation.num_late} late ones, "
+                f"{len(simulation.violations)} broken promises"
             )
         if self.mutations is not None:
             caught = sum(number is not None for number in self.mutations.values())
@@ -162,7 +163,7 @@ class FaultFigures:
         reached = sum(point.is_reached for point in self.points)
         return [
             f"points      {reached} of {len(self.points)} reached, "
-            f"{_told([point.checked for point in self.points])}"
+            f"{_rows_checked([point.checked for point in self.points])}"
         ]
 
     def _chaos(self) -> list[str]:
@@ -174,7 +175,7 @@ class FaultFigures:
         drivers = sum(each.num_drivers for each in self.rounds)
         lines = [
             f"chaos       {len(self.rounds)} jobs, {faults.total()} faults, {drivers} drivers, "
-            f"{_told([each.checked for each in self.rounds])}, redone {redone} "
+            f"{_rows_checked([each.checked for each in self.rounds])}, redone {redone} "
             f"({100 * redone / expected:.1f} %, {redone / max(1, faults.total()):.0f} rows a "
             f"fault), late commits {sum(each.late_units for each in self.rounds)}"
         ]
@@ -190,26 +191,26 @@ class FaultFigures:
         return lines
 
     def _soaked(self) -> list[str]:
-        if (found := self.soak) is None:
+        if (soaked := self.soak) is None:
             return []
-        faults = ", ".join(f"{number} {kind}" for kind, number in found.faults.items())
-        num_faults = sum(found.faults.values())
+        faults = ", ".join(f"{number} {kind}" for kind, number in soaked.faults.items())
+        num_faults = sum(soaked.faults.values())
         lines = [
-            f"soak        {found.seconds / 60:.1f} min, {num_faults} faults "
-            f"({faults}), {found.num_drivers} drivers, {_told([found.checked])}, redone "
-            f"{found.rows_redone} ({100 * found.redone_share:.1f} %, "
-            f"{found.rows_redone / max(1, num_faults):.0f} rows a fault), late commits "
-            f"{found.late_units}",
-            f"  driver           {_grown(found.driver_growth)}",
-            f"  coordinator      {_grown(found.coordinator_growth)}",
-            *_first_and_last(found),
-            f"  temporary files  {found.most_staged} at most, {found.num_left} left",
-            f"  first unit       {found.start_s:.1f} s after the first start, after a fault "
-            f"{_range(found.resume_s)}",
-            f"  nothing to do    {found.rerun_s:.1f} s, the start of Ray with it",
+            f"soak        {soaked.seconds / 60:.1f} min, {num_faults} faults "
+            f"({faults}), {soaked.num_drivers} drivers, {_rows_checked([soaked.checked])}, redone "
+            f"{soaked.rows_redone} ({100 * soaked.redone_share:.1f} %, "
+            f"{soaked.rows_redone / max(1, num_faults):.0f} rows a fault), late commits "
+            f"{soaked.late_units}",
+            f"  driver           {_grown(soaked.driver_growth)}",
+            f"  coordinator      {_grown(soaked.coordinator_growth)}",
+            *_first_and_last(soaked),
+            f"  temporary files  {soaked.most_staged} at most, {soaked.num_left} left",
+            f"  first unit       {soaked.start_s:.1f} s after the first start, after a fault "
+            f"{_range(soaked.resume_s)}",
+            f"  nothing to do    {soaked.rerun_s:.1f} s, the start of Ray with it",
         ]
-        if not found.is_right:
-            lines.append(f"  problem: {found.problem or found.checked}")
+        if not soaked.is_right:
+            lines.append(f"  problem: {soaked.problem or soaked.checked}")
         return lines
 
     def _verified(self) -> list[str]:
@@ -228,7 +229,7 @@ class FaultFigures:
         ]
 
 
-def _told(checked: Sequence[Checked]) -> str:
+def _rows_checked(checked: Sequence[Checked]) -> str:
     sums = {
         name: sum(getattr(each, name) for each in checked)
         for name in ("expected", "written", "lost", "duplicated", "wrong")
@@ -246,11 +247,11 @@ def _grown(num_bytes: float | None) -> str:
     return f"{num_bytes / 1024:+.1f} KiB per 1,000 finished rows"
 
 
-def _first_and_last(found: SoakResult) -> list[str]:
+def _first_and_last(soaked: SoakResult) -> list[str]:
     """Return what the longest run took at first and at last."""
-    if found.longest is None:
+    if soaked.longest is None:
         return []
-    first, last = found.longest
+    first, last = soaked.longest
     return [
         f"  longest run      driver {first.driver_bytes >> 20} MiB first, "
         f"{last.driver_bytes >> 20} last, coordinator {first.coordinator_bytes >> 20} and "

@@ -86,12 +86,12 @@ def run_input(case: BadInput, folder: Path) -> InputResult:
     began = time.monotonic()
     outcome: Outcome
     try:
-        outcome, said, is_handled = _run(case, folder)
+        outcome, message, is_handled = _run(case, folder)
     except RaybatchError as error:
-        outcome, said = "refused", str(error)
-        is_handled = bool(case.refusal) and case.refusal in said
+        outcome, message = "refused", str(error)
+        is_handled = bool(case.refusal) and case.refusal in message
     except Exception as error:  # what nobody has thought of is what is looked for
-        outcome, said, is_handled = "crashed", error_text(error), False
+        outcome, message, is_handled = "crashed", error_text(error), False
     finally:
         release_pools()
     is_tidy = {path.name for path in folder.iterdir()} <= {"in", "out"}
@@ -100,7 +100,7 @@ def run_input(case: BadInput, folder: Path) -> InputResult:
         outcome=outcome,
         is_handled=is_handled and is_tidy,
         # where this host keeps its files is nobody's business
-        said=said.replace(f"{folder}/", "")[:_MAX_WORDS],
+        said=message.replace(f"{folder}/", "")[:_MAX_WORDS],
         seconds=round(time.monotonic() - began, 3),
     )
 
@@ -141,9 +141,9 @@ def main(first: str, folder: str) -> None:
     """Run the cases from one on, and write a line for each."""
     start_ray(folder)
     for number, case in enumerate(CORPUS[int(first) :]):
-        found = run_input(case, Path(folder, f"case-{number}"))
+        result = run_input(case, Path(folder, f"case-{number}"))
         with open(Path(folder, "results"), "a") as file:
-            file.write(json.dumps(asdict(found)) + "\n")
+            file.write(json.dumps(asdict(result)) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ class Kills:
         }
 
     def _chosen(self, driver: Driver, title: str) -> psutil.Process | None:
-        found = driver.workers(title)
-        return self.rng.choice(found) if found else None
+        processes = driver.workers(title)
+        return self.rng.choice(processes) if processes else None
 
     def _kill_one(self, driver: Driver, title: str) -> bool:
         process = self._chosen(driver, title)

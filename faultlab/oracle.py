@@ -61,17 +61,17 @@ class Oracle:
             self._say(f"a run without faults failed: {failure!r}")
         elif "_SUCCESS" not in files:
             self._say("a run without faults ended and there is no _SUCCESS")
-        elif (said := _rows_of(files["_SUCCESS"])) != self._wanted.total():
-            self._say(f"_SUCCESS speaks of {said} rows of {self._wanted.total()}")
+        elif (num_rows := _rows_of(files["_SUCCESS"])) != self._wanted.total():
+            self._say(f"_SUCCESS speaks of {num_rows} rows of {self._wanted.total()}")
         self._check_complete("a run without faults ended", self._wanted)
 
     @property
     def _wanted(self) -> Counter[str]:
         return self._first + self._later
 
-    def _check_success(self, said: bytes) -> None:
+    def _check_success(self, content: bytes) -> None:
         """Check that the rows are there of which it speaks: those before or after the growth."""
-        speaks_of_all = _rows_of(said) > self._first.total()
+        speaks_of_all = _rows_of(content) > self._first.total()
         self._check_complete("_SUCCESS is there", self._wanted if speaks_of_all else self._first)
 
     def _part_changed(self, name: str, old: bytes | None, new: bytes | None) -> None:

@@ -16,7 +16,7 @@ import fsspec
 from faultlab.disk import SmallDisk, can_mount, small_disk
 from faultlab.nodes import Nodes, ray_nodes
 from faultlab.rig import Rig
-from faultlab.s3_proxy import Asked, HttpFault, s3_proxy
+from faultlab.s3_proxy import HttpFault, HttpRequest, s3_proxy
 from faultlab.s3_server import has_moto, s3_server, s3_variables
 
 _HTTP_FAULTS = tuple(
@@ -40,11 +40,11 @@ class ErrorBurst:
         """Let so many requests fail from now on."""
         self.num_left = num_errors
 
-    def __call__(self, asked: Asked) -> HttpFault | None:
+    def __call__(self, request: HttpRequest) -> HttpFault | None:
         if not self.num_left or self._rng.random() < 0.5:
             return None
         fault = self._rng.choice(_HTTP_FAULTS)
-        if fault.status == 409 and asked.method != "PUT":
+        if fault.status == 409 and request.method != "PUT":
             return None
         self.num_left -= 1
         self.num_given += 1

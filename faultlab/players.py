@@ -96,8 +96,8 @@ def drive(player: Player, process: Process) -> None:
             break
     plans = [plans[0], *_later(player, store)]
     whole = joined(plans)
-    found = steps.audit(store, whole, num_threads=1, part_format=FORMAT)
-    audits.finish(store, whole, found)
+    result = steps.audit(store, whole, num_threads=1, part_format=FORMAT)
+    audits.finish(store, whole, result)
     if player.has_journal:
         for unit in range(whole.num_units):
             journal.drop_fragments(store, unit)
@@ -105,11 +105,11 @@ def drive(player: Player, process: Process) -> None:
 
 def _run_plan(player: Player, process: Process, plans: Sequence[Opened], number: int) -> bool:
     """Run what is left of one plan; return whether all of it is in the output."""
-    store, own = player.store(process), plans[number].plan
+    store, plan = player.store(process), plans[number].plan
     for attempt in range(_MAX_ROUNDS):
         now = [plans[0], *_later(player, store)]
         is_done = player.steps.committed(store, joined(now))
-        todo = np.flatnonzero(~is_done[own.first_unit :][: own.num_units]).tolist()
+        todo = np.flatnonzero(~is_done[plan.first_unit :][: plan.num_units]).tolist()
         if not todo:
             return True
         name = f"d{player.number}p{number}r{attempt}"
@@ -143,10 +143,10 @@ def _feed(
         if _is_committed(player, store, unit, plan.hash):
             continue
         rows = opened.rows[number]
-        said = dict.fromkeys(range(len(rows)), attempt)
+        answers = dict.fromkeys(range(len(rows)), attempt)
         if player.has_journal:
-            said |= _with_journal(store, unit, plan.hash, rows, attempt)
-        _commit(player, store, unit, rows, said, plan_hash=plan.hash, attempt=attempt)
+            answers |= _with_journal(store, unit, plan.hash, rows, attempt)
+        _commit(player, store, unit, rows, answers, plan_hash=plan.hash, attempt=attempt)
 
 
 def _is_committed(player: Player, store: Store, unit: Unit, plan_hash: str) -> bool:
@@ -160,13 +160,13 @@ def _commit(
     store: Store,
     unit: Unit,
     rows: Sequence[int],
-    said: Mapping[int, str],
+    answers: Mapping[int, str],
     **names: str,
 ) -> None:
     """Commit what has arrived of a unit."""
     pos = _delivered(player, len(rows))
     row = np.array([rows[one] for one in pos], np.int64)
-    table = _table(tuple(row.tolist()), tuple(said[one] for one in pos))
+    table = _table(tuple(row.tolist()), tuple(answers[one] for one in pos))
     common = {"pos": np.array(pos, np.int64), "row": row, "part_format": FORMAT, **names}
     if player.is_partitioned:
         half = pa.array(["odd" if one % 2 else "even" for one in row.tolist()])
@@ -187,16 +187,16 @@ def _with_journal(
     """Return what earlier attempts said; keep the first row that they did not finish."""
     row = np.array(rows, np.int64)
     kept = journal.read_fragments(store, unit, SCHEMA, plan_hash=plan_hash, expected_row=row)
-    said = dict(
+    journaled = dict(
         zip(kept.column(journal.POS).to_pylist(), kept.column("text").to_pylist(), strict=True)
     )
-    open_pos = [pos for pos in range(len(rows)) if pos not in said]
+    open_pos = [pos for pos in range(len(rows)) if pos not in journaled]
     if open_pos:
         table = _table((rows[open_pos[0]],), (attempt,))
         columns = [*table.columns, pa.array(open_pos[:1]), pa.array(row[open_pos[:1]])]
         finished = pa.table(columns, schema=journal.journal_schema(SCHEMA))
         journal.write_fragment(store, unit, finished, plan_hash=plan_hash, attempt=attempt)
-    return said
+    return journaled
 
 
 def _delivered(player: Player, num_rows: int) -> list[int]:
@@ -221,8 +221,8 @@ def _open_plan(player: Player, store: Store, before: Sequence[Opened]) -> Opened
         return make_plan(store, player.variant, before)
 
     name = plan_name(len(before) + 1)
-    said = player.steps.open_plan(store, make, name=name)
-    return read_shard(store.read(json.loads(said)["shard"]), player.is_partitioned)
+    stored = player.steps.open_plan(store, make, name=name)
+    return read_shard(store.read(json.loads(stored)["shard"]), player.is_partitioned)
 
 
 def _later(player: Player, store: Store) -> list[Opened]:

@@ -66,7 +66,7 @@ class Rig:
         folder: short, because Ray keeps sockets below it.
         sink: of the job; None is a folder below.
         source: of the job; None is a folder below.
-        max_num_seqs: rows that one of them answers at once.
+        max_num_seqs: rows that an engine answers at once.
         step_s: of the engines; a row takes 1 to `MAX_TOKENS` steps, each as often.
     """
 

@@ -38,7 +38,7 @@ class HttpFault:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class HttpRequest:
     """A request that came to the proxy.
 
     Args:
@@ -50,7 +50,7 @@ class Asked:
     path: str
 
 
-Decide = Callable[[Asked], HttpFault | None]
+Decide = Callable[[HttpRequest], HttpFault | None]
 
 
 class S3Proxy:
@@ -64,7 +64,7 @@ class S3Proxy:
         self._upstream = urlsplit(upstream).netloc
         self._decide = decide
         self._lock = threading.Lock()
-        self._num_asked = 0
+        self._num_requests = 0
         self._ended = threading.Event()
         self.faults: Counter[str] = Counter()
         self._server = _QuietServer(("127.0.0.1", 0), _handler_of(self))
@@ -91,9 +91,9 @@ class S3Proxy:
     def fault_of(self, method: str, path: str) -> HttpFault | None:
         """Return what happens to a request, and count it."""
         with self._lock:
-            asked = Asked(number=self._num_asked, method=method, path=path)
-            self._num_asked += 1
-            fault = self._decide(asked)
+            request = HttpRequest(number=self._num_requests, method=method, path=path)
+            self._num_requests += 1
+            fault = self._decide(request)
             if fault is not None:
                 self.faults[fault.name] += 1
         return fault

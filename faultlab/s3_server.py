@@ -49,13 +49,13 @@ def s3_server(python: str = sys.executable) -> Iterator[str]:
     assert process.stdin is not None, "it was asked for"
     assert process.stdout is not None, "it was asked for"
     try:
-        said = process.stdout.readline().split()
-        if len(said) != 2:
+        words = process.stdout.readline().split()
+        if len(words) != 2:
             raise MissingDependency(
                 f"{python} cannot serve S3; install moto there: pip install 'moto[s3]' flask "
                 "flask-cors"
             )
-        yield f"http://{said[0]}:{said[1]}"
+        yield f"http://{words[0]}:{words[1]}"
     finally:
         process.stdin.close()
         process.stdout.close()

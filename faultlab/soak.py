@@ -53,7 +53,7 @@ class SoakResult:
         rows_redone: rows that engines finished more than once.
         late_units: commits that came when somebody faster had written the unit, see `Rig`.
         start_s: start of the first driver until its first unit.
-        resume_s: the same of every driver after a fault that ended one.
+        resume_s: the same time of every driver after a fault that ended one.
         rerun_s: of a run more, that has nothing to do.
         num_left: temporary files and journals in the output in the end.
         problem: what went wrong with the soak itself; "" where nothing did.

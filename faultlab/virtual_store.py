@@ -100,10 +100,10 @@ class VirtualStore:
 
     def names(self, folder: str) -> list[str]:
         fault = self._before("names", folder)
-        found = sorted(name for name in self._by_name if name.startswith(f"{folder}/"))
+        names = sorted(name for name in self._by_name if name.startswith(f"{folder}/"))
         # the reply of a long listing comes late, and tells of names there were
         self._after(fault or ("late reply" if self._process.is_faulty else None))
-        return found
+        return names
 
     def remove(self, name: str) -> None:
         fault = self._before("remove", name)

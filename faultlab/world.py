@@ -209,10 +209,10 @@ class World:
         """Let others take turns."""
         self._hub.switch()
 
-    def note(self, process: Process, said: Any) -> None:  # noqa: ANN401
+    def note(self, process: Process, message: Any) -> None:  # noqa: ANN401
         """Add a line to the trace."""
         if self.trace is not None:
-            self.trace.append(f"{process.name}: {said}")
+            self.trace.append(f"{process.name}: {message}")
 
     def _settle(self, process: Process) -> None:
         """Take one that is over or stalled out of the line, and let its parent go on."""

@@ -37,7 +37,7 @@ class Kind:
     value: str = ""
 
 
-_DATA = yaml.safe_load(Path(__file__).with_name("task.yaml").read_text())
+_DATA = yaml.safe_load(Path(__file__).with_name("task.yaml").read_text("utf-8"))
 WORDS: dict[str, tuple[str, ...]] = {
     name: tuple(entries.split() if isinstance(entries, str) else entries)
     for name, entries in _DATA["words"].items()

@@ -28,7 +28,7 @@ class RunActual:
         computed_tokens: those that were computed when their row started for the first time.
         generated_tokens: of all rows and samples, copies of others included.
         num_generated: rows that were generated; the others are copies.
-        kv_tokens: KV cache of one engine; the smallest of them.
+        kv_tokens: KV cache of one engine, the smallest one.
         num_preemptions: times that a running sequence gave up its blocks.
         swapped_tokens: whose KV came back from host memory instead.
         weight_copy_bytes: weights copied to the device, as not all stay there.
@@ -176,6 +176,26 @@ class PlanOutcome:
             )
         lines += self._time_deviations()
         return tuple(lines)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what the plan foretold and what came of it, in a few lines."""
+        plan, actual = self.plan, self.actual
+        order = f"order {plan.order}" if plan.is_reordered else "input order"
+        facts = [
+            (
+                "plan",
+                f"{order}; hit rate {percent(plan.hit_rate)} planned, {percent(actual.hit_rate)} "
+                f"actual; {amount(plan.saved_tokens)} prompt tokens saved planned, "
+                f"{amount(actual.saved_tokens)} actual",
+            )
+        ]
+        if plan.time is not None:
+            facts += [
+                (name, f"{planned} planned, {took} actual")
+                for name, planned, took in self.rows()
+                if "time" in name
+            ]
+        return facts + [("  differs", text) for text in self.deviations()]
 
     def sections(self) -> tuple[Section, ...]:
         """Return the comparison, for any kind of document."""

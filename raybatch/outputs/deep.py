@@ -32,7 +32,7 @@ class DeepCheck:
     Args:
         repeated_rows: rows whose row_id another row has too, beyond the first of each.
         problems: the first ones, with the file and the way out.
-        num_problems: all of them.
+        num_problems: number of all problems.
     """
 
     repeated_rows: int = 0

@@ -93,7 +93,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    lines = Path(__file__).with_name("style.css").read_text().splitlines()
+    lines = Path(__file__).with_name("style.css").read_text("utf-8").splitlines()
     style = "".join(line.strip() for line in lines)
     environment.globals.update(zip=zip, style=style)
     return environment

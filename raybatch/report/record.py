@@ -28,12 +28,13 @@ from raybatch.report.history.show import (
     run_section,
     time_sections,
 )
-from raybatch.report.show import counted, plan_facts, rate, skipped_facts, skipped_section
 from raybatch.rows.schema import GOOD_STATUSES
 
 REPORT_PATH = "_raybatch/report.json"
 PAGE_PATH = "_raybatch/report.html"
 _MAX_MESSAGE = 120
+# files that are named in the text; the page names more
+_NUM_SKIPPED, _MAX_SKIPPED = 3, 100
 
 
 def report_path(sink: str) -> str:
@@ -47,7 +48,7 @@ class ErrorCount:
 
     Args:
         error_class: the part of `__inference_error__` before the colon.
-        row_ids: the first few of them.
+        row_ids: the first few rows that have it.
         message: the whole error of the first one.
     """
 
@@ -98,7 +99,7 @@ class RunReport:
         prompt_lengths: prompt tokens of the rows that reached the engines.
         skipped: name and reason of each file that was left out because it could not be read.
         special_rows: rows whose texts held special tokens of the model.
-        special_tokens: of them; text or control tokens, as the job asked for.
+        special_tokens: of these rows; text or control tokens, as the job asked for.
         stopped: the limit, or SIGTERM, that ended the last run early; "" where none did.
         is_rebuilt: no such report lies below the sink: it was made after a run that left none, or
             could not be written.
@@ -151,12 +152,12 @@ class RunReport:
     @property
     def prompt_tokens_per_s(self) -> float:
         """Prompt tokens per second of engine time, cached ones included."""
-        return rate(self.prompt_tokens, self.engines_s)
+        return _rate(self.prompt_tokens, self.engines_s)
 
     @property
     def generated_tokens_per_s(self) -> float:
         """Generated tokens per second of engine time."""
-        return rate(self.generated_tokens, self.engines_s)
+        return _rate(self.generated_tokens, self.engines_s)
 
     def exit_code(self) -> int:
         """Return 0 for a finished run, 2 with error rows in it, 1 while the output is not clean."""
@@ -166,7 +167,8 @@ class RunReport:
 
     def to_text(self) -> str:
         """Return the summary for people: one fact per line, printable ASCII only."""
-        lines = [f"{name}: {value}" for name, value in (*_facts(self), *plan_facts(self.plan))]
+        facts = _facts(self) if self.plan is None else [*_facts(self), *self.plan.facts()]
+        lines = [f"{name}: {value}" for name, value in facts]
         return "\n".join(printable(line) for line in lines)
 
     def __str__(self) -> str:
@@ -188,7 +190,7 @@ class RunReport:
         sections = [_audit_section(self), _run_section(self)]
         if self.errors:
             sections.append(_error_section(self.errors))
-        sections += skipped_section(self.skipped)
+        sections += _skipped_section(self.skipped)
         sections += time_sections(self.history)
         sections += length_section(self.prompt_lengths, self.output_lengths)
         if self.history.runs:
@@ -235,13 +237,13 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
         examples = f"rows {', '.join(error.row_ids)}{more}"
         facts.append((f"  {error.error_class}", f"{error.rows} ({examples})"))
     if report.special_tokens:
-        tokens = counted(report.special_tokens, "special token")
-        facts.append(("texts", f"{tokens} of the model in {counted(report.special_rows, 'row')}"))
+        tokens = _count(report.special_tokens, "special token")
+        facts.append(("texts", f"{tokens} of the model in {_count(report.special_rows, 'row')}"))
     facts += [("  problem", problem) for problem in report.problems]
-    facts += skipped_facts(report.skipped)
+    facts += _skipped_facts(report.skipped)
     if report.stopped:
         facts.append(("stopped", report.stopped))
-    cached = rate(report.cached_tokens, report.prompt_tokens)
+    cached = _rate(report.cached_tokens, report.prompt_tokens)
     prompts = f"{report.prompt_tokens} prompt ({100 * cached:.1f} % from the prefix cache)"
     facts.append(("tokens", f"{prompts}, {report.generated_tokens} generated"))
     if report.planned_hit_rate is not None and report.plan is None:
@@ -253,7 +255,7 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
         facts.append(("note", "made from plan and parts; no run has left a log"))
     if report.backend:
         facts.append(("backend", told_backend(report.backend, report.backend_reason)))
-    num_files = counted(len(report.output_files), "file")
+    num_files = _count(len(report.output_files), "file")
     facts.append(("output", f"{shell_path(report.sink)} ({num_files})"))
     path = "none yet" if report.is_rebuilt else shell_path(report_path(report.sink))
     return [*facts, ("report", path)]
@@ -282,7 +284,7 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
         ("time", seconds),
         *idle_facts(lanes_of(report.history)),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
-        ("replicas", f"{report.replicas}{where}, {counted(report.restarts, 'restart')}"),
+        ("replicas", f"{report.replicas}{where}, {_count(report.restarts, 'restart')}"),
     ]
 
 
@@ -323,3 +325,35 @@ def _error_section(errors: tuple[ErrorCount, ...]) -> Section:
     )
     header = ("class", "rows", "row ids", "the first one says")
     return Section(title="Errors", table=Table(header=header, rows=rows))
+
+
+def _skipped_section(skipped: tuple[tuple[str, str], ...]) -> tuple[Section, ...]:
+    """Return the table of files that were left out; nothing where there were none."""
+    if not skipped:
+        return ()
+    more = len(skipped) - _MAX_SKIPPED
+    return (
+        Section(
+            title="Files left out",
+            table=Table(header=("file", "what is wrong with it"), rows=skipped[:_MAX_SKIPPED]),
+            notes=(f"{full(more)} more are in report.json",) if more > 0 else (),
+        ),
+    )
+
+
+def _skipped_facts(skipped: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
+    if not skipped:
+        return []
+    number = "1 file that" if len(skipped) == 1 else f"{len(skipped)} files that"
+    more = ", ..." if len(skipped) > _NUM_SKIPPED else ""
+    named = [(f"  {name}", reason) for name, reason in skipped[:_NUM_SKIPPED]]
+    return [("left out", f"{number} cannot be read{more}"), *named]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _rate(count: int, seconds: float) -> float:
+    """Return how many there were in a second, 0 where there was no time."""
+    return count / seconds if seconds > 0 else 0.0

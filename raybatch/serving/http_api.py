@@ -20,7 +20,6 @@ from starlette.types import Message, Receive
 
 from raybatch.serving.http_values import (
     Problem,
-    checked_endpoint,
     checked_metadata,
     listed,
     no_such,
@@ -191,8 +190,11 @@ class _Api:
             if key not in allowed and value is not None:
                 raise Problem(f"{key} is not supported", param=key, code="unknown_parameter")
         window = body.get("completion_window", "24h")
+        endpoint, known = body.get("endpoint"), self._config.endpoints
+        if endpoint not in known:
+            raise Problem(f"endpoint must be {' or '.join(known)} on this server", param="endpoint")
         options = {
-            "endpoint": checked_endpoint(body.get("endpoint"), self._config.endpoints),
+            "endpoint": endpoint,
             "completion_window": window,
             "window_s": window_seconds(window),
             "metadata": checked_metadata(body.get("metadata")),

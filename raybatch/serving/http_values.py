@@ -64,17 +64,6 @@ def check_id(text: str, kind: str) -> str:
     return text
 
 
-def checked_endpoint(endpoint: object, known: Sequence[str]) -> str:
-    """Return the endpoint of a batch.
-
-    Raises:
-        Problem: it is none of the known ones.
-    """
-    if endpoint not in known:
-        raise Problem(f"endpoint must be {' or '.join(known)} on this server", param="endpoint")
-    return str(endpoint)
-
-
 def window_seconds(window: object) -> int:
     """Return the seconds of a completion window, such as "24h".
 
@@ -95,21 +84,15 @@ def checked_metadata(value: object) -> dict[str, str] | None:
     """Return the metadata of a batch; raise Problem where they are more than a few texts."""
     if value is None:
         return None
-    if isinstance(value, dict) and len(value) <= 16:
-        texts = value.items()
-        if all(_is_text(k, 64) and _is_text(v, 512) for k, v in texts):
-            return value
+    if (
+        isinstance(value, dict)
+        and len(value) <= 16
+        and all(_is_text(name, 64) and _is_text(text, 512) for name, text in value.items())
+    ):
+        return value
     raise Problem(
         "metadata must be up to 16 texts of 512 characters, with names of 64", param="metadata"
     )
-
-
-def checked_limit(query: Mapping[str, str], *, default: int, most: int) -> int:
-    """Return the most items that a list may have; raise Problem where that is no such number."""
-    text = query.get("limit", str(default))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
-        raise Problem(f"limit must be a whole number from 1 to {most}", param="limit")
-    return int(text[:9])
 
 
 def page_of(
@@ -122,7 +105,10 @@ def page_of(
     Raises:
         Problem: a value is wrong.
     """
-    limit, after = checked_limit(query, default=default, most=most), query.get("after")
+    text, after = query.get("limit", str(default)), query.get("after")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise Problem(f"limit must be a whole number from 1 to {most}", param="limit")
+    limit = int(text[:9])
     if after is not None:
         if after not in ids:
             raise Problem("after names nothing in the list", param="after")
@@ -143,6 +129,4 @@ def listed(views: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dic
 
 def _is_text(value: object, max_chars: int) -> bool:
     """Return whether a value is a short text that can be written."""
-    if not isinstance(value, str) or len(value) > max_chars:
-        return False
-    return encodable(value) == value
+    return isinstance(value, str) and len(value) <= max_chars and encodable(value) == value

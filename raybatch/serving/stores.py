@@ -9,6 +9,7 @@ batches/<id>/status.json    by the runner alone
 
 import json
 import posixpath
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -65,8 +66,7 @@ class FileStore:
         """Keep a file."""
         file_id = self.new_id()
         with published(self.path(file_id)) as file:
-            while chunk := content.read(_CHUNK_BYTES):
-                file.write(chunk)
+            shutil.copyfileobj(content, file, _CHUNK_BYTES)
         return self.register(file_id, filename=filename, purpose=purpose)
 
     def register(self, file_id: str, *, filename: str, purpose: str) -> FileRecord:

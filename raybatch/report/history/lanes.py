@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raybatch.report.history.records import History, RunRecord, Sample
+from raybatch.report.history.records import History, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +54,9 @@ def lanes_of(history: History) -> tuple[Lane, ...]:
         if span is None:
             continue
         samples = [sample for sample in run.samples if sample.end_s <= span[1]]
-        for rank in _ranks(run):
+        for rank in sorted({rank for sample in run.samples for rank, _, _ in sample.engines}):
             lanes.setdefault(rank, []).extend(_stretches(samples, rank, span[0], start_s))
     return tuple(Lane(rank=rank, stretches=tuple(lanes[rank])) for rank in sorted(lanes))
-
-
-def _ranks(run: RunRecord) -> list[int]:
-    return sorted({rank for sample in run.samples for rank, _, _ in sample.engines})
 
 
 def _stretches(

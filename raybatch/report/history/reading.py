@@ -19,6 +19,9 @@ _MAX_UNITS = 300
 
 Event = Mapping[str, Any]
 
+# of the first line
+_TEXTS = ("host", "source", "model", "backend", "backend_reason", "executor")
+
 
 def read_history(store: Store) -> History:
     """Return what the logs below a sink say; one that cannot be understood is left out."""
@@ -62,17 +65,12 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
             continue
     if started is None:
         return None
+    values |= {name: str(started.get(name, "")) for name in _TEXTS}
     return RunRecord(
         run_id=str(started.get("run", "")),
         started=float(started["ts"]),
         seconds=max(0.0, last_ts - float(started["ts"])),
-        host=str(started.get("host", "")),
-        source=str(started.get("source", "")),
-        model=str(started.get("model", "")),
-        backend=str(started.get("backend", "")),
-        backend_reason=str(started.get("backend_reason", "")),
         versions={str(k): str(v) for k, v in dict(started.get("versions") or {}).items()},
-        executor=str(started.get("executor", "")),
         rows_resumed=int(started.get("rows_resumed") or 0),
         samples=tuple(samples.kept),
         **values,

@@ -150,9 +150,9 @@ class RunRecorder:
 
     Attributes:
         run_id: name of the run.
-        units: how far they are; none of them are known while there is no plan.
+        units: how far they are; none is known while there is no plan.
         rows_written: of units that this run has written, or found written.
-        rows_failed: error rows of these.
+        rows_failed: error rows of these units.
         limit: or signal that ended the run early; None where none did.
     """
 

@@ -90,7 +90,7 @@ class RunRecord:
         units_found: units that another run had written when this one came to them.
         median_unit_s: half of its units took no longer.
         p95_unit_s: 95 % of its units took no longer.
-        units: all of them, where they are few.
+        units: all units, where they are few.
         samples: of equal importance, a few hundred at most.
     """
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from raybatch.pictures.charts import draw_histogram
 from raybatch.pictures.document import Figure, Section, Table
@@ -66,14 +67,23 @@ def time_sections(history: History) -> tuple[Section, ...]:
     if not any(run.samples for run in history.runs):
         return ()
     lanes = lanes_of(history)
+    shown = _longest_idle(lanes)
+    names = [f"engine {lane.rank}" for lane in shown]
+    drawn = [
+        LaneRow(name=name, cells=_cells(lane)) for name, lane in zip(names, shown, strict=True)
+    ]
+    rows = tuple(
+        (name, *(duration(lane.total(part)) for _, part in _PARTS), "")
+        for name, lane in zip(names, shown, strict=True)
+    )
     engines = Section(
         title="Engines",
         facts=idle_facts(lanes),
-        table=_lane_table(lanes),
+        table=Table(header=("", *(name for name, _ in _PARTS), ""), rows=rows),
         figures=(
             Figure(
                 title="What engines did",
-                svg=draw_lanes(_lane_rows(lanes), total_s=total_s, marks=marks),
+                svg=draw_lanes(drawn, total_s=total_s, marks=marks),
                 caption="The height of a colour is its share of that moment. Cold start: not ready "
                 "yet, or before the first rows. Starvation: ready, with rows still to come, and "
                 "none at hand. Tail: no more rows, while other engines still work.",
@@ -117,21 +127,6 @@ def length_section(prompts: Histogram, outputs: Histogram) -> tuple[Section, ...
     return (Section(title="Lengths", figures=figures),)
 
 
-def _lane_table(lanes: tuple[Lane, ...]) -> Table:
-    shown = _longest_idle(lanes)
-    rows = tuple(
-        (f"engine {lane.rank}", *(duration(lane.total(part)) for _, part in _PARTS), "")
-        for lane in shown
-    )
-    return Table(header=("", *(name for name, _ in _PARTS), ""), rows=rows)
-
-
-def _lane_rows(lanes: tuple[Lane, ...]) -> list[LaneRow]:
-    return [
-        LaneRow(name=f"engine {lane.rank}", cells=_cells(lane)) for lane in _longest_idle(lanes)
-    ]
-
-
 def _longest_idle(lanes: tuple[Lane, ...]) -> list[Lane]:
     """Return the lanes that are worth a look, in the order of their ranks."""
     by_idle = sorted(lanes, key=lambda lane: -(lane.total("starved_s") + lane.total("tail_s")))
@@ -150,12 +145,9 @@ def _cells(lane: Lane) -> tuple[tuple[float, float, tuple[float, float, float, f
 
 
 def _bands(history: History, starts: list[float]) -> tuple[Band, ...]:
-    def rate(name: str) -> Callable[[Sample, Sample], float]:
-        def of(before: Sample, now: Sample) -> float:
-            more = float(getattr(now, name) - getattr(before, name))
-            return max(0.0, more) / max(now.seconds, 1e-9)
-
-        return of
+    def rate(before: Sample, now: Sample, name: str) -> float:
+        growth = float(getattr(now, name) - getattr(before, name))
+        return max(0.0, growth) / max(now.seconds, 1e-9)
 
     def steps(value: Callable[[Sample, Sample], float]) -> tuple[Step, ...]:
         drawn = []
@@ -169,8 +161,8 @@ def _bands(history: History, starts: list[float]) -> tuple[Band, ...]:
         return tuple(drawn)
 
     return (
-        Band(name="prompt/s", steps=steps(rate("prompt_tokens"))),
-        Band(name="output/s", steps=steps(rate("generated_tokens"))),
+        Band(name="prompt/s", steps=steps(partial(rate, name="prompt_tokens"))),
+        Band(name="output/s", steps=steps(partial(rate, name="generated_tokens"))),
         Band(
             name="KV",
             steps=steps(lambda _, now: 100 * now.kv),
@@ -192,7 +184,7 @@ def _unit_sections(history: History, starts: list[float]) -> tuple[Section, ...]
             start_s=start_s + max(0.0, unit.start_s),
             end_s=start_s + unit.start_s + unit.seconds,
             title=f"unit {unit.unit}: {count(unit.rows, 'row')} in {duration(unit.seconds)}",
-            is_slow=_is_slow(run, unit.seconds),
+            is_slow=unit.seconds > max(_SLOW_S, _SLOW_FACTOR * run.median_unit_s),
         )
         for run, start_s in zip(history.runs, starts, strict=False)
         for unit in run.units
@@ -231,7 +223,3 @@ def _unit_sections(history: History, starts: list[float]) -> tuple[Section, ...]
             figures=(figure,),
         ),
     )
-
-
-def _is_slow(run: RunRecord, seconds: float) -> bool:
-    return seconds > max(_SLOW_S, _SLOW_FACTOR * run.median_unit_s)
