@@ -146,7 +146,7 @@ def one_line(text: str, max_chars: int = 2000) -> str:
     return found if len(found) <= max_chars else f"{found[:max_chars]} ..."
 
 
-def told_range(allowed: str, value: object) -> str:
+def range_text(allowed: str, value: object) -> str:
     """Return what a number may be, and that it must be finite where `value` is not.
 
     Args:
@@ -154,7 +154,7 @@ def told_range(allowed: str, value: object) -> str:
         value: that is refused.
 
     Example:
-        >>> told_range("at least 0", float("inf")), told_range("at least 0", -1)
+        >>> range_text("at least 0", float("inf")), range_text("at least 0", -1)
         ('a finite number of at least 0', 'a number of at least 0')
     """
     is_endless = isinstance(value, float) and not math.isfinite(value)

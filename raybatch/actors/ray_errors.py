@@ -42,7 +42,7 @@ def own_cause(error: BaseException) -> RaybatchError | None:
 
 
 @contextmanager
-def errors_told_once() -> Iterator[None]:
+def errors_logged_once() -> Iterator[None]:
     """Send messages of Ray Data about the error that ends a run to its log file alone.
 
     The caller raises that error, so that nothing is hidden.

@@ -31,10 +31,10 @@ class BackendChoice:
         return self.kind == "native"
 
     def __str__(self) -> str:
-        return told_backend(self.kind, self.why)
+        return backend_text(self.kind, self.why)
 
 
-def told_backend(kind: str, why: str) -> str:
+def backend_text(kind: str, why: str) -> str:
     """Return a backend in words; `why` is empty where the user named it."""
     return f"{kind} ({why})" if why else kind
 

@@ -56,7 +56,7 @@ def converted(row: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
     return values
 
 
-def asked_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
+def requested_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
     """Return what a column that a stage reads holds for a value."""
     return media(value) if name == MEDIA_COLUMN else plain_value(name, value)
 
@@ -75,7 +75,7 @@ def merge(table: pa.Table, returned: Sequence[Row]) -> pa.Table:
     """Return the table with what was returned of its rows; a failed row keeps what it had."""
     for name in _names(returned):
         column = _column(name, table)
-        old = _values(name, column, asked_value)
+        old = _values(name, column, requested_value)
         new = [None if row is None else row.get(name, old[i]) for i, row in enumerate(returned)]
         merged = _changed(name, column, old, new, returned)
         if name in table.column_names:

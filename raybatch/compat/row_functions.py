@@ -19,7 +19,6 @@ from raybatch.compat.chaining import (
 from raybatch.compat.row_columns import (
     Convert,
     Row,
-    asked_value,
     converted,
     copied,
     is_nested,
@@ -28,6 +27,7 @@ from raybatch.compat.row_columns import (
     plain_value,
     replace,
     replace_failed,
+    requested_value,
 )
 from raybatch.errors import ConfigError, error_text
 from raybatch.records.types import UNBOUNDED_TOKENS, Task
@@ -225,7 +225,7 @@ def _merging(function: RowFunction) -> RowFunction:
         if isinstance(returned, Mapping):
             returned = {**{name: row[name] for name in is_set}, **returned}
             returned = _unbounded(returned, nested.get(SAMPLING_COLUMN))
-        return _checked(returned, asked_value)
+        return _checked(returned, requested_value)
 
     return merged
 

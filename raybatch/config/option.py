@@ -25,7 +25,7 @@ from annotated_types import Ge, Le
 from pydantic import BeforeValidator, ConfigDict, SkipValidation, ValidationError
 from pydantic.fields import FieldInfo
 
-from raybatch.errors import ConfigError, did_you_mean, told_range
+from raybatch.errors import ConfigError, did_you_mean, range_text
 
 _T = TypeVar("_T")
 
@@ -183,7 +183,7 @@ def check_min(config: object, name: str, minimum: float) -> None:
     value = getattr(config, name)
     # also NaN, of which nothing is true
     if not is_number(value) or not minimum <= value < math.inf:
-        allowed = told_range(f"at least {minimum}", value)
+        allowed = range_text(f"at least {minimum}", value)
         raise ConfigError(f"{name} must be {allowed}, got {value!r}")
 
 
@@ -231,9 +231,9 @@ def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN40
     if get_origin(kind) in (Union, types.UnionType):
         named = [each for each in get_args(kind) if each is not type(None)]
         parts = ", ".join(_allowed(each, limits, value) for each in named)
-        if len(named) == len(get_args(kind)) or named in ([int], [float], [str]):
-            return parts
-        return f"{parts}, or none" if named == [bool] else f"{parts} or none"
+        if named == [bool]:
+            return f"{parts}, or none"
+        return f"{parts} or none" if 1 < len(named) < len(get_args(kind)) else parts
     if get_origin(kind) is Literal:
         choices = [str(each) for each in get_args(kind)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else f'"{choices[0]}"'
@@ -245,8 +245,8 @@ def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN40
         most = next((limit.le for limit in limits if hasattr(limit, "le")), None)
         if most is not None:
             lowest = f"from {least} to" if above is None else f"above {above} and at most"
-            return f"{told_range(f'{lowest} {most}', value)}, such as 0.01"
-        return told_range(f"at least {least}" if above is None else f"above {above}", value)
+            return f"{range_text(f'{lowest} {most}', value)}, such as 0.01"
+        return range_text(f"at least {least}" if above is None else f"above {above}", value)
     names = {bool: "true or false", str: "a text"}
     return names.get(kind, "a mapping" if get_origin(kind) in _MAPPINGS else "a list")
 

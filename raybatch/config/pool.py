@@ -19,7 +19,7 @@ from raybatch.config.option import (
     is_number,
     options,
 )
-from raybatch.errors import ConfigError, told_range
+from raybatch.errors import ConfigError, range_text
 
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
@@ -95,7 +95,7 @@ class PoolConfig:
             _check_amount(amount, where=where, is_zero_allowed=True)
         if self.bundles is not None:
             check_bundles(self.bundles, where="pool.bundles")
-            _check_beside_bundles(self)
+            _check_no_other_resources(self)
 
 
 def check_bundles(bundles: object, *, where: str, is_zero_allowed: bool = False) -> None:
@@ -128,10 +128,10 @@ def _check_amount(amount: Any, *, where: str, is_zero_allowed: bool) -> None:  #
     is_enough = is_number(amount) and (amount >= 0 if is_zero_allowed else amount > 0)
     if not is_enough or not amount < math.inf:
         lowest = "at least 0" if is_zero_allowed else "above 0"
-        raise ConfigError(f"{where} must be {told_range(lowest, amount)}, got {amount!r}")
+        raise ConfigError(f"{where} must be {range_text(lowest, amount)}, got {amount!r}")
 
 
-def _check_beside_bundles(pool: PoolConfig) -> None:
+def _check_no_other_resources(pool: PoolConfig) -> None:
     given = {
         "num_cpus_per_replica": pool.num_cpus_per_replica or None,
         "num_gpus_per_replica": pool.num_gpus_per_replica,

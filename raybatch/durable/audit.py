@@ -63,7 +63,7 @@ class Audit:
         return self.lost_rows - self.missing_rows
 
     @property
-    def told_gone(self) -> str:
+    def gone_message(self) -> str:
         """Return the message about missing units that no run writes, since `_SUCCESS` is there."""
         units = ", ".join(str(unit) for unit in self.missing)
         return (

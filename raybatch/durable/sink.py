@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from raybatch.durable.heartbeat import FRESH_S, live_runs
 from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, STAGING, SUCCESS, part_unit, probe_name
-from raybatch.durable.storage import real_path, store_of, told_as
+from raybatch.durable.storage import error_context, real_path, store_of
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, did_you_mean
 
@@ -62,7 +62,7 @@ def prepare_sink(
         ConfigError: there are files in it but no mark of an earlier run, or files that are read;
             or the folder cannot be written, or with `is_overwrite` another run writes there.
     """
-    with told_as(f"sink {sink!r} cannot be used; choose a folder that can be written"):
+    with error_context(f"sink {sink!r} cannot be used; choose a folder that can be written"):
         _prepare(sink, is_overwrite, source_paths)
 
 

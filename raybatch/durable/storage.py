@@ -52,7 +52,7 @@ def is_below(folder: str, other: str) -> bool:
 
 
 @contextmanager
-def told_as(what: str) -> Iterator[None]:
+def error_context(what: str) -> Iterator[None]:
     """Turn what a file system raises into a ConfigError that begins with `what`."""
     try:
         yield

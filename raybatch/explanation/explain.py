@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from raybatch.actors.executors.local_measure import measure_local
-from raybatch.actors.executors.local_pools import plan_local_crew
-from raybatch.actors.replicas.placement import cluster_now, connected_ray, plan_crew
+from raybatch.actors.executors.local_pools import plan_local_placement
+from raybatch.actors.replicas.placement import cluster_now, connected_ray, plan_placement
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import (
     NO_SPEED_OF_ENDPOINTS,
@@ -27,7 +27,7 @@ from raybatch.explanation.build import (
 from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.record import Explanation, KVSize
-from raybatch.planning.layout_lint import lint_source, told_of_templates
+from raybatch.planning.layout_lint import lint_source, why_layout_is_not_linted
 from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun, planned_work
 from raybatch.planning.run import fit_units, is_small
 from raybatch.planning.small import gather, plan_gathered
@@ -136,7 +136,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     work = _work(question, planned)
     if explanation.own_order is not None and not explanation.is_reordered:
         work = work.with_cache(explanation.own_order.computed_tokens)
-    return replace(explanation, time=_time(costs, work, _crew_size(question)[0]))
+    return replace(explanation, time=_time(costs, work, _num_replicas(question)[0]))
 
 
 def _answer_cost(spec: PoolSpec, explanation: Explanation) -> tuple[float, float] | None:
@@ -152,7 +152,7 @@ def _answer_cost(spec: PoolSpec, explanation: Explanation) -> tuple[float, float
 def _layout(job: PlannedRun, tokenizer: PromptTokenizer) -> str:
     """Return a better order of the template's fields, or why none is looked for."""
     hint = lint_source(job.source, job.config, tokenizer)
-    return told_of_templates(job.config) if hint is None else hint.text
+    return why_layout_is_not_linted(job.config) if hint is None else hint.text
 
 
 def _kv_size(question: Question, costs: CostModel | None) -> KVSize | None:
@@ -256,15 +256,15 @@ def _likely_engine_s(
     return band.expected, band.low, band.high
 
 
-def _crew_size(question: Question) -> tuple[int, int]:
+def _num_replicas(question: Question) -> tuple[int, int]:
     """Return how many engines a pool would have, and how many of them on one host.
 
     They are those on the cluster that is connected, or on this host where there is none.
     """
     if question.is_local or connected_ray() is None:
-        crew = plan_local_crew(question.spec)
+        crew = plan_local_placement(question.spec)
     else:
-        crew = plan_crew(question.spec, cluster_now())
+        crew = plan_placement(question.spec, cluster_now())
     return crew.num_replicas, crew.num_engines_on_host
 
 
@@ -281,7 +281,7 @@ def _cost_model(question: Question) -> tuple[CostModel | None, str]:
         except MeasureError as error:
             return None, str(error)
     path = cost_model_path(
-        spec.model, spec.backend, spec.engine, num_engines_on_host=_crew_size(question)[1]
+        spec.model, spec.backend, spec.engine, num_engines_on_host=_num_replicas(question)[1]
     )
     costs = load_cost_model(path)
     return costs, "" if costs else "this model was not measured on this host yet"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raybatch.backends.choice import told_backend
+from raybatch.backends.choice import backend_text
 from raybatch.errors import ConfigError
 from raybatch.explanation.facts import (
     TimeEstimate,
@@ -133,7 +133,7 @@ class Explanation:
         )
 
     def _time_section(self) -> Section:
-        backend = told_backend(self.backend, self.backend_reason)
+        backend = backend_text(self.backend, self.backend_reason)
         facts = (
             *((("backend", backend),) if self.backend else ()),
             *time_facts(self.time, self.no_time, self.price_per_engine_hour, self.answer_cost),

@@ -9,7 +9,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.durable.storage import told_as
+from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.ipc_files import open_ipc, read_batches
@@ -83,7 +83,7 @@ def scan_file(
         ConfigError: the file cannot be opened, is not safe to read, or grows too large.
     """
     path = file.path
-    with told_as(f"source file {safe_text(path)} cannot be opened"):
+    with error_context(f"source file {safe_text(path)} cannot be opened"):
         if path.lower().endswith(JSON_SUFFIXES):
             lines = scan_json_lines(
                 path, columns=columns, max_decompressed_bytes=max_decompressed_bytes
@@ -185,7 +185,7 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
         ConfigError: the file has become unreadable, or has other rows than it had.
     """
     num_rows = 0
-    with told_as(f"source file {safe_text(part.path)} cannot be read any more"):
+    with error_context(f"source file {safe_text(part.path)} cannot be read any more"):
         for rows in _tables(part, columns):
             num_rows += rows.num_rows
             # a file that was replaced may be without end

@@ -12,7 +12,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.durable.storage import told_as
+from raybatch.durable.storage import error_context
 from raybatch.errors import error_text
 from raybatch.inputs.arrow_types import check_types, inert_schema
 from raybatch.inputs.file_errors import (
@@ -180,7 +180,7 @@ def row_bytes_of(path: str, *, columns: Sequence[str] | None = None) -> float:
         ConfigError: the file cannot be opened, or is not safe to read.
     """
     with (
-        told_as(f"source file {safe_text(path)} cannot be opened"),
+        error_context(f"source file {safe_text(path)} cannot be opened"),
         fsspec.open(path, "rb") as file,
     ):
         try:

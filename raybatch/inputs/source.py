@@ -11,7 +11,7 @@ import fsspec
 import pyarrow as pa
 
 from raybatch.durable.layout import part_name
-from raybatch.durable.storage import real_path, told_as
+from raybatch.durable.storage import error_context, real_path
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import BadFileError, safe_text
 from raybatch.inputs.file_slices import (
@@ -104,7 +104,7 @@ class Source:
                 yield table
 
     def _in_schema(self, rows: pa.Table, part: FileSlice) -> pa.Table:
-        with told_as(f"source file {safe_text(part.path)} does not fit the other files"):
+        with error_context(f"source file {safe_text(part.path)} does not fit the other files"):
             return in_common_schema(rows, self.schema)
 
 
@@ -136,7 +136,7 @@ def scan_source(
         ConfigError: no file, files whose schemas differ, a broken or too large file, or a type
             that may run code when it is read.
     """
-    with told_as(f"source {source!r} cannot be listed"):
+    with error_context(f"source {source!r} cannot be listed"):
         files = list_files(source, has_columns=columns is not None)
     bad: dict[ListedFile, str] = {}
     noted = partial(_noted, bad=bad if skip_bad_files else None)
@@ -199,10 +199,10 @@ def _listed(bad: dict[ListedFile, str]) -> str:
 
 def check_outside(sink: str, source: str) -> None:
     """Raise ConfigError if the next run on `source` would read what is written to `sink`."""
-    with told_as(f"source {source!r} cannot be listed"):
+    with error_context(f"source {source!r} cannot be listed"):
         root = Root.of(source)
         is_folder = not root.is_glob and root.fs.isdir(root.path)
-    with told_as(f"sink {sink!r} cannot be used"):
+    with error_context(f"sink {sink!r} cannot be used"):
         sink_fs, path = fsspec.core.url_to_fs(sink)
         path = path.rstrip("/")
     if sink_fs != root.fs or not (root.is_glob or is_folder):

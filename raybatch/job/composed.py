@@ -17,7 +17,7 @@ import pyarrow as pa
 import ray
 from ray.data import Datasink
 
-from raybatch.actors.ray_errors import errors_told_once, message_kept, own_cause
+from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cause
 from raybatch.config import PlanConfig
 from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
@@ -26,7 +26,7 @@ from raybatch.durable.journal import POS, ROW
 from raybatch.durable.layout import PLAN
 from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.sink import check_place, prepare_sink
-from raybatch.durable.storage import store_of, told_as
+from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError, ConfigError
 from raybatch.inputs.file_slices import ROWS_PER_TABLE
 from raybatch.inputs.source import Source, check_outside, scan_source
@@ -144,7 +144,7 @@ def _no_rows(schema: pa.Schema, sink: str) -> Any:  # noqa: ANN401
     table = as_movable(schema.empty_table())
     if ROW_ID not in schema.names:
         table = table.add_column(0, ROW_ID, pa.array([], pa.string()))
-    with told_as(f"sink {sink!r} cannot be used"):
+    with error_context(f"sink {sink!r} cannot be used"):
         # Ray tells no columns of a pipeline without rows
         settle_schema(store_of(sink), table.schema)
     places = dict.fromkeys(_PLACES, pa.array([], pa.int64()))
@@ -198,7 +198,7 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
 
 def _settled(sink: str, schema: pa.Schema) -> pa.Schema:
     """Return the schema of every part, which is this one, or raise ConfigError."""
-    with told_as(f"sink {sink!r} cannot be used"):
+    with error_context(f"sink {sink!r} cannot be used"):
         settled = settle_schema(store_of(sink), schema)
     if settled.equals(schema):
         return settled
@@ -223,7 +223,7 @@ def _field_text(field: pa.Field | None) -> str:
 def _write(dataset: Any, sink: Datasink) -> None:  # noqa: ANN401
     settle_context(dataset)
     try:
-        with errors_told_once():
+        with errors_logged_once():
             dataset.write_datasink(sink)
     except Exception as error:
         raise own_cause(error) or error from None
@@ -231,7 +231,7 @@ def _write(dataset: Any, sink: Datasink) -> None:  # noqa: ANN401
 
 def _write_no_rows(sink: str, stored: StoredPlan, schema: pa.Schema | None) -> None:
     """Write the one part of an input without rows, so that readers find the columns."""
-    with told_as(f"sink {sink!r} cannot be used"):
+    with error_context(f"sink {sink!r} cannot be used"):
         schema = schema or settle_schema(store_of(sink), pa.schema([]))
     writer = _writer(sink, stored, schema, attempt="no rows")
     writer.deliver(0, writer.journal_of(0))
@@ -280,14 +280,14 @@ class UnitSink(Datasink):  # type: ignore[misc]
         rows = table.drop_columns([UNIT])
         user_schema = pa.schema([f for f in rows.schema if f.name not in _PLACES])
         rows = as_movable(rows)
-        with told_as(f"sink {self._sink!r} cannot be used"):
+        with error_context(f"sink {self._sink!r} cannot be used"):
             schema = self._schema or settle_schema(store_of(self._sink), user_schema)
         writer = _writer(self._sink, self._stored, schema, attempt=attempt)
         for number in np.unique(unit).tolist():
-            with told_as(f"sink {self._sink!r} cannot be read"):
+            with error_context(f"sink {self._sink!r} cannot be read"):
                 if writer.receipt_of(number) is not None:
                     continue
-            with told_as(f"the rows do not fit the columns of the output in {self._sink!r}"):
+            with error_context(f"the rows do not fit the columns of the output in {self._sink!r}"):
                 finished = writer.joined([rows.filter(pa.array(unit == number))])
             writer.deliver(number, finished)
 

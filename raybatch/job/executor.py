@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_crew
+from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_placement
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.replicas.placement import connected_ray
 from raybatch.actors.wire.records import PoolSpec
@@ -84,7 +84,7 @@ def choose(asked: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfig
 
 
 def _local(spec: PoolSpec, source: Source, reason: str) -> Executor:
-    most = plan_local_crew(spec).num_replicas
+    most = plan_local_placement(spec).num_replicas
     is_given = spec.pool.replicas is not None
     num_engines = most if is_given else engines_for(source.num_rows, most)
     return Executor(is_local=True, reason=reason, num_engines=num_engines)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from raybatch.durable.layout import PLAN, PLAN_ORDER
 from raybatch.durable.sink import output_files, prepare_sink
-from raybatch.durable.storage import store_of, told_as
+from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import ConfigError, shell_path
 from raybatch.job.config import JobConfig
 from raybatch.job.parts import is_whole, plans_of
@@ -87,5 +87,5 @@ def _folder(config: JobConfig) -> str:
 
 
 def _has_plan(folder: str) -> bool:
-    with told_as(f"{folder!r} cannot be read"):
+    with error_context(f"{folder!r} cannot be read"):
         return store_of(folder).size(PLAN) is not None

@@ -10,7 +10,7 @@ from raybatch.actors.replicas.placement import connected_ray
 from raybatch.durable.audit import is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.layout import PLAN_ORDER
-from raybatch.durable.storage import store_of, told_as
+from raybatch.durable.storage import error_context, store_of
 from raybatch.planning.fingerprint import InputFile, backend_kind, check_same
 from raybatch.planning.planned import PlannedRun
 from raybatch.planning.run import fit_units
@@ -85,7 +85,7 @@ def _in_order_of(plans: Sequence[StoredPlan], files: Sequence[InputFile]) -> lis
 
 def began_with(sink: str) -> str | None:
     """Return the kind of the backend that an output was begun with; None where there is none."""
-    with told_as(f"sink {sink!r} cannot be used"):
+    with error_context(f"sink {sink!r} cannot be used"):
         for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
             for stored in read_plans(folder):
                 return backend_kind(stored.fingerprint)

@@ -11,7 +11,7 @@ import pyarrow as pa
 from raybatch.durable.audit import Audit, audit, finish
 from raybatch.durable.commit import committed
 from raybatch.durable.leftovers import drop_journal_and_staging
-from raybatch.durable.storage import store_of, told_as
+from raybatch.durable.storage import error_context, store_of
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, RunStopped, shell_path
 from raybatch.explanation.explain import Question, explain_run
@@ -149,7 +149,7 @@ class JobRun:
 
     def _check_plan_repeats(self, store: Store) -> None:
         """Refuse a plan that another driver would make otherwise, where two might be written."""
-        with told_as(f"sink {self.config.sink!r} cannot be used"):
+        with error_context(f"sink {self.config.sink!r} cannot be used"):
             is_exclusive = store.is_exclusive
         if not is_exclusive and self.config.plan.lengths == "probe":
             raise ConfigError(

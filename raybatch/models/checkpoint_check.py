@@ -141,7 +141,7 @@ def check_tensors(folder: Path, spec: ModelSpec) -> None:
     _check_missing(folder, needed, stored)
     _check_types(needed, stored)
     _check_shapes(needed, stored)
-    _tell_unused_layers(spec, stored)
+    _log_unused_layers(spec, stored)
 
 
 def check_known_tensors(folder: Path, spec: ModelSpec) -> None:
@@ -157,7 +157,7 @@ def check_known_tensors(folder: Path, spec: ModelSpec) -> None:
     if needed.keys() & stored.keys():
         _check_missing(folder, needed, stored)
     _check_shapes(needed, stored)
-    _tell_unused_layers(spec, stored)
+    _log_unused_layers(spec, stored)
 
 
 def _check_missing(
@@ -200,7 +200,7 @@ def _check_types(needed: Mapping[str, Shape], stored: Mapping[str, StoredTensor]
         )
 
 
-def _tell_unused_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> None:
+def _log_unused_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> None:
     """Warn of a config.json with fewer layers than the weights: the text would be of a part."""
     numbers = {int(match[1]) for name in stored if (match := _LAYER.match(name))}
     unused = sorted(number for number in numbers if number >= spec.num_layers)

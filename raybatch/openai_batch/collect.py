@@ -13,7 +13,7 @@ import pyarrow as pa
 from raybatch.actors.wire.arrow_arrays import vector_lists
 from raybatch.backends.openai.body import BadAnswer
 from raybatch.backends.openai.embeddings import read_vector
-from raybatch.durable.storage import told_as
+from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import scan_source
@@ -93,7 +93,7 @@ class AnswerIndex:
 
     def _scan(self, number: int, path: str) -> Any:  # noqa: ANN401 - uint64 [R, 4]
         rows = [np.empty((0, 4), np.uint64)]
-        with told_as(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
+        with error_context(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
             lines = self._lines(file, safe_text(path))
             while some := list(islice(lines, _LINES_AT_ONCE)):
                 ids, offsets = zip(*some, strict=True)
@@ -280,7 +280,7 @@ def _columns(ids: Sequence[str], answers: Sequence[Answer], output: OutputSchema
 
 
 def _check_empty(sink: str) -> None:
-    with told_as(f"{sink} cannot be used"):
+    with error_context(f"{sink} cannot be used"):
         fs, root = fsspec.core.url_to_fs(sink)
         if fs.exists(root) and fs.find(root):
             raise ConfigError(f"{sink} holds files; choose another folder")

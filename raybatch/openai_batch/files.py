@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from raybatch.durable.storage import told_as
+from raybatch.durable.storage import error_context
 
 _ROWS_AT_ONCE = 256
 
@@ -23,7 +23,7 @@ def published(path: str) -> Iterator[IO[bytes]]:
     Raises:
         ConfigError: it cannot be written.
     """
-    with told_as(f"{path} cannot be written"):
+    with error_context(f"{path} cannot be written"):
         fs, name = fsspec.core.url_to_fs(path)
         if isinstance(fs, LocalFileSystem):
             with _moved_to(name) as local:
@@ -64,7 +64,7 @@ def parquet_writer(path: str, schema: Any) -> Iterator[pq.ParquetWriter]:  # noq
 
 def parquet_schema(path: str) -> pa.Schema:
     """Return the schema of a Parquet file."""
-    with told_as(f"{path} cannot be read"), fsspec.open(path, "rb") as file:
+    with error_context(f"{path} cannot be read"), fsspec.open(path, "rb") as file:
         return pq.read_schema(file)
 
 
@@ -73,7 +73,7 @@ def parquet_rows(path: str, columns: list[str]) -> Iterator[dict[str, Any]]:
 
     Memory: a few hundred rows.
     """
-    with told_as(f"{path} cannot be read"), fsspec.open(path, "rb") as file:
+    with error_context(f"{path} cannot be read"), fsspec.open(path, "rb") as file:
         known = set(pq.ParquetFile(file).schema_arrow.names)
         wanted = [name for name in columns if name in known]
         for batch in pq.ParquetFile(file).iter_batches(
@@ -84,7 +84,7 @@ def parquet_rows(path: str, columns: list[str]) -> Iterator[dict[str, Any]]:
 
 def remove_folder(path: str) -> None:
     """Remove a folder with all that is in it; one that is not there is fine."""
-    with told_as(f"{path} cannot be removed"):
+    with error_context(f"{path} cannot be removed"):
         fs, name = fsspec.core.url_to_fs(path)
         if fs.exists(name):
             fs.rm(name, recursive=True)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.durable.storage import told_as
+from raybatch.durable.storage import error_context
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.json_lines import nesting_depth
 from raybatch.openai_batch.requests import Refusal
@@ -51,7 +51,7 @@ def input_id(path: str) -> InputId:
         ConfigError: it cannot be read.
     """
     digest, num_bytes = hashlib.blake2b(digest_size=16), 0
-    with told_as(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
+    with error_context(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             num_bytes += len(chunk)
@@ -67,7 +67,7 @@ def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
         ConfigError: the file cannot be read.
     """
     with (
-        told_as(f"{safe_text(path)} cannot be read"),
+        error_context(f"{safe_text(path)} cannot be read"),
         fsspec.open(path, "rb", compression="infer") as file,
     ):
         number = 0

@@ -14,7 +14,7 @@ from raybatch.durable.commit import listed_units
 from raybatch.durable.heartbeat import live_runs
 from raybatch.durable.leftovers import leftovers
 from raybatch.durable.sink import is_marked
-from raybatch.durable.storage import open_store, told_as
+from raybatch.durable.storage import error_context, open_store
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError
 from raybatch.pictures.wording import printable
@@ -72,7 +72,7 @@ def clean(sink: str | Path, *, older_than_s: float = WEEK_S, is_dry_run: bool = 
     """
     sink = str(sink)
     store = open_store(sink)
-    with told_as(f"output {sink!r} cannot be cleaned"):
+    with error_context(f"output {sink!r} cannot be cleaned"):
         if not is_marked(store):
             raise ConfigError(f"{sink}: no job of raybatch has written here; nothing is removed")
         live = tuple(str(run) for run in live_runs(store, time.time()))

@@ -16,7 +16,7 @@ from raybatch.durable.audit import is_finished
 from raybatch.durable.layout import DATA, PLAN, part_name
 from raybatch.durable.partitioned import partition_values, read_record
 from raybatch.durable.parts import read_footer
-from raybatch.durable.storage import open_store, told_as
+from raybatch.durable.storage import error_context, open_store
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError, did_you_mean
@@ -92,7 +92,7 @@ def failed_rows(
     """
     _check_statuses(statuses)
     store = open_store(sink)
-    with told_as(f"output {sink!r} cannot be read"):
+    with error_context(f"output {sink!r} cannot be read"):
         if store.size(PLAN) is None:
             raise ConfigError(f"{sink}: there is no output of a job to take error rows from")
         plans = read_plans(sink)

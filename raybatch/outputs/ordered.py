@@ -20,7 +20,7 @@ from raybatch.durable.commit import committed
 from raybatch.durable.layout import PLAN, part_name, plan_name
 from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.sink import prepare_sink
-from raybatch.durable.storage import is_below, store_of, told_as
+from raybatch.durable.storage import error_context, is_below, store_of
 from raybatch.errors import ConfigError
 from raybatch.outputs.row_copy import RowCopy, copy_rows
 from raybatch.planning.shards import stretches
@@ -45,7 +45,7 @@ def ordered(sink: str, into: str, *, start_ray: Callable[[], None] | None = None
         ConfigError: the output is not finished, is in that order already, or is partitioned; or
             the folder cannot be used.
     """
-    with told_as(f"output {sink!r} cannot be read"):
+    with error_context(f"output {sink!r} cannot be read"):
         plans = _finished_plans(sink)
         below = store_of(sink).uri + "/"
     if not any(stored.is_reordered for stored in plans):
@@ -82,7 +82,7 @@ def restore_order(
         ConfigError: the output is not finished, or the folder holds the copy of another one.
         CommitError: the copy does not hold every row once.
     """
-    with told_as(f"output {sink!r} cannot be read"):
+    with error_context(f"output {sink!r} cannot be read"):
         plans = _finished_plans(sink)
     first_unit = 0
     for stored in plans:

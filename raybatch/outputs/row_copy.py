@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.actors.ray_errors import errors_told_once, message_kept, own_cause
+from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cause
 from raybatch.durable.journal import POS, ROW
 from raybatch.durable.layout import part_name
-from raybatch.durable.storage import store_of, told_as
+from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.store import read_shards, read_units
@@ -98,7 +98,7 @@ class RowCopy:
 
     def _part(self, unit: int) -> pa.Table:
         store, name = store_of(self.source), part_name(self.stored.first_unit + unit)
-        with told_as(f"{store.uri}/{name} cannot be read"):
+        with error_context(f"{store.uri}/{name} cannot be read"):
             file = pq.ParquetFile(pa.BufferReader(store.read(name)))
             # types first: values of another type are never touched
             if not file.schema_arrow.equals(self.schema):
@@ -188,7 +188,7 @@ def _run_tasks(copy: RowCopy) -> None:
     settle_context(written)
     written.context.enable_progress_bars = False
     try:
-        with errors_told_once():
+        with errors_logged_once():
             for _ in written.iter_batches(batch_size=None, batch_format="pyarrow"):
                 pass
     except Exception as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from raybatch.durable.audit import Audit, audit, read_success
 from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, SUCCESS
 from raybatch.durable.sink import is_marked
-from raybatch.durable.storage import open_store, told_as
+from raybatch.durable.storage import error_context, open_store
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
@@ -112,7 +112,7 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
     """
     sink = str(sink)
     store = open_store(sink)
-    with told_as(f"output {sink!r} cannot be read"):
+    with error_context(f"output {sink!r} cannot be read"):
         if store.size(PLAN) is None:
             if store.size(f"{PLAN_ORDER}/{PLAN}") is not None:
                 return _before_ordering(sink, store, is_deep=deep)
@@ -227,7 +227,7 @@ def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, result: Au
     if not wrong and not result.lost_rows and statuses != dict(result.counts.statuses):
         wrong.append(f"it counts {statuses}, the footers {dict(result.counts.statuses)}")
     problems = [f"{where}: {'; '.join(wrong)}; {_ANEW}"] if wrong else []
-    return [*problems, f"{where}: {result.told_gone}"] if result.num_missing else problems
+    return [*problems, f"{where}: {result.gone_message}"] if result.num_missing else problems
 
 
 def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:

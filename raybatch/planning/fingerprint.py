@@ -19,7 +19,7 @@ import pyarrow as pa
 from raybatch.backends.registry import answering_options, type_of
 from raybatch.config import WaveConfig
 from raybatch.config.option import Decides, decided_by, fields_of, is_default
-from raybatch.durable.storage import told_as
+from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError, encodable
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import Source
@@ -243,7 +243,7 @@ def compare_files(root: str, files: Sequence[InputFile]) -> tuple[list[str], lis
 
 
 def _digest(path: str) -> str:
-    with told_as(f"source file {safe_text(path)} cannot be read"):
+    with error_context(f"source file {safe_text(path)} cannot be read"):
         fs, name = fsspec.core.url_to_fs(path)
         size = fs.size(name)
         tail = fs.cat_file(name, start=max(0, size - _TAIL_BYTES), end=size)

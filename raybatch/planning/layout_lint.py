@@ -114,7 +114,7 @@ def can_change_layout(config: StageConfig) -> bool:
     return len(_occurrences(config)) > 1 and not _repeated(config)
 
 
-def told_of_templates(config: StageConfig) -> str:
+def why_layout_is_not_linted(config: StageConfig) -> str:
     """Return why no order of the fields is tried where there are several; "" for no reason."""
     repeated = _repeated(config)
     if not repeated or len(set(_occurrences(config))) < 2:

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from raybatch.durable.layout import plan_name
 from raybatch.durable.opening import open_plan
-from raybatch.durable.storage import store_of, told_as
+from raybatch.durable.storage import error_context, store_of
 from raybatch.durable.units import UnitPlan, join_plans, row_sums
 from raybatch.errors import ConfigError
 from raybatch.planning.shards import SHARD_SCHEMA, rows_in_stretches
@@ -67,7 +67,7 @@ def write_plan(sink: str, stored: StoredPlan, units: UnitPlan) -> StoredPlan:
     _create(sink, f"_raybatch/plan/{stored.hash}/units.arrow", _as_bytes(table))
     text = json.dumps(dataclasses.asdict(stored), indent=1, sort_keys=True)
     name = plan_name(stored.number)
-    with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
+    with error_context(f"{sink.rstrip('/')}/{name} cannot be written"):
         written = open_plan(store_of(sink), text.encode, name=name)
     holding = parse_plan(written, f"{sink.rstrip('/')}/{name}")
     if (holding.files, holding.fingerprint) != (stored.files, stored.fingerprint):
@@ -88,7 +88,7 @@ def read_plan(sink: str, number: int = 1) -> StoredPlan:
     """
     name = plan_name(number)
     path = f"{sink.rstrip('/')}/{name}"
-    with told_as(f"{path} cannot be read"):
+    with error_context(f"{path} cannot be read"):
         return parse_plan(store_of(sink).read(name), path)
 
 
@@ -109,7 +109,7 @@ def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
     """Return rows and sums of the units of a plan that lies below the sink."""
     name = f"_raybatch/plan/{stored.hash}/units.arrow"
     path = f"{sink.rstrip('/')}/{name}"
-    with told_as(f"{path} {_DAMAGED}"):
+    with error_context(f"{path} {_DAMAGED}"):
         table = _read_table(sink, name)
         units = UnitPlan(
             hash=stored.hash,
@@ -141,7 +141,7 @@ def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Tabl
 
 def _read_shard(sink: str, stored: StoredPlan, name: str, num_rows: int) -> pa.Table:
     path = shard_name(stored, name)
-    with told_as(f"{sink.rstrip('/')}/{path} {_DAMAGED}"):
+    with error_context(f"{sink.rstrip('/')}/{path} {_DAMAGED}"):
         shard = _read_table(sink, path)
         if shard.schema != SHARD_SCHEMA or shard.num_rows != num_rows:
             raise ValueError(f"it has {shard.num_rows} rows, the plan says {num_rows}")
@@ -175,7 +175,7 @@ def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = Fa
 
 
 def _create(sink: str, name: str, data: bytes) -> bool:
-    with told_as(f"{sink.rstrip('/')}/{name} cannot be written"):
+    with error_context(f"{sink.rstrip('/')}/{name} cannot be written"):
         return store_of(sink).create(name, data)
 
 

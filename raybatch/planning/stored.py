@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from raybatch.config import PlanConfig
-from raybatch.durable.storage import told_as
+from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import InputFile
 
@@ -71,7 +71,7 @@ def parse_plan(data: bytes, path: str) -> StoredPlan:
         ConfigError: it is no plan, or one of another version.
     """
     way_out = "bring it back from a copy, or choose another folder"
-    with told_as(f"{path} is not a plan of this version of raybatch; {way_out}"):
+    with error_context(f"{path} is not a plan of this version of raybatch; {way_out}"):
         values = json.loads(data)
         version = values.get("version", _VERSION)
         if version != _VERSION:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.config import AdmissionPolicy
-from raybatch.errors import ConfigError, told_range
+from raybatch.errors import ConfigError, range_text
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -63,7 +63,7 @@ def shortest_first(
     Complexity: E log E.
     """
     if not 0 <= patience < math.inf:
-        allowed = told_range("at least 0", patience)
+        allowed = range_text("at least 0", patience)
         raise ConfigError(f"a patience of {patience}; it must be {allowed}")
     return np.argsort(arrival_step + patience * service, kind="stable")
 

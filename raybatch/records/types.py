@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.errors import ConfigError, told_range
+from raybatch.errors import ConfigError, range_text
 from raybatch.records.parsed_text import ParsedText
 from raybatch.records.structured_outputs import structured_text
 
@@ -108,7 +108,7 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(
-                    f"sampling.{name} must be {told_range(allowed, value)}, got {value!r}"
+                    f"sampling.{name} must be {range_text(allowed, value)}, got {value!r}"
                 )
             if not is_valid:
                 raise ConfigError(f"sampling.{name} must be {allowed}, got {value!r}")

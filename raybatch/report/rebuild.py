@@ -12,7 +12,7 @@ import fsspec
 from raybatch.durable.audit import Audit, audit, is_finished
 from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS
 from raybatch.durable.sink import is_marked, output_files
-from raybatch.durable.storage import store_of, told_as
+from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.explanation.plain import from_plain
@@ -60,7 +60,7 @@ def current_report(sink: str) -> RunReport:
     Raises:
         ConfigError: no job has written there, or it has not come as far as a plan.
     """
-    with told_as(f"output {sink!r} cannot be read"):
+    with error_context(f"output {sink!r} cannot be read"):
         store, record = store_of(sink), f"{sink.rstrip('/')}/{PLAN_ORDER}"
         has_record = store.size(f"{PLAN_ORDER}/{PLAN}") is not None
         if store.size(PLAN) is None:
@@ -105,7 +105,7 @@ def report_of_complete(sink: str) -> RunReport:
 def keep_report(report: RunReport, sink: str) -> RunReport:
     """Write a report; where it cannot be written that is logged, since its rows are written."""
     try:
-        with told_as(f"the report cannot be written below {sink!r}"):
+        with error_context(f"the report cannot be written below {sink!r}"):
             report.write(sink)
     except ConfigError as error:
         again = f"raybatch report {shell_path(sink)}"
@@ -135,7 +135,7 @@ def report_of(sink: str) -> RunReport:
     Raises:
         ConfigError: there is no plan of this version below it, or it cannot be read.
     """
-    with told_as(f"the output in {sink!r} cannot be read"):
+    with error_context(f"the output in {sink!r} cannot be read"):
         store, plans = store_of(sink), read_plans(sink)
         if not plans:
             read_plan(sink)  # says what is missing
@@ -223,7 +223,7 @@ def _skipped(plans: Sequence[StoredPlan]) -> tuple[tuple[str, str], ...]:
 def _problems(result: Audit, *, is_complete: bool) -> tuple[str, ...]:
     problems = result.foreign
     if result.num_missing and is_complete:
-        problems += (f"{SUCCESS}: {result.told_gone}",)
+        problems += (f"{SUCCESS}: {result.gone_message}",)
     elif result.num_missing:
         some = ", ".join(str(unit) for unit in result.missing)
         units = count(result.num_missing, "unit")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raybatch.backends.choice import told_backend
+from raybatch.backends.choice import backend_text
 from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitCounts
 from raybatch.errors import shell_path
@@ -254,7 +254,7 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     else:
         facts.append(("note", "made from plan and parts; no run has left a log"))
     if report.backend:
-        facts.append(("backend", told_backend(report.backend, report.backend_reason)))
+        facts.append(("backend", backend_text(report.backend, report.backend_reason)))
     num_files = _count(len(report.output_files), "file")
     facts.append(("output", f"{shell_path(report.sink)} ({num_files})"))
     path = "none yet" if report.is_rebuilt else shell_path(report_path(report.sink))

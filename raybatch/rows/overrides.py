@@ -199,7 +199,7 @@ def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in options.items():
         if name in _NO_EFFECT:
-            tell_once(name)
+            warn_once(name)
         elif name in _RENAMED:
             raise ConfigError(f"{name} has another name in vLLM now: {_RENAMED[name]}")
         elif name not in _REFUSED:
@@ -210,6 +210,6 @@ def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def tell_once(name: str) -> None:
+def warn_once(name: str) -> None:
     """Log that an option has no effect, once in this process."""
     logger.warning("the sampling option %s has no effect: texts and tokens are always there", name)

@@ -10,7 +10,7 @@ import ray
 # its loggers have their handlers once it is imported
 import ray.data
 
-from raybatch.actors.ray_errors import errors_told_once, own_cause
+from raybatch.actors.ray_errors import errors_logged_once, own_cause
 from raybatch.stages.feeder import StageFeeder
 
 
@@ -54,7 +54,7 @@ def ray_results(rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, Non
     # Ray's detectors take feeders that wait for engines for hanging or greedy tasks.
     dataset.context.issue_detectors_config.detectors = []
     try:
-        with errors_told_once():
+        with errors_logged_once():
             answered = feeder.apply(dataset, batch_size=None)
             yield from answered.iter_batches(batch_size=None, batch_format="pyarrow")
     except Exception as error:

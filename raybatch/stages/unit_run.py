@@ -16,7 +16,7 @@ from raybatch.actors.executors.local_loop import LocalLoop
 from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
-from raybatch.durable.storage import store_of, told_as
+from raybatch.durable.storage import error_context, store_of
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.stages.feeder import CALLS_PER_FEEDER, StageFeeder, end_calls
@@ -52,7 +52,7 @@ class FeederRunner:
     is_local: bool = False
 
     def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
-        with told_as(f"sink {self.sink!r} cannot be read"):
+        with error_context(f"sink {self.sink!r} cannot be read"):
             units = read_all_units(self.sink, read_plans(self.sink))
             done = committed(store_of(self.sink), units)
         reach("after_list")

@@ -24,7 +24,7 @@ class UnitWatch:
     """
 
     def __init__(self, writer: UnitWriter, unit: int, strikes: Strikes, begun: Begun) -> None:
-        begun.take_news()
+        begun.take_new()
         self._writer = writer
         self.unit = unit
         self.strikes = strikes
@@ -46,7 +46,7 @@ class UnitWatch:
 
     async def flush(self) -> None:
         """Keep the tokens that rows have gained since the last time."""
-        tokens = self.begun.take_news()
+        tokens = self.begun.take_new()
         if tokens is not None:
             await asyncio.to_thread(self._writer.keep_begun, self.unit, tokens)
 

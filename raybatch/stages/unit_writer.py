@@ -26,7 +26,7 @@ from raybatch.durable.journal import (
 from raybatch.durable.layout import SCHEMA
 from raybatch.durable.partitioned import commit_partitioned, partitioned_receipt_of
 from raybatch.durable.parts import PARQUET
-from raybatch.durable.storage import told_as
+from raybatch.durable.storage import error_context
 from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
 from raybatch.planning.store import read_units
@@ -126,7 +126,7 @@ class UnitWriter:
 
     def keep_strikes(self, unit: int, strikes: Strikes) -> None:
         """Keep rows of a unit that engines have died with, for later attempts."""
-        with told_as(self._error_context):
+        with error_context(self._error_context):
             write_strikes(self.store, self._plan.unit(unit), strikes, plan_hash=self.stored.hash)
 
     def begun_of(self, unit: int) -> Begun:
@@ -139,7 +139,7 @@ class UnitWriter:
 
     def keep_begun(self, unit: int, tokens: pa.RecordBatch) -> None:
         """Keep tokens of rows that are not finished, by position in the unit."""
-        with told_as(self._error_context):
+        with error_context(self._error_context):
             write_begun(
                 self.store,
                 self._plan.unit(unit),
@@ -155,7 +155,7 @@ class UnitWriter:
 
     def flush(self, unit: int, finished: pa.Table) -> None:
         """Keep finished rows of a unit that is not complete."""
-        with told_as(self._error_context):
+        with error_context(self._error_context):
             write_fragment(
                 self.store,
                 self._plan.unit(unit),
@@ -174,7 +174,7 @@ class UnitWriter:
             The receipt; None where rows are missing.
         """
         num_rows = int(self._plan.unit_rows[unit])
-        with told_as(self._error_context):
+        with error_context(self._error_context):
             if finished.num_rows < num_rows:
                 self.flush(unit, finished)
                 finished = self.journal_of(unit)

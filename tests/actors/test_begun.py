@@ -76,17 +76,17 @@ def test_the_longest_that_is_known_of_a_sample_holds():
 
 def test_news_is_what_was_gained_since_the_last_time():
     begun = Begun(found({0: 4, 1: 4}))
-    assert begun.take_news() is None
+    assert begun.take_new() is None
     begun.add(found({0: 4, 1: 5}))
-    assert {1: 5} == lengths_of(begun.take_news())
-    assert begun.take_news() is None
+    assert {1: 5} == lengths_of(begun.take_new())
+    assert begun.take_new() is None
 
 
 def test_a_finished_row_is_forgotten():
     begun = Begun()
     begun.add(found({0: 4, 1: 4}))
     begun.drop({0})
-    assert {1: 4} == lengths_of(begun.of({0, 1})) == lengths_of(begun.take_news())
+    assert {1: 4} == lengths_of(begun.of({0, 1})) == lengths_of(begun.take_new())
 
 
 def test_what_is_sent_on_is_no_larger_than_its_own_rows():

@@ -4,7 +4,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from raybatch.actors.replicas.placement import cluster_now, plan_crew
+from raybatch.actors.replicas.placement import cluster_now, plan_placement
 from raybatch.actors.replicas.reserving import reserve
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
@@ -36,7 +36,7 @@ def cpu_cluster():
 def test_an_engine_waits_for_the_first_host_with_its_gpu(cpu_cluster):
     pool = PoolConfig(replicas=8, accelerator_type="H100")
     spec = PoolSpec(model="m", backend=BackendConfig(), engine=EngineConfig(), pool=pool)
-    plan = plan_crew(spec, cluster_now())
+    plan = plan_placement(spec, cluster_now())
     assert (plan.num_replicas, plan.num_gpus) == (8, 1)
     asked = reserve(plan, pool, name="engine").start(engine_class()).gpus.remote()
     waiting, _ = ray.wait([asked], timeout=0.5)

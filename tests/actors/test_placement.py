@@ -8,7 +8,7 @@ from raybatch.actors.replicas.placement import (
     check_cluster,
     check_hosts,
     gpu_warnings,
-    plan_crew,
+    plan_placement,
 )
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.resources import check_share
@@ -46,12 +46,12 @@ CPUS = ClusterView(gpus_of_hosts=(0.0, 0.0), cpus_of_hosts=(8.0, 0.0), cores_of_
 def test_each_rank_that_is_an_actor_takes_a_gpu_and_the_first_what_else_is_asked_for():
     pool = PoolConfig(accelerator_type="H100", num_cpus_per_replica=2, resources={"fast": 1})
     options = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
-    plan = plan_crew(spec_of(pool, tensor_parallel_size=2, **options), GPUS)
+    plan = plan_placement(spec_of(pool, tensor_parallel_size=2, **options), GPUS)
 
     rank = {"GPU": 1.0, "accelerator_type:H100": 0.001}
     assert plan.bundles == ({**rank, "CPU": 2, "fast": 1}, rank, rank, rank)
     assert plan.num_replicas == 2
-    assert plan.asks_for() == "2 CPUs and 4.0 GPUs in a placement group of 4 bundles"
+    assert plan.asks_for() == "2 CPUs and 4 GPUs in a placement group of 4 bundles"
 
 
 def test_given_bundles_are_taken_as_they_are():
@@ -59,7 +59,7 @@ def test_given_bundles_are_taken_as_they_are():
     spec = spec_of(
         PoolConfig(bundles=bundles), tensor_parallel_size=2, distributed_executor_backend="ray"
     )
-    assert plan_crew(spec, GPUS).bundles == tuple(bundles)
+    assert plan_placement(spec, GPUS).bundles == tuple(bundles)
 
 
 def test_given_bundles_with_a_gpu_lie_on_hosts_with_the_accelerator():
@@ -70,7 +70,7 @@ def test_given_bundles_with_a_gpu_lie_on_hosts_with_the_accelerator():
         distributed_executor_backend="ray",
     )
     of_host = {"accelerator_type:H100": 0.001}
-    assert plan_crew(spec, GPUS).bundles == (bundles[0] | of_host, *bundles[1:])
+    assert plan_placement(spec, GPUS).bundles == (bundles[0] | of_host, *bundles[1:])
 
 
 def test_all_that_the_bundles_name_is_asked_for():
@@ -105,18 +105,18 @@ def test_gpus_of_a_replica_are_refused_where_each_rank_takes_one():
         distributed_executor_backend="ray",
     )
     with pytest.raises(ConfigError, match=r"num_gpus_per_replica=1 has no effect .* 2 ranks"):
-        plan_crew(spec, GPUS)
+        plan_placement(spec, GPUS)
 
 
 def test_ranks_that_are_processes_need_no_group():
-    plan = plan_crew(spec_of(PoolConfig(), tensor_parallel_size=2), GPUS)
+    plan = plan_placement(spec_of(PoolConfig(), tensor_parallel_size=2), GPUS)
     assert plan == Placement(num_replicas=4, num_cpus=0, num_gpus=2, num_engines_on_host=2)
 
 
 def test_bundles_without_ranks_that_take_them_are_refused_with_the_way_out():
     spec = spec_of(PoolConfig(bundles=[{"GPU": 1}]), tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"pool\.bundles is for .* num_gpus_per_replica"):
-        plan_crew(spec, GPUS)
+        plan_placement(spec, GPUS)
 
 
 @pytest.mark.parametrize("bundles", [[], {"GPU": 1}, [{}], [{"GPU": 0}], [{"GPU": "1"}]])
@@ -149,7 +149,7 @@ def placement_of(cluster, kind, pool, device="auto"):
         engine=EngineConfig(device=device),
         pool=PoolConfig(**pool),
     )
-    plan = plan_crew(spec, cluster)
+    plan = plan_placement(spec, cluster)
     return plan.num_replicas, plan.num_gpus, plan.num_engines_on_host
 
 
@@ -198,10 +198,10 @@ def test_a_driver_with_a_vllm_for_cpus_asks_for_no_gpus():
 
 
 def test_hosts_to_come_may_have_the_gpus_of_a_large_engine():
-    plan = plan_crew(spec_of(PoolConfig(replicas=2), tensor_parallel_size=8), CPUS)
+    plan = plan_placement(spec_of(PoolConfig(replicas=2), tensor_parallel_size=8), CPUS)
     assert (plan.num_replicas, plan.num_gpus) == (2, 8)
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
-    assert len(plan_crew(spec_of(PoolConfig(), **ranks), CPUS).bundles) == 2
+    assert len(plan_placement(spec_of(PoolConfig(), **ranks), CPUS).bundles) == 2
 
 
 def warnings_of(cluster, kind, **pool):
@@ -211,7 +211,7 @@ def warnings_of(cluster, kind, **pool):
         engine=EngineConfig(),
         pool=PoolConfig(**pool),
     )
-    return gpu_warnings(spec, plan_crew(spec, cluster), cluster)
+    return gpu_warnings(spec, plan_placement(spec, cluster), cluster)
 
 
 def test_a_pool_of_native_engines_on_gpus_tells_that_nobody_has_tried_it():
@@ -222,5 +222,5 @@ def test_a_pool_of_native_engines_on_gpus_tells_that_nobody_has_tried_it():
 
 def test_a_pool_that_waits_for_hosts_with_gpus_says_so():
     (said,) = warnings_of(CPUS, "vllm", replicas=2, accelerator_type="H100")
-    assert "each engine asks for 0 CPUs and 1.0 GPUs, a host with H100" in said
+    assert "each engine asks for 0 CPUs and 1 GPUs, a host with H100" in said
     assert "engine.device='cpu'" in said

@@ -71,7 +71,7 @@ class Made:
         ({"count": True}, "a whole number of at least 1, got True"),
         ({"count": 2.0}, "a whole number of at least 1, got 2.0"),
         ({"size_bytes": "2KiB"}, "at least 1, got '2KiB'; it counts bytes: write 2048"),
-        ({"tokens": 0}, 'a whole number of at least 1, "auto", got 0'),
+        ({"tokens": 0}, 'a whole number of at least 1, "auto" or none, got 0'),
         ({"share": 1.5}, "a number from 0 to 1, such as 0.01, got 1.5"),
         ({"share": float("nan")}, "a finite number from 0 to 1, such as 0.01, got nan"),
         ({"above": 0}, "a number above 0, got 0"),

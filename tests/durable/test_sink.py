@@ -15,8 +15,8 @@ def test_a_relative_sink_is_another_folder_after_a_change_of_folder(tmp_path, mo
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        assert store_of("out").read("a") is None
-        store_of("out").put("a", name.encode())
+        assert store_of("out").size("a") is None
+        store_of("out").replace("a", name.encode())
 
 
 def test_sink_that_is_a_file_is_refused(tmp_path):

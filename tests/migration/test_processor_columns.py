@@ -9,7 +9,7 @@ from raybatch.actors.wire.columns import LOGPROBS_TYPE
 from raybatch.compat.row_functions import Preprocess
 from raybatch.errors import ConfigError
 from raybatch.llm import ChatTemplateStageConfig, ProcessorConfig, TokenizerStageConfig
-from raybatch.rows.overrides import tell_once
+from raybatch.rows.overrides import warn_once
 from raybatch.rows.schema import ERROR_COLUMN
 from tests.migration.support import LocalRun, user
 from tests.stages.support import ASSISTANT, USER, make_tokenizer
@@ -94,7 +94,7 @@ def test_a_column_that_only_ray_data_llm_has_says_what_is_there(config, name, re
 
 
 def test_options_of_how_vllm_hands_tokens_over_are_named_once(config, caplog):
-    tell_once.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.INFO):
         run = LocalRun(
             config,

@@ -12,7 +12,7 @@ from raybatch.planning.layout_lint import (
     lint_source,
     sample_tables,
     token_counter,
-    told_of_templates,
+    why_layout_is_not_linted,
     without_columns,
 )
 from raybatch.rows.options import build_stage_config
@@ -103,15 +103,15 @@ def test_an_order_within_one_message_moves_no_text_to_another(system):
     ids=["template", "messages"],
 )
 def test_a_field_that_stands_twice_is_said_to_be_in_the_way(options):
-    said = told_of_templates(config(**options))
+    said = why_layout_is_not_linted(config(**options))
     assert said.startswith("no other order of the fields was tried, because {question}")
     assert said.endswith(" stands more than once")
 
 
 def test_nothing_is_in_the_way_of_other_templates():
-    assert "" == told_of_templates(config(prompt="{question} {document}"))
-    assert "" == told_of_templates(config(messages="question"))
-    assert "" == told_of_templates(config(prompt="{question}{question}"))
+    assert "" == why_layout_is_not_linted(config(prompt="{question} {document}"))
+    assert "" == why_layout_is_not_linted(config(messages="question"))
+    assert "" == why_layout_is_not_linted(config(prompt="{question}{question}"))
 
 
 @pytest.mark.parametrize(

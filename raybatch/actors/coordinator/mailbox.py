@@ -149,7 +149,7 @@ class Mailbox:
             status="pending",
             results=tuple(batch.results[skip:]),
             attempts=attempts,
-            begun=batch.begun.take_news(),
+            begun=batch.begun.take_new(),
         )
 
     def add(self, submission: Submission) -> OpenBatch | None:
@@ -205,7 +205,7 @@ class Mailbox:
         if self.find(token) is None:
             return Answer(status="unknown")
         if not batch.done.is_set():
-            crashes, begun = batch.take_crashes(), batch.begun.take_news()
+            crashes, begun = batch.take_crashes(), batch.begun.take_new()
             return Answer(status="pending", crashes=crashes, begun=begun)
         if self.failure is not None:
             rank, cause = self.failure

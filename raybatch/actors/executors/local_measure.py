@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from raybatch.actors.executors.local_pools import plan_local_crew
+from raybatch.actors.executors.local_pools import plan_local_placement
 from raybatch.actors.executors.local_site import end_group, start_python
 from raybatch.actors.replicas.site import obey_log_level, use_threads
 from raybatch.actors.wire.records import PoolSpec
@@ -39,7 +39,7 @@ def measure_local(
     Raises:
         MeasureError: the engine does not start, dies, or takes too long; with the reason.
     """
-    num_engines = plan_local_crew(spec).num_replicas
+    num_engines = plan_local_placement(spec).num_replicas
     cached = load_cost_model(
         cost_model_path(
             spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder

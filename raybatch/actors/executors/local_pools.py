@@ -93,7 +93,7 @@ async def _make(spec: PoolSpec, loop: LocalLoop) -> CallHandle:
     for warning in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
         logger.warning("%s", warning)
     site = LocalSite(loop)
-    return site.set_coordinator(Coordinator(spec, plan_local_crew(spec), site))
+    return site.set_coordinator(Coordinator(spec, plan_local_placement(spec), site))
 
 
 def gpus_of_host() -> int:
@@ -111,7 +111,7 @@ def _has_gpus(spec: PoolSpec) -> bool:
     return gpus_of_host() > 0 and gpus_of_engine(spec.backend, spec.engine) > 0
 
 
-def plan_local_crew(spec: PoolSpec) -> Placement:
+def plan_local_placement(spec: PoolSpec) -> Placement:
     """Return how many engines a pool has on this host: as many as its cores take, or as configured.
 
     GPUs are not divided here: one engine has what it takes of them.

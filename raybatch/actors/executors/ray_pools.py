@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.ray_site import RaySite
-from raybatch.actors.replicas.placement import cluster_now, gpu_warnings, plan_crew, settled
+from raybatch.actors.replicas.placement import cluster_now, gpu_warnings, plan_placement, settled
 from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, VllmBuild, vllm_build
@@ -105,7 +105,7 @@ def _find(name: str) -> ActorHandle | None:
 
 def _make(name: str, spec: PoolSpec) -> ActorHandle:
     node_id, cluster = ray.get_runtime_context().get_node_id(), cluster_now()
-    plan = plan_crew(spec, cluster)
+    plan = plan_placement(spec, cluster)
     for warning in gpu_warnings(spec, plan, cluster):
         logger.warning("%s", warning)
     return (

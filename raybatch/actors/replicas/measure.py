@@ -10,7 +10,12 @@ from pathlib import Path
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raybatch.actors.replicas.placement import Placement, asked_of_ray, cluster_now, plan_crew
+from raybatch.actors.replicas.placement import (
+    Placement,
+    cluster_now,
+    plan_placement,
+    requested_of_ray,
+)
 from raybatch.actors.replicas.reserving import reserve
 from raybatch.actors.replicas.site import obey_log_level
 from raybatch.actors.wire.records import PoolSpec
@@ -52,7 +57,7 @@ def measure_pool(
         raise MeasureError(NO_SPEED_OF_ENDPOINTS)
     if not ray.is_initialized():
         ray.init()
-    plan = plan_crew(spec, cluster_now())
+    plan = plan_placement(spec, cluster_now())
     is_here = len([node for node in ray.nodes() if node["Alive"]]) == 1
     path = cost_model_path(
         spec.model,
@@ -81,7 +86,7 @@ def _measure_in_actor(
     except GetTimeoutError as error:
         raise MeasureError(
             f"{spec.model} was not measured within {timeout_s} s; the actor asks for "
-            f"{asked_of_ray(plan, spec.pool)}"
+            f"{requested_of_ray(plan, spec.pool)}"
         ) from error
     except RayError as error:
         raise MeasureError(f"{spec.model} could not be measured: {last_line(error)}") from error

@@ -52,7 +52,7 @@ class Placement:
         return f"{total['CPU']:g} CPUs and {total['GPU']:g} GPUs{group}"
 
 
-def asked_of_ray(plan: Placement, pool: PoolConfig) -> str:
+def requested_of_ray(plan: Placement, pool: PoolConfig) -> str:
     """Return the request of one engine to Ray as text."""
     others = [f"{amount:g} {name}" for name, amount in pool.resources.items()]
     if pool.accelerator_type is not None:
@@ -104,7 +104,7 @@ def _is_own(ray: ModuleType) -> bool:
     return node is not None and bool(node.is_head())
 
 
-def gpus_asked(spec: PoolSpec, cluster: ClusterView) -> float:
+def gpus_requested(spec: PoolSpec, cluster: ClusterView) -> float:
     """Return the GPUs that Ray is asked for with each replica, its ranks included."""
     if bundles := _bundles_of(spec):
         return sum(bundle.get("GPU", 0) for bundle in bundles)
@@ -118,7 +118,7 @@ def gpus_asked(spec: PoolSpec, cluster: ClusterView) -> float:
     )
 
 
-def plan_crew(spec: PoolSpec, cluster: ClusterView) -> Placement:
+def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
     """Size the crew of a pool by the cluster as it is now.
 
     Options that mean GPUs request them also where there are none yet, because clusters autoscale.
@@ -129,7 +129,7 @@ def plan_crew(spec: PoolSpec, cluster: ClusterView) -> Placement:
             of one engine.
     """
     pool, bundles = spec.pool, _bundles_of(spec)
-    num_gpus = gpus_asked(spec, cluster)
+    num_gpus = gpus_requested(spec, cluster)
     if pool.replicas is not None:
         num_replicas = pool.replicas
     elif type_of(spec.backend).is_endpoint:
@@ -161,7 +161,7 @@ def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[
     warnings = unproven_on_gpus(spec.backend)
     if not cluster.num_gpus:
         warnings.append(
-            f"the cluster has no GPU now, and each engine asks for {asked_of_ray(plan, spec.pool)}:"
+            f"the cluster has no GPU now, and each engine asks for {requested_of_ray(plan, spec.pool)}:"
             " engines start when hosts with GPUs join; set engine.device='cpu' to run on CPUs"
         )
     return warnings
@@ -220,7 +220,7 @@ def settled(
     """
     if spec.backend.is_decided:
         return spec, None
-    num_gpus = gpus_asked(spec, cluster)
+    num_gpus = gpus_requested(spec, cluster)
     choice = choose_backend(
         num_gpus=num_gpus,
         vllm=vllm,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from raybatch.actors.replicas.placement import Placement, asked_of_ray
+from raybatch.actors.replicas.placement import Placement, requested_of_ray
 from raybatch.actors.replicas.site import Handle, Site, Started
 from raybatch.actors.replicas.starts import StartEvents, StartLedger
 from raybatch.actors.wire.records import FailedStart, PoolSpec
@@ -168,7 +168,7 @@ class ReplicaSet:
         except TimeoutError:
             cause = f"the start took longer than start_timeout_s={timeout_s}"
             if any(self._plan.total().values()):
-                requested = asked_of_ray(self._plan, self._spec.pool)
+                requested = requested_of_ray(self._plan, self._spec.pool)
                 cause += f" (one replica asks for {requested})"
             return FailedStart(cause=cause)
         except self._site.failed as error:
@@ -201,7 +201,7 @@ class IdlePoolReclaimer:
         self, pool: PoolConfig, plan: Placement, make_room: Callable[[str], Awaitable[None]]
     ) -> None:
         self._make_room = make_room
-        self._requested = asked_of_ray(plan, pool)
+        self._requested = requested_of_ray(plan, pool)
         self._last_request_s = -math.inf
         self._has_warned = False
 

@@ -55,7 +55,7 @@ class Begun:
         """Return the tokens of some rows; None where there are none."""
         return self._joined([key for key in sorted(self._samples) if key[0] in rows])
 
-    def take_news(self) -> pa.RecordBatch | None:
+    def take_new(self) -> pa.RecordBatch | None:
         """Return what was added since the last call; None for nothing."""
         new, self._new = sorted(self._new), set()
         return self._joined(new)

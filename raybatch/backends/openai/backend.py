@@ -20,8 +20,8 @@ from raybatch.backends.openai.embeddings import embedding_body, embedding_of
 from raybatch.backends.openai.errors import (
     hidden,
     is_pushback,
+    message_of_answer,
     row_error,
-    said_by,
     secrets_in,
     verdict_on,
 )
@@ -270,7 +270,7 @@ class OpenAIBackend:
         row.key = None
         verdict = verdict_on(answer)
         if verdict == "end":
-            said = said_by(answer, self._secrets)
+            said = message_of_answer(answer, self._secrets)
             self._end = EndpointError(f"{self._options.base_url} takes no request: {said}")
             return []
         if verdict == "again":

@@ -43,7 +43,7 @@ def is_pushback(answer: HttpAnswer) -> bool:
     return answer.failure in ("timeout", "refused") or answer.status in _OVERLOAD
 
 
-def said_by(answer: HttpAnswer, secrets: Iterable[str]) -> str:
+def message_of_answer(answer: HttpAnswer, secrets: Iterable[str]) -> str:
     """Return status and message of a failed request on one line, cut, without secrets."""
     message, _ = _message_and_code(answer)
     if answer.failure:
@@ -57,7 +57,7 @@ def said_by(answer: HttpAnswer, secrets: Iterable[str]) -> str:
 def row_error(answer: HttpAnswer, num_tries: int, secrets: Iterable[str]) -> str:
     """Return the error of a row whose request has failed for good."""
     _, code = _message_and_code(answer)
-    said = said_by(answer, secrets)
+    said = message_of_answer(answer, secrets)
     if verdict_on(answer) != "again":
         return f"{_ROW_CLASSES.get(code, 'BadRequest')}: {said}"
     kind = {429: "RateLimited"}.get(answer.status, "EndpointFailed")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from raybatch.backends.openai.backend import OpenAIBackend
-from raybatch.backends.openai.errors import said_by, secrets_in
+from raybatch.backends.openai.errors import message_of_answer, secrets_in
 from raybatch.backends.openai.http import HttpThread
 from raybatch.backends.openai.options import OpenAIOptions, headers_of
 from raybatch.config import environment, proxy_of
@@ -44,7 +44,7 @@ def _probe(options: OpenAIOptions, headers: Mapping[str, str], proxy: str | None
     finally:
         http.close()
     for answer in answers:
-        said = said_by(answer, secrets_in(headers))
+        said = message_of_answer(answer, secrets_in(headers))
         if answer.failure == "refused":
             raise EndpointUnreachable(
                 f"{options.base_url} cannot be reached ({said}); start the server, or mend base_url"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from raybatch.durable.layout import check_name, part_unit, probe_name, staging_name
-from raybatch.durable.stores.protocols import tell_last_writer_wins
+from raybatch.durable.stores.protocols import warn_last_writer_wins
 
 # mounted buckets have no links
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -45,7 +45,7 @@ class LocalStore:
             with suppress(FileNotFoundError):
                 os.unlink(probe)
             if not self._is_exclusive:
-                tell_last_writer_wins(self.uri)
+                warn_last_writer_wins(self.uri)
         return self._is_exclusive
 
     def create(self, name: str, data: bytes) -> bool:

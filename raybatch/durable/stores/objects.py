@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 
 from raybatch.durable.layout import check_name, probe_name
-from raybatch.durable.stores.protocols import tell_last_writer_wins
+from raybatch.durable.stores.protocols import warn_last_writer_wins
 from raybatch.durable.stores.repeating import says_it_exists, says_unsupported
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class ObjectStore:
         if self._is_exclusive is None:
             self._is_exclusive = bool(self._protocols & _CONDITIONAL) and self._probe()
             if not self._is_exclusive:
-                tell_last_writer_wins(self.uri)
+                warn_last_writer_wins(self.uri)
         return self._is_exclusive
 
     def create(self, name: str, data: bytes) -> bool:

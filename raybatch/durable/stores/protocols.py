@@ -43,7 +43,7 @@ class Store(Protocol):
         """Remove a file that the protocol does not count with; a missing one is fine."""
 
 
-def tell_last_writer_wins(uri: str) -> None:
+def warn_last_writer_wins(uri: str) -> None:
     """Warn that two runs at once would replace each other's files; they hold the same rows."""
     logger.warning(
         "%s cannot refuse to replace a file, so of two runs at once the last writer wins; let one "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raybatch.errors import ConfigError, told_range
+from raybatch.errors import ConfigError, range_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def _predecessors(nodes: Sequence[DagNode]) -> list[list[int]]:
         if node.name in idx_of:
             raise ConfigError(f"two nodes of the graph are named {node.name!r}")
         if not 0 <= node.seconds < float("inf"):
-            allowed = told_range("at least 0", node.seconds)
+            allowed = range_text("at least 0", node.seconds)
             raise ConfigError(f"node {node.name!r} takes {node.seconds} s; it must be {allowed}")
         idx_of[node.name] = idx
     last_of: dict[str, int] = {}

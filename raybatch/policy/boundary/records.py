@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from raybatch.config import VictimOrder
-from raybatch.errors import ConfigError, told_range
+from raybatch.errors import ConfigError, range_text
 
 Status = Literal["active", "suspended", "prefilled", "evicted", "waiting"]
 
@@ -164,4 +164,4 @@ class BoundaryPlan:
 
 def _check_at_least(name: str, value: float, least: int) -> None:
     if not least <= value < float("inf"):
-        raise ConfigError(f"{name} must be {told_range(f'at least {least}', value)}, got {value}")
+        raise ConfigError(f"{name} must be {range_text(f'at least {least}', value)}, got {value}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raybatch.errors import ConfigError, told_range
+from raybatch.errors import ConfigError, range_text
 from raybatch.policy.cost.cost_model import CostModel
 from raybatch.policy.cost.step_forecast import forecast_steps
 from raybatch.policy.cost.work import WorkTotals
@@ -113,7 +113,7 @@ def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> flo
     """
     if not 0 <= price_per_engine_hour < float("inf"):
         raise ConfigError(
-            f"price_per_engine_hour must be {told_range('at least 0', price_per_engine_hour)}, "
+            f"price_per_engine_hour must be {range_text('at least 0', price_per_engine_hour)}, "
             f"got {price_per_engine_hour}"
         )
     return wall_s * num_replicas * price_per_engine_hour / 3600

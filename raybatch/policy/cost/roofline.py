@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.errors import ConfigError, told_range
+from raybatch.errors import ConfigError, range_text
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,7 +64,7 @@ class Roofline:
     def __post_init__(self) -> None:
         for cost in (self.fixed_s, self.operation_s, self.byte_s, self.fit_error):
             if not 0 <= cost < float("inf"):
-                allowed = told_range("at least 0", cost)
+                allowed = range_text("at least 0", cost)
                 raise ConfigError(f"a module has a cost of {cost}; it must be {allowed}")
         if not 0 <= self.serial_fraction <= 1:
             raise ConfigError(f"serial_fraction is {self.serial_fraction}; it must be within 0..1")
