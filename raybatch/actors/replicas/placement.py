@@ -161,8 +161,8 @@ def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[
     warnings = unproven_on_gpus(spec.backend)
     if not cluster.num_gpus:
         warnings.append(
-            f"the cluster has no GPU now, and each engine asks for {requested_of_ray(plan, spec.pool)}:"
-            " engines start when hosts with GPUs join; set engine.device='cpu' to run on CPUs"
+            "the cluster has no GPU now, and each engine asks for "
+            f"{requested_of_ray(plan, spec.pool)}: engines start when hosts with GPUs join; set engine.device='cpu' to run on CPUs"
         )
     return warnings
 
