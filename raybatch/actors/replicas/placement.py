@@ -162,7 +162,8 @@ def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[
     if not cluster.num_gpus:
         warnings.append(
             "the cluster has no GPU now, and each engine asks for "
-            f"{requested_of_ray(plan, spec.pool)}: engines start when hosts with GPUs join; set engine.device='cpu' to run on CPUs"
+            f"{requested_of_ray(plan, spec.pool)}: engines start when hosts with GPUs join; set "
+            "engine.device='cpu' to run on CPUs"
         )
     return warnings
 
