@@ -20,7 +20,7 @@ from raybatch.errors import ConfigError
 from raybatch.policy.cost.estimate import money
 from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling
-from raybatch.rows.options import build_stage_config
+from raybatch.rows.stage_forms import build_stage_config
 
 
 @pytest.mark.parametrize("name", ["unit_rows", "max_unit_rows", "max_driver_bytes", "seed"])
@@ -41,6 +41,7 @@ def test_a_probe_of_no_rows_is_refused_and_every_saving_may_count():
     with pytest.raises(ConfigError, match=r"probe_fraction must be a number above 0"):
         PlanConfig(probe_fraction=0)
     assert 0 == PlanConfig(min_saved_fraction=0).min_saved_fraction
+    assert 0 == PlanConfig(seed=0).seed
 
 
 def test_a_largest_unit_below_the_default_of_units_names_both_and_the_way_out():

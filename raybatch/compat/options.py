@@ -25,7 +25,8 @@ from raybatch.compat.vllm_options import engine_config, vllm_config
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
-from raybatch.rows.options import StageConfig, build_stage_config
+from raybatch.rows.options import StageConfig
+from raybatch.rows.stage_forms import build_stage_config
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,10 @@ from raybatch.planning.layout_lint import without_columns
 from raybatch.planning.sidecar import check_expected
 from raybatch.planning.source_checks import check_partition_values, check_unique_ids
 from raybatch.report import RunReport
-from raybatch.rows.options import StageConfig, build_stage_config
+from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import check_names
 from raybatch.rows.prompt_inputs import check_inputs
+from raybatch.rows.stage_forms import build_stage_config
 from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage

@@ -4,13 +4,12 @@ The file is read directly, so that an engine starts without importing transforme
 missing keys are those of the architecture in transformers.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from raybatch.errors import ConfigError, error_text
+from raybatch.errors import ConfigError
 from raybatch.models.json_files import SAME_MODEL, JsonValues, backends_for, read_json
 from raybatch.models.rope import RopeSpec, read_rope
 
@@ -318,21 +317,3 @@ def _read_dtype(config: JsonValues) -> CheckpointDType:
         f"{config.where}: dtype {name!r} is not supported by the native engine, only float32, "
         f"bfloat16 and float16; {SAME_MODEL}"
     )
-
-
-def read_max_positions(path: Path, *, trust_remote_code: bool = False) -> int | None:
-    """Return the positions that a model was made for; None where its config sets no limit.
-
-    Raises:
-        ConfigError: the installed transformers cannot read the config.
-    """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            f"transformers cannot read {path / 'config.json'}: {error_text(error)}"
-        ) from error
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return None if positions is None else int(positions)

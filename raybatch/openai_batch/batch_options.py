@@ -14,7 +14,8 @@ from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
 from raybatch.openai_batch.conversion import FormRows
 from raybatch.openai_batch.requests import endpoints_of
 from raybatch.records.types import Sampling
-from raybatch.rows.options import StageConfig, build_stage_config
+from raybatch.rows.options import StageConfig
+from raybatch.rows.stage_forms import build_stage_config
 from raybatch.rows.stage_model import find_model, max_model_len
 from raybatch.text.tokenizer import Tokenizer
 

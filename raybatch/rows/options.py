@@ -1,20 +1,20 @@
 """The options of one stage as a frozen, validated record; nothing heavy is imported for it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import field, fields
+from typing import Any, Literal
 
+from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
-from raybatch.backends.registry import parsed_columns
-from raybatch.backends.vllm.args import VllmOptions
+from raybatch.backends.registry import check_options, parsed_columns, type_of
+from raybatch.backends.resources import check_pool
 from raybatch.config import (
     BackendConfig,
     EngineConfig,
     OnError,
     PoolConfig,
     SpecialTokens,
-    from_mapping,
 )
 from raybatch.config.option import (
     CHECKED,
@@ -26,10 +26,9 @@ from raybatch.config.option import (
     Unchecked,
     options,
 )
-from raybatch.errors import ConfigError, nearest_name
-from raybatch.records.pooling import Pooling, pooling_of
+from raybatch.errors import ConfigError, did_you_mean
+from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling, Task
-from raybatch.rows.option_checks import FIXED_PER_STAGE, PROMPT_OPTIONS, check_stage
 from raybatch.rows.schema import OutputSchema
 
 Chat = bool | Literal["auto"]
@@ -40,7 +39,12 @@ MessagesOption = str | Callable[[Mapping[str, Any]], Sequence[Message]] | Sequen
 # columns with the prompts where no option names one
 PROMPT_COLUMNS = ("messages", "tokenized_prompt", "prompt")
 
-_T = TypeVar("_T")
+# One value decides the type of a column, so it cannot differ from row to row.
+FIXED_PER_STAGE = ("n", "logprobs")
+# what says what is asked; a pair of query and document does as well
+PROMPT_OPTIONS = ("prompt", "messages", "tokenized_prompt")
+
+_NO_SAMPLING = Sampling()
 
 
 @options("")
@@ -157,7 +161,7 @@ class StageConfig:
     """Where `images` names none, a column of this name has the images."""
 
     def __post_init__(self) -> None:
-        check_stage(self)
+        _check_stage(self)
 
     @property
     def task(self) -> Task:
@@ -181,60 +185,180 @@ class StageConfig:
         )
 
 
-def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> StageConfig:
-    """Build the options of a stage; the nested ones may be mappings.
+def _check_stage(config: StageConfig) -> None:
+    """Refuse options of a stage that are out of range or do not go together.
 
     Args:
-        model: path, hub id or URI.
-        given: options of `StageConfig`, `task` and `seed`; None stands for the default.
-        where: what the options belong to, for error messages.
+        config: that is being built.
 
     Raises:
-        ConfigError: an unknown option (with a suggestion) or a value out of range.
+        ConfigError: the first of them.
     """
-    known = {f.name for f in fields(StageConfig)} | {"seed", "task"}
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{where}: unknown option {name!r}{_suggestion(name, known)}")
-    values = {name: value for name, value in given.items() if value is not None}
-    seed = values.pop("seed", None)
-    values["sampling"] = _nested(Sampling, values.get("sampling"), where=f"{where}: sampling")
-    values["engine"] = _nested(EngineConfig, values.get("engine"), where=f"{where}: engine")
-    values["pool"] = _nested(PoolConfig, values.get("pool"), where=f"{where}: pool")
-    backend = values.get("backend")
-    if isinstance(backend, str):
-        backend = {"kind": backend}
-    backend = _nested(BackendConfig, backend, where=f"{where}: backend")
-    if (task := values.pop("task", "generate")) != "generate":
-        backend = replace(backend, task=task)
-    values["backend"] = backend
-    if isinstance(values.get("pooling"), Mapping):
-        values["pooling"] = pooling_of(values["pooling"])
-    if backend.task == "score" and not any(name in values for name in (*PROMPT_OPTIONS, "query")):
-        values |= {"query": "{query}", "document": "{document}"}
-    if seed is not None:
-        values["sampling"] = replace(values["sampling"], seed=seed)
-    return from_mapping(StageConfig, {"model": model, **values}, where=where)
+    if not isinstance(config.model, str) or not config.model:
+        raise ConfigError(f"model must be a path or a hub id, got {config.model!r}")
+    if config.chat not in (True, False, "auto"):
+        raise ConfigError(f"chat must be True, False or 'auto', got {config.chat!r}")
+    _check_inputs(config)
+    _check_chat_template(config.chat_template)
+    check_options(config.backend, config.engine)
+    check_pool(config.pool, config.backend, config.engine)
+    _check_overrides(config)
+    _check_task(config)
+    _check_adapters(config)
 
 
-def _suggestion(name: str, known: set[str]) -> str:
-    """Say which option may be meant; those that lie deeper are named with where they lie."""
-    nested = {
-        f.name: f"{option}.{f.name}"
-        for option, cls in (("pool", PoolConfig), ("engine", EngineConfig), ("sampling", Sampling))
-        for f in fields(cls)
-    }
-    nested |= {f.name: f"backend.options.{f.name}" for f in fields(VllmOptions)}
-    nearest = nearest_name(name, [*nested, *known])
-    return "" if nearest is None else f" (did you mean {nested.get(nearest, nearest)!r}?)"
+def _check_inputs(config: StageConfig) -> None:
+    given = [name for name in (*PROMPT_OPTIONS, "query") if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"give one of {', '.join(PROMPT_OPTIONS)} and query, got {given}")
+    if config.prompt is not None and not isinstance(config.prompt, str):
+        raise ConfigError(f"prompt must be a template text, got {config.prompt!r}")
+    if config.prompt == "":
+        raise ConfigError("prompt is empty; name a column in it, such as prompt='{text}'")
+    if config.tokenized_prompt is not None and not isinstance(config.tokenized_prompt, str):
+        raise ConfigError(
+            f"tokenized_prompt must be the name of a column, got {config.tokenized_prompt!r}"
+        )
+    is_messages = (
+        config.messages is None
+        or isinstance(config.messages, str | Sequence)
+        or callable(config.messages)
+    )
+    if not is_messages:
+        raise ConfigError(
+            "messages must be the name of a column, a function of the row, or a list of "
+            f"messages with templates, got {config.messages!r}"
+        )
+    if config.system is not None and config.tokenized_prompt is not None:
+        raise ConfigError("system has no effect on tokenized_prompt; leave one of them out")
+    if config.system is not None and config.chat is False:
+        raise ConfigError("system needs a chat template; leave chat=False out")
+    if config.messages is not None and config.chat is False:
+        raise ConfigError("messages need a chat template; leave chat=False out")
+    if config.chat_template_kwargs_column is not None and not isinstance(config.messages, str):
+        raise ConfigError(
+            "chat_template_kwargs_column is read beside a column of messages; set messages to the "
+            "name of one"
+        )
+    _check_tools(config)
+    _check_images(config)
 
 
-def _nested(cls: type[_T], value: object, *, where: str) -> _T:
-    if isinstance(value, cls):
-        return value
-    if value is None:
-        return cls()
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must be a {cls.__name__} or a mapping, got {value!r}")
-    listed = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
-    return from_mapping(cls, listed, where=where)
+def _check_images(config: StageConfig) -> None:
+    if config.images is None:
+        return
+    if not type_of(config.backend).reads_images:
+        raise ConfigError(
+            f"images: the {_kind(config)} backend reads text alone; set backend='vllm', or "
+            "'openai' for an endpoint"
+        )
+    if config.task != "generate":
+        raise ConfigError(f"images: task {config.task!r} reads text alone; leave images out")
+    if not isinstance(config.messages, str | None):
+        raise ConfigError(
+            "images are read beside a prompt, a column of messages or token ids; a function puts "
+            "them into the messages that it returns"
+        )
+
+
+def _kind(config: StageConfig) -> str:
+    """Return what the options are checked for: a backend that is left out may be the native one."""
+    return config.backend.kind if config.backend.is_decided else "native"
+
+
+def _check_tools(config: StageConfig) -> None:
+    tools = config.tools
+    if tools is None:
+        return
+    is_list = isinstance(tools, Sequence) and not isinstance(tools, str | bytes)
+    if not isinstance(tools, str) and not (is_list and all(isinstance(t, Mapping) for t in tools)):
+        raise ConfigError(
+            "tools must be a list of tools in the form of OpenAI's chat API, or the name of a "
+            f"column of such lists, got {tools!r:.200}"
+        )
+    if config.tokenized_prompt is not None or config.chat is False:
+        raise ConfigError("tools are told to a model by its chat template; ask messages or a chat")
+    has_other = config.prompt is not None or not isinstance(config.messages, str | None)
+    if isinstance(tools, str) and has_other:
+        raise ConfigError(
+            "tools as a column are read beside a column of messages; set messages to the name of "
+            "one, or list the tools of all rows"
+        )
+
+
+def _check_chat_template(text: object) -> None:
+    if text is None:
+        return
+    if not isinstance(text, str):
+        raise ConfigError(f"chat_template must be a template text, got {text!r:.200}")
+    from raybatch.text.chat_template import ChatTemplate
+
+    try:
+        ChatTemplate(text)
+    except (TemplateError, ValueError, RecursionError) as error:
+        raise ConfigError(f"chat_template is no template: {error}") from error
+
+
+def _check_overrides(config: StageConfig) -> None:
+    names = {f.name for f in fields(Sampling)}
+    for name, column in config.overrides.items():
+        if name not in names:
+            raise ConfigError(
+                f"overrides: unknown sampling option {name!r}{did_you_mean(name, names)}"
+            )
+        if name in FIXED_PER_STAGE:
+            raise ConfigError(
+                f"overrides: {name} decides the type of the output columns and is one value for "
+                f"the whole stage; set Sampling({name}=...)"
+            )
+        if not isinstance(column, str):
+            raise ConfigError(f"overrides: {name} must name a column, got {column!r}")
+
+
+def _check_task(config: StageConfig) -> None:
+    if (config.query is None) != (config.document is None):
+        raise ConfigError("query and document go together; give both of them")
+    for name in ("query", "document"):
+        if config.task != "score" and getattr(config, name) is not None:
+            raise ConfigError(
+                f"{name} is an option of task 'score', and the task is {config.task!r}"
+            )
+    if config.query is not None and config.system is not None:
+        raise ConfigError("system has no effect on query and document; leave it out")
+    if config.task == "generate":
+        if config.pooling != Pooling() or config.pooling_column is not None:
+            raise ConfigError(
+                "pooling and pooling_column are options of the tasks embed, classify and score; "
+                "set task"
+            )
+        return
+    if config.overrides or config.sampling_column is not None:
+        raise ConfigError(
+            f"task {config.task!r} generates nothing, so that overrides and sampling_column have "
+            "no effect; leave them out (pooling_column has options per row)"
+        )
+    for name in (*FIXED_PER_STAGE, "structured_outputs"):
+        value = getattr(config.sampling, name)
+        if value != getattr(_NO_SAMPLING, name):
+            raise ConfigError(
+                f"task {config.task!r} generates nothing, so that sampling.{name}={value!r} has no "
+                "effect; leave it out"
+            )
+
+
+def _check_adapters(config: StageConfig) -> None:
+    if config.lora_column is None:
+        if config.lora_path is not None:
+            raise ConfigError("lora_path is where the adapters of lora_column lie; set lora_column")
+        return
+    kwargs = config.backend.options.get("engine_kwargs") or {}
+    facts = type_of(config.backend)
+    if not facts.has_adapters:
+        raise ConfigError(
+            f"lora_column: the {_kind(config)} backend has no adapters; set backend='vllm'"
+        )
+    if facts.takes_vllm_options and not kwargs.get("enable_lora"):
+        raise ConfigError(
+            "lora_column needs engines that take adapters; set enable_lora in the engine_kwargs of "
+            "the backend (with max_loras and max_lora_rank)"
+        )

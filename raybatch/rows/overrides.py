@@ -15,7 +15,7 @@ from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.structured_outputs import structured_text
 from raybatch.records.types import FLAG_OPTIONS, WHOLE_OPTIONS, Sampling
 from raybatch.rows.batches import json_value, python_values
-from raybatch.rows.option_checks import FIXED_PER_STAGE
+from raybatch.rows.options import FIXED_PER_STAGE
 from raybatch.rows.schema import describe_error
 
 _NAMES = tuple(f.name for f in dataclasses.fields(Sampling))

@@ -14,7 +14,7 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.resources import check_share
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
-from raybatch.rows.options import build_stage_config
+from raybatch.rows.stage_forms import build_stage_config
 
 
 def test_an_engine_fits_the_largest_host():
