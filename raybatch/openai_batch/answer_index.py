@@ -8,8 +8,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
-from raybatch.backends.openai.body import BadAnswer
-from raybatch.backends.openai.embeddings import read_vector
+from raybatch.backends.openai.body import BadAnswer, read_vector
 from raybatch.durable.storage import told_as
 from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import safe_text

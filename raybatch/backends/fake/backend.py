@@ -8,11 +8,12 @@ import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from raybatch.backends.fake.answers import FakeAnswer, fake_answer, fake_vector
-from raybatch.backends.fake.options import FakeOptions, log_finished, mark_start
+from raybatch.backends.fake.type import FakeOptions
 from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.engine.sequences.completions import completion_of
 from raybatch.errors import ConfigError
@@ -42,7 +43,7 @@ class FakeBackend(IntakeBackend):
         self._task = task
         # what generates nothing may fill the context
         self._max_len = options.max_model_len + (task != "generate")
-        start = mark_start(options.marks_dir)
+        start = _mark_start(options.marks_dir)
         time.sleep(options.start_s)
         if options.refuse_start:
             raise ConfigError("the fake backend was told to refuse its options")
@@ -81,7 +82,7 @@ class FakeBackend(IntakeBackend):
         has_work = self._intake.num_waiting or self._running
         finished = self._intake.close(self._run_step() if has_work else [])
         self._num_finished += len(finished)
-        log_finished(self._options.finished_log, len(finished))
+        _log_finished(self._options.finished_log, len(finished))
         self._engine_s += time.perf_counter() - began
         return finished
 
@@ -227,3 +228,23 @@ def _generated(sequence: _Sequence) -> Completion:
     num_cached_tokens = sequence.num_cached_tokens
     state = replace(sequence.state, token_ids=answer.tokens, num_cached_tokens=num_cached_tokens)
     return completion_of(state, answer.finish_reason, answer.stop_reason)
+
+
+def _log_finished(path: str | None, num_finished: int) -> None:
+    """Count finished sequences where every engine does; bytes of several are never mixed up."""
+    if path is not None and num_finished:
+        with open(path, "ab") as file:
+            file.write(b"." * num_finished)
+
+
+def _mark_start(marks_dir: str | None) -> int:
+    """Leave a mark and return how many starts came before."""
+    start = 0
+    while marks_dir is not None:
+        try:
+            Path(marks_dir, f"start-{start}").touch(exist_ok=False)
+        except FileExistsError:
+            start += 1
+        else:
+            break
+    return start

@@ -1,8 +1,8 @@
 """Asks an OpenAI-compatible endpoint for the rows of one replica; the model runs elsewhere.
 
 Rows go out in the order in which they came, at most `Concurrency.limit` samples at once; those that
-are asked again go before those that were not asked. `poll` sends, and waits for news a few
-milliseconds at most; the requests themselves run in the thread of `HttpThread`.
+are asked again go before those that were not asked. `poll` sends, and waits for answers a
+few milliseconds at most; the requests themselves run in the thread of `HttpThread`.
 """
 
 import itertools
@@ -15,9 +15,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from raybatch.backends.openai.body import BadAnswer, body_of, completions_of
-from raybatch.backends.openai.embeddings import embedding_body, embedding_of
-from raybatch.backends.openai.errors import (
+from raybatch.backends.openai.body import (
+    BadAnswer,
+    body_of,
+    completions_of,
+    embedding_body,
+    embedding_of,
+)
+from raybatch.backends.openai.http import (
+    HttpAnswer,
+    HttpThread,
     hidden,
     is_pushback,
     row_error,
@@ -25,8 +32,7 @@ from raybatch.backends.openai.errors import (
     secrets_in,
     verdict_on,
 )
-from raybatch.backends.openai.http import HttpAnswer, HttpThread
-from raybatch.backends.openai.options import OpenAIOptions
+from raybatch.backends.openai.options import OpenAIOptions, headers_of
 from raybatch.backends.openai.pace import (
     Budget,
     Concurrency,
@@ -34,8 +40,9 @@ from raybatch.backends.openai.pace import (
     retry_after_s,
     until_reset_s,
 )
-from raybatch.backends.openai.rows import Row, Rows
-from raybatch.errors import EndpointError
+from raybatch.backends.openai.rows import Row, Rows, fit_output, row_refusal
+from raybatch.config import environment, proxy_of
+from raybatch.errors import EndpointError, EndpointUnreachable
 from raybatch.records.types import (
     UNBOUNDED_TOKENS,
     Capacity,
@@ -55,6 +62,7 @@ _MAX_IN_VAIN = 10
 _LONG_WAIT_S = 30.0
 
 _logger = logging.getLogger(__name__)
+_PROBE_S = 30.0
 
 
 class OpenAIBackend:
@@ -191,10 +199,12 @@ class OpenAIBackend:
     def _add(self, row: Row) -> bool:
         """Take a row in; return whether it is to be asked."""
         self._rows.add(row)
-        if error := self._row_error(row.request):
+        options, is_embedding = self._options, self._is_embedding
+        if error := row_refusal(row.request, options, is_embedding=is_embedding):
             self._failed += _errors(row, error)
             return False
-        row.request = self._fitted(row.request)
+        if not is_embedding:
+            row.request = fit_output(row.request, options)
         return True
 
     def _take_out(self, request_ids: Collection[int]) -> list[Row]:
@@ -204,37 +214,6 @@ class OpenAIBackend:
                 self._http.cancel(row.key)
                 del self._in_flight[row.key]
         return rows
-
-    def _row_error(self, request: Request) -> str:
-        prompt = request.prompt_token_ids
-        endpoint, is_chat = self._options.endpoint, "messages" in request.payload
-        if self._is_embedding and is_chat:
-            return "InvalidPrompt: embeddings are made of texts, and the row has messages"
-        if endpoint == "chat" and not is_chat:
-            return "InvalidPrompt: the chat endpoint takes messages, and the row has none"
-        if endpoint == "completions" and is_chat:
-            return "InvalidPrompt: the completions endpoint takes texts, and the row has messages"
-        if is_chat or "prompt" in request.payload:
-            return ""
-        if not len(prompt):
-            return "EmptyPrompt: the prompt has no tokens"
-        if prompt.min() < 0:
-            return "BadTokenId: token ids must be at least 0"
-        limit = self._options.max_model_len
-        if limit is not None and len(prompt) >= limit + self._is_embedding:
-            return f"PromptTooLong: {len(prompt)} tokens, the model's limit is {limit}"
-        return ""
-
-    def _fitted(self, request: Request) -> Request:
-        """Bound the output by the context, where its length is known; servers refuse more."""
-        limit, sampling = self._options.max_model_len, request.sampling
-        if limit is None or request.payload or self._is_embedding:
-            return request
-        room = limit - len(request.prompt_token_ids)
-        if sampling.max_tokens <= room:
-            return request
-        min_tokens = min(sampling.min_tokens, room)
-        return replace(request, sampling=replace(sampling, max_tokens=room, min_tokens=min_tokens))
 
     def _may_send(self) -> bool:
         now_s = self._clock()
@@ -362,3 +341,47 @@ def _errors(row: Row, error: str) -> list[Completion]:
         )
         for sample_idx in sorted(row.samples)
     ]
+
+
+def create(
+    options: OpenAIOptions, model: str, *, task: Task = "generate", num_replicas: int = 1
+) -> OpenAIBackend:
+    """Return a backend for an endpoint that answers and knows the key.
+
+    Args:
+        options: of the endpoint.
+        model: of the stage.
+        task: of the stage.
+        num_replicas: that share the budgets.
+
+    Raises:
+        ConfigError: a variable of the environment is not set here.
+        EndpointError: nothing answers, or the key is refused.
+    """
+    headers, proxy = headers_of(options, environment()), proxy_of(options.base_url)
+    _probe(options, headers, proxy)
+    name = model if options.model is None else options.model
+    return OpenAIBackend(options, name, headers, task=task, num_replicas=num_replicas, proxy=proxy)
+
+
+def _probe(options: OpenAIOptions, headers: Mapping[str, str], proxy: str | None) -> None:
+    """Raise EndpointError where no request can be answered; it asks for the list of models."""
+    timeout_s = min(options.timeout_s, _PROBE_S)
+    http = HttpThread(options.base_url, headers, timeout_s, proxy=proxy)
+    try:
+        http.send(0, "/models", None)
+        answers = http.collect(_PROBE_S + 1)
+    finally:
+        http.close()
+    for answer in answers:
+        said = said_by(answer, secrets_in(headers))
+        if answer.failure == "refused":
+            raise EndpointUnreachable(
+                f"{options.base_url} cannot be reached ({said}); start the server, or mend base_url"
+            )
+        # not every endpoint lists its models, and not every key may see the list
+        if answer.status == 401:
+            raise EndpointError(
+                f"{options.base_url} refuses the key ({said}); api_key_env names the variable that "
+                "holds it"
+            )

@@ -1,11 +1,12 @@
-"""The rows of an endpoint backend: which wait, which are to be asked again, and when."""
+"""The rows of an endpoint backend: which are refused, which wait, which are sent again and when."""
 
 import heapq
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.records.types import Request
 
 
@@ -122,3 +123,37 @@ class Rows:
         yield from self._waiting
         for _, _, row in self._delayed:
             yield row
+
+
+def row_refusal(request: Request, options: OpenAIOptions, *, is_embedding: bool) -> str:
+    """Return the error of a row that the endpoint need not be sent; "" for one that it may be."""
+    prompt = request.prompt_token_ids
+    endpoint, is_chat = options.endpoint, "messages" in request.payload
+    if is_embedding and is_chat:
+        return "InvalidPrompt: embeddings are made of texts, and the row has messages"
+    if endpoint == "chat" and not is_chat:
+        return "InvalidPrompt: the chat endpoint takes messages, and the row has none"
+    if endpoint == "completions" and is_chat:
+        return "InvalidPrompt: the completions endpoint takes texts, and the row has messages"
+    if is_chat or "prompt" in request.payload:
+        return ""
+    if not len(prompt):
+        return "EmptyPrompt: the prompt has no tokens"
+    if prompt.min() < 0:
+        return "BadTokenId: token ids must be at least 0"
+    limit = options.max_model_len
+    if limit is not None and len(prompt) >= limit + is_embedding:
+        return f"PromptTooLong: {len(prompt)} tokens, the model's limit is {limit}"
+    return ""
+
+
+def fit_output(request: Request, options: OpenAIOptions) -> Request:
+    """Bound the output by the context, where its length is known; servers refuse more."""
+    limit, sampling = options.max_model_len, request.sampling
+    if limit is None or request.payload:
+        return request
+    room = limit - len(request.prompt_token_ids)
+    if sampling.max_tokens <= room:
+        return request
+    min_tokens = min(sampling.min_tokens, room)
+    return replace(request, sampling=replace(sampling, max_tokens=room, min_tokens=min_tokens))

@@ -10,7 +10,7 @@ from raybatch.records.parsed_text import REASONING, TOOL_CALLS
 
 
 def _create(start: EngineStart) -> Backend:
-    from raybatch.backends.openai.start import create
+    from raybatch.backends.openai.backend import create
 
     options = openai_options(start.backend.options)
     return create(options, start.model, task=start.backend.task, num_replicas=start.num_replicas)

@@ -19,7 +19,7 @@ import torch
 
 from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.backends.transformers.model import HubModel
-from raybatch.backends.transformers.options import TransformersOptions
+from raybatch.backends.transformers.type import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.protocols import SamplerLike, StopCheckerLike

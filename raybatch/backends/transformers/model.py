@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raybatch.backends.transformers.options import TransformersOptions
+from raybatch.backends.transformers.type import TransformersOptions
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.limits import check_max_model_len, pick_device
 from raybatch.errors import ConfigError, UnreachableError, error_text

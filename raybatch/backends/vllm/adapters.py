@@ -8,7 +8,7 @@ from itertools import count
 
 from vllm.lora.request import LoRARequest
 
-from raybatch.backends.vllm.sequence import RequestRefused
+from raybatch.backends.vllm.requests import RequestRefused
 from raybatch.errors import error_text
 from raybatch.models.adapters import resolve_adapter
 

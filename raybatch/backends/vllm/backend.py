@@ -7,6 +7,7 @@ restore ->  begun before -------> (first)
 vLLM gets a few requests more than it can run, so that order, `drain` and moving rows stay here.
 """
 
+import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,26 +17,27 @@ from typing import Any
 import numpy as np
 
 from raybatch.backends.intake import IntakeBackend
-from raybatch.backends.vllm.inner import InnerEngine, Parse
 from raybatch.backends.vllm.pooling import adapter_of, pooling_params
-from raybatch.backends.vllm.sampling import can_resume, sampling_params
-from raybatch.backends.vllm.sequence import (
+from raybatch.backends.vllm.requests import (
     Answer,
+    InnerEngine,
+    Parse,
     Progress,
     RequestRefused,
     VllmSequence,
 )
 from raybatch.engine.row_checks import RowLimits
+from raybatch.engine.sampling.randomness import sequence_key
 from raybatch.engine.sequences.completions import completion_of
 from raybatch.errors import error_text
-from raybatch.records.media import prompt_ids_of
-from raybatch.records.payload import IMAGES
+from raybatch.records.payload import IMAGES, images_of, prompt_ids_of
 from raybatch.records.types import (
     Capacity,
     Completion,
     FinishReason,
     ReplicaStats,
     Request,
+    Sampling,
     SequenceState,
     Task,
 )
@@ -231,4 +233,56 @@ def _row_limits(engine: InnerEngine, capacity: Capacity, task: Task) -> RowLimit
         max_model_len={"generate": max_len, "score": 2 * max_len + 1}.get(task, max_len + 1),
         # and vLLM does not start where the longest one does not fit the cache
         kv_tokens=capacity.kv_tokens if task == "generate" else 2 * max_len,
+    )
+
+
+def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> dict[str, Any]:
+    """Return the options of vLLM's `SamplingParams` for one sample of a row, and its images.
+
+    Args:
+        request: what was asked.
+        sample_idx: 0..n-1; each sample has a seed of its own.
+        num_done: generated tokens that are part of the prompt now.
+    """
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or 0,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "max_tokens": sampling.max_tokens - num_done,
+        "min_tokens": max(0, sampling.min_tokens - num_done),
+        "logprobs": sampling.logprobs,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "include_stop_str_in_output": sampling.include_stop_str_in_output,
+        "skip_special_tokens": sampling.skip_special_tokens,
+    }
+    if isinstance(sampling.structured_outputs, str):
+        params["structured_outputs"] = json.loads(sampling.structured_outputs)
+    if images := images_of(request.payload):
+        params[IMAGES] = images
+    if sampling.temperature > 0:
+        # 63 bits: torch takes signed numbers, and vLLM takes -1 for no seed
+        params["seed"] = sequence_key(request.seed, sample_idx) >> 1
+    return params
+
+
+def can_resume(sampling: Sampling) -> bool:
+    """Return whether vLLM goes on from tokens as if it had never stopped.
+
+    It cannot where the tokens so far take part other than as context: the state of a random
+    generator, counts of generated tokens, text in which a stop string may have begun, the place in
+    a grammar. A repetition penalty is no such case, because it looks at prompt and output alike.
+    """
+    return (
+        sampling.temperature == 0
+        and sampling.structured_outputs is None
+        and not sampling.stop
+        and not sampling.presence_penalty
+        and not sampling.frequency_penalty
     )

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
 from vllm.multimodal.cache import MultiModalCacheMissError
+from vllm.multimodal.media.image import ImageMediaIO
 from vllm.outputs import PoolingRequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -20,18 +22,17 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from raybatch.backends.backend_type import ScoreForm
 from raybatch.backends.vllm.adapters import VllmAdapters
-from raybatch.backends.vllm.images import forget_images, prompt_of
 from raybatch.backends.vllm.parsing import OutputParser
+from raybatch.backends.vllm.patches import leave_room
 from raybatch.backends.vllm.pooling import pooling_task
-from raybatch.backends.vllm.room import leave_room
-from raybatch.backends.vllm.sequence import (
+from raybatch.backends.vllm.requests import (
     NO_TOKENS,
     Answer,
     Progress,
     RequestRefused,
     TokenLogprobs,
 )
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 from raybatch.records.payload import IMAGES, LORA
 from raybatch.records.types import Capacity, Task
 from raybatch.text.tokenizer import Tokenizer
@@ -296,3 +297,42 @@ def _pooled(output: PoolingRequestOutput) -> Answer:
     reason = "stop" if output.error is None and vector.size else "error"
     is_finite = bool(np.isfinite(vector).all())
     return Answer(output.request_id, progress, reason, None, is_finite, vector)
+
+
+def prompt_of(engine: LLMEngine, token_ids: list[int], images: Sequence[bytes]) -> Any:  # noqa: ANN401
+    """Return a prompt of vLLM; images are read as its server reads data: URLs.
+
+    From here on vLLM takes the images for sent, also where the request is refused afterwards: see
+    `forget_images`.
+
+    Args:
+        engine: that is to run it.
+        token_ids: with one mark in the place of each image.
+        images: files.
+
+    Raises:
+        ValueError: the model or its processor cannot read them.
+    """
+    if not images:
+        return tokens_input(token_ids)
+    if not engine.vllm_config.model_config.is_multimodal_model:
+        raise ValueError("the model reads text alone, and the row has images")
+    reader = ImageMediaIO()
+    try:
+        data = {"image": [reader.load_bytes(image) for image in images]}
+        prompt = {"prompt_token_ids": token_ids, "multi_modal_data": data}
+        return engine.renderer.render_cmpl([prompt])[0]
+    except Exception as error:  # processors raise whatever they meet in a file
+        raise ValueError(f"the images cannot be read: {error_text(error)}") from error
+
+
+def forget_images(engine: LLMEngine, missing: MultiModalCacheMissError) -> None:
+    """Have vLLM send images anew that its core has not; a prompt made after this call has them.
+
+    Args:
+        engine: whose other requests and images are left alone.
+        missing: what the core said.
+    """
+    cache = engine.renderer.mm_processor_cache
+    for name in missing.mm_hashes:
+        cache.invalidate(name)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from raybatch.backends.backend_type import ScoreForm
-from raybatch.backends.vllm.inner import InnerEngine
-from raybatch.backends.vllm.sequence import NO_TOKENS, Answer, Progress, RequestRefused
+from raybatch.backends.vllm.requests import NO_TOKENS, Answer, InnerEngine, Progress, RequestRefused
 from raybatch.errors import ConfigError
 from raybatch.records.payload import DOCUMENT_AT, LORA, POOLING, TYPES_AT
 from raybatch.records.types import Capacity, Request, Task, Vector

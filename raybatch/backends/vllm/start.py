@@ -12,9 +12,9 @@ import torch
 from raybatch.backends.backend_type import ScoreForm
 from raybatch.backends.vllm.args import VllmOptions, engine_args, vllm_options
 from raybatch.backends.vllm.backend import VllmBackend
-from raybatch.backends.vllm.inner import InnerEngine, Parse
 from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.pooling import ScorePairs
+from raybatch.backends.vllm.requests import InnerEngine, Parse
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.memory.host_memory import free_memory_bytes
 from raybatch.errors import ConfigError, error_text
@@ -130,7 +130,7 @@ def _start_engine(
     if current_platform.is_cpu():
         args = _on_cpu(args, num_engines_on_host)
         if args.get("enable_lora"):
-            from raybatch.backends.vllm.cpu_lora import leave_bare_rows_alone
+            from raybatch.backends.vllm.patches import leave_bare_rows_alone
 
             leave_bare_rows_alone()
     with _refusing():

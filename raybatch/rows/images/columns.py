@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.backends.registry import type_of
-from raybatch.records.media import with_images
+from raybatch.records.payload import with_images
 from raybatch.rows.batches import python_values
 from raybatch.rows.images.files import ImageFiles
 from raybatch.rows.images.tokens import ImageTokens

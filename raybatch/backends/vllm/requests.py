@@ -1,18 +1,21 @@
-"""One sample of one row in the vLLM backend, waiting or running, and what vLLM says of it."""
+"""What passes between the backend and vLLM's engine; nothing of vLLM is imported."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.records.types import Request, SequenceState, TokenIds, Vector
+from raybatch.records.types import Capacity, Completion, Request, SequenceState, TokenIds, Vector
 
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
+# gives a completion its text, and what is told beside it
+Parse = Callable[[Request, Completion], Completion]
 
 
 class RequestRefused(ValueError):  # noqa: N818 - the name is seen in outputs
@@ -82,3 +85,22 @@ class VllmSequence:
             num_cached_tokens=num_cached,
             logprobs=None if self.request.sampling.logprobs is None else tuple(logprobs),
         )
+
+
+class InnerEngine(Protocol):
+    """What is asked of vLLM; `raybatch.backends.vllm.engine.VllmEngine` says what each does."""
+
+    def capacity(self) -> Capacity: ...
+    def vocab_size(self) -> int: ...
+    def eos_token_ids(self) -> frozenset[int]: ...
+    def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None: ...
+    def step(self) -> list[Answer]: ...
+    def take(self, keys: Sequence[str]) -> dict[str, Progress]: ...
+    def progress(self, key: str) -> Progress: ...
+    def num_tokens(self, key: str) -> int: ...
+    def has_started(self, key: str) -> bool: ...
+    def num_running(self) -> int: ...
+    def num_preemptions(self) -> int: ...
+    def kv_used_fraction(self) -> float: ...
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
