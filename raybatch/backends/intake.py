@@ -1,8 +1,9 @@
-"""What a backend keeps of its requests: those that wait, and those that have samples to come."""
+"""What backends have in common: requests that wait or have samples to come, and counters."""
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -124,6 +125,18 @@ class Intake:
             del self._num_open[request_id]
 
 
+@dataclass(slots=True)
+class Counters:
+    """What a backend counts from its start on, under the names of `ReplicaStats`."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    engine_s: float = 0.0
+
+
 class IntakeBackend(ABC):
     """What backends with an intake have in common of the `Backend` protocol.
 
@@ -133,6 +146,7 @@ class IntakeBackend(ABC):
 
     def __init__(self, check: Callable[[SequenceState], Completion | None]) -> None:
         self._intake = Intake(check)
+        self._counters = Counters()
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._intake.submit(requests)

@@ -11,7 +11,7 @@ import copy
 import time
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,6 @@ class TransformersBackend(IntakeBackend):
         # by slot
         self._running: dict[int, _Running] = {}
         self._prefixes: OrderedDict[int, tuple[TokenIds, Any]] = OrderedDict()
-        self._counters = ReplicaStats()
 
     def capacity(self) -> Capacity:
         return Capacity(
@@ -106,7 +105,7 @@ class TransformersBackend(IntakeBackend):
         began = time.perf_counter()
         has_work = self._intake.num_waiting or self._running
         completions = self._intake.close(self._run_step() if has_work else [])
-        self._count(engine_s=time.perf_counter() - began)
+        self._counters.engine_s += time.perf_counter() - began
         return completions
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
@@ -125,8 +124,8 @@ class TransformersBackend(IntakeBackend):
 
     def stats(self) -> ReplicaStats:
         held = sum(running.num_tokens for running in self._running.values())
-        return replace(
-            self._counters,
+        return ReplicaStats(
+            **asdict(self._counters),
             num_running=len(self._running),
             num_waiting=self._intake.num_waiting,
             kv_used_fraction=held / self._limits.kv_tokens,
@@ -151,7 +150,8 @@ class TransformersBackend(IntakeBackend):
         logits = torch.stack([self._forward(each) for each in running])
         num_generated = np.array([len(each.tokens) for each in running], np.int64)
         result = self._sampler.sample(logits, slots, num_generated)
-        self._count(num_steps=1, num_generated_tokens=int(result.is_finite.sum()))
+        self._counters.num_steps += 1
+        self._counters.num_generated_tokens += int(result.is_finite.sum())
         completions = []
         for i in np.flatnonzero(~result.is_finite).tolist():
             num_tokens = running[i].num_tokens
@@ -188,10 +188,11 @@ class TransformersBackend(IntakeBackend):
         )
         num_cached = self._take_prefix(running)
         if is_begun:
-            self._count(num_recomputed_tokens=len(running.pending))
+            self._counters.num_recomputed_tokens += len(running.pending)
         elif not state.sample_idx:
             running.num_cached_tokens = num_cached
-            self._count(num_prompt_tokens=len(prompt), num_cached_tokens=num_cached)
+            self._counters.num_prompt_tokens += len(prompt)
+            self._counters.num_cached_tokens += num_cached
         self._running[slot] = running
         self._sampler.add(slot, sampling, request.seed, state.sample_idx, prompt, state.token_ids)
         self._rules.add(slot, sampling, state.token_ids)
@@ -226,10 +227,6 @@ class TransformersBackend(IntakeBackend):
         self._sampler.remove(slot)
         self._rules.remove(slot)
         return self._running.pop(slot)
-
-    def _count(self, **more: float) -> None:
-        added = {name: getattr(self._counters, name) + value for name, value in more.items()}
-        self._counters = replace(self._counters, **added)
 
 
 def create(model: str, backend: BackendConfig, engine: EngineConfig) -> TransformersBackend:

@@ -10,7 +10,7 @@ vLLM gets a few requests more than it can run, so that order, `drain` and moving
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
 
@@ -76,12 +76,6 @@ class VllmBackend(IntakeBackend):
         super().__init__(self._limits.find_failure)
         self._inside: dict[str, VllmSequence] = {}
         self._keys = count(1)
-        self._num_steps = 0
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_generated_tokens = 0
-        self._num_recomputed_tokens = 0
-        self._engine_s = 0.0
 
     def capacity(self) -> Capacity:
         return self._capacity
@@ -90,10 +84,10 @@ class VllmBackend(IntakeBackend):
         began = time.perf_counter()
         completions = self._hand_over()
         if self._inside:
-            self._num_steps += 1
+            self._counters.num_steps += 1
             completions += [self._finish(answer) for answer in self._engine.step()]
         told = self._intake.close(completions)
-        self._engine_s += time.perf_counter() - began
+        self._counters.engine_s += time.perf_counter() - began
         return told
 
     def drain(self) -> list[Request]:
@@ -118,17 +112,12 @@ class VllmBackend(IntakeBackend):
     def stats(self) -> ReplicaStats:
         num_running = self._engine.num_running()
         return ReplicaStats(
+            **asdict(self._counters),
             num_running=num_running,
             num_waiting=len(self._inside) - num_running + self._intake.num_waiting,
             kv_used_fraction=self._engine.kv_used_fraction(),
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self._engine.num_preemptions(),
-            num_recomputed_tokens=self._num_recomputed_tokens,
             kv_tokens=self._capacity.kv_tokens,
-            engine_s=self._engine_s,
         )
 
     def close(self) -> None:
@@ -201,14 +190,14 @@ class VllmBackend(IntakeBackend):
         return completion if self._parse is None else self._parse(sequence.request, completion)
 
     def _count(self, sequence: VllmSequence, progress: Progress) -> None:
-        self._num_generated_tokens += len(progress.token_ids)
+        self._counters.num_generated_tokens += len(progress.token_ids)
         num_prompt = len(sequence.request.prompt_token_ids)
         if sequence.has_started:
             num_known = num_prompt + len(sequence.tokens_before)
-            self._num_recomputed_tokens += num_known - progress.num_cached_tokens
+            self._counters.num_recomputed_tokens += num_known - progress.num_cached_tokens
         elif not sequence.sample_idx:
-            self._num_prompt_tokens += num_prompt
-            self._num_cached_tokens += progress.num_cached_tokens
+            self._counters.num_prompt_tokens += num_prompt
+            self._counters.num_cached_tokens += progress.num_cached_tokens
 
     def _recall(self, sequences: Sequence[VllmSequence]) -> list[SequenceState]:
         """Take sequences out of vLLM, with what they have."""
