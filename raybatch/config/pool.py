@@ -119,8 +119,8 @@ def check_bundles(bundles: object, *, where: str, is_zero_allowed: bool = False)
                 f"{where}: a bundle must be a mapping with a resource, got {bundle!r}"
             )
         for name, amount in bundle.items():
-            told = f"{where}: {name!r} of a bundle"
-            _check_amount(amount, where=told, is_zero_allowed=is_zero_allowed)
+            bundle = f"{where}: {name!r} of a bundle"
+            _check_amount(amount, where=bundle, is_zero_allowed=is_zero_allowed)
 
 
 def _check_amount(amount: Any, *, where: str, is_zero_allowed: bool) -> None:  # noqa: ANN401
@@ -132,12 +132,12 @@ def _check_amount(amount: Any, *, where: str, is_zero_allowed: bool) -> None:  #
 
 
 def _check_beside_bundles(pool: PoolConfig) -> None:
-    given = {
+    without_bundles = {
         "num_cpus_per_replica": pool.num_cpus_per_replica or None,
         "num_gpus_per_replica": pool.num_gpus_per_replica,
         "resources": pool.resources or None,
     }
-    for name, value in given.items():
+    for name, value in without_bundles.items():
         if value is not None:
             raise ConfigError(
                 f"pool.{name}={value!r} has no effect beside bundles, which say all that "

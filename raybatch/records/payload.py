@@ -1,4 +1,4 @@
-"""What travels beside the tokens of a request, as JSON under the keys that are named here.
+"""The payload of a request: what travels with its tokens, as JSON under the keys named here.
 
 Endpoints are sent a prompt in place of tokens, under the names of OpenAI's API. The prompt of a row
 with images is in its payload: `Request.prompt_token_ids` has stand-ins for the tokens of an image,
@@ -67,6 +67,6 @@ def images_of(payload: Mapping[str, Any]) -> list[bytes]:
 
 
 def prompt_ids_of(request: Request) -> TokenIds:
-    """Return the tokens that an engine is given, into which it puts the images itself."""
+    """Return the prompt before images, which the engine puts in itself."""
     ids = request.payload.get(PROMPT_IDS)
     return request.prompt_token_ids if ids is None else np.asarray(ids, np.int32)

@@ -85,7 +85,7 @@ class Sampling:
     becomes a tuple."""
 
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the sequence, beside the model's own."""
+    """Token ids that end the sequence, in addition to the model's."""
 
     ignore_eos: bool = False
     """Go on after the model's end token."""
@@ -167,7 +167,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is asked of an engine for one row."""
+    """One row, as an engine gets it."""
 
     request_id: int
     """Unique among the requests that one pool has in flight."""
@@ -185,8 +185,7 @@ class Request:
     expected_output_len: int | None = None
     """None where nothing is known."""
     payload: Mapping[str, Any] = field(default_factory=dict)
-    """What some backends need beside tokens, or in their place, see `raybatch.records.payload`;
-    read only."""
+    """What some backends need with the tokens, or in their place; see `raybatch.records.payload`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

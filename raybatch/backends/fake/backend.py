@@ -29,7 +29,7 @@ class _Sequence:
     answer: FakeAnswer
     num_cached_tokens: int
     end_step: int
-    num_told: int
+    num_reported: int
 
     @property
     def key(self) -> tuple[int, int]:
@@ -84,8 +84,8 @@ class FakeBackend(IntakeBackend):
         states = []
         for sequence in self._running.values():
             state = self._exported(sequence)
-            if len(state.token_ids) >= sequence.num_told + min_new_tokens:
-                sequence.num_told = len(state.token_ids)
+            if len(state.token_ids) >= sequence.num_reported + min_new_tokens:
+                sequence.num_reported = len(state.token_ids)
                 states.append(state)
         return states
 
@@ -164,7 +164,7 @@ class FakeBackend(IntakeBackend):
             answer=answer,
             num_cached_tokens=num_cached,
             end_step=self._counters.num_steps + len(answer.tokens) - len(state.token_ids) - 1,
-            num_told=len(state.token_ids),
+            num_reported=len(state.token_ids),
         )
         self._running[sequence.key] = sequence
         self._ending.setdefault(sequence.end_step, []).append(sequence)

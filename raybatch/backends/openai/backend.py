@@ -1,7 +1,7 @@
-"""Asks an OpenAI-compatible endpoint for the rows of one replica; the model runs elsewhere.
+"""Sends the rows of one replica to an OpenAI-compatible endpoint; the model runs there.
 
-Rows go out in the order in which they came, at most `Concurrency.limit` samples at once; those that
-are asked again go before those that were not asked. `poll` sends, and waits for answers a
+Rows are sent in the order of arrival, at most `Concurrency.limit` samples at once; those that are
+sent again go first. `poll` sends, and waits for answers a
 few milliseconds at most; the requests themselves run in the thread of `HttpThread`.
 """
 
@@ -25,12 +25,12 @@ from raybatch.backends.openai.body import (
 from raybatch.backends.openai.http import (
     HttpAnswer,
     HttpThread,
-    hidden,
     is_pushback,
+    message_of,
     row_error,
-    said_by,
     secrets_in,
     verdict_on,
+    without_secrets,
 )
 from raybatch.backends.openai.options import OpenAIOptions, headers_of
 from raybatch.backends.openai.pace import (
@@ -56,7 +56,7 @@ from raybatch.records.types import (
 _POLL_S = 0.005
 # where nobody says how long a context is
 _NO_LIMIT = 1 << 22
-# rows in a row, without a good answer between them, that were asked in vain until the end
+# rows in a row, without a good answer between them, that failed for good until the run ends
 _MAX_IN_VAIN = 10
 # a wait that is worth a line in the log
 _LONG_WAIT_S = 30.0
@@ -66,13 +66,10 @@ _PROBE_S = 30.0
 
 
 class OpenAIBackend:
-    """Follows the `Backend` protocol over HTTP; what was sent cannot be moved, only asked again.
+    """Follows the `Backend` protocol over HTTP; what was sent cannot be moved, only sent again.
 
     Args:
-        options: of the endpoint.
-        model: its name there.
         headers: of every request, with the secrets.
-        task: of all rows.
         num_replicas: that share the budgets.
         proxy: on the way to the endpoint; None for none.
         clock: seconds that only grow.
@@ -108,7 +105,7 @@ class OpenAIBackend:
         self._not_before_s = 0.0
         self._num_pushbacks = 0
         self._num_in_vain = 0
-        # why there is no sense in asking; raised when everything else has been told
+        # why no row can be answered; raised when everything else has been returned
         self._end: EndpointError | None = None
         self._polled_s = clock()
         self._stats = ReplicaStats()
@@ -144,14 +141,14 @@ class OpenAIBackend:
             self._count(engine_s=now_s - self._polled_s)
         self._polled_s = now_s
         for completion in finished:
-            self._rows.told(completion.request_id, completion.sample_idx)
+            self._rows.finish(completion.request_id, completion.sample_idx)
         return finished
 
     def num_unfinished(self) -> int:
         return len(self._rows)
 
     def drain(self) -> list[Request]:
-        return self._rows.unasked()
+        return self._rows.take_unsent()
 
     def abort(self, request_ids: Collection[int]) -> None:
         wanted = set(request_ids)
@@ -159,7 +156,7 @@ class OpenAIBackend:
         self._failed = [c for c in self._failed if c.request_id not in wanted]
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        # an endpoint tells nothing before the end
+        # an endpoint returns nothing before the end
         return []
 
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
@@ -197,7 +194,7 @@ class OpenAIBackend:
         self._http.close()
 
     def _add(self, row: Row) -> bool:
-        """Take a row in; return whether it is to be asked."""
+        """Take a row in; return whether it is to be sent."""
         self._rows.add(row)
         options, is_embedding = self._options, self._is_embedding
         if error := row_refusal(row.request, options, is_embedding=is_embedding):
@@ -241,16 +238,16 @@ class OpenAIBackend:
         self._count(num_steps=1, num_retries=int(row.num_tries > 1))
 
     def _take(self, answer: HttpAnswer) -> list[Completion]:
-        """Return the samples that an answer brings, or the errors; none where it is asked again."""
+        """Return the samples that an answer brings, or the errors; none where it is sent again."""
         row = self._in_flight.pop(answer.key, None)
         if row is None:
-            # broken off while the answer was on its way
+            # cancelled while the answer was on its way
             return []
         row.key = None
         verdict = verdict_on(answer)
         if verdict == "end":
-            said = said_by(answer, self._secrets)
-            self._end = EndpointError(f"{self._options.base_url} takes no request: {said}")
+            message = message_of(answer, self._secrets)
+            self._end = EndpointError(f"{self._options.base_url} takes no request: {message}")
             return []
         if verdict == "again":
             return self._again(row, answer)
@@ -268,8 +265,8 @@ class OpenAIBackend:
             what = (
                 str(error) if isinstance(error, BadAnswer) else "the answer is no JSON of the API"
             )
-            said = hidden(f"{what}: {answer.body[:200]!r}", self._secrets)
-            return _errors(row, f"BadAnswer: {said}")
+            message = without_secrets(f"{what}: {answer.body[:200]!r}", self._secrets)
+            return _errors(row, f"BadAnswer: {message}")
         num_generated = sum(
             len(s.token_ids) if s.num_generated_tokens is None else s.num_generated_tokens
             for s in samples
@@ -349,9 +346,6 @@ def create(
     """Return a backend for an endpoint that answers and knows the key.
 
     Args:
-        options: of the endpoint.
-        model: of the stage.
-        task: of the stage.
         num_replicas: that share the budgets.
 
     Raises:
@@ -374,14 +368,15 @@ def _probe(options: OpenAIOptions, headers: Mapping[str, str], proxy: str | None
     finally:
         http.close()
     for answer in answers:
-        said = said_by(answer, secrets_in(headers))
+        message = message_of(answer, secrets_in(headers))
         if answer.failure == "refused":
             raise EndpointUnreachable(
-                f"{options.base_url} cannot be reached ({said}); start the server, or mend base_url"
+                f"{options.base_url} cannot be reached ({message}); start the server, or mend "
+                "base_url"
             )
         # not every endpoint lists its models, and not every key may see the list
         if answer.status == 401:
             raise EndpointError(
-                f"{options.base_url} refuses the key ({said}); api_key_env names the variable that "
-                "holds it"
+                f"{options.base_url} refuses the key ({message}); api_key_env names the variable "
+                "that holds it"
             )

@@ -27,7 +27,7 @@ _CLOSE_S = 5.0
 Failure = Literal["", "timeout", "refused", "connection"]
 Verdict = Literal["good", "again", "row", "end"]
 
-# beside 5xx: what may pass by itself
+# what may pass by itself, like every 5xx
 _AGAIN = (408, 409, 425, 429)
 # no key, no money, no right, no such path or model, another method: no row would be answered
 _END = (401, 402, 403, 404, 405)
@@ -48,12 +48,9 @@ class HttpAnswer:
     """What became of one request.
 
     Args:
-        key: chosen by the caller.
         status: HTTP status; 0 where there is no answer.
         headers: names in lower case.
-        body: of the answer.
         failure: why there is no answer.
-        cause: of the failure, as text.
         seconds: from sending to the last byte.
     """
 
@@ -70,9 +67,7 @@ class HttpThread:
     """Sends requests to one API; owned by one thread.
 
     Args:
-        base_url: of the API.
         headers: of every request; they hold secrets and appear in no text.
-        timeout_s: of one request.
         proxy: URL of the proxy on the way; None for none.
     """
 
@@ -88,7 +83,7 @@ class HttpThread:
         self._proxy = proxy
         self._headers = dict(headers)
         self._timeout_s = timeout_s
-        self._news = threading.Condition()
+        self._arrived = threading.Condition()
         self._answers: list[HttpAnswer] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -101,26 +96,24 @@ class HttpThread:
 
         Args:
             key: names the answer, and no other request that is on its way.
-            path: below the API.
-            body: sent as JSON.
         """
         data = None if body is None else _encoded(body)
         self._in_loop(lambda: self._start(key, path, data))
 
     def cancel(self, key: int) -> None:
-        """Break a request off; no answer to it comes, but one that lies there already."""
+        """Cancel a request; no answer to it arrives, unless it is there already."""
         self._in_loop(lambda: self._stop(key))
 
     def collect(self, timeout_s: float) -> list[HttpAnswer]:
         """Return the answers that are complete; wait for the first one at most so long."""
-        with self._news:
+        with self._arrived:
             if not self._answers and timeout_s > 0:
-                self._news.wait(timeout_s)
+                self._arrived.wait(timeout_s)
             answers, self._answers = self._answers, []
             return answers
 
     def close(self) -> None:
-        """Break every request off and end the thread."""
+        """Cancel every request and end the thread."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(_CLOSE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -137,7 +130,7 @@ class HttpThread:
             self._loop.close()
 
     def _start(self, key: int, path: str, data: bytes | None) -> None:
-        task = self._loop.create_task(self._ask(key, path, data))
+        task = self._loop.create_task(self._request(key, path, data))
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
@@ -153,7 +146,7 @@ class HttpThread:
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(self, key: int, path: str, data: bytes | None) -> None:
+    async def _request(self, key: int, path: str, data: bytes | None) -> None:
         began = time.monotonic()
         try:
             answer = await self._answer(key, path, data)
@@ -163,10 +156,10 @@ class HttpThread:
         except aiohttp.ClientConnectorError as error:
             answer = HttpAnswer(key=key, failure="refused", cause=str(error))
         except Exception as error:
-            # whatever it is, the row must hear of it; texts of the client may repeat headers
+            # the row gets an error for any failure; texts of the client may repeat headers
             cause = f"the connection was lost: {type(error).__name__}"
             answer = HttpAnswer(key=key, failure="connection", cause=cause)
-        self._tell(answer, time.monotonic() - began)
+        self._put(answer, time.monotonic() - began)
 
     async def _answer(self, key: int, path: str, data: bytes | None) -> HttpAnswer:
         if self._session is None:
@@ -194,11 +187,11 @@ class HttpThread:
             proxy=self._proxy,
         )
 
-    def _tell(self, answer: HttpAnswer, seconds: float) -> None:
+    def _put(self, answer: HttpAnswer, seconds: float) -> None:
         answer = replace(answer, seconds=seconds)
-        with self._news:
+        with self._arrived:
             self._answers.append(answer)
-            self._news.notify()
+            self._arrived.notify()
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
@@ -223,7 +216,7 @@ def is_pushback(answer: HttpAnswer) -> bool:
     return answer.failure in ("timeout", "refused") or answer.status in _OVERLOAD
 
 
-def said_by(answer: HttpAnswer, secrets: Iterable[str]) -> str:
+def message_of(answer: HttpAnswer, secrets: Iterable[str]) -> str:
     """Return status and message of a failed request on one line, cut, without secrets."""
     message, _ = _message_and_code(answer)
     if answer.failure:
@@ -231,17 +224,19 @@ def said_by(answer: HttpAnswer, secrets: Iterable[str]) -> str:
     elif not message and answer.status < 400:
         message = "the endpoint answers with a redirect; name its API in base_url"
     text = f"{answer.status} {message}" if answer.status else message
-    return hidden(text, secrets)
+    return without_secrets(text, secrets)
 
 
 def row_error(answer: HttpAnswer, num_tries: int, secrets: Iterable[str]) -> str:
     """Return the error of a row whose request has failed for good."""
     _, code = _message_and_code(answer)
-    said = said_by(answer, secrets)
+    message = message_of(answer, secrets)
     if verdict_on(answer) != "again":
-        return f"{_ROW_CLASSES.get(code, 'BadRequest')}: {said}"
+        return f"{_ROW_CLASSES.get(code, 'BadRequest')}: {message}"
     kind = {429: "RateLimited"}.get(answer.status, "EndpointFailed")
-    return f"{'Timeout' if answer.failure == 'timeout' else kind}: {said} (asked {num_tries} times)"
+    return (
+        f"{'Timeout' if answer.failure == 'timeout' else kind}: {message} (asked {num_tries} times)"
+    )
 
 
 def secrets_in(headers: Mapping[str, str]) -> tuple[str, ...]:
@@ -249,7 +244,7 @@ def secrets_in(headers: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(value.removeprefix("Bearer ") for value in headers.values())
 
 
-def hidden(text: str, secrets: Iterable[str]) -> str:
+def without_secrets(text: str, secrets: Iterable[str]) -> str:
     """Return a text on one line, cut, without these secrets and what looks like one."""
     for secret in secrets:
         text = text.replace(secret, "***")
@@ -258,17 +253,17 @@ def hidden(text: str, secrets: Iterable[str]) -> str:
 
 
 def _message_and_code(answer: HttpAnswer) -> tuple[str, str]:
-    """Return what the body of an error says, in the forms that servers have."""
+    """Return message and code in the body of an error, in the forms that servers have."""
     text = answer.body[: 1 << 16].decode("utf-8", "replace")
     try:
-        said = json.loads(text)
+        error = json.loads(text)
     except ValueError:
         return text, ""
-    if not isinstance(said, Mapping):
+    if not isinstance(error, Mapping):
         return text, ""
-    inner = said.get("error")
-    fields = inner if isinstance(inner, Mapping) else said
-    message = fields.get("message") or inner or said.get("detail") or text
+    inner = error.get("error")
+    fields = inner if isinstance(inner, Mapping) else error
+    message = fields.get("message") or inner or error.get("detail") or text
     code = fields.get("code")
     return (
         message if isinstance(message, str) else json.dumps(message),

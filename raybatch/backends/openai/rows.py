@@ -15,8 +15,7 @@ class Row:
     """A request on its way.
 
     Args:
-        request: what is asked.
-        samples: that are still to be told.
+        samples: that are not finished.
         num_tries: requests that were sent for it.
         key: of the one that is in flight; None where none is.
         sent_s: when that was sent.
@@ -44,7 +43,7 @@ class Rows:
         self._waiting: deque[Row] = deque()
         # began elsewhere, so that nobody gets them back
         self._resumed: deque[Row] = deque()
-        # when to ask again, a number that tells equal times apart, the row
+        # when to send again, a number that tells equal times apart, the row
         self._delayed: list[tuple[float, int, Row]] = []
         self._numbers = itertools.count()
 
@@ -63,38 +62,38 @@ class Rows:
         self._open[request_id] = row
 
     def wait(self, row: Row) -> None:
-        """Put a row behind those that were not asked yet."""
+        """Put a row behind those that were not sent yet."""
         self._waiting.append(row)
 
     def resume(self, row: Row) -> None:
-        """Put a row before them; it is not given back."""
+        """Put a row before them; `take_unsent` leaves it."""
         self._resumed.append(row)
 
     def delay(self, row: Row, due_s: float) -> None:
-        """Ask a row again, not before `due_s`."""
+        """Send a row again, not before `due_s`."""
         heapq.heappush(self._delayed, (due_s, next(self._numbers), row))
 
     def has_next(self, now_s: float) -> bool:
-        """Return whether a row may be asked now."""
+        """Return whether a row may be sent now."""
         is_due = bool(self._delayed) and self._delayed[0][0] <= now_s
         return is_due or bool(self._resumed or self._waiting)
 
     def next(self, now_s: float) -> Row:
-        """Take the row out of its line that is to be asked now."""
+        """Take the row out of its line that is to be sent now."""
         if self._delayed and self._delayed[0][0] <= now_s:
             return heapq.heappop(self._delayed)[2]
         return (self._resumed or self._waiting).popleft()
 
-    def unasked(self) -> list[Request]:
-        """Take all rows out that were not asked yet, in order."""
+    def take_unsent(self) -> list[Request]:
+        """Take all rows out that were not sent yet, in order."""
         requests = [row.request for row in self._waiting]
         self._waiting.clear()
         for request in requests:
             del self._open[request.request_id]
         return requests
 
-    def told(self, request_id: int, sample_idx: int) -> None:
-        """Note a sample that was told; after the last one the row is forgotten."""
+    def finish(self, request_id: int, sample_idx: int) -> None:
+        """Note a finished sample; after the last one the row is forgotten."""
         row = self._open.get(request_id)
         if row is not None:
             row.samples -= {sample_idx}

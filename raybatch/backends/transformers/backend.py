@@ -49,7 +49,7 @@ class _Running:
     max_new_tokens: int
     num_cached_tokens: int
     logprobs: list[Any] | None
-    num_told: int
+    num_reported: int
     # tokens that the cache does not hold yet
     pending: TokenIds
     cache: Any = None
@@ -63,9 +63,7 @@ class TransformersBackend(IntakeBackend):
     """Follows the `Backend` protocol over a model of transformers.
 
     Args:
-        model: that is run.
         sampler: picks tokens; has `max_num_seqs` slots.
-        stop_checker: finds stop strings.
         max_num_seqs: sequences that run at once; more are not faster.
     """
 
@@ -111,8 +109,8 @@ class TransformersBackend(IntakeBackend):
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
         for running in self._running.values():
-            if len(running.tokens) >= running.num_told + min_new_tokens:
-                running.num_told = len(running.tokens)
+            if len(running.tokens) >= running.num_reported + min_new_tokens:
+                running.num_reported = len(running.tokens)
                 states.append(_state(running))
         return states
 
@@ -183,7 +181,7 @@ class TransformersBackend(IntakeBackend):
             max_new_tokens=min(sampling.max_tokens, self._limits.max_model_len - len(prompt)),
             num_cached_tokens=state.num_cached_tokens,
             logprobs=None if sampling.logprobs is None else list(state.logprobs or ()),
-            num_told=len(state.token_ids),
+            num_reported=len(state.token_ids),
             pending=np.concatenate([prompt, state.token_ids]),
         )
         num_cached = self._take_prefix(running)
@@ -233,8 +231,6 @@ def create(model: str, backend: BackendConfig, engine: EngineConfig) -> Transfor
     """Load a model and return a backend that is ready for `submit`.
 
     Args:
-        model: checkpoint directory, hub id or URI.
-        backend: with options of `TransformersOptions`.
         engine: of its options dtype, device, num_threads, max_model_len and max_num_seqs are used.
 
     Raises:

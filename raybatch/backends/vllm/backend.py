@@ -1,6 +1,6 @@
 """vLLM as a backend: rows and samples over an engine that knows requests alone.
 
-             own line             inside vLLM
+             own queue            inside vLLM
 submit -->  not begun  -------->  waiting | running  -->  completions
 restore ->  begun before -------> (first)
 
@@ -57,8 +57,6 @@ class VllmBackend(IntakeBackend):
     the others.
 
     Args:
-        engine: owned by this backend from here on.
-        task: that the engine was started for.
         parse: of good completions; None leaves their text to the stage.
     """
 
@@ -86,9 +84,9 @@ class VllmBackend(IntakeBackend):
         if self._inside:
             self._counters.num_steps += 1
             completions += [self._finish(answer) for answer in self._engine.step()]
-        told = self._intake.close(completions)
+        finished = self._intake.close(completions)
         self._counters.engine_s += time.perf_counter() - began
-        return told
+        return finished
 
     def drain(self) -> list[Request]:
         unstarted = [s for s in self._inside.values() if not self._has_started(s)]
@@ -99,8 +97,8 @@ class VllmBackend(IntakeBackend):
         states = []
         for key, sequence in self._inside.items():
             num_tokens = len(sequence.tokens_before) + self._engine.num_tokens(key)
-            if num_tokens >= sequence.num_told + min_new_tokens:
-                sequence.num_told = num_tokens
+            if num_tokens >= sequence.num_reported + min_new_tokens:
+                sequence.num_reported = num_tokens
                 states.append(sequence.state(self._engine.progress(key)))
         return states
 
@@ -157,7 +155,7 @@ class VllmBackend(IntakeBackend):
             sample_idx=state.sample_idx,
             before=state if goes_on else None,
             has_started=is_begun,
-            num_told=len(state.token_ids) if goes_on else 0,
+            num_reported=len(state.token_ids) if goes_on else 0,
         )
 
     def _params(self, sequence: VllmSequence) -> dict[str, Any]:
@@ -202,19 +200,19 @@ class VllmBackend(IntakeBackend):
     def _recall(self, sequences: Sequence[VllmSequence]) -> list[SequenceState]:
         """Take sequences out of vLLM, with what they have."""
         begun = [s for s in sequences if self._engine.has_started(s.key)]
-        found = self._engine.take([s.key for s in sequences])
+        progress = self._engine.take([s.key for s in sequences])
         for sequence in sequences:
             del self._inside[sequence.key]
         for sequence in begun:
-            self._count(sequence, found[sequence.key])
-        return [sequence.state(found[sequence.key]) for sequence in sequences]
+            self._count(sequence, progress[sequence.key])
+        return [sequence.state(progress[sequence.key]) for sequence in sequences]
 
     def _has_started(self, sequence: VllmSequence) -> bool:
         return sequence.has_started or self._engine.has_started(sequence.key)
 
 
 def _row_limits(engine: InnerEngine, capacity: Capacity, task: Task) -> RowLimits:
-    """Return what vLLM need not be asked; of a score it knows best, which may be two prompts."""
+    """Return the limits that are checked before vLLM; a score may be two prompts."""
     max_len = capacity.max_model_len
     return RowLimits(
         vocab_size=engine.vocab_size(),
@@ -229,7 +227,6 @@ def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> 
     """Return the options of vLLM's `SamplingParams` for one sample of a row, and its images.
 
     Args:
-        request: what was asked.
         sample_idx: 0..n-1; each sample has a seed of its own.
         num_done: generated tokens that are part of the prompt now.
     """

@@ -46,7 +46,7 @@ class VllmEngine:
 
     Args:
         engine: made without a process of its own for the engine core.
-        check_logits: tell requests whose logits are not numbers; needs
+        check_logits: report requests whose logits are not numbers; needs
             VLLM_COMPUTE_NANS_IN_LOGITS.
     """
 
@@ -66,10 +66,6 @@ class VllmEngine:
 
     def pool_for(self, task: Task, form: ScoreForm) -> None:
         """Take requests of a pooling task from here on.
-
-        Args:
-            task: of the stage.
-            form: how queries and documents come.
 
         Raises:
             ConfigError: the model has no such task, or reads pairs in another form.
@@ -104,12 +100,12 @@ class VllmEngine:
         return int(self._engine.vllm_config.model_config.get_vocab_size())
 
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the model's own end tokens."""
+        """Return the model's end tokens."""
         processor = self._engine.input_processor
-        own = processor.generation_config_fields.get("eos_token_id")
-        listed = own if isinstance(own, list) else [own]
-        found = {*listed, self._engine.renderer.get_eos_token_id()}
-        return frozenset(token_id for token_id in found if token_id is not None)
+        eos = processor.generation_config_fields.get("eos_token_id")
+        listed = eos if isinstance(eos, list) else [eos]
+        token_ids = {*listed, self._engine.renderer.get_eos_token_id()}
+        return frozenset(token_id for token_id in token_ids if token_id is not None)
 
     def output_parser(self, **names: str | None) -> OutputParser:
         """Return what takes reasoning and calls of tools out of answers, see `OutputParser`."""
@@ -156,12 +152,12 @@ class VllmEngine:
         prompt = prompt_of(self._engine, prompt_token_ids, params.get(IMAGES, ()))
         return str(self._engine.add_request(key, prompt, options, lora_request=adapter))
 
-    def _params(self, given: Mapping[str, Any]) -> SamplingParams | PoolingParams:
+    def _params(self, options: Mapping[str, Any]) -> SamplingParams | PoolingParams:
         if self._pooling_task is not None:
-            return PoolingParams(task=self._pooling_task, **given)
+            return PoolingParams(task=self._pooling_task, **options)
         return SamplingParams(
-            **_with_constraint(given),
-            detokenize=bool(given.get("stop")),
+            **_with_constraint(options),
+            detokenize=bool(options.get("stop")),
             output_kind=RequestOutputKind.FINAL_ONLY,
             # nobody else has this object
             skip_clone=True,
@@ -259,7 +255,7 @@ class VllmEngine:
         return Answer(key, self.take([key])[key], "error", None, is_finite=False)
 
     def _watch_logits(self) -> None:
-        """Note the requests for which the model gave NaN, which vLLM counts and does not tell."""
+        """Note the requests for which the model gave NaN, which vLLM counts and does not report."""
         get_output = self._client.get_output
 
         def watched() -> Any:  # noqa: ANN401 - vLLM's own type
@@ -306,9 +302,7 @@ def prompt_of(engine: LLMEngine, token_ids: list[int], images: Sequence[bytes]) 
     `forget_images`.
 
     Args:
-        engine: that is to run it.
         token_ids: with one mark in the place of each image.
-        images: files.
 
     Raises:
         ValueError: the model or its processor cannot read them.
@@ -327,12 +321,7 @@ def prompt_of(engine: LLMEngine, token_ids: list[int], images: Sequence[bytes]) 
 
 
 def forget_images(engine: LLMEngine, missing: MultiModalCacheMissError) -> None:
-    """Have vLLM send images anew that its core has not; a prompt made after this call has them.
-
-    Args:
-        engine: whose other requests and images are left alone.
-        missing: what the core said.
-    """
+    """Have vLLM send images anew that its core has not; a prompt made after this call has them."""
     cache = engine.renderer.mm_processor_cache
     for name in missing.mm_hashes:
         cache.invalidate(name)

@@ -22,7 +22,6 @@ def blocks_to_grow(
     Args:
         num_tokens: that it has, prompt and output.
         max_tokens: that it can come to.
-        block_size: tokens of a block.
         num_steps: each makes one token.
     """
     grown = min(num_tokens + num_steps, max_tokens)
@@ -38,7 +37,6 @@ def leave_room(scheduler: Any, block_size: int) -> None:  # noqa: ANN401 - vLLM'
 
     Args:
         scheduler: of vLLM 0.32, in this process.
-        block_size: tokens of a block.
     """
     manager = scheduler.kv_cache_manager
     fixed = getattr(manager, "watermark_blocks", None)

@@ -22,9 +22,7 @@ def pooling_task(
     """Return what vLLM calls the task of a stage for a model.
 
     Args:
-        task: of the stage.
         supported: tasks of vLLM that the model has.
-        form: how queries and documents come.
         num_labels: values that the model gives as a classifier.
 
     Raises:
@@ -33,18 +31,19 @@ def pooling_task(
     wanted: tuple[str, ...] = (task,)
     if task == "score":
         wanted = ("embed", "token_embed") if form == "apart" else ("classify",)
-    found = next((name for name in wanted if name in supported), None)
-    if found is None:
-        told = ", ".join(sorted(supported)) or "none"
+    vllm_task = next((name for name in wanted if name in supported), None)
+    if vllm_task is None:
+        available = ", ".join(sorted(supported)) or "none"
         raise ConfigError(
             f"task {task!r} needs a model that can do {' or '.join(wanted)}; of the pooling "
-            f"tasks of vLLM this one has: {told}. engine_kwargs.convert makes another one of it"
+            f"tasks of vLLM this one has: {available}. engine_kwargs.convert makes another one of "
+            "it"
         )
     if task == "score" and form != "apart" and num_labels != 1:
         raise ConfigError(
             f"a score is one number, and this classifier gives {num_labels}; use task 'classify'"
         )
-    return found
+    return vllm_task
 
 
 def pooling_params(request: Request) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def pooling_params(request: Request) -> dict[str, Any]:
 
 
 def adapter_of(request: Request) -> dict[str, str]:
-    """Return the adapter of a row beside the options of its request; nothing for none."""
+    """Return the adapter of a row as an option of its request; empty for none."""
     return {LORA: request.payload[LORA]} if LORA in request.payload else {}
 
 
@@ -112,7 +111,7 @@ class ScorePairs:
         return self._engine.vocab_size()
 
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the model's own end tokens."""
+        """Return the model's end tokens."""
         return self._engine.eos_token_ids()
 
     def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from raybatch.records.types import Capacity, Completion, Request, SequenceState,
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
-# gives a completion its text, and what is told beside it
+# gives a completion its text, and what was taken out of it
 Parse = Callable[[Request, Completion], Completion]
 
 
@@ -23,7 +23,7 @@ class RequestRefused(ValueError):  # noqa: N818 - the name is seen in outputs
 
 
 class Progress(NamedTuple):
-    """What a request has so far; `logprobs` is empty where none were asked for."""
+    """What a request has so far; `logprobs` is empty where none were requested."""
 
     token_ids: TokenIds
     num_cached_tokens: int
@@ -51,11 +51,9 @@ class VllmSequence:
 
     Args:
         key: name inside vLLM, never used again.
-        request: what was asked.
-        sample_idx: 0..n-1.
-        before: what another engine has made of it, and this one goes on from; None begins anew.
-        has_started: here or elsewhere, so that it is not given back.
-        num_told: generated tokens that are known outside.
+        before: state from another engine to go on from; None begins anew.
+        has_started: here or elsewhere; `drain` leaves it.
+        num_reported: generated tokens that `begun` has returned.
     """
 
     key: str
@@ -63,7 +61,7 @@ class VllmSequence:
     sample_idx: int
     before: SequenceState | None = None
     has_started: bool = False
-    num_told: int = 0
+    num_reported: int = 0
 
     @property
     def tokens_before(self) -> TokenIds:
@@ -88,7 +86,7 @@ class VllmSequence:
 
 
 class InnerEngine(Protocol):
-    """What is asked of vLLM; `raybatch.backends.vllm.engine.VllmEngine` says what each does."""
+    """What the backend needs of an engine; `VllmEngine` says what each method does."""
 
     def capacity(self) -> Capacity: ...
     def vocab_size(self) -> int: ...

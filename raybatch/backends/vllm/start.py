@@ -45,9 +45,6 @@ def create(
     What fails after vLLM has started ends it.
 
     Args:
-        model: checkpoint directory, hub id or URI.
-        backend: see `raybatch.backends.vllm.args.VllmOptions`.
-        engine: options of the engine.
         num_engines_on_host: engines that share the host's memory.
 
     Raises:
@@ -160,8 +157,8 @@ def _refusing() -> Iterator[None]:
         raise
     except (ValueError, TypeError) as error:
         # pydantic writes several lines, of which a log would show one
-        said = " ".join(error_text(error).split())
-        raise ConfigError(f"vLLM refuses its options: {said}") from error
+        message = " ".join(error_text(error).split())
+        raise ConfigError(f"vLLM refuses its options: {message}") from error
 
 
 def _with_configs(args: Mapping[str, Any], known: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
