@@ -127,7 +127,7 @@ def documented(cls: type) -> dict[str, str]:
         [of_class] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(of_class, ast.ClassDef), "the source of a class"
         known = {
-            field.target.id: text.value.value
+            field.target.id: str(text.value.value)
             for field, text in itertools.pairwise(of_class.body)
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
             if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)

@@ -185,7 +185,7 @@ class Request:
     expected_output_len: int | None = None
     """None where nothing is known."""
     payload: Mapping[str, Any] = field(default_factory=dict)
-    """What some backends need with the tokens, or in their place; see `raybatch.records.payload`."""
+    """What some backends need with tokens, or in their place, see `raybatch.records.payload`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

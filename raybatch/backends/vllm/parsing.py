@@ -75,11 +75,11 @@ class OutputParser:
         self._chat_request = lru_cache(maxsize=256)(self._adjusted_request)
 
     def __call__(self, request: Request, completion: Completion) -> Completion:
-        """Return a completion with its text, and with what the text is without now.
+        """Return a completion with its text, and what was parsed out of it.
 
         What a parser raises or logs becomes the error of `parsed`; what it did not find stays in
-        the text. A completion whose tokens cannot be decoded is returned as it is: the stage meets the
-        same error, and reports it.
+        the text. A completion whose tokens cannot be decoded is returned as it is: the stage meets
+        the same error, and reports it.
         """
         if completion.error:
             return completion

@@ -103,15 +103,12 @@ class ScorePairs:
         self._row_of: dict[str, str] = {}
 
     def capacity(self) -> Capacity:
-        """Return what the engine can hold."""
         return self._engine.capacity()
 
     def vocab_size(self) -> int:
-        """Return the number of token ids that the model knows."""
         return self._engine.vocab_size()
 
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the model's end tokens."""
         return self._engine.eos_token_ids()
 
     def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
@@ -161,7 +158,6 @@ class ScorePairs:
         return Progress(NO_TOKENS, 0, ())
 
     def num_tokens(self, key: str) -> int:
-        """Return how many tokens a row has generated."""
         return 0
 
     def has_started(self, key: str) -> bool:
@@ -174,21 +170,17 @@ class ScorePairs:
         return sum(map(self.has_started, self._pairs))
 
     def num_preemptions(self) -> int:
-        """Return how often requests that have ended had lost their room."""
         return self._engine.num_preemptions()
 
     def kv_used_fraction(self) -> float:
-        """Return the share of the KV cache that running requests hold."""
         return self._engine.kv_used_fraction()
 
     def reset(self) -> None:
-        """Drop all requests and forget the prefixes that are cached."""
         self._engine.reset()
         self._pairs.clear()
         self._row_of.clear()
 
     def close(self) -> None:
-        """End the engine."""
         self._engine.close()
 
 
