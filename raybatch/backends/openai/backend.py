@@ -60,9 +60,10 @@ _NO_LIMIT = 1 << 22
 _MAX_IN_VAIN = 10
 # a wait that is worth a line in the log
 _LONG_WAIT_S = 30.0
+# for the first request, at the start
+_PROBE_S = 30.0
 
 _logger = logging.getLogger(__name__)
-_PROBE_S = 30.0
 
 
 class OpenAIBackend:
@@ -180,7 +181,7 @@ class OpenAIBackend:
                 self._rows.resume(row)
 
     def stats(self) -> ReplicaStats:
-        num_running = sum(row.weight for row in self._in_flight.values())
+        num_running = self._num_in_flight()
         limit = self._concurrency.limit
         return replace(
             self._stats,
@@ -212,13 +213,17 @@ class OpenAIBackend:
                 del self._in_flight[row.key]
         return rows
 
+    def _num_in_flight(self) -> int:
+        """Return the samples that the endpoint works on."""
+        return sum(row.weight for row in self._in_flight.values())
+
     def _may_send(self) -> bool:
         now_s = self._clock()
         if self._end is not None:
             return False
         if now_s < self._not_before_s or any(budget.wait_s(now_s) for budget in self._budgets):
             return False
-        if sum(row.weight for row in self._in_flight.values()) >= self._concurrency.limit:
+        if self._num_in_flight() >= self._concurrency.limit:
             return False
         return self._rows.has_next(now_s)
 
@@ -274,11 +279,10 @@ class OpenAIBackend:
         first = samples[0]
         prompt = row.request.prompt_token_ids
         num_input = len(prompt) if first.num_input_tokens is None else first.num_input_tokens
-        in_flight = sum(other.weight for other in self._in_flight.values())
         self._concurrency.answered(
             answer.seconds,
             num_generated,
-            is_full=in_flight + row.weight >= self._concurrency.limit,
+            is_full=self._num_in_flight() + row.weight >= self._concurrency.limit,
         )
         self._budgets[1].spend(num_input + num_generated - row.tokens, now_s)
         self._pause(until_reset_s(answer.headers, row.tokens, time.time()))
