@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from raybatch.backends.openai.options import OpenAIOptions
-from raybatch.backends.transformers.options import TransformersOptions
+from raybatch.backends.transformers.type import TransformersOptions
 from raybatch.backends.vllm.args import VllmOptions
 from raybatch.config import (
     BackendConfig,

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.records import payload
-from raybatch.records.media import with_images
-from raybatch.records.payload import LORA, adapter_in, add_payload
+from raybatch.records.payload import LORA, adapter_in, add_payload, with_images
 
 IDS = np.array([1, 2], np.int32)
 

@@ -1,6 +1,6 @@
 """What raybatch knows of a kind of backend before any engine starts, as one record.
 
-A backend is added by a folder beside this file with such a record, and a line in `registry.py`.
+A backend is added by a folder next to this file with such a record, and a line in `registry.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,30 +40,6 @@ def _takes_no_options(backend: BackendConfig, engine: EngineConfig) -> None:
         raise ConfigError(f"backend.options: the {backend.kind} backend takes none, got {names}")
 
 
-def _one_gpu(backend: BackendConfig, engine: EngineConfig) -> int:
-    return 1
-
-
-def _no_columns(backend: BackendConfig, engine: EngineConfig) -> tuple[str, ...]:
-    return ()
-
-
-def _no_actors(backend: BackendConfig, engine: EngineConfig) -> int:
-    return 0
-
-
-def _as_pair(backend: BackendConfig, model: str) -> ScoreForm:
-    return "pair"
-
-
-def _all_options(options: Mapping[str, Any], model: str) -> Mapping[str, Any]:
-    return options
-
-
-def _no_files(folder: Path, backend: BackendConfig) -> None:
-    return
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendType:
     """A kind of backend; its functions import no engine but `create`.
@@ -79,7 +55,7 @@ class BackendType:
         check: raises ConfigError for options of backend or engine that it cannot take.
         check_files: refuses a folder that its engines cannot run, as far as headers tell.
         answering: of its options and the stage's model, what decides answers.
-        parsed_columns: output columns beside the text.
+        parsed_columns: output columns in addition to the text.
         num_gpus: GPUs that one engine computes on, where it computes on any.
         num_actors: ranks of one engine that are actors of Ray; 0 where it has none of its own.
         bounds_gpu_memory: whether options bound what an engine takes of a GPU that it shares.
@@ -87,13 +63,13 @@ class BackendType:
         may_end_process: whether a row may take the process of its engine along.
         has_prices: whether answers have prices of their own.
         gpu_warning: what is logged of engines on GPUs, for lack of proof.
-        is_endpoint: the engine is somebody else's. It renders, tokenizes and fetches images by
+        is_endpoint: the engine runs elsewhere. It renders, tokenizes and fetches images by
             itself, and nothing is computed here, so that one has room for hundreds of rows.
         has_weights: it computes with those in the folder of the model.
         refuses_native_options: an option that only the native engine has is an error.
         obeys_engine_options: all of `EngineConfig`, so memory and `engine.admission` among them.
         checks_grammars: as `raybatch.engine.sampling.grammars` does.
-        reads_images: beside text.
+        reads_images: prompts may have images.
         has_adapters: rows may name some.
         takes_vllm_options: in `engine_kwargs`.
     """
@@ -106,13 +82,13 @@ class BackendType:
     tasks: tuple[Task, ...] = ("generate",)
     makes: str = "generates text"
     check: Callable[[BackendConfig, EngineConfig], None] = _takes_no_options
-    check_files: Callable[[Path, BackendConfig], None] = _no_files
-    answering: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = _all_options
-    parsed_columns: Callable[[BackendConfig, EngineConfig], tuple[str, ...]] = _no_columns
-    num_gpus: Callable[[BackendConfig, EngineConfig], int] = _one_gpu
-    num_actors: Callable[[BackendConfig, EngineConfig], int] = _no_actors
+    check_files: Callable[[Path, BackendConfig], None] = lambda *_: None
+    answering: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda options, _: options
+    parsed_columns: Callable[[BackendConfig, EngineConfig], tuple[str, ...]] = lambda *_: ()
+    num_gpus: Callable[[BackendConfig, EngineConfig], int] = lambda *_: 1
+    num_actors: Callable[[BackendConfig, EngineConfig], int] = lambda *_: 0
     bounds_gpu_memory: Callable[[BackendConfig, EngineConfig], bool] = lambda *_: False
-    score_form: Callable[[BackendConfig, str], ScoreForm] = _as_pair
+    score_form: Callable[[BackendConfig, str], ScoreForm] = lambda *_: "pair"
     may_end_process: Callable[[BackendConfig], bool] = lambda _: True
     has_prices: Callable[[BackendConfig], bool] = lambda _: False
     gpu_warning: str = ""

@@ -60,11 +60,9 @@ def measure_backend(
 
     Args:
         backend: any; its counters go on counting.
-        limits: of the backend.
         clock: seconds, such as `time.perf_counter`.
         budget_s: seconds that the program takes, about; a slow model gets a shorter one.
         vocab_size: prompts are drawn from so many token ids.
-        seed: of the prompts' tokens.
 
     Raises:
         MeasureError: the backend fails a prompt, does not come to an end, or is too small.
@@ -245,7 +243,6 @@ class _Driver:
         The requests are taken out of the backend afterwards.
 
         Args:
-            num_rows: requests.
             own_len: prompt tokens that differ from row to row.
             shared_len: tokens that all prompts begin with.
             max_tokens: of each row; bounds the steps.

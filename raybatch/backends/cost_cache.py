@@ -58,15 +58,10 @@ def load_or_measure(
     Measuring loads the model and takes about 10 s more; a message says so.
 
     Args:
-        model: checkpoint directory, hub id or URI.
-        backend: which backend, and its options.
-        engine: options of the engine.
         num_engines_on_host: engines that share the host's memory.
         folder: of the cached models; None takes `cost-models` below the cache folder.
-        clock: seconds.
         cpu_clock: CPU seconds of this process; where an engine on a CPU got much less than the time
             by the clock, others were using it, and what was measured is used once and not kept.
-        create: makes the backend.
 
     Raises:
         MeasureError: the backend cannot be started or measured.
@@ -74,9 +69,9 @@ def load_or_measure(
     path = cost_model_path(
         model, backend, engine, num_engines_on_host=num_engines_on_host, folder=folder
     )
-    found = load_cost_model(path)
-    if found is not None:
-        return found
+    cached = load_cost_model(path)
+    if cached is not None:
+        return cached
     _logger.info("measuring what a step of %s costs here; this happens once", model)
     began = clock()
     try:

@@ -1,8 +1,9 @@
-"""What a backend keeps of its requests: those that wait, and those that have samples to come."""
+"""What backends have in common: queues of requests, and counters."""
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from raybatch.records.types import Completion, Request, SequenceState
 class Intake:
     """Requests from their submission to their last completion; one sequence per sample.
 
-    Sequences that were begun elsewhere come first, then the others in order of arrival.
+    Sequences that began elsewhere come first, then the others in order of arrival.
 
     Args:
         check: returns the completion of a sequence that cannot run, None for one that can.
@@ -27,7 +28,7 @@ class Intake:
 
     @property
     def num_open(self) -> int:
-        """Requests that have samples to come."""
+        """Requests with unfinished samples."""
         return len(self._num_open)
 
     @property
@@ -51,14 +52,14 @@ class Intake:
                 self._queue(state, self._waiting)
 
     def restore(self, states: Iterable[SequenceState]) -> None:
-        """Queue sequences that were begun elsewhere."""
+        """Queue sequences that began elsewhere."""
         for state in states:
             request_id = state.request.request_id
             self._num_open[request_id] = self._num_open.get(request_id, 0) + 1
             self._queue(state, self._begun)
 
     def take(self) -> tuple[SequenceState, bool]:
-        """Return the next sequence, and whether it was begun elsewhere; there must be one."""
+        """Return the next sequence, and whether it began elsewhere; there must be one."""
         is_begun = bool(self._begun)
         return (self._begun if is_begun else self._waiting).popleft(), is_begun
 
@@ -88,28 +89,28 @@ class Intake:
         Returns:
             `taken`, and then those that wait.
         """
-        wanted, found = set(request_ids), list(taken)
+        wanted, withdrawn = set(request_ids), list(taken)
         for line in (self._begun, self._waiting):
-            found += [state for state in line if state.request.request_id in wanted]
+            withdrawn += [state for state in line if state.request.request_id in wanted]
         self._begun = deque(s for s in self._begun if s.request.request_id not in wanted)
         self._waiting = deque(s for s in self._waiting if s.request.request_id not in wanted)
-        for state in found:
+        for state in withdrawn:
             self._close(state.request.request_id)
-        return found
+        return withdrawn
 
     def forget(self, request_ids: Collection[int]) -> None:
-        """Drop what is left of requests whose sequences are gone, such as errors to be told."""
+        """Drop what is left of requests whose sequences are gone, such as their errors."""
         wanted = set(request_ids)
         self._failed = [c for c in self._failed if c.request_id not in wanted]
         for request_id in wanted:
             self._num_open.pop(request_id, None)
 
     def close(self, completions: Iterable[Completion]) -> list[Completion]:
-        """Count completions as told, with those of sequences that could not run; return all."""
-        told, self._failed = [*self._failed, *completions], []
-        for completion in told:
+        """Count samples as finished; return them and those of sequences that could not run."""
+        finished, self._failed = [*self._failed, *completions], []
+        for completion in finished:
             self._close(completion.request_id)
-        return told
+        return finished
 
     def _queue(self, state: SequenceState, line: deque[SequenceState]) -> None:
         failure = self._check(state)
@@ -124,15 +125,24 @@ class Intake:
             del self._num_open[request_id]
 
 
-class IntakeBackend(ABC):
-    """What backends with an intake have in common of the `Backend` protocol.
+@dataclass(slots=True)
+class Counters:
+    """What a backend counts from its start on, under the names of `ReplicaStats`."""
 
-    Args:
-        check: as `Intake` takes it.
-    """
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    engine_s: float = 0.0
+
+
+class IntakeBackend(ABC):
+    """What backends with an intake have in common of the `Backend` protocol."""
 
     def __init__(self, check: Callable[[SequenceState], Completion | None]) -> None:
         self._intake = Intake(check)
+        self._counters = Counters()
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._intake.submit(requests)

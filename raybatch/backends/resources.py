@@ -27,9 +27,7 @@ def gpus_of_replica(
 
     Args:
         backend: that replicas run; "auto" counts like the native one.
-        has_gpus: there is a GPU in the cluster.
         may_grow: hosts with GPUs may come to the cluster.
-        vllm: what is installed on the driver's host.
     """
     if pool.num_gpus_per_replica is not None:
         return pool.num_gpus_per_replica
@@ -75,11 +73,7 @@ def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -
 
 
 def check_share(num_gpus: float, backend: BackendConfig, engine: EngineConfig) -> None:
-    """Raise ConfigError where engines share a GPU and nothing bounds the memory of each.
-
-    Args:
-        num_gpus: of one engine.
-    """
+    """Raise ConfigError where engines share a GPU and nothing bounds the memory of each."""
     if not 0 < num_gpus < 1 or engine.kv_cache_bytes is not None:
         return
     if not type_of(backend).bounds_gpu_memory(backend, engine):

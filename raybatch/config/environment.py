@@ -32,7 +32,7 @@ def proxy_of(url: str) -> str | None:
 
 
 def log_level() -> int | None:
-    """Return the level from which on log lines are asked for (RAYBATCH_LOG_LEVEL); None if unset.
+    """Return the level from which on log lines are written (RAYBATCH_LOG_LEVEL); None if unset.
 
     Raises:
         ConfigError: the variable names no level.
@@ -76,8 +76,8 @@ def cache_dir() -> Path:
 
     RAYBATCH_CACHE_DIR wins, then XDG_CACHE_HOME/raybatch, then ~/.cache/raybatch.
     """
-    own = os.environ.get("RAYBATCH_CACHE_DIR")
-    if own:
-        return Path(own).expanduser()
+    folder = os.environ.get("RAYBATCH_CACHE_DIR")
+    if folder:
+        return Path(folder).expanduser()
     xdg = os.environ.get("XDG_CACHE_HOME")
     return (Path(xdg) if xdg else Path("~/.cache").expanduser()) / "raybatch"

@@ -10,11 +10,14 @@ docs, the schema for editors, and what an output is compared with when a job is 
 checks types and ranges; `__post_init__` checks what goes together.
 """
 
+import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import re
+import textwrap
 import types
 from collections.abc import Callable, Collection, Mapping
 from decimal import Decimal
@@ -115,13 +118,20 @@ def is_hidden(field: FieldInfo) -> bool:
     return any(each is _HIDDEN for each in field.metadata)
 
 
+@functools.cache
 def documented(cls: type) -> dict[str, str]:
     """Return what the options of a class are, by name."""
     if hasattr(cls, "__pydantic_fields__"):
         known = {name: field.description or "" for name, field in fields_of(cls).items()}
     else:
-        text = (inspect.getdoc(cls) or "").partition("Args:\n")[2].partition("\n\n")[0]
-        known = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE))
+        [of_class] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(of_class, ast.ClassDef), "the source of a class"
+        known = {
+            field.target.id: str(text.value.value)
+            for field, text in itertools.pairwise(of_class.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        }
     return {name: " ".join(text.split()) for name, text in known.items()}
 
 

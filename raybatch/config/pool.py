@@ -95,14 +95,13 @@ class PoolConfig:
             _check_amount(amount, where=where, is_zero_allowed=True)
         if self.bundles is not None:
             check_bundles(self.bundles, where="pool.bundles")
-            _check_no_other_resources(self)
+            _refuse_with_bundles(self)
 
 
 def check_bundles(bundles: object, *, where: str, is_zero_allowed: bool = False) -> None:
     """Check the bundles of a placement group.
 
     Args:
-        bundles: whatever was given for them.
         where: what they are, for error messages.
         is_zero_allowed: a bundle may have nothing of a resource, or of all.
 
@@ -119,8 +118,8 @@ def check_bundles(bundles: object, *, where: str, is_zero_allowed: bool = False)
                 f"{where}: a bundle must be a mapping with a resource, got {bundle!r}"
             )
         for name, amount in bundle.items():
-            told = f"{where}: {name!r} of a bundle"
-            _check_amount(amount, where=told, is_zero_allowed=is_zero_allowed)
+            of_bundle = f"{where}: {name!r} of a bundle"
+            _check_amount(amount, where=of_bundle, is_zero_allowed=is_zero_allowed)
 
 
 def _check_amount(amount: Any, *, where: str, is_zero_allowed: bool) -> None:  # noqa: ANN401
@@ -131,13 +130,13 @@ def _check_amount(amount: Any, *, where: str, is_zero_allowed: bool) -> None:  #
         raise ConfigError(f"{where} must be {range_text(lowest, amount)}, got {amount!r}")
 
 
-def _check_no_other_resources(pool: PoolConfig) -> None:
-    given = {
+def _refuse_with_bundles(pool: PoolConfig) -> None:
+    values = {
         "num_cpus_per_replica": pool.num_cpus_per_replica or None,
         "num_gpus_per_replica": pool.num_gpus_per_replica,
         "resources": pool.resources or None,
     }
-    for name, value in given.items():
+    for name, value in values.items():
         if value is not None:
             raise ConfigError(
                 f"pool.{name}={value!r} has no effect beside bundles, which say all that "

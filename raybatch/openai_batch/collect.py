@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.actors.wire.arrow_arrays import vector_lists
-from raybatch.backends.openai.body import BadAnswer
-from raybatch.backends.openai.embeddings import read_vector
+from raybatch.backends.openai.body import BadAnswer, read_vector
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import safe_text

@@ -1,4 +1,4 @@
-"""What an answer says beside its text: reasoning, and calls of tools."""
+"""Reasoning and tool calls that were parsed out of an answer."""
 
 import json
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedText:
-    """What was found in an answer and is no part of its text any more.
+    """What was parsed out of an answer and is no longer in its text.
 
     Args:
         reasoning: None where the answer has none.
         tool_calls: in their order.
-        error: what kept a part from being found, "Type: message"; that part is still in the text.
+        error: why a part could not be parsed, "Type: message"; it is still in the text.
     """
 
     reasoning: str | None = None
@@ -48,7 +48,9 @@ class ParsedText:
     def from_json(cls, text: str) -> "ParsedText":
         """Return what `to_json` made a text of."""
         reasoning, calls, error = json.loads(text)
-        tool_calls = tuple(ToolCall(id=i, name=name, arguments=given) for i, name, given in calls)
+        tool_calls = tuple(
+            ToolCall(id=i, name=name, arguments=arguments) for i, name, arguments in calls
+        )
         return cls(reasoning=reasoning, tool_calls=tool_calls, error=error)
 
     def columns(self) -> dict[str, Any]:

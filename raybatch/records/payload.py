@@ -1,11 +1,18 @@
-"""What travels beside the tokens of a request, as JSON under the keys that are named here.
+"""The payload of a request: what travels with its tokens, as JSON under the keys named here.
 
-Endpoints are sent a prompt in place of tokens, under the names of OpenAI's API.
+Endpoints are sent a prompt in place of tokens, under the names of OpenAI's API. The prompt of a row
+with images is in its payload: `Request.prompt_token_ids` has stand-ins for the tokens of an image,
+which follow from its bytes, so that equal images are equal prefixes of plans.
 """
 
+import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+
+from raybatch.records.types import Request, TokenIds
 
 # adapter that answers the row: a folder or a URI; the first of the keys, see `adapter_in`
 LORA = "adapter"
@@ -40,3 +47,26 @@ def adapter_in(text: str | None) -> str | None:
         return None
     adapter: str = _decode(text, len(_ADAPTER))[0]
     return adapter
+
+
+def with_images(payload: str | None, prompt_ids: TokenIds, images: Sequence[bytes]) -> str | None:
+    """Return a payload with images, JSON.
+
+    Args:
+        payload: what else it holds; None holds nothing.
+        prompt_ids: of the prompt as the chat template writes it, before images are put into it.
+        images: files, in the order of their places in the prompt.
+    """
+    encoded = [base64.b64encode(image).decode() for image in images]
+    return add_payload(payload, {PROMPT_IDS: prompt_ids.tolist(), IMAGES: encoded})
+
+
+def images_of(payload: Mapping[str, Any]) -> list[bytes]:
+    """Return the files of the images of a request; none where it has none."""
+    return [base64.b64decode(image) for image in payload.get(IMAGES, ())]
+
+
+def prompt_ids_of(request: Request) -> TokenIds:
+    """Return the prompt before images, which the engine puts in itself."""
+    ids = request.payload.get(PROMPT_IDS)
+    return request.prompt_token_ids if ids is None else np.asarray(ids, np.int32)

@@ -12,19 +12,14 @@ _OTHER_NAMES = {"normalize": "use_activation"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pooling:
-    """Options that decide the numbers of one row; None leaves a choice to the model.
-
-    Args:
-        use_activation: normalise an embedding to length 1, make probabilities of the values of a
-            classifier; False gives the bare numbers. `normalize` is another name for it.
-        dimensions: of an embedding, for models that can be cut (Matryoshka).
-
-    Raises:
-        ConfigError: a value has the wrong type or is outside its range.
-    """
+    """Options that decide the numbers of one row; None leaves a choice to the model."""
 
     use_activation: bool | None = None
+    """Normalise an embedding to length 1, make probabilities of the values of a classifier; False
+    gives the bare numbers. `normalize` is another name for it."""
+
     dimensions: int | None = None
+    """Of an embedding, for models that can be cut (Matryoshka)."""
 
     def __post_init__(self) -> None:
         if self.use_activation is not None and not isinstance(self.use_activation, bool):
@@ -55,12 +50,12 @@ def pooling_of(options: Mapping[str, Any], *, default: Pooling | None = None) ->
     values = {} if default is None else default.given()
     known = [f.name for f in fields(Pooling)]
     for name, value in options.items():
-        own = _OTHER_NAMES.get(name, name)
-        if own not in known:
+        known_name = _OTHER_NAMES.get(name, name)
+        if known_name not in known:
             hint = did_you_mean(str(name), [*known, *_OTHER_NAMES])
             raise ConfigError(f"pooling: unknown option {name!r}{hint}")
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if value is not None:
-            values[own] = value
+            values[known_name] = value
     return Pooling(**values)

@@ -62,12 +62,12 @@ def structured_text(value: object) -> str:
             raise ConfigError(
                 f"structured_outputs: unknown option {name!r}{did_you_mean(str(name), known)}"
             )
-    given = {name: option for name, option in value.items() if option not in (None, False)}
-    if len(given) != 1:
+    chosen = {name: option for name, option in value.items() if option not in (None, False)}
+    if len(chosen) != 1:
         raise ConfigError(
-            f"structured_outputs must have one of {', '.join(known)}, got {list(given) or 'none'}"
+            f"structured_outputs must have one of {', '.join(known)}, got {list(chosen) or 'none'}"
         )
-    name, option = next(iter(given.items()))
+    name, option = next(iter(chosen.items()))
     return json.dumps({name: _CHECKED[name](option)}, ensure_ascii=False)
 
 

@@ -42,51 +42,63 @@ class Sampling:
     """Options that decide the tokens of one completion; names and meanings follow vLLM.
 
     Defaults are greedy and short on purpose: the same answer on every run.
-
-    Args:
-        temperature: 0 picks the most likely token; above 0 divides the logits.
-        max_tokens: upper bound of generated tokens, at least 1.
-        min_tokens: stop tokens and stop strings are ignored before this many tokens.
-        top_k: keep the k most likely tokens; None keeps all.
-        top_p: keep the smallest set whose probability reaches this, in (0, 1].
-        min_p: drop tokens below this fraction of the most likely one, in [0, 1).
-        repetition_penalty: above 1 makes tokens of prompt and output less likely.
-        presence_penalty: subtracted once per token already generated, in [-2, 2].
-        frequency_penalty: subtracted per occurrence already generated, in [-2, 2].
-        seed: mixed with the row's id, so that results do not depend on placement.
-        n: samples per row, at most 16,384, as in vLLM.
-        logprobs: number of most likely tokens to report per position; None reports none.
-        stop: strings that end the text; cut off unless `include_stop_str_in_output`. A list or
-            one string becomes a tuple.
-        stop_token_ids: token ids that end the sequence, beside the model's own.
-        ignore_eos: go on after the model's end token.
-        include_stop_str_in_output: keep the stop string in the text.
-        skip_special_tokens: leave special tokens out of the text.
-        structured_outputs: what the answer must look like, such as {"json": schema}; see
-            `StructuredOutputs`. Becomes one JSON text.
-
-    Raises:
-        ConfigError: a value has the wrong type or is outside its range.
     """
 
     temperature: float = 0.0
+    """0 picks the most likely token; above 0 divides the logits."""
+
     max_tokens: int = 256
+    """Upper bound of generated tokens, at least 1."""
+
     min_tokens: int = 0
+    """Stop tokens and stop strings are ignored before this many tokens."""
+
     top_k: int | None = None
+    """Keep the k most likely tokens; None keeps all."""
+
     top_p: float = 1.0
+    """Keep the smallest set whose probability reaches this, in (0, 1]."""
+
     min_p: float = 0.0
+    """Drop tokens below this fraction of the most likely one, in [0, 1)."""
+
     repetition_penalty: float = 1.0
+    """Above 1 makes tokens of prompt and output less likely."""
+
     presence_penalty: float = 0.0
+    """Subtracted once per token already generated, in [-2, 2]."""
+
     frequency_penalty: float = 0.0
+    """Subtracted per occurrence already generated, in [-2, 2]."""
+
     seed: int = 0
+    """Mixed with the row's id, so that results do not depend on placement."""
+
     n: int = 1
+    """Samples per row, at most 16,384, as in vLLM."""
+
     logprobs: int | None = None
+    """Number of most likely tokens to report per position; None reports none."""
+
     stop: tuple[str, ...] = ()
+    """Strings that end the text; cut off unless `include_stop_str_in_output`. A list or one string
+    becomes a tuple."""
+
     stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the sequence, in addition to the model's."""
+
     ignore_eos: bool = False
+    """Go on after the model's end token."""
+
     include_stop_str_in_output: bool = False
+    """Keep the stop string in the text."""
+
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
     structured_outputs: str | Mapping[str, Any] | None = None
+    """What the answer must look like, such as {"json": schema}; see `StructuredOutputs`. Becomes
+    one JSON text."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -155,70 +167,59 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is asked of an engine for one row.
-
-    Args:
-        request_id: unique among the requests that one pool has in flight.
-        row_id: the row's identity as the user sees it.
-        prompt_token_ids: int32 [P], read only.
-        sampling: options of this row.
-        seed: 64-bit; derived from the job's seed and `row_id`, never from the placement.
-        group_id: prefix-sharing group of the plan; None without a plan.
-        prefix_len: tokens of the prompt that the whole group shares.
-        expected_output_len: tokens that it is likely to generate; None where nothing is known.
-        payload: what some backends need beside tokens: the prompt as "messages" or as "prompt",
-            JSON values, read only; empty where the tokens say all.
-    """
+    """One row, as an engine gets it."""
 
     request_id: int
+    """Unique among the requests that one pool has in flight."""
     row_id: str
+    """The row's identity as the user sees it."""
     prompt_token_ids: TokenIds
+    """int32 [P], read only."""
     sampling: Sampling
     seed: int = 0
+    """64-bit; derived from the job's seed and `row_id`, never from the placement."""
     group_id: int | None = None
+    """Prefix group of the plan; None without a plan."""
     prefix_len: int = 0
+    """Tokens of the prompt that the whole group shares."""
     expected_output_len: int | None = None
+    """None where nothing is known."""
     payload: Mapping[str, Any] = field(default_factory=dict)
+    """What some backends need with tokens, or in their place, see `raybatch.records.payload`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What came out for one sample of one request: tokens, or an error.
-
-    Args:
-        request_id: of the request.
-        sample_idx: 0..n-1.
-        token_ids: int32, generated tokens, the stop token included when one was generated.
-        finish_reason: "stop", "length", "error" or "capacity" (could not fit even alone).
-        stop_reason: the stop string or stop token id that ended it, None for the end token.
-        num_cached_tokens: prompt tokens whose KV came from another request; counted once per
-            request, so 0 for the samples after the first.
-        text: set by backends that detokenize themselves; None leaves it to the stage.
-        vector: what a pooling task made of the prompt; None where tokens are generated.
-        logprobs: per generated token a pair (token ids, log probabilities), the sampled token
-            first; None unless asked for.
-        error: "" for a good completion, else "Type: message".
-        num_input_tokens: of the prompt as the backend counts it; None leaves it to the stage. Like
-            the cost it is told with the first sample of a request.
-        num_generated_tokens: where the backend knows more than `token_ids` says.
-        cost: of the request, in the currency of the backend's prices; None where it has none.
-        parsed: what `text` is without; None where nothing was looked for.
-    """
+    """What came out for one sample of one request: tokens, or an error."""
 
     request_id: int
     sample_idx: int = 0
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    """int32; ends with the stop token when one was generated."""
     finish_reason: FinishReason = "stop"
+    """"capacity" could not fit even alone."""
     stop_reason: str | int | None = None
+    """Stop string or stop token id that ended it; None for the end token."""
     num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from another request; 0 for the samples after the first."""
     text: str | None = None
+    """Set by backends that detokenize themselves; None leaves it to the stage."""
     vector: Vector | None = None
+    """What a pooling task made of the prompt; None where tokens are generated."""
     logprobs: tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...] | None = None
+    """Per generated token a pair (token ids, log probabilities), the sampled token first; None
+    unless requested."""
     error: str = ""
+    """"" for a good completion, else "Type: message"."""
     num_input_tokens: int | None = None
+    """Prompt tokens as the backend counts them; None leaves it to the stage. Set, like the cost, on
+    the first sample alone."""
     num_generated_tokens: int | None = None
+    """Where the backend knows more than `token_ids` says."""
     cost: float | None = None
+    """Of the request, in the currency of the backend's prices; None where it has none."""
     parsed: ParsedText | None = None
+    """What was taken out of `text`; None where nothing was looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,142 +239,131 @@ class SequenceState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """What one backend can hold.
-
-    Args:
-        kv_tokens: tokens of KV cache.
-        max_model_len: longest prompt plus output, in tokens.
-        max_num_seqs: sequences that may run at once.
-        block_size: tokens of one cache block, the granularity of prefix sharing.
-        max_batched_tokens: token budget of one step; None where it is that of `EngineConfig`, or
-            where there is none.
-    """
+    """What one backend can hold."""
 
     kv_tokens: int
+    """Of the whole KV cache."""
     max_model_len: int
+    """Longest prompt plus output, in tokens."""
     max_num_seqs: int
+    """Sequences that may run at once."""
     block_size: int
+    """Tokens of one cache block, the granularity of prefix sharing."""
     max_batched_tokens: int | None = None
+    """Token budget of one step; None where it is that of `EngineConfig`, or where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStats:
-    """Counters of one backend since it started, and its state at this moment.
-
-    `num_swapped_tokens` are those whose KV came back from host memory after a preemption, in place
-    of being computed again, and `swapped_bytes` what was copied for that, there and back; of these,
-    `checkpoint_bytes` went to the host ahead of a preemption. `checkpoint_used_bytes` were there
-    when a sequence yielded, so that they were not copied then.
-    `num_weight_copies` layers whose weights do not stay on the device were copied there,
-    `weight_copy_bytes` in all, and `num_weight_stalls` of them were waited for;
-    `num_failed_copies` of KV and weights failed, and the engine went on.
-    `num_held_steps` counts steps in which a sequence had room but was kept waiting, because the
-    memory was forecast to run out; `num_pinned_blocks` are held for prefix groups now;
-    `num_drafted_tokens` were guessed ahead and computed, and `num_accepted_tokens` of them were
-    right; `num_graphs` CUDA graphs were captured, `num_graph_steps` repeated one of them, and
-    `eager_steps` counts by reason those that could not; `kv_tokens` is the size of the KV cache, 0
-    where it is not known. Of an endpoint,
-    `kv_used_fraction` is the share of `concurrency` in flight, the samples that may be now, and
-    `num_retries` counts requests that were sent again.
-    """
+    """Counters of one backend since it started, and its state at this moment."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_used_fraction: float = 0.0
+    """Of an endpoint the share of `concurrency` in flight."""
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    """After a preemption or a move."""
     num_swapped_tokens: int = 0
+    """Whose KV came back from host memory after a preemption."""
     swapped_bytes: int = 0
+    """Copied for swapped tokens, there and back."""
     checkpoint_bytes: int = 0
+    """Of the swapped bytes, those copied to the host ahead of a preemption."""
     checkpoint_used_bytes: int = 0
+    """Of these, those on the host when a sequence yielded."""
     num_weight_copies: int = 0
+    """Layers copied to the device, where their weights do not stay."""
     weight_copy_bytes: int = 0
     num_weight_stalls: int = 0
+    """Of the weight copies, those that a step waited for."""
     num_failed_copies: int = 0
+    """Of KV and weights; the engine went on."""
     num_held_steps: int = 0
+    """In which a sequence had room but waited, because memory was forecast to run out."""
     num_pinned_blocks: int = 0
+    """Held for prefix groups now."""
     num_drafted_tokens: int = 0
+    """Guessed ahead and computed."""
     num_accepted_tokens: int = 0
+    """Of the drafted ones, those that were right."""
     num_graphs: int = 0
+    """CUDA graphs captured."""
     num_graph_steps: int = 0
+    """Steps that repeated a graph."""
     eager_steps: Mapping[str, int] = field(default_factory=dict)
+    """Steps that could not, by reason."""
     kv_tokens: int = 0
+    """Size of the KV cache; 0 where it is not known."""
     concurrency: int = 0
+    """Samples that may be in flight at an endpoint."""
     num_retries: int = 0
+    """Requests sent to an endpoint again."""
     engine_s: float = 0.0
+    """Seconds in steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenUnit:
-    """A unit of commit that is at work.
-
-    Args:
-        unit: number of the unit.
-        age_s: since its rows were handed to the pool.
-        host: of its feeder.
-        pid: of its feeder.
-    """
+    """A unit of commit that is at work."""
 
     unit: int
     age_s: float
+    """Since its rows were handed to the pool."""
     host: str
+    """Of its feeder."""
     pid: int
+    """Of its feeder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolStats:
-    """State of a pool of replicas; the counts of rows and tokens are those of one client stage.
-
-    Args:
-        num_replicas: replicas that the pool wants.
-        num_ready: replicas that answer.
-        num_restarting: replicas that answered once, and are started again at this moment.
-        num_given_up: replicas that failed to start too often.
-        num_restarts: replicas started again after a death.
-        num_group_cuts: times that a replica got rows of a prefix group that was live at another.
-        cut_tokens: prefix tokens that are computed once more for these.
-        rows_received: rows handed to the pool so far.
-        rows_done: rows that came back, error rows included.
-        errors: error class to number of rows.
-        prompt_tokens_received: of all rows handed over.
-        prompt_tokens_done: of the rows that came back.
-        cached_tokens: prompt tokens whose KV came from another request.
-        generated_tokens: of the rows that came back.
-        cost: of the rows that came back, where the backend has prices.
-        max_tokens_left: upper bound of tokens still to generate.
-        busy_s: seconds that engines spent in steps, summed over replicas.
-        first_row_s: seconds from the first row received to the first row back; None before.
-        replicas: counters of each live engine.
-        ranks: of these engines.
-        num_units_written: units of commit that feeders have written.
-        num_open_units: units of commit that are at work.
-        oldest_unit: the one among them that has taken longest; None where there is none.
-    """
+    """State of a pool of replicas; the counts of rows and tokens are those of one client stage."""
 
     num_replicas: int = 0
+    """That the pool wants."""
     num_ready: int = 0
+    """Replicas that answer."""
     num_restarting: int = 0
+    """Replicas that answered once and are being started again."""
     num_given_up: int = 0
+    """Replicas that failed to start too often."""
     num_restarts: int = 0
+    """Of replicas, after a death."""
     num_group_cuts: int = 0
+    """Times that a replica got rows of a prefix group that was live at another."""
     cut_tokens: int = 0
+    """Prefix tokens computed once more for these."""
     rows_received: int = 0
     rows_done: int = 0
+    """Error rows included."""
     errors: Mapping[str, int] = field(default_factory=dict)
+    """Error class to number of rows."""
     prompt_tokens_received: int = 0
     prompt_tokens_done: int = 0
+    """Of `rows_done`, like the next three."""
     cached_tokens: int = 0
+    """Prompt tokens whose KV came from another request."""
     generated_tokens: int = 0
     cost: float = 0.0
+    """Where the backend has prices."""
     max_tokens_left: int = 0
+    """Upper bound of tokens still to generate."""
     busy_s: float = 0.0
+    """Seconds that engines spent in steps, summed over replicas."""
     first_row_s: float | None = None
+    """From the first row received to the first row back; None before."""
     replicas: tuple[ReplicaStats, ...] = ()
+    """Of the live engines."""
     ranks: tuple[int, ...] = ()
+    """Of these engines."""
     num_units_written: int = 0
+    """Units of commit that feeders have written."""
     num_open_units: int = 0
+    """Units of commit that are at work."""
     oldest_unit: OpenUnit | None = None
+    """The one that has taken longest."""

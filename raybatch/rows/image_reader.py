@@ -18,7 +18,7 @@ import pyarrow as pa
 from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.source import resolve_model
-from raybatch.records.media import with_images
+from raybatch.records.payload import with_images
 from raybatch.records.types import TokenIds
 from raybatch.rows.batches import python_values
 from raybatch.rows.image_files import ImageFiles, data_url

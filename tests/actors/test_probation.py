@@ -11,7 +11,7 @@ from raybatch.actors.wire.columns import combine_results, decode_completions, en
 from raybatch.actors.wire.records import Room, Submission
 from raybatch.backends.fake.answers import fake_tokens
 from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.options import FakeOptions
+from raybatch.backends.fake.type import FakeOptions
 from raybatch.records.types import Completion, Request, Sampling
 
 POISON = 999

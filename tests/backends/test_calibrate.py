@@ -7,7 +7,7 @@ import pytest
 
 from raybatch.backends.calibrate import limits_of, measure_backend
 from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.options import FakeOptions
+from raybatch.backends.fake.type import FakeOptions
 from raybatch.errors import MeasureError
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits, fit
 from raybatch.policy.cost.estimate import estimate

@@ -7,7 +7,7 @@ import pytest
 
 from raybatch.backends.fake.answers import fake_tokens
 from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.options import FakeOptions
+from raybatch.backends.fake.type import FakeOptions
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency

@@ -9,9 +9,8 @@ from email.utils import formatdate
 import numpy as np
 import pytest
 
-from raybatch.backends.openai.backend import OpenAIBackend
+from raybatch.backends.openai.backend import OpenAIBackend, create
 from raybatch.backends.openai.options import openai_options
-from raybatch.backends.openai.start import create
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig, proxy_of
 from raybatch.errors import ConfigError, EndpointError

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.backends.openai.backend import OpenAIBackend
-from raybatch.backends.openai.body import BadAnswer
-from raybatch.backends.openai.embeddings import embedding_body, embedding_of
+from raybatch.backends.openai.body import BadAnswer, embedding_body, embedding_of
 from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.errors import ConfigError
 from raybatch.stages.llm_stage import LLMStage

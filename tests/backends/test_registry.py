@@ -8,7 +8,7 @@ import pytest
 from raybatch.backends import registry
 from raybatch.backends.backend_type import BackendType
 from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.options import FakeOptions
+from raybatch.backends.fake.type import FakeOptions
 from raybatch.backends.registry import BACKENDS, create_backend, type_of
 from raybatch.backends.resources import gpus_of_engine
 from raybatch.config import BackendConfig, EngineConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.backends.vllm.sequence import RequestRefused
+from raybatch.backends.vllm.requests import RequestRefused
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = pytest.mark.vllm

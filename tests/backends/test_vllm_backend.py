@@ -6,11 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raybatch.backends.vllm.backend import VllmBackend
-from raybatch.backends.vllm.sampling import can_resume, sampling_params
-from raybatch.backends.vllm.sequence import Answer, Progress, RequestRefused
-from raybatch.records.media import with_images
-from raybatch.records.payload import IMAGES
+from raybatch.backends.vllm.backend import VllmBackend, can_resume, sampling_params
+from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
+from raybatch.records.payload import IMAGES, with_images
 from raybatch.records.types import Capacity, Request, Sampling, SequenceState
 
 EOS = 9

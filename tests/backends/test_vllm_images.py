@@ -13,8 +13,7 @@ from raybatch import Job, LLMStage
 from raybatch.backends.registry import create_backend
 from raybatch.backends.vllm.model import model_length
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.records.media import with_images
-from raybatch.records.payload import IMAGES, LORA
+from raybatch.records.payload import IMAGES, LORA, with_images
 from raybatch.records.types import Request, Sampling, SequenceState
 from raybatch.rows.render import PromptReader
 from raybatch.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from raybatch.backends.vllm.backend import VllmBackend
-from raybatch.backends.vllm.inner import InnerEngine
+from raybatch.backends.vllm.requests import InnerEngine
 from raybatch.backends.vllm.start import start_inner
 from raybatch.config import BackendConfig, EngineConfig
 from tests.engine.tiny_models import build

@@ -5,7 +5,7 @@ from cost_model import CLOCKS, SHARED, TIGHT, prepare, run
 from workloads_e2e import scaled
 
 from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.options import FakeOptions
+from raybatch.backends.fake.type import FakeOptions
 
 
 def test_a_plan_computes_each_document_once():

@@ -13,7 +13,7 @@ from raybatch.backends.openai.options import openai_options
 from raybatch.compat.processor import add_prompts
 from raybatch.compat.row_functions import INPUT_ERROR_COLUMN, Preprocess
 from raybatch.errors import ConfigError
-from raybatch.records.media import images_of, prompt_ids_of
+from raybatch.records.payload import images_of, prompt_ids_of
 from raybatch.records.types import Request, Sampling
 from raybatch.rows.prompt import fit_prompt
 from raybatch.rows.render import PromptReader

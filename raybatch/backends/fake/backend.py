@@ -7,12 +7,13 @@ of the pool. It can fail in every way in which an engine can.
 import os
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from raybatch.backends.fake.answers import FakeAnswer, fake_answer, fake_vector
-from raybatch.backends.fake.options import FakeOptions, log_finished, mark_start
+from raybatch.backends.fake.type import FakeOptions
 from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import ConfigError
@@ -28,7 +29,7 @@ class _Sequence:
     answer: FakeAnswer
     num_cached_tokens: int
     end_step: int
-    num_told: int
+    num_reported: int
 
     @property
     def key(self) -> tuple[int, int]:
@@ -42,7 +43,7 @@ class FakeBackend(IntakeBackend):
         self._task = task
         # what generates nothing may fill the context
         self._max_len = options.max_model_len + (task != "generate")
-        start = mark_start(options.marks_dir)
+        start = _mark_start(options.marks_dir)
         time.sleep(options.start_s)
         if options.refuse_start:
             raise ConfigError("the fake backend was told to refuse its options")
@@ -55,13 +56,7 @@ class FakeBackend(IntakeBackend):
         # step at which sequences end, so that a step costs nothing per running sequence
         self._ending: dict[int, list[_Sequence]] = {}
         self._seen_groups: set[int] = set()
-        self._num_steps = 0
         self._num_finished = 0
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_generated_tokens = 0
-        self._num_recomputed_tokens = 0
-        self._engine_s = 0.0
 
     def capacity(self) -> Capacity:
         return Capacity(
@@ -81,16 +76,16 @@ class FakeBackend(IntakeBackend):
         has_work = self._intake.num_waiting or self._running
         finished = self._intake.close(self._run_step() if has_work else [])
         self._num_finished += len(finished)
-        log_finished(self._options.finished_log, len(finished))
-        self._engine_s += time.perf_counter() - began
+        _log_finished(self._options.finished_log, len(finished))
+        self._counters.engine_s += time.perf_counter() - began
         return finished
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
         for sequence in self._running.values():
             state = self._exported(sequence)
-            if len(state.token_ids) >= sequence.num_told + min_new_tokens:
-                sequence.num_told = len(state.token_ids)
+            if len(state.token_ids) >= sequence.num_reported + min_new_tokens:
+                sequence.num_reported = len(state.token_ids)
                 states.append(state)
         return states
 
@@ -105,16 +100,11 @@ class FakeBackend(IntakeBackend):
 
     def stats(self) -> ReplicaStats:
         return ReplicaStats(
+            **asdict(self._counters),
             num_running=len(self._running),
             num_waiting=self._intake.num_waiting,
             kv_used_fraction=len(self._running) / self._options.max_num_seqs,
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            num_recomputed_tokens=self._num_recomputed_tokens,
             kv_tokens=self.capacity().kv_tokens,
-            engine_s=self._engine_s,
         )
 
     def close(self) -> None:
@@ -131,7 +121,7 @@ class FakeBackend(IntakeBackend):
         )
 
     def _run_step(self) -> list[Completion]:
-        self._num_steps += 1
+        self._counters.num_steps += 1
         num_free = self._options.max_num_seqs - len(self._running)
         for _ in range(min(num_free, self._intake.num_waiting)):
             state, has_started = self._intake.take()
@@ -139,8 +129,8 @@ class FakeBackend(IntakeBackend):
         if self._step_s:
             time.sleep(self._step_s)
         if self._task == "generate":
-            self._num_generated_tokens += len(self._running)
-        ended = self._ending.pop(self._num_steps, [])
+            self._counters.num_generated_tokens += len(self._running)
+        ended = self._ending.pop(self._counters.num_steps, [])
         for sequence in ended:
             del self._running[sequence.key]
         return [self._completion(sequence) for sequence in ended]
@@ -164,23 +154,23 @@ class FakeBackend(IntakeBackend):
         )
         if has_started:
             num_cached = state.num_cached_tokens
-            self._num_recomputed_tokens += len(prompt) + len(state.token_ids)
+            self._counters.num_recomputed_tokens += len(prompt) + len(state.token_ids)
         else:
             num_cached = self._cached(request)
-            self._num_prompt_tokens += len(prompt)
-            self._num_cached_tokens += num_cached
+            self._counters.num_prompt_tokens += len(prompt)
+            self._counters.num_cached_tokens += num_cached
         sequence = _Sequence(
             state=state,
             answer=answer,
             num_cached_tokens=num_cached,
-            end_step=self._num_steps + len(answer.tokens) - len(state.token_ids) - 1,
-            num_told=len(state.token_ids),
+            end_step=self._counters.num_steps + len(answer.tokens) - len(state.token_ids) - 1,
+            num_reported=len(state.token_ids),
         )
         self._running[sequence.key] = sequence
         self._ending.setdefault(sequence.end_step, []).append(sequence)
 
     def _exported(self, sequence: _Sequence) -> SequenceState:
-        num_left = sequence.end_step - self._num_steps
+        num_left = sequence.end_step - self._counters.num_steps
         tokens = sequence.answer.tokens
         return SequenceState(
             request=sequence.state.request,
@@ -227,3 +217,23 @@ def _generated(sequence: _Sequence) -> Completion:
     num_cached_tokens = sequence.num_cached_tokens
     state = replace(sequence.state, token_ids=answer.tokens, num_cached_tokens=num_cached_tokens)
     return completion_of(state, answer.finish_reason, answer.stop_reason)
+
+
+def _log_finished(path: str | None, num_finished: int) -> None:
+    """Count finished sequences where every engine does; bytes of several are never mixed up."""
+    if path is not None and num_finished:
+        with open(path, "ab") as file:
+            file.write(b"." * num_finished)
+
+
+def _mark_start(marks_dir: str | None) -> int:
+    """Leave a mark and return how many starts came before."""
+    start = 0
+    while marks_dir is not None:
+        try:
+            Path(marks_dir, f"start-{start}").touch(exist_ok=False)
+        except FileExistsError:
+            start += 1
+        else:
+            break
+    return start

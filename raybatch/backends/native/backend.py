@@ -10,11 +10,7 @@ from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, 
 
 
 class NativeBackend:
-    """Follows the `Backend` protocol over an `Engine`.
-
-    Args:
-        engine: owned by this backend from here on.
-    """
+    """Follows the `Backend` protocol over an `Engine`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
@@ -62,8 +58,6 @@ def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) ->
     """Load a model and return a backend that is ready for `submit`.
 
     Args:
-        model: checkpoint directory, hub id or URI.
-        engine: options of the engine.
         num_engines_on_host: engines that share the host's memory.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Asks an OpenAI-compatible endpoint for the rows of one replica; the model runs elsewhere.
+"""Sends the rows of one replica to an OpenAI-compatible endpoint; the model runs there.
 
-Rows go out in the order in which they came, at most `Concurrency.limit` samples at once; those that
-are asked again go before those that were not asked. `poll` sends, and waits for news a few
-milliseconds at most; the requests themselves run in the thread of `HttpThread`.
+Rows are sent in the order of arrival, at most `Concurrency.limit` samples at once; those that are
+sent again go first. `poll` sends, and waits for answers a
+few milliseconds at most; the requests themselves run in the thread of `HttpThread`.
 """
 
 import itertools
@@ -15,18 +15,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from raybatch.backends.openai.body import BadAnswer, body_of, completions_of
-from raybatch.backends.openai.embeddings import embedding_body, embedding_of
-from raybatch.backends.openai.errors import (
-    hidden,
+from raybatch.backends.openai.body import (
+    BadAnswer,
+    body_of,
+    completions_of,
+    embedding_body,
+    embedding_of,
+)
+from raybatch.backends.openai.http import (
+    HttpAnswer,
+    HttpThread,
     is_pushback,
-    message_of_answer,
+    message_of,
     row_error,
     secrets_in,
     verdict_on,
+    without_secrets,
 )
-from raybatch.backends.openai.http import HttpAnswer, HttpThread
-from raybatch.backends.openai.options import OpenAIOptions
+from raybatch.backends.openai.options import OpenAIOptions, headers_of
 from raybatch.backends.openai.pace import (
     Budget,
     Concurrency,
@@ -34,8 +40,9 @@ from raybatch.backends.openai.pace import (
     retry_after_s,
     until_reset_s,
 )
-from raybatch.backends.openai.rows import Row, Rows
-from raybatch.errors import EndpointError
+from raybatch.backends.openai.rows import Row, Rows, fit_output, row_refusal
+from raybatch.config import environment, proxy_of
+from raybatch.errors import EndpointError, EndpointUnreachable
 from raybatch.records.types import (
     UNBOUNDED_TOKENS,
     Capacity,
@@ -49,22 +56,21 @@ from raybatch.records.types import (
 _POLL_S = 0.005
 # where nobody says how long a context is
 _NO_LIMIT = 1 << 22
-# rows in a row, without a good answer between them, that were asked in vain until the end
+# rows in a row, without a good answer between them, that failed for good until the run ends
 _MAX_IN_VAIN = 10
 # a wait that is worth a line in the log
 _LONG_WAIT_S = 30.0
+# for the first request, at the start
+_PROBE_S = 30.0
 
 _logger = logging.getLogger(__name__)
 
 
 class OpenAIBackend:
-    """Follows the `Backend` protocol over HTTP; what was sent cannot be moved, only asked again.
+    """Follows the `Backend` protocol over HTTP; what was sent cannot be moved, only sent again.
 
     Args:
-        options: of the endpoint.
-        model: its name there.
         headers: of every request, with the secrets.
-        task: of all rows.
         num_replicas: that share the budgets.
         proxy: on the way to the endpoint; None for none.
         clock: seconds that only grow.
@@ -100,7 +106,7 @@ class OpenAIBackend:
         self._not_before_s = 0.0
         self._num_pushbacks = 0
         self._num_in_vain = 0
-        # why there is no sense in asking; raised when everything else has been told
+        # why no row can be answered; raised when everything else has been returned
         self._end: EndpointError | None = None
         self._polled_s = clock()
         self._stats = ReplicaStats()
@@ -136,14 +142,14 @@ class OpenAIBackend:
             self._count(engine_s=now_s - self._polled_s)
         self._polled_s = now_s
         for completion in finished:
-            self._rows.told(completion.request_id, completion.sample_idx)
+            self._rows.finish(completion.request_id, completion.sample_idx)
         return finished
 
     def num_unfinished(self) -> int:
         return len(self._rows)
 
     def drain(self) -> list[Request]:
-        return self._rows.unasked()
+        return self._rows.take_unsent()
 
     def abort(self, request_ids: Collection[int]) -> None:
         wanted = set(request_ids)
@@ -151,7 +157,7 @@ class OpenAIBackend:
         self._failed = [c for c in self._failed if c.request_id not in wanted]
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        # an endpoint tells nothing before the end
+        # an endpoint returns nothing before the end
         return []
 
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
@@ -175,7 +181,7 @@ class OpenAIBackend:
                 self._rows.resume(row)
 
     def stats(self) -> ReplicaStats:
-        num_running = sum(row.weight for row in self._in_flight.values())
+        num_running = self._num_in_flight()
         limit = self._concurrency.limit
         return replace(
             self._stats,
@@ -189,12 +195,14 @@ class OpenAIBackend:
         self._http.close()
 
     def _add(self, row: Row) -> bool:
-        """Take a row in; return whether it is to be asked."""
+        """Take a row in; return whether it is to be sent."""
         self._rows.add(row)
-        if error := self._row_error(row.request):
+        options, is_embedding = self._options, self._is_embedding
+        if error := row_refusal(row.request, options, is_embedding=is_embedding):
             self._failed += _errors(row, error)
             return False
-        row.request = self._fitted(row.request)
+        if not is_embedding:
+            row.request = fit_output(row.request, options)
         return True
 
     def _take_out(self, request_ids: Collection[int]) -> list[Row]:
@@ -205,36 +213,9 @@ class OpenAIBackend:
                 del self._in_flight[row.key]
         return rows
 
-    def _row_error(self, request: Request) -> str:
-        prompt = request.prompt_token_ids
-        endpoint, is_chat = self._options.endpoint, "messages" in request.payload
-        if self._is_embedding and is_chat:
-            return "InvalidPrompt: embeddings are made of texts, and the row has messages"
-        if endpoint == "chat" and not is_chat:
-            return "InvalidPrompt: the chat endpoint takes messages, and the row has none"
-        if endpoint == "completions" and is_chat:
-            return "InvalidPrompt: the completions endpoint takes texts, and the row has messages"
-        if is_chat or "prompt" in request.payload:
-            return ""
-        if not len(prompt):
-            return "EmptyPrompt: the prompt has no tokens"
-        if prompt.min() < 0:
-            return "BadTokenId: token ids must be at least 0"
-        limit = self._options.max_model_len
-        if limit is not None and len(prompt) >= limit + self._is_embedding:
-            return f"PromptTooLong: {len(prompt)} tokens, the model's limit is {limit}"
-        return ""
-
-    def _fitted(self, request: Request) -> Request:
-        """Bound the output by the context, where its length is known; servers refuse more."""
-        limit, sampling = self._options.max_model_len, request.sampling
-        if limit is None or request.payload or self._is_embedding:
-            return request
-        room = limit - len(request.prompt_token_ids)
-        if sampling.max_tokens <= room:
-            return request
-        min_tokens = min(sampling.min_tokens, room)
-        return replace(request, sampling=replace(sampling, max_tokens=room, min_tokens=min_tokens))
+    def _num_in_flight(self) -> int:
+        """Return the samples that the endpoint works on."""
+        return sum(row.weight for row in self._in_flight.values())
 
     def _may_send(self) -> bool:
         now_s = self._clock()
@@ -242,7 +223,7 @@ class OpenAIBackend:
             return False
         if now_s < self._not_before_s or any(budget.wait_s(now_s) for budget in self._budgets):
             return False
-        if sum(row.weight for row in self._in_flight.values()) >= self._concurrency.limit:
+        if self._num_in_flight() >= self._concurrency.limit:
             return False
         return self._rows.has_next(now_s)
 
@@ -262,16 +243,16 @@ class OpenAIBackend:
         self._count(num_steps=1, num_retries=int(row.num_tries > 1))
 
     def _take(self, answer: HttpAnswer) -> list[Completion]:
-        """Return the samples that an answer brings, or the errors; none where it is asked again."""
+        """Return the samples that an answer brings, or the errors; none where it is sent again."""
         row = self._in_flight.pop(answer.key, None)
         if row is None:
-            # broken off while the answer was on its way
+            # cancelled while the answer was on its way
             return []
         row.key = None
         verdict = verdict_on(answer)
         if verdict == "end":
-            said = message_of_answer(answer, self._secrets)
-            self._end = EndpointError(f"{self._options.base_url} takes no request: {said}")
+            message = message_of(answer, self._secrets)
+            self._end = EndpointError(f"{self._options.base_url} takes no request: {message}")
             return []
         if verdict == "again":
             return self._again(row, answer)
@@ -289,8 +270,8 @@ class OpenAIBackend:
             what = (
                 str(error) if isinstance(error, BadAnswer) else "the answer is no JSON of the API"
             )
-            said = hidden(f"{what}: {answer.body[:200]!r}", self._secrets)
-            return _errors(row, f"BadAnswer: {said}")
+            message = without_secrets(f"{what}: {answer.body[:200]!r}", self._secrets)
+            return _errors(row, f"BadAnswer: {message}")
         num_generated = sum(
             len(s.token_ids) if s.num_generated_tokens is None else s.num_generated_tokens
             for s in samples
@@ -298,11 +279,10 @@ class OpenAIBackend:
         first = samples[0]
         prompt = row.request.prompt_token_ids
         num_input = len(prompt) if first.num_input_tokens is None else first.num_input_tokens
-        in_flight = sum(other.weight for other in self._in_flight.values())
         self._concurrency.answered(
             answer.seconds,
             num_generated,
-            is_full=in_flight + row.weight >= self._concurrency.limit,
+            is_full=self._num_in_flight() + row.weight >= self._concurrency.limit,
         )
         self._budgets[1].spend(num_input + num_generated - row.tokens, now_s)
         self._pause(until_reset_s(answer.headers, row.tokens, time.time()))
@@ -362,3 +342,45 @@ def _errors(row: Row, error: str) -> list[Completion]:
         )
         for sample_idx in sorted(row.samples)
     ]
+
+
+def create(
+    options: OpenAIOptions, model: str, *, task: Task = "generate", num_replicas: int = 1
+) -> OpenAIBackend:
+    """Return a backend for an endpoint that answers and knows the key.
+
+    Args:
+        num_replicas: that share the budgets.
+
+    Raises:
+        ConfigError: a variable of the environment is not set here.
+        EndpointError: nothing answers, or the key is refused.
+    """
+    headers, proxy = headers_of(options, environment()), proxy_of(options.base_url)
+    _probe(options, headers, proxy)
+    name = model if options.model is None else options.model
+    return OpenAIBackend(options, name, headers, task=task, num_replicas=num_replicas, proxy=proxy)
+
+
+def _probe(options: OpenAIOptions, headers: Mapping[str, str], proxy: str | None) -> None:
+    """Raise EndpointError where no request can be answered; it asks for the list of models."""
+    timeout_s = min(options.timeout_s, _PROBE_S)
+    http = HttpThread(options.base_url, headers, timeout_s, proxy=proxy)
+    try:
+        http.send(0, "/models", None)
+        answers = http.collect(_PROBE_S + 1)
+    finally:
+        http.close()
+    for answer in answers:
+        message = message_of(answer, secrets_in(headers))
+        if answer.failure == "refused":
+            raise EndpointUnreachable(
+                f"{options.base_url} cannot be reached ({message}); start the server, or mend "
+                "base_url"
+            )
+        # not every endpoint lists its models, and not every key may see the list
+        if answer.status == 401:
+            raise EndpointError(
+                f"{options.base_url} refuses the key ({message}); api_key_env names the variable "
+                "that holds it"
+            )

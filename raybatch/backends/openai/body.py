@@ -1,9 +1,11 @@
-"""What an endpoint is asked for one row, and what its answer says; no network.
+"""The body of a request for one row, and the completions in its answer; no network.
 
 Fields that only some servers know (top_k, min_p, ...) are sent where they differ from the default:
 OpenAI refuses fields that it does not know.
 """
 
+import base64
+import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +15,16 @@ import numpy as np
 
 from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.records.parsed_text import ParsedText, ToolCall
+from raybatch.records.payload import POOLING
 from raybatch.records.structured_outputs import StructuredOutputs
-from raybatch.records.types import UNBOUNDED_TOKENS, Completion, FinishReason, Request, Sampling
+from raybatch.records.types import (
+    UNBOUNDED_TOKENS,
+    Completion,
+    FinishReason,
+    Request,
+    Sampling,
+    Vector,
+)
 
 # beyond the API of OpenAI; vLLM and SGLang have them
 _EXTRAS = (
@@ -42,7 +52,7 @@ class BadAnswer(ValueError):  # noqa: N818 - the name is seen in outputs
 def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, dict[str, Any]]:
     """Return the path below the API and the JSON body for a request.
 
-    Rows without a payload are asked for by their token ids, which servers such as vLLM take.
+    A prompt without a payload is sent as token ids, which servers such as vLLM take.
     """
     payload, sampling = request.payload, request.sampling
     body: dict[str, Any] = {"model": model}
@@ -97,7 +107,7 @@ def completions_of(request: Request, answer: object, options: OpenAIOptions) -> 
         )
     samples = [_sample(request, i, by_index[i], options) for i in sorted(by_index)]
     if failed := next((sample for sample in samples if sample.error), None):
-        # a row has an error or its samples, and its first sample tells what it has cost
+        # a row has an error or its samples, and its first sample has the cost
         samples = [replace(failed, sample_idx=sample.sample_idx) for sample in samples]
     assert isinstance(answer, Mapping), "it has choices"
     return with_usage(samples, answer.get("usage"), options)
@@ -167,25 +177,25 @@ def _parsed(choice: Mapping[str, Any], options: OpenAIOptions) -> ParsedText | N
 
 
 def _tool_call(call: object) -> ToolCall:
-    said = call if isinstance(call, Mapping) else {}
-    function = said.get("function")
+    fields = call if isinstance(call, Mapping) else {}
+    function = fields.get("function")
     if not isinstance(function, Mapping):
         # nothing that was paid for is lost
-        function = {"name": said.get("type"), "arguments": call}
+        function = {"name": fields.get("type"), "arguments": call}
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
     name = function.get("name")
-    return ToolCall(id=str(said.get("id") or ""), name=str(name or ""), arguments=arguments)
+    return ToolCall(id=str(fields.get("id") or ""), name=str(name or ""), arguments=arguments)
 
 
 def with_usage(
     samples: Sequence[Completion], usage: object, options: OpenAIOptions
 ) -> list[Completion]:
-    """Return the samples with what the answer says of tokens; it tells of all samples together."""
-    said = usage if isinstance(usage, Mapping) else {}
-    num_input, num_output = _count(said, "prompt_tokens"), _count(said, "completion_tokens")
-    details = said.get("prompt_tokens_details")
+    """Return samples with token counts and cost, which an answer has for all of them together."""
+    counts = usage if isinstance(usage, Mapping) else {}
+    num_input, num_output = _count(counts, "prompt_tokens"), _count(counts, "completion_tokens")
+    details = counts.get("prompt_tokens_details")
     num_cached = _count(details, "cached_tokens") if isinstance(details, Mapping) else None
     cost = None
     if options.has_prices and num_input is not None:
@@ -230,20 +240,22 @@ def _logprobs_fields(num_top: int, *, is_chat: bool) -> dict[str, Any]:
     return {"logprobs": True, "top_logprobs": num_top}
 
 
-def _logprobs(said: object) -> Any:  # noqa: ANN401 - as `Completion.logprobs`
+def _logprobs(reported: object) -> Any:  # noqa: ANN401 - as `Completion.logprobs`
     """Return the log probabilities of each token, the sampled one first.
 
-    Servers name tokens by their text unless they are asked for "token_id:7"; then ids are empty.
+    Servers name tokens by text, unless told to write "token_id:7"; then ids are empty.
     """
-    if not isinstance(said, Mapping):
+    if not isinstance(reported, Mapping):
         return None
-    if isinstance(said.get("content"), list):
-        found = [_chat_logprobs(entry) for entry in said["content"]]
+    if isinstance(reported.get("content"), list):
+        entries = [_chat_logprobs(entry) for entry in reported["content"]]
     else:
-        tops = said.get("top_logprobs") or [None] * len(said.get("tokens") or ())
-        lists = zip(said.get("tokens") or (), said.get("token_logprobs") or (), tops, strict=False)
-        found = [_merged(token, value, dict(top or {})) for token, value, top in lists]
-    return tuple(_pair(entry) for entry in found)
+        tops = reported.get("top_logprobs") or [None] * len(reported.get("tokens") or ())
+        lists = zip(
+            reported.get("tokens") or (), reported.get("token_logprobs") or (), tops, strict=False
+        )
+        entries = [_merged(token, value, dict(top or {})) for token, value, top in lists]
+    return tuple(_pair(entry) for entry in entries)
 
 
 def _chat_logprobs(entry: Mapping[str, Any]) -> dict[str, float]:
@@ -276,5 +288,61 @@ def _index(choice: object, place: int) -> int:
 
 
 def shown(value: object) -> str:
-    """Return the beginning of what an endpoint has said."""
+    """Return the beginning of a part of an answer, as JSON."""
     return json.dumps(value, default=repr)[:_MAX_SHOWN]
+
+
+def embedding_body(
+    request: Request, options: OpenAIOptions, model: str
+) -> tuple[str, dict[str, Any]]:
+    """Return the path below the API and the JSON body for a request.
+
+    Options of the row are sent where they are set; `dimensions` is OpenAI's, the others vLLM's.
+    """
+    payload = request.payload
+    body: dict[str, Any] = {
+        "model": model,
+        "input": payload.get("prompt") or request.prompt_token_ids.tolist(),
+        # a third of the bytes
+        "encoding_format": "base64",
+        **payload.get(POOLING, {}),
+        **options.extra_body,
+    }
+    return "/embeddings", {name: value for name, value in body.items() if value is not None}
+
+
+def embedding_of(request: Request, answer: object, options: OpenAIOptions) -> list[Completion]:
+    """Return the completion of a row, with its vector, from the JSON of an answer.
+
+    Raises:
+        BadAnswer: it has no usable embedding.
+    """
+    data = answer.get("data") if isinstance(answer, Mapping) else None
+    if not isinstance(data, Sequence) or len(data) != 1 or not isinstance(data[0], Mapping):
+        raise BadAnswer(f"the endpoint's answer has not one embedding: {shown(answer)}")
+    completion = Completion(
+        request_id=request.request_id,
+        sample_idx=0,
+        finish_reason="stop",
+        vector=read_vector(data[0].get("embedding")),
+    )
+    assert isinstance(answer, Mapping), "it has data"
+    return with_usage([completion], answer.get("usage"), options)
+
+
+def read_vector(value: object) -> Vector:
+    """Return the numbers of an embedding, which servers write as a list or in base64.
+
+    Raises:
+        BadAnswer: it is neither.
+    """
+    try:
+        if isinstance(value, str):
+            vector = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
+        else:
+            vector = np.array(value, np.float32)
+    except (binascii.Error, ValueError, TypeError):
+        raise BadAnswer(f"an embedding is neither numbers nor base64: {shown(value)}") from None
+    if vector.ndim != 1 or not vector.size or not np.isfinite(vector).all():
+        raise BadAnswer(f"an embedding is no list of finite numbers: {shown(value)}")
+    return vector.astype(np.float32, copy=False)

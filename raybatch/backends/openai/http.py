@@ -1,6 +1,6 @@
-"""Many HTTP requests at once from one thread: an event loop in a thread of its own.
+"""Many HTTP requests at once from one thread, and what an answer means: good, again, an error.
 
-What is sent, when, and whether once more is decided by `openai_backend`.
+What is sent, and when, is decided by `OpenAIBackend`.
 
 caller                                event loop
 send(key, path, body) ------------->  one task per request
@@ -11,17 +11,36 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import aiohttp
+
+from raybatch.errors import encodable
+from raybatch.redaction import redacted
 
 _MAX_ANSWER_BYTES = 64 << 20
 _CONNECT_S = 30.0
 _CLOSE_S = 5.0
 
 Failure = Literal["", "timeout", "refused", "connection"]
+Verdict = Literal["good", "again", "row", "end"]
+
+# what may pass by itself, like every 5xx
+_AGAIN = (408, 409, 425, 429)
+# no key, no money, no right, no such path or model, another method: no row would be answered
+_END = (401, 402, 403, 404, 405)
+_OVERLOAD = (429, 502, 503, 504)
+# a quota that is used up comes with the status of a rate limit
+_END_CODES = ("insufficient_quota", "billing_hard_limit_reached", "account_deactivated")
+_ROW_CLASSES = {
+    "context_length_exceeded": "PromptTooLong",
+    "string_above_max_length": "PromptTooLong",
+    "content_filter": "ContentFilter",
+    "content_policy_violation": "ContentFilter",
+}
+_MAX_CHARS = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +48,9 @@ class HttpAnswer:
     """What became of one request.
 
     Args:
-        key: chosen by the caller.
         status: HTTP status; 0 where there is no answer.
         headers: names in lower case.
-        body: of the answer.
         failure: why there is no answer.
-        cause: of the failure, as text.
         seconds: from sending to the last byte.
     """
 
@@ -51,9 +67,7 @@ class HttpThread:
     """Sends requests to one API; owned by one thread.
 
     Args:
-        base_url: of the API.
         headers: of every request; they hold secrets and appear in no text.
-        timeout_s: of one request.
         proxy: URL of the proxy on the way; None for none.
     """
 
@@ -69,7 +83,7 @@ class HttpThread:
         self._proxy = proxy
         self._headers = dict(headers)
         self._timeout_s = timeout_s
-        self._news = threading.Condition()
+        self._arrived = threading.Condition()
         self._answers: list[HttpAnswer] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -82,26 +96,24 @@ class HttpThread:
 
         Args:
             key: names the answer, and no other request that is on its way.
-            path: below the API.
-            body: sent as JSON.
         """
         data = None if body is None else _encoded(body)
         self._in_loop(lambda: self._start(key, path, data))
 
     def cancel(self, key: int) -> None:
-        """Break a request off; no answer to it comes, but one that lies there already."""
+        """Cancel a request; no answer to it arrives, unless it is there already."""
         self._in_loop(lambda: self._stop(key))
 
     def collect(self, timeout_s: float) -> list[HttpAnswer]:
         """Return the answers that are complete; wait for the first one at most so long."""
-        with self._news:
+        with self._arrived:
             if not self._answers and timeout_s > 0:
-                self._news.wait(timeout_s)
+                self._arrived.wait(timeout_s)
             answers, self._answers = self._answers, []
             return answers
 
     def close(self) -> None:
-        """Break every request off and end the thread."""
+        """Cancel every request and end the thread."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(_CLOSE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -118,7 +130,7 @@ class HttpThread:
             self._loop.close()
 
     def _start(self, key: int, path: str, data: bytes | None) -> None:
-        task = self._loop.create_task(self._ask(key, path, data))
+        task = self._loop.create_task(self._request(key, path, data))
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
@@ -134,7 +146,7 @@ class HttpThread:
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(self, key: int, path: str, data: bytes | None) -> None:
+    async def _request(self, key: int, path: str, data: bytes | None) -> None:
         began = time.monotonic()
         try:
             answer = await self._answer(key, path, data)
@@ -144,10 +156,10 @@ class HttpThread:
         except aiohttp.ClientConnectorError as error:
             answer = HttpAnswer(key=key, failure="refused", cause=str(error))
         except Exception as error:
-            # whatever it is, the row must hear of it; texts of the client may repeat headers
+            # the row gets an error for any failure; texts of the client may repeat headers
             cause = f"the connection was lost: {type(error).__name__}"
             answer = HttpAnswer(key=key, failure="connection", cause=cause)
-        self._tell(answer, time.monotonic() - began)
+        self._put(answer, time.monotonic() - began)
 
     async def _answer(self, key: int, path: str, data: bytes | None) -> HttpAnswer:
         if self._session is None:
@@ -175,13 +187,85 @@ class HttpThread:
             proxy=self._proxy,
         )
 
-    def _tell(self, answer: HttpAnswer, seconds: float) -> None:
+    def _put(self, answer: HttpAnswer, seconds: float) -> None:
         answer = replace(answer, seconds=seconds)
-        with self._news:
+        with self._arrived:
             self._answers.append(answer)
-            self._news.notify()
+            self._arrived.notify()
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
     # a text that is none is for the endpoint to refuse
     return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def verdict_on(answer: HttpAnswer) -> Verdict:
+    """Return what to do about an answer, or about none."""
+    if answer.failure:
+        return "again"
+    if 200 <= answer.status < 300:
+        return "good"
+    _, code = _message_and_code(answer)
+    if answer.status in _END or answer.status < 400 or code in _END_CODES:
+        return "end"
+    return "again" if answer.status in _AGAIN or answer.status >= 500 else "row"
+
+
+def is_pushback(answer: HttpAnswer) -> bool:
+    """Return whether the endpoint has more work than it takes."""
+    return answer.failure in ("timeout", "refused") or answer.status in _OVERLOAD
+
+
+def message_of(answer: HttpAnswer, secrets: Iterable[str]) -> str:
+    """Return status and message of a failed request on one line, cut, without secrets."""
+    message, _ = _message_and_code(answer)
+    if answer.failure:
+        message = answer.cause
+    elif not message and answer.status < 400:
+        message = "the endpoint answers with a redirect; name its API in base_url"
+    text = f"{answer.status} {message}" if answer.status else message
+    return without_secrets(text, secrets)
+
+
+def row_error(answer: HttpAnswer, num_tries: int, secrets: Iterable[str]) -> str:
+    """Return the error of a row whose request has failed for good."""
+    _, code = _message_and_code(answer)
+    message = message_of(answer, secrets)
+    if verdict_on(answer) != "again":
+        return f"{_ROW_CLASSES.get(code, 'BadRequest')}: {message}"
+    kind = {429: "RateLimited"}.get(answer.status, "EndpointFailed")
+    return (
+        f"{'Timeout' if answer.failure == 'timeout' else kind}: {message} (asked {num_tries} times)"
+    )
+
+
+def secrets_in(headers: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the values of headers that must appear in no text."""
+    return tuple(value.removeprefix("Bearer ") for value in headers.values())
+
+
+def without_secrets(text: str, secrets: Iterable[str]) -> str:
+    """Return a text on one line, cut, without these secrets and what looks like one."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    text = " ".join(redacted(text).split())
+    return encodable(text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + " ...")
+
+
+def _message_and_code(answer: HttpAnswer) -> tuple[str, str]:
+    """Return message and code in the body of an error, in the forms that servers have."""
+    text = answer.body[: 1 << 16].decode("utf-8", "replace")
+    try:
+        error = json.loads(text)
+    except ValueError:
+        return text, ""
+    if not isinstance(error, Mapping):
+        return text, ""
+    inner = error.get("error")
+    fields = inner if isinstance(inner, Mapping) else error
+    message = fields.get("message") or inner or error.get("detail") or text
+    code = fields.get("code")
+    return (
+        message if isinstance(message, str) else json.dumps(message),
+        code if isinstance(code, str) else "",
+    )

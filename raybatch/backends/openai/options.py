@@ -33,8 +33,8 @@ MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # options that decide answers as columns do, which the fingerprint of a job names as such
 _COLUMNS = ("return_reasoning", "return_tool_calls")
-# what the backend itself says in a request
-_OWN_FIELDS = ("model", "messages", "prompt", "input", "n", "stream", "stream_options")
+# set by the backend itself
+_RESERVED_FIELDS = ("model", "messages", "prompt", "input", "n", "stream", "stream_options")
 
 
 @options("backend.options.")
@@ -119,10 +119,10 @@ class OpenAIOptions:
             raise ConfigError(
                 "backend.options.api_key_file is a path, and stands without api_key_env"
             )
-        if own := sorted(set(self.extra_body) & set(_OWN_FIELDS)):
+        if reserved := sorted(set(self.extra_body) & set(_RESERVED_FIELDS)):
             raise ConfigError(
-                f"backend.options.extra_body sets {', '.join(own)}, which the backend says itself; "
-                "leave them out"
+                f"backend.options.extra_body sets {', '.join(reserved)}, which the backend says "
+                "itself; leave them out"
             )
 
     @property
@@ -163,15 +163,15 @@ def openai_options(options: Mapping[str, Any]) -> OpenAIOptions:
 
 def decisive_options(options: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Return those of the options that decide an answer; `model` is the stage's."""
-    found = openai_options(options)
+    checked = openai_options(options)
     deciding = (
         name
         for name, field in fields_of(OpenAIOptions).items()
         if decided_by(field) is Decides.ANSWERS and name not in _COLUMNS
     )
     return {
-        **{name: getattr(found, name) for name in deciding},
-        "model": model if found.model is None else found.model,
+        **{name: getattr(checked, name) for name in deciding},
+        "model": model if checked.model is None else checked.model,
     }
 
 

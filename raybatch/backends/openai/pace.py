@@ -1,4 +1,4 @@
-"""How fast an endpoint is asked: concurrency that adapts, budgets, waits; time is passed in.
+"""How fast requests are sent: concurrency that adapts, budgets, waits; time is passed in.
 
 Concurrency grows while answers come well and is halved when the endpoint pushes back (429, 503, a
 timeout), as TCP does with its window. Waits follow what the endpoint says, else they grow.
@@ -11,7 +11,7 @@ from email.utils import parsedate_to_datetime
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 60.0
-# what an endpoint may ask for at most; a longer wait is asked for again
+# longest wait that is obeyed at once; a longer one is requested again
 _MAX_WAIT_S = 3600.0
 # answers before latencies are compared
 _MIN_ANSWERS = 16
@@ -28,10 +28,6 @@ _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 class Concurrency:
     """How many samples may be in flight.
-
-    Args:
-        first: at first.
-        most: at any time.
 
     Attributes:
         limit: at this moment.
@@ -57,7 +53,6 @@ class Concurrency:
 
         Args:
             latency_s: from the request to the last byte.
-            num_tokens: that it has.
             is_full: as many were in flight as might be; else more room would change nothing.
         """
         pace_s = latency_s / (_TOKENS_OF_START + num_tokens)
@@ -122,7 +117,7 @@ def backoff_s(num_failures: int, jitter: float) -> float:
 
     Args:
         num_failures: at least 1.
-        jitter: evenly drawn from [0, 1), so that replicas do not come back together.
+        jitter: evenly drawn from [0, 1), so that replicas do not retry together.
     """
     longest = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 16))
     return longest * (0.5 + jitter / 2)

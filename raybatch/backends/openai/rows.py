@@ -1,11 +1,12 @@
-"""The rows of an endpoint backend: which wait, which are to be asked again, and when."""
+"""The rows of an endpoint backend: which are refused, which wait, which are sent again and when."""
 
 import heapq
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.records.types import Request
 
 
@@ -14,8 +15,7 @@ class Row:
     """A request on its way.
 
     Args:
-        request: what is asked.
-        samples: that are still to be told.
+        samples: that are not finished.
         num_tries: requests that were sent for it.
         key: of the one that is in flight; None where none is.
         sent_s: when that was sent.
@@ -43,7 +43,7 @@ class Rows:
         self._waiting: deque[Row] = deque()
         # began elsewhere, so that nobody gets them back
         self._resumed: deque[Row] = deque()
-        # when to ask again, a number that tells equal times apart, the row
+        # when to send again, a number that tells equal times apart, the row
         self._delayed: list[tuple[float, int, Row]] = []
         self._numbers = itertools.count()
 
@@ -62,38 +62,38 @@ class Rows:
         self._open[request_id] = row
 
     def wait(self, row: Row) -> None:
-        """Put a row behind those that were not asked yet."""
+        """Put a row behind those that were not sent yet."""
         self._waiting.append(row)
 
     def resume(self, row: Row) -> None:
-        """Put a row before them; it is not given back."""
+        """Put a row before them; `take_unsent` leaves it."""
         self._resumed.append(row)
 
     def delay(self, row: Row, due_s: float) -> None:
-        """Ask a row again, not before `due_s`."""
+        """Send a row again, not before `due_s`."""
         heapq.heappush(self._delayed, (due_s, next(self._numbers), row))
 
     def has_next(self, now_s: float) -> bool:
-        """Return whether a row may be asked now."""
+        """Return whether a row may be sent now."""
         is_due = bool(self._delayed) and self._delayed[0][0] <= now_s
         return is_due or bool(self._resumed or self._waiting)
 
     def next(self, now_s: float) -> Row:
-        """Take the row out of its line that is to be asked now."""
+        """Take the row out of its line that is to be sent now."""
         if self._delayed and self._delayed[0][0] <= now_s:
             return heapq.heappop(self._delayed)[2]
         return (self._resumed or self._waiting).popleft()
 
-    def unasked(self) -> list[Request]:
-        """Take all rows out that were not asked yet, in order."""
+    def take_unsent(self) -> list[Request]:
+        """Take all rows out that were not sent yet, in order."""
         requests = [row.request for row in self._waiting]
         self._waiting.clear()
         for request in requests:
             del self._open[request.request_id]
         return requests
 
-    def told(self, request_id: int, sample_idx: int) -> None:
-        """Note a sample that was told; after the last one the row is forgotten."""
+    def finish(self, request_id: int, sample_idx: int) -> None:
+        """Note a finished sample; after the last one the row is forgotten."""
         row = self._open.get(request_id)
         if row is not None:
             row.samples -= {sample_idx}
@@ -122,3 +122,37 @@ class Rows:
         yield from self._waiting
         for _, _, row in self._delayed:
             yield row
+
+
+def row_refusal(request: Request, options: OpenAIOptions, *, is_embedding: bool) -> str:
+    """Return the error of a row that the endpoint need not be sent; "" for one that it may be."""
+    prompt = request.prompt_token_ids
+    endpoint, is_chat = options.endpoint, "messages" in request.payload
+    if is_embedding and is_chat:
+        return "InvalidPrompt: embeddings are made of texts, and the row has messages"
+    if endpoint == "chat" and not is_chat:
+        return "InvalidPrompt: the chat endpoint takes messages, and the row has none"
+    if endpoint == "completions" and is_chat:
+        return "InvalidPrompt: the completions endpoint takes texts, and the row has messages"
+    if is_chat or "prompt" in request.payload:
+        return ""
+    if not len(prompt):
+        return "EmptyPrompt: the prompt has no tokens"
+    if prompt.min() < 0:
+        return "BadTokenId: token ids must be at least 0"
+    limit = options.max_model_len
+    if limit is not None and len(prompt) >= limit + is_embedding:
+        return f"PromptTooLong: {len(prompt)} tokens, the model's limit is {limit}"
+    return ""
+
+
+def fit_output(request: Request, options: OpenAIOptions) -> Request:
+    """Bound the output by the context, where its length is known; servers refuse more."""
+    limit, sampling = options.max_model_len, request.sampling
+    if limit is None or request.payload:
+        return request
+    room = limit - len(request.prompt_token_ids)
+    if sampling.max_tokens <= room:
+        return request
+    min_tokens = min(sampling.min_tokens, room)
+    return replace(request, sampling=replace(sampling, max_tokens=room, min_tokens=min_tokens))

@@ -10,7 +10,7 @@ from raybatch.records.parsed_text import REASONING, TOOL_CALLS
 
 
 def _create(start: EngineStart) -> Backend:
-    from raybatch.backends.openai.start import create
+    from raybatch.backends.openai.backend import create
 
     options = openai_options(start.backend.options)
     return create(options, start.model, task=start.backend.task, num_replicas=start.num_replicas)
@@ -31,10 +31,6 @@ def _parsed_columns(backend: BackendConfig, engine: EngineConfig) -> tuple[str, 
     return tuple(name for name, is_returned in columns.items() if is_returned)
 
 
-def _has_prices(backend: BackendConfig) -> bool:
-    return openai_options(backend.options).has_prices
-
-
 OPENAI = BackendType(
     kind="openai",
     create=_create,
@@ -51,7 +47,7 @@ OPENAI = BackendType(
     parsed_columns=_parsed_columns,
     num_gpus=lambda *_: 0,
     may_end_process=lambda _: False,
-    has_prices=_has_prices,
+    has_prices=lambda backend: openai_options(backend.options).has_prices,
     is_endpoint=True,
     has_weights=False,
     refuses_native_options=True,

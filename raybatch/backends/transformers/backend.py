@@ -11,7 +11,7 @@ import copy
 import time
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.backends.transformers.model import HubModel
-from raybatch.backends.transformers.options import TransformersOptions
+from raybatch.backends.transformers.type import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
 from raybatch.engine.protocols import SamplerLike
@@ -47,7 +47,7 @@ class _Running:
     max_new_tokens: int
     num_cached_tokens: int
     logprobs: list[Any] | None
-    num_told: int
+    num_reported: int
     # tokens that the cache does not hold yet
     pending: TokenIds
     cache: Any = None
@@ -61,9 +61,7 @@ class TransformersBackend(IntakeBackend):
     """Follows the `Backend` protocol over a model of transformers.
 
     Args:
-        model: that is run.
         sampler: picks tokens; has `max_num_seqs` slots.
-        stop_checker: finds stop strings.
         max_num_seqs: sequences that run at once; more are not faster.
     """
 
@@ -88,7 +86,6 @@ class TransformersBackend(IntakeBackend):
         # by slot
         self._running: dict[int, _Running] = {}
         self._prefixes: OrderedDict[int, tuple[TokenIds, Any]] = OrderedDict()
-        self._counters = ReplicaStats()
 
     def capacity(self) -> Capacity:
         return Capacity(
@@ -104,14 +101,14 @@ class TransformersBackend(IntakeBackend):
         began = time.perf_counter()
         has_work = self._intake.num_waiting or self._running
         completions = self._intake.close(self._run_step() if has_work else [])
-        self._count(engine_s=time.perf_counter() - began)
+        self._counters.engine_s += time.perf_counter() - began
         return completions
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
         for running in self._running.values():
-            if len(running.tokens) >= running.num_told + min_new_tokens:
-                running.num_told = len(running.tokens)
+            if len(running.tokens) >= running.num_reported + min_new_tokens:
+                running.num_reported = len(running.tokens)
                 states.append(_state(running))
         return states
 
@@ -123,8 +120,8 @@ class TransformersBackend(IntakeBackend):
 
     def stats(self) -> ReplicaStats:
         held = sum(running.num_tokens for running in self._running.values())
-        return replace(
-            self._counters,
+        return ReplicaStats(
+            **asdict(self._counters),
             num_running=len(self._running),
             num_waiting=self._intake.num_waiting,
             kv_used_fraction=held / self._limits.kv_tokens,
@@ -149,7 +146,8 @@ class TransformersBackend(IntakeBackend):
         logits = torch.stack([self._forward(each) for each in running])
         num_generated = np.array([len(each.tokens) for each in running], np.int64)
         result = self._sampler.sample(logits, slots, num_generated)
-        self._count(num_steps=1, num_generated_tokens=int(result.is_finite.sum()))
+        self._counters.num_steps += 1
+        self._counters.num_generated_tokens += int(result.is_finite.sum())
         completions = []
         for i in np.flatnonzero(~result.is_finite).tolist():
             num_tokens = running[i].num_tokens
@@ -181,15 +179,16 @@ class TransformersBackend(IntakeBackend):
             max_new_tokens=min(sampling.max_tokens, self._limits.max_model_len - len(prompt)),
             num_cached_tokens=state.num_cached_tokens,
             logprobs=None if sampling.logprobs is None else list(state.logprobs or ()),
-            num_told=len(state.token_ids),
+            num_reported=len(state.token_ids),
             pending=np.concatenate([prompt, state.token_ids]),
         )
         num_cached = self._take_prefix(running)
         if is_begun:
-            self._count(num_recomputed_tokens=len(running.pending))
+            self._counters.num_recomputed_tokens += len(running.pending)
         elif not state.sample_idx:
             running.num_cached_tokens = num_cached
-            self._count(num_prompt_tokens=len(prompt), num_cached_tokens=num_cached)
+            self._counters.num_prompt_tokens += len(prompt)
+            self._counters.num_cached_tokens += num_cached
         self._running[slot] = running
         self._sampler.add(slot, sampling, request.seed, state.sample_idx, prompt, state.token_ids)
         self._rules.add(slot, sampling, state.token_ids)
@@ -225,17 +224,11 @@ class TransformersBackend(IntakeBackend):
         self._rules.remove(slot)
         return self._running.pop(slot)
 
-    def _count(self, **more: float) -> None:
-        added = {name: getattr(self._counters, name) + value for name, value in more.items()}
-        self._counters = replace(self._counters, **added)
-
 
 def create(model: str, backend: BackendConfig, engine: EngineConfig) -> TransformersBackend:
     """Load a model and return a backend that is ready for `submit`.
 
     Args:
-        model: checkpoint directory, hub id or URI.
-        backend: with options of `TransformersOptions`.
         engine: of its options dtype, device, num_threads, max_model_len and max_num_seqs are used.
 
     Raises:

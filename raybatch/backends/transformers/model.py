@@ -1,4 +1,4 @@
-"""A causal language model of transformers: loaded, asked for logits, and what its config says."""
+"""A causal language model of transformers: its weights, its logits and its config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raybatch.backends.transformers.options import TransformersOptions
+from raybatch.backends.transformers.type import TransformersOptions
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.resolve import check_max_model_len, pick_device
 from raybatch.errors import ConfigError, UnreachableError, error_text
@@ -53,9 +53,7 @@ class HubModel:
         """Load a checkpoint.
 
         Args:
-            path: folder of the checkpoint.
             config: dtype, device, threads and the longest sequence are taken from it.
-            options: of the backend.
 
         Raises:
             ConfigError: transformers cannot load it, or an option cannot be had.
@@ -89,9 +87,11 @@ class HubModel:
             )
         model.to(device).eval()
         logger.info("%s loaded as %s on %s", type(model).__name__, model.dtype, device)
-        own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT
-        check_max_model_len(config, own, path.name)
-        return cls(model, config.max_model_len or own)
+        model_len = (
+            getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT
+        )
+        check_max_model_len(config, model_len, path.name)
+        return cls(model, config.max_model_len or model_len)
 
     @torch.inference_mode()
     def forward(self, token_ids: TokenIds, cache: Any) -> tuple[torch.Tensor, Any]:  # noqa: ANN401
@@ -106,8 +106,8 @@ class HubModel:
         """
         ids = torch.from_numpy(token_ids.astype(np.int64))[None].to(self._model.device)
         state = {self._cache_name: cache}
-        found = self._model(input_ids=ids, use_cache=True, **state, **self._options)
-        return found.logits[0, -1].float(), found[self._cache_name]
+        output = self._model(input_ids=ids, use_cache=True, **state, **self._options)
+        return output.logits[0, -1].float(), output[self._cache_name]
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:  # noqa: ANN401

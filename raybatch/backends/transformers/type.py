@@ -1,14 +1,31 @@
-"""The engine of transformers, as raybatch knows it before one starts."""
+"""The engine of transformers and its options, as raybatch knows them before one starts."""
 
 import json
 from pathlib import Path
 
+from pydantic.dataclasses import dataclass
+
 from raybatch.backends.backend_type import BackendType, EngineStart
 from raybatch.backends.base import Backend
 from raybatch.backends.model_files import check_known_model, checked_tensors
-from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
+from raybatch.config.option import CHECKED, Answers, Positive, Speed, options
 from raybatch.errors import ConfigError, error_text
+
+
+@options("backend.options.")
+@dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
+class TransformersOptions:
+    """What `backend.options` may hold for the kind "transformers"."""
+
+    attn_implementation: Answers[str | None] = None
+    """As transformers takes it, such as "sdpa" or "eager"; None leaves the choice to it."""
+
+    trust_remote_code: Answers[bool] = False
+    """Run the Python files that come with the model."""
+
+    max_num_seqs: Speed[Positive] = 4
+    """Sequences that run at once; each is computed alone, so more only take more memory."""
 
 
 def _create(start: EngineStart) -> Backend:

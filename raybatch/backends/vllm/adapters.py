@@ -8,11 +8,11 @@ from itertools import count
 
 from vllm.lora.request import LoRARequest
 
-from raybatch.backends.vllm.sequence import RequestRefused
+from raybatch.backends.vllm.requests import RequestRefused
 from raybatch.errors import error_text
 from raybatch.models.adapters import resolve_adapter
 
-# an engine lives for days, and a bucket that was away comes back; a row costs no attempt of its own
+# an engine lives for days, and a bucket may be back by then; not every row costs an attempt
 _REFUSED_FOR_S = 60.0
 
 
@@ -40,9 +40,6 @@ class VllmAdapters:
     def find(self, source: str | None) -> LoRARequest | None:
         """Return what vLLM knows an adapter by, loaded; None for none.
 
-        Args:
-            source: folder or URI.
-
         Raises:
             RequestRefused: it cannot be loaded, or could not a short time ago.
         """
@@ -53,15 +50,15 @@ class VllmAdapters:
         return self._loaded[source]
 
     def _load_now(self, source: str) -> LoRARequest:
-        until, said = self._refused.get(source, (0.0, ""))
-        if said and self._clock() < until:
-            raise RequestRefused(said)
+        until, message = self._refused.get(source, (0.0, ""))
+        if message and self._clock() < until:
+            raise RequestRefused(message)
         try:
             request = LoRARequest(source, next(self._ids), resolve_adapter(source))
             self._load(request)
         except Exception as error:  # whatever reads the files may raise anything
-            said = f"the adapter {source!r} cannot be loaded: {error_text(error)}"
-            self._refused[source] = self._clock() + _REFUSED_FOR_S, said
-            raise RequestRefused(said) from error
+            message = f"the adapter {source!r} cannot be loaded: {error_text(error)}"
+            self._refused[source] = self._clock() + _REFUSED_FOR_S, message
+            raise RequestRefused(message) from error
         self._refused.pop(source, None)
         return request

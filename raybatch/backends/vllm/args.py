@@ -59,9 +59,9 @@ def native_options(engine: EngineConfig) -> tuple[str, ...]:
 def _refuse_native_options(engine: EngineConfig) -> None:
     for names, way_out in NATIVE_ONLY:
         if any(not is_default(engine, name) for name in names):
-            told = " and ".join(f"engine.{name}" for name in names)
+            changed = " and ".join(f"engine.{name}" for name in names)
             are = "are options" if len(names) > 1 else "is an option"
-            raise ConfigError(f"{told} {are} of the native engine; {way_out}")
+            raise ConfigError(f"{changed} {are} of the native engine; {way_out}")
 
 
 def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
@@ -75,9 +75,9 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
     for name, allowed in (("runner", _RUNNERS[kind]), ("convert", _CONVERTS[kind])):
         value = options.engine_kwargs.get(name, "auto")
         if value not in allowed:
-            told = " or ".join(map(repr, allowed))
+            choices = " or ".join(map(repr, allowed))
             raise ConfigError(
-                f"engine_kwargs.{name} must be {told} for task {backend.task!r}, got {value!r}; "
+                f"engine_kwargs.{name} must be {choices} for task {backend.task!r}, got {value!r}; "
                 "the option task of the stage says what the engines do"
             )
     has_parser = (options.reasoning_parser, options.tool_call_parser) != (None, None)
@@ -87,13 +87,13 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
         )
     _refuse_native_options(engine)
     for name, value in _from_engine(engine).items():
-        given = options.engine_kwargs.get(name, value)
-        if given not in (None, value):
+        theirs = options.engine_kwargs.get(name, value)
+        if theirs not in (None, value):
             ours = MEANINGS[name].ours
             called = f", which vLLM calls {value!r}," if MEANINGS[name].values else ""
             raise ConfigError(
                 f"engine.{ours}={getattr(engine, str(ours))!r}{called} and engine_kwargs.{name}="
-                f"{given!r} are one option; leave one of them out"
+                f"{theirs!r} are one option; leave one of them out"
             )
     return options
 
@@ -127,15 +127,15 @@ def engine_args(
         # not every model that pools can: vLLM knows which
         del args["enable_prefix_caching"]
     if gpus_per_engine(options) > 1:
-        # unless it is given: processes on this host, which end with the replica
+        # by default processes on this host, which end with the replica
         args["distributed_executor_backend"] = "mp"
     # of what is decided here, these say that nobody wants it otherwise
-    given = {
+    explicit = {
         n: value
         for n, value in options.engine_kwargs.items()
         if n not in args or value not in (None, "auto")
     }
-    return {**{n: value for n, value in args.items() if value is not None}, **given}
+    return {**{n: value for n, value in args.items() if value is not None}, **explicit}
 
 
 def gpus_per_engine(options: VllmOptions) -> int:
@@ -195,9 +195,9 @@ def _check_parsers(options: VllmOptions) -> None:
             continue
         hint = did_you_mean(str(value), known) or f"; it has {', '.join(sorted(known))}"
         raise ConfigError(f"backend.options.{name}: vLLM {VERSION} has no {value!r}{hint}")
-    given = options.engine_kwargs.get("reasoning_parser")
-    if options.reasoning_parser is not None and given not in (None, options.reasoning_parser):
+    theirs = options.engine_kwargs.get("reasoning_parser")
+    if options.reasoning_parser is not None and theirs not in (None, options.reasoning_parser):
         raise ConfigError(
             f"reasoning_parser={options.reasoning_parser!r} and "
-            f"engine_kwargs.reasoning_parser={given!r} are one option; leave one of them out"
+            f"engine_kwargs.reasoning_parser={theirs!r} are one option; leave one of them out"
         )

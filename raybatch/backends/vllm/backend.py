@@ -1,41 +1,43 @@
 """vLLM as a backend: rows and samples over an engine that knows requests alone.
 
-             own line             inside vLLM
+             own queue            inside vLLM
 submit -->  not begun  -------->  waiting | running  -->  completions
 restore ->  begun before -------> (first)
 
 vLLM gets a few requests more than it can run, so that order, `drain` and moving rows stay here.
 """
 
+import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
 
 import numpy as np
 
 from raybatch.backends.intake import IntakeBackend
-from raybatch.backends.vllm.inner import InnerEngine, Parse
 from raybatch.backends.vllm.pooling import adapter_of, pooling_params
-from raybatch.backends.vllm.sampling import can_resume, sampling_params
-from raybatch.backends.vllm.sequence import (
+from raybatch.backends.vllm.requests import (
     Answer,
+    InnerEngine,
+    Parse,
     Progress,
     RequestRefused,
     VllmSequence,
 )
 from raybatch.engine.finish_rules import RowLimits
+from raybatch.engine.sampling.draw import sequence_key
 from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import error_text
-from raybatch.records.media import prompt_ids_of
-from raybatch.records.payload import IMAGES
+from raybatch.records.payload import IMAGES, images_of, prompt_ids_of
 from raybatch.records.types import (
     Capacity,
     Completion,
     FinishReason,
     ReplicaStats,
     Request,
+    Sampling,
     SequenceState,
     Task,
 )
@@ -55,8 +57,6 @@ class VllmBackend(IntakeBackend):
     the others.
 
     Args:
-        engine: owned by this backend from here on.
-        task: that the engine was started for.
         parse: of good completions; None leaves their text to the stage.
     """
 
@@ -74,12 +74,6 @@ class VllmBackend(IntakeBackend):
         super().__init__(self._limits.find_failure)
         self._inside: dict[str, VllmSequence] = {}
         self._keys = count(1)
-        self._num_steps = 0
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_generated_tokens = 0
-        self._num_recomputed_tokens = 0
-        self._engine_s = 0.0
 
     def capacity(self) -> Capacity:
         return self._capacity
@@ -88,11 +82,11 @@ class VllmBackend(IntakeBackend):
         began = time.perf_counter()
         completions = self._hand_over()
         if self._inside:
-            self._num_steps += 1
+            self._counters.num_steps += 1
             completions += [self._finish(answer) for answer in self._engine.step()]
-        told = self._intake.close(completions)
-        self._engine_s += time.perf_counter() - began
-        return told
+        finished = self._intake.close(completions)
+        self._counters.engine_s += time.perf_counter() - began
+        return finished
 
     def drain(self) -> list[Request]:
         unstarted = [s for s in self._inside.values() if not self._has_started(s)]
@@ -103,8 +97,8 @@ class VllmBackend(IntakeBackend):
         states = []
         for key, sequence in self._inside.items():
             num_tokens = len(sequence.tokens_before) + self._engine.num_tokens(key)
-            if num_tokens >= sequence.num_told + min_new_tokens:
-                sequence.num_told = num_tokens
+            if num_tokens >= sequence.num_reported + min_new_tokens:
+                sequence.num_reported = num_tokens
                 states.append(sequence.state(self._engine.progress(key)))
         return states
 
@@ -116,17 +110,12 @@ class VllmBackend(IntakeBackend):
     def stats(self) -> ReplicaStats:
         num_running = self._engine.num_running()
         return ReplicaStats(
+            **asdict(self._counters),
             num_running=num_running,
             num_waiting=len(self._inside) - num_running + self._intake.num_waiting,
             kv_used_fraction=self._engine.kv_used_fraction(),
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self._engine.num_preemptions(),
-            num_recomputed_tokens=self._num_recomputed_tokens,
             kv_tokens=self._capacity.kv_tokens,
-            engine_s=self._engine_s,
         )
 
     def close(self) -> None:
@@ -166,7 +155,7 @@ class VllmBackend(IntakeBackend):
             sample_idx=state.sample_idx,
             before=state if goes_on else None,
             has_started=is_begun,
-            num_told=len(state.token_ids) if goes_on else 0,
+            num_reported=len(state.token_ids) if goes_on else 0,
         )
 
     def _params(self, sequence: VllmSequence) -> dict[str, Any]:
@@ -199,31 +188,31 @@ class VllmBackend(IntakeBackend):
         return completion if self._parse is None else self._parse(sequence.request, completion)
 
     def _count(self, sequence: VllmSequence, progress: Progress) -> None:
-        self._num_generated_tokens += len(progress.token_ids)
+        self._counters.num_generated_tokens += len(progress.token_ids)
         num_prompt = len(sequence.request.prompt_token_ids)
         if sequence.has_started:
             num_known = num_prompt + len(sequence.tokens_before)
-            self._num_recomputed_tokens += num_known - progress.num_cached_tokens
+            self._counters.num_recomputed_tokens += num_known - progress.num_cached_tokens
         elif not sequence.sample_idx:
-            self._num_prompt_tokens += num_prompt
-            self._num_cached_tokens += progress.num_cached_tokens
+            self._counters.num_prompt_tokens += num_prompt
+            self._counters.num_cached_tokens += progress.num_cached_tokens
 
     def _recall(self, sequences: Sequence[VllmSequence]) -> list[SequenceState]:
         """Take sequences out of vLLM, with what they have."""
         begun = [s for s in sequences if self._engine.has_started(s.key)]
-        found = self._engine.take([s.key for s in sequences])
+        progress = self._engine.take([s.key for s in sequences])
         for sequence in sequences:
             del self._inside[sequence.key]
         for sequence in begun:
-            self._count(sequence, found[sequence.key])
-        return [sequence.state(found[sequence.key]) for sequence in sequences]
+            self._count(sequence, progress[sequence.key])
+        return [sequence.state(progress[sequence.key]) for sequence in sequences]
 
     def _has_started(self, sequence: VllmSequence) -> bool:
         return sequence.has_started or self._engine.has_started(sequence.key)
 
 
 def _row_limits(engine: InnerEngine, capacity: Capacity, task: Task) -> RowLimits:
-    """Return what vLLM need not be asked; of a score it knows best, which may be two prompts."""
+    """Return the limits that are checked before vLLM; a score may be two prompts."""
     max_len = capacity.max_model_len
     return RowLimits(
         vocab_size=engine.vocab_size(),
@@ -231,4 +220,55 @@ def _row_limits(engine: InnerEngine, capacity: Capacity, task: Task) -> RowLimit
         max_model_len={"generate": max_len, "score": 2 * max_len + 1}.get(task, max_len + 1),
         # and vLLM does not start where the longest one does not fit the cache
         kv_tokens=capacity.kv_tokens if task == "generate" else 2 * max_len,
+    )
+
+
+def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> dict[str, Any]:
+    """Return the options of vLLM's `SamplingParams` for one sample of a row, and its images.
+
+    Args:
+        sample_idx: 0..n-1; each sample has a seed of its own.
+        num_done: generated tokens that are part of the prompt now.
+    """
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or 0,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "max_tokens": sampling.max_tokens - num_done,
+        "min_tokens": max(0, sampling.min_tokens - num_done),
+        "logprobs": sampling.logprobs,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "include_stop_str_in_output": sampling.include_stop_str_in_output,
+        "skip_special_tokens": sampling.skip_special_tokens,
+    }
+    if isinstance(sampling.structured_outputs, str):
+        params["structured_outputs"] = json.loads(sampling.structured_outputs)
+    if images := images_of(request.payload):
+        params[IMAGES] = images
+    if sampling.temperature > 0:
+        # 63 bits: torch takes signed numbers, and vLLM takes -1 for no seed
+        params["seed"] = sequence_key(request.seed, sample_idx) >> 1
+    return params
+
+
+def can_resume(sampling: Sampling) -> bool:
+    """Return whether vLLM goes on from tokens as if it had never stopped.
+
+    It cannot where the tokens so far take part other than as context: the state of a random
+    generator, counts of generated tokens, text in which a stop string may have begun, the place in
+    a grammar. A repetition penalty is no such case, because it looks at prompt and output alike.
+    """
+    return (
+        sampling.temperature == 0
+        and sampling.structured_outputs is None
+        and not sampling.stop
+        and not sampling.presence_penalty
+        and not sampling.frequency_penalty
     )

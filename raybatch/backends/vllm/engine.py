@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
 from vllm.multimodal.cache import MultiModalCacheMissError
+from vllm.multimodal.media.image import ImageMediaIO
 from vllm.outputs import PoolingRequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -20,18 +22,17 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from raybatch.backends.backend_type import ScoreForm
 from raybatch.backends.vllm.adapters import VllmAdapters
-from raybatch.backends.vllm.images import forget_images, prompt_of
 from raybatch.backends.vllm.parsing import OutputParser
+from raybatch.backends.vllm.patches import leave_room
 from raybatch.backends.vllm.pooling import pooling_task
-from raybatch.backends.vllm.room import leave_room
-from raybatch.backends.vllm.sequence import (
+from raybatch.backends.vllm.requests import (
     NO_TOKENS,
     Answer,
     Progress,
     RequestRefused,
     TokenLogprobs,
 )
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 from raybatch.records.payload import IMAGES, LORA
 from raybatch.records.types import Capacity, Task
 from raybatch.text.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ class VllmEngine:
 
     Args:
         engine: made without a process of its own for the engine core.
-        check_logits: tell requests whose logits are not numbers; needs
+        check_logits: report requests whose logits are not numbers; needs
             VLLM_COMPUTE_NANS_IN_LOGITS.
     """
 
@@ -65,10 +66,6 @@ class VllmEngine:
 
     def pool_for(self, task: Task, form: ScoreForm) -> None:
         """Take requests of a pooling task from here on.
-
-        Args:
-            task: of the stage.
-            form: how queries and documents come.
 
         Raises:
             ConfigError: the model has no such task, or reads pairs in another form.
@@ -103,12 +100,12 @@ class VllmEngine:
         return int(self._engine.vllm_config.model_config.get_vocab_size())
 
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the model's own end tokens."""
+        """Return the model's end tokens."""
         processor = self._engine.input_processor
-        own = processor.generation_config_fields.get("eos_token_id")
-        listed = own if isinstance(own, list) else [own]
-        found = {*listed, self._engine.renderer.get_eos_token_id()}
-        return frozenset(token_id for token_id in found if token_id is not None)
+        eos = processor.generation_config_fields.get("eos_token_id")
+        listed = eos if isinstance(eos, list) else [eos]
+        token_ids = {*listed, self._engine.renderer.get_eos_token_id()}
+        return frozenset(token_id for token_id in token_ids if token_id is not None)
 
     def output_parser(self, **names: str | None) -> OutputParser:
         """Return what takes reasoning and calls of tools out of answers, see `OutputParser`."""
@@ -155,12 +152,12 @@ class VllmEngine:
         prompt = prompt_of(self._engine, prompt_token_ids, params.get(IMAGES, ()))
         return str(self._engine.add_request(key, prompt, options, lora_request=adapter))
 
-    def _params(self, given: Mapping[str, Any]) -> SamplingParams | PoolingParams:
+    def _params(self, options: Mapping[str, Any]) -> SamplingParams | PoolingParams:
         if self._pooling_task is not None:
-            return PoolingParams(task=self._pooling_task, **given)
+            return PoolingParams(task=self._pooling_task, **options)
         return SamplingParams(
-            **_with_constraint(given),
-            detokenize=bool(given.get("stop")),
+            **_with_constraint(options),
+            detokenize=bool(options.get("stop")),
             output_kind=RequestOutputKind.FINAL_ONLY,
             # nobody else has this object
             skip_clone=True,
@@ -258,7 +255,7 @@ class VllmEngine:
         return Answer(key, self.take([key])[key], "error", None, is_finite=False)
 
     def _watch_logits(self) -> None:
-        """Note the requests for which the model gave NaN, which vLLM counts and does not tell."""
+        """Note the requests for which the model gave NaN, which vLLM counts and does not report."""
         get_output = self._client.get_output
 
         def watched() -> Any:  # noqa: ANN401 - vLLM's own type
@@ -296,3 +293,35 @@ def _pooled(output: PoolingRequestOutput) -> Answer:
     reason = "stop" if output.error is None and vector.size else "error"
     is_finite = bool(np.isfinite(vector).all())
     return Answer(output.request_id, progress, reason, None, is_finite, vector)
+
+
+def prompt_of(engine: LLMEngine, token_ids: list[int], images: Sequence[bytes]) -> Any:  # noqa: ANN401
+    """Return a prompt of vLLM; images are read as its server reads data: URLs.
+
+    From here on vLLM takes the images for sent, also where the request is refused afterwards: see
+    `forget_images`.
+
+    Args:
+        token_ids: with one mark in the place of each image.
+
+    Raises:
+        ValueError: the model or its processor cannot read them.
+    """
+    if not images:
+        return tokens_input(token_ids)
+    if not engine.vllm_config.model_config.is_multimodal_model:
+        raise ValueError("the model reads text alone, and the row has images")
+    reader = ImageMediaIO()
+    try:
+        data = {"image": [reader.load_bytes(image) for image in images]}
+        prompt = {"prompt_token_ids": token_ids, "multi_modal_data": data}
+        return engine.renderer.render_cmpl([prompt])[0]
+    except Exception as error:  # processors raise whatever they meet in a file
+        raise ValueError(f"the images cannot be read: {error_text(error)}") from error
+
+
+def forget_images(engine: LLMEngine, missing: MultiModalCacheMissError) -> None:
+    """Have vLLM send images anew that its core has not; a prompt made after this call has them."""
+    cache = engine.renderer.mm_processor_cache
+    for name in missing.mm_hashes:
+        cache.invalidate(name)

@@ -25,7 +25,6 @@ class Meaning:
         only: what it may be with vLLM; other values ask for an engine that a replica cannot drive.
         elsewhere: what says it in raybatch, for the message that refuses it.
         is_speed: it changes the speed of a run, its memory or its logs, and no answer.
-        multiplies_gpus: of one engine.
         native: the one value that the native engine runs with, `IGNORED` or `UNKNOWN`.
     """
 

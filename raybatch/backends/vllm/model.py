@@ -57,7 +57,6 @@ def model_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
     """Return the longest prompt plus output that vLLM takes of a model by itself.
 
     Args:
-        model_dir: folder of the checkpoint.
         trust_remote_code: run the code in the folder where transformers lacks the architecture.
 
     Raises:
@@ -119,10 +118,6 @@ def _kind(scaling: Mapping[str, Any]) -> str:
 
 def form_of_scores(model_dir: Path, engine_kwargs: Mapping[str, Any]) -> ScoreForm:
     """Return how a query and a document are given to a model, as `LLM.score` of vLLM does it.
-
-    Args:
-        model_dir: folder of the checkpoint.
-        engine_kwargs: options of vLLM's engine.
 
     Raises:
         ConfigError: there is no config that can be read.

@@ -36,7 +36,6 @@ class OutputParser:
     Args:
         decoder: makes texts of tokens.
         tokenizer: the same one, as vLLM has it.
-        model_config: of vLLM.
         reasoning_parser: its name in vLLM; None leaves reasoning in the text.
         tool_call_parser: its name in vLLM; None leaves calls in the text.
 
@@ -71,16 +70,16 @@ class OutputParser:
             )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"backend.options: {error}") from error
-        self._complaints = _Complaints()
+        self._parser_errors = _ParserErrors()
         # few sets of tools among many rows
         self._chat_request = lru_cache(maxsize=256)(self._adjusted_request)
 
     def __call__(self, request: Request, completion: Completion) -> Completion:
-        """Return a completion with its text, and with what the text is without now.
+        """Return a completion with its text, and what was parsed out of it.
 
-        What a parser raises, or says in its log, becomes the error of what was found; the text has
-        all that was not found then. A completion whose tokens are no text is returned as it is:
-        who makes the text meets the same, and tells it.
+        What a parser raises or logs becomes the error of `parsed`; what it did not find stays in
+        the text. A completion whose tokens cannot be decoded is returned as it is: the stage meets
+        the same error, and reports it.
         """
         if completion.error:
             return completion
@@ -89,12 +88,12 @@ class OutputParser:
         except Exception:  # ids that the tokenizer does not know
             return completion
         try:
-            with self._complaints.heard():
+            with self._parser_errors.captured():
                 text, parsed = self._parsed(request, completion, whole)
         except Exception as error:  # parsers meet whatever a model writes
             text, parsed = whole, ParsedText(error=_shown(error_text(error)))
         else:
-            parsed = replace(parsed, error=_shown(self._complaints.said))
+            parsed = replace(parsed, error=_shown(self._parser_errors.message))
         return replace(completion, text=text, parsed=parsed)
 
     def _parsed(
@@ -102,19 +101,21 @@ class OutputParser:
     ) -> tuple[str, ParsedText]:
         chat = request.payload.get(CHAT)
         key = json.dumps([chat, request.sampling.skip_special_tokens], sort_keys=True)
-        asked = self._chat_request(key)
-        if asked.skip_special_tokens != request.sampling.skip_special_tokens:
-            sampling = replace(request.sampling, skip_special_tokens=asked.skip_special_tokens)
+        chat_request = self._chat_request(key)
+        if chat_request.skip_special_tokens != request.sampling.skip_special_tokens:
+            sampling = replace(
+                request.sampling, skip_special_tokens=chat_request.skip_special_tokens
+            )
             whole = completion_text(completion, sampling, self._decoder)
-        parser = self._parser(asked)
+        parser = self._parser(chat_request)
         parser.set_prompt_token_ids(request.prompt_token_ids.tolist())
         reasoning, content, calls = parser.parse(
             whole,
-            asked,
+            chat_request,
             enable_auto_tools=True,
             model_output_token_ids=completion.token_ids.tolist(),
         )
-        found = tuple(
+        tool_calls = tuple(
             ToolCall(
                 id=self._id(call, place, completion, request),
                 name=call.name,
@@ -122,29 +123,29 @@ class OutputParser:
             )
             for place, call in enumerate(calls or ())
         )
-        return content or "", ParsedText(reasoning=reasoning, tool_calls=found)
+        return content or "", ParsedText(reasoning=reasoning, tool_calls=tool_calls)
 
-    def _parser(self, asked: ChatCompletionRequest) -> Any:  # noqa: ANN401 - of vLLM
+    def _parser(self, chat_request: ChatCompletionRequest) -> Any:  # noqa: ANN401 - of vLLM
         return self._make(
             self._tokenizer,
-            asked.tools,
-            chat_template_kwargs=asked.chat_template_kwargs or {},
+            chat_request.tools,
+            chat_template_kwargs=chat_request.chat_template_kwargs or {},
             model_config=self._model_config,
         )
 
     def _adjusted_request(self, key: str) -> ChatCompletionRequest:
-        """Return what vLLM's server would be asked, as its parsers want it."""
+        """Return the request as vLLM's server would see it, adjusted by its parsers."""
         chat, skips_special_tokens = json.loads(key)
         options: Mapping[str, Any] = chat or {}
-        asked = ChatCompletionRequest(
+        chat_request = ChatCompletionRequest(
             messages=_MESSAGES,
             tools=options.get("tools") or None,
             chat_template_kwargs={n: value for n, value in options.items() if n != "tools"},
             skip_special_tokens=skips_special_tokens,
         )
         if chat is None:
-            asked.tool_choice = "auto"
-        adjusted: ChatCompletionRequest = self._parser(asked).adjust_request(asked)
+            chat_request.tool_choice = "auto"
+        adjusted: ChatCompletionRequest = self._parser(chat_request).adjust_request(chat_request)
         return adjusted
 
     def _id(self, call: Any, place: int, completion: Completion, request: Request) -> str:  # noqa: ANN401
@@ -156,21 +157,21 @@ class OutputParser:
         return digest[:9] if self._are_ids_short else f"call_{digest}"
 
 
-class _Complaints(logging.Handler):
-    """Hears of failures that parsers tell their log alone.
+class _ParserErrors(logging.Handler):
+    """Captures failures that parsers only log.
 
     Attributes:
-        said: the last one since it began to listen.
+        message: of the last one in this context.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.said = ""
+        self.message = ""
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def captured(self) -> Iterator[None]:
         """Listen in place of the handlers of the logs, until the end of this context."""
-        self.said = ""
+        self.message = ""
         loggers = [logging.getLogger(name) for name in _PACKAGES]
         before = [(logger.handlers, logger.propagate) for logger in loggers]
         for logger in loggers:
@@ -187,7 +188,7 @@ class _Complaints(logging.Handler):
             logging.getLogger("vllm").handle(record)
             return
         cause = record.exc_info[1] if record.exc_info else None
-        self.said = record.getMessage() if cause is None else error_text(cause)
+        self.message = record.getMessage() if cause is None else error_text(cause)
 
 
 def _shown(text: str) -> str:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from raybatch.backends.backend_type import ScoreForm
-from raybatch.backends.vllm.inner import InnerEngine
-from raybatch.backends.vllm.sequence import NO_TOKENS, Answer, Progress, RequestRefused
+from raybatch.backends.vllm.requests import NO_TOKENS, Answer, InnerEngine, Progress, RequestRefused
 from raybatch.errors import ConfigError
 from raybatch.records.payload import DOCUMENT_AT, LORA, POOLING, TYPES_AT
 from raybatch.records.types import Capacity, Request, Task, Vector
@@ -23,9 +22,7 @@ def pooling_task(
     """Return what vLLM calls the task of a stage for a model.
 
     Args:
-        task: of the stage.
         supported: tasks of vLLM that the model has.
-        form: how queries and documents come.
         num_labels: values that the model gives as a classifier.
 
     Raises:
@@ -34,18 +31,19 @@ def pooling_task(
     wanted: tuple[str, ...] = (task,)
     if task == "score":
         wanted = ("embed", "token_embed") if form == "apart" else ("classify",)
-    found = next((name for name in wanted if name in supported), None)
-    if found is None:
-        told = ", ".join(sorted(supported)) or "none"
+    vllm_task = next((name for name in wanted if name in supported), None)
+    if vllm_task is None:
+        available = ", ".join(sorted(supported)) or "none"
         raise ConfigError(
             f"task {task!r} needs a model that can do {' or '.join(wanted)}; of the pooling "
-            f"tasks of vLLM this one has: {told}. engine_kwargs.convert makes another one of it"
+            f"tasks of vLLM this one has: {available}. engine_kwargs.convert makes another one of "
+            "it"
         )
     if task == "score" and form != "apart" and num_labels != 1:
         raise ConfigError(
             f"a score is one number, and this classifier gives {num_labels}; use task 'classify'"
         )
-    return found
+    return vllm_task
 
 
 def pooling_params(request: Request) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def pooling_params(request: Request) -> dict[str, Any]:
 
 
 def adapter_of(request: Request) -> dict[str, str]:
-    """Return the adapter of a row beside the options of its request; nothing for none."""
+    """Return the adapter of a row as an option of its request; empty for none."""
     return {LORA: request.payload[LORA]} if LORA in request.payload else {}
 
 
@@ -105,15 +103,12 @@ class ScorePairs:
         self._row_of: dict[str, str] = {}
 
     def capacity(self) -> Capacity:
-        """Return what the engine can hold."""
         return self._engine.capacity()
 
     def vocab_size(self) -> int:
-        """Return the number of token ids that the model knows."""
         return self._engine.vocab_size()
 
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the model's own end tokens."""
         return self._engine.eos_token_ids()
 
     def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
@@ -163,7 +158,6 @@ class ScorePairs:
         return Progress(NO_TOKENS, 0, ())
 
     def num_tokens(self, key: str) -> int:
-        """Return how many tokens a row has generated."""
         return 0
 
     def has_started(self, key: str) -> bool:
@@ -176,21 +170,17 @@ class ScorePairs:
         return sum(map(self.has_started, self._pairs))
 
     def num_preemptions(self) -> int:
-        """Return how often requests that have ended had lost their room."""
         return self._engine.num_preemptions()
 
     def kv_used_fraction(self) -> float:
-        """Return the share of the KV cache that running requests hold."""
         return self._engine.kv_used_fraction()
 
     def reset(self) -> None:
-        """Drop all requests and forget the prefixes that are cached."""
         self._engine.reset()
         self._pairs.clear()
         self._row_of.clear()
 
     def close(self) -> None:
-        """End the engine."""
         self._engine.close()
 
 

@@ -12,9 +12,9 @@ import torch
 from raybatch.backends.backend_type import ScoreForm
 from raybatch.backends.vllm.args import VllmOptions, engine_args, vllm_options
 from raybatch.backends.vllm.backend import VllmBackend
-from raybatch.backends.vllm.inner import InnerEngine, Parse
 from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.pooling import ScorePairs
+from raybatch.backends.vllm.requests import InnerEngine, Parse
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.errors import ConfigError, error_text
@@ -45,9 +45,6 @@ def create(
     What fails after vLLM has started ends it.
 
     Args:
-        model: checkpoint directory, hub id or URI.
-        backend: see `raybatch.backends.vllm.args.VllmOptions`.
-        engine: options of the engine.
         num_engines_on_host: engines that share the host's memory.
 
     Raises:
@@ -130,7 +127,7 @@ def _start_engine(
     if current_platform.is_cpu():
         args = _on_cpu(args, num_engines_on_host)
         if args.get("enable_lora"):
-            from raybatch.backends.vllm.cpu_lora import leave_bare_rows_alone
+            from raybatch.backends.vllm.patches import leave_bare_rows_alone
 
             leave_bare_rows_alone()
     with _refusing():
@@ -160,8 +157,8 @@ def _refusing() -> Iterator[None]:
         raise
     except (ValueError, TypeError) as error:
         # pydantic writes several lines, of which a log would show one
-        said = " ".join(error_text(error).split())
-        raise ConfigError(f"vLLM refuses its options: {said}") from error
+        message = " ".join(error_text(error).split())
+        raise ConfigError(f"vLLM refuses its options: {message}") from error
 
 
 def _with_configs(args: Mapping[str, Any], known: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's

@@ -1,12 +1,17 @@
-"""Room that vLLM leaves for the requests that run, so that it takes it away from fewer of them."""
+"""What is changed in vLLM: room for running requests, and rows without an adapter on CPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
+
+import torch
 
 # steps for which running requests find room, as in the native engine; more start requests later
 _STEPS = 4
+# each has the inputs, the adapters, the output and the adapter of each row in this order
+_OPS = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 
 
 def blocks_to_grow(
@@ -17,7 +22,6 @@ def blocks_to_grow(
     Args:
         num_tokens: that it has, prompt and output.
         max_tokens: that it can come to.
-        block_size: tokens of a block.
         num_steps: each makes one token.
     """
     grown = min(num_tokens + num_steps, max_tokens)
@@ -33,7 +37,6 @@ def leave_room(scheduler: Any, block_size: int) -> None:  # noqa: ANN401 - vLLM'
 
     Args:
         scheduler: of vLLM 0.32, in this process.
-        block_size: tokens of a block.
     """
     manager = scheduler.kv_cache_manager
     fixed = getattr(manager, "watermark_blocks", None)
@@ -83,3 +86,45 @@ class _Room:
 
     def take(self, num_blocks: int) -> None:
         self._num_taken = self.taken() + num_blocks
+
+
+def leave_bare_rows_alone() -> None:
+    """Have adapters add nothing to rows that have none; a second call changes nothing.
+
+    On a CPU vLLM 0.32 reads "no adapter", the index -1, as the last of its slots for adapters: once
+    that one is filled, such rows are answered by whichever adapter lies in it. Kernels of GPUs
+    leave them out.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for name in _OPS:
+        op = getattr(lora_ops, name)
+        if hasattr(op, "__wrapped__"):
+            continue
+        # each of both modules calls them by its own name
+        for module in (lora_ops, punica_cpu):
+            setattr(module, name, _without_bare_rows(op))
+
+
+def _without_bare_rows(op: Callable[..., None]) -> Callable[..., None]:
+    @wraps(op)
+    def masked(
+        inputs: torch.Tensor,  # [T, in]
+        weights: torch.Tensor,  # [adapters, out, in]
+        output: torch.Tensor,  # [T, out]
+        adapters: torch.Tensor,  # [T]
+        *args: Any,  # noqa: ANN401 - vLLM's own
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        zero = torch.zeros((), dtype=inputs.dtype, device=inputs.device)
+        op(
+            torch.where(adapters[:, None] < 0, zero, inputs),
+            weights,
+            output,
+            adapters,
+            *args,
+            **options,
+        )
+
+    return masked

@@ -1,18 +1,21 @@
-"""One sample of one row in the vLLM backend, waiting or running, and what vLLM says of it."""
+"""What passes between the backend and vLLM's engine; nothing of vLLM is imported."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.records.types import Request, SequenceState, TokenIds, Vector
+from raybatch.records.types import Capacity, Completion, Request, SequenceState, TokenIds, Vector
 
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
+# gives a completion its text, and what was taken out of it
+Parse = Callable[[Request, Completion], Completion]
 
 
 class RequestRefused(ValueError):  # noqa: N818 - the name is seen in outputs
@@ -20,7 +23,7 @@ class RequestRefused(ValueError):  # noqa: N818 - the name is seen in outputs
 
 
 class Progress(NamedTuple):
-    """What a request has so far; `logprobs` is empty where none were asked for."""
+    """What a request has so far; `logprobs` is empty where none were requested."""
 
     token_ids: TokenIds
     num_cached_tokens: int
@@ -48,11 +51,9 @@ class VllmSequence:
 
     Args:
         key: name inside vLLM, never used again.
-        request: what was asked.
-        sample_idx: 0..n-1.
-        before: what another engine has made of it, and this one goes on from; None begins anew.
-        has_started: here or elsewhere, so that it is not given back.
-        num_told: generated tokens that are known outside.
+        before: state from another engine to go on from; None begins anew.
+        has_started: here or elsewhere; `drain` leaves it.
+        num_reported: generated tokens that `begun` has returned.
     """
 
     key: str
@@ -60,7 +61,7 @@ class VllmSequence:
     sample_idx: int
     before: SequenceState | None = None
     has_started: bool = False
-    num_told: int = 0
+    num_reported: int = 0
 
     @property
     def tokens_before(self) -> TokenIds:
@@ -82,3 +83,22 @@ class VllmSequence:
             num_cached_tokens=num_cached,
             logprobs=None if self.request.sampling.logprobs is None else tuple(logprobs),
         )
+
+
+class InnerEngine(Protocol):
+    """What the backend needs of an engine; `VllmEngine` says what each method does."""
+
+    def capacity(self) -> Capacity: ...
+    def vocab_size(self) -> int: ...
+    def eos_token_ids(self) -> frozenset[int]: ...
+    def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None: ...
+    def step(self) -> list[Answer]: ...
+    def take(self, keys: Sequence[str]) -> dict[str, Progress]: ...
+    def progress(self, key: str) -> Progress: ...
+    def num_tokens(self, key: str) -> int: ...
+    def has_started(self, key: str) -> bool: ...
+    def num_running(self) -> int: ...
+    def num_preemptions(self) -> int: ...
+    def kv_used_fraction(self) -> float: ...
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
