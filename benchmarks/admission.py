@@ -108,9 +108,9 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
             ended_steps.append(stats.num_steps - before.num_steps)
     cpu_s, after = time.process_time() - began, backend.stats()
     num_steps = after.num_steps - before.num_steps
-    num_prompt = after.num_prompt_tokens - before.num_prompt_tokens
-    num_prompt -= after.num_cached_tokens - before.num_cached_tokens
-    num_generated = after.num_generated_tokens - before.num_generated_tokens
+    num_prompt = after.prompt_tokens - before.prompt_tokens
+    num_prompt -= after.cached_tokens - before.cached_tokens
+    num_generated = after.generated_tokens - before.generated_tokens
     result = {
         "cpu_s": cpu_s,
         "scheduler_s": watch.seconds,

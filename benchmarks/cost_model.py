@@ -95,8 +95,8 @@ def run(backend: Backend, requests: Sequence[Request], clock: Clock) -> ReplicaS
                 raise RuntimeError(f"row {completion.request_id}: {completion.error}")
     spent = clock() - began
     after = backend.stats()
-    counters = ("num_prompt_tokens", "num_cached_tokens", "num_recomputed_tokens")
-    counters = (*counters, "num_generated_tokens", "num_steps", "num_preemptions")
+    counters = ("prompt_tokens", "cached_tokens", "num_recomputed_tokens")
+    counters = (*counters, "generated_tokens", "num_steps", "num_preemptions")
     counts = {n: getattr(after, n) - getattr(before, n) for n in counters}
     seconds = after.engine_s - before.engine_s if clock is CLOCKS["wall"] else spent
     return replace(after, **counts, engine_s=seconds)
@@ -115,8 +115,8 @@ def compare(
     planned = estimate(model, work)
     engine_s = statistics.median(s.engine_s for s in measured)
     done = work.actual(
-        computed_tokens=stats.num_prompt_tokens - stats.num_cached_tokens,
-        generated_tokens=stats.num_generated_tokens,
+        computed_tokens=stats.prompt_tokens - stats.cached_tokens,
+        generated_tokens=stats.generated_tokens,
     )
     return {
         "workload": workload.name,

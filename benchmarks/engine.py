@@ -146,12 +146,12 @@ def measure_decode(
     _prefill(engine, count)
     seconds = []
     for _ in range(repeats + 1):
-        done = engine.stats().num_generated_tokens
+        done = engine.stats().generated_tokens
         began = time.process_time()
         for _ in range(DECODE_STEPS):
             engine.poll()
         seconds.append(time.process_time() - began)
-        if engine.stats().num_generated_tokens - done != count * DECODE_STEPS:
+        if engine.stats().generated_tokens - done != count * DECODE_STEPS:
             raise RuntimeError("a step of the measurement was not all decoding")
     engine.abort(range(count))
     workload = Workload(cached_tokens=DECODE_CONTEXT + output // 2)
@@ -171,9 +171,9 @@ def _prefill(engine: NativeBackend, count: int) -> None:
     """Run steps until one of them has given every sequence a token."""
     num_new = 0
     while num_new != count:
-        done = engine.stats().num_generated_tokens
+        done = engine.stats().generated_tokens
         engine.poll()
-        num_new = engine.stats().num_generated_tokens - done
+        num_new = engine.stats().generated_tokens - done
 
 
 def measure_model(

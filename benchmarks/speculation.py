@@ -100,7 +100,7 @@ def measure(
         "plain_over_drafts": round(medians["plain"] / medians["drafts"], 3),
         "drafted": drafted,
         "accepted": accepted,
-        "generated": after.num_generated_tokens - before.num_generated_tokens,
+        "generated": after.generated_tokens - before.generated_tokens,
     }
 
 

@@ -88,8 +88,8 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
         "swapped_bytes",
         "checkpoint_bytes",
         "weight_copy_bytes",
-        "num_prompt_tokens",
-        "num_generated_tokens",
+        "prompt_tokens",
+        "generated_tokens",
     )
     counters = {name: getattr(after, name) - getattr(before, name) for name in names}
     counters["mean_running"] = round(float(np.mean(num_decoding)), 1)

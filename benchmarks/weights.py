@@ -58,7 +58,7 @@ def run(folder: str, config: EngineConfig, num_rows: int) -> tuple[dict[str, Any
         done |= {completion.request_id: completion for completion in backend.poll()}
     seconds, after = time.process_time() - began, backend.stats()
     num_steps = after.num_steps - before.num_steps
-    num_tokens = after.num_generated_tokens - before.num_generated_tokens
+    num_tokens = after.generated_tokens - before.generated_tokens
     num_bytes = after.weight_copy_bytes - before.weight_copy_bytes
     layers = runner.decoder.layers
     backend.close()

@@ -20,7 +20,7 @@ def stats(rows_done=0, rows_received=0, prompt=0, generated=0, **changes):
         "rows_received": rows_received,
         "rows_done": rows_done,
         "prompt_tokens_received": max(10 * rows_received, prompt),
-        "prompt_tokens_done": prompt,
+        "prompt_tokens": prompt,
         "generated_tokens": generated,
         "max_tokens_left": 1_000_000,
     }

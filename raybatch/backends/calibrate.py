@@ -283,12 +283,12 @@ class _Driver:
 
     def _poll(self) -> tuple[float, int]:
         """Return the seconds of one poll and the tokens that it generated."""
-        num_before = self._backend.stats().num_generated_tokens
+        num_before = self._backend.stats().generated_tokens
         began = self._clock()
         completions = self._backend.poll()
         seconds = self._clock() - began
         _check(completions)
-        return seconds, self._backend.stats().num_generated_tokens - num_before
+        return seconds, self._backend.stats().generated_tokens - num_before
 
 
 def _check(completions: Sequence[Completion]) -> None:

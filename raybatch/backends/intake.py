@@ -130,9 +130,9 @@ class Counters:
     """What a backend counts from its start on, under the names of `ReplicaStats`."""
 
     num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
     num_recomputed_tokens: int = 0
     engine_s: float = 0.0
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import CommitError
+from raybatch.records.counts import TOKEN_COUNTS, TokenCounts
 from raybatch.records.hashing import mix64
 
 Ints = npt.NDArray[np.int64]
@@ -22,9 +23,7 @@ PROTOCOL = 1
 NUM_ERROR_IDS = 3
 _SUMMED = (
     "num_rows",
-    "prompt_tokens",
-    "cached_tokens",
-    "generated_tokens",
+    *TOKEN_COUNTS,
     "num_asked",
     "num_copies",
     "special_rows",
@@ -150,11 +149,10 @@ class ErrorCount:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnitCounts:
+class UnitCounts(TokenCounts):
     """What the rows of a unit, or of many, came to.
 
     Args:
-        cached_tokens: prompt tokens whose KV came from another row.
         num_asked: rows that were to reach an engine.
         num_copies: of them, those that took the result of an identical row.
         prompt_lengths: rows that were asked in each bin of prompt tokens; the bins are the same
@@ -165,9 +163,6 @@ class UnitCounts:
     num_rows: int = 0
     statuses: Mapping[str, int] = field(default_factory=dict)
     errors: Mapping[str, ErrorCount] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
     num_asked: int = 0
     num_copies: int = 0
     special_rows: int = 0

@@ -79,7 +79,7 @@ def measure(history: Sequence[Snapshot]) -> Progress:
         output_rate=output_rate,
         mean_prompt_rate=mean_prompt_rate,
         mean_output_rate=mean_output_rate,
-        cached_fraction=stats.cached_tokens / max(1, stats.prompt_tokens_done),
+        cached_fraction=stats.cached_fraction,
         eta_s=_eta_s(last, prompt_rate or mean_prompt_rate, output_rate or mean_output_rate),
     )
 
@@ -217,7 +217,7 @@ def _rates(start: Snapshot, end: Snapshot) -> tuple[float, float, float]:
     if seconds <= 0:
         return 0.0, 0.0, 0.0
     rows = end.stats.rows_done - start.stats.rows_done
-    prompt = end.stats.prompt_tokens_done - start.stats.prompt_tokens_done
+    prompt = end.stats.prompt_tokens - start.stats.prompt_tokens
     output = end.stats.generated_tokens - start.stats.generated_tokens
     return max(0, rows) / seconds, max(0, prompt) / seconds, max(0, output) / seconds
 
@@ -235,7 +235,7 @@ def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | No
     unseen = max(0, last.rows_total - stats.rows_received)
     mean_prompt = stats.prompt_tokens_received / max(1, stats.rows_received)
     mean_output = stats.generated_tokens / stats.rows_done
-    prompt_left = stats.prompt_tokens_received - stats.prompt_tokens_done + unseen * mean_prompt
+    prompt_left = stats.prompt_tokens_received - stats.prompt_tokens + unseen * mean_prompt
     output_left = min(in_flight * mean_output, stats.max_tokens_left) + unseen * mean_output
     if (prompt_left and not prompt_rate) or (output_left and not output_rate):
         return None

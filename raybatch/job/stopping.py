@@ -77,13 +77,13 @@ class LimitWatch:
             # a pool that has stopped since counts from 0 again
             engine_s=max(0.0, stats.busy_s - self._before.busy_s),
             num_replicas=stats.num_replicas,
-            tokens=earlier.tokens + stats.prompt_tokens_done + stats.generated_tokens,
+            tokens=earlier.tokens + stats.prompt_tokens + stats.generated_tokens,
             cost=earlier.cost + stats.cost,
             rows_done=earlier.rows_done + stats.rows_done,
             rows_failed=earlier.rows_failed + sum(stats.errors.values()),
         )
         if waves is not None:
-            again = waves.again.prompt_tokens_done + waves.again.generated_tokens
+            again = waves.again.prompt_tokens + waves.again.generated_tokens
             self._spent = replace(
                 self._spent,
                 tokens=self._spent.tokens + again,

@@ -23,6 +23,7 @@ from raybatch.openai_batch.files import parquet_rows, parquet_schema, published
 from raybatch.openai_batch.requests import Form, Refusal
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.store import read_plans
+from raybatch.records.counts import TokenCounts
 from raybatch.rows.schema import ERROR_COLUMN
 from raybatch.stages.unit_writer import UnitWriter
 
@@ -46,15 +47,12 @@ class BatchFiles(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchCounts:
+class BatchCounts(TokenCounts):
     """What has become of the requests of a batch; `stopped` is why jobs have ended early."""
 
     num_requests: int = 0
     num_completed: int = 0
     num_failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
     stopped: str = ""
 
     def exit_code(self) -> int:

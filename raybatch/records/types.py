@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError, range_text
+from raybatch.records.counts import TokenCounts
 from raybatch.records.parsed_text import ParsedText
 from raybatch.records.structured_outputs import structured_text
 
@@ -254,7 +255,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaStats:
+class ReplicaStats(TokenCounts):
     """Counters of one backend since it started, and its state at this moment."""
 
     num_running: int = 0
@@ -262,9 +263,6 @@ class ReplicaStats:
     kv_used_fraction: float = 0.0
     """Of an endpoint the share of `concurrency` in flight."""
     num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     """After a preemption or a move."""
@@ -321,8 +319,11 @@ class OpenUnit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PoolStats:
-    """State of a pool of replicas; the counts of rows and tokens are those of one client stage."""
+class PoolStats(TokenCounts):
+    """State of a pool of replicas; the counts of rows and tokens are those of one client stage.
+
+    Those of `TokenCounts`, and `cost`, are of the rows that are done.
+    """
 
     num_replicas: int = 0
     """That the pool wants."""
@@ -344,11 +345,6 @@ class PoolStats:
     errors: Mapping[str, int] = field(default_factory=dict)
     """Error class to number of rows."""
     prompt_tokens_received: int = 0
-    prompt_tokens_done: int = 0
-    """Of `rows_done`, like the next three."""
-    cached_tokens: int = 0
-    """Prompt tokens whose KV came from another request."""
-    generated_tokens: int = 0
     cost: float = 0.0
     """Where the backend has prices."""
     max_tokens_left: int = 0

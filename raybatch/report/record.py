@@ -19,6 +19,7 @@ from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_p
 from raybatch.pictures.wording import duration, full, percent, printable
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
+from raybatch.records.counts import TokenCounts
 from raybatch.report.history.lanes import lanes_of
 from raybatch.report.history.records import History
 from raybatch.report.history.show import (
@@ -68,7 +69,7 @@ def error_counts(counts: UnitCounts) -> tuple[ErrorCount, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunReport:
+class RunReport(TokenCounts):
     """What a job has come to: its output, counted, and all runs that made it.
 
     Args:
@@ -80,8 +81,6 @@ class RunReport:
         rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
         statuses: row status (see `raybatch.rows.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
-        prompt_tokens: of all rows that reached the engines.
-        cached_tokens: prompt tokens whose KV came from another request.
         cost: of all answers, over all runs, where they have prices of their own; answers that a run
             threw away are counted.
         startup_s: from the call to the first row handed to a ready engine; like the other times
@@ -118,9 +117,6 @@ class RunReport:
     rows_resumed: int = 0
     statuses: Mapping[str, int] = field(default_factory=dict)
     errors: tuple[ErrorCount, ...] = ()
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
     cost: float = 0.0
     startup_s: float = 0.0
     engines_s: float = 0.0
@@ -243,7 +239,7 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     facts += _skipped_facts(report.skipped)
     if report.stopped:
         facts.append(("stopped", report.stopped))
-    cached = _rate(report.cached_tokens, report.prompt_tokens)
+    cached = report.cached_fraction
     prompts = f"{report.prompt_tokens} prompt ({100 * cached:.1f} % from the prefix cache)"
     facts.append(("tokens", f"{prompts}, {report.generated_tokens} generated"))
     if report.planned_hit_rate is not None and report.plan is None:

@@ -32,6 +32,7 @@ from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
 from raybatch.planning.store import read_units
 from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import unit_counts
+from raybatch.records.counts import TokenCounts, token_counts
 from raybatch.rows.batches import movable_schema
 from raybatch.rows.schema import OutputSchema
 
@@ -40,12 +41,11 @@ SPECIAL = "__rb_special"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnitReceipt:
+class UnitReceipt(TokenCounts):
     """A unit that is written, as its receipt travels to the driver.
 
     Args:
         won: this attempt wrote it; False where another one had.
-        cached_tokens: prompt tokens whose KV came from another row.
         started: when its rows were handed to the engines, in seconds since 1970.
     """
 
@@ -53,9 +53,6 @@ class UnitReceipt:
     num_rows: int
     won: bool
     num_errors: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
     started: float
     ended: float
     host: str
@@ -70,9 +67,7 @@ class UnitReceipt:
             num_rows=receipt.num_rows,
             won=receipt.won,
             num_errors=sum(error.num_rows for error in counts.errors.values()),
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            generated_tokens=counts.generated_tokens,
+            **token_counts(counts),
             started=started,
             ended=ended,
             host=socket.gethostname(),

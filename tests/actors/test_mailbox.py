@@ -189,5 +189,5 @@ def test_prompt_tokens_are_those_that_the_backend_counts(mailbox):
     mailbox.take(1, batch.batch_id, encode_completions([0], [counted]))
     finish(mailbox, batch, 1)
     counters = mailbox.clients["c"]
-    assert (counters.prompt_tokens_done, counters.generated_tokens) == (41, 3)
+    assert (counters.prompt_tokens, counters.generated_tokens) == (41, 3)
     assert counters.cost == 0.5

@@ -95,7 +95,7 @@ def test_series_have_the_documented_names(registry):
 
 def test_rows_and_tokens_are_counted_once(registry):
     pool = PoolMetrics(registry)
-    found = counters(rows_done=5, prompt_tokens_done=50, cached_tokens=20, generated_tokens=10)
+    found = counters(rows_done=5, prompt_tokens=50, cached_tokens=20, generated_tokens=10)
     found.errors["InvalidPrompt"] = 2
     for _ in range(2):
         pool.update({"s": found}, num_restarts=1)

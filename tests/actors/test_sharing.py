@@ -62,5 +62,5 @@ def test_only_clients_without_a_plan_are_told(is_planned):
         block_keys=None if is_planned else keys,
     )
     mailbox.add(submission)
-    mailbox.clients["c"].prompt_tokens_done = NUM_TOKENS
+    mailbox.clients["c"].prompt_tokens = NUM_TOKENS
     assert is_planned == (mailbox.sharing_messages() == [])

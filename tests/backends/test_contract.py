@@ -402,8 +402,8 @@ def test_counters_add_up(backend):
     backend.submit(requests)
     done = run(backend)
     stats = backend.stats()
-    assert stats.num_prompt_tokens == sum(len(r.prompt_token_ids) for r in requests)
-    assert stats.num_generated_tokens == sum(len(c.token_ids) for c in done.values()) == 21
+    assert stats.prompt_tokens == sum(len(r.prompt_token_ids) for r in requests)
+    assert stats.generated_tokens == sum(len(c.token_ids) for c in done.values()) == 21
     assert (stats.num_running, stats.num_waiting, stats.kv_used_fraction) == (0, 0, 0.0)
     assert stats.num_steps > 0
     assert stats.engine_s > 0

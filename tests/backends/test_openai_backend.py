@@ -332,9 +332,9 @@ def test_usage_is_summed_in_the_counters(server, make):
     backend.submit([request(i, text="y" * 40) for i in range(3)])
     done = run(backend)
     stats = backend.stats()
-    assert stats.num_prompt_tokens == sum(c.num_input_tokens for c in done) == 120
-    assert stats.num_cached_tokens == sum(c.num_cached_tokens for c in done) == 64
-    assert stats.num_generated_tokens == 9
+    assert stats.prompt_tokens == sum(c.num_input_tokens for c in done) == 120
+    assert stats.cached_tokens == sum(c.num_cached_tokens for c in done) == 64
+    assert stats.generated_tokens == 9
 
 
 def test_the_chat_endpoint_takes_no_text_and_the_other_no_messages(server, make):

@@ -228,9 +228,9 @@ def test_computed_and_cached_tokens_are_counted_once_per_row(backend):
     while backend.num_unfinished():
         backend.poll()
     stats = backend.stats()
-    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (20, 16)
+    assert (stats.prompt_tokens, stats.cached_tokens) == (20, 16)
     assert stats.num_recomputed_tokens == 22 - 16
-    assert stats.num_generated_tokens == 2 * 3 + 4
+    assert stats.generated_tokens == 2 * 3 + 4
 
 
 def test_every_option_has_its_name_in_vllm():

@@ -100,7 +100,7 @@ def test_tokens_are_counted_once():
     backend.submit([request(1, [3, 4]), request(2, [5])])
     run(backend)
     stats = backend.stats()
-    found = (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
+    found = (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens)
     assert found == (3, 2, 0)
 
 

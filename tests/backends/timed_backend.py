@@ -91,7 +91,7 @@ class TimedBackend:
             self.running.pop(request_id, None)
 
     def stats(self):
-        return ReplicaStats(num_generated_tokens=self.num_generated, engine_s=self.now)
+        return ReplicaStats(generated_tokens=self.num_generated, engine_s=self.now)
 
     def close(self):
         self.is_closed = True

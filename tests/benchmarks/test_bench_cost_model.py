@@ -26,7 +26,7 @@ def test_a_run_counts_nothing_of_the_runs_before():
     for first_id in (0, 100):
         prompts = prepare(workload, seed=first_id, first_id=first_id)
         stats = run(backend, prompts.requests, CLOCKS["cpu"])
-        assert (5, 20) == (stats.num_steps, stats.num_generated_tokens)
+        assert (5, 20) == (stats.num_steps, stats.generated_tokens)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

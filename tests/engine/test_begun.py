@@ -111,7 +111,7 @@ def test_only_the_tokens_that_are_missing_are_generated(tokenizer):
     requests = requests_of(tokenizer)
     _, done, stats = interrupted(requests)
     assert [MAX_TOKENS] * 2 == [len(c.token_ids) for c in done.values()]
-    assert 2 * (MAX_TOKENS - CUT) == stats.num_generated_tokens
+    assert 2 * (MAX_TOKENS - CUT) == stats.generated_tokens
 
 
 def test_log_probabilities_cover_all_tokens(tokenizer):

@@ -111,10 +111,10 @@ def test_recomputed_tokens_are_counted(rng):
     engine.add(make_request(i, rng.integers(0, VOCAB, 6), max_tokens=40) for i in range(8))
     run_all(engine)
     stats = engine.stats()
-    num_fed_back = stats.num_generated_tokens - 8
+    num_fed_back = stats.generated_tokens - 8
     computed = sum(step.num_tokens for step in runner.steps)
     # a recomputed prompt yields a token at once, which a plain decode would have fed
-    expected = stats.num_prompt_tokens + num_fed_back + stats.num_recomputed_tokens
+    expected = stats.prompt_tokens + num_fed_back + stats.num_recomputed_tokens
     assert computed == expected
 
 
@@ -134,7 +134,7 @@ def test_a_prefix_is_computed_once_per_group(rng, budget):
     done = run_all(engine, check=False)
     computed = sum(sum(step.chunk_lens) for step in runner.steps)
     assert computed == num_groups * (prefix + members * distinct)
-    assert engine.stats().num_cached_tokens == num_groups * (members - 1) * prefix
+    assert engine.stats().cached_tokens == num_groups * (members - 1) * prefix
     assert {c.num_cached_tokens for c in done.values()} == {0, prefix}
     # the last steps drain; all before them are full
     assert [s.num_tokens for s in runner.steps if sum(s.chunk_lens)][:-1] == [budget] * (

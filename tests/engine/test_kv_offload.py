@@ -132,7 +132,7 @@ def test_nothing_is_computed_twice_while_the_host_has_room(rng):
     run_all(engine)
     stats = engine.stats()
     computed = sum(step.num_tokens for step in runner.steps)
-    assert computed == stats.num_prompt_tokens + stats.num_generated_tokens - len(requests)
+    assert computed == stats.prompt_tokens + stats.generated_tokens - len(requests)
     assert stats.num_recomputed_tokens == 0
     assert stats.swapped_bytes > 0
 
@@ -150,7 +150,7 @@ def test_a_prefix_is_computed_once_and_copied_to_all_that_have_it(rng):
     prompts = [step.chunk_lens for step in runner.steps if step.chunk_lens]
     assert prompts == [(29,), (5, 5, 5, 5, 5, 5, 2), (3, 5)]
     stats = engine.stats()
-    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (9 * 29, 8 * 24)
+    assert (stats.prompt_tokens, stats.cached_tokens) == (9 * 29, 8 * 24)
     assert sorted(done[i, 0].num_cached_tokens for i in range(9)) == [0, *[24] * 8]
 
 
@@ -172,7 +172,7 @@ def test_without_prefix_caching_only_samples_of_a_request_share(rng, caching):
     requests = [make_request(i, prompt, max_tokens=3, n=2) for i in range(2)]
     engine.add(requests)
     assert tokens_of(run_all(engine)) == expected(requests)
-    assert engine.stats().num_cached_tokens == (3 if caching else 2) * 20
+    assert engine.stats().cached_tokens == (3 if caching else 2) * 20
 
 
 def test_a_boundary_does_not_look_at_all_rows_that_wait(rng):
@@ -197,7 +197,7 @@ def test_a_small_host_evicts_and_what_was_evicted_is_computed_again(rng):
     assert stats.num_preemptions > 0
     assert stats.num_recomputed_tokens > 0
     computed = sum(step.num_tokens for step in runner.steps)
-    once = stats.num_prompt_tokens + stats.num_generated_tokens - len(requests)
+    once = stats.prompt_tokens + stats.generated_tokens - len(requests)
     assert computed == once + stats.num_recomputed_tokens
 
 

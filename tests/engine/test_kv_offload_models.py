@@ -99,7 +99,7 @@ def test_a_round_leaves_the_kv_of_a_plain_prefill_in_host_memory(checkpoint, rng
         backend, runner = make(path, num_blocks=60, kv_offload=offload, max_batched_tokens=most)
         engine = backend._open()
         engine.add(requests)
-        while engine.stats().num_generated_tokens < len(prompts):
+        while engine.stats().generated_tokens < len(prompts):
             engine.step()
         if offload:
             found = engine._scheduler._sequences.values()

@@ -88,7 +88,7 @@ def test_greedy_tokens_equal_transformers(checkpoint, rng, num_blocks, budget):
     assert [done[i, 0].token_ids.tolist() for i in range(len(prompts))] == greedy_reference(
         variant, prompts
     )
-    assert backend.stats().num_cached_tokens > 0
+    assert backend.stats().cached_tokens > 0
     assert (backend.stats().num_preemptions > 0) == (num_blocks == 24)
 
 
@@ -103,7 +103,7 @@ def test_greedy_tokens_of_prefix_groups_equal_transformers(checkpoint, rng):
     done = run(backend, prompts, group_ids=group_ids, prefix_len=20)
     expected = greedy_reference(variant, prompts)
     assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
-    assert backend.stats().num_cached_tokens == (15 - 3) * 20
+    assert backend.stats().cached_tokens == (15 - 3) * 20
 
 
 def test_greedy_tokens_of_every_order_of_admission_equal_transformers(checkpoint, rng):

@@ -176,7 +176,7 @@ def test_what_happens_to_a_row_changes_none_of_its_tokens(undisturbed, options):
     for sample_idx in range(2):
         check_same(expected, tokens_of(done, prompts, sample_idx))
     stats = backend.stats()
-    assert stats.num_cached_tokens > 0
+    assert stats.cached_tokens > 0
     assert (stats.num_preemptions > 0) == ("num_blocks" in options)
     assert (stats.num_swapped_tokens > 0) == ("num_host_blocks" in options)
 

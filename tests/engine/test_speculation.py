@@ -158,7 +158,7 @@ def test_completions_are_those_without_drafts(seed, right, num_blocks, budget, b
     assert all(step.num_tokens <= budget for step in runner.steps)
     stats = engine.stats()
     assert stats.kv_used_fraction == 0.0
-    assert stats.num_generated_tokens == plain.stats().num_generated_tokens
+    assert stats.generated_tokens == plain.stats().generated_tokens
     assert stats.num_drafted_tokens >= stats.num_accepted_tokens
     assert (stats.num_accepted_tokens > 0) == (right > 0)
 
@@ -182,7 +182,7 @@ def test_drafts_behind_the_end_token_are_dropped():
     engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
     found = run_all(engine)[0, 0]
     assert (found.token_ids.tolist(), found.finish_reason) == (expected[:end], "stop")
-    assert engine.stats().num_generated_tokens == end
+    assert engine.stats().generated_tokens == end
 
 
 def test_drafts_behind_a_stop_string_are_dropped():

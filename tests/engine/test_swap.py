@@ -61,7 +61,7 @@ def test_what_comes_back_is_not_computed_again(rng):
     assert stats.num_swapped_tokens > stats.num_preemptions * 6
     # every token is computed once, but for the last of each row, which is never fed back
     computed = sum(step.num_tokens for step in runner.steps)
-    assert computed == stats.num_prompt_tokens + stats.num_generated_tokens - len(requests)
+    assert computed == stats.prompt_tokens + stats.generated_tokens - len(requests)
 
 
 def test_a_sequence_that_comes_back_decodes_in_the_same_step(rng):

@@ -15,20 +15,18 @@ def watch(**limits):
 
 def test_a_run_is_stopped_once():
     limits = watch(max_tokens=10)
-    assert limits.observe(PoolStats(prompt_tokens_done=9)) is None
-    assert "limits.max_tokens: 12" in limits.observe(
-        PoolStats(prompt_tokens_done=9, generated_tokens=3)
-    )
-    assert limits.observe(PoolStats(prompt_tokens_done=20)) is None
+    assert limits.observe(PoolStats(prompt_tokens=9)) is None
+    assert "limits.max_tokens: 12" in limits.observe(PoolStats(prompt_tokens=9, generated_tokens=3))
+    assert limits.observe(PoolStats(prompt_tokens=20)) is None
     assert "12 tokens" in limits.reason
 
 
 def test_plans_of_a_run_share_its_budget():
     limits = watch(max_tokens=10)
-    limits.observe(PoolStats(prompt_tokens_done=6))
+    limits.observe(PoolStats(prompt_tokens=6))
     limits.begin()
-    assert limits.observe(PoolStats(prompt_tokens_done=3)) is None
-    assert limits.observe(PoolStats(prompt_tokens_done=4)) is not None
+    assert limits.observe(PoolStats(prompt_tokens=3)) is None
+    assert limits.observe(PoolStats(prompt_tokens=4)) is not None
 
 
 def test_hours_of_engines_count_from_the_begin_of_the_run():

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from raybatch.actors.wire.records import Submission
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.distinct import DistinctKeys
+from raybatch.records.counts import TOKEN_COUNTS
 from raybatch.records.types import OpenUnit, PoolStats
 
 Rows = npt.NDArray[np.integer[Any]]
@@ -24,9 +25,7 @@ _REPORTED = (
     "rows_received",
     "rows_done",
     "prompt_tokens_received",
-    "prompt_tokens_done",
-    "cached_tokens",
-    "generated_tokens",
+    *TOKEN_COUNTS,
     "cost",
     "max_tokens_left",
 )
@@ -76,7 +75,7 @@ class ClientCounters:
     rows_done: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     prompt_tokens_received: int = 0
-    prompt_tokens_done: int = 0
+    prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     cost: float = 0.0
@@ -111,7 +110,7 @@ class ClientCounters:
     ) -> None:
         """Note finished rows, with the tokens and errors of their results."""
         self.rows_done += len(rows)
-        self.prompt_tokens_done += _prompt_tokens(submission, rows, results)
+        self.prompt_tokens += _prompt_tokens(submission, rows, results)
         self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
         if self.first_done is None:
             self.first_done = now
@@ -144,7 +143,7 @@ class ClientCounters:
 
     def sharing_message(self) -> str:
         """Return what one plan would have saved in addition, "" when that is known or little."""
-        return self.sharing.message(self.cached_tokens, self.prompt_tokens_done)
+        return self.sharing.message(self.cached_tokens, self.prompt_tokens)
 
     def stats(self, *, now: float, **pool: Any) -> PoolStats:  # noqa: ANN401 - fields of PoolStats
         """Return the counters with the state of the pool."""

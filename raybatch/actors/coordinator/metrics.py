@@ -37,7 +37,7 @@ _REPLICA_COUNTERS = (
     ("num_graph_steps", "graph_steps", "Steps that were repeated from a CUDA graph."),
 )
 _CLIENT_TOKENS = (
-    ("prompt_tokens_done", "prompt_tokens", "Prompt tokens of the rows that are back."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of the rows that are back."),
     ("cached_tokens", "cached_tokens", "Prompt tokens with KV from another request."),
     ("generated_tokens", "generated_tokens", "Generated tokens of the rows that are back."),
     ("cost", "cost", "What an endpoint's answers have cost."),

@@ -163,7 +163,7 @@ class EngineThread:
 
     def _room(self) -> Room | None:
         num_waiting = len(self._incoming) + self._num_in_hand + self._stats.num_waiting
-        cached = self._stats.num_cached_tokens / max(1, self._stats.num_prompt_tokens)
+        cached = self._stats.cached_fraction
         # what is cached beyond the prefixes of groups, which count once anyway
         uncached = (1 - cached) / self._rows.own_fraction()
         uncached = min(1.0, max(_MIN_UNCACHED_FRACTION, uncached))

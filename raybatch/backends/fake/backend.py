@@ -129,7 +129,7 @@ class FakeBackend(IntakeBackend):
         if self._step_s:
             time.sleep(self._step_s)
         if self._task == "generate":
-            self._counters.num_generated_tokens += len(self._running)
+            self._counters.generated_tokens += len(self._running)
         ended = self._ending.pop(self._counters.num_steps, [])
         for sequence in ended:
             del self._running[sequence.key]
@@ -157,8 +157,8 @@ class FakeBackend(IntakeBackend):
             self._counters.num_recomputed_tokens += len(prompt) + len(state.token_ids)
         else:
             num_cached = self._cached(request)
-            self._counters.num_prompt_tokens += len(prompt)
-            self._counters.num_cached_tokens += num_cached
+            self._counters.prompt_tokens += len(prompt)
+            self._counters.cached_tokens += num_cached
         sequence = _Sequence(
             state=state,
             answer=answer,

@@ -287,9 +287,9 @@ class OpenAIBackend:
         self._budgets[1].spend(num_input + num_generated - row.tokens, now_s)
         self._pause(until_reset_s(answer.headers, row.tokens, time.time()))
         self._count(
-            num_prompt_tokens=num_input,
-            num_cached_tokens=first.num_cached_tokens,
-            num_generated_tokens=num_generated,
+            prompt_tokens=num_input,
+            cached_tokens=first.num_cached_tokens,
+            generated_tokens=num_generated,
         )
         return [sample for sample in samples if sample.sample_idx in row.samples]
 

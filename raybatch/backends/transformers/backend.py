@@ -147,7 +147,7 @@ class TransformersBackend(IntakeBackend):
         num_generated = np.array([len(each.tokens) for each in running], np.int64)
         result = self._sampler.sample(logits, slots, num_generated)
         self._counters.num_steps += 1
-        self._counters.num_generated_tokens += int(result.is_finite.sum())
+        self._counters.generated_tokens += int(result.is_finite.sum())
         completions = []
         for i in np.flatnonzero(~result.is_finite).tolist():
             num_tokens = running[i].num_tokens
@@ -187,8 +187,8 @@ class TransformersBackend(IntakeBackend):
             self._counters.num_recomputed_tokens += len(running.pending)
         elif not state.sample_idx:
             running.num_cached_tokens = num_cached
-            self._counters.num_prompt_tokens += len(prompt)
-            self._counters.num_cached_tokens += num_cached
+            self._counters.prompt_tokens += len(prompt)
+            self._counters.cached_tokens += num_cached
         self._running[slot] = running
         self._sampler.add(slot, sampling, request.seed, state.sample_idx, prompt, state.token_ids)
         self._rules.add(slot, sampling, state.token_ids)

@@ -188,14 +188,14 @@ class VllmBackend(IntakeBackend):
         return completion if self._parse is None else self._parse(sequence.request, completion)
 
     def _count(self, sequence: VllmSequence, progress: Progress) -> None:
-        self._counters.num_generated_tokens += len(progress.token_ids)
+        self._counters.generated_tokens += len(progress.token_ids)
         num_prompt = len(sequence.request.prompt_token_ids)
         if sequence.has_started:
             num_known = num_prompt + len(sequence.tokens_before)
             self._counters.num_recomputed_tokens += num_known - progress.num_cached_tokens
         elif not sequence.sample_idx:
-            self._counters.num_prompt_tokens += num_prompt
-            self._counters.num_cached_tokens += progress.num_cached_tokens
+            self._counters.prompt_tokens += num_prompt
+            self._counters.cached_tokens += progress.num_cached_tokens
 
     def _recall(self, sequences: Sequence[VllmSequence]) -> list[SequenceState]:
         """Take sequences out of vLLM, with what they have."""

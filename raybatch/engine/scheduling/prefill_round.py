@@ -135,8 +135,8 @@ class PrefillRound:
         else:
             record.has_started = True
             record.num_cached_tokens = num_hit_tokens
-            self._counters.num_prompt_tokens += len(record.request.prompt_token_ids)
-            self._counters.num_cached_tokens += num_hit_tokens
+            self._counters.prompt_tokens += len(record.request.prompt_token_ids)
+            self._counters.cached_tokens += num_hit_tokens
         blocks = self._window.allocate(num_blocks)
         stored.slot = self._table.place(record, blocks[:num_hits])
         self._table.add_blocks(stored.slot, blocks[num_hits:])

@@ -333,6 +333,6 @@ class Scheduler:
         else:
             record.has_started = True
             record.num_cached_tokens = num_hit_tokens
-            self.counters.num_prompt_tokens += len(record.request.prompt_token_ids)
-            self.counters.num_cached_tokens += num_hit_tokens
+            self.counters.prompt_tokens += len(record.request.prompt_token_ids)
+            self.counters.cached_tokens += num_hit_tokens
         return slot

@@ -86,8 +86,8 @@ class Schedule:
 class SchedulerCounters:
     """Tokens and events since the start; meanings as in `raybatch.records.types.ReplicaStats`."""
 
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_held_steps: int = 0

@@ -19,6 +19,7 @@ from raybatch.durable.run_log import RunLog
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
+from raybatch.records.counts import token_counts
 from raybatch.records.types import PoolStats, ReplicaStats
 from raybatch.report.history.records import STOPPED
 from raybatch.stages.unit_writer import UnitReceipt
@@ -93,9 +94,7 @@ class Sampler:
             "end_s": now_s,
             "seconds": now_s - self._sampled_s,
             "rows": stats.rows_done,
-            "prompt_tokens": stats.prompt_tokens_done,
-            "cached_tokens": stats.cached_tokens,
-            "generated_tokens": stats.generated_tokens,
+            **token_counts(stats),
             "cost": self._cost,
             "running": sum(replica.num_running for replica in replicas),
             "waiting": sum(replica.num_waiting for replica in replicas),

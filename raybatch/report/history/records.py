@@ -4,17 +4,18 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from raybatch.records.counts import TokenCounts
+
 # begins the end of a run that a limit has ended
 STOPPED = "stopped by "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class Sample(TokenCounts):
     """The state of a run at the end of a stretch of time; tokens and rows count from its start.
 
     Args:
         end_s: since the run began.
-        cached_tokens: prompt tokens with KV from another request.
         cost: of all answers since the run began, where they have prices.
         kv: share of the KV caches that is in use.
         restarts: of engines, since the run began.
@@ -25,9 +26,6 @@ class Sample:
     end_s: float
     seconds: float
     rows: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
     cost: float = 0.0
     running: float = 0.0
     waiting: float = 0.0
