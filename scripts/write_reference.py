@@ -8,6 +8,7 @@ tests/test_reference.py holds the files to what this writes.
 import dataclasses
 import inspect
 import json
+import re
 from pathlib import Path
 
 from raybatch.backends.openai.options import OpenAIOptions
@@ -34,14 +35,16 @@ _INTRO = """# Options
 
 Written by `python scripts/write_reference.py` from the classes that check the options.
 
-An option is given in a job file, in Python and in a shell under one name: `stage.engine.dtype` in a
-job file is `LLMStage(..., engine={"dtype": ...})` and `--set engine.dtype=...`. Names after `--set`
-that are no options of the job are those of its stage. Unknown names are refused with the nearest.
+An option has one name in a job file, in Python and in a shell: `stage.engine.dtype` in a job file
+is `LLMStage(..., engine={"dtype": ...})` and `--set engine.dtype=...`; `--set` needs no `stage.`.
+Unknown names are refused with the nearest. None is `null` in YAML.
 
-What an option decides: **answers**: an output begun with another value is another job's, and is
-refused; **speed** (also cost, memory, when a run ends) and **place** may change between two runs
-of one output. [job.schema.json](job.schema.json) is the JSON Schema of job files; in editors with
-the YAML language server a first line `# yaml-language-server: $schema=<path>` completes and checks
+What an option decides: **answers** may not change when a run continues an output, which is then
+refused; **speed** (also cost, memory, when a run ends) and **place** (where data is and engines
+run) may.
+
+[job.schema.json](job.schema.json) is the JSON Schema of job files; in editors with the YAML
+language server a first line `# yaml-language-server: $schema=<path>` completes and checks
 them.
 """
 _SECTIONS: dict[str, tuple[type, str]] = {
@@ -75,7 +78,7 @@ def schema() -> str:
 
 
 def _section(title: str, cls: type, where: str) -> str:
-    first = (inspect.getdoc(cls) or "").partition("Args:")[0].strip()
+    first = re.split("Args:|Raises:", inspect.getdoc(cls) or "")[0].strip()
     is_declared = hasattr(cls, "__pydantic_fields__")
     rows = []
     for field in dataclasses.fields(cls):
@@ -88,7 +91,7 @@ def _section(title: str, cls: type, where: str) -> str:
         meaning = documented(cls).get(field.name, "").replace("|", "\\|")
         rows.append(f"| `{field.name}` | {_default(field)} |{decides} {meaning} |")
         if cls is StageConfig and field.name == "sampling":
-            rows.append("| `seed` | 0 | answers | Of the sampling, as `sampling.seed`. |")
+            rows.append("| `seed` | 0 | answers | Short for `sampling.seed`. |")
             rows.append(
                 '| `task` | "generate" | answers | What is made of a prompt: "generate" makes '
                 'text, "embed", "classify" and "score" make numbers. |'

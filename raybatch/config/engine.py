@@ -32,114 +32,112 @@ KVCacheDType = Literal["auto", "int8", "fp8"]
 @options("engine.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class EngineConfig:
-    """Options of one engine; vLLM takes those that it has under its own names."""
+    """Options of one engine; vLLM takes those that it has, see its page."""
 
     dtype: Answers[DType] = "auto"
-    """Of weights, hidden states and, by default, KV; "auto" takes float32 on a CPU, the
+    """Type of weights, activations and, by default, KV; "auto" is float32 on a CPU, the
     checkpoint's on a GPU."""
 
     quantization: Answers[Quantization | None] = None
-    """Either "int8" or "fp8", which keeps the weights of linears (but the head and routers) as
-    bytes with a scale for each output, while products stay in `dtype`: a quarter of the memory,
-    and answers that differ. None keeps them in `dtype`."""
+    """Either "int8" or "fp8", which stores the weights of linear layers (not the head and routers)
+    in 8 bits and computes in `dtype`: a quarter of float32's memory, and answers change. None does
+    not quantize."""
 
     device: Place[Annotated[str, Field(examples=["cpu", "cuda"])]] = "auto"
-    """Such as "cuda" or "cpu"; "auto" takes a GPU where Ray assigned one, else the CPU."""
+    """Such as "cuda" or "cpu"; "auto" takes the GPU that Ray assigned, else the CPU."""
 
     device_weight_bytes: Speed[NonNegative | None] = None
-    """Memory of the device for weights; layers beyond it stay in host memory and are copied to the
-    device in every step. None keeps all on the device."""
+    """Device memory for weights; layers beyond it stay in host memory and are copied in at every
+    step. None keeps all on the device."""
 
     weight_buffers: Speed[Positive] = 2
-    """Layers of the ring through which these pass; needs `device_weight_bytes`."""
+    """Device buffers, of one layer each, for the layers that are copied in; needs
+    `device_weight_bytes`."""
 
     kv_cache_dtype: Answers[KVCacheDType] = "auto"
-    """Of KV: "auto" keeps it in `dtype`; "int8" and "fp8" (float8_e4m3fn) round it to 8 bits with
-    a scale for each token and KV head, so that almost four times as many tokens fit as in float32.
-    Answers change."""
+    """Type of KV: "auto" is `dtype`; "int8" and "fp8" (float8_e4m3fn) hold almost four times as
+    many tokens as float32, and answers change."""
 
     kv_cache_bytes: Speed[Positive | None] = None
-    """Memory for KV; None takes a share of the free memory."""
+    """Memory for KV on the device; None takes a share of what is free."""
 
     host_kv_bytes: Speed[NonNegative | None] = None
-    """Host memory beside it, for the KV of sequences that had to give up theirs; None or 0 has
-    none, and what they lose is computed again."""
+    """Host memory for the KV of preempted sequences; None or 0 computes it again instead."""
 
     kv_checkpoint_blocks: Speed[NonNegative | None] = None
-    """Blocks of KV that a step copies there ahead, of sequences that are about to give theirs up,
-    so that less is copied when they do; None or 0 copies none."""
+    """KV blocks copied to host memory per step, of sequences likely to be preempted next; needs
+    `host_kv_bytes`. None or 0 copies none."""
 
     kv_offload: Speed[bool] = False
-    """Keep the KV of all sequences in host memory, and on the device that of those that decode;
-    prompts are computed in rounds, with two layers of their KV on the device."""
+    """Keep the KV of all sequences in host memory, and on the device only that of decoding ones;
+    prompts run in rounds, with two layers of their KV on the device."""
 
     offload_initial_blocks: Speed[Positive] = 2
-    """Blocks of the device beyond its context that a sequence starts with."""
+    """With `kv_offload`: free KV blocks that a sequence gets on the device when it starts to
+    decode."""
 
     offload_extension_blocks: Speed[Positive] = 2
-    """Blocks that it gets when these end."""
+    """With `kv_offload`: further blocks that it gets when these are full."""
 
     offload_interval_blocks: Speed[Positive] = 1
-    """Blocks of tokens that sequences decode from one stop to the next."""
+    """With `kv_offload`: blocks of tokens decoded between two decisions about who stays on the
+    device."""
 
     offload_victims: Speed[VictimOrder] = "least"
-    """Who yields first where the device is short of blocks: the sequence with the least progress,
-    the most, or the one that came last."""
+    """With `kv_offload`: who leaves the device first when blocks run out: least progress, most
+    progress, or the last to come ("lifo")."""
 
     block_size_tokens: Speed[Positive] = 64
-    """Positions of one cache block."""
+    """Tokens per KV block."""
 
     max_batched_tokens: Speed[Positive] = 2048
     """Token budget of one step."""
 
     max_num_seqs: Speed[Positive] = 1024
-    """Upper bound of running sequences; the KV memory usually binds first."""
+    """Most sequences that run at once; KV memory is usually the tighter limit."""
 
     max_model_len: Answers[Positive | None] = None
     """Longest prompt plus output; None takes the model's own limit."""
 
     enable_prefix_caching: Speed[bool] = True
-    """Share the KV of equal leading blocks between requests."""
+    """Reuse the KV of equal leading blocks across requests."""
 
     admission: Speed[AdmissionPolicy] = "fcfs"
-    """Who starts next. "fcfs" goes by arrival, "shortest" by predicted length, with ageing;
-    "static" starts a batch when all of the one before have ended, and "multi_bin" makes such
-    batches of rows of like length. A prefix group is never taken apart."""
+    """Which waiting row starts next: "fcfs" by arrival; "shortest" by predicted length, but none
+    waits for ever; "static" in batches that end before the next starts; "multi_bin" in such batches
+    of similar length. Prefix groups stay together."""
 
     kv_admission_fraction: Speed[Annotated[float, Ge(0.01)] | None] = None
-    """Sequences start while the KV memory in use is forecast to stay below this share of the
-    cache; above 1 more run at once and some are computed again. None makes no forecast: sequences
-    start while there are free blocks."""
+    """Start rows while the forecast KV use stays below this share of the cache; above 1 more run at
+    once and some are computed again. None starts rows while blocks are free."""
 
     attn_batch_tokens: Speed[Positive | Literal["auto"] | None] = "auto"
-    """Tokens that attend at once; None takes all of a step. With a number, steps run as
-    coroutines: attention part by part, feed-forward blocks together. "auto" measures both ways
-    once per model and host where the model has experts, and takes the faster one; other models run
-    plain."""
+    """Tokens per attention call. With a number, a step runs attention in parts and feed-forward
+    layers together; None runs the step as one. "auto" measures both once for models with experts,
+    and is None for others."""
 
     moe_batch_tokens: Speed[NonNegative | None] = None
-    """Tokens for which a feed-forward block waits where steps run as coroutines; None waits for
-    all that come, 0 for none."""
+    """With `attn_batch_tokens`: tokens that a feed-forward layer waits for; None waits for all of
+    the step, 0 for none."""
 
     speculative_tokens: Speed[NonNegative | None] = None
-    """Drafts of one sequence and step at most: tokens guessed from its prompt and from other
-    answers, computed together with the known one and kept where they are right. Answers stay the
-    same; drafts are made while they pay. None or 0 makes none."""
+    """Most draft tokens per sequence and step, looked up in its prompt and in earlier answers
+    (n-gram speculation). Answers stay the same; drafts stop where they cost more than they save.
+    None or 0 makes none."""
 
     num_threads: Speed[Positive] = 1
     """Torch threads of one engine on a CPU."""
 
     tune_malloc: Speed[bool] = True
-    """Let glibc keep freed memory, so that large temporaries are not mapped and cleared again in
-    every step; changes the whole process, Linux only."""
+    """Let glibc keep freed memory, which saves page faults at every step; affects the whole
+    process, Linux only."""
 
     compile_kernels: Speed[bool] = True
-    """On a CPU compile attention of decoding rows, linears, experts and small ops with the host's
-    C compiler, where there is one; for float32 and one thread."""
+    """On a CPU, compile hot operations with the host's C compiler, if there is one; float32 and one
+    thread only."""
 
     cuda_graphs: Speed[bool | None] = None
-    """Capture steps in which sequences only decode as CUDA graphs, for a few numbers of rows, and
-    repeat those; None does so on CUDA wherever it can be done."""
+    """Run decode-only steps as CUDA graphs; None does so on CUDA where possible."""
 
     def __post_init__(self) -> None:
         if self.device_weight_bytes is None and not is_default(self, "weight_buffers"):
@@ -223,16 +221,16 @@ class BackendConfig:
     """Which backend a replica runs."""
 
     kind: Answers[str] = "auto"
-    """Either "auto" (vLLM where the engines have GPUs and it is installed there, else native; an
-    output goes on with what it was begun with), "native", "vllm", "transformers" (slow, for models
-    that the native engine has not), "openai" (an endpoint that speaks OpenAI's API), or "fake" (no
-    model: answers are derived from the prompt; for tests)."""
+    """Either "auto" (vLLM if the engines have GPUs and vLLM is installed there, else native; a
+    started output keeps its backend), "native", "vllm", "transformers" (slow, for models that
+    native does not know), "openai" (any endpoint with OpenAI's API) or "fake" (no model, for
+    tests)."""
 
     options: Answers[SecretMapping] = field(default_factory=dict)
-    """Of the backend itself, for example the address of an endpoint; None has none."""
+    """Options of that backend, see the sections below; None has none."""
 
     task: Answers[Task] = "generate"
-    """What its engines make of a prompt; that of the stage."""
+    """The `task` of the stage; set it there."""
 
     @property
     def is_decided(self) -> bool:

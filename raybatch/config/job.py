@@ -26,45 +26,46 @@ OrderName = Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"]
 @options("plan.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class PlanConfig:
-    """Options of the plan that a job makes of its whole input before it generates."""
+    """How a job groups and orders its whole input before it generates."""
 
     mode: Speed[Literal["auto", "off"]] = "auto"
-    """Either "auto", which makes the plan, or "off", which runs rows in input order."""
+    """Either "auto" makes the plan, "off" runs rows in input order."""
 
     order: Speed[OrderName] = "ratio"
-    """Of the prefix groups: "ratio" (most output per computed prompt token first), "ascending"
-    (the reverse), "shuffle", "depth_first" or "dual_scan"."""
+    """Order of the prefix groups: "ratio" (most output per computed prompt token first),
+    "ascending" (the reverse), "shuffle" (random), "depth_first" (as in the prefix tree) or
+    "dual_scan" (compute-heavy and memory-heavy ones mixed)."""
 
     sharing: Speed[Literal["single_level", "multi_level"]] = "single_level"
-    """Either of two: "single_level" computes one prefix for each group; "multi_level" runs whole
-    subtrees in the order of the tree, so that prefixes of prefixes are found in the cache."""
+    """Either "single_level" shares one prefix per group; "multi_level" also shares prefixes of
+    prefixes, by running subtrees of the prefix tree one after the other."""
 
     lengths: Speed[Literal["auto", "probe"]] = "auto"
-    """Where expected output lengths come from: "auto" takes `expected_tokens_column` where it is
-    set and `max_tokens` where not, "probe" generates some rows first."""
+    """Source of expected output lengths: "auto" takes `expected_tokens_column` if set, else
+    `max_tokens`; "probe" generates some rows first."""
 
     expected_tokens_column: Speed[str | None] = None
-    """A column of output lengths; null where nothing is known."""
+    """A column with the expected output tokens of each row; null where unknown."""
 
     probe_fraction: Speed[Annotated[float, Gt(0), Le(1)]] = 0.01
     """Share of the rows that a probe generates first; their results are kept."""
 
     min_saved_fraction: Speed[Fraction] = 0.01
-    """Rows keep the order of the input where sharing saves a smaller share of the prompt
-    tokens."""
+    """Rows keep input order if sharing saves a smaller share of the prompt tokens than this and
+    output lengths are unknown."""
 
     unit_rows: Speed[Positive] = 1024
-    """Rows that are written together, if groups allow it."""
+    """Target size of a unit: rows written together as one file."""
 
     max_unit_rows: Speed[Positive] = 4096
-    """Groups with more rows are cut between two units."""
+    """A prefix group with more rows is split over several units."""
 
     max_driver_bytes: Speed[NonNegative] = 32 << 20
-    """An input that takes less memory is planned by the driver alone; a larger one by Ray tasks,
-    on hashes of its prompts."""
+    """Inputs up to this size in memory are planned by the driver alone; larger ones by Ray tasks,
+    on hashes of their prompts."""
 
     seed: Speed[NonNegative] = 0
-    """Of the order "shuffle" and of the probe."""
+    """Random seed of the order "shuffle" and of the probe."""
 
     def __post_init__(self) -> None:
         if self.max_unit_rows < self.unit_rows:
@@ -82,32 +83,32 @@ class PlanConfig:
 @options("limits.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class LimitConfig:
-    """What ends a run early: no unit starts, and the finished rows of open ones are kept.
+    """What ends a run early: no further unit starts, and finished rows are kept.
 
-    A run that was stopped goes on when the job is started again, with the same limits afresh.
+    The same job started again continues, and its limits count from zero.
     """
 
     max_wall_s: Speed[NonNegativeFloat | None] = None
-    """Seconds by the clock."""
+    """Wall-clock seconds of the run."""
 
     max_tokens: Speed[NonNegative | None] = None
-    """Prompt tokens of finished rows and generated tokens, together."""
+    """Prompt tokens of finished rows plus all generated tokens."""
 
     max_engine_hours: Speed[NonNegativeFloat | None] = None
-    """Hours that engines worked, summed over replicas."""
+    """Hours of engine work, summed over replicas."""
 
     max_cost: Speed[NonNegativeFloat | None] = None
-    """Of engines by `price_per_engine_hour`, where all replicas count, idle or not, and of an
-    endpoint's answers by the prices of its backend."""
+    """Money: `price_per_engine_hour` for all replicas, idle ones too, plus the answers of an
+    endpoint at its prices."""
 
     price_per_engine_hour: Speed[NonNegativeFloat | None] = None
-    """Of one replica."""
+    """Price of one replica per hour, in any currency."""
 
     max_error_rate: Speed[Fraction | None] = None
-    """Share of error rows among finished ones."""
+    """Share of error rows among finished rows."""
 
     min_rows_for_error_rate: Speed[Positive] = 100
-    """Finished rows before that share is looked at."""
+    """Finished rows before `max_error_rate` is checked."""
 
 
 # of rows that other sampling options may help
@@ -117,13 +118,14 @@ _ASKED_STATUSES = ("truncated", "too_long", "error", "crashed")
 @options("waves.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class WaveConfig:
-    """A rule by which rows of some status are asked once more, with other options."""
+    """A rule that runs rows of some status once more, with other options."""
 
     on: Answers[tuple[str, ...]]
-    """Statuses, such as "truncated" or "error"."""
+    """Statuses to retry: "truncated", "too_long", "error", "crashed"."""
 
     sampling: Answers[Mapping[str, Any]]
-    """Options that win over those of the stage and the row, such as {"max_tokens": 2048}."""
+    """Sampling options that replace those of the stage and the row, such as {"max_tokens":
+    2048}."""
 
     def __post_init__(self) -> None:
         if not self.on or not set(self.on) <= set(_ASKED_STATUSES):

@@ -27,59 +27,59 @@ Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 @options("pool.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class PoolConfig:
-    """Options of the pool of engine actors."""
+    """Number, resources and restarts of the engines."""
 
     replicas: Place[Positive | None] = None
-    """Engine actors; None takes one per GPU of the cluster, or one per CPU core of the driver's
-    host where the cluster has no GPU."""
+    """Number of engines; None takes as many as the GPUs of the cluster allow, without GPUs one per
+    CPU core of the driver's host, and 1 for an endpoint."""
 
     num_cpus_per_replica: Place[NonNegativeFloat] = 0
-    """Logical CPUs that Ray reserves for one replica; with any, feeders that Ray Data starts first
-    can take all CPUs of a small cluster and no engine ever starts."""
+    """CPUs that Ray reserves per engine. Keep 0 on small clusters: above it, Ray Data's tasks may
+    take all CPUs and no engine ever starts."""
 
     num_gpus_per_replica: Place[NonNegativeFloat | None] = None
-    """GPUs of one replica; None takes 1, or with vLLM the product of its tensor, pipeline and
-    context parallel sizes, where the cluster has GPUs or options mean them: a GPU as
-    `accelerator_type`, `engine.device` "cuda", or `replicas` of vLLM."""
+    """GPUs per engine. None takes 1 (vLLM: the product of its tensor, pipeline and context parallel
+    sizes) if the cluster has GPUs or options ask for them: a GPU as `accelerator_type`,
+    `engine.device` "cuda", or `replicas` of vLLM."""
 
     max_row_crashes: Speed[Positive] = 3
-    """A row whose replica died this often with it becomes an error row."""
+    """A row becomes an error row after its engine died with it this often."""
 
     max_start_failures: Speed[Positive] = 3
-    """Starts of one replica that may fail in a row before it is given up, one where another would
-    fail alike; the pool fails when no replica is left."""
+    """Failed starts in a row after which a replica is given up (one, if the cause would not go
+    away); the run fails when no replica is left."""
 
     start_timeout_s: Speed[NonNegativeFloat | None] = 1800.0
-    """A start that takes longer counts as failed; it includes the wait for resources. None waits
-    for ever."""
+    """A start that takes longer fails; waiting for resources counts. None waits for ever."""
 
     feeder_timeout_s: Speed[Annotated[float, Ge(0.1)]] = 120.0
-    """The rows of a feeder that was silent for so long are dropped."""
+    """Rows sent by a feeder (a Ray Data task of the stage) that was silent for this long are
+    dropped."""
 
     idle_release_s: Speed[NonNegativeFloat | None] = 600.0
-    """Engines without work for so long are stopped, and started again on demand; None keeps them
-    until the driver ends."""
+    """Engines without work for this long stop, and start again on demand; None keeps them until the
+    driver ends."""
 
     keep_tokens_every_s: Speed[Annotated[float, Ge(0.05)] | None] = 30.0
-    """Rows that generate for long have their tokens so far kept so often, beyond their engine;
-    None loses them with it."""
+    """How often the tokens so far of long rows are copied out of their engine, so that another
+    engine can continue them; None loses them with it."""
 
     accelerator_type: Place[Annotated[str | None, Field(examples=["H100"])]] = None
-    """Engines run on hosts with this accelerator alone, such as "H100"; None takes any."""
+    """Engines run only on hosts with this accelerator, such as "H100"; None takes any."""
 
     resources: Place[Unchecked[Mapping[str, float]]] = field(default_factory=dict)
     """Custom resources of Ray that one replica reserves, by name."""
 
     runtime_env: Place[Mapping[str, Any]] = field(default_factory=dict)
-    """Of Ray, for the engines: environment variables, packages, files."""
+    """Ray's runtime_env for the engines: environment variables, packages, files."""
 
     bundles: Place[Unchecked[Sequence[Mapping[str, float]] | None]] = None
-    """Of the placement group of an engine of vLLM whose ranks are actors, and all that Ray
-    reserves for it; those with a GPU lie on hosts with `accelerator_type`. None takes a GPU for
-    each rank."""
+    """Placement group of a vLLM engine with `distributed_executor_backend: ray`, all that Ray
+    reserves for it; bundles with a GPU go to hosts with `accelerator_type`. None takes one GPU per
+    rank."""
 
     strategy: Place[Strategy] = "PACK"
-    """Of that group: "PACK", "STRICT_PACK", "SPREAD" or "STRICT_SPREAD"."""
+    """Placement strategy of `bundles`, as in Ray."""
 
     def __post_init__(self) -> None:
         if self.accelerator_type == "":

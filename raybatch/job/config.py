@@ -43,63 +43,63 @@ class JobConfig:
     """Parquet, JSONL or Arrow IPC: a file, a folder or a glob; a path or a URI."""
 
     sink: Place[str]
-    """Folder for the output. One with a part of the output of this job is gone on with; a folder
-    with other files, or with the output of another job, is refused."""
+    """Output folder: a path or a URI. A started output of the same job is continued; a folder with
+    other files, or with another job's output, is refused."""
 
     stage: StageConfig
     """Model, prompt and options."""
 
     plan: PlanConfig = field(default_factory=PlanConfig)
-    """Options of the plan of the whole input; "off" runs the rows in input order."""
+    """How rows are grouped and ordered; "off" runs them in input order."""
 
     overwrite: Place[bool] = False
     """Remove the output of an earlier run and begin again."""
 
     extend: Place[bool] = False
-    """Add files that are new in the source to the output, as units of a further plan; files that
-    it has must be the same."""
+    """Add files that are new in the source to the output, under a plan of their own; known files
+    must be unchanged."""
 
     flush_every_s: Speed[Annotated[float, Gt(0)]] = 5.0
-    """Finished rows of a unit that is not complete are kept so often, in seconds, so that a run
-    that dies loses minutes of long rows at most."""
+    """How often, in seconds, finished rows of an unfinished unit are saved to the journal; a crash
+    loses no more than this."""
 
     partition_by: Answers[tuple[str, ...]] = ()
-    """Columns of the source by whose values the output is laid out, as in
-    data/lang=en/part-000000.parquet; they are not repeated inside the files."""
+    """Source columns that become folders of the output, as in data/lang=en/part-000000.parquet; the
+    files do not repeat them."""
 
     output_order: Place[OutputOrder] = "plan"
-    """Of the rows: "plan" leaves them as they were written, which costs nothing; "input" writes
-    them once more when all are done, in the order of the source."""
+    """Order of the rows: "plan" keeps the order in which they ran and costs nothing; "input" sorts
+    a second copy into source order at the end."""
 
     limits: LimitConfig = field(default_factory=LimitConfig)
-    """Budgets, a deadline and a share of errors that end a run early; finished rows are kept, and
-    the same job started again goes on."""
+    """Budgets, a deadline and an error rate that end a run early; finished rows are kept, and the
+    same job started again continues."""
 
     waves: Answers[tuple[WaveConfig, ...]] = ()
-    """Rules by which rows of some status are asked once more before they are written, in this
-    order, such as [{"on": "truncated", "sampling": {"max_tokens": 2048}}]."""
+    """Rules that retry rows of some status before they are written, in this order, such as [{"on":
+    "truncated", "sampling": {"max_tokens": 2048}}]."""
 
     columns: Answers[tuple[str, ...] | None] = None
-    """Of the source that are read and written, in this order; None takes all."""
+    """Source columns to read and write, in this order; None takes all."""
 
     schema_policy: Answers[SchemaPolicy] = "strict"
-    """Of files whose schemas differ: "strict" refuses them, "cast" widens without loss."""
+    """What to do when schemas of files differ: "strict" refuses them, "cast" widens types without
+    loss."""
 
     skip_bad_files: Answers[bool] = False
-    """Leave out files that cannot be read (empty, cut, of another kind), in place of refusing the
-    source; they are logged and reported."""
+    """Leave out unreadable files (empty, cut, of another kind) instead of refusing the source; they
+    are logged and reported."""
 
     max_row_group_bytes: Place[Positive] = 2 << 30
-    """That a row group or record batch may take in memory."""
+    """Largest row group or record batch that is read, in memory."""
 
     max_decompressed_bytes: Place[Positive | None] = None
-    """That a compressed JSONL file may grow to; None allows 1 GiB, and larger files a hundred
-    times their size."""
+    """Largest size of a compressed JSONL file when unpacked; None allows 1 GiB or a hundred times
+    its size, whichever is more."""
 
     executor: Place[ExecutorName] = "auto"
-    """Of the engines: "ray" has them on a cluster; "local" on this host, as processes of this one,
-    and does not load Ray; "auto" takes a cluster that is connected, else runs small inputs locally
-    and others on Ray."""
+    """Where engines run: "ray" on a cluster; "local" as processes of this host, without Ray; "auto"
+    takes a connected cluster, else "local" for small inputs and Ray for others."""
 
     def __post_init__(self) -> None:
         if self.overwrite and self.extend:

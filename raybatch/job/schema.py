@@ -37,7 +37,7 @@ def job_schema() -> dict[str, Any]:
     for name in [name for name, field in fields_of(StageConfig).items() if is_hidden(field)]:
         del parts["StageConfig"]["properties"][name]
     task = parts["BackendConfig"]["properties"].pop("task")
-    seed = {"type": "integer", "description": "Of the sampling."}
+    seed = {"type": "integer", "description": "Short for sampling.seed."}
     parts["StageConfig"]["properties"] |= {"task": task, "seed": seed}
     parts["BackendConfig"]["properties"]["kind"]["enum"] = list(BACKENDS)
     for cls in (Sampling, Pooling):

@@ -15,11 +15,11 @@ class Pooling:
     """Options that decide the numbers of one row; None leaves a choice to the model."""
 
     use_activation: bool | None = None
-    """Normalise an embedding to length 1, make probabilities of the values of a classifier; False
-    gives the bare numbers. `normalize` is another name for it."""
+    """Normalize embeddings to length 1, turn class scores into probabilities; False gives raw
+    numbers. `normalize` is another name for it."""
 
     dimensions: int | None = None
-    """Of an embedding, for models that can be cut (Matryoshka)."""
+    """Length of the embedding, for models that can be cut (Matryoshka)."""
 
     def __post_init__(self) -> None:
         if self.use_activation is not None and not isinstance(self.use_activation, bool):

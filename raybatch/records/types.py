@@ -52,7 +52,7 @@ class Sampling:
     """Upper bound of generated tokens, at least 1."""
 
     min_tokens: int = 0
-    """Stop tokens and stop strings are ignored before this many tokens."""
+    """Stop tokens and stop strings do not count before this many tokens."""
 
     top_k: int | None = None
     """Keep the k most likely tokens; None keeps all."""
@@ -64,26 +64,25 @@ class Sampling:
     """Drop tokens below this fraction of the most likely one, in [0, 1)."""
 
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens of prompt and output less likely."""
+    """Above 1 makes tokens of prompt and output less likely to come again."""
 
     presence_penalty: float = 0.0
-    """Subtracted once per token already generated, in [-2, 2]."""
+    """Subtracted from the logit of each token already generated, in [-2, 2]."""
 
     frequency_penalty: float = 0.0
-    """Subtracted per occurrence already generated, in [-2, 2]."""
+    """Subtracted per occurrence of a token already generated, in [-2, 2]."""
 
     seed: int = 0
-    """Mixed with the row's id, so that results do not depend on placement."""
+    """Combined with the row's id, so that answers depend on neither engine nor batch."""
 
     n: int = 1
     """Samples per row, at most 16,384, as in vLLM."""
 
     logprobs: int | None = None
-    """Number of most likely tokens to report per position; None reports none."""
+    """Number of most likely tokens to report per position; None adds no column."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end the text; cut off unless `include_stop_str_in_output`. A list or one string
-    becomes a tuple."""
+    """Strings that end the text, one or a list; cut off unless `include_stop_str_in_output`."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the sequence, in addition to the model's."""
@@ -98,8 +97,7 @@ class Sampling:
     """Leave special tokens out of the text."""
 
     structured_outputs: str | Mapping[str, Any] | None = None
-    """What the answer must look like, such as {"json": schema}; see `StructuredOutputs`. Becomes
-    one JSON text."""
+    """What the answer must look like, such as {"json": schema}."""
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -50,7 +50,7 @@ _NO_SAMPLING = Sampling()
 @options("")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class StageConfig:
-    """Options of one stage, as `LLMStage` takes them, and five for processors and batch files."""
+    """Options of one stage: model, prompt, and how rows become answers."""
 
     model: Place[Unchecked[str]]
     """Checkpoint folder, hub id or URI; "demo" is the embedded model."""
@@ -59,22 +59,24 @@ class StageConfig:
     """Template with columns in braces, such as "{document} Q: {question}"."""
 
     messages: Answers[Unchecked[MessagesOption | None]] = None
-    """A column of OpenAI messages, a function of the row, or messages with templates."""
+    """A column of OpenAI messages, a list of messages with templates, or (in Python) a function of
+    the row."""
 
     tokenized_prompt: Answers[Unchecked[str | None]] = None
     """A column of token ids."""
 
     system: Answers[str | None] = None
-    """System message put before the messages of each row that has none."""
+    """System message for each row whose messages have none."""
 
     sampling: Sampling = field(default_factory=Sampling)
-    """Options that decide the tokens."""
+    """Options that decide the generated tokens."""
 
     overrides: Answers[Unchecked[Mapping[str, str]]] = field(default_factory=dict)
-    """Sampling option to the column that replaces it per row; null takes `sampling`."""
+    """Sampling options that a column sets per row, as {"max_tokens": "budget"}; null takes
+    `sampling`."""
 
     sampling_column: Answers[str | None] = None
-    """A column of JSON texts or structs with several options per row."""
+    """A column with several sampling options per row, as JSON texts or structs."""
 
     query: Answers[str | None] = None
     """Template of the first text of a score; "{query}" unless a prompt is named."""
@@ -83,56 +85,62 @@ class StageConfig:
     """Template of the second text of a score."""
 
     pooling: Answers[Pooling] = field(default_factory=Pooling)
-    """Options that decide the numbers."""
+    """Options of embeddings, classes and scores."""
 
     pooling_column: Answers[str | None] = None
-    """A column of JSON texts or structs with several of them per row."""
+    """A column with pooling options per row, as JSON texts or structs."""
 
     lora_column: Answers[str | None] = None
     """A column that names the LoRA adapter of each row; null for none."""
 
     lora_path: Answers[str | None] = None
-    """Folder or URI in which the adapters lie that it names; without it they are folders or URIs
-    themselves."""
+    """Folder or URI below which `lora_column` names adapters; without it the column holds whole
+    paths or URIs."""
 
     id_column: Answers[str | None] = None
-    """Identity of the rows; without it a hash of the prompt and a count."""
+    """Column that becomes `row_id`. Without it a job uses file and position, a stage without a job
+    a hash of the prompt and a count."""
 
     chat: Answers[Unchecked[Chat]] = "auto"
-    """Make `prompt` a user message; "auto" does where the model has a chat template."""
+    """Whether `prompt` becomes a user message in the chat template; "auto" does so if the model has
+    one."""
 
     chat_template: Answers[Unchecked[str | None]] = None
-    """In place of the model's own."""
+    """Jinja template instead of the one of the model."""
 
     chat_template_kwargs: Answers[Unchecked[Mapping[str, Any]]] = field(default_factory=dict)
-    """Options of the chat template, such as enable_thinking."""
+    """Variables of the chat template, such as {"enable_thinking": false}."""
 
     chat_template_kwargs_column: Answers[str | None] = None
-    """Such options per row, as JSON; read beside `messages`."""
+    """A column with such variables per row, as JSON; needs a column of `messages`."""
 
     tools: Answers[Unchecked[str | Sequence[Mapping[str, Any]] | None]] = None
-    """That the model may call, as OpenAI's chat API has them; or a column of such lists."""
+    """Tools that the model may call, as in OpenAI's chat API; or a column of such lists."""
 
     images: Answers[str | None] = None
-    """A column of files as bytes, or of data: URLs; or of lists of them."""
+    """A column with images of each row: bytes of a file, a data: URL, or a list of them."""
 
     special_tokens: Answers[SpecialTokens] = "escape"
-    """Of the data: "escape" makes special tokens plain text."""
+    """What special tokens inside your data are: "escape" makes them plain text, "allow" lets them
+    act."""
 
     on_error: Speed[OnError] = "row"
-    """Either of two: "row" turns a failure into `__inference_error__`; "raise" ends the job."""
+    """Either "row" makes a failed row an error row (`__inference_error__` says why); "raise" ends
+    the job."""
 
     on_too_long: Answers[OnTooLong] = "error"
-    """Either "error", "truncate_left", "truncate_right" or "drop", for too long prompts."""
+    """Prompts beyond `max_model_len`: "error" makes an error row, "truncate_left" cuts the start,
+    "truncate_right" the end, "drop" leaves the row without an answer (status filtered)."""
 
     output_prefix: Answers[str] = ""
-    """Put before every output column, for a second stage over the same rows."""
+    """Put before the name of every output column, for a second stage over the same rows."""
 
     dedup: Speed[bool] = True
-    """Generate identical greedy prompts of a row batch once, and give the result to all."""
+    """Generate identical greedy prompts that run together once and give all of them the answer; a
+    plan puts them together."""
 
     max_row_bytes: Answers[Positive] = 8 << 20
-    """A row whose columns take more becomes an error row."""
+    """A row whose columns take more bytes becomes an error row."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Options of the engines."""
@@ -143,6 +151,7 @@ class StageConfig:
     backend: BackendConfig = field(default_factory=BackendConfig)
     """What a replica runs."""
 
+    # from here on hidden: for processors and batch files
     input_error_column: Answers[Hidden[str | None]] = None
     """A column of error texts; it is not passed on, and a row whose text is not empty is an error
     row with it."""

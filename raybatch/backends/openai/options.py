@@ -40,75 +40,74 @@ _RESERVED_FIELDS = ("model", "messages", "prompt", "input", "n", "stream", "stre
 @options("backend.options.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class OpenAIOptions:
-    """Options of the backend "openai"."""
+    """Address, key, pace and prices of an endpoint."""
 
     base_url: Answers[Unchecked[str]]
-    """Of the API, with its version, such as "http://localhost:8000/v1"."""
+    """URL of the API with its version, such as "http://localhost:8000/v1"."""
 
     model: Place[str | None] = None
-    """Name at the endpoint; None takes the stage's model."""
+    """Name of the model at the endpoint; None takes the stage's model."""
 
     api_key_env: Place[Unchecked[str | None]] = None
-    """Environment variable that holds the API key where replicas run."""
+    """Environment variable with the API key, set where replicas run."""
 
     api_key_file: Place[Unchecked[str | None]] = None
-    """In place of `api_key_env` a file with the key, on every host with replicas."""
+    """File with the API key on every host with replicas, instead of `api_key_env`."""
 
     headers_env: Place[Unchecked[Mapping[str, str]]] = field(default_factory=dict)
-    """Header to the environment variable that holds its value."""
+    """Further headers: name of the header to the environment variable with its value."""
 
     endpoint: Answers[Endpoint] = "auto"
-    """Either "chat" or "completions"; "auto" asks each row at the one that its prompt is for."""
+    """Either "chat" or "completions"; "auto" chooses by the kind of prompt."""
 
     max_concurrency: Speed[Positive] = 256
-    """Samples in flight at most; how many really are adapts to the endpoint."""
+    """Most samples in flight per replica; the actual number adapts to the endpoint."""
 
     first_concurrency: Speed[Positive] = 16
-    """Samples in flight at first."""
+    """Samples in flight at the start."""
 
     timeout_s: Speed[Annotated[float, Ge(0.001)]] = 600.0
-    """Of one request, from the connection to the last byte."""
+    """Seconds for one request, from the connection to the last byte."""
 
     max_retries: Speed[NonNegative] = 8
-    """How often a row is asked again after failures that may pass."""
+    """Retries of a row after failures that may pass."""
 
     requests_per_minute: Speed[Annotated[float, Ge(0.001)] | None] = None
-    """Of all replicas together; None knows no limit."""
+    """Limit for all replicas together; None is no limit."""
 
     tokens_per_minute: Speed[Annotated[float, Ge(0.001)] | None] = None
-    """Prompt and output, of all replicas together; None knows no limit."""
+    """Limit of prompt plus output tokens for all replicas together; None is no limit."""
 
     price_per_million_input_tokens: Speed[NonNegativeFloat | None] = None
-    """None knows no price."""
+    """Price in any currency; None counts no cost."""
 
     price_per_million_cached_input_tokens: Speed[NonNegativeFloat | None] = None
-    """None takes that of other input tokens."""
+    """None takes the price of other input tokens."""
 
     price_per_million_output_tokens: Speed[NonNegativeFloat | None] = None
-    """None knows no price."""
+    """Price in any currency; None counts no cost."""
 
     max_tokens_field: Speed[MaxTokensField] = "max_tokens"
-    """Name of the output limit in chat requests."""
+    """Name of the field for `max_tokens` in chat requests."""
 
     send_seed: Answers[bool] = True
     """Send a seed with rows whose temperature is above 0."""
 
     extra_body: Answers[Mapping[str, Any]] = field(default_factory=dict)
-    """Put into every request; null takes a field out."""
+    """Fields added to every request; null removes one."""
 
     tokenizer: Answers[str | None] = None
-    """Folder, hub id or "demo" with the model's tokenizer, for exact lengths in plans; None plans
-    with triples of bytes."""
+    """Folder, hub id or "demo" with the model's tokenizer, for exact lengths in plans; None counts
+    three bytes as a token."""
 
     max_model_len: Answers[Annotated[int, Ge(2)] | None] = None
     """Longest prompt plus output; needs a tokenizer, or rows of token ids."""
 
     return_reasoning: Answers[bool] = False
-    """Add a column `reasoning` of what the endpoint tells of it."""
+    """Add a column `reasoning` with what the endpoint returns of it."""
 
     return_tool_calls: Answers[bool] = False
-    """Add a column `tool_calls`; without it a message that is nothing but calls has their JSON as
-    its text."""
+    """Add a column `tool_calls`; without it a message of calls alone has their JSON as its text."""
 
     def __post_init__(self) -> None:
         _check_url(self.base_url)

@@ -16,10 +16,10 @@ from raybatch.errors import ConfigError, error_text
 @options("backend.options.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class TransformersOptions:
-    """What `backend.options` may hold for the kind "transformers"."""
+    """How transformers loads and runs the model."""
 
     attn_implementation: Answers[str | None] = None
-    """As transformers takes it, such as "sdpa" or "eager"; None leaves the choice to it."""
+    """As in transformers, such as "sdpa" or "eager"; None leaves the choice to it."""
 
     trust_remote_code: Answers[bool] = False
     """Run the Python files that come with the model."""

@@ -25,7 +25,7 @@ _CONVERTED = {"embed": "embed", "classify": "classify"}
 @options("backend.options.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class VllmOptions:
-    """Options of the vLLM backend, in `backend.options`.
+    """What vLLM has beyond the options of `engine`.
 
     Raises:
         ConfigError: an option that vLLM does not have (with a suggestion), or one that is decided
@@ -33,17 +33,16 @@ class VllmOptions:
     """
 
     engine_kwargs: Answers[Mapping[str, Any]] = field(default_factory=dict)
-    """Options of vLLM's `EngineArgs` that have no name in `EngineConfig`."""
+    """Arguments of vLLM's `EngineArgs`, except those that `engine` has."""
 
     check_logits: Answers[bool] = True
-    """A row whose logits are not numbers becomes an error row; without it vLLM makes tokens of
-    them."""
+    """A row whose logits are NaN becomes an error row; if false, vLLM samples from them."""
 
     reasoning_parser: Answers[str | None] = None
-    """Takes the reasoning out of the text, into a column `reasoning`."""
+    """vLLM parser that moves the reasoning out of the text into a column `reasoning`."""
 
     tool_call_parser: Answers[str | None] = None
-    """Takes calls of tools out of the text, into a column `tool_calls`."""
+    """vLLM parser that moves tool calls out of the text into a column `tool_calls`."""
 
     def __post_init__(self) -> None:
         for name, value in self.engine_kwargs.items():
