@@ -102,13 +102,13 @@ def _set_up(
 
 @app.command()
 @with_job_flags(
-    job_file_help="YAML job file, below the options here; with --openai the batch file."
+    job_file_help="YAML job file; options here win over it. With --openai the batch file."
 )
 def run(
     flags: JobFlags,
     allow_error_rows: AllowErrorRows = False,
     openai: Annotated[
-        bool, typer.Option("--openai", help="The file is a batch file as OpenAI defines it.")
+        bool, typer.Option("--openai", help="The file is an OpenAI batch file.")
     ] = False,
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="With --openai: file for the answers.")
@@ -117,7 +117,8 @@ def run(
         str | None, typer.Option(help="With --openai: file for the errors; OUT.errors.jsonl.")
     ] = None,
     model_name: Annotated[
-        list[str] | None, typer.Option(help="With --openai: a further name for the model.")
+        list[str] | None,
+        typer.Option(help="With --openai: another name for the model."),
     ] = None,
 ) -> None:
     """Run one job; exit code 0: finished, 2: finished with error rows, 1: not finished."""
@@ -142,7 +143,8 @@ def retry_errors(
     flags: JobFlags,
     into: Annotated[str, typer.Option(help="Folder for the new answers.")],
     statuses: Annotated[
-        str | None, typer.Option(help="Of the rows, such as error,crashed; all errors by default.")
+        str | None,
+        typer.Option(help="Such as error,crashed; default: all errors."),
     ] = None,
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
@@ -169,10 +171,10 @@ def explain(
     as_json: AsJson = False,
     kv_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="KV cache of one engine; of this host's engine by default."),
+        typer.Option(min=1, help="KV cache tokens of one engine; default: of this host's engine."),
     ] = None,
     price_per_engine_hour: Annotated[
-        float | None, typer.Option(min=0, help="Of one replica, in any currency.")
+        float | None, typer.Option(min=0, help="Price of one replica and hour, in any currency.")
     ] = None,
     no_measure: Annotated[
         bool, typer.Option("--no-measure", help="Do not start an engine to measure its speed.")
@@ -200,7 +202,7 @@ def explain(
 def demo(
     rows: Annotated[int, typer.Option(min=1, help="Questions to answer.")] = 4096,
     out: Annotated[Path, typer.Option(help="Folder for prompts and answers.")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Of the dataset.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the dataset.")] = 0,
     replicas: Annotated[int | None, typer.Option(min=1, help="Engines to run.")] = None,
 ) -> None:
     """Answer a generated dataset with the embedded model and score the answers."""
@@ -244,7 +246,7 @@ def ordered(
 def verify(
     folder: OutputFolder,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Read every value, not names and footers alone.")
+        bool, typer.Option("--deep", help="Read every value, not only file names and footers.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -259,10 +261,11 @@ def verify(
 def clean(
     folder: OutputFolder,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
+        bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")
     ] = False,
     older_than: Annotated[
-        str, typer.Option(help="Age from which files are taken that a run may need: 30m, 12h, 7d.")
+        str,
+        typer.Option(help="Also files this old that a run may need: 30m, 12h, 7d."),
     ] = "7d",
 ) -> None:
     """Remove what runs have left beside the data; parts, plan and _SUCCESS are never touched."""

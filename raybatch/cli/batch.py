@@ -59,8 +59,8 @@ def add_batch_commands(app: typer.Typer) -> None:
 
 def to_batch(
     source: Annotated[str, typer.Argument(help="Parquet, JSONL, Arrow: a file, folder or glob.")],
-    out: Annotated[str, typer.Option("--out", "-o", help="Batch file; further ones get numbers.")],
-    model: Annotated[str, typer.Option(help="As requests name it.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Batch file to write.")],
+    model: Annotated[str, typer.Option(help="Model name to put into requests.")],
     prompt: Annotated[str | None, PROMPT_FLAG] = None,
     messages_column: Annotated[str | None, MESSAGES_FLAG] = None,
     system: Annotated[str | None, typer.Option(help="System message of rows without one.")] = None,
@@ -103,7 +103,7 @@ def from_batch(
     source: Annotated[str, typer.Option(help="The dataset that the batch was made of.")],
     out: Annotated[str, typer.Option("--out", "-o", help="New folder for Parquet.")],
     id_column: Annotated[
-        str | None, typer.Option(help="Column of custom_id, as when the batch was made.")
+        str | None, typer.Option(help="Column of custom_id that the batch was made with.")
     ] = None,
 ) -> None:
     """Bring answers back to the rows of a dataset; exit code 2 where rows have none."""
@@ -120,20 +120,18 @@ def from_batch(
 @with_job_flags(without=_SET_BY_BATCHES)
 def serve(
     flags: JobFlags,
-    folder: Annotated[str, typer.Option(help="For files, batches and outputs; a path or a URI.")],
+    folder: Annotated[str, typer.Option(help="Folder for files, batches and outputs.")],
     model_name: Annotated[
-        list[str] | None, typer.Option(help="By which requests may call the model.")
+        list[str] | None, typer.Option(help="Another name for the model in requests.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Of that address.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     key_variable: Annotated[
-        str, typer.Option(help="Variable of the environment with the API key.")
+        str, typer.Option(help="Environment variable with the API key.")
     ] = "RAYBATCH_API_KEY",
-    no_key: Annotated[
-        bool, typer.Option("--no-key", help="Let everyone in who reaches the address.")
-    ] = False,
-    max_file_mb: Annotated[int, typer.Option(min=1, help="Of an upload, in MiB.")] = 200,
-    max_requests: Annotated[int, typer.Option(min=1, help="Of one batch.")] = 50_000,
+    no_key: Annotated[bool, typer.Option("--no-key", help="Require no API key.")] = False,
+    max_file_mb: Annotated[int, typer.Option(min=1, help="Largest upload, in MiB.")] = 200,
+    max_requests: Annotated[int, typer.Option(min=1, help="Most requests of one batch.")] = 50_000,
 ) -> None:
     """Serve the Files and Batches API of OpenAI; batches go on where a server has ended."""
     from raybatch.serving.server import ServeOptions, serve_batches  # Ray is slow to load

@@ -28,31 +28,29 @@ def add_bench_commands(app: typer.Typer) -> None:
 
 
 def faults(
-    seed: Annotated[int, typer.Option(help="Of schedules and rounds.")] = 0,
-    schedules: Annotated[int, typer.Option(min=0, help="To simulate; 0 is none.")] = 20_000,
-    rounds: Annotated[int, typer.Option(min=0, help="Jobs under three faults each.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of schedules and rounds.")] = 0,
+    schedules: Annotated[int, typer.Option(min=0, help="To simulate; 0 skips them.")] = 20_000,
+    rounds: Annotated[int, typer.Option(min=0, help="Jobs to run, with three faults each.")] = 3,
     first_round: Annotated[int, typer.Option(min=0, help="Number of the first round.")] = 0,
     no_sweep: Annotated[
-        bool, typer.Option("--no-sweep", help="Leave out the exits at labelled points.")
+        bool, typer.Option("--no-sweep", help="Skip the crashes at each point of the commit.")
     ] = False,
     no_peers: Annotated[
-        bool, typer.Option("--no-peers", help="Leave out the comparison with Ray Data.")
+        bool, typer.Option("--no-peers", help="Skip the comparison with Ray Data.")
     ] = False,
     no_bad_inputs: Annotated[
-        bool, typer.Option("--no-bad-inputs", help="Leave out the corpus of bad inputs.")
+        bool, typer.Option("--no-bad-inputs", help="Skip the corpus of bad inputs.")
     ] = False,
     soak_minutes: Annotated[
-        float, typer.Option(min=0, help="Of one long job under many faults; 0 is none.")
+        float, typer.Option(min=0, help="Minutes of one long job under many faults; 0 skips it.")
     ] = 0.0,
     fault_every_s: Annotated[
-        float, typer.Option(min=1, help="Between two faults of the long job.")
+        float, typer.Option(min=1, help="Seconds between two faults of the long job.")
     ] = 60.0,
     moto_python: Annotated[
-        str, typer.Option(help="Interpreter that has moto, for faults of S3.")
+        str, typer.Option(help="Python interpreter with moto, for faults of S3.")
     ] = sys.executable,
-    out: Annotated[
-        Path | None, typer.Option(help="JSON file for everything that was found.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for all results.")] = None,
 ) -> None:
     """Lose replicas, drivers, nodes and disks on purpose, and count the rows; takes minutes."""
     try:
@@ -91,20 +89,20 @@ def plan(
         str, typer.Argument(help="Checkpoint folder, hub id or URI; demo by default.")
     ] = DEMO_MODEL,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a row, those that are computed; 512.")
+        int | None, typer.Option(min=1, help="Computed prompt tokens of a row; default: 512.")
     ] = None,
     output_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a row, on average; 128.")
+        int | None, typer.Option(min=1, help="Mean output tokens of a row; default: 128.")
     ] = None,
     like: Annotated[
-        str | None, typer.Option(help="Output of a job, whose rows had such lengths.")
+        str | None, typer.Option(help="Output of a job to take the lengths from.")
     ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Options of the engine, such as engine.dtype=bfloat16."),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure again, also where that was done before.")
+        bool, typer.Option("--fresh", help="Measure again, even if there is a stored measurement.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, measurements included.")

@@ -13,7 +13,7 @@ from raybatch.errors import ConfigError
 AllowErrorRows = Annotated[
     bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
 ]
-_ENV = typer.Option("--env", metavar="NAME[=VALUE]", help="Variable of the job; no secrets.")
+_ENV = typer.Option("--env", metavar="NAME[=VALUE]", help="For the job; no secrets.")
 
 
 def add_cluster_commands(app: typer.Typer) -> None:
@@ -26,19 +26,19 @@ def add_cluster_commands(app: typer.Typer) -> None:
 def submit(
     flags: JobFlags,
     address: Annotated[
-        str | None, typer.Option(help="Of the dashboard; RAY_API_SERVER_ADDRESS by default.")
+        str | None, typer.Option(help="Address of the dashboard; default: RAY_API_SERVER_ADDRESS.")
     ] = None,
     submission_id: Annotated[
-        str | None, typer.Option(help="Name of the job; made of file and time by default.")
+        str | None, typer.Option(help="Job id; default: from file name and time.")
     ] = None,
     no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="Print the id and end, without following the log.")
+        bool, typer.Option("--no-wait", help="Print the id and exit, without following the log.")
     ] = False,
     working_dir: Annotated[
-        Path | None, typer.Option(help="Folder to send along; the job file alone by default.")
+        Path | None, typer.Option(help="Folder to upload; default: the job file alone.")
     ] = None,
     wheel: Annotated[
-        str, typer.Option(help="auto sends this raybatch, none takes that of the image; or a path.")
+        str, typer.Option(help="auto uploads this raybatch, none uses the image's; or a path.")
     ] = "auto",
     env: Annotated[list[str] | None, _ENV] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
@@ -74,10 +74,10 @@ def manifest(
     kind: Annotated[Literal["anyscale", "kuberay", "ray"], typer.Argument(help="The job system.")],
     job_file: Annotated[str, typer.Argument(help="YAML job file.")],
     image: Annotated[
-        str | None, typer.Option(help="With Ray, raybatch and its engine in it.")
+        str | None, typer.Option(help="Container image with Ray, raybatch and its engine.")
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Engines, each on a host of its own.")
+        int | None, typer.Option(min=1, help="Engines, each on its own host.")
     ] = None,
     gpu_type: Annotated[
         str | None,
@@ -87,10 +87,10 @@ def manifest(
         str | None, typer.Option(help="Compute config of Anyscale, by name.")
     ] = None,
     service_account: Annotated[
-        str | None, typer.Option(help="Of Kubernetes, with the role for the data.")
+        str | None, typer.Option(help="Kubernetes service account with access to the data.")
     ] = None,
-    max_retries: Annotated[int, typer.Option(min=0, help="Of the whole job.")] = 3,
-    timeout_s: Annotated[int, typer.Option(min=1, help="Seconds until it is ended.")] = 172_800,
+    max_retries: Annotated[int, typer.Option(min=0, help="Most retries of the whole job.")] = 3,
+    timeout_s: Annotated[int, typer.Option(min=1, help="Seconds until it is stopped.")] = 172_800,
     env: Annotated[list[str] | None, _ENV] = None,
     output: Annotated[Path | None, typer.Option(help="Write to this file.")] = None,
 ) -> None:
@@ -123,7 +123,7 @@ def manifest(
 
 def check(
     address: Annotated[
-        str | None, typer.Option(help="Of the dashboard; RAY_API_SERVER_ADDRESS by default.")
+        str | None, typer.Option(help="Address of the dashboard; default: RAY_API_SERVER_ADDRESS.")
     ] = None,
 ) -> None:
     """Warn about what of a cluster is open to others; exit code 1 if there is anything."""

@@ -54,9 +54,21 @@ _FLAGS: Mapping[str, tuple[str, str, str]] = {
     "temperature": ("stage.sampling.temperature", "--temperature", ""),
     "id_column": ("stage.id_column", "--id-column", "Column that names the rows."),
     "replicas": ("stage.pool.replicas", "--replicas", "Engines to run."),
-    "on_error": ("stage.on_error", "--on-error", "A row that fails: row (default) or raise."),
-    "columns": ("columns", "--columns", "Columns to read and write, such as id,document; all."),
-    "output_order": ("output_order", "--output-order", "Of the rows: plan (default), or input."),
+    "on_error": (
+        "stage.on_error",
+        "--on-error",
+        "On a failed row: row (default) or raise.",
+    ),
+    "columns": (
+        "columns",
+        "--columns",
+        "To read and write, such as id,document; default: all.",
+    ),
+    "output_order": (
+        "output_order",
+        "--output-order",
+        "Order of output rows: plan or input.",
+    ),
     "overwrite": ("overwrite", "--overwrite", ""),
     "extend": ("extend", "--extend", "Add files that are new in the input."),
 }
@@ -120,7 +132,7 @@ def read_job_flags(**values: Any) -> dict[str, Any]:  # noqa: ANN401
 
 def _other_flags(
     job_file: Annotated[
-        str | None, typer.Argument(help="YAML job file, below the options here.")
+        str | None, typer.Argument(help="YAML job file; options here win over it.")
     ] = None,
     *,
     local: Annotated[
