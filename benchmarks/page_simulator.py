@@ -17,9 +17,13 @@ import numpy.typing as npt
 from host_chunk import AdaptiveHostChunk
 from step_simulator import Device
 
-from raybatch.policy.boundary.checks import apply_plan
 from raybatch.policy.boundary.page_boundary import plan_boundary
-from raybatch.policy.boundary.records import BoundaryOptions, BoundarySnapshot, SequencePages
+from raybatch.policy.boundary.records import (
+    BoundaryOptions,
+    BoundarySnapshot,
+    SequencePages,
+    apply_plan,
+)
 
 Ints = npt.NDArray[np.int64]
 

@@ -2,29 +2,33 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from raybatch.config.option import signature_of
-from raybatch.durable.sink import check_partitions, check_place, prepare_sink
-from raybatch.durable.storage import is_below
-from raybatch.errors import ConfigError
+from raybatch.durable.layout import PLAN, PLAN_ORDER
+from raybatch.durable.sink import check_partitions, check_place, output_files, prepare_sink
+from raybatch.durable.storage import error_context, is_below, store_of
+from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import choose, with_pool
-from raybatch.job.order import OrderedRun, check_order
-from raybatch.job.parts import settled_stage, stage_of_cluster
+from raybatch.job.parts import is_whole, plans_of, settled_stage, stage_of_cluster
 from raybatch.job.pool_watch import ProgressCallback, RunClock
 from raybatch.job.progress import ProgressPrinter
 from raybatch.job.run import JobRun, planned_run
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
+from raybatch.outputs.ordered import restore_order
 from raybatch.planning.layout_lint import without_columns
 from raybatch.planning.sidecar import check_expected
 from raybatch.planning.source_checks import check_partition_values, check_unique_ids
+from raybatch.planning.stored import StoredPlan
+from raybatch.redaction import redacted
 from raybatch.report import RunReport
+from raybatch.report.rebuild import keep_report, report_of_complete
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import check_names
 from raybatch.rows.prompt_inputs import check_inputs
@@ -32,6 +36,74 @@ from raybatch.rows.stage_forms import build_stage_config
 from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
+
+
+def check_order(config: JobConfig) -> None:
+    """Raise ConfigError where a run with another `output_order` has begun the output.
+
+    With `overwrite` what it has written is removed instead.
+
+    Args:
+        config: of a job whose sink is prepared.
+    """
+    if config.output_order == "input" or not _has_plan(_folder(config)):
+        return
+    if not config.overwrite:
+        raise ConfigError(
+            f"the output in {config.sink} was begun with output_order=input; set that again, or "
+            "choose another folder"
+        )
+    prepare_sink(_folder(config), is_overwrite=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderedRun:
+    """A run with `output_order="input"`."""
+
+    run: JobRun
+
+    def execute(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
+        """Generate and write every row that is not written yet, then bring them into order."""
+        config = self.run.config
+        job = self.run.described()
+        plans = plans_of(job, may_grow=config.extend)
+        if plans and is_whole(job, plans):
+            self._check_follows_input(plans)
+            return report_of_complete(config.sink)
+        folder = _folder(config)
+        if plans and not _has_plan(folder):
+            raise ConfigError(
+                f"the output in {config.sink} has a plan and nothing in {folder}, so it was begun "
+                "with output_order=plan, or that folder was removed; choose another folder"
+            )
+        prepare_sink(folder, is_overwrite=config.overwrite)
+        inner = replace(config, sink=folder, output_order="plan", partition_by=())
+        report = replace(self.run, config=inner).execute(progress)
+        report = replace(report, sink=redacted(config.sink), is_rebuilt=False)
+        if not (report.rows_todo or report.rows_lost or report.rows_duplicated):
+            restore_order(folder, config.sink, subject=job.subject)
+            below = store_of(config.sink).uri + "/"
+            names = tuple(path.removeprefix(below) for path in output_files(config.sink))
+            report = replace(report, output_files=names)
+        return keep_report(report, config.sink)
+
+    def _check_follows_input(self, plans: Sequence[StoredPlan]) -> None:
+        if any(stored.is_reordered for stored in plans):
+            sink = self.run.config.sink
+            raise ConfigError(
+                f"the output in {sink} is complete, in the order of the plan; `raybatch ordered "
+                f"{shell_path(sink)} NEW_FOLDER` makes a copy in the order of the input"
+            )
+
+
+def _folder(config: JobConfig) -> str:
+    return f"{config.sink.rstrip('/')}/{PLAN_ORDER}"
+
+
+def _has_plan(folder: str) -> bool:
+    with error_context(f"{folder!r} cannot be read"):
+        return store_of(folder).size(PLAN) is not None
+
 
 logger = logging.getLogger(__name__)
 

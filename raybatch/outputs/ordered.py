@@ -7,27 +7,227 @@ else is at work, a copy that was cut short is gone on with, and `verify` proves 
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import replace
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cause
 from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
+from raybatch.durable.journal import POS, ROW
 from raybatch.durable.layout import PLAN, part_name, plan_name
 from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
-from raybatch.errors import ConfigError
-from raybatch.outputs.row_copy import RowCopy, copy_rows
+from raybatch.errors import CommitError, ConfigError
+from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.shards import stretches
-from raybatch.planning.store import read_all_units, read_plan, read_plans, read_units, write_plan
+from raybatch.planning.store import (
+    read_all_units,
+    read_plan,
+    read_plans,
+    read_shards,
+    read_units,
+    write_plan,
+)
 from raybatch.planning.stored import PlanSubject, StoredPlan
+from raybatch.rows.batches import as_movable
+from raybatch.rows.plan_columns import RANK, places, rank_of
+from raybatch.stages.unit_writer import UnitWriter
 
 Ints = npt.NDArray[np.int64]
+
+logger = logging.getLogger(__name__)
+
+
+# less is sorted in this process, because a shuffle of Ray takes seconds
+_MAX_DRIVER_BYTES = 256 << 20
+# blocks of the shuffle hold whole units, up to about so much
+_BLOCK_ROWS, _BLOCK_BYTES = 1 << 14, 64 << 20
+# every pair of a block before and one after a sort is an object
+_MAX_BLOCKS = 1 << 10
+# places of so many rows are read at once where the plan has no shards
+_ROWS_PER_READ = 1 << 20
+_PLACES = pa.schema([(RANK, pa.int64()), (ROW, pa.int64())])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowCopy:
+    """What tasks must know to copy the rows of one plan.
+
+    Args:
+        target: plan of the copy, whose units are stretches of the same rows.
+        unit_rows: int64 [U], rows of each unit of the target.
+        is_todo: bool [U], units of the target that are not written yet.
+        row_bytes: that a row takes in memory, about.
+    """
+
+    source: str
+    sink: str
+    stored: StoredPlan
+    target: StoredPlan
+    unit_rows: Ints
+    is_todo: npt.NDArray[np.bool_]
+    schema: pa.Schema
+    row_bytes: float
+
+    @cached_property
+    def ends(self) -> Ints:
+        """Return the row at which each unit of the target ends."""
+        return np.cumsum(self.unit_rows)
+
+    @property
+    def num_rows_todo(self) -> int:
+        """Rows of units that are not written yet."""
+        return int(self.unit_rows[self.is_todo].sum())
+
+    def reads(self) -> list[tuple[int, int]]:
+        """Return stretches of rows whose places are read at once: those of a shard."""
+        firsts = [first for _, first in self.stored.shards]
+        if not firsts:
+            firsts = list(range(0, self.stored.num_rows, _ROWS_PER_READ))
+        return list(zip(firsts, [*firsts[1:], self.stored.num_rows], strict=True))
+
+    def places(self, first: int, stop: int) -> pa.Table:
+        """Return where rows that are to be copied stand in the source, and their numbers."""
+        row = np.arange(first, stop)
+        row = row[self.is_todo[np.searchsorted(self.ends, row, side="right")]]
+        if not len(row):
+            return _PLACES.empty_table()
+        shards = read_shards(self.source, self.stored, first, stop)
+        rank = rank_of(shards.column("unit").to_numpy()) + shards.column("pos").to_numpy()
+        return pa.table([rank[row - first], row], schema=_PLACES)
+
+    def rows_at(self, where: pa.Table) -> pa.Table:
+        """Return the rows of some places, which are sorted, with their numbers."""
+        tables = [
+            as_movable(self.schema.empty_table()).append_column(ROW, pa.array([], pa.int64()))
+        ]
+        unit, position = places(where)
+        for start, stop in _runs(unit):
+            part = self._part(int(unit[start])).take(position[start:stop])
+            tables.append(part.append_column(ROW, where.column(ROW).slice(start, stop - start)))
+        return pa.concat_tables(tables)
+
+    def _part(self, unit: int) -> pa.Table:
+        store, name = store_of(self.source), part_name(self.stored.first_unit + unit)
+        with error_context(f"{store.uri}/{name} cannot be read"):
+            file = pq.ParquetFile(pa.BufferReader(store.read(name)))
+            # types first: values of another type are never touched
+            if not file.schema_arrow.equals(self.schema):
+                raise CommitError(
+                    f"{store.uri}/{name} has other columns than the first part; run `raybatch "
+                    "verify --deep`"
+                )
+            return as_movable(file.read(use_threads=False))
+
+    def write(self, rows: pa.Table) -> pa.Table:
+        """Write the units of rows that are sorted by their numbers; return the units."""
+        row = rows.column(ROW).to_numpy()
+        unit = np.searchsorted(self.ends, row, side="right")
+        pos = row - (self.ends - self.unit_rows)[unit]
+        placed = rows.append_column(POS, pa.array(pos))
+        starts = _runs(unit)
+        for start, stop in starts:
+            self._deliver(int(unit[start]), placed.slice(start, stop - start))
+        return pa.table({"unit": pa.array([int(unit[start]) for start, _ in starts], pa.int64())})
+
+    def write_nothing(self) -> None:
+        """Write the one unit of a plan without rows."""
+        empty = self.rows_at(_PLACES.empty_table())
+        self._deliver(0, empty.append_column(POS, pa.array([], pa.int64())))
+
+    def _deliver(self, unit: int, rows: pa.Table) -> None:
+        writer = UnitWriter(
+            sink=self.sink,
+            store=store_of(self.sink),
+            stored=self.target,
+            schema=self.schema,
+            output=output_columns(self.target.fingerprint),
+            attempt="ordered",
+        )
+        if writer.receipt_of(unit) is None:
+            writer.deliver(unit, writer.joined([rows]))
+
+
+def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None = None) -> None:
+    """Write the units that are to be written, in this process or by Ray where they are many."""
+    num_rows = copy.num_rows_todo
+    logger.info("bringing %d rows into the order of the input, in %s", num_rows, copy.sink)
+    if not num_rows:
+        copy.write_nothing()
+    elif num_rows * copy.row_bytes <= _MAX_DRIVER_BYTES:
+        where = pa.concat_tables(copy.places(*rows) for rows in copy.reads())
+        copy.write(copy.rows_at(where.sort_by(RANK)).sort_by(ROW))
+    else:
+        if start_ray is not None:
+            start_ray()
+        _run_tasks(copy)
+
+
+def _run_tasks(copy: RowCopy) -> None:
+    """Sort twice by Ray: places by unit, so that each part is read once, then rows by number."""
+    # slow to load, and small outputs do without
+    import ray
+
+    from raybatch.stages.ray_context import settle_context
+
+    shared = ray.put(copy)
+
+    def read_places(batch: pa.Table) -> Iterator[pa.Table]:
+        for task in batch.to_pylist():
+            yield ray.get(shared).places(task["first"], task["stop"])
+
+    def read_rows(where: pa.Table) -> pa.Table:
+        with message_kept():
+            where = where.sort_by(RANK) if where.num_rows else _PLACES.empty_table()
+            return ray.get(shared).rows_at(where)
+
+    def write(rows: pa.Table) -> pa.Table:
+        if not rows.num_rows:
+            return pa.table({"unit": pa.array([], pa.int64())})
+        with message_kept():
+            return ray.get(shared).write(rows.sort_by(ROW))
+
+    reads = [{"first": first, "stop": stop} for first, stop in copy.reads()]
+    numbers = ray.data.from_items(reads, override_num_blocks=len(reads))
+    where = numbers.map_batches(read_places, batch_size=1, batch_format="pyarrow")
+    old_starts = rank_of(_block_starts(copy, read_units(copy.source, copy.stored).unit_rows))
+    rows = where.sort(RANK, boundaries=old_starts.tolist())
+    rows = rows.map_batches(read_rows, batch_size=None, batch_format="pyarrow")
+    starts = (copy.ends - copy.unit_rows)[_block_starts(copy, copy.unit_rows)]
+    rows = rows.sort(ROW, boundaries=starts.tolist())
+    written = rows.map_batches(write, batch_size=None, batch_format="pyarrow")
+    settle_context(written)
+    written.context.enable_progress_bars = False
+    try:
+        with errors_logged_once():
+            for _ in written.iter_batches(batch_size=None, batch_format="pyarrow"):
+                pass
+    except Exception as error:
+        raise own_cause(error) or error from None
+
+
+def _block_starts(copy: RowCopy, unit_rows: Ints) -> Ints:
+    """Return the units at which blocks of the shuffle begin, without the first."""
+    size = max(1, min(_BLOCK_ROWS, int(_BLOCK_BYTES / max(1.0, copy.row_bytes))))
+    size = max(size, -(-copy.stored.num_rows // _MAX_BLOCKS))
+    block = (np.cumsum(unit_rows) - unit_rows) // size
+    return np.flatnonzero(np.diff(block, prepend=block[:1]))
+
+
+def _runs(unit: Ints) -> list[tuple[int, int]]:
+    """Return the begin and end of each stretch of equal numbers."""
+    starts = np.flatnonzero(np.diff(unit, prepend=-1)).tolist()
+    return list(pairwise([*starts, len(unit)]))
+
 
 # names of parts have the order of their numbers up to a million of them
 _MAX_PARTS = 500_000

@@ -20,11 +20,11 @@ from raybatch.pictures.wording import duration, full, percent, printable
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.counts import TokenCounts
-from raybatch.report.history.lanes import lanes_of
 from raybatch.report.history.records import History
 from raybatch.report.history.show import (
     end_of,
     idle_facts,
+    lanes_of,
     length_section,
     run_section,
     time_sections,

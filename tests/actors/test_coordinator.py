@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from raybatch.actors.coordinator.coordinator import Coordinator
-from raybatch.actors.executors.ray_site import RaySite, RayStarted
+from raybatch.actors.executors.ray_pools import RaySite, RayStarted
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.reserving import Reserved

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raybatch.actors.executors.ray_site import RaySite
+from raybatch.actors.executors.ray_pools import RaySite
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.wire.columns import request_table
 from raybatch.actors.wire.records import Assignment, PoolSpec, RowGroups, Span

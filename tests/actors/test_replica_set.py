@@ -7,7 +7,7 @@ import signal
 import pytest
 import ray
 
-from raybatch.actors.executors.ray_site import RaySite
+from raybatch.actors.executors.ray_pools import RaySite
 from raybatch.actors.replicas import replica_set as replica_set_module
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import ReplicaSet

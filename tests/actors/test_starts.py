@@ -1,6 +1,6 @@
 """When a replica is started again, and when it is given up."""
 
-from raybatch.actors.replicas.starts import StartEvents, StartLedger
+from raybatch.actors.replicas.replica_set import StartEvents, StartLedger
 
 
 def ledger(num_replicas=1, max_start_failures=3):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from raybatch.actors.executors.ray_site import RaySite
+from raybatch.actors.executors.ray_pools import RaySite
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.site import obey_log_level
 from raybatch.actors.wire.records import PoolSpec

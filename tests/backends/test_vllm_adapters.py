@@ -32,7 +32,7 @@ def told():
 
 @pytest.fixture
 def adapters(told):
-    from raybatch.backends.vllm.adapters import VllmAdapters
+    from raybatch.backends.vllm.engine import VllmAdapters
 
     return VllmAdapters(told.load, clock=told.clock)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raybatch.engine.sequences.block_users import BlockUsers
+from raybatch.engine.sequences.table import BlockUsers
 
 NUM_BLOCKS = 8
 # what lies behind the blocks of a slot is left from others

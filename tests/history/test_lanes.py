@@ -2,8 +2,8 @@
 
 import pytest
 
-from raybatch.report.history.lanes import lanes_of
 from raybatch.report.history.records import History, RunRecord, Sample
+from raybatch.report.history.show import lanes_of
 
 
 def history_of(*runs):

@@ -10,8 +10,7 @@ import time
 import pytest
 
 from raybatch.kernels.native import library_store
-from raybatch.kernels.native.compiler import compile_library
-from raybatch.kernels.native.library_store import find_or_build, library_name
+from raybatch.kernels.native.compiler import compile_library, find_or_build, library_name
 
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler here")

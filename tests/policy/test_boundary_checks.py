@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from raybatch.policy.boundary.checks import apply_plan, check_snapshot
-from raybatch.policy.boundary.records import BoundaryPlan
+from raybatch.policy.boundary.records import BoundaryPlan, apply_plan, check_snapshot
 from tests.policy.boundary_cases import active, grants, pending, snapshot, stored
 
 HEALTHY = snapshot(

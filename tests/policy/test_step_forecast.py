@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.policy.cost.cost_model import EngineLimits
-from raybatch.policy.cost.step_forecast import forecast_steps
+from raybatch.policy.cost.estimate import forecast_steps
 from raybatch.policy.cost.work import work_totals
 
 LIMITS = EngineLimits(kv_tokens=10**6, max_num_seqs=4, block_size=16, max_batched_tokens=100)

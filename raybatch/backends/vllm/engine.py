@@ -6,12 +6,15 @@ scheduler has started) lies here alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.cache import MultiModalCacheMissError
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.outputs import PoolingRequestOutput
@@ -21,7 +24,6 @@ from vllm.tasks import POOLING_TASKS
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from raybatch.backends.backend_type import ScoreForm
-from raybatch.backends.vllm.adapters import VllmAdapters
 from raybatch.backends.vllm.parsing import OutputParser
 from raybatch.backends.vllm.patches import leave_room
 from raybatch.backends.vllm.pooling import pooling_task
@@ -33,9 +35,62 @@ from raybatch.backends.vllm.requests import (
     TokenLogprobs,
 )
 from raybatch.errors import ConfigError, error_text
+from raybatch.models.adapters import resolve_adapter
 from raybatch.records.payload import IMAGES, LORA
 from raybatch.records.types import Capacity, Task
 from raybatch.text.tokenizer import Tokenizer
+
+# an engine lives for days, and a bucket may be back by then; not every row costs an attempt
+_REFUSED_FOR_S = 60.0
+
+
+class VllmAdapters:
+    """What vLLM knows the adapters of one engine by.
+
+    They are loaded before any step, where a failure would end the engine.
+
+    Args:
+        load: gives an adapter to the engine; may raise anything.
+        clock: seconds, for how long failures are remembered.
+    """
+
+    def __init__(
+        self, load: Callable[[LoRARequest], object], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._load = load
+        self._clock = clock
+        # vLLM may hold half of one that has failed: its id is not used again
+        self._ids = count(1)
+        self._loaded: dict[str, LoRARequest] = {}
+        # by source: until when, and why
+        self._refused: dict[str, tuple[float, str]] = {}
+
+    def find(self, source: str | None) -> LoRARequest | None:
+        """Return what vLLM knows an adapter by, loaded; None for none.
+
+        Raises:
+            RequestRefused: it cannot be loaded, or could not a short time ago.
+        """
+        if source is None:
+            return None
+        if source not in self._loaded:
+            self._loaded[source] = self._load_now(source)
+        return self._loaded[source]
+
+    def _load_now(self, source: str) -> LoRARequest:
+        until, message = self._refused.get(source, (0.0, ""))
+        if message and self._clock() < until:
+            raise RequestRefused(message)
+        try:
+            request = LoRARequest(source, next(self._ids), resolve_adapter(source))
+            self._load(request)
+        except Exception as error:  # whatever reads the files may raise anything
+            message = f"the adapter {source!r} cannot be loaded: {error_text(error)}"
+            self._refused[source] = self._clock() + _REFUSED_FOR_S, message
+            raise RequestRefused(message) from error
+        self._refused.pop(source, None)
+        return request
+
 
 # what vLLM raises where it does not take one request
 _REFUSALS = (VLLMClientError, ValueError, NotImplementedError, MultiModalCacheMissError)

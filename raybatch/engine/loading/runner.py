@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,14 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.decode_graphs import DecodeGraphs, GraphCounts
+from raybatch.engine.forward.decode_buffers import DecodeShape, working_bytes
+from raybatch.engine.forward.decode_graphs import (
+    CudaGraphs,
+    DecodeGraphs,
+    GraphCounts,
+    Graphs,
+    step_sizes,
+)
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.pick_ops import pick_ops
 from raybatch.engine.forward.runtime import (
@@ -21,7 +28,6 @@ from raybatch.engine.forward.runtime import (
     PartBatch,
     StepResult,
 )
-from raybatch.engine.loading.graph_setup import GraphSetup, plan_graphs
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
     load_model,
@@ -33,13 +39,141 @@ from raybatch.engine.memory.kv_cache import (
     allocate_kv_cache,
     free_memory_bytes,
     host_memory_bytes,
+    max_sequence_len,
     num_blocks_for,
     num_host_blocks_for,
 )
 from raybatch.engine.memory.kv_tiers import KVTiers, LayerWindow
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.engine.weights.loading import ModelWeights
+from raybatch.errors import ConfigError, error_text
+from raybatch.kernels.dispatch import Ops, ops_for
 from raybatch.models.config import ModelSpec
+
+_logger = logging.getLogger(__name__)
+
+# a step of more rows takes a GPU so long that its launches are made meanwhile
+_MAX_ROWS = 512
+# 24 MiB of indices; rows that would need more at once run without a graph
+_MAX_ENTRIES = 1 << 20
+# of the launches of one graph, a guess: it was not measured
+_GRAPH_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphSetup:
+    """Graphs that an engine is going to capture once it has its pool.
+
+    Args:
+        is_required: the options ask for graphs, so that it is an error to have none.
+    """
+
+    shape: DecodeShape
+    ops: Ops
+    is_required: bool = False
+
+    def needed_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> int:
+        """Return the memory that buffers and graphs take; the scrap block is not counted."""
+        return (
+            self.shape.buffer_bytes(spec.vocab_size)
+            + working_bytes(spec, self.shape.max_rows, dtype)
+            + len(self.shape.sizes) * _GRAPH_BYTES
+        )
+
+    def capture(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        cache: KVCache,
+        plain: Decoder,
+        *,
+        graphs: Graphs | None = None,
+    ) -> DecodeGraphs | None:
+        """Capture every size and compare it with the plain forward pass; None where that fails.
+
+        The last block of `cache`, which is unused, is no sequence's; `plain` runs all other steps.
+
+        Raises:
+            ConfigError: it fails, and the options ask for graphs.
+        """
+        try:
+            made = DecodeGraphs(
+                Decoder(spec, weights, ops=self.ops),
+                cache,
+                shape=self.shape,
+                graphs=graphs or CudaGraphs(cache.k.device),
+            )
+            made.check(plain)
+        # compilers and drivers have exceptions of their own, and the engine can do without graphs
+        except Exception as error:
+            if self.is_required:
+                raise ConfigError(
+                    f"engine.cuda_graphs: decode steps cannot be captured: {error_text(error)}"
+                ) from error
+            _logger.warning("decode steps run without CUDA graphs: %s", error_text(error))
+            return None
+        sizes = self.shape.sizes
+        _logger.info("%d CUDA graphs captured for steps of up to %d rows", len(sizes), sizes[-1])
+        return made
+
+
+def plan_graphs(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    is_streamed: bool = False,
+    ops: Ops | None = None,
+) -> GraphSetup | None:
+    """Return what an engine captures; None where it captures nothing.
+
+    Takes options with `attn_batch_tokens` decided; `ops` of None are those of the device.
+
+    Raises:
+        ConfigError: the options ask for graphs, and there can be none.
+    """
+    if config.cuda_graphs is False:
+        return None
+    reason = ""
+    if device.type != "cuda":
+        reason = f"the engine runs on {device}, and only CUDA has them"
+    elif config.attn_batch_tokens not in (None, "auto"):
+        reason = "steps run as coroutines (attn_batch_tokens)"
+    elif is_streamed:
+        reason = "layers pass through a ring of buffers (device_weight_bytes)"
+    elif config.kv_offload:
+        reason = "the pool has two shapes (kv_offload)"
+    elif config.kv_cache_dtype != "auto":
+        reason = "Triton's kernels read no KV of 8 bits (kv_cache_dtype)"
+    elif config.quantization is not None:
+        reason = "quantized weights become floats before each product, which a graph would keep"
+    else:
+        ops = ops or ops_for(device)
+        if not ops.is_fixed:
+            reason = "they need Triton's kernels: pip install raybatch[gpu]"
+    if reason:
+        if config.cuda_graphs:
+            raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
+        if device.type == "cuda":
+            _logger.info("decode steps run without CUDA graphs: %s", reason)
+        return None
+    assert ops is not None, "ops of a device with graphs"
+    return GraphSetup(
+        shape=decode_shape(config, spec), ops=ops, is_required=config.cuda_graphs is True
+    )
+
+
+def decode_shape(config: EngineConfig, spec: ModelSpec) -> DecodeShape:
+    """Return how large steps of decodes can be with these options."""
+    max_len = max_sequence_len(config, spec.max_model_len)
+    max_rows = min(config.max_num_seqs, config.max_batched_tokens, _MAX_ROWS)
+    return DecodeShape(
+        sizes=step_sizes(max_rows),
+        max_row_blocks=-(-max_len // config.block_size_tokens),
+        max_entries=_MAX_ENTRIES,
+    )
+
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,14 @@ is the id, so all ranks that see one snapshot make one plan.
 
 from collections.abc import Callable, Iterable
 
-from raybatch.policy.boundary.checks import apply_plan, check_snapshot
 from raybatch.policy.boundary.records import (
     BoundaryOptions,
     BoundaryPlan,
     BoundarySnapshot,
     PageGrant,
     SequencePages,
+    apply_plan,
+    check_snapshot,
 )
 
 _VICTIM_KEYS: dict[str, Callable[[SequencePages], tuple[int, ...]]] = {
@@ -47,7 +48,7 @@ def plan_boundary(snapshot: BoundarySnapshot, options: BoundaryOptions) -> Bound
 
     Raises:
         RuntimeError: the snapshot, or the state that the plan leads to, breaks a rule of
-            `raybatch.policy.boundary.checks`.
+            `raybatch.policy.boundary.records`.
 
     Source:
         BatchGen (arXiv:2606.21712), section 5.3. The order of victims, ageing, host pages granted

@@ -1,13 +1,223 @@
 """What a plan will cost: engine seconds, time by the clock, and money."""
 
+from collections import deque
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.errors import ConfigError, range_text
-from raybatch.policy.cost.cost_model import CostModel
-from raybatch.policy.cost.step_forecast import forecast_steps
-from raybatch.policy.cost.work import WorkTotals
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits
+from raybatch.policy.cost.work import WorkTotals, output_sample
+
+Floats = npt.NDArray[np.float64]
+
+# enough for many waves of a full batch
+_MIN_ROWS, _WAVES = 2048, 8
+# few enough for a fraction of a second; long outputs in small batches take many steps for few rows
+_MAX_STEPS, _LEAST_ROWS = 200_000, 16
+# admission leaves the blocks free that running sequences will need within so many steps
+_MAX_SPARE_STEPS = 4
+_GOLDEN = 0.6180339887
+# tokens that are nothing but the error of sums
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepForecast:
+    """Steps of one engine; arrays are float64 [steps].
+
+    Args:
+        prefill_tokens: prompt tokens of the step, those computed again included.
+        weight: how many steps of the run this one stands for.
+    """
+
+    decode_rows: Floats
+    prefill_tokens: Floats
+    weight: Floats
+    recomputed_tokens: float
+
+    @property
+    def num_steps(self) -> float:
+        return float(self.weight.sum())
+
+    @property
+    def mean_decode_rows(self) -> float:
+        """Sequences that decode in a step, on average over steps in which any does."""
+        weight = self.weight * (self.decode_rows > 0)
+        return float(weight @ self.decode_rows / max(1e-9, float(weight.sum())))
+
+
+class _Row(NamedTuple):
+    """A row that waits.
+
+    Args:
+        held: KV that it holds once it starts.
+        left: of `tokens`, those that are not computed yet.
+        has_started: it was preempted before.
+    """
+
+    tokens: float
+    outputs: int
+    held: float
+    left: float
+    has_started: bool = False
+
+
+class _Running(NamedTuple):
+    row: _Row
+    start: int
+    end: int
+
+
+def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
+    """Return the steps of one engine that does all of `work`.
+
+    A long run is forecast from fewer rows: the steps of its middle stand for all that are alike.
+    """
+    num_rows = _num_simulated(work, limits)
+    if not num_rows:
+        empty = np.zeros(0)
+        return StepForecast(
+            decode_rows=empty, prefill_tokens=empty, weight=empty, recomputed_tokens=0.0
+        )
+    simulation = _Simulation(work, limits, num_rows)
+    simulation.run()
+    return simulation.result(work)
+
+
+def _num_simulated(work: WorkTotals, limits: EngineLimits) -> int:
+    """Return how many rows stand for all: as many waves as steps allow, and some at least."""
+    if not work.num_rows:
+        return 0
+    prompt, output = (n / work.num_rows for n in (work.computed_tokens, work.generated_tokens))
+    # rows are half way through their outputs on average
+    batch = min(limits.max_num_seqs, max(1.0, limits.kv_tokens / (prompt + output / 2)))
+    in_steps = max(_MAX_STEPS * batch / output, _WAVES * batch, _LEAST_ROWS)
+    return min(work.num_rows, max(_MIN_ROWS, _WAVES * limits.max_num_seqs), int(in_steps))
+
+
+class _Simulation:
+    def __init__(self, work: WorkTotals, limits: EngineLimits, num_rows: int) -> None:
+        tokens = work.computed_tokens / work.num_rows
+        # half a block of every sequence is empty on average
+        held = tokens + limits.block_size / 2
+        self._waiting = deque(_Row(tokens, n, held, tokens) for n in _outputs(work, num_rows))
+        self._kv_tokens = float(limits.kv_tokens)
+        self._max_rows = limits.max_num_seqs
+        self._block_size = limits.block_size
+        self._budget = float(limits.max_batched_tokens or np.inf)
+        self._running: list[_Running] = []
+        # sequences by the step after which they end, and the KV that they give back then
+        self._ending: dict[int, tuple[int, float]] = {}
+        self._num_running = 0
+        self._used = 0.0
+        self._num_decoding = 0
+        self._num_rows = num_rows
+        self.decode_rows: list[float] = []
+        self.prefill_tokens: list[float] = []
+        self.ended: list[int] = []
+        self.recomputed: list[float] = []
+
+    def run(self) -> None:
+        while self._waiting or self._num_running:
+            self._step()
+
+    def result(self, work: WorkTotals) -> StepForecast:
+        weight = np.ones(len(self.decode_rows))
+        decode_rows, ended = np.array(self.decode_rows), np.cumsum(self.ended)
+        if work.num_rows > self._num_rows:
+            first, last = np.searchsorted(ended, (self._num_rows / 3, 2 * self._num_rows / 3))
+            between = slice(first + 1, last + 1)
+            # rows of the middle may be longer or shorter than others, so tokens are counted
+            done, num_between = float(decode_rows.sum()), float(decode_rows[between].sum())
+            left = work.generated_tokens - work.num_rows - done
+            if num_between == 0 or left <= 0:
+                left = work.num_rows - self._num_rows
+                num_between = max(1, int(ended[last] - ended[first]))
+            weight[between] += left / num_between
+        return StepForecast(
+            decode_rows=decode_rows,
+            prefill_tokens=np.array(self.prefill_tokens),
+            weight=weight,
+            recomputed_tokens=float(weight @ np.array(self.recomputed)),
+        )
+
+    def _step(self) -> None:
+        step = len(self.decode_rows)
+        self._used += self._num_decoding
+        has_preempted = False
+        while self._used > self._kv_tokens and self._num_running > 1:
+            self._preempt(step)
+            has_preempted = True
+        num_decoding = self._num_decoding
+        budget = self._budget - num_decoding
+        spent, recomputed = 0.0, 0.0
+        while self._waiting and budget > spent and not has_preempted and self._has_room():
+            row = self._waiting[0]
+            chunk = min(row.left, budget - spent)
+            spent += chunk
+            if row.left - chunk > _ROUNDING:
+                self._waiting[0] = row._replace(left=row.left - chunk)
+                break
+            self._start(self._waiting.popleft(), step)
+            recomputed += row.tokens if row.has_started else 0.0
+        self.decode_rows.append(float(num_decoding))
+        self.prefill_tokens.append(spent)
+        self.recomputed.append(recomputed)
+        ended, freed = self._ending.pop(step, (0, 0.0))
+        self.ended.append(ended)
+        self._num_running -= ended
+        self._used -= freed
+        self._num_decoding = self._num_running
+
+    def _has_room(self) -> bool:
+        if not self._num_running:
+            return True
+        spare_steps = min(_MAX_SPARE_STEPS, max(1, self._block_size // 4))
+        reserve = self._num_running * spare_steps // self._block_size * self._block_size
+        fits = self._used + self._waiting[0].held + reserve <= self._kv_tokens
+        return fits and self._num_running < self._max_rows
+
+    def _start(self, row: _Row, step: int) -> None:
+        # the step of the prompt gives the first token
+        end = step + row.outputs - 1
+        self._running.append(_Running(row, step, end))
+        num_ending, freed = self._ending.get(end, (0, 0.0))
+        self._ending[end] = num_ending + 1, freed + row.held + row.outputs - 1
+        self._num_running += 1
+        self._used += row.held
+
+    def _preempt(self, step: int) -> None:
+        """Give up the sequence that started last; the step in which it would decode is lost."""
+        while self._running[-1].end < step:
+            self._running.pop()
+        row, start, end = self._running.pop()
+        num_ending, freed = self._ending[end]
+        self._ending[end] = num_ending - 1, freed - row.held - row.outputs + 1
+        generated = step - start
+        self._num_running -= 1
+        self._num_decoding -= 1
+        self._used -= row.held + generated
+        tokens = row.tokens + generated
+        self._waiting.appendleft(
+            _Row(tokens, row.outputs - generated, row.held + generated, tokens, True)
+        )
+
+
+def _outputs(work: WorkTotals, num_rows: int) -> list[int]:
+    """Return outputs of rows in an order without trend, whole numbers with the right mean."""
+    sample = np.asarray(work.output_lengths or (work.generated_tokens / work.num_rows,))
+    # fewer rows than lengths stand for all of them
+    sample = np.asarray(output_sample(sample, num_rows))
+    order = np.argsort(np.arange(len(sample)) * _GOLDEN % 1.0)
+    lengths = np.resize(sample[order], num_rows)
+    # what is cut off one length is given to the next
+    ends = np.rint(np.cumsum(lengths))
+    outputs: list[int] = np.maximum(np.diff(ends, prepend=0.0), 1).astype(np.int64).tolist()
+    return outputs
+
 
 # estimates of whole runs are off by so much, however well the model fits single steps
 _MIN_ERROR = 0.075
