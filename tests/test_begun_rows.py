@@ -53,7 +53,7 @@ def test_tokens_begun_are_not_generated_again(model, tmp_path, executor):
     job = make_job(tmp_path, "out", model, step_s=0.003, executor=executor)
     report = job.run(progress=lambda pool, _: stats.append(pool))
     (replica,) = stats[-1].replicas
-    assert 0 < replica.num_generated_tokens <= NUM_ROWS * (NUM_TOKENS - 256)
+    assert 0 < replica.generated_tokens <= NUM_ROWS * (NUM_TOKENS - 256)
     assert (0, NUM_ROWS * NUM_TOKENS) == (report.exit_code(), report.generated_tokens)
     make_job(tmp_path, "other", model, step_s=0.0).run(progress=lambda *_: None)
     assert answers(tmp_path / "other") == answers(sink)

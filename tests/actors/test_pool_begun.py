@@ -51,5 +51,5 @@ def test_the_next_engine_generates_only_what_is_missing(handle):
     assert [fake_tokens(p, i, LONG).tolist() for i, p in enumerate(prompts)] == tokens_of(results)
     (replica,) = handle.stats().replicas
     assert watch.num_told > 0
-    assert replica.num_generated_tokens <= NUM_ROWS * LONG.max_tokens - watch.num_told
+    assert replica.generated_tokens <= NUM_ROWS * LONG.max_tokens - watch.num_told
     assert set(range(NUM_ROWS)) == watch.struck

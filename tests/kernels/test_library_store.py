@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from raybatch.kernels.native import library_store
+from raybatch.kernels.native import compiler as library_store
 from raybatch.kernels.native.compiler import compile_library, find_or_build, library_name
 
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")

@@ -65,7 +65,7 @@ def test_the_table_of_options_is_that_of_ray(ray_llm):
 
 
 def test_the_tables_of_options_are_ours():
-    ours = re.search(r"Options of ours alone:\n\n.*\n\|---\|---\|\n((?:\|.*\n)+)", PAGE)[1]
+    ours = re.search(r"Options that only raybatch has:\n\n.*\n\|---\|---\|\n((?:\|.*\n)+)", PAGE)[1]
     table = set(rows_of("Options of vLLMEngineProcessorConfig"))
     alone = set(re.findall(r"^\| `(\w+)`", ours, re.MULTILINE))
     assert (table | alone, table & alone) == (fields(llm.ProcessorConfig), set())

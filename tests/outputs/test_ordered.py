@@ -12,7 +12,7 @@ from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import open_store
 from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.errors import ConfigError
-from raybatch.outputs import row_copy
+from raybatch.outputs import ordered as row_copy
 from raybatch.outputs.ordered import ordered
 from raybatch.outputs.verify import verify
 from raybatch.planning.shards import make_shard
