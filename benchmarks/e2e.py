@@ -140,13 +140,7 @@ def publish(
 ) -> None:
     """Write the result files of a benchmark and say where they are."""
     paths = tables.write_results(
-        RESULTS,
-        name,
-        tables=text,
-        rows=rows,
-        refused=refused,
-        conditions=facts,
-        records=list(log),
+        RESULTS, name, tables=text, rows=rows, refused=refused, conditions=facts, records=list(log)
     )
     for path in paths:
         print(f"written: {path.relative_to(venvs.ROOT)}")

@@ -61,10 +61,7 @@ def w2(seed: int, max_rows: int = 1 << 30) -> Workload:
 def w2_full(seed: int, *, reserves_outputs: bool, max_rows: int = 1 << 30) -> Workload:
     rows, kind = classes([(1, 16, 400, 100, 400), (1, 16, 4000, 200, 40)] * 100)
     device = Device(
-        token_budget=2048,
-        kv_tokens=400_000,
-        max_rows=max_rows,
-        reserves_outputs=reserves_outputs,
+        token_budget=2048, kv_tokens=400_000, max_rows=max_rows, reserves_outputs=reserves_outputs
     )
     return Workload(rows=rows, kind=kind % 2, device=device)
 

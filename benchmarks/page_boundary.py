@@ -191,9 +191,7 @@ def main() -> None:
             same_memory = first.setdefault((case.device, case.host), runs)
             bounds = [
                 each.bound_steps(
-                    PAGE_TOKENS,
-                    round(case.device * each.need_pages(PAGE_TOKENS)),
-                    len(each.prompt),
+                    PAGE_TOKENS, round(case.device * each.need_pages(PAGE_TOKENS)), len(each.prompt)
                 )
                 for each in lengths
             ]

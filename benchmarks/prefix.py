@@ -66,10 +66,7 @@ def percents(value: str | None) -> list[int]:
 def run_trial(bench: Bench, trial: Trial) -> None:
     """Do what is missing of one trial, and log what its prompts share."""
     part = Part(
-        model=trial.model,
-        engine=(trial.workload,),
-        job=(trial.workload,),
-        pool=(trial.workload,),
+        model=trial.model, engine=(trial.workload,), job=(trial.workload,), pool=(trial.workload,)
     )
     part = sized_to_vocabulary(part, bench.model_folder(trial.model))
     (workload,) = part.engine

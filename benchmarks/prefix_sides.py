@@ -50,42 +50,22 @@ SIDES = {
     "vllm-compiled": Side(venv="vllm", script="peer_vllm.py", variant="compiled"),
     "vllm-eager": Side(venv="vllm", script="peer_vllm.py", variant="eager"),
     "raybatch-vllm-plan": Side(
-        venv="vllm",
-        script="peer_raybatch_vllm.py",
-        variant="engine-compiled-plan",
+        venv="vllm", script="peer_raybatch_vllm.py", variant="engine-compiled-plan"
     ),
-    "raybatch-vllm": Side(
-        venv="vllm",
-        script="peer_raybatch_vllm.py",
-        variant="engine-compiled",
-    ),
+    "raybatch-vllm": Side(venv="vllm", script="peer_raybatch_vllm.py", variant="engine-compiled"),
     "raybatch-vllm-job-plan": Side(
-        venv="vllm",
-        script="peer_raybatch_vllm.py",
-        variant="job-eager-plan",
-        kind="job",
+        venv="vllm", script="peer_raybatch_vllm.py", variant="job-eager-plan", kind="job"
     ),
     "raybatch-vllm-job": Side(
-        venv="vllm",
-        script="peer_raybatch_vllm.py",
-        variant="job-eager",
-        kind="job",
+        venv="vllm", script="peer_raybatch_vllm.py", variant="job-eager", kind="job"
     ),
     "raybatch-job-plan": Side(
         venv="raybatch", script="peer_raybatch.py", variant="job-plan", kind="job"
     ),
     "raybatch-job": Side(venv="raybatch", script="peer_raybatch.py", variant="job", kind="job"),
-    "raydata-llm": Side(
-        venv="vllm",
-        script="peer_raydata_llm.py",
-        variant="eager",
-        kind="job",
-    ),
+    "raydata-llm": Side(venv="vllm", script="peer_raydata_llm.py", variant="eager", kind="job"),
     "raydata-llm-default": Side(
-        venv="vllm",
-        script="peer_raydata_llm.py",
-        variant="default",
-        kind="job",
+        venv="vllm", script="peer_raydata_llm.py", variant="default", kind="job"
     ),
     "raybatch-pool-plan": Side(
         venv="raybatch", script="peer_pool.py", variant="pool-plan", kind="pool"

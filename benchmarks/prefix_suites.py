@@ -148,10 +148,7 @@ def _trial(
 
 
 SUITES: dict[SuiteName, tuple[Trial, ...]] = {
-    "smoke": (
-        _trial(w1(16, 128), 25, BRIEF, 1),
-        _trial(w1(16, 128), 25, pools(2), 1),
-    ),
+    "smoke": (_trial(w1(16, 128), 25, BRIEF, 1), _trial(w1(16, 128), 25, pools(2), 1)),
     "default": (
         _trial(W1, 25, HEADLINE),
         _trial(W1, 50, CHEAP),

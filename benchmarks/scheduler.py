@@ -71,10 +71,7 @@ class Bench:
         )
         self.scheduler.add(
             Sequence(
-                request=request,
-                sample_idx=0,
-                arrival=self.num_added,
-                max_len=len(tokens) + left,
+                request=request, sample_idx=0, arrival=self.num_added, max_len=len(tokens) + left
             )
         )
         self.num_added += 1

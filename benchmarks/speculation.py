@@ -74,11 +74,7 @@ def measure(
     before = backends["drafts"].stats()
     for repetition in range(args.repetitions + 1):
         requests = requests_of(
-            kind,
-            num_rows,
-            prompt_len=args.prompt_len,
-            output_len=args.output_len,
-            seed=repetition,
+            kind, num_rows, prompt_len=args.prompt_len, output_len=args.output_len, seed=repetition
         )
         found = {}
         order = list(backends) if repetition % 2 else list(backends)[::-1]

@@ -95,10 +95,7 @@ PEERS = {
         ),
         *_on_one_and_two("raybatch-job", venv="raybatch", script="peer_raybatch.py", variant="job"),
         *_on_one_and_two(
-            "raybatch-vllm-job",
-            venv="vllm",
-            script="peer_raybatch_vllm.py",
-            variant="job-eager",
+            "raybatch-vllm-job", venv="vllm", script="peer_raybatch_vllm.py", variant="job-eager"
         ),
         *_on_one_and_two("raydata-llm", venv="vllm", script="peer_raydata_llm.py", variant="eager"),
         Peer(

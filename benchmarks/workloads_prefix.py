@@ -65,11 +65,7 @@ def tree_prompts(count: int, output_len: int, vocab_size: int, seed: int) -> Ite
 
 
 def _grow(
-    path: tuple[int, ...],
-    level: int,
-    shape: random.Random,
-    tokens: random.Random,
-    vocab_size: int,
+    path: tuple[int, ...], level: int, shape: random.Random, tokens: random.Random, vocab_size: int
 ) -> list[tuple[int, ...]]:
     """Return the prompts below a node, each with a tail of its own."""
     path += tuple(random_ids(tokens, vocab_size, shape.choice(SEGMENTS)))

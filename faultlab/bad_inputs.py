@@ -119,9 +119,7 @@ _REFUSED = (
         refusal="extension type 'ray.data.arrow_pickled_object'",
     ),
     BadInput(
-        name="an unknown extension type",
-        write=unknown_type,
-        refusal="extension type 'some.type'",
+        name="an unknown extension type", write=unknown_type, refusal="extension type 'some.type'"
     ),
     BadInput(name="files of different columns", write=two_schemas, refusal="another schema than"),
     BadInput(

@@ -11,18 +11,11 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.durable.units import UnitPlan, join_plans, row_sums
 
 # rows of each unit, in their order, as different planners might cut one input
-PLANS = (
-    ((0, 1, 2), (3, 4)),
-    ((4, 2), (1, 3, 0)),
-    ((0,), (1, 2), (3, 4)),
-)
+PLANS = (((0, 1, 2), (3, 4)), ((4, 2), (1, 3, 0)), ((0,), (1, 2), (3, 4)))
 NUM_ROWS = 5
 # rows that come to the input later
 LATER_ROWS = (5, 6)
-_LATER_PLANS = (
-    ((5, 6),),
-    ((6,), (5,)),
-)
+_LATER_PLANS = (((5, 6),), ((6,), (5,)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

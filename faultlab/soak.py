@@ -117,12 +117,7 @@ def soak_rig(folder: Path, minutes: float) -> Rig:
         minutes: that it takes at least, because engines are never faster than their steps.
     """
     rig = Rig(
-        folder=folder,
-        unit_rows=300,
-        replicas=3,
-        max_num_seqs=32,
-        step_s=0.02,
-        flush_every_s=5.0,
+        folder=folder, unit_rows=300, replicas=3, max_num_seqs=32, step_s=0.02, flush_every_s=5.0
     )
     num_units = math.ceil(_rows_per_s(rig) * 60 * minutes / rig.unit_rows)
     return replace(rig, num_rows=max(2, num_units) * rig.unit_rows)

@@ -5,12 +5,7 @@ import errno
 from faultlab.oracle import Oracle
 from faultlab.world import Process, World
 
-_FAILURES = (
-    (409, errno.EBUSY),
-    (500, errno.EIO),
-    (503, errno.EBUSY),
-    (None, errno.ETIMEDOUT),
-)
+_FAILURES = ((409, errno.EBUSY), (500, errno.EIO), (503, errno.EBUSY), (None, errno.ETIMEDOUT))
 
 
 class StoreError(OSError):

@@ -45,10 +45,7 @@ def main() -> None:
 
 def _run(plan: Plan, options: argparse.Namespace) -> None:
     measurement = Measurement(
-        plan,
-        options.out,
-        _conditions(options.tree),
-        test_timeout_s=options.test_timeout_s,
+        plan, options.out, _conditions(options.tree), test_timeout_s=options.test_timeout_s
     )
     edits = {bug.name: bug.edit for bug in plan.bugs}
     known = {

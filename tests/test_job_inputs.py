@@ -120,9 +120,7 @@ def save_to_disk(folder, tables):
 
 
 @pytest.mark.parametrize(
-    "plan",
-    ["off", {}, pytest.param(LARGE, marks=pytest.mark.ray)],
-    ids=["off", "small", "large"],
+    "plan", ["off", {}, pytest.param(LARGE, marks=pytest.mark.ray)], ids=["off", "small", "large"]
 )
 def test_rows_of_a_saved_dataset_come_out_once_with_the_chosen_columns(model, tmp_path, plan):
     table = typed_rows(200)

@@ -52,12 +52,7 @@ def test_mean_rates_leave_the_start_of_the_engines_out():
 def test_eta_comes_from_tokens_not_rows():
     # half of the rows are done, but the other half has 9 times as many prompt tokens
     done = snapshot(
-        10.0,
-        rows_total=10,
-        rows_done=5,
-        rows_received=10,
-        prompt=100,
-        prompt_tokens_received=1000,
+        10.0, rows_total=10, rows_done=5, rows_received=10, prompt=100, prompt_tokens_received=1000
     )
     assert measure([snapshot(0.0, rows_total=10), done]).eta_s == pytest.approx(90.0)
 

@@ -140,9 +140,7 @@ def test_speed_of_a_run_too_short_to_be_measured_is_not_zero():
 def planned_report(tmp_path, rng):
     time = TimeEstimate(engine_s=100, wall_s=50, low_s=40, high_s=60, num_replicas=2)
     plan = explain_prompts(
-        grouped_prompts(rng, groups=6, size=5, prefix=32, own=8),
-        kv_tokens=400,
-        time=time,
+        grouped_prompts(rng, groups=6, size=5, prefix=32, own=8), kv_tokens=400, time=time
     )
     actual = RunActual(
         prompt_tokens=1200,

@@ -188,14 +188,7 @@ def commit() -> Figure:
     f.box(838, 70, 106, 66, "_SUCCESS", "created last", kind="good")
     for start, end in ((146, 210), (344, 408), (582, 646), (770, 834)):
         f.arrow(f"M{start} 103H{end}")
-    f.box(
-        16,
-        182,
-        328,
-        44,
-        "Journal",
-        "finished rows of open units, every 5 s",
-    )
+    f.box(16, 182, 328, 44, "Journal", "finished rows of open units, every 5 s")
     f.arrow("M81 136V178", dashed=True)
     f.box(412, 182, 170, 44, "Second driver", "comes late: no effect", kind="bad")
     f.arrow("M497 182V148", dashed=True)

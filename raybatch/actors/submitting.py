@@ -101,9 +101,7 @@ def row_keys(table: pa.Table, block_size: int) -> RowKeys:
     return RowKeys(keys.salted(adapters, payloads), adapters)
 
 
-def _salts_of(
-    payloads: pa.ChunkedArray,
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+def _salts_of(payloads: pa.ChunkedArray) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Return what each payload decides, as numbers: the KV of a prompt, and its result."""
     if payloads.null_count == len(payloads):
         return np.zeros(len(payloads), np.uint64), np.zeros(len(payloads), np.uint64)

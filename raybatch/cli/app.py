@@ -117,8 +117,7 @@ def run(
         str | None, typer.Option(help="With --openai: file for the errors; OUT.errors.jsonl.")
     ] = None,
     model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="With --openai: another name for the model."),
+        list[str] | None, typer.Option(help="With --openai: another name for the model.")
     ] = None,
 ) -> None:
     """Run one job; exit code 0: finished, 2: finished with error rows, 1: not finished."""
@@ -143,8 +142,7 @@ def retry_errors(
     flags: JobFlags,
     into: Annotated[str, typer.Option(help="Folder for the new answers.")],
     statuses: Annotated[
-        str | None,
-        typer.Option(help="Such as error,crashed; default: all errors."),
+        str | None, typer.Option(help="Such as error,crashed; default: all errors.")
     ] = None,
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
@@ -264,8 +262,7 @@ def clean(
         bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")
     ] = False,
     older_than: Annotated[
-        str,
-        typer.Option(help="Also files this old that a run may need: 30m, 12h, 7d."),
+        str, typer.Option(help="Also files this old that a run may need: 30m, 12h, 7d.")
     ] = "7d",
 ) -> None:
     """Remove what runs have left beside the data; parts, plan and _SUCCESS are never touched."""

@@ -80,8 +80,7 @@ def manifest(
         int | None, typer.Option(min=1, help="Engines, each on its own host.")
     ] = None,
     gpu_type: Annotated[
-        str | None,
-        typer.Option(help="NVIDIA-L4 or LABEL=VALUE for KubeRay, L4 for Anyscale."),
+        str | None, typer.Option(help="NVIDIA-L4 or LABEL=VALUE for KubeRay, L4 for Anyscale.")
     ] = None,
     compute_config: Annotated[
         str | None, typer.Option(help="Compute config of Anyscale, by name.")

@@ -54,21 +54,9 @@ _FLAGS: Mapping[str, tuple[str, str, str]] = {
     "temperature": ("stage.sampling.temperature", "--temperature", ""),
     "id_column": ("stage.id_column", "--id-column", "Column that names the rows."),
     "replicas": ("stage.pool.replicas", "--replicas", "Engines to run."),
-    "on_error": (
-        "stage.on_error",
-        "--on-error",
-        "On a failed row: row (default) or raise.",
-    ),
-    "columns": (
-        "columns",
-        "--columns",
-        "To read and write, such as id,document; default: all.",
-    ),
-    "output_order": (
-        "output_order",
-        "--output-order",
-        "Order of output rows: plan or input.",
-    ),
+    "on_error": ("stage.on_error", "--on-error", "On a failed row: row (default) or raise."),
+    "columns": ("columns", "--columns", "To read and write, such as id,document; default: all."),
+    "output_order": ("output_order", "--output-order", "Order of output rows: plan or input."),
     "overwrite": ("overwrite", "--overwrite", ""),
     "extend": ("extend", "--extend", "Add files that are new in the input."),
 }

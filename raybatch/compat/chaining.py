@@ -61,9 +61,7 @@ def drop_leftovers(
 
 
 def _asked(
-    before: pa.Table,
-    returned: Sequence[Mapping[str, Any] | None],
-    prompt_columns: Sequence[str],
+    before: pa.Table, returned: Sequence[Mapping[str, Any] | None], prompt_columns: Sequence[str]
 ) -> tuple[str, ...]:
     """Return the prompts to ask, by their names alone: values differ from row batch to row batch.
 

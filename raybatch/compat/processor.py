@@ -13,10 +13,7 @@ from raybatch.compat.chaining import (
     PROMPT_IDS_COLUMN,
     SAMPLING_COLUMN,
 )
-from raybatch.compat.options import (
-    ProcessorConfig,
-    stage_config,
-)
+from raybatch.compat.options import ProcessorConfig, stage_config
 from raybatch.compat.row_functions import Postprocess, Preprocess, RowFunction
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import TokenIds
@@ -117,17 +114,13 @@ class Processor:
                 "of rows with ray.data.from_items(rows)"
             )
         dataset = dataset.map_batches(
-            self.preprocess.__call__,
-            batch_format="pyarrow",
-            **self._preprocess_map_kwargs,
+            self.preprocess.__call__, batch_format="pyarrow", **self._preprocess_map_kwargs
         )
         dataset = dataset.map_batches(self._stage, **self._feeder_options())
         if self.postprocess is None:
             return dataset
         return dataset.map_batches(
-            self.postprocess.__call__,
-            batch_format="pyarrow",
-            **self._postprocess_map_kwargs,
+            self.postprocess.__call__, batch_format="pyarrow", **self._postprocess_map_kwargs
         )
 
     def _feeder_options(self) -> dict[str, Any]:

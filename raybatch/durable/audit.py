@@ -127,11 +127,7 @@ class _FolderFiles:
 
 
 def audit(
-    store: Store,
-    plan: UnitPlan,
-    *,
-    num_threads: int = 16,
-    part_format: PartFormat = PARQUET,
+    store: Store, plan: UnitPlan, *, num_threads: int = 16, part_format: PartFormat = PARQUET
 ) -> Audit:
     """Compare an output with its plan, from one listing and the footers of all parts.
 

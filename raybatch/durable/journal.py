@@ -86,12 +86,7 @@ def read_begun(
 
 
 def read_fragments(
-    store: Store,
-    unit: Unit,
-    schema: pa.Schema,
-    *,
-    plan_hash: str,
-    expected_row: Ints | None = None,
+    store: Store, unit: Unit, schema: pa.Schema, *, plan_hash: str, expected_row: Ints | None = None
 ) -> pa.Table:
     """Return the rows of a unit that earlier attempts have finished, each once, by position.
 

@@ -35,11 +35,7 @@ def drop_journal_and_staging(store: Store) -> int:
 
 
 def leftovers(
-    store: Store,
-    *,
-    plans: Collection[str],
-    is_committed: Callable[[int], bool],
-    is_finished: bool,
+    store: Store, *, plans: Collection[str], is_committed: Callable[[int], bool], is_finished: bool
 ) -> Iterator[tuple[str, bool]]:
     """Yield the files that could go, each with whether a run at work could still miss it.
 

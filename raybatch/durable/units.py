@@ -21,14 +21,7 @@ Uint64s = npt.NDArray[np.uint64]
 PROTOCOL = 1
 # rows that are named per class of errors
 NUM_ERROR_IDS = 3
-_SUMMED = (
-    "num_rows",
-    *TOKEN_COUNTS,
-    "num_asked",
-    "num_copies",
-    "special_rows",
-    "special_tokens",
-)
+_SUMMED = ("num_rows", *TOKEN_COUNTS, "num_asked", "num_copies", "special_rows", "special_tokens")
 _BINNED = ("prompt_lengths", "output_lengths")
 
 

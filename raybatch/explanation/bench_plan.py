@@ -190,10 +190,7 @@ def plan_report(
     costs = profile.costs()
     phases = {
         phase: _planned(
-            profile.model,
-            costs,
-            row.workload(phase, waiting_sequences=config.max_num_seqs),
-            memory,
+            profile.model, costs, row.workload(phase, waiting_sequences=config.max_num_seqs), memory
         )
         for phase in _PHASES
     }

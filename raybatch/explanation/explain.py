@@ -9,11 +9,7 @@ from raybatch.actors.executors.local_measure import measure_local
 from raybatch.actors.executors.local_pools import plan_local_placement
 from raybatch.actors.replicas.placement import cluster_now, connected_ray, plan_placement
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.cost_cache import (
-    NO_SPEED_OF_ENDPOINTS,
-    cost_model_path,
-    load_cost_model,
-)
+from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS, cost_model_path, load_cost_model
 from raybatch.backends.openai.options import openai_options
 from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError, MeasureError, error_text
@@ -211,10 +207,7 @@ def _work(question: Question, planned: PlannedInput | LargePlan) -> WorkTotals:
         is_grouped = planned.is_reordered(question.job.plan)
         return merge_work([part.work if is_grouped else part.work_alone for part in planned.parts])
     return planned_work(
-        planned.keys,
-        planned.expected_tokens,
-        planned.found,
-        is_grouped=planned.plan.is_reordered,
+        planned.keys, planned.expected_tokens, planned.found, is_grouped=planned.plan.is_reordered
     )
 
 

@@ -77,10 +77,7 @@ def input_section(
     if lengths is not None and lengths.tokens[0] < lengths.tokens[-1]:
         facts.append(("spread", _bands(lengths)))
     figures += (
-        Figure(
-            title="Expected output length",
-            svg=draw_histogram(outputs, x_name="output tokens"),
-        ),
+        Figure(title="Expected output length", svg=draw_histogram(outputs, x_name="output tokens")),
     )
     return Section(title="Input", facts=tuple(facts), figures=figures)
 
@@ -136,8 +133,7 @@ def group_section(
     )
     figures = (
         Figure(
-            title="Group size",
-            svg=draw_histogram(rows, x_name="rows of a group", y_name="groups"),
+            title="Group size", svg=draw_histogram(rows, x_name="rows of a group", y_name="groups")
         ),
         Figure(
             title="Shared prefix",
@@ -189,10 +185,7 @@ def order_section(
     if any(order.error or order.is_lower_bound for order in orders):
         notes.append("from a sample of the rows: +- is a 95 % interval, >= a lower bound")
     return Section(
-        title="Orders",
-        table=Table(header=header, rows=rows),
-        notes=tuple(notes),
-        figures=(figure,),
+        title="Orders", table=Table(header=header, rows=rows), notes=tuple(notes), figures=(figure,)
     )
 
 

@@ -205,11 +205,7 @@ def nesting_depth(line: bytes) -> int:
 
 
 def _parse(
-    data: bytes,
-    num_rows: int,
-    *,
-    block_bytes: int | None = None,
-    schema: pa.Schema | None = None,
+    data: bytes, num_rows: int, *, block_bytes: int | None = None, schema: pa.Schema | None = None
 ) -> pa.Table:
     options, explicit = None, paj.ParseOptions(explicit_schema=schema)
     if block_bytes is not None:

@@ -14,14 +14,7 @@ from raybatch.durable.layout import part_name
 from raybatch.durable.storage import error_context, real_path
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import BadFileError, safe_text
-from raybatch.inputs.file_slices import (
-    FileSlice,
-    Size,
-    joined,
-    pack,
-    read_slice,
-    scan_file,
-)
+from raybatch.inputs.file_slices import FileSlice, Size, joined, pack, read_slice, scan_file
 from raybatch.inputs.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files, names_by_links
 from raybatch.inputs.parquet_files import row_bytes_of, sampled
 from raybatch.inputs.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema

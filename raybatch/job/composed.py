@@ -239,12 +239,7 @@ def _write_no_rows(sink: str, stored: StoredPlan, schema: pa.Schema | None) -> N
 
 def _writer(sink: str, stored: StoredPlan, schema: pa.Schema, *, attempt: str) -> UnitWriter:
     return UnitWriter(
-        sink=sink,
-        store=store_of(sink),
-        stored=stored,
-        schema=schema,
-        output=None,
-        attempt=attempt,
+        sink=sink, store=store_of(sink), stored=stored, schema=schema, output=None, attempt=attempt
     )
 
 

@@ -14,12 +14,7 @@ from raybatch.backends.resources import gpus_of_engine
 from raybatch.config import PlanConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
-from raybatch.policy.executor import (
-    ExecutorFacts,
-    ExecutorName,
-    choose_executor,
-    engines_for,
-)
+from raybatch.policy.executor import ExecutorFacts, ExecutorName, choose_executor, engines_for
 from raybatch.stages.feeder import StageFeeder
 
 logger = logging.getLogger(__name__)

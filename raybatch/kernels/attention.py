@@ -11,11 +11,7 @@ from typing import Any
 import torch
 
 from raybatch.kernels.attention_plan import AttentionPlan, DecodeForm, FixedDecode, PrefillPart
-from raybatch.kernels.context_attention import (
-    PreparedContexts,
-    merge_contexts_,
-    prepare_contexts,
-)
+from raybatch.kernels.context_attention import PreparedContexts, merge_contexts_, prepare_contexts
 from raybatch.kernels.decode_attention import attend_decode, fixed_walk, plan_walk
 from raybatch.kernels.dense_attention import attend_dense, attend_windowed
 from raybatch.kernels.kv_rows import dequantise, is_quantised, quantise
@@ -81,10 +77,7 @@ def prepare_attention(
     walk = None
     if plan.decode is not None and plan.num_decode:
         walk = decode.plan(
-            plan.decode,
-            positions=positions[: plan.num_decode],
-            pool=pool,
-            windows=windows,
+            plan.decode, positions=positions[: plan.num_decode], pool=pool, windows=windows
         )
     contexts = None
     if plan.contexts:

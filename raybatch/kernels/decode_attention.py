@@ -227,10 +227,7 @@ def attend_decode(
     weights = scores.float()
     # an owner without rows has a highest score of 0 here
     highest = functional.embedding_bag(
-        walk.rows_by_owner,
-        weights.amax(dim=-1).view(num_rows, num_heads),
-        walk.offsets,
-        mode="max",
+        walk.rows_by_owner, weights.amax(dim=-1).view(num_rows, num_heads), walk.offsets, mode="max"
     )
     base = base_of(highest)
     weights = weights.sub_(base.index_select(0, walk.owners).view(batch, num_grouped, 1)).exp_()

@@ -88,10 +88,7 @@ def compiled_ops(
         ops = replace(ops, rms_norm=small.rms_norm, rotate_=small.rotate_, store_kv=small.store_kv)
     if linears is not None:
         ops = replace(
-            ops,
-            linear=linears.linear,
-            add_linear_=linears.add_linear_,
-            add_mlp_=linears.add_mlp_,
+            ops, linear=linears.linear, add_linear_=linears.add_linear_, add_mlp_=linears.add_mlp_
         )
     decode = decode_form(
         head_dim=head_dim, num_grouped=num_grouped, block_size=block_size, kv_dtype=kv_dtype

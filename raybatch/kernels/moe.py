@@ -6,13 +6,7 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels.byte_weights import dequantise_weight
-from raybatch.kernels.panels import (
-    gate_panels_,
-    gated_linear,
-    join_panels,
-    linear,
-    times_panels,
-)
+from raybatch.kernels.panels import gate_panels_, gated_linear, join_panels, linear, times_panels
 
 # from this many tokens per expert on, one expert at a time keeps the activations in cache; below
 # it, joined products and element-wise steps save the calls

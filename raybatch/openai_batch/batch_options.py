@@ -123,10 +123,7 @@ class BatchOptions:
         """Return the job that answers the rows of one form."""
         form = rows.form
         prompts: dict[str, dict[str, Any]] = {
-            "messages": {
-                "messages": "messages",
-                "chat_template_kwargs_column": "template_options",
-            },
+            "messages": {"messages": "messages", "chat_template_kwargs_column": "template_options"},
             "prompt": {"prompt": "{prompt}", "chat": False},
             "tokens": {"tokenized_prompt": "tokens"},
         }

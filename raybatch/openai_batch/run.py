@@ -13,11 +13,7 @@ from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.conversion import RECORD, Conversion, convert, read_conversion
 from raybatch.openai_batch.files import remove_folder
 from raybatch.openai_batch.requests import Refusal, unexecuted
-from raybatch.openai_batch.writing import (
-    BatchCounts,
-    BatchFiles,
-    write_answers,
-)
+from raybatch.openai_batch.writing import BatchCounts, BatchFiles, write_answers
 from raybatch.records.types import PoolStats
 
 logger = logging.getLogger(__name__)

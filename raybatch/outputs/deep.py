@@ -163,11 +163,7 @@ def _first_schema(store: Store, plan: UnitPlan) -> pa.Schema | None:
 
 
 def _describe_repeated(
-    store: Store,
-    plan: UnitPlan,
-    output: OutputSchema,
-    num_repeated: int,
-    examples: Uint64s,
+    store: Store, plan: UnitPlan, output: OutputSchema, num_repeated: int, examples: Uint64s
 ) -> str:
     """Say which ids are repeated and in which units; reads the ids of all parts again."""
     wanted = {tuple(pair): (set[str](), set[int]()) for pair in examples.tolist()}
@@ -204,11 +200,7 @@ def _without_examples(counts: UnitCounts) -> UnitCounts:
     errors = {name: replace(error, row_ids=(), message="") for name, error in counts.errors.items()}
     # the texts that held special tokens are not in the parts
     return replace(
-        counts,
-        errors=errors,
-        statuses=dict(counts.statuses),
-        special_rows=0,
-        special_tokens=0,
+        counts, errors=errors, statuses=dict(counts.statuses), special_rows=0, special_tokens=0
     )
 
 

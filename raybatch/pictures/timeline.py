@@ -23,12 +23,7 @@ _BAND, _GAP = 62, 20
 _AXIS = 40
 _LANE, _LANE_GAP = 22, 5
 _BOX = 9
-_KINDS = (
-    ("busy", "at work"),
-    ("cold", "cold start"),
-    ("starved", "starvation"),
-    ("tail", "tail"),
-)
+_KINDS = (("busy", "at work"), ("cold", "cold start"), ("starved", "starvation"), ("tail", "tail"))
 _STEPS_S = (
     *(0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200),
     *(14_400, 21_600, 43_200, 86_400, 172_800, 432_000, 864_000, 2_592_000),

@@ -16,12 +16,7 @@ from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
 from raybatch.durable.units import Uint64s
 from raybatch.planning import parts, pieces
-from raybatch.planning.dataset import (
-    ordered_dataset,
-    pieces_of,
-    with_places,
-    without_groups,
-)
+from raybatch.planning.dataset import ordered_dataset, pieces_of, with_places, without_groups
 from raybatch.planning.layout_lint import can_change_layout
 from raybatch.planning.planned import (
     ArrangeJob,
@@ -133,10 +128,7 @@ def _arrange(
 
 def _arrange_job(job: PlannedRun, num_parts: int) -> ArrangeJob:
     return ArrangeJob(
-        plan=job.plan,
-        dedup=job.config.dedup,
-        num_rows=job.source.num_rows,
-        num_parts=num_parts,
+        plan=job.plan, dedup=job.config.dedup, num_rows=job.source.num_rows, num_parts=num_parts
     )
 
 

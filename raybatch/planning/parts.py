@@ -226,10 +226,7 @@ def _sketch(values: Floats, ends: Ints) -> dict[str, Any]:
     if not len(values):
         return {"values": np.zeros(0), "weights": np.zeros(0, np.int64)}
     goals = np.unique(np.linspace(1, ends[-1], min(_NUM_VALUES, int(ends[-1]))).astype(np.int64))
-    return {
-        "values": values[np.searchsorted(ends, goals)],
-        "weights": np.diff(goals, prepend=0),
-    }
+    return {"values": values[np.searchsorted(ends, goals)], "weights": np.diff(goals, prepend=0)}
 
 
 def _column(pieces: Sequence[pa.Table], name: str) -> npt.NDArray[Any]:

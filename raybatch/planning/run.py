@@ -82,9 +82,7 @@ def fit_units(plan: PlanConfig, source: Source) -> PlanConfig:
     """Return options whose units stay small in memory, whatever the size of a row."""
     most = max(1, _MAX_UNIT_BYTES * source.num_rows // max(1, _num_bytes(source)))
     return replace(
-        plan,
-        unit_rows=min(plan.unit_rows, most),
-        max_unit_rows=min(plan.max_unit_rows, most),
+        plan, unit_rows=min(plan.unit_rows, most), max_unit_rows=min(plan.max_unit_rows, most)
     )
 
 

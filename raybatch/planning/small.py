@@ -56,10 +56,7 @@ class RowDescriber:
     def __call__(self, table: pa.Table) -> tuple[Prepared, Sidecar]:
         """Return the prompts of a table and what planning needs of them."""
         prepared = prepare(
-            table,
-            config=self._config,
-            reader=self._reader,
-            max_model_len=self._max_model_len,
+            table, config=self._config, reader=self._reader, max_model_len=self._max_model_len
         )
         return prepared, describe_rows(
             table,

@@ -121,11 +121,7 @@ def pass_time(
                 after = (copy,)
             nodes.append(
                 DagNode(
-                    name=name,
-                    kind="compute",
-                    resource="compute",
-                    seconds=layer_s[idx],
-                    after=after,
+                    name=name, kind="compute", resource="compute", seconds=layer_s[idx], after=after
                 )
             )
         ends.append(len(nodes) - 1)

@@ -120,11 +120,7 @@ class BlockKeys:
         )
 
 
-def hash_blocks(
-    token_ids: TokenIds,
-    offsets: Int64s,
-    block_size: int,
-) -> BlockKeys:
+def hash_blocks(token_ids: TokenIds, offsets: Int64s, block_size: int) -> BlockKeys:
     """Hash the prompts of a row batch; linear in tokens, fastest for some 10,000 rows at a time.
 
     Args:

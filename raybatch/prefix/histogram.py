@@ -49,10 +49,7 @@ class Histogram:
         if not filled:
             return cls()
         return cls(
-            counts=counts,
-            total=total,
-            lowest=_first(filled[0]),
-            highest=_first(filled[-1] + 1) - 1,
+            counts=counts, total=total, lowest=_first(filled[0]), highest=_first(filled[-1] + 1) - 1
         )
 
     @classmethod

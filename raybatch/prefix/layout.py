@@ -89,10 +89,7 @@ def advise_layout(
     candidate = (_best_order if is_exact else _greedy_order)(sharing, len(fields))
     best = candidate if sharing.unique_blocks(candidate) < sharing.unique_blocks(used) else used
     layouts = [
-        Layout(
-            fields=tuple(fields[i].name for i in order),
-            hit_rate=sharing.hit_rate(order),
-        )
+        Layout(fields=tuple(fields[i].name for i in order), hit_rate=sharing.hit_rate(order))
         for order in (used, best)
     ]
     return LayoutAdvice(used=layouts[0], best=layouts[1], is_exact=is_exact)

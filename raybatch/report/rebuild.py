@@ -146,12 +146,7 @@ def report_of(sink: str) -> RunReport:
 
 
 def counted_report(
-    sink: str,
-    plans: Sequence[StoredPlan],
-    result: Audit,
-    history: History,
-    *,
-    is_complete: bool,
+    sink: str, plans: Sequence[StoredPlan], result: Audit, history: History, *, is_complete: bool
 ) -> RunReport:
     """Return what plans, audit and logs say of a job.
 
@@ -159,9 +154,7 @@ def counted_report(
     """
     counts = result.counts
     history = with_unlogged(
-        history,
-        num_units=result.num_units - result.num_missing,
-        num_rows=result.written_rows,
+        history, num_units=result.num_units - result.num_missing, num_rows=result.written_rows
     )
     spans = [(run.seconds, run.work_span or (run.seconds, run.seconds)) for run in history.runs]
     root = store_of(sink).uri + "/"

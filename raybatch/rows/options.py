@@ -9,13 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from raybatch.backends.registry import check_options, parsed_columns, type_of
 from raybatch.backends.resources import check_pool
-from raybatch.config import (
-    BackendConfig,
-    EngineConfig,
-    OnError,
-    PoolConfig,
-    SpecialTokens,
-)
+from raybatch.config import BackendConfig, EngineConfig, OnError, PoolConfig, SpecialTokens
 from raybatch.config.option import (
     CHECKED,
     Answers,

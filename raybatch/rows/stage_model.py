@@ -8,12 +8,7 @@ import pyarrow as pa
 from raybatch.backends.openai.options import openai_options
 from raybatch.backends.registry import check_files, type_of
 from raybatch.errors import ConfigError
-from raybatch.models.source import (
-    check_hub_model,
-    is_local_model,
-    resolve_model,
-    resolve_tokenizer,
-)
+from raybatch.models.source import check_hub_model, is_local_model, resolve_model, resolve_tokenizer
 from raybatch.rows.endpoint import EndpointTokenizer
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import conventional_column

@@ -312,11 +312,7 @@ class UnitFeeder(PlacedFeeder):
         return self.writer.joined(finished)
 
     async def _keep(
-        self,
-        unit: int,
-        finished: Sequence[pa.Table],
-        pending: Iterable[PlacedRows],
-        kept: Set[int],
+        self, unit: int, finished: Sequence[pa.Table], pending: Iterable[PlacedRows], kept: Set[int]
     ) -> set[int]:
         """Write to the journal what is finished, also of calls that wait for other rows.
 

@@ -65,11 +65,7 @@ def find_warnings(facts: ClusterFacts) -> list[str]:
 
 
 def probe_cluster(
-    address: str,
-    environment: Mapping[str, str],
-    home: Path,
-    *,
-    network_host: str | None = None,
+    address: str, environment: Mapping[str, str], home: Path, *, network_host: str | None = None
 ) -> ClusterFacts:
     """Ask a cluster, as somebody without a token and as its user, what it gives away.
 

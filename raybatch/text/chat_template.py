@@ -220,11 +220,7 @@ def _to_json(
     if isinstance(indent, str) or (indent is not None and not 0 <= indent <= _MAX_INDENT):
         raise TemplateLimitError(f"tojson takes an indent up to {_MAX_INDENT}")
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

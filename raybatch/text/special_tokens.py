@@ -35,10 +35,7 @@ class SpecialTokens:
         }
         self._marks = {name: f"\ue002{nonce}{idx}\ue003" for idx, name in enumerate(sorted(names))}
         self._pattern = _alternatives(names)
-        self._swaps = {
-            **self._renamed,
-            **{mark: name for name, mark in self._marks.items()},
-        }
+        self._swaps = {**self._renamed, **{mark: name for name, mark in self._marks.items()}}
         self._swap_pattern = _alternatives(self._swaps)
         self._normalized_pattern = self._build_normalized_pattern()
         self._escaping: FastTokenizer | None = None

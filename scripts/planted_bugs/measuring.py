@@ -34,12 +34,7 @@ class Measurement:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        out: Path,
-        conditions: Mapping[str, Any],
-        *,
-        test_timeout_s: float = 60.0,
+        self, plan: Plan, out: Path, conditions: Mapping[str, Any], *, test_timeout_s: float = 60.0
     ) -> None:
         self._test_timeout_s = test_timeout_s
         self._plan = plan

@@ -147,12 +147,12 @@ def test_counters_are_kept_per_client(shared):
 def test_nothing_stays_in_the_coordinator(shared):
     generate(shared, table_of(prompts_of(200)), (SAMPLING,))
     state = shared.state()
-    assert (
-        state.num_batches,
-        state.num_waiting_rows,
-        state.num_held_rows,
-        state.num_results,
-    ) == (0, 0, 0, 0)
+    assert (state.num_batches, state.num_waiting_rows, state.num_held_rows, state.num_results) == (
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 def test_an_idle_pool_releases_its_engines_and_starts_them_on_demand(own):
@@ -187,9 +187,7 @@ def test_options_that_an_engine_refuses_end_the_pool_at_its_first_start(own, tmp
 
 def test_a_failed_pool_gets_another_try_at_the_next_execution(own, tmp_path):
     handle = own(
-        marks_dir=str(tmp_path),
-        num_failing_starts=1,
-        pool={"replicas": 1, "max_start_failures": 1},
+        marks_dir=str(tmp_path), num_failing_starts=1, pool={"replicas": 1, "max_start_failures": 1}
     )
     with pytest.raises(ReplicaError):
         generate(handle, table_of(prompts_of(3)), (SAMPLING,))

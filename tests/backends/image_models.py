@@ -65,9 +65,7 @@ def save_image_model(folder: Path) -> Path:
         Idefics3ForConditionalGeneration,
         Idefics3Processor,
     )
-    from transformers.models.idefics3.image_processing_pil_idefics3 import (
-        Idefics3ImageProcessorPil,
-    )
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     save_image_tokenizer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -122,9 +122,7 @@ def test_a_slow_answer_is_broken_off_and_asked_again(server, clock, make):
 
 
 @pytest.mark.parametrize(
-    "headers",
-    [{"Retry-After": "30"}, {"Retry-After": "date"}],
-    ids=["seconds", "date"],
+    "headers", [{"Retry-After": "30"}, {"Retry-After": "date"}], ids=["seconds", "date"]
 )
 def test_nothing_is_sent_before_the_time_that_the_endpoint_names(server, clock, make, headers):
     if headers["Retry-After"] == "date":

@@ -30,9 +30,7 @@ def answer(embedding, **usage):
 
 
 @pytest.mark.parametrize(
-    ("payload", "sent"),
-    [({"prompt": "say"}, "say"), ({}, [7, 8])],
-    ids=["text", "token-ids"],
+    ("payload", "sent"), [({"prompt": "say"}, "say"), ({}, [7, 8])], ids=["text", "token-ids"]
 )
 def test_texts_and_token_ids_are_the_input_of_an_embedding(payload, sent):
     path, body = embedding_body(request(**payload), options(), "m")

@@ -282,8 +282,7 @@ def test_a_job_writes_what_was_found_into_columns(folder, tmp_path):
 def test_a_batch_file_is_answered_with_calls(folder, tmp_path):
     asked = {"tools": TOOLS, "max_tokens": 200, "temperature": 0}
     write_batch(
-        tmp_path / "in.jsonl",
-        chat("a", structured_outputs={"choice": [TEXTS[0]]}, **asked),
+        tmp_path / "in.jsonl", chat("a", structured_outputs={"choice": [TEXTS[0]]}, **asked)
     )
     stage = {"model": str(folder), **stage_options(folder)}
     options = BatchOptions(job={"stage": stage}, names=("m",))

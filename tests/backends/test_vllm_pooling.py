@@ -206,10 +206,7 @@ def test_vectors_of_tokens_are_compared_token_by_token():
 
 def test_the_place_of_types_is_what_vllm_calls_it():
     params = pooling_params(request(1, [1], types_at=3, pooling={"use_activation": False}))
-    assert params == {
-        "use_activation": False,
-        "extra_kwargs": {"compressed_token_type_ids": 3},
-    }
+    assert params == {"use_activation": False, "extra_kwargs": {"compressed_token_type_ids": 3}}
 
 
 @pytest.mark.parametrize(
@@ -256,11 +253,7 @@ def test_a_model_that_lacks_the_task_is_refused(task, supported, num_labels, mes
             },
             "joined",
         ),
-        (
-            '{"architectures": ["XForSequenceClassification"], "use_sep_token": false}',
-            {},
-            "joined",
-        ),
+        ('{"architectures": ["XForSequenceClassification"], "use_sep_token": false}', {}, "joined"),
     ],
 )
 def test_the_config_of_a_model_says_how_it_reads_pairs(tmp_path, config, kwargs, expected):

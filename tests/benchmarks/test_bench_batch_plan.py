@@ -22,12 +22,7 @@ def test_every_choice_has_its_turn_in_each_repetition_and_none_is_always_first()
 
 def row(tokens, seconds):
     choice = Choice(tokens, None, None)
-    return {
-        **choice._asdict(),
-        "cpu_s": [seconds],
-        "median_cpu_s": seconds,
-        "differing_rows": 0,
-    }
+    return {**choice._asdict(), "cpu_s": [seconds], "median_cpu_s": seconds, "differing_rows": 0}
 
 
 def test_the_table_has_the_fastest_first_and_marks_the_planned_one():

@@ -79,8 +79,7 @@ def test_a_unit_is_committed_by_its_record(store):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["data/notes.txt", "data/part-000000.parquet", "data/lang=en/part-000009.parquet"],
+    "name", ["data/notes.txt", "data/part-000000.parquet", "data/lang=en/part-000009.parquet"]
 )
 def test_a_file_of_no_unit_is_refused_where_units_are_listed(store, name):
     commit(store, 0)
@@ -90,8 +89,7 @@ def test_a_file_of_no_unit_is_refused_where_units_are_listed(store, name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["data/notes.txt", "data/part-000000.parquet", "data/lang=en/part-000009.parquet"],
+    "name", ["data/notes.txt", "data/part-000000.parquet", "data/lang=en/part-000009.parquet"]
 )
 def test_a_file_of_no_unit_is_told_once(store, name):
     commit(store, 0)

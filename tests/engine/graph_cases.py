@@ -55,11 +55,7 @@ def capture(path, device="cpu", *, ops=None, steps=None, num_blocks=NUM_BLOCKS):
     config = EngineConfig(device=str(device), dtype="float32", tune_malloc=False)
     model = load_model(str(path), config)
     cache = allocate_kv_cache(
-        model.spec,
-        num_blocks=num_blocks + 1,
-        block_size=BLOCK,
-        dtype=torch.float32,
-        device=device,
+        model.spec, num_blocks=num_blocks + 1, block_size=BLOCK, dtype=torch.float32, device=device
     )
     is_cpu = device.type == "cpu"
     graphs = DecodeGraphs(

@@ -62,8 +62,7 @@ def test_the_peak_is_that_of_a_step_by_step_simulation(sequences, more, count):
     forecast = KVForecast(shared, sizes, remaining, block_size)
     every = sequences + [more] * count
     peak = max(
-        (sum(size + t / block_size for size, r in every if r >= t) for t in range(1, 31)),
-        default=0,
+        (sum(size + t / block_size for size, r in every if r >= t) for t in range(1, 31)), default=0
     )
     assert forecast.peak(*more, count) == pytest.approx(shared + peak)
     for _ in range(count):

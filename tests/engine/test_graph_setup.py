@@ -83,12 +83,7 @@ def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, **options
         setup = GraphSetup(shape=decode_shape(config, spec), ops=FIXED, is_required=True)
         graphs = setup.capture(spec, model.weights, cache, decoder, graphs=RecordedGraphs())
     runner = ModelRunner(
-        spec=spec,
-        config=config,
-        decoder=decoder,
-        cache=cache,
-        graphs=graphs,
-        num_scrap_blocks=1,
+        spec=spec, config=config, decoder=decoder, cache=cache, graphs=graphs, num_scrap_blocks=1
     )
     assert num_blocks == runner.num_blocks
     sampler = Sampler(spec.vocab_size, config.max_num_seqs, spec.eos_token_ids)

@@ -150,11 +150,7 @@ def test_qwen_windows_start_at_the_given_layer(tmp_path):
 def test_layer_types_decide_the_windows(tmp_path):
     kinds = ["sliding_attention", "full_attention"] * 2
     spec = read(
-        tmp_path,
-        "Qwen2ForCausalLM",
-        use_sliding_window=True,
-        sliding_window=64,
-        layer_types=kinds,
+        tmp_path, "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=64, layer_types=kinds
     )
     assert spec.windows == (64, None, 64, None)
 

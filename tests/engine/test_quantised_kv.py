@@ -113,11 +113,7 @@ def logits_of(path, kind, prompt):
     spec = read_model_spec(path)
     decoder = Decoder(spec, load_weights(path, spec, WeightForm(torch.float32), device=CPU))
     cache = allocate_kv_cache(
-        spec,
-        num_blocks=30,
-        block_size=BLOCK,
-        dtype=pick_kv_dtype(kind, torch.float32),
-        device=CPU,
+        spec, num_blocks=30, block_size=BLOCK, dtype=pick_kv_dtype(kind, torch.float32), device=CPU
     )
     driver = GreedyDriver(
         decoder=decoder, cache=cache, block_size=BLOCK, free_blocks=list(range(30))

@@ -60,10 +60,7 @@ def test_costs_follow_the_steps():
 def test_long_decoding_does_not_make_prompts_look_cheap():
     found = recovery(token_s=1e-3)
     schedule = Schedule(
-        decode_slots=np.arange(8),
-        chunk_slots=NO_SLOTS,
-        chunk_starts=NO_SLOTS,
-        chunk_lens=NO_SLOTS,
+        decode_slots=np.arange(8), chunk_slots=NO_SLOTS, chunk_starts=NO_SLOTS, chunk_lens=NO_SLOTS
     )
     for _ in range(1000):
         found.note(schedule, TABLE, 8e-3)

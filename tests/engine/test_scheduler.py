@@ -168,11 +168,11 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
     while not (schedule := scheduler.schedule()).preempted:
         slots = scheduler.advance(schedule)
         scheduler.table.append_tokens(slots, np.zeros(len(slots), np.int64))
-    assert (
-        schedule.preempted,
-        schedule.admitted,
-        schedule.decode_slots.tolist(),
-    ) == ((1,), (), [0])
+    assert (schedule.preempted, schedule.admitted, schedule.decode_slots.tolist()) == (
+        (1,),
+        (),
+        [0],
+    )
 
 
 def test_a_lone_sequence_without_room_ends():

@@ -121,10 +121,7 @@ def test_no_row_is_left_behind_in_a_layer_that_was_copied(path, resident, moe_ba
 @pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_firing_gives_the_same_tokens(path, resident, seed):
     found, stats, _ = run(
-        path,
-        policy=AnyOrder(seed),
-        attn_batch_tokens=4,
-        device_weight_bytes=budget(path, 0, 2),
+        path, policy=AnyOrder(seed), attn_batch_tokens=4, device_weight_bytes=budget(path, 0, 2)
     )
     assert resident == found
     # rows are in many layers at once, which costs copies and nothing else

@@ -43,9 +43,7 @@ def byte_level_bpe():
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     fast.train_from_iterator(CORPUS, trainer)
     fast.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])

@@ -17,9 +17,7 @@ COMPUTED = 6 * (32 + 5 * 8)
 def plan(rng):
     time = TimeEstimate(engine_s=100, wall_s=50, low_s=40, high_s=60, num_replicas=2)
     return explain_prompts(
-        grouped_prompts(rng, groups=6, size=5, prefix=32, own=8),
-        kv_tokens=400,
-        time=time,
+        grouped_prompts(rng, groups=6, size=5, prefix=32, own=8), kv_tokens=400, time=time
     )
 
 

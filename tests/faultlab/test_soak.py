@@ -16,13 +16,7 @@ from faultlab.soak import SoakOptions, SoakResult, soak, soak_rig
 
 TREE_SEED = next(seed for seed in range(99) if random.Random(seed).choice(KILLS) == "tree")
 RIGHT = Checked(
-    expected=20_000,
-    written=20_000,
-    lost=0,
-    duplicated=0,
-    wrong=0,
-    is_clean=True,
-    is_verified=True,
+    expected=20_000, written=20_000, lost=0, duplicated=0, wrong=0, is_clean=True, is_verified=True
 )
 
 

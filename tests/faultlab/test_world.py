@@ -96,10 +96,7 @@ def test_a_parent_does_not_wait_for_a_child_taken_for_dead(fault):
     def run(process):
         child = VirtualStore
         files.world.start(
-            "child",
-            lambda own: child(files, own).size("a"),
-            is_faulty=True,
-            parent=process,
+            "child", lambda own: child(files, own).size("a"), is_faulty=True, parent=process
         )
         files.world.wait(process)
 

@@ -169,10 +169,7 @@ def test_memory_of_a_scan_does_not_grow_with_the_file(tmp_path):
     ("lines", "told"),
     [
         (['{"x": 9007199254740993}', '{"x": 1.5}'], "line 2: the whole number 9007199254740993"),
-        (
-            ['{"x": 1}', '{"x": 18446744073709551615}'],
-            "line 2: the whole number 18446744",
-        ),
+        (['{"x": 1}', '{"x": 18446744073709551615}'], "line 2: the whole number 18446744"),
         (['{"x": [1.5, 9007199254740993]}'], "line 1: the whole number 9007199254740993"),
         (['{"x": {"y": 1.5}}', '{"x": {"y": -9007199254740993}}'], "line 2: the whole number -90"),
     ],

@@ -58,8 +58,7 @@ def test_rows_ask_for_log_probabilities_by_themselves(config):
 def test_the_tokenize_stage_decides_between_text_and_tokens(model, is_tokenized, asked):
     for stage in (is_tokenized, TokenizerStageConfig(enabled=is_tokenized)):
         run = LocalRun(
-            with_options(model, tokenize_stage=stage),
-            [{"prompt": "a", "tokenized_prompt": [7, 8]}],
+            with_options(model, tokenize_stage=stage), [{"prompt": "a", "tokenized_prompt": [7, 8]}]
         )
         assert run.asked[0].prompt_token_ids.tolist() == asked
 

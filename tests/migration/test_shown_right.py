@@ -100,9 +100,7 @@ def failing(model):
         return {"step": row["step"], "text": row["generated_text"], "prompt": row["prompt"]}
 
     config = config_of(
-        model,
-        fake={"error_on": ord("E")},
-        chat_template_stage={"chat_template": TEMPLATE},
+        model, fake={"error_on": ord("E")}, chat_template_stage={"chat_template": TEMPLATE}
     )
     return LocalRun(config, [{"step": step} for step in STEPS], preprocess, postprocess)
 

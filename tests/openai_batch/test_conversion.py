@@ -54,11 +54,7 @@ def test_rows_have_ids_that_no_custom_id_can_imitate(source, tmp_path):
 def test_refused_lines_keep_their_numbers(source, tmp_path):
     found = make(source, tmp_path / "f")
     codes = [(line, refusal["code"]) for line, refusal in refusals(tmp_path / "f", found)]
-    assert codes == [
-        (2, "invalid_json_line"),
-        (5, "duplicate_custom_id"),
-        (7, "unknown_parameter"),
-    ]
+    assert codes == [(2, "invalid_json_line"), (5, "duplicate_custom_id"), (7, "unknown_parameter")]
 
 
 def test_repeated_custom_id_is_told_with_both_lines(source, tmp_path):

@@ -60,10 +60,7 @@ def test_rows_become_requests_and_rows_without_a_prompt_are_counted(source, tmp_
         "url": "/v1/chat/completions",
         "body": {
             "model": "gpt",
-            "messages": [
-                {"role": "system", "content": "s"},
-                {"role": "user", "content": "say w"},
-            ],
+            "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "say w"}],
             "max_tokens": 3,
         },
     }

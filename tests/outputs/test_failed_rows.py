@@ -30,10 +30,7 @@ def choose(sink, *statuses, output=OUTPUT, id_column="row_id"):
 def test_error_rows_come_with_their_ids_and_without_answers(sink):
     make_complete(sink)
     found = choose(sink)
-    expected = [
-        {"text": "t1", "row_id": "a.parquet:1"},
-        {"text": "t6", "row_id": "a.parquet:6"},
-    ]
+    expected = [{"text": "t1", "row_id": "a.parquet:1"}, {"text": "t6", "row_id": "a.parquet:6"}]
     assert (expected, 2) == (rows_of(found), found.num_rows)
 
 

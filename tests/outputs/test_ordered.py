@@ -54,11 +54,7 @@ def make_reordered(sink: str, *, is_finished: bool = True, **changed) -> UnitPla
         "options": {"unit_rows": 5},
         "files": (),
         "shards": tuple(zip(names, firsts, strict=True)),
-        "fingerprint": {
-            "sampling.n": "1",
-            "sampling.logprobs": "null",
-            "output_prefix": '""',
-        },
+        "fingerprint": {"sampling.n": "1", "sampling.logprobs": "null", "output_prefix": '""'},
     }
     write_plan(sink, StoredPlan(**{**said, **changed}), units)
     store = open_store(sink)

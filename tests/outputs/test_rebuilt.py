@@ -52,12 +52,7 @@ def test_rows_without_a_report_are_counted_from_the_footers(sink, tmp_path):
     source = write_input(tmp_path / "in")
     make_complete(sink, source)
     report = current_report(sink)
-    assert (12, 12, 0, 0) == (
-        report.rows_in,
-        report.rows_out,
-        report.rows_lost,
-        report.rows_todo,
-    )
+    assert (12, 12, 0, 0) == (report.rows_in, report.rows_out, report.rows_lost, report.rows_todo)
     assert (2, 60, 20) == (report.rows_failed, report.prompt_tokens, report.generated_tokens)
     assert (f"file://{source}", "some/model") == (report.source, report.model)
     assert {"ReplicaCrash": ("a.parquet:1",), "InvalidPrompt": ("a.parquet:6",)} == {
@@ -68,12 +63,7 @@ def test_rows_without_a_report_are_counted_from_the_footers(sink, tmp_path):
 def test_rows_of_a_run_that_died_are_still_to_do_and_not_lost(sink):
     write_unit(sink, make_sink(sink), 2)
     report = current_report(sink)
-    assert (4, 0, 8, 1) == (
-        report.rows_out,
-        report.rows_lost,
-        report.rows_todo,
-        report.exit_code(),
-    )
+    assert (4, 0, 8, 1) == (report.rows_out, report.rows_lost, report.rows_todo, report.exit_code())
     assert "rows: 12 in, 4 out, 0 lost, 8 still to do" in report.to_text()
     assert "time:" not in report.to_text()
 

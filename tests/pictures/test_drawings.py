@@ -77,8 +77,7 @@ def test_a_histogram_of_nothing_is_not_drawn():
 
 
 @pytest.mark.parametrize(
-    ("highest", "expected"),
-    [(4, [0, 1, 2, 3, 4]), (7, [0, 2, 4, 6, 8]), (930, [0, 500, 1000])],
+    ("highest", "expected"), [(4, [0, 1, 2, 3, 4]), (7, [0, 2, 4, 6, 8]), (930, [0, 500, 1000])]
 )
 def test_ticks_are_round(highest, expected):
     assert expected == ticks(highest)

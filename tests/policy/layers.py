@@ -4,13 +4,7 @@ from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCos
 from raybatch.policy.cost.roofline import Roofline, link
 
 SPARSE = LayerShape(
-    model_dim=512,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    ffn_dim=384,
-    num_experts=64,
-    top_k=4,
+    model_dim=512, num_heads=8, num_kv_heads=4, head_dim=64, ffn_dim=384, num_experts=64, top_k=4
 )
 MODEL = ModelShape(layer=SPARSE, num_layers=12, other_bytes=10_000_000, num_pieces=4)
 

@@ -6,12 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.policy.admission_order import (
-    PATIENCE,
-    next_batch,
-    predicted_steps,
-    shortest_first,
-)
+from raybatch.policy.admission_order import PATIENCE, next_batch, predicted_steps, shortest_first
 from tests.policy.admission_simulation import run_batches, run_continuously, run_stream
 
 

@@ -21,11 +21,7 @@ def test_nothing_happens_where_nobody_is():
 
 
 def test_a_sequence_that_has_ended_is_released_whatever_its_status():
-    ended = (
-        active(1, 8, remaining=0),
-        stored(2, 8, remaining=0),
-        pending(3, 8, remaining=0),
-    )
+    ended = (active(1, 8, remaining=0), stored(2, 8, remaining=0), pending(3, 8, remaining=0))
     assert BoundaryPlan(release=(1, 2, 3)) == plan(*ended)
 
 

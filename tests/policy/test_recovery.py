@@ -28,8 +28,7 @@ R1_BYTES_PER_TOKEN = 61 * 576 * 2
 
 
 @pytest.mark.parametrize(
-    ("tokens", "bandwidth"),
-    list(product((1, 64, 512, 2048, 30_000), (1e6, 1e8, 1e9, 5e9, 5e10))),
+    ("tokens", "bandwidth"), list(product((1, 64, 512, 2048, 30_000), (1e6, 1e8, 1e9, 5e9, 5e10)))
 )
 def test_the_way_taken_is_the_quicker_one(tokens, bandwidth):
     kv_bytes = tokens * R1_BYTES_PER_TOKEN

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.roofline import (
-    MeasuredWork,
-    Roofline,
-    Work,
-    fit_roofline,
-    link,
-)
+from raybatch.policy.cost.roofline import MeasuredWork, Roofline, Work, fit_roofline, link
 from tests.policy.layers import SPARSE
 
 TRUTH = Roofline(fixed_s=3e-4, operation_s=1e-11, byte_s=1e-10)

@@ -91,11 +91,7 @@ def test_rows_with_other_digests_are_not_identical():
 
 def test_hashes_are_the_same_on_every_machine():
     keys = keys_of([[1, 2, 3, 4, 5], [6, 7]], 2)
-    assert keys.keys.tolist() == [
-        18312697798616416134,
-        14242112398754784910,
-        12905172283192591297,
-    ]
+    assert keys.keys.tolist() == [18312697798616416134, 14242112398754784910, 12905172283192591297]
     assert keys.digest.tolist() == [16934235946158207166, 5283210161008649999]
 
 

@@ -148,18 +148,11 @@ def test_a_model_that_knows_types_is_told_where_the_document_begins(tmp_path):
 
 @pytest.mark.parametrize(
     ("on_too_long", "expected"),
-    [
-        ("truncate_right", [SYSTEM, 97, 98, EOS]),
-        ("truncate_left", [SYSTEM, 99, 100, EOS]),
-    ],
+    [("truncate_right", [SYSTEM, 97, 98, EOS]), ("truncate_left", [SYSTEM, 99, 100, EOS])],
 )
 def test_a_cut_leaves_what_the_tokenizer_puts_around_a_text(framed, on_too_long, expected):
     stage = pooled(
-        framed,
-        "embed",
-        prompt="{text}",
-        on_too_long=on_too_long,
-        engine={"max_model_len": 4},
+        framed, "embed", prompt="{text}", on_too_long=on_too_long, engine={"max_model_len": 4}
     )
     answer(stage, pa.table({"text": ["abcd"]}))
     assert prompts_of(stage) == [expected]

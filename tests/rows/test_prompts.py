@@ -3,15 +3,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.rows.schema import ERROR_COLUMN
-from tests.stages.support import (
-    ASSISTANT,
-    EOS,
-    SYSTEM,
-    USER,
-    answer,
-    fake_stage,
-    local,
-)
+from tests.stages.support import ASSISTANT, EOS, SYSTEM, USER, answer, fake_stage, local
 
 
 def errors(table: pa.Table) -> list[str]:

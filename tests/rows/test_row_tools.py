@@ -61,11 +61,7 @@ def test_tools_of_a_row_are_in_its_prompt(model):
 def test_structs_of_arrow_lose_the_nulls_that_other_rows_have_put_in(model):
     lists = [[tool("add")], [tool("sub")]]
     found = read(
-        model,
-        {"messages": [HI] * 2, "tools": lists},
-        tools="tools",
-        kind="vllm",
-        options=PARSERS,
+        model, {"messages": [HI] * 2, "tools": lists}, tools="tools", kind="vllm", options=PARSERS
     )
     told = [json.loads(prompt.payload)["chat"]["tools"] for prompt in found]
     assert told == lists

@@ -71,12 +71,7 @@ def test_counts_travel_with_prompts_that_a_plan_has_kept():
 
 def make_writer(sink: str, stored: StoredPlan) -> UnitWriter:
     return UnitWriter(
-        sink=sink,
-        store=store_of(sink),
-        stored=stored,
-        schema=SCHEMA,
-        output=OUTPUT,
-        attempt="test",
+        sink=sink, store=store_of(sink), stored=stored, schema=SCHEMA, output=OUTPUT, attempt="test"
     )
 
 

@@ -28,10 +28,7 @@ def server(folder, port):
     """A server on the Ray of the tests; it is killed where it still runs at the end."""
     command = [sys.executable, "-m", "raybatch", "serve", str(folder / "job.yaml")]
     options = ["--folder", str(folder / "served"), "--port", str(port), "--model-name", "m"]
-    variables = {
-        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-        "RAYBATCH_API_KEY": KEY,
-    }
+    variables = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAYBATCH_API_KEY": KEY}
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
             [*command, *options], env={**os.environ, **variables}, stdout=log, stderr=log

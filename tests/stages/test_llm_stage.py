@@ -196,11 +196,7 @@ def test_name_of_an_output_column_is_refused_with_the_way_out(model):
 def test_output_prefix_keeps_two_stages_apart(model):
     first = answer(local(fake_stage(model, prompt="{text}")), pa.table({"text": ["a"]}))
     second = answer(local(fake_stage(model, prompt="{text}", output_prefix="b_")), first)
-    assert second.column_names == [
-        "text",
-        *OUTPUT_NAMES,
-        *["b_" + name for name in OUTPUT_NAMES],
-    ]
+    assert second.column_names == ["text", *OUTPUT_NAMES, *["b_" + name for name in OUTPUT_NAMES]]
 
 
 def test_logprobs_column_is_there_only_when_asked(model):

@@ -14,11 +14,7 @@ from raybatch.stages.unit_writer import UnitWriter
 from tests.history.test_recorder import stored_plan
 
 SCHEMA = pa.schema(
-    [
-        ("lang", pa.string()),
-        ("view", pa.string_view()),
-        ("blobs", pa.list_(pa.binary_view())),
-    ],
+    [("lang", pa.string()), ("view", pa.string_view()), ("blobs", pa.list_(pa.binary_view()))],
     metadata={"owner": "user"},
 )
 ROWS = [{"lang": f"l{i % 2}", "view": f"text {i}", "blobs": [b"%d" % i, None]} for i in range(6)]

@@ -32,13 +32,7 @@ from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import ConfigError, UnreachableError, error_text
 from raybatch.models.config import merge_eos
 from raybatch.models.source import resolve_model
-from raybatch.records.types import (
-    Capacity,
-    Completion,
-    ReplicaStats,
-    SequenceState,
-    TokenIds,
-)
+from raybatch.records.types import Capacity, Completion, ReplicaStats, SequenceState, TokenIds
 from raybatch.text.stopping import LazyTokenizer, StopChecker
 
 logger = logging.getLogger(__name__)

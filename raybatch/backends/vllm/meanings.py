@@ -50,9 +50,7 @@ MEANINGS: Mapping[str, Meaning] = dict(
         (
             "dtype",
             Meaning(
-                ours="dtype",
-                is_ours_alone=True,
-                values={"half": "float16", "float": "float32"},
+                ours="dtype", is_ours_alone=True, values={"half": "float16", "float": "float32"}
             ),
         ),
         ("max_model_len", Meaning(ours="max_model_len", is_ours_alone=True)),

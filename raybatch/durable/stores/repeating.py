@@ -58,11 +58,7 @@ class Repeating:
     """
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        num_tries: int = 6,
-        sleep: Callable[[float], None] = time.sleep,
+        self, store: Store, *, num_tries: int = 6, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self._store = store
         self._num_tries = num_tries

@@ -140,9 +140,7 @@ class DecodeGraphs:
     @property
     def counts(self) -> GraphCounts:
         return GraphCounts(
-            num_captured=len(self._graphs),
-            num_steps=self._num_steps,
-            eager_steps=dict(self._eager),
+            num_captured=len(self._graphs), num_steps=self._num_steps, eager_steps=dict(self._eager)
         )
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:

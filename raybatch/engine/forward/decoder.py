@@ -232,11 +232,7 @@ class Decoder:
         return layer.qkv.can_start_at(num_outputs)
 
     def _attend_last(
-        self,
-        layer: LayerWeights,
-        x: torch.Tensor,
-        prepared: PreparedBatch,
-        cache: KVCache,
+        self, layer: LayerWeights, x: torch.Tensor, prepared: PreparedBatch, cache: KVCache
     ) -> torch.Tensor:
         """Attend in the last layer: all rows leave their KV, those with logits have queries."""
         batch, rotation = prepared.batch, prepared.rotation

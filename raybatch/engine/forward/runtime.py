@@ -136,12 +136,7 @@ class CoroutineRuntime:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        cache: KVCache,
-        policy: FiringPolicy,
-        *,
-        hooks: Sequence[Hook] = (),
+        self, decoder: Decoder, cache: KVCache, policy: FiringPolicy, *, hooks: Sequence[Hook] = ()
     ) -> None:
         self.counters = RuntimeCounters()
         self._decoder = decoder

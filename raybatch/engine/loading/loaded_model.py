@@ -8,11 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.loading.resolve import (
-    ResolvedEngine,
-    check_max_model_len,
-    resolve,
-)
+from raybatch.engine.loading.resolve import ResolvedEngine, check_max_model_len, resolve
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.profile_cache import measured_profile
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
@@ -74,9 +70,7 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     form = resolved.weight_form(may_compile=config.compiles_kernels)
     sizes = weight_sizes(path, spec, form, device=resolved.device)
     residence = plan_residence(
-        sizes,
-        device_weight_bytes=config.device_weight_bytes,
-        weight_buffers=config.weight_buffers,
+        sizes, device_weight_bytes=config.device_weight_bytes, weight_buffers=config.weight_buffers
     )
     return LoadedModel(
         name=path.name,

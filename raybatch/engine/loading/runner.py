@@ -332,10 +332,7 @@ def _host_memory(runner: ModelRunner) -> str:
 
 
 def _make_cache(
-    config: EngineConfig,
-    model: LoadedModel,
-    num_engines_on_host: int,
-    setup: GraphSetup | None,
+    config: EngineConfig, model: LoadedModel, num_engines_on_host: int, setup: GraphSetup | None
 ) -> KVCache:
     num_scrap_blocks = int(setup is not None)
     dtype = model.resolved.kv_dtype

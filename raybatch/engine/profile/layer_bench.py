@@ -83,10 +83,7 @@ def profile_options(config: EngineConfig) -> ProfileOptions:
 
 
 def probe_decoder(
-    spec: ModelSpec,
-    weights: ModelWeights,
-    layers: Sequence[LayerWeights],
-    ops: Ops = REFERENCE,
+    spec: ModelSpec, weights: ModelWeights, layers: Sequence[LayerWeights], ops: Ops = REFERENCE
 ) -> Decoder:
     """Return a decoder of some layers of a model, which attend to all that `LayerShape` counts.
 

@@ -103,12 +103,7 @@ def profile_layer(
     device, dtype = weights.embed.device, weights.embed.dtype
     stopwatch = Stopwatch(clock or clock_of(device), options.num_repeats)
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
-    model = model_shape(
-        spec,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        byte_dtype=byte_dtype_of(weights),
-    )
+    model = model_shape(spec, dtype=dtype, kv_dtype=kv_dtype, byte_dtype=byte_dtype_of(weights))
     is_sparse = model.layer.num_experts > 1
     layers = _layers_beyond_cache(spec, weights, model.layer)
     ops = pick_ops(

@@ -43,10 +43,7 @@ class Stopwatch:
         self._num_repeats = num_repeats
 
     def measure(
-        self,
-        sizes: Sequence[tuple[int, Work]],
-        prepare: Callable[[int], Run],
-        budget_s: float,
+        self, sizes: Sequence[tuple[int, Work]], prepare: Callable[[int], Run], budget_s: float
     ) -> tuple[MeasuredWork, ...]:
         """Measure sizes in order until the budget is spent; the first one always.
 

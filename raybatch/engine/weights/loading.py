@@ -178,10 +178,7 @@ def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeig
         layers.append(_assemble_layer(of_layer, spec))
     embed, head = (views[name] for name in (("table",) * 2 if spec.is_tied else ("embed", "head")))
     return ModelWeights(
-        embed=embed,
-        layers=tuple(layers),
-        norm=views["norm"],
-        head=Linear(head, spec.vocab_size),
+        embed=embed, layers=tuple(layers), norm=views["norm"], head=Linear(head, spec.vocab_size)
     )
 
 

@@ -165,11 +165,7 @@ def _processor() -> str | None:
 FLOATS: Mapping[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 # what panels.h calls the types of weights
-WEIGHT_FORMS: Mapping[torch.dtype, int] = {
-    torch.float32: 0,
-    torch.int8: 1,
-    torch.float8_e4m3fn: 2,
-}
+WEIGHT_FORMS: Mapping[torch.dtype, int] = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 
 _FOLDER = Path(__file__).parent
 # below the cache folder
@@ -304,12 +300,7 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 def _run(command: list[str]) -> str:
     done = subprocess.run(
-        command,
-        check=True,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_TIMEOUT_S,
+        command, check=True, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S
     )
     return done.stdout
 

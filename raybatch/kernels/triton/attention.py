@@ -68,10 +68,7 @@ def prepare_attention(
     walk = None
     if plan.decode is not None and plan.num_decode:
         walk = plan_walk(
-            plan.decode,
-            positions=positions[: plan.num_decode],
-            pool=pool,
-            windows=windows,
+            plan.decode, positions=positions[: plan.num_decode], pool=pool, windows=windows
         )
     chunks, contexts = None, plan.contexts
     if plan.prefill is not None:

@@ -39,9 +39,7 @@ def needs_upcast(tensor: torch.Tensor) -> bool:
 
 
 def to_table(
-    rows: Sequence[tuple[int, ...]],
-    num_columns: int,
-    device: torch.device,
+    rows: Sequence[tuple[int, ...]], num_columns: int, device: torch.device
 ) -> torch.Tensor:
     """Return int64 [rows, columns] on the device."""
     return torch.tensor(rows, dtype=torch.int64).view(-1, num_columns).to(device)

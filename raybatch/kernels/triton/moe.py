@@ -137,11 +137,7 @@ def moe_ffn(
 
 
 def _experts(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    permutation: Permutation,
-    top_k: int,
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, permutation: Permutation, top_k: int
 ) -> torch.Tensor:
     """Return what the experts make of their rows, [T * K, M], sorted by expert."""
     num_rows, num_experts, model_dim = len(permutation.order), len(gate_up), x.shape[1]

@@ -61,14 +61,7 @@ def draw_tokens(
     options = (temperature, min_p)
     sizes = {"VOCAB_SIZE": vocab_size, "BLOCK": BLOCK, **shape}
     block_sums_kernel[(num_rows, num_tiles)](
-        logits,
-        max_logits,
-        *options,
-        sums,
-        stride,
-        num_blocks,
-        TILE_BLOCKS=_TILE_BLOCKS,
-        **sizes,
+        logits, max_logits, *options, sums, stride, num_blocks, TILE_BLOCKS=_TILE_BLOCKS, **sizes
     )
     invert_kernel[(num_rows,)](
         logits,

@@ -68,12 +68,7 @@ def forward_time(
 
 
 def forward_dag(
-    model: ModelShape,
-    costs: ModuleCosts,
-    plan: BatchPlan,
-    workload: Workload,
-    *,
-    num_layers: int,
+    model: ModelShape, costs: ModuleCosts, plan: BatchPlan, workload: Workload, *, num_layers: int
 ) -> list[DagNode]:
     """Return the nodes of the first layers, each after all that it waits for.
 

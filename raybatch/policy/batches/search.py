@@ -114,11 +114,7 @@ def price_plan(
 
 
 def search_plans(
-    model: ModelShape,
-    costs: ModuleCosts,
-    workload: Workload,
-    memory: MemoryBudget,
-    grid: PlanGrid,
+    model: ModelShape, costs: ModuleCosts, workload: Workload, memory: MemoryBudget, grid: PlanGrid
 ) -> SearchResult:
     """Return the plan of the grid with the least seconds per token that memory holds.
 
@@ -233,9 +229,7 @@ def plan_batches(
             largest.add(allowed.tokens)
     tokens = tuple(sorted({*powers.gate_tokens, *largest}))
     grid = PlanGrid(
-        attention_tokens=tokens,
-        gate_tokens=tokens,
-        parameter_buffers=powers.parameter_buffers,
+        attention_tokens=tokens, gate_tokens=tokens, parameter_buffers=powers.parameter_buffers
     )
     search = search_plans(model, costs, workload, memory, grid)
     target = gate_target(model, search.best.plan, workload, memory, saturated_tokens=enough)

@@ -7,15 +7,7 @@ from functools import partial
 
 from raybatch.pictures.charts import draw_histogram
 from raybatch.pictures.document import Figure, Section, Table
-from raybatch.pictures.timeline import (
-    Band,
-    Box,
-    LaneRow,
-    Step,
-    draw_bands,
-    draw_boxes,
-    draw_lanes,
-)
+from raybatch.pictures.timeline import Band, Box, LaneRow, Step, draw_bands, draw_boxes, draw_lanes
 from raybatch.pictures.wording import count, duration, full, percent
 from raybatch.prefix.histogram import Histogram
 from raybatch.report.history.records import History, RunRecord, Sample

@@ -196,10 +196,7 @@ def test_a_block_that_two_decode_tokens_own_serves_both(device):
 
 def test_a_window_without_first_positions_is_refused(device):
     decode = Decode([2], device)
-    part = DecodePart(
-        **{**decode.part, "first_positions": None},
-        is_contiguous=False,
-    )
+    part = DecodePart(**{**decode.part, "first_positions": None}, is_contiguous=False)
     with pytest.raises(ValueError, match="first_positions"):
         decode_attention.plan_walk(
             part, positions=decode.positions, pool=decode.k_pool, windows=(None, 4)

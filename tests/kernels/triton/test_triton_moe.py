@@ -56,13 +56,7 @@ def test_rows_are_weighted_and_returned_to_their_tokens(device):
 @pytest.mark.parametrize("norm_topk_prob", [True, False], ids=["scaled", "plain"])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "model_dim", "ffn_dim", "top_k"),
-    [
-        (1, 8, 16, 8, 2),
-        (7, 5, 12, 20, 3),
-        (40, 4, 9, 7, 4),
-        (3, 64, 16, 12, 1),
-        (70, 2, 80, 70, 1),
-    ],
+    [(1, 8, 16, 8, 2), (7, 5, 12, 20, 3), (40, 4, 9, 7, 4), (3, 64, 16, 12, 1), (70, 2, 80, 70, 1)],
 )
 def test_output_equals_the_reference(
     num_tokens, num_experts, model_dim, ffn_dim, top_k, norm_topk_prob, device
