@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from raybatch.errors import ConfigError
-from raybatch.models.checkpoint_check import StoredTensor, check_known_tensors, stored_tensors
+from raybatch.models.checkpoint import StoredTensor, check_tensors, stored_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.json_files import read_json
 
@@ -23,4 +23,4 @@ def check_known_model(folder: Path) -> None:
         spec = read_model_spec(folder)
     except ConfigError:
         return
-    check_known_tensors(folder, spec)
+    check_tensors(folder, spec, is_native=False)

@@ -13,16 +13,19 @@ import torch
 from raybatch.kernels.attention_plan import AttentionPlan, DecodeForm, FixedDecode, PrefillPart
 from raybatch.kernels.context_attention import PreparedContexts, merge_contexts_, prepare_contexts
 from raybatch.kernels.decode_attention import attend_decode, fixed_walk, plan_walk
-from raybatch.kernels.dense_attention import attend_dense, attend_windowed
+from raybatch.kernels.dense_attention import (
+    Part,
+    attend_dense,
+    attend_windowed,
+    join_heads,
+    split_heads,
+)
 from raybatch.kernels.kv_rows import dequantise, is_quantised, quantise
 
 # chunks up to this length are padded and computed together, longer ones one by one
 _MAX_BUCKET_TOKENS = 48
 
 TORCH_DECODE = DecodeForm(plan=plan_walk, attend=attend_decode)
-
-# outputs and their log-sum-exp
-_Part = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +52,6 @@ class PreparedAttention:
     """
 
     num_decode: int
-    positions: torch.Tensor
     block_ids: torch.Tensor
     block_offsets: torch.Tensor
     decode: DecodeForm
@@ -73,12 +75,10 @@ def prepare_attention(
     Of `pool`, the keys of any layer, only shape and dtype are read; `windows` are the different
     windows of the model's layers.
     """
-    block_size = pool.shape[2]
     walk = None
     if plan.decode is not None and plan.num_decode:
-        walk = decode.plan(
-            plan.decode, positions=positions[: plan.num_decode], pool=pool, windows=windows
-        )
+        rows = positions[: plan.num_decode]
+        walk = decode.plan(plan.decode, positions=rows, pool=pool, windows=windows)
     contexts = None
     if plan.contexts:
         contexts = prepare_contexts(
@@ -90,9 +90,8 @@ def prepare_attention(
     chunks, buckets = _split_prefill(plan.prefill, positions.device)
     return PreparedAttention(
         num_decode=plan.num_decode,
-        positions=positions,
-        block_ids=slot_mapping // block_size,
-        block_offsets=slot_mapping % block_size,
+        block_ids=slot_mapping // pool.shape[2],
+        block_offsets=slot_mapping % pool.shape[2],
         decode=decode,
         walk=walk,
         chunks=chunks,
@@ -111,12 +110,10 @@ def prepare_fixed(
 
     See `prepare_attention` for `pool` and `windows`.
     """
-    block_size = pool.shape[2]
     return PreparedAttention(
         num_decode=len(part.positions),
-        positions=part.positions,
-        block_ids=part.slot_mapping // block_size,
-        block_offsets=part.slot_mapping % block_size,
+        block_ids=part.slot_mapping // pool.shape[2],
+        block_offsets=part.slot_mapping % pool.shape[2],
         decode=TORCH_DECODE,
         walk=fixed_walk(part, pool=pool, windows=windows),
         chunks=(),
@@ -128,30 +125,22 @@ def prepare_fixed(
 def _split_prefill(
     part: PrefillPart | None, device: torch.device
 ) -> tuple[tuple[tuple[int, int], ...], tuple[_Bucket, ...]]:
-    if part is None:
-        return (), ()
+    """Return the long chunks, (start, length), and the short ones by length."""
     long: list[tuple[int, int]] = []
     by_width: dict[int, list[tuple[int, int]]] = {}
-    for start, length in zip(part.starts, part.lens, strict=True):
-        if length > _MAX_BUCKET_TOKENS:
-            long.append((start, length))
+    for chunk in zip(part.starts, part.lens, strict=True) if part else ():
+        if chunk[1] > _MAX_BUCKET_TOKENS:
+            long.append(chunk)
         else:
-            by_width.setdefault((length + 7) // 8 * 8, []).append((start, length))
+            by_width.setdefault((chunk[1] + 7) // 8 * 8, []).append(chunk)
     buckets = []
     for width, chunks in by_width.items():
-        starts = torch.tensor([start for start, _ in chunks], device=device).unsqueeze(1)
-        lens = torch.tensor([length for _, length in chunks], device=device).unsqueeze(1)
+        starts, lens = torch.tensor(chunks, device=device).unsqueeze(2).unbind(1)
         places = torch.arange(width, device=device)
         gather = (starts + torch.minimum(places, lens - 1)).view(-1)
         valid = (places < lens).view(-1).nonzero().squeeze(1)
-        buckets.append(
-            _Bucket(
-                num_chunks=len(chunks),
-                gather=gather,
-                valid=valid,
-                rows=gather.index_select(0, valid),
-            )
-        )
+        rows = gather.index_select(0, valid)
+        buckets.append(_Bucket(num_chunks=len(chunks), gather=gather, valid=valid, rows=rows))
     return tuple(long), tuple(buckets)
 
 
@@ -196,9 +185,9 @@ def attend(
         _write(output, lse, rows, part)
     for start, length in prepared.chunks:
         rows = slice(start, start + length)
-        heads = _split_heads(q[rows], k.shape[1])
+        heads = split_heads(q[rows], 1, k.shape[1])
         part = _attend_chunk(heads, k[rows].transpose(0, 1), v[rows].transpose(0, 1), window)
-        _write(output, lse, rows, _join_heads(part))
+        _write(output, lse, rows, join_heads(part, 1))
     for bucket in prepared.buckets:
         _write(output, lse, bucket.rows, _attend_bucket(q, k, v, bucket, window))
     if prepared.contexts is not None and lse is not None:
@@ -206,19 +195,8 @@ def attend(
     return output.flatten(1)
 
 
-def _split_heads(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Turn [Q, H, D] into [G, n, Q, D] without a copy."""
-    return q.view(len(q), num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
-
-
-def _join_heads(part: _Part) -> _Part:
-    """Turn [G, n, Q, D] and [G, n, Q] into [Q, H, D] and [Q, H]."""
-    output, lse = part
-    return output.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
-
-
 def _write(
-    output: torch.Tensor, lse: torch.Tensor | None, rows: slice | torch.Tensor, part: _Part
+    output: torch.Tensor, lse: torch.Tensor | None, rows: slice | torch.Tensor, part: Part
 ) -> None:
     output[rows] = part[0]
     if lse is not None:
@@ -230,7 +208,7 @@ def _attend_chunk(
     k: torch.Tensor,  # [G, Q, D]
     v: torch.Tensor,  # [G, Q, D]
     window: int | None,
-) -> _Part:
+) -> Part:
     length = k.shape[1]
     if window is None or length <= window:
         return attend_dense(q, k, v, is_causal=True)
@@ -240,25 +218,13 @@ def _attend_chunk(
 
 def _attend_bucket(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: _Bucket, window: int | None
-) -> _Part:
+) -> Part:
     """Compute padded chunks with chunk and KV head as one batch; padding is never read."""
-    count, num_kv_heads = bucket.num_chunks, k.shape[1]
-    padded = q.index_select(0, bucket.gather).view(count, -1, num_kv_heads, *_group_shape(q, k))
-    queries = padded.permute(0, 2, 3, 1, 4).flatten(0, 1)
+    count = bucket.num_chunks
+    queries = split_heads(q.index_select(0, bucket.gather), count, k.shape[1])
     keys, values = (
         x.index_select(0, bucket.gather).view(count, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
         for x in (k, v)
     )
-    output, lse = _attend_chunk(queries, keys, values, window)
-    output = (
-        output.view(count, num_kv_heads, *output.shape[1:])
-        .permute(0, 3, 1, 2, 4)
-        .reshape(-1, *q.shape[1:])
-    )
-    lse = lse.view(count, num_kv_heads, *lse.shape[1:]).permute(0, 3, 1, 2).reshape(-1, q.shape[1])
+    output, lse = join_heads(_attend_chunk(queries, keys, values, window), count)
     return output.index_select(0, bucket.valid), lse.index_select(0, bucket.valid)
-
-
-def _group_shape(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
-    """Return the query heads of one KV head, and the head dim."""
-    return q.shape[1] // k.shape[1], q.shape[2]

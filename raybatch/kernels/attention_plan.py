@@ -71,8 +71,8 @@ class FixedDecode:
 
     What a step is like is in their values alone: shapes, addresses and everything that is computed
     on the host depend on S, P and `max_row_blocks`. Row r reads the entries
-    starts[r]..starts[r + 1], at least one with a valid position; entries from starts[S] on are of
-    no row and have none.
+    starts[r]..starts[r + 1], at least one with a valid position; those from starts[S] on are of no
+    row and have none.
 
     Args:
         positions: int64 [S], of each row in its sequence.
@@ -110,12 +110,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeForm:
-    """Two functions that belong together, as `plan_walk` and `attend_decode` do.
-
-    Args:
-        plan: turns a `DecodePart` into what `attend` reads, once per step.
-        attend: returns outputs and log-sum-exp of the decode tokens in one layer.
-    """
+    """Two functions that belong together, as `plan_walk` and `attend_decode` do."""
 
     plan: Callable[..., Any]
     attend: Callable[..., Any]

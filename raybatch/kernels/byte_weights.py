@@ -34,9 +34,7 @@ def quantise_weight(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     """Return a weight [..., out, in] over its scales [..., out], the nearest numbers of `dtype`."""
     if weight.dim() > 2:
         parts = zip(weight, scales, strict=True)
-        return torch.stack(
-            [quantise_weight(part, part_scales, dtype) for part, part_scales in parts]
-        )
+        return torch.stack([quantise_weight(part, of, dtype) for part, of in parts])
     scaled = weight / scales.unsqueeze(-1)
     return scaled.round_().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
 
@@ -50,11 +48,12 @@ def dequantise_weight(
     """
     is_fp8 = weight.dtype == torch.float8_e4m3fn
     floats = read_fp8(weight.view(torch.uint8)) if is_fp8 else weight.to(torch.float32)
-    if weight.dim() == 2:
-        return floats.mul_(scales.unsqueeze(1)).to(dtype)
-    num_panels, _, width = weight.shape
-    filled = functional.pad(scales, (0, num_panels * width - len(scales)))
-    return floats.mul_(filled.view(num_panels, 1, width)).to(dtype)
+    factors = scales.unsqueeze(1)
+    if weight.dim() == 3:
+        num_panels, _, width = weight.shape
+        filled = functional.pad(scales, (0, num_panels * width - len(scales)))
+        factors = filled.view(num_panels, 1, width)
+    return floats.mul_(factors).to(dtype)
 
 
 def read_fp8(elements: torch.Tensor) -> torch.Tensor:

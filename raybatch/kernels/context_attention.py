@@ -11,9 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.kernels.attention_plan import ContextPart
-from raybatch.kernels.dense_attention import attend_dense, attend_windowed
+from raybatch.kernels.dense_attention import (
+    Part,
+    attend_dense,
+    attend_windowed,
+    join_heads,
+    merge_parts,
+    split_heads,
+)
 from raybatch.kernels.kv_rows import is_quantised, read_rows
-from raybatch.kernels.softmax import merge_parts
 
 # sets of up to so many queries that differ by less than a step are padded to one size
 _MAX_PADDED_QUERIES = 64
@@ -22,6 +28,8 @@ _QUERY_STEP = 8
 _MAX_BATCH_BYTES = 1 << 20
 # row of a padded place
 _PADDING = -1
+
+_Rows = slice | torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,31 +46,23 @@ class _Batch:
     """
 
     num_tokens: int
-    rows: slice | torch.Tensor
+    rows: _Rows
     pool_rows: torch.Tensor
     positions: torch.Tensor
     spans: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Round:
-    """Results that are merged together: no row occurs twice.
+class PreparedContexts:
+    """The contexts of a plan in the form that every layer of a step uses.
 
     Args:
-        rows: rows of the forward batch.
-        places: int64, their results among those of all batches; None for all in order.
+        rounds: results that are merged together, of which no row occurs twice: rows of the forward
+            batch, and their results among those of all batches, int64 (None for all in order).
     """
 
-    rows: slice | torch.Tensor
-    places: torch.Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparedContexts:
-    """The contexts of a plan in the form that every layer of a step uses."""
-
     batches: tuple[_Batch, ...]
-    rounds: tuple[_Round, ...]
+    rounds: tuple[tuple[_Rows, torch.Tensor | None], ...]
 
 
 def prepare_contexts(
@@ -78,34 +78,38 @@ def prepare_contexts(
     any layer, only shape and dtype are read.
     """
     num_kv_heads = pool.shape[1]
+    heads = torch.arange(num_kv_heads, device=pool.device).unsqueeze(1)
     batches: list[_Batch] = []
     rows: list[torch.Tensor] = []
-    for members in _alike(parts, 2 * num_kv_heads * pool.shape[3] * _element_bytes(pool)):
+    for members in _alike(parts, pool):
         batch_rows, is_query = _pad([part.query_idx for part in members])
         rows.append(torch.where(is_query, batch_rows, _PADDING).view(-1))
+        blocks = torch.stack([part.block_ids for part in members]).unsqueeze(1)
+        spans = ((p.first_position, int(positions[p.query_idx].max())) for p in members)
         batches.append(
             _Batch(
                 num_tokens=members[0].num_tokens,
-                rows=as_slice(batch_rows.view(-1)),
-                pool_rows=_pool_rows([part.block_ids for part in members], num_kv_heads),
+                rows=_as_slice(batch_rows.view(-1)),
+                pool_rows=(blocks * num_kv_heads + heads).view(-1),
                 positions=positions[batch_rows],
-                spans=_spans(members, positions) if has_windows else (),
+                spans=tuple(spans) if has_windows else (),
             )
         )
     return PreparedContexts(batches=tuple(batches), rounds=_rounds(torch.cat(rows)))
 
 
-def _element_bytes(pool: torch.Tensor) -> int:
-    """Return the bytes of an element of a pool once it was copied."""
-    return torch.float32.itemsize if is_quantised(pool.dtype) else pool.element_size()
-
-
-def _alike(parts: Sequence[ContextPart], token_bytes: int) -> list[list[ContextPart]]:
+def _alike(parts: Sequence[ContextPart], pool: torch.Tensor) -> list[list[ContextPart]]:
     """Return the parts in batches of like shape."""
+    # of a quantised pool numbers are copied
+    element_bytes = torch.float32.itemsize if is_quantised(pool.dtype) else pool.element_size()
+    token_bytes = 2 * pool.shape[1] * pool.shape[3] * element_bytes
     batches: list[list[ContextPart]] = []
     last: dict[tuple[int, int], list[ContextPart]] = {}
     for part in parts:
-        shape = part.num_tokens, _size_class(len(part.query_idx))
+        num_queries = len(part.query_idx)
+        if num_queries <= _MAX_PADDED_QUERIES:
+            num_queries = -(-num_queries // _QUERY_STEP) * _QUERY_STEP
+        shape = part.num_tokens, num_queries
         batch = last.get(shape)
         if batch is None or (len(batch) + 1) * part.num_tokens * token_bytes > _MAX_BATCH_BYTES:
             batch = last[shape] = []
@@ -114,19 +118,12 @@ def _alike(parts: Sequence[ContextPart], token_bytes: int) -> list[list[ContextP
     return batches
 
 
-def as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
+def _as_slice(rows: torch.Tensor) -> _Rows:
     """Return ascending neighbours as a slice, which is read without a copy, and others as given."""
     first, count = int(rows[0]), len(rows)
     if int(rows[-1]) - first == count - 1 and bool((rows.diff() == 1).all()):
         return slice(first, first + count)
     return rows
-
-
-def _size_class(num_queries: int) -> int:
-    """Return a number that is equal for sets of queries that may be padded to one size."""
-    if num_queries > _MAX_PADDED_QUERIES:
-        return num_queries
-    return -(-num_queries // _QUERY_STEP) * _QUERY_STEP
 
 
 def _pad(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,17 +135,7 @@ def _pad(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(tuple(rows))[index], places < ends
 
 
-def _pool_rows(block_ids: Sequence[torch.Tensor], num_kv_heads: int) -> torch.Tensor:
-    blocks = torch.stack(tuple(block_ids)).unsqueeze(1)
-    heads = torch.arange(num_kv_heads, device=blocks.device).unsqueeze(1)
-    return (blocks * num_kv_heads + heads).view(-1)
-
-
-def _spans(parts: Sequence[ContextPart], positions: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    return tuple((part.first_position, int(positions[part.query_idx].max())) for part in parts)
-
-
-def _rounds(rows: torch.Tensor) -> tuple[_Round, ...]:
+def _rounds(rows: torch.Tensor) -> tuple[tuple[_Rows, torch.Tensor | None], ...]:
     """Deal the results out to rounds; `rows` has the row of each, or padding."""
     places = (rows != _PADDING).nonzero().squeeze(1)
     ordered, order = rows[places].sort(stable=True)
@@ -156,9 +143,9 @@ def _rounds(rows: torch.Tensor) -> tuple[_Round, ...]:
     turn = torch.arange(len(ordered), device=rows.device) - starts
     num_rounds = int(turn.max()) + 1
     if num_rounds == 1 and len(places) == len(rows):
-        return (_Round(rows=as_slice(rows), places=None),)
+        return ((_as_slice(rows), None),)
     of_turn = [places[order[turn == number]] for number in range(num_rounds)]
-    return tuple(_Round(rows=as_slice(rows[chosen]), places=chosen) for chosen in of_turn)
+    return tuple((_as_slice(rows[chosen]), chosen) for chosen in of_turn)
 
 
 def merge_contexts_(
@@ -175,8 +162,7 @@ def merge_contexts_(
     others, other_lses = zip(*parts, strict=True)
     other = torch.cat(others) if len(others) > 1 else others[0]
     other_lse = torch.cat(other_lses) if len(others) > 1 else other_lses[0]
-    for merged in prepared.rounds:
-        rows, places = merged.rows, merged.places
+    for rows, places in prepared.rounds:
         part = (other, other_lse)
         if places is not None:
             part = (other.index_select(0, places), other_lse.index_select(0, places))
@@ -185,53 +171,36 @@ def merge_contexts_(
 
 def _attend(
     q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, batch: _Batch, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Part:
     """Return the outputs [C * Q, H, D] and their log-sum-exp [C * Q, H]."""
-    num_contexts, num_queries = batch.positions.shape
-    num_kv_heads, head_dim = k_pool.shape[1], q.shape[2]
-    queries = q[batch.rows].view(num_contexts, num_queries, num_kv_heads, -1, head_dim)
-    queries = queries.permute(0, 2, 3, 1, 4).flatten(0, 1)
-    keys, values = (read_rows(_gather(pool, batch), head_dim, q.dtype) for pool in (k_pool, v_pool))
+    num_contexts, num_kv_heads = len(batch.positions), k_pool.shape[1]
+    queries = split_heads(q[batch.rows], num_contexts, num_kv_heads)
+    keys, values = (
+        # the cached positions of all contexts, [C * G, P, R]
+        read_rows(
+            pool.view(-1, pool.shape[2] * pool.shape[3])
+            .index_select(0, batch.pool_rows)
+            .view(len(queries), -1, pool.shape[3])[:, : batch.num_tokens],
+            q.shape[2],
+            q.dtype,
+        )
+        for pool in (k_pool, v_pool)
+    )
     if window is None or all(highest - window < first for first, highest in batch.spans):
-        output, lse = attend_dense(queries, keys, values, is_causal=False)
-    else:
-        output, lse = _attend_windowed(queries, keys, values, batch, window)
-    shape = (num_contexts, num_kv_heads, -1, num_queries)
-    output = output.view(*shape, head_dim).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:])
-    return output, lse.view(shape).permute(0, 3, 1, 2).reshape(-1, q.shape[1])
-
-
-def _attend_windowed(
-    queries: torch.Tensor,  # [C * G, n, Q, D]
-    keys: torch.Tensor,  # [C * G, P, D]
-    values: torch.Tensor,  # [C * G, P, D]
-    batch: _Batch,
-    window: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend context by context, because each has positions of its own."""
+        return join_heads(attend_dense(queries, keys, values, is_causal=False), num_contexts)
+    # context by context, because each has positions of its own
     places = torch.arange(batch.num_tokens, device=queries.device)
-    num_kv_heads = len(queries) // len(batch.spans)
     parts = []
     for i, (first_position, _) in enumerate(batch.spans):
         heads = slice(i * num_kv_heads, (i + 1) * num_kv_heads)
-        parts.append(
-            attend_windowed(
-                queries[heads],
-                keys[heads],
-                values[heads],
-                query_positions=batch.positions[i],
-                key_positions=places + first_position,
-                window=window,
-            )
+        part = attend_windowed(
+            queries[heads],
+            keys[heads],
+            values[heads],
+            query_positions=batch.positions[i],
+            key_positions=places + first_position,
+            window=window,
         )
+        parts.append(part)
     outputs, lses = zip(*parts, strict=True)
-    return torch.cat(outputs), torch.cat(lses)
-
-
-def _gather(pool: torch.Tensor, batch: _Batch) -> torch.Tensor:
-    """Copy the cached positions of all contexts to [C * G, P, R]."""
-    num_blocks, num_kv_heads, block_size, width = pool.shape
-    flat = pool.view(num_blocks * num_kv_heads, block_size * width)
-    copied = flat.index_select(0, batch.pool_rows)
-    num_groups = len(batch.positions) * num_kv_heads
-    return copied.view(num_groups, -1, width)[:, : batch.num_tokens]
+    return join_heads((torch.cat(outputs), torch.cat(lses)), num_contexts)

@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels.attention_plan import DecodePart, FixedDecode
+from raybatch.kernels.dense_attention import Part, base_of, shares_of
 from raybatch.kernels.kv_rows import is_quantised, read_rows
-from raybatch.kernels.softmax import base_of, log_sum_exp, shares_of
 
 # starting another run costs about as much as walking over so many bytes of foreign KV
 _RUN_COST_BYTES = 128 << 10
@@ -64,37 +64,30 @@ def plan_walk(
 ) -> DecodeWalk:
     """Turn a part into the walk that `attend_decode` executes."""
     num_kv_heads, block_size, width = pool.shape[1:]
-    device = part.block_ids.device
+    block_ids, device = part.block_ids, part.block_ids.device
     runs: tuple[_Run, ...] = ()
-    rows = torch.arange(len(part.block_ids), device=device)
-    block_ids = part.block_ids
-    if not len(block_ids):
-        # every row reads nothing but contexts
-        pass
-    elif part.is_contiguous:
+    rows = torch.arange(len(block_ids), device=device)
+    # there is none where every row reads nothing but contexts
+    if len(block_ids) and part.is_contiguous:
         runs = (_Run(0, len(block_ids), int(block_ids[0])),)
-    elif device.type == "cpu":
+    elif len(block_ids) and device.type == "cpu":
         block_bytes = 2 * num_kv_heads * block_size * width * pool.element_size()
-        max_gap = _RUN_COST_BYTES // block_bytes
-        runs, rows, block_ids = _plan_runs(block_ids, max_gap)
+        runs, rows, block_ids = _plan_runs(block_ids, _RUN_COST_BYTES // block_bytes)
     if is_quantised(pool.dtype):
         read_bytes = num_kv_heads * block_size * width * torch.float32.itemsize
         runs = _cut(runs, max(1, _MAX_READ_BYTES // read_bytes))
-    num_rows = len(block_ids)
-    owners = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    owners = torch.zeros(len(block_ids), dtype=torch.int64, device=device)
     owners[rows] = part.owners
-    num_valid = torch.ones(num_rows, dtype=torch.int64, device=device)
-    num_valid[rows] = part.num_valid
     sorted_owners, order = part.owners.sort(stable=True)
     offsets = torch.searchsorted(sorted_owners, torch.arange(len(positions), device=device))
-    is_hidden = torch.arange(block_size, device=device) >= num_valid.unsqueeze(1)
     masks = {}
     for window in windows:
-        hidden = is_hidden
-        if window is not None and int(positions.max()) >= window:
-            is_outside = _is_outside_window(part, positions, block_size, window)
-            hidden = is_hidden.index_put((rows,), is_hidden[rows] | is_outside)
-        masks[window] = _bias_of(hidden, pool)
+        hides = window is not None and int(positions.max()) >= window
+        bias = _bias(part, part.owners, positions, pool, window if hides else None)
+        # what foreign blocks give is not read
+        walked = bias.new_zeros(len(block_ids), block_size)
+        walked[rows] = bias
+        masks[window] = walked.repeat_interleave(num_kv_heads, dim=0).unsqueeze(1)
     return DecodeWalk(
         runs=runs,
         block_ids=block_ids,
@@ -115,21 +108,14 @@ def fixed_walk(
 
     Every entry is gathered, those of no row as well: a form to compare others with.
     """
-    block_size, device = pool.shape[2], part.block_ids.device
-    rows = torch.arange(len(part.block_ids), device=device)
+    rows = torch.arange(len(part.block_ids), device=part.block_ids.device)
     last_row = len(part.positions) - 1
     # an entry of no row adds nothing to the last one, as all of its positions are hidden
     owners = torch.searchsorted(part.starts[1:], rows, right=True).clamp(max=last_row)
-    slots = torch.arange(block_size, device=device)
-    is_hidden = slots >= part.num_valid.unsqueeze(1)
     masks = {}
     for window in windows:
-        hidden = is_hidden
-        if window is not None:
-            first_seen = (part.positions - window + 1).index_select(0, owners)
-            begins = part.first_positions.unsqueeze(1)
-            hidden = is_hidden | ((begins + slots) < first_seen.unsqueeze(1))
-        masks[window] = _bias_of(hidden, pool)
+        bias = _bias(part, owners, part.positions, pool, window)
+        masks[window] = bias.repeat_interleave(pool.shape[1], dim=0).unsqueeze(1)
     return DecodeWalk(
         runs=(),
         block_ids=part.block_ids,
@@ -140,23 +126,24 @@ def fixed_walk(
     )
 
 
-def _bias_of(is_hidden: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    """Turn a mask [R, B] into what is added to the scores, [R * G, 1, B]."""
+def _bias(
+    part: DecodePart | FixedDecode,
+    owners: torch.Tensor,  # int64 [P]
+    positions: torch.Tensor,  # int64 [S]
+    pool: torch.Tensor,  # [N, G, B, R]
+    window: int | None,
+) -> torch.Tensor:
+    """Return what is added to the scores of each entry's positions, [P, B]: 0, or -inf."""
+    slots = torch.arange(pool.shape[2], device=positions.device)
+    is_hidden = slots >= part.num_valid.unsqueeze(1)
+    if window is not None:
+        if part.first_positions is None:
+            raise ValueError("DecodePart.first_positions is needed by a sliding window")
+        first_seen = (positions - window + 1).index_select(0, owners)
+        is_hidden |= part.first_positions.unsqueeze(1) + slots < first_seen.unsqueeze(1)
     dtype = torch.float32 if is_quantised(pool.dtype) else pool.dtype
     bias = torch.zeros(is_hidden.shape, dtype=dtype, device=pool.device)
-    bias.masked_fill_(is_hidden, -math.inf)
-    return bias.repeat_interleave(pool.shape[1], dim=0).unsqueeze(1)
-
-
-def _is_outside_window(
-    part: DecodePart, positions: torch.Tensor, block_size: int, window: int
-) -> torch.Tensor:
-    """Return for each block of the part which slots its owner no longer sees, bool [P, B]."""
-    if part.first_positions is None:
-        raise ValueError("DecodePart.first_positions is needed by a sliding window")
-    slots = torch.arange(block_size, device=positions.device)
-    first_seen = (positions - window + 1).index_select(0, part.owners)
-    return (part.first_positions.unsqueeze(1) + slots) < first_seen.unsqueeze(1)
+    return bias.masked_fill_(is_hidden, -math.inf)
 
 
 def _plan_runs(
@@ -206,7 +193,7 @@ def attend_decode(
     v_pool: torch.Tensor,  # [N, G, B, R]
     walk: DecodeWalk,
     window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Part:
     """Return the outputs [S, H, D] and their log-sum-exp, float32 [S, H]."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_pool.shape[1:3]
@@ -232,20 +219,17 @@ def attend_decode(
     base = base_of(highest)
     weights = weights.sub_(base.index_select(0, walk.owners).view(batch, num_grouped, 1)).exp_()
     total = _sum_by_owner(weights.sum(dim=-1).view(num_rows, num_heads), walk)
-    if weights.dtype != q.dtype:
-        weights = weights.to(q.dtype)
+    weights = weights.to(q.dtype)
     partial = torch.empty_like(queries)
     for rows, values in _slices(v_pool, walk, q):
         torch.bmm(weights[rows], values, out=partial[rows])
     output = _sum_by_owner(partial.view(num_rows, num_heads * head_dim).float(), walk)
     output = shares_of(output.view(num_seqs, num_heads, head_dim), total.unsqueeze(-1))
-    return output.to(q.dtype), log_sum_exp(base, total)
+    return output.to(q.dtype), total.log().add_(base)
 
 
 def _slices(
-    pool: torch.Tensor,  # [N, G, B, R]
-    walk: DecodeWalk,
-    q: torch.Tensor,  # [S, H, D]
+    pool: torch.Tensor, walk: DecodeWalk, q: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield pieces of the walk: rows times KV heads, and their keys or values as numbers."""
     num_kv_heads, head_dim = pool.shape[1], q.shape[2]
@@ -258,8 +242,5 @@ def _slices(
         yield rows, read_rows(blocks, head_dim, q.dtype)
 
 
-def _sum_by_owner(
-    rows: torch.Tensor,  # [R, *]
-    walk: DecodeWalk,
-) -> torch.Tensor:
+def _sum_by_owner(rows: torch.Tensor, walk: DecodeWalk) -> torch.Tensor:
     return functional.embedding_bag(walk.rows_by_owner, rows, walk.offsets, mode="sum")

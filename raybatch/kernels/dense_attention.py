@@ -1,16 +1,76 @@
-"""Attention of some queries over contiguous keys, with the log-sum-exp that merging needs.
+"""Attention of some queries over contiguous keys, and the merging of parts by log-sum-exp.
 
 KV heads are the batch and their query heads share keys by a stride of 0, so nothing is repeated.
+
+Whatever attends has the softmax of this module: a row without a visible key has weights of 0, an
+output of 0 and a log-sum-exp of -inf, never a NaN, which says that a number of the model is broken.
 """
 
 import math
 
 import torch
 
-from raybatch.kernels.softmax import masked_softmax
-
 # queries of one windowed tile: bounds the scores, and keeps keys outside the window cheap
 _TILE_QUERIES = 256
+
+# outputs and their log-sum-exp
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+def base_of(highest: torch.Tensor) -> torch.Tensor:
+    """Return what the scores of a row are taken relative to: its highest score, 0 where none is."""
+    return highest.masked_fill(highest == -math.inf, 0.0)
+
+
+def shares_of(sums: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return `sums` over the total of their row's weights, in place; 0 where that is 0."""
+    return sums.div_(total.masked_fill(total == 0.0, 1.0))
+
+
+def masked_softmax(
+    scores: torch.Tensor,  # float32 [..., P], -inf where a key is hidden; overwritten
+) -> Part:
+    """Return weights [..., P] and their log-sum-exp [...]; P is at least 1."""
+    base = base_of(scores.amax(dim=-1, keepdim=True))
+    weights = scores.sub_(base).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    return shares_of(weights, total), total.log().add_(base).squeeze(-1)
+
+
+def merge_parts(
+    output: torch.Tensor,  # [..., D]
+    lse: torch.Tensor,  # float32 [...]
+    other: torch.Tensor,  # [..., D]
+    other_lse: torch.Tensor,  # float32 [...]
+) -> Part:
+    """Return the attention over both sets of positions, and its log-sum-exp (natural log).
+
+    Associative and commutative. A part without any position has a log-sum-exp of -inf and any
+    finite output; it has no weight.
+    """
+    # two empty parts differ by NaN, and either output will do
+    difference = (other_lse - lse).nan_to_num_(nan=0.0)
+    weight = torch.sigmoid(difference).unsqueeze(-1).to(output.dtype)
+    return torch.lerp(output, other, weight), torch.logaddexp(lse, other_lse)
+
+
+def split_heads(
+    q: torch.Tensor,  # [C * Q, H, D], C sets of queries
+    num_sets: int,
+    num_kv_heads: int,
+) -> torch.Tensor:
+    """Return the queries by KV head, [C * G, n, Q, D]; those of one set are not copied."""
+    shape = num_sets, len(q) // num_sets, num_kv_heads, -1, q.shape[2]
+    return q.view(shape).permute(0, 2, 3, 1, 4).flatten(0, 1)
+
+
+def join_heads(part: Part, num_sets: int) -> Part:
+    """Turn [C * G, n, Q, D] and [C * G, n, Q] into [C * Q, H, D] and [C * Q, H]."""
+    output, lse = part
+    shape = num_sets, -1, *lse.shape[1:]
+    output = output.view(*shape, output.shape[-1]).permute(0, 3, 1, 2, 4)
+    lse = lse.view(shape).permute(0, 3, 1, 2)
+    return output.flatten(2, 3).flatten(0, 1), lse.flatten(2, 3).flatten(0, 1)
 
 
 def attend_dense(
@@ -19,7 +79,7 @@ def attend_dense(
     v: torch.Tensor,  # [G, P, D]
     *,
     is_causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Part:
     """Return the outputs [G, n, Q, D] and their log-sum-exp, float32 [G, n, Q].
 
     With `is_causal`, Q equals P and query i sees the keys up to i.
@@ -45,22 +105,21 @@ def attend_windowed(
     query_positions: torch.Tensor,  # [Q]
     key_positions: torch.Tensor,  # [P]
     window: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Part:
     """Like `attend_dense`, where a query sees the last `window` positions up to its own.
 
     A query that sees no key at all gets an output of 0 and a log-sum-exp of -inf, so that it has
     no weight in a merge.
     """
-    outputs, sums = [], []
+    parts = []
     for start in range(0, q.shape[2], _TILE_QUERIES):
         rows = slice(start, start + _TILE_QUERIES)
         distance = query_positions[rows].unsqueeze(1) - key_positions
         is_visible = (distance >= 0) & (distance < window)
         seen = is_visible.any(dim=0).nonzero().squeeze(1)
         keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)
-        output, lse = _attend_masked(q[:, :, rows], k[:, keys], v[:, keys], is_visible[:, keys])
-        outputs.append(output)
-        sums.append(lse)
+        parts.append(_attend_masked(q[:, :, rows], k[:, keys], v[:, keys], is_visible[:, keys]))
+    outputs, sums = zip(*parts, strict=True)
     return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
 
 
@@ -69,19 +128,17 @@ def _attend_masked(
     k: torch.Tensor,  # [G, P, D]
     v: torch.Tensor,  # [G, P, D]
     is_visible: torch.Tensor | None,  # bool [Q, P]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_kv_heads, heads_per_kv, num_queries, head_dim = q.shape
+) -> Part:
     # scaled within the product, as sums before that can be more than float16 holds
     scores = torch.baddbmm(
         q.new_zeros(1, 1, 1),
-        q.reshape(num_kv_heads, -1, head_dim),
+        q.flatten(1, 2),
         k.transpose(1, 2),
         beta=0,
-        alpha=1.0 / math.sqrt(head_dim),
+        alpha=1.0 / math.sqrt(q.shape[3]),
     ).float()
-    scores = scores.view(num_kv_heads, heads_per_kv, num_queries, -1)
+    scores = scores.view(*q.shape[:3], -1)
     if is_visible is not None:
         scores = scores.masked_fill_(~is_visible, -math.inf)
     weights, lse = masked_softmax(scores)
-    output = torch.bmm(weights.flatten(1, 2).to(v.dtype), v).view(q.shape)
-    return output, lse
+    return torch.bmm(weights.flatten(1, 2).to(v.dtype), v).view(q.shape), lse

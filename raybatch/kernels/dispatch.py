@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from raybatch.kernels import attention, linear, moe, norm, rotary, sampling
+from raybatch.kernels import attention, linear, moe, sampling, small_ops
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.native.decode_attention import decode_form
-from raybatch.kernels.native.linears import compiled_linears
-from raybatch.kernels.native.moe_experts import panelled_experts
-from raybatch.kernels.native.small_ops import small_ops
+from raybatch.kernels.native.linears import compiled_linears, panelled_experts
+from raybatch.kernels.native.small_ops import compiled_small_ops
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,8 @@ class Ops:
 
 
 REFERENCE = Ops(
-    rms_norm=norm.rms_norm,
-    rotate_=rotary.rotate_,
+    rms_norm=small_ops.rms_norm,
+    rotate_=small_ops.rotate_,
     linear=linear.linear,
     add_linear_=linear.add_linear_,
     add_mlp_=linear.add_mlp_,
@@ -83,23 +82,19 @@ def compiled_ops(
     `panel_widths` are those of the experts' gate and up, and of their down (None: no panels);
     `byte_dtype` is that of linears and experts kept as bytes.
     """
-    ops, small, linears = REFERENCE, small_ops(), compiled_linears(byte_dtype)
-    if small is not None:
+    ops = REFERENCE
+    if small := compiled_small_ops():
         ops = replace(ops, rms_norm=small.rms_norm, rotate_=small.rotate_, store_kv=small.store_kv)
-    if linears is not None:
+    if dense := compiled_linears(byte_dtype):
         ops = replace(
-            ops, linear=linears.linear, add_linear_=linears.add_linear_, add_mlp_=linears.add_mlp_
+            ops, linear=dense.linear, add_linear_=dense.add_linear_, add_mlp_=dense.add_mlp_
         )
-    decode = decode_form(
+    if decode := decode_form(
         head_dim=head_dim, num_grouped=num_grouped, block_size=block_size, kv_dtype=kv_dtype
-    )
-    if decode is not None:
+    ):
         prepare = functools.partial(attention.prepare_attention, decode=decode)
         ops = replace(ops, prepare_attention=prepare)
-    experts = None
-    if panel_widths is not None:
-        experts = panelled_experts(*panel_widths, byte_dtype or torch.float32)
-    if experts is not None:
+    if panel_widths and (experts := panelled_experts(*panel_widths, byte_dtype or torch.float32)):
         ops = replace(ops, moe_ffn=functools.partial(moe.moe_ffn, panelled=experts))
     return ops
 
@@ -110,12 +105,12 @@ def _on_gpu() -> Ops:
         logger.warning("Triton is missing, so a GPU runs plain torch: pip install raybatch[gpu]")
         return REFERENCE
     # hundreds of modules that no CPU needs
-    from raybatch.kernels.triton import attention, moe, norm, rotary, sampling
+    from raybatch.kernels.triton import attention, moe, sampling, small_ops
 
     return replace(
         REFERENCE,
-        rms_norm=norm.rms_norm,
-        rotate_=rotary.rotate_,
+        rms_norm=small_ops.rms_norm,
+        rotate_=small_ops.rotate_,
         moe_ffn=moe.moe_ffn,
         prepare_attention=attention.prepare_attention,
         store_kv=attention.store_kv,

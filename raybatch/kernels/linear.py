@@ -1,4 +1,9 @@
-"""Dense linears, the gated feed-forward block made of two, and the embedding of tokens."""
+"""Dense linears, the gated feed-forward block made of two, and the embedding of tokens.
+
+A weight is [out, in] or in panels: [N, in, P], a contiguous matrix per P outputs. Few rows read
+panels in memory order, which a plain matrix of many outputs does not allow; output `n * P + j` is
+made by `weight[n, :, j]`.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +11,6 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels.byte_weights import dequantise_weight
-from raybatch.kernels.panels import gated_linear, join_panels, times_panels
 
 # bounds the [T, 2F] temporary; larger chunks gain nothing, as the linears are at peak speed
 _MAX_ROWS = 1024
@@ -17,8 +21,7 @@ class Linear:
     """The weights of one linear.
 
     Args:
-        weight: [out, in], or panels [N, in, P] (see `raybatch.kernels.panels`) of which the last
-            one may hold more outputs than there are.
+        weight: [out, in], or panels, of which the last one may hold more outputs than there are.
         bias: [out].
         scales: float32 [out] of weights that are bytes (see `raybatch.kernels.byte_weights`).
     """
@@ -30,7 +33,6 @@ class Linear:
 
     @property
     def is_panelled(self) -> bool:
-        """Return whether the weight is in panels."""
         return self.weight.dim() == 3
 
     def can_start_at(self, output: int) -> bool:
@@ -46,15 +48,12 @@ class Linear:
         start, stop, _ = outputs.indices(self.num_outputs)
         if stop - start == self.num_outputs:
             return self
-        bias = None if self.bias is None else self.bias[start:stop]
-        scales = None if self.scales is None else self.scales[start:stop]
-        if not self.is_panelled:
-            return Linear(self.weight[start:stop], stop - start, bias, scales)
-        width = self.weight.shape[2]
+        width = self.weight.shape[2] if self.is_panelled else 1
         if not self.can_start_at(start):
             raise ValueError(f"no panel of {width} outputs starts at {start}")
         weight = self.weight[start // width : -(-stop // width)]
-        return Linear(weight, stop - start, bias, scales)
+        of_outputs = (x if x is None else x[start:stop] for x in (self.bias, self.scales))
+        return Linear(weight, stop - start, *of_outputs)
 
     def weight_for(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the weight in the dtype of the rows that it is multiplied with."""
@@ -67,7 +66,7 @@ def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
     """Return the outputs of rows [T, in], [T, out]."""
     if not layer.is_panelled:
         return functional.linear(x, layer.weight_for(x), layer.bias)
-    outputs = join_panels(times_panels(x, layer.weight_for(x)))[:, : layer.num_outputs]
+    outputs = times_weight(x, layer.weight_for(x))[:, : layer.num_outputs]
     return outputs if layer.bias is None else outputs.add_(layer.bias)
 
 
@@ -96,8 +95,7 @@ def add_mlp_(
     down = Linear(down.weight_for(hidden), down.num_outputs, down.bias)
     for start in range(0, x.shape[0], _MAX_ROWS):
         rows = slice(start, start + _MAX_ROWS)
-        gated = gated_linear(hidden[rows], weight, gate_up.bias)
-        add_linear_(x[rows], gated, down)
+        add_linear_(x[rows], gated_linear(hidden[rows], weight, gate_up.bias), down)
 
 
 def embed_tokens(
@@ -109,3 +107,42 @@ def embed_tokens(
         return functional.embedding(token_ids, table)
     width = table.shape[2]
     return table[token_ids // width, :, token_ids % width]
+
+
+def times_weight(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return rows [R, in] times a weight of either form, [R, out]."""
+    if weight.dim() == 2:
+        return functional.linear(rows, weight)
+    return join_panels(times_panels(rows, weight))
+
+
+def gated_linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return silu(gate) * up, [R, F], where a weight of either form holds gate, then up."""
+    if weight.dim() == 2:
+        gate, up = functional.linear(rows, weight, bias).chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+    panels = times_panels(rows, weight)
+    if bias is not None:
+        panels += bias.view(len(panels), 1, -1)
+    return gate_panels_(panels)
+
+
+def times_panels(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return rows [R, in] times a weight [N, in, P] as panels [N, R, P]."""
+    return torch.bmm(rows.expand(len(weight), -1, -1), weight)
+
+
+def join_panels(panels: torch.Tensor) -> torch.Tensor:
+    """Turn panels [N, R, P] into rows [R, N * P]."""
+    return panels.transpose(0, 1).flatten(1)
+
+
+def gate_panels_(panels: torch.Tensor) -> torch.Tensor:
+    """Turn panels of gate, then of up, [2N, R, P], into rows silu(gate) * up, [R, N * P].
+
+    The panels are overwritten.
+    """
+    gate, up = panels.chunk(2)
+    return join_panels(functional.silu(gate, inplace=True).mul_(up))

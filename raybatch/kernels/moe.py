@@ -6,7 +6,13 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels.byte_weights import dequantise_weight
-from raybatch.kernels.panels import gate_panels_, gated_linear, join_panels, linear, times_panels
+from raybatch.kernels.linear import (
+    gate_panels_,
+    gated_linear,
+    join_panels,
+    times_panels,
+    times_weight,
+)
 
 # from this many tokens per expert on, one expert at a time keeps the activations in cache; below
 # it, joined products and element-wise steps save the calls
@@ -49,7 +55,7 @@ def moe_ffn(
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs, [T, M].
 
-    For panels see `raybatch.kernels.panels`; gate and up must not share one. Weights that are bytes
+    For panels see `raybatch.kernels.linear`; gate and up must not share one. Weights that are bytes
     have scales (see `raybatch.kernels.byte_weights`), both or none. With `panelled`, that computes
     weights in panels, however many rows there are.
     """
@@ -57,35 +63,29 @@ def moe_ffn(
     expert_of_row, order = experts.view(-1).sort(stable=True)
     tokens = order // top_k
     num_experts = gate_up.shape[0]
-    is_small = len(order) < num_experts * _LOOP_MIN_TOKENS_PER_EXPERT
-    if panelled is not None and gate_up.dim() == down.dim() == 4:
+    is_panelled, is_plain = (gate_up.dim() == down.dim() == num_dims for num_dims in (4, 3))
+    # small, and of no scales, which one expert at a time reads
+    is_joined = gate_up_scales is None and len(order) < num_experts * _LOOP_MIN_TOKENS_PER_EXPERT
+    if panelled is not None and is_panelled:
         bounds = torch.arange(num_experts + 1, device=x.device)
         starts = torch.searchsorted(expert_of_row, bounds)
         scales = {"up_scales": gate_up_scales, "down_scales": down_scales}
         outputs = panelled(x, gate_up, down, tokens, order, starts, **scales)
-    elif gate_up_scales is not None and down_scales is not None:
-        counts = torch.bincount(expert_of_row, minlength=num_experts).tolist()
-
-        def as_floats(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return (
-                dequantise_weight(gate_up[expert], gate_up_scales[expert], x.dtype),
-                dequantise_weight(down[expert], down_scales[expert], x.dtype),
-            )
-
-        outputs = _looped_experts(x, as_floats, tokens, order, counts)
-    elif is_small and gate_up.dim() == down.dim() == 3 and _can_group(x, gate_up):
+    elif is_joined and is_plain and _can_group(x, gate_up):
         bounds = torch.arange(1, num_experts + 1, device=x.device)
         ends = torch.searchsorted(expert_of_row, bounds).to(torch.int32)
-        outputs = _unsort(_grouped_experts(x.index_select(0, tokens), gate_up, down, ends), order)
+        hidden = torch._grouped_mm(x.index_select(0, tokens), gate_up.transpose(1, 2), offs=ends)
+        gate, up = hidden.chunk(2, dim=-1)
+        hidden = functional.silu(gate).mul_(up)
+        outputs = _unsort(torch._grouped_mm(hidden, down.transpose(1, 2), offs=ends), order)
     else:
         counts = torch.bincount(expert_of_row, minlength=num_experts).tolist()
-        if is_small and gate_up.dim() == down.dim() == 4:
+        if is_joined and is_panelled:
             rows = x.index_select(0, tokens)
             outputs = _unsort(_panelled_experts(rows, gate_up, down, counts), order)
         else:
-            outputs = _looped_experts(
-                x, lambda expert: (gate_up[expert], down[expert]), tokens, order, counts
-            )
+            scaled = (gate_up, gate_up_scales), (down, down_scales)
+            outputs = _looped_experts(x, scaled, tokens, order, counts)
     return torch.bmm(weights.unsqueeze(1), outputs.view(len(x), top_k, x.shape[1])).squeeze(1)
 
 
@@ -103,17 +103,6 @@ def _can_group(x: torch.Tensor, gate_up: torch.Tensor) -> bool:
     _, two_ffn, model_dim = gate_up.shape
     step = 16 // x.element_size()
     return x.device.type == "cpu" and model_dim % step == 0 and (two_ffn // 2) % step == 0
-
-
-def _grouped_experts(
-    rows: torch.Tensor,  # [T * K, M], sorted by expert
-    gate_up: torch.Tensor,  # [E, 2F, M]
-    down: torch.Tensor,
-    ends: torch.Tensor,  # int32 [E], end of each expert's rows
-) -> torch.Tensor:
-    hidden = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
-    gate, up = hidden.chunk(2, dim=-1)
-    return torch._grouped_mm(functional.silu(gate).mul_(up), down.transpose(1, 2), offs=ends)
 
 
 def _panelled_experts(
@@ -135,7 +124,7 @@ def _panelled_experts(
 
 def _looped_experts(
     x: torch.Tensor,  # [T, M]
-    weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    scaled: tuple[tuple[torch.Tensor, torch.Tensor | None], ...],  # both weights, with scales
     tokens: torch.Tensor,  # int64 [T * K], the token of each row, sorted by expert
     order: torch.Tensor,  # int64 [T * K], where the output of each row belongs
     counts: list[int],
@@ -146,9 +135,11 @@ def _looped_experts(
     for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            part = x.index_select(0, tokens[rows])
-            gate_up, down = weights_of(expert)
-            part = linear(gated_linear(part, gate_up), down)
-            outputs.index_copy_(0, order[rows], part)
+            gate_up, down = (
+                part[expert] if of is None else dequantise_weight(part[expert], of[expert], x.dtype)
+                for part, of in scaled
+            )
+            hidden = gated_linear(x.index_select(0, tokens[rows]), gate_up)
+            outputs.index_copy_(0, order[rows], times_weight(hidden, down))
             start += count
     return outputs

@@ -50,7 +50,7 @@ def weights_of(
     max_logit: torch.Tensor,  # float32 [S, 1]
     temperature: torch.Tensor,  # float64 [S, 1]
 ) -> torch.Tensor:
-    """Return the probability of each token as a share of the likeliest one's, float32 [S, V]."""
+    """Return the probability of each token as a share of the likeliest one's, [S, V]."""
     return (logits - max_logit).div_(temperature.float()).exp_()
 
 
@@ -80,9 +80,7 @@ def block_sums(weights: torch.Tensor) -> torch.Tensor:
     """
     vocab_size = weights.shape[1]
     even = vocab_size - vocab_size % BLOCK
-    parts = (
-        [weights[:, :even].reshape(len(weights), even // BLOCK, BLOCK).sum(dim=-1)] if even else []
-    )
+    parts = [weights[:, :even].reshape(len(weights), even // BLOCK, BLOCK).sum(dim=-1)]
     if even < vocab_size:
         parts.append(weights[:, even:].sum(dim=-1, keepdim=True))
     return torch.cat(parts, dim=1).double()

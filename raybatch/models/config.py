@@ -77,44 +77,32 @@ class ModelFamily:
     """What sets an architecture apart from Llama.
 
     A new family is one more record in `FAMILIES`. What it has beyond these fields (another norm,
-    activation or kind of block) needs code in `models/checkpoint_check.py` (names of its tensors),
+    activation or kind of block) needs code in `models/checkpoint.py` (names of its tensors),
     `engine/weights/recipes.py` (how they are put together) and `engine/forward/decoder.py`. Give it
     a tiny model in `tests/engine/tiny_models.py`: its tokens must be those of transformers.
 
     Args:
         defaults: values that transformers has for keys that a config.json leaves out.
         always_qkv_bias: q, k and v have a bias and o has none, for any `attention_bias`.
-        read_windows: of a config and a number of layers, `ModelSpec.windows`.
-        read_moe: of the same, the experts; None for a dense family.
+        windows: which layers have one; "if used": where `use_sliding_window` says so.
+        read_moe: of a config and a number of layers, the experts; None for a dense family.
     """
 
     defaults: Mapping[str, Any]
     always_qkv_bias: bool = False
     may_have_mlp_bias: bool = False
     has_qk_norm: bool = False
-    read_windows: Callable[[JsonValues, int], Windows]
+    windows: Literal["none", "of all", "of all if used", "by layer if used"]
     read_moe: Callable[[JsonValues, int], MoeSpec] | None = None
 
 
-def _no_windows(_: JsonValues, num_layers: int) -> Windows:
-    return (None,) * num_layers
-
-
-def _equal_windows(config: JsonValues, num_layers: int) -> Windows:
-    window = config.get("sliding_window")
-    return (None if window is None else int(window),) * num_layers
-
-
-def _optional_windows(config: JsonValues, num_layers: int) -> Windows:
-    if not config.get("use_sliding_window", False):
-        return (None,) * num_layers
-    return _equal_windows(config, num_layers)
-
-
-def _windows_by_layer(config: JsonValues, num_layers: int) -> Windows:
-    windows = _optional_windows(config, num_layers)
-    if windows[0] is None:
-        return windows
+def _read_windows(config: JsonValues, family: ModelFamily, num_layers: int) -> Windows:
+    value, has_windows = config.get("sliding_window"), family.windows != "none"
+    if family.windows in ("of all if used", "by layer if used"):
+        has_windows = config.get("use_sliding_window", False)
+    window = int(value) if has_windows and value is not None else None
+    if window is None or family.windows != "by layer if used":
+        return (window,) * num_layers
     first = int(config.get("max_window_layers", num_layers))
     kinds = config.get("layer_types") or [
         "sliding_attention" if i >= first else "full_attention" for i in range(num_layers)
@@ -124,7 +112,7 @@ def _windows_by_layer(config: JsonValues, num_layers: int) -> Windows:
             f"{config.where}: layer_types must name full_attention or sliding_attention for each "
             f"of the {num_layers} layers, got {kinds!r}"
         )
-    return tuple(windows[0] if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _mixtral_moe(config: JsonValues, num_layers: int) -> MoeSpec:
@@ -155,7 +143,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": ModelFamily(
         defaults={"eos_token_id": 2, "max_position_embeddings": 2048},
         may_have_mlp_bias=True,
-        read_windows=_no_windows,
+        windows="none",
     ),
     "MistralForCausalLM": ModelFamily(
         defaults={
@@ -164,17 +152,17 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "num_key_value_heads": 8,
             "sliding_window": 4096,
         },
-        read_windows=_equal_windows,
+        windows="of all",
     ),
     "Qwen2ForCausalLM": ModelFamily(
         defaults={"sliding_window": 4096, "max_window_layers": 28},
         always_qkv_bias=True,
-        read_windows=_windows_by_layer,
+        windows="by layer if used",
     ),
     "Qwen3ForCausalLM": ModelFamily(
         defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
         has_qk_norm=True,
-        read_windows=_windows_by_layer,
+        windows="by layer if used",
     ),
     "MixtralForCausalLM": ModelFamily(
         defaults={
@@ -186,7 +174,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
-        read_windows=_equal_windows,
+        windows="of all",
         read_moe=_mixtral_moe,
     ),
     "Qwen3MoeForCausalLM": ModelFamily(
@@ -198,7 +186,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             "moe_intermediate_size": 768,
         },
         has_qk_norm=True,
-        read_windows=_optional_windows,
+        windows="of all if used",
         read_moe=_qwen3_moe,
     ),
 }
@@ -219,7 +207,14 @@ def read_model_spec(path: Path) -> ModelSpec:
     family = FAMILIES[architecture]
     config = JsonValues({**family.defaults, **raw}, where=str(path / "config.json"))
     _refuse_unsupported(config)
-    num_heads, num_kv_heads, head_dim = _read_heads(config)
+    num_heads = config.size("num_attention_heads")
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    head_dim = config.get("head_dim") or config.size("hidden_size") // num_heads
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise ConfigError(
+            f"{config.where}: {num_heads} query heads over {num_kv_heads} KV heads of head_dim "
+            f"{head_dim} cannot be run; heads must divide evenly and head_dim must be even"
+        )
     num_layers = config.size("num_hidden_layers", maximum=_MAX_LAYERS)
     has_attention_bias = bool(config.get("attention_bias", False))
     rope, max_positions = read_rope(
@@ -242,7 +237,7 @@ def read_model_spec(path: Path) -> ModelSpec:
         has_qk_norm=family.has_qk_norm,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         rope=rope,
-        windows=family.read_windows(config, num_layers),
+        windows=_read_windows(config, family, num_layers),
         moe=family.read_moe(config, num_layers) if family.read_moe else None,
         eos_token_ids=merge_eos(config.get("eos_token_id"), generation.get("eos_token_id")),
         max_model_len=max_positions,
@@ -252,9 +247,8 @@ def read_model_spec(path: Path) -> ModelSpec:
 
 def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
     named = raw.get("architectures") or []
-    for name in named:
-        if name in FAMILIES:
-            return str(name)
+    if known := [str(name) for name in named if name in FAMILIES]:
+        return known[0]
     if not named and raw.get("model_type") is None:
         raise ConfigError(
             f"{path / 'config.json'} names no architecture; pass the folder of a Hugging Face "
@@ -265,18 +259,6 @@ def _read_architecture(raw: Mapping[str, Any], path: Path) -> str:
         f"{path / 'config.json'}: architecture {names} is not supported by the native engine; "
         f"it runs {', '.join(FAMILIES)}; {backends_for([*map(str, named)])}"
     )
-
-
-def _read_heads(config: JsonValues) -> tuple[int, int, int]:
-    num_heads = config.size("num_attention_heads")
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
-    head_dim = config.get("head_dim") or config.size("hidden_size") // num_heads
-    if num_heads % num_kv_heads or head_dim % 2:
-        raise ConfigError(
-            f"{config.where}: {num_heads} query heads over {num_kv_heads} KV heads of head_dim "
-            f"{head_dim} cannot be run; heads must divide evenly and head_dim must be even"
-        )
-    return num_heads, num_kv_heads, head_dim
 
 
 def _refuse_unsupported(config: JsonValues) -> None:
@@ -292,26 +274,17 @@ def _refuse_unsupported(config: JsonValues) -> None:
             f"{config.where}: hidden_act {activation!r} is not supported by the native engine, "
             f"only silu; {SAME_MODEL}"
         )
-    if config.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-        raise ConfigError(
-            f"{config.where}: partial_rotary_factor other than 1 is not supported by the native "
-            f"engine; {SAME_MODEL}"
-        )
 
 
 def merge_eos(*sources: int | list[int] | None) -> tuple[int, ...]:
     """Return the end tokens that any of several configs names, ascending."""
-    ids: set[int] = set()
-    for source in sources:
-        if source is not None:
-            ids.update(source if isinstance(source, list) else [source])
-    return tuple(sorted(ids))
+    lists = (source if isinstance(source, list) else [source] for source in sources)
+    return tuple(sorted({token_id for ids in lists for token_id in ids if token_id is not None}))
 
 
 def _read_dtype(config: JsonValues) -> CheckpointDType:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    name = name.removeprefix("torch.")
-    if name in ("float32", "bfloat16", "float16"):
+    if (name := name.removeprefix("torch.")) in ("float32", "bfloat16", "float16"):
         return name  # type: ignore[return-value]
     raise ConfigError(
         f"{config.where}: dtype {name!r} is not supported by the native engine, only float32, "

@@ -16,7 +16,6 @@ class RopeSpec:
     """Options of rotary position embedding; those after `factor` are read by one kind each.
 
     Args:
-        kind: how frequencies are changed for long contexts.
         factor: how much longer than the original context the model runs.
         original_max_positions: context of the first training (llama3, yarn).
         truncate: yarn rounds the bounds of its ramp to whole dimensions.
@@ -57,7 +56,7 @@ def read_rope(config: JsonValues, *, max_positions: int) -> tuple[RopeSpec, int]
             f"{config.where}: rope type {kind!r} is not supported by the native engine, "
             f"only {', '.join(get_args(RopeType))}; {SAME_MODEL}"
         )
-    if options.get("partial_rotary_factor", 1.0) != 1:
+    if any(values.get("partial_rotary_factor") not in (None, 1) for values in (config, options)):
         raise ConfigError(
             f"{config.where}: partial_rotary_factor other than 1 is not supported by the native "
             f"engine; {SAME_MODEL}"
@@ -81,9 +80,8 @@ def read_rope(config: JsonValues, *, max_positions: int) -> tuple[RopeSpec, int]
         truncate=bool(options.get("truncate", True)),
         attention_factor=_attention_factor(options, factor) if kind == "yarn" else 1.0,
     )
-    if kind == "yarn":
-        return spec, max(max_positions, int(original * factor))
-    return spec, max_positions
+    longest = int(original * factor) if kind == "yarn" else max_positions
+    return spec, max(max_positions, longest)
 
 
 def _attention_factor(options: JsonValues, factor: float) -> float:

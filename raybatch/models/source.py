@@ -19,6 +19,8 @@ from raybatch.models.checkpoint import weight_files
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
+# what a file system knows of the content: a checksum, else a time of change
+_VERSIONS = ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "mtime", "updated", "created")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # models up to this size are hashed in full, of larger ones a sample is
 _FULL_HASH_BYTES = 64 << 20
@@ -36,14 +38,7 @@ def resolve_model(source: str) -> Path:
         ConfigError: nothing is there, or it has no safetensors weights; the message says what to
             do instead.
     """
-    if source == "demo":
-        path = _demo_path()
-    elif "://" in source:
-        path = fetch_folder(source)
-    elif is_local_model(source):
-        path = _local_path(source)
-    else:
-        path = _download(source)
+    path = fetch_folder(source) if "://" in source else _folder_of(source, _PATTERNS)
     if not path.is_dir():
         raise ConfigError(f"model {source!r} must be a folder with a Hugging Face checkpoint")
     weight_files(path)
@@ -59,11 +54,7 @@ def resolve_tokenizer(source: str) -> Path:
     Raises:
         ConfigError: nothing is there; the message says what to do instead.
     """
-    if source == "demo":
-        return _demo_path()
-    if is_local_model(source):
-        return _local_path(source)
-    return _download(source, _TOKENIZER_PATTERNS)
+    return _folder_of(source, _TOKENIZER_PATTERNS)
 
 
 def is_local_model(source: str) -> bool:
@@ -97,38 +88,34 @@ def check_hub_model(source: str) -> None:
             raise _unreachable(source) from error
 
 
-def _local_path(source: str) -> Path:
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise ConfigError(
-            f"model folder {source!r} does not exist; pass the folder of a checkpoint, a hub id "
-            'such as "Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
-        )
-    return path
-
-
-def _demo_path() -> Path:
-    path = Path(str(importlib.resources.files("raybatch"))) / "demo" / "checkpoint"
-    if not path.is_dir():
-        raise ConfigError(
-            "the demo model is not part of this installation; install raybatch from its wheel, or "
-            "pass a folder or a hub id"
-        )
-    return path
-
-
-def _download(source: str, patterns: Sequence[str] = _PATTERNS) -> Path:
+def _folder_of(source: str, patterns: Sequence[str]) -> Path:
+    if source == "demo":
+        path = Path(str(importlib.resources.files("raybatch"))) / "demo" / "checkpoint"
+        if not path.is_dir():
+            raise ConfigError(
+                "the demo model is not part of this installation; install raybatch from its wheel, "
+                "or pass a folder or a hub id"
+            )
+        return path
+    if is_local_model(source):
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise ConfigError(
+                f"model folder {source!r} does not exist; pass the folder of a checkpoint, a hub "
+                'id such as "Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
+            )
+        return path
     import huggingface_hub
 
     with _hub_errors(source):
-        path = huggingface_hub.snapshot_download(
+        folder = huggingface_hub.snapshot_download(
             source,
             allow_patterns=list(patterns),
             # a second copy of the weights in another layout
             ignore_patterns=["consolidated*", "original/*"],
             local_files_only=is_hub_offline(),
         )
-    return Path(path)
+    return Path(folder)
 
 
 @contextmanager
@@ -136,26 +123,21 @@ def _hub_errors(source: str) -> Iterator[None]:
     """Turn what the hub's client raises into ConfigError with the way out."""
     from huggingface_hub import errors
 
+    # of several that fit, the first
+    reasons = {
+        errors.HFValidationError: "is neither a local folder nor the form of a hub id",
+        errors.GatedRepoError: "is gated: accept its licence on the hub, then `hf auth login`",
+        errors.RepositoryNotFoundError: "is neither a local folder nor a model on the hub",
+        errors.LocalEntryNotFoundError: None,
+        errors.EntryNotFoundError: "on the hub has no config.json",
+    }
     try:
         yield
-    except errors.HFValidationError as error:
-        raise ConfigError(
-            f"model {source!r} is neither a local folder nor the form of a hub id"
-        ) from error
-    except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"model {source!r} is gated: accept its licence on the hub, then `hf auth login`"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"model {source!r} is neither a local folder nor a model on the hub"
-        ) from error
-    except errors.EntryNotFoundError as error:
-        if isinstance(error, errors.LocalEntryNotFoundError):
+    except (*reasons, OSError) as error:
+        reason = next((reasons[kind] for kind in reasons if isinstance(error, kind)), None)
+        if reason is None:
             raise _unreachable(source) from error
-        raise ConfigError(f"model {source!r} on the hub has no config.json") from error
-    except OSError as error:
-        raise _unreachable(source) from error
+        raise ConfigError(f"model {source!r} {reason}") from error
 
 
 def _unreachable(source: str) -> UnreachableError:
@@ -197,11 +179,12 @@ def fetch_folder(
         raise ConfigError(f"{what} {uri!r} has no {needed}; pass the folder that holds it")
     digest = hashlib.sha256(uri.rstrip("/").encode())
     for name, entry in sorted(wanted.items()):
-        digest.update(f"\0{name}\0{entry['size']}\0{_version_of(entry)}".encode())
+        version = next((entry[key] for key in _VERSIONS if entry.get(key) is not None), "")
+        digest.update(f"\0{name}\0{entry['size']}\0{version}".encode())
     target = cache_dir() / "models" / f"{PurePosixPath(root).name}-{digest.hexdigest()[:16]}"
     if not target.is_dir():
         try:
-            _copy(filesystem, {name: entry["name"] for name, entry in wanted.items()}, target)
+            _copy(filesystem, wanted, target)
         except Exception as error:  # each file system has errors of its own
             raise UnreachableError(
                 f"{what} {uri!r} cannot be downloaded: {error_text(error)}"
@@ -209,13 +192,13 @@ def fetch_folder(
     return target
 
 
-def _copy(filesystem: Any, sources: dict[str, str], target: Path) -> None:  # noqa: ANN401
+def _copy(filesystem: Any, entries: dict[str, Any], target: Path) -> None:  # noqa: ANN401
     """Copy files into the new folder `target`, which appears complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=target.parent, suffix=".tmp"))
     try:
-        for name, source in sources.items():
-            filesystem.get_file(source, str(temporary / name))
+        for name, entry in entries.items():
+            filesystem.get_file(entry["name"], str(temporary / name))
         os.replace(temporary, target)
     except OSError:
         # another process was faster where the target stands complete
@@ -223,14 +206,6 @@ def _copy(filesystem: Any, sources: dict[str, str], target: Path) -> None:  # no
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _version_of(entry: dict[str, Any]) -> str:
-    """Return what a file system knows of the content: a checksum, else a time of change."""
-    for key in ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "mtime", "updated", "created"):
-        if entry.get(key) is not None:
-            return str(entry[key])
-    return ""
 
 
 def model_fingerprint(path: Path) -> str:

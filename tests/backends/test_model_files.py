@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from raybatch.backends.registry import check_files
 from raybatch.config import BackendConfig
 from raybatch.errors import ConfigError
-from raybatch.models.checkpoint_check import needed_tensors
+from raybatch.models.checkpoint import needed_tensors
 from raybatch.models.config import read_model_spec
 from tests.stages.support import make_tokenizer
 

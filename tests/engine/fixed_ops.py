@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from raybatch.kernels.dispatch import REFERENCE
+from raybatch.kernels.linear import gated_linear, times_weight
 from raybatch.kernels.moe import route
-from raybatch.kernels.panels import gated_linear, linear
 
 
 def every_expert(x, router, gate_up, down, *, top_k, norm_topk_prob, **scales):
@@ -17,7 +17,7 @@ def every_expert(x, router, gate_up, down, *, top_k, norm_topk_prob, **scales):
     shares.scatter_(1, experts, weights)
     output = torch.zeros_like(x)
     for expert in range(len(gate_up)):
-        part = linear(gated_linear(x, gate_up[expert]), down[expert])
+        part = times_weight(gated_linear(x, gate_up[expert]), down[expert])
         output += shares[:, expert, None] * part
     return output
 

@@ -9,12 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from raybatch.errors import ConfigError
-from raybatch.models.checkpoint_check import (
-    check_known_tensors,
-    check_tensors,
-    needed_tensors,
-    stored_tensors,
-)
+from raybatch.models.checkpoint import check_tensors, needed_tensors, stored_tensors
 from raybatch.models.config import read_model_spec
 
 CONFIG = {
@@ -73,12 +68,12 @@ def test_a_whole_checkpoint_passes(folder):
     check_tensors(folder, read_model_spec(folder))
 
 
-@pytest.mark.parametrize("check", [check_tensors, check_known_tensors])
-def test_layers_that_config_json_does_not_ask_for_are_told(folder, caplog, check):
-    check(folder, read_model_spec(folder))
+@pytest.mark.parametrize("is_native", [True, False])
+def test_layers_that_config_json_does_not_ask_for_are_told(folder, caplog, is_native):
+    check_tensors(folder, read_model_spec(folder), is_native=is_native)
     assert not caplog.text
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
-    check(folder, read_model_spec(folder))
+    check_tensors(folder, read_model_spec(folder), is_native=is_native)
     assert "1 layers more than config.json asks for (num_hidden_layers is 1)" in caplog.text
 
 
@@ -212,7 +207,7 @@ def test_experts_are_known_by_either_form_of_their_names(tmp_path):
 def test_the_check_loads_no_torch(folder):
     code = (
         "import sys; from pathlib import Path\n"
-        "from raybatch.models.checkpoint_check import check_tensors\n"
+        "from raybatch.models.checkpoint import check_tensors\n"
         "from raybatch.models.config import read_model_spec\n"
         f"folder = Path({str(folder)!r}); check_tensors(folder, read_model_spec(folder))\n"
         "print('torch' in sys.modules)"

@@ -8,9 +8,8 @@ import torch
 from raybatch.errors import ConfigError
 from raybatch.kernels.native.compiler import compile_library, has_compiler, host_vectors
 from raybatch.kernels.native.decode_attention import decode_form
-from raybatch.kernels.native.linears import compiled_linears
-from raybatch.kernels.native.moe_experts import panelled_experts
-from raybatch.kernels.native.small_ops import small_ops
+from raybatch.kernels.native.linears import compiled_linears, panelled_experts
+from raybatch.kernels.native.small_ops import compiled_small_ops
 from tests.engine.real_engines import Engines, requests_of, run, tokens_of
 from tests.engine.tiny_models import build
 from tests.kernels.keyless_rows import BLOCK_SIZE, STEPS
@@ -63,7 +62,7 @@ def test_linears_and_experts_of_floats_and_bytes(dtype):
 
 @pytest.mark.usefixtures("vectors")
 def test_an_engine_gives_the_tokens_of_torch(tmp_path, rng):
-    assert small_ops() is not None
+    assert compiled_small_ops() is not None
     build("qwen3-moe").save_pretrained(tmp_path)
     engines = Engines(tmp_path)
     prompts = [rng.integers(1, 211, length).tolist() for length in (1, 9, 30)]
@@ -97,19 +96,19 @@ def test_kernels_of_other_vectors_are_other_kernels(monkeypatch):
     if not has_compiler():
         pytest.skip("no C compiler here")
     monkeypatch.delenv(VARIABLE, raising=False)
-    own = small_ops()
+    own = compiled_small_ops()
     monkeypatch.setenv(VARIABLE, "plain")
-    plain = small_ops()
+    plain = compiled_small_ops()
     assert plain is not own
-    assert plain is small_ops()
+    assert plain is compiled_small_ops()
     monkeypatch.delenv(VARIABLE)
-    assert own is small_ops()
+    assert own is compiled_small_ops()
 
 
 def test_other_vectors_than_there_are_refused(monkeypatch):
     monkeypatch.setenv(VARIABLE, "sse")
     with pytest.raises(ConfigError, match="must be one of avx512, avx2, plain, got 'sse'"):
-        small_ops()
+        compiled_small_ops()
 
 
 def test_vectors_that_the_host_lacks_are_refused_with_those_that_it_has(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raybatch.kernels.kv_rows import FP8, INT8, dequantise, quantise, read_rows, row_width
-from raybatch.kernels.native.small_ops import small_ops
+from raybatch.kernels.native.small_ops import compiled_small_ops
 
 BOTH = pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
 
@@ -83,7 +83,7 @@ def test_rows_of_other_pools_are_read_as_they_are():
 @BOTH
 @pytest.mark.parametrize("head_dim", [10, 16, 64, 130])
 def test_the_compiled_store_writes_the_bytes_of_torch(dtype, head_dim):
-    ops = small_ops()
+    ops = compiled_small_ops()
     if ops is None:
         pytest.skip("no C compiler here")
     rows = rows_of(head_dim, count=400).view(200, 2, head_dim)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.kernels.softmax import merge_parts
+from raybatch.kernels.dense_attention import merge_parts
 from tests import tolerances
 
 # a part's log-sum-exp may be 40, whose rounding is so many times that of 1

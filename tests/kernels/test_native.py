@@ -6,14 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raybatch.kernels import attention, dispatch, moe, norm, rotary
+from raybatch.kernels import attention, dispatch, moe
+from raybatch.kernels import small_ops as reference
 from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.byte_weights import quantise_weight, weight_scales
 from raybatch.kernels.dispatch import REFERENCE, compiled_ops
-from raybatch.kernels.native import decode_attention, linears, moe_experts, small_ops
+from raybatch.kernels.native import decode_attention, linears, small_ops
 from raybatch.kernels.native.compiler import compile_library
 from raybatch.kernels.native.decode_attention import decode_form
-from raybatch.kernels.native.moe_experts import panelled_experts
+from raybatch.kernels.native.linears import panelled_experts
 from tests import tolerances
 from tests.oracles import moe_loop
 
@@ -38,8 +39,8 @@ def fresh():
     kept = (
         decode_attention.decode_form,
         linears.compiled_linears,
-        moe_experts.panelled_experts,
-        small_ops.small_ops,
+        linears.panelled_experts,
+        small_ops.compiled_small_ops,
     )
     for cache in kept:
         cache.cache_clear()
@@ -217,7 +218,7 @@ def test_small_and_huge_gates_are_those_of_torch(scale):
 @pytest.fixture
 def small():
     """Normalisation, rotation and the KV store in C."""
-    found = small_ops.small_ops()
+    found = small_ops.compiled_small_ops()
     if found is None:
         pytest.skip("no C compiler here")
     return found
@@ -230,14 +231,14 @@ def test_small_ops_give_what_torch_gives_in_slices_of_a_wider_tensor(small, num_
     weight = torch.rand(5, 10, generator=generator)
     heads = fused[:, 2:7]
     normed = small.rms_norm(heads, weight, 1e-5)
-    torch.testing.assert_close(normed, norm.rms_norm(heads, weight, 1e-5))
+    torch.testing.assert_close(normed, reference.rms_norm(heads, weight, 1e-5))
     rows = fused.view(num_tokens, 90)
     torch.testing.assert_close(
-        small.rms_norm(rows, torch.ones(90), 1e-5), norm.rms_norm(rows, torch.ones(90), 1e-5)
+        small.rms_norm(rows, torch.ones(90), 1e-5), reference.rms_norm(rows, torch.ones(90), 1e-5)
     )
-    table = rotary.rotation_table(torch.arange(num_tokens), torch.rand(5), 0.5)
+    table = reference.rotation_table(torch.arange(num_tokens), torch.rand(5), 0.5)
     expected = fused.clone()
-    rotary.rotate_(expected[:, 2:7], table)
+    reference.rotate_(expected[:, 2:7], table)
     small.rotate_(heads, table)
     torch.testing.assert_close(fused, expected)
 
@@ -256,7 +257,7 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(small):
 
 def test_small_ops_leave_other_dtypes_to_torch(small):
     x, weight = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((3, 2, 8), 8))
-    assert torch.equal(small.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
+    assert torch.equal(small.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("widths", [(8, 32), (48, 20), (112, 32)], ids=str)
@@ -332,7 +333,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, caplog):
         }
         return compile_library(source, {**names, **changed[source]})
 
-    for module in (decode_attention, linears, moe_experts, small_ops):
+    for module in (decode_attention, linears, small_ops):
         monkeypatch.setattr(module, "compile_library", other)
     assert dispatch.compiled_ops(**SHAPE, panel_widths=(48, 32)) is REFERENCE
     assert "attention is wrong on this host" in caplog.text

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.panels import gated_linear, linear
+from raybatch.kernels.linear import gated_linear, times_weight
 
 
 def in_panels(weight: torch.Tensor, width: int) -> torch.Tensor:
@@ -13,7 +13,9 @@ def in_panels(weight: torch.Tensor, width: int) -> torch.Tensor:
 def test_panels_give_what_the_matrix_gives(num_rows):
     torch.manual_seed(0)
     rows, weight = torch.randn(num_rows, 6), torch.randn(12, 6)
-    torch.testing.assert_close(linear(rows, in_panels(weight, 4)), functional.linear(rows, weight))
+    torch.testing.assert_close(
+        times_weight(rows, in_panels(weight, 4)), functional.linear(rows, weight)
+    )
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])

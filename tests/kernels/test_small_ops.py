@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.norm import rms_norm
-from raybatch.kernels.rotary import interleave_order, rotate_, rotation_table
+from raybatch.kernels.small_ops import interleave_order, rms_norm, rotate_, rotation_table
 from tests import tolerances
 
 

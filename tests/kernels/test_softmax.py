@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from raybatch.kernels.softmax import masked_softmax, merge_parts
+from raybatch.kernels.dense_attention import masked_softmax, merge_parts
 from tests import tolerances
 
 HALF = [torch.float16, torch.bfloat16]

@@ -5,7 +5,7 @@ from pathlib import Path
 from raybatch.backends.backend_type import BackendType, EngineStart
 from raybatch.backends.base import Backend
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.models.checkpoint_check import check_tensors
+from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import read_model_spec
 
 

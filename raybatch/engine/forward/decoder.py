@@ -15,7 +15,7 @@ from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
 from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared
 from raybatch.kernels.linear import embed_tokens
-from raybatch.kernels.rotary import rotation_table
+from raybatch.kernels.small_ops import rotation_table
 from raybatch.models.config import ModelSpec
 from raybatch.models.rope import RopeSpec
 

@@ -14,7 +14,7 @@ from raybatch.engine.profile.profile_cache import measured_profile
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.loading import ModelWeights, load_weights, weight_sizes
 from raybatch.errors import error_text
-from raybatch.models.checkpoint_check import check_tensors
+from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
 from raybatch.policy.batches.step_plan import RowShape, plan_steps

@@ -19,7 +19,7 @@ _MAX_OUTPUTS_ACROSS = 2048
 LAYER_LINEARS = frozenset(("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down"))
 _ACROSS = ".across"
 
-# Large linears lie in panels (see raybatch.kernels.panels), which few rows read up to twice as
+# Large linears lie in panels (see raybatch.kernels.linear), which few rows read up to twice as
 # fast, and gate_up any number of rows; small ones stay in the processor's cache from one step to
 # the next. Experts see fewer rows than dense layers, for which narrow panels are better, and small
 # ones lose nothing in torch while the compiled form needs panels. gate_up holds two linears, which

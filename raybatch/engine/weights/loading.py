@@ -38,7 +38,7 @@ class LayerWeights:
     Dense linears are qkv of (H + 2G) * D outputs and M inputs, o of M and H * D, gate_up of 2F and
     M, and down of M and F. Those of the experts are views of shape [out, in], whichever way they
     lie in memory: router [E, M], experts_gate_up [E, 2F, M], experts_down [E, M, F]; on a CPU the
-    latter two may be in panels of P outputs instead (`raybatch.kernels.panels`):
+    latter two may be in panels of P outputs instead (`raybatch.kernels.linear`):
     [E, 2F / P, M, P] and [E, M / P, F, P]. Where they are bytes, they have scales [E, 2F] and
     [E, M]. The norms of queries and keys are qk_norm [H + G, D].
     """

@@ -1,7 +1,7 @@
 """How the tensors that the decoder uses are built from those of a checkpoint.
 
 Queries, keys and values become one matrix, gate and up one, experts are stacked, and the rows of
-queries and keys are reordered for `raybatch.kernels.rotary`.
+queries and keys are reordered for `raybatch.kernels.small_ops`.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raybatch.kernels.rotary import interleave_order
+from raybatch.kernels.small_ops import interleave_order
 from raybatch.models.checkpoint import Checkpoint
 from raybatch.models.config import ModelSpec
 

@@ -1,4 +1,4 @@
-"""Compiles a C source of this folder with the host's compiler and loads it.
+"""Compiles a C source of this folder with the host's compiler, loads it and calls it.
 
 A library is kept on disk under all that it depends on, the processor included, so that a host
 compiles a source once. The environment may name the compiler (CC) and lesser vectors than the
@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -36,6 +36,33 @@ _CPU_FIELDS = frozenset(
     }
 )
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_FOLDER = Path(__file__).parent
+_FLAGS = (
+    "-O3",
+    "-fPIC",
+    # sums in any order, so that they become vectors; NaN and infinity stay what they are
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-freciprocal-math",
+)
+# instructions by RAYBATCH_KERNEL_VECTORS, None for all that the host has; x86-64 alone has names
+# for them, and a compiler that is told nothing takes the least of its processors
+_MACHINES: Mapping[str | None, tuple[str, ...]] = {
+    None: ("-march=native",),
+    "avx512": ("-march=x86-64-v4",),
+    "avx2": ("-march=x86-64-v3",),
+    "plain": (),
+}
+_TIMEOUT_S = 60.0
+# what kernels make of random tensors differs from torch's by a hundredth of this
+_TOLERANCE = 1e-4
+
+_logger = logging.getLogger(__name__)
+
+_Args = ParamSpec("_Args")
+_Made = TypeVar("_Made")
 
 
 def library_name(command: Iterable[str], files: Iterable[Path]) -> str | None:
@@ -44,8 +71,17 @@ def library_name(command: Iterable[str], files: Iterable[Path]) -> str | None:
     None where the host does not tell its processor: another one may lack an instruction. `command`
     has the compiler, its flags and its version.
     """
-    processor = _processor()
-    if processor is None:
+    try:
+        first, _, _ = _CPU_INFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")
+    except OSError:
+        return None
+    fields = (
+        (name.strip(), value) for name, _, value in (x.partition(":") for x in first.splitlines())
+    )
+    processor = "\n".join(
+        sorted(f"{name}={value}" for name, value in fields if name in _CPU_FIELDS)
+    )
+    if not processor:
         return None
     parts = [platform.machine(), processor, *command]
     contents = [part.encode() for part in parts] + [file.read_bytes() for file in files]
@@ -69,19 +105,24 @@ def find_or_build(folder: Path, name: str | None, build: Callable[[Path], None])
     """
     with ExitStack() as open_things:
         private = None if name is None else open_things.enter_context(_private_folder(folder))
-        if private is None or name is None:
-            return _built(build, None)
-        library = _loaded(private / name)
-        if library is None:
-            _take_turn(private, open_things)
-            library = _loaded(private / name)
-        return library or _built(build, private / name)
+        kept = None if private is None or name is None else private / name
+        if kept is not None:
+            if library := _loaded(kept):
+                return library
+            # wait while another process builds; where files cannot be locked, nobody waits
+            # (Windows has no such locks; nothing is kept there)
+            import fcntl
 
-
-def _built(build: Callable[[Path], None], kept: Path | None) -> ctypes.CDLL:
-    # a mapped file is not gone at once on every file system
-    with tempfile.TemporaryDirectory(prefix="raybatch-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "kernel.so"
+            with suppress(OSError):
+                lock = open_things.enter_context((kept.parent / ".lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if library := _loaded(kept):
+                return library
+        # a mapped file is not gone at once on every file system
+        built = open_things.enter_context(
+            tempfile.TemporaryDirectory(prefix="raybatch-", ignore_cleanup_errors=True)
+        )
+        path = Path(built) / "kernel.so"
         build(path)
         library = ctypes.CDLL(str(path))
         if kept is not None:
@@ -112,25 +153,14 @@ def _private_folder(folder: Path) -> Iterator[Path | None]:
         os.close(handle)
 
 
-def _take_turn(folder: Path, until: ExitStack) -> None:
-    """Wait while another process builds; where files cannot be locked, nobody waits."""
-    # Windows has no such locks; nothing is kept there
-    import fcntl
-
-    with suppress(OSError):
-        lock = until.enter_context((folder / ".lock").open("w"))
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-
 def _loaded(path: Path) -> ctypes.CDLL | None:
     """Return the library of a file; None if there is none, or one that cannot be loaded."""
     # a process that has loaded a path before does not look at the file again
     if not path.exists():
         return None
-    try:
+    with suppress(OSError):
         return ctypes.CDLL(str(path))
-    except OSError:
-        return None
+    return None
 
 
 def _keep(built: Path, path: Path) -> None:
@@ -146,54 +176,6 @@ def _keep(built: Path, path: Path) -> None:
             os.replace(whole, path)
     except OSError as error:
         _logger.info("compiled kernels are not kept: %s", error)
-
-
-def _processor() -> str | None:
-    """Return what tells this host's processor from others, None where that cannot be read."""
-    try:
-        first, _, _ = _CPU_INFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")
-    except OSError:
-        return None
-    fields = (line.partition(":") for line in first.splitlines())
-    lines = sorted(
-        f"{name.strip()}={value}" for name, _, value in fields if name.strip() in _CPU_FIELDS
-    )
-    return "\n".join(lines) or None
-
-
-# the kernels' tensors, whatever the process takes by default
-FLOATS: Mapping[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-
-# what panels.h calls the types of weights
-WEIGHT_FORMS: Mapping[torch.dtype, int] = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
-
-_FOLDER = Path(__file__).parent
-# below the cache folder
-_KEPT = "kernels"
-_FLAGS = (
-    "-O3",
-    "-fPIC",
-    # sums in any order, so that they become vectors; NaN and infinity stay what they are
-    "-fassociative-math",
-    "-fno-signed-zeros",
-    "-fno-trapping-math",
-    "-fno-math-errno",
-    "-freciprocal-math",
-)
-# instructions by RAYBATCH_KERNEL_VECTORS, None for all that the host has; x86-64 alone has names
-# for them, and a compiler that is told nothing takes the least of its processors
-_MACHINES: Mapping[str | None, tuple[str, ...]] = {
-    None: ("-march=native",),
-    "avx512": ("-march=x86-64-v4",),
-    "avx2": ("-march=x86-64-v3",),
-    "plain": (),
-}
-_TIMEOUT_S = 60.0
-
-_logger = logging.getLogger(__name__)
-
-_Args = ParamSpec("_Args")
-_Made = TypeVar("_Made")
 
 
 class CompiledOnce(Generic[_Args, _Made]):
@@ -227,26 +209,38 @@ def compile_library(source: str, names: Mapping[str, int]) -> ctypes.CDLL | None
     Raises:
         ConfigError: RAYBATCH_KERNEL_VECTORS names vectors that the host lacks.
     """
-    machine = _machine()
+    vectors = kernel_vectors()
+    if vectors is not None and vectors not in host_vectors():
+        raise ConfigError(
+            f"RAYBATCH_KERNEL_VECTORS is {vectors}, and the processor of this host has no such "
+            f"instructions; take one of {', '.join(host_vectors())}, or leave it out"
+        )
     compiler = _compiler()
     if not compiler:
         _logger.info("no C compiler here (CC, cc, gcc or clang): kernels run as plain torch")
         return None
-    options = [*_FLAGS, *machine, *(f"-D{name}={value}" for name, value in names.items())]
+    options = [*_FLAGS, *_MACHINES[vectors], *(f"-D{name}={names[name]}" for name in names)]
 
     def build(library: Path) -> None:
         compiled = library.with_suffix(".o")
-        _run([*compiler, *options, "-c", str(_FOLDER / source), "-o", str(compiled)])
+        _run(*compiler, *options, "-c", str(_FOLDER / source), "-o", str(compiled))
         # apart: a linker that is told of loose arithmetic changes it for the whole process
-        _run([*compiler, "-shared", str(compiled), "-o", str(library), "-lm"])
+        _run(*compiler, "-shared", str(compiled), "-o", str(library), "-lm")
 
+    # one whose compiler cannot be told from others has no name on disk
+    name = None
+    with suppress(OSError, subprocess.SubprocessError):
+        command = [*compiler, _version(*compiler), *options]
+        name = library_name(command, [_FOLDER / source, *sorted(_FOLDER.glob("*.h"))])
     try:
-        return find_or_build(cache_dir() / _KEPT, _name(compiler, options, source), build)
+        return find_or_build(cache_dir() / "kernels", name, build)
     except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None)
+        cause = f"{error}: {output.strip()[-500:]}" if output else str(error)
         _logger.warning(
             "%s could not be compiled, so it runs as plain torch, which is slower: %s",
             source,
-            _cause(error),
+            cause,
         )
         return None
 
@@ -256,55 +250,45 @@ def has_compiler() -> bool:
     return bool(_compiler())
 
 
-def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    """Return where a tensor's first element lies, null for None."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def whole(*values: int) -> tuple[ctypes.c_int64, ...]:
-    """Return whole numbers as a library takes them."""
-    return tuple(ctypes.c_int64(value) for value in values)
-
-
 def _compiler() -> list[str]:
     """Return the command of the compiler, which CC may give with arguments; empty for none."""
     commands = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
     return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
-def _machine() -> tuple[str, ...]:
-    """Return the flags for the processor that is compiled for."""
-    vectors = kernel_vectors()
-    if vectors is not None and vectors not in host_vectors():
-        raise ConfigError(
-            f"RAYBATCH_KERNEL_VECTORS is {vectors}, and the processor of this host has no such "
-            f"instructions; take one of {', '.join(host_vectors())}, or leave it out"
-        )
-    return _MACHINES[vectors]
-
-
-def _name(compiler: list[str], options: list[str], source: str) -> str | None:
-    """Return the name of a library on disk, None for one that cannot be told from others."""
-    try:
-        version = _version(tuple(compiler))
-    except (OSError, subprocess.SubprocessError):
-        return None
-    headers = sorted(_FOLDER.glob("*.h"))
-    return library_name([*compiler, version, *options], [_FOLDER / source, *headers])
-
-
 @functools.cache
-def _version(compiler: tuple[str, ...]) -> str:
-    return _run([*compiler, "--version"])
+def _version(*compiler: str) -> str:
+    return _run(*compiler, "--version")
 
 
-def _run(command: list[str]) -> str:
+def _run(*command: str) -> str:
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S
     )
     return done.stdout
 
 
-def _cause(error: OSError | subprocess.SubprocessError) -> str:
-    output = getattr(error, "stderr", None)
-    return f"{error}: {output.strip()[-500:]}" if output else str(error)
+def call(kernel: Callable[..., None], *values: torch.Tensor | float | None) -> None:
+    """Call a function of a library: tensors by their addresses (None: null), int64, and floats."""
+    kernel(*map(_argument, values))
+
+
+def _argument(
+    value: torch.Tensor | float | None,
+) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if value is None:
+        return ctypes.c_void_p(None)
+    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)
+
+
+def random_tensors() -> Callable[..., torch.Tensor]:
+    """Return what makes the same tensors each time, whatever the process takes by default."""
+    generator = torch.Generator().manual_seed(0)
+    return functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def resemble(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether a kernel made what torch makes of the same random tensors."""
+    return torch.allclose(actual, expected, atol=_TOLERANCE, rtol=_TOLERANCE)

@@ -4,19 +4,21 @@ Tensors in another form than the decoder hands over (rows of float32 side by sid
 """
 
 import ctypes
-import functools
 import logging
 from dataclasses import dataclass
 
 import torch
 
-from raybatch.kernels import attention, norm, rotary
+from raybatch.kernels import attention, small_ops
 from raybatch.kernels.attention import PreparedAttention
 from raybatch.kernels.kv_rows import FP8, INT8, quantise, read_rows, row_width
-from raybatch.kernels.native.compiler import FLOATS, CompiledOnce, address, compile_library, whole
-
-# results differ from torch's by a hundredth of this
-_TOLERANCE = 1e-4
+from raybatch.kernels.native.compiler import (
+    CompiledOnce,
+    call,
+    compile_library,
+    random_tensors,
+    resemble,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -28,9 +30,7 @@ class SmallOps:
     library: ctypes.CDLL
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `raybatch.kernels.norm`."""
         heads = x if x.dim() == 3 else x.unsqueeze(-2)
-        is_per_head = weight.dim() == 2
         is_known = (
             heads.dim() == 3
             and heads.dtype == weight.dtype == torch.float32
@@ -40,26 +40,18 @@ class SmallOps:
             and (weight.dim() == 1 or weight.shape[0] == heads.shape[1])
         )
         if not is_known:
-            return norm.rms_norm(x, weight, eps)
+            return small_ops.rms_norm(x, weight, eps)
         output = x.new_empty(x.shape)  # whatever the process takes by default
-        self.library.rms_norm(
-            address(x),
-            *whole(heads.stride(0), heads.stride(1)),
-            address(weight),
-            *whole(x.shape[-1] if is_per_head else 0),
-            ctypes.c_float(eps),
-            address(output),
-            *whole(*heads.shape),
-        )
+        weight_stride = x.shape[-1] if weight.dim() == 2 else 0
+        strides, sizes = heads.stride()[:2], heads.shape
+        call(self.library.rms_norm, x, *strides, weight, weight_stride, float(eps), output, *sizes)
         return output
 
     def rotate_(self, x: torch.Tensor, table: torch.Tensor) -> None:
-        """See `raybatch.kernels.rotary`."""
         if x.dtype != torch.float32 or not _has_rows_side_by_side(x):
-            rotary.rotate_(x, table)
-            return
-        table = table.contiguous()
-        self.library.rotate(address(x), *whole(x.stride(0)), address(table), *whole(*x.shape))
+            small_ops.rotate_(x, table)
+        else:
+            call(self.library.rotate, x, x.stride(0), table.contiguous(), *x.shape)
 
     def store_kv(
         self,
@@ -69,7 +61,6 @@ class SmallOps:
         v_pool: torch.Tensor,  # [N, G, B, R], modified in place
         prepared: PreparedAttention,
     ) -> None:
-        """See `raybatch.kernels.attention`."""
         both = ((k, k_pool), (v, v_pool))
         if not all(_has_rows_side_by_side(rows) and pool.is_contiguous() for rows, pool in both):
             attention.store_kv(k, v, k_pool, v_pool, prepared)
@@ -85,21 +76,15 @@ class SmallOps:
         block_offsets: torch.Tensor,  # int64 [T]
     ) -> None:
         """Write keys or values, side by side, to their slots."""
-        library = self.library
-        stores = {INT8: library.store_int8, FP8: library.store_fp8}
+        stores = {INT8: self.library.store_int8, FP8: self.library.store_fp8}
+        store = stores.get(pool.dtype, self.library.store_rows)
         num_tokens, num_kv_heads, dim = rows.shape
-        stores.get(pool.dtype, library.store_rows)(
-            address(rows),
-            *whole(rows.stride(0)),
-            address(pool),
-            address(block_ids),
-            address(block_offsets),
-            *whole(num_tokens, num_kv_heads, pool.shape[2], dim),
-        )
+        sizes = num_tokens, num_kv_heads, pool.shape[2], dim
+        call(store, rows, rows.stride(0), pool, block_ids, block_offsets, *sizes)
 
 
 @CompiledOnce
-def small_ops() -> SmallOps | None:
+def compiled_small_ops() -> SmallOps | None:
     """Return the compiled ops, once per process; None where there is no compiler."""
     library = compile_library("small_ops.c", {})
     if library is None:
@@ -112,30 +97,26 @@ def small_ops() -> SmallOps | None:
 
 
 def _agree_with_torch(ops: SmallOps) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    made = functools.partial(torch.randn, generator=generator, **FLOATS)
+    made = random_tensors()
     x, weight, frequencies = made(5, 3, 34), made(3, 34), made(17)
-    table = rotary.rotation_table(torch.arange(5, device="cpu"), frequencies, 1.0)
-    normed, expected = ops.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6)
-    is_normed = torch.allclose(normed, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+    table = small_ops.rotation_table(torch.arange(5, device="cpu"), frequencies, 1.0)
+    normed, expected = ops.rms_norm(x, weight, 1e-6), small_ops.rms_norm(x, weight, 1e-6)
+    is_normed = resemble(normed, expected)
     ops.rotate_(normed, table)
-    rotary.rotate_(expected, table)
-    is_rotated = torch.allclose(normed, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
-    return is_normed and is_rotated and all(_stores(ops, made(5, 3, 34), d) for d in (INT8, FP8))
+    small_ops.rotate_(expected, table)
+    is_right = is_normed and resemble(normed, expected)
+    return is_right and all(_stores(ops, made(5, 3, 34), dtype) for dtype in (INT8, FP8))
 
 
 def _stores(ops: SmallOps, rows: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether rows [T, G, D] get into a quantised pool, and become what is there."""
     expected = read_rows(quantise(rows, dtype), rows.shape[2], rows.dtype)
     width = row_width(rows.shape[2], dtype)
-    pools = torch.zeros(2, 2, rows.shape[1], 4, width, dtype=dtype, device="cpu")
+    pool = torch.zeros(2, rows.shape[1], 4, width, dtype=dtype, device="cpu")
     places = torch.arange(1, 1 + len(rows), device="cpu")
-    ops.store_rows(rows, pools[0], places // 4, places % 4)
-    stored = read_rows(pools[0].transpose(1, 2).flatten(0, 1)[1:-2], rows.shape[2], rows.dtype)
-    return all(
-        torch.allclose(actual, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
-        for actual in (stored, rows)
-    )
+    ops.store_rows(rows, pool, places // 4, places % 4)
+    stored = read_rows(pool.transpose(1, 2).flatten(0, 1)[1:-2], rows.shape[2], rows.dtype)
+    return resemble(stored, expected) and resemble(rows, expected)
 
 
 def _has_rows_side_by_side(x: torch.Tensor) -> bool:

@@ -10,23 +10,21 @@ import torch
 from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
 from raybatch.kernels.kv_rows import is_quantised
-from raybatch.kernels.triton.context_attention import (
-    PreparedContexts,
-    merge_contexts_,
-    prepare_contexts,
-)
 from raybatch.kernels.triton.decode_attention import (
     DecodeWalk,
     attend_decode_into,
     fixed_walk,
     plan_walk,
 )
-from raybatch.kernels.triton.jit.kv_store import store_kv_kernel
+from raybatch.kernels.triton.jit.small_ops import store_kv_kernel
 from raybatch.kernels.triton.launch import OPTIONS, power_of_two
-from raybatch.kernels.triton.prefill_attention import (
-    PreparedChunks,
-    attend_chunks_into,
+from raybatch.kernels.triton.ragged import (
+    Items,
+    PreparedContexts,
+    attend_items,
+    merge_contexts_,
     prepare_chunks,
+    prepare_contexts,
 )
 
 
@@ -38,7 +36,7 @@ class PreparedAttention:
     block_ids: torch.Tensor
     block_offsets: torch.Tensor
     walk: DecodeWalk | None
-    chunks: PreparedChunks | None
+    chunks: Items | None
     contexts: PreparedContexts | None
 
 
@@ -64,12 +62,10 @@ def prepare_attention(
             "engine.kv_cache_dtype: Triton's kernels read no KV of 8 bits; leave it at 'auto', or "
             "run the ops of torch, which do"
         )
-    block_size = pool.shape[2]
     walk = None
     if plan.decode is not None and plan.num_decode:
-        walk = plan_walk(
-            plan.decode, positions=positions[: plan.num_decode], pool=pool, windows=windows
-        )
+        rows = positions[: plan.num_decode]
+        walk = plan_walk(plan.decode, positions=rows, pool=pool, windows=windows)
     chunks, contexts = None, plan.contexts
     if plan.prefill is not None:
         chunks, contexts = prepare_chunks(plan.prefill, contexts, positions=positions)
@@ -79,8 +75,8 @@ def prepare_attention(
         shared = prepare_contexts(contexts, positions=positions, pool=pool, has_windows=has_windows)
     return PreparedAttention(
         num_decode=plan.num_decode,
-        block_ids=slot_mapping // block_size,
-        block_offsets=slot_mapping % block_size,
+        block_ids=slot_mapping // pool.shape[2],
+        block_offsets=slot_mapping % pool.shape[2],
         walk=walk,
         chunks=chunks,
         contexts=shared,
@@ -94,11 +90,10 @@ def prepare_fixed(
     windows: tuple[int | None, ...],
 ) -> PreparedAttention:
     """See `raybatch.kernels.attention`."""
-    block_size = pool.shape[2]
     return PreparedAttention(
         num_decode=len(part.positions),
-        block_ids=part.slot_mapping // block_size,
-        block_offsets=part.slot_mapping % block_size,
+        block_ids=part.slot_mapping // pool.shape[2],
+        block_offsets=part.slot_mapping % pool.shape[2],
         walk=fixed_walk(part, pool=pool, windows=windows),
         chunks=None,
         contexts=None,
@@ -124,7 +119,7 @@ def attend(
         rows = slice(0, prepared.num_decode)
         attend_decode_into(output[rows], lse[rows], q[rows], k_pool, v_pool, prepared.walk, window)
     if prepared.chunks is not None:
-        attend_chunks_into(output, lse, q, k, v, k_pool, v_pool, prepared.chunks, window)
+        attend_items(output, lse, q, (k, v), k_pool, v_pool, prepared.chunks, window)
     if prepared.contexts is not None:
         merge_contexts_(output, lse, q, k_pool, v_pool, prepared.contexts, window)
     return output.flatten(1)
@@ -149,13 +144,9 @@ def store_kv(
         v_pool,
         prepared.block_ids,
         prepared.block_offsets,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        k_pool.stride(0),
-        k_pool.stride(1),
-        k_pool.stride(2),
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k_pool.stride()[:3],
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         TILE_HEADS=power_of_two(num_kv_heads),

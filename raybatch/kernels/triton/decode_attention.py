@@ -10,18 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.kernels.attention_plan import DecodePart, FixedDecode
-from raybatch.kernels.triton.jit.decode import decode_kernel
-from raybatch.kernels.triton.jit.softmax import merge_splits_kernel
+from raybatch.kernels.triton.jit.attention import decode_kernel, merge_splits_kernel
 from raybatch.kernels.triton.launch import (
     OPTIONS,
+    TARGET_PROGRAMS,
     AttentionTiles,
     dot_tile,
     needs_upcast,
     power_of_two,
 )
 
-# programs that fill a GPU of about 130 multiprocessors, four on each
-TARGET_PROGRAMS = 512
 _MAX_SPLITS = 16
 
 
@@ -53,7 +51,7 @@ def plan_walk(
     pool: torch.Tensor,  # [N, G, B, D], keys of any layer
     windows: tuple[int | None, ...],
 ) -> DecodeWalk:
-    """Turn a part into the walk that `attend_decode` executes.
+    """Turn a part into the walk that `attend_decode_into` executes.
 
     Raises:
         ValueError: a layer has a sliding window, and the part has no first positions.
@@ -82,7 +80,7 @@ def fixed_walk(
     pool: torch.Tensor,  # [N, G, B, D], keys of any layer
     windows: tuple[int | None, ...],
 ) -> DecodeWalk:
-    """Turn a part into the walk that `attend_decode` executes, by operations of fixed shapes.
+    """Turn a part into the walk that `attend_decode_into` executes, by operations of fixed shapes.
 
     The grid is that of the longest row there may be; a split without entries has no weight.
     """
@@ -103,20 +101,6 @@ def _num_splits(num_programs: int, blocks_per_seq: int) -> int:
     return 1 << max(0, splits.bit_length() - 1)
 
 
-def attend_decode(
-    q: torch.Tensor,  # [S, H, D]
-    k_pool: torch.Tensor,  # [N, G, B, D]
-    v_pool: torch.Tensor,  # [N, G, B, D]
-    walk: DecodeWalk,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs [S, H, D] and their log-sum-exp, float32 [S, H]."""
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    attend_decode_into(output, lse, q, k_pool, v_pool, walk, window)
-    return output, lse
-
-
 def attend_decode_into(
     output: torch.Tensor,  # [S, H, D], contiguous, overwritten
     lse: torch.Tensor,  # float32 [S, H], contiguous, overwritten
@@ -126,7 +110,7 @@ def attend_decode_into(
     walk: DecodeWalk,
     window: int | None,
 ) -> None:
-    """Write what `attend_decode` returns."""
+    """Compute the decode tokens."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, num_splits = k_pool.shape[1], walk.num_splits
     assert k_pool.stride() == v_pool.stride(), "both pools are laid out alike"
@@ -150,11 +134,8 @@ def attend_decode_into(
         walk.positions,
         math.log2(math.e) / math.sqrt(head_dim),
         window or 0,
-        q.stride(0),
-        q.stride(1),
-        k_pool.stride(0),
-        k_pool.stride(1),
-        k_pool.stride(2),
+        *q.stride()[:2],
+        *k_pool.stride()[:3],
         NUM_HEADS=num_heads,
         HEADS_PER_KV=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,

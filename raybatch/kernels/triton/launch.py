@@ -1,6 +1,5 @@
 """What all launches share: tile sizes, and how the interpreter differs from a GPU."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,6 +7,9 @@ import triton
 
 # fused multiply-adds are asked for by name, because the default differs by version of Triton
 OPTIONS = {"enable_fp_fusion": True}
+
+# programs that fill a GPU of about 130 multiprocessors, four on each
+TARGET_PROGRAMS = 512
 
 # tensor cores multiply at least so many rows and columns
 _MIN_DOT_TILE = 16
@@ -36,13 +38,6 @@ def needs_upcast(tensor: torch.Tensor) -> bool:
     The interpreter keeps bfloat16 as 16-bit integers and multiplies those.
     """
     return _IS_INTERPRETED and tensor.dtype == torch.bfloat16
-
-
-def to_table(
-    rows: Sequence[tuple[int, ...]], num_columns: int, device: torch.device
-) -> torch.Tensor:
-    """Return int64 [rows, columns] on the device."""
-    return torch.tensor(rows, dtype=torch.int64).view(-1, num_columns).to(device)
 
 
 class AttentionTiles(NamedTuple):

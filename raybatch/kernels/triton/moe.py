@@ -40,14 +40,6 @@ class Permutation(NamedTuple):
     row_starts: torch.Tensor
 
 
-class _Weight(NamedTuple):
-    """A weight of either form: output o of input i is o // panel, i, o % panel."""
-
-    tensor: torch.Tensor
-    panel: int
-    strides: dict[str, int]
-
-
 def permute(
     experts: torch.Tensor,  # int64 [T, K]
     num_experts: int,
@@ -116,7 +108,7 @@ def moe_ffn(
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs, [T, M].
 
-    For panels see `raybatch.kernels.panels`; gate and up must not share one. Experts without a
+    For panels see `raybatch.kernels.linear`; gate and up must not share one. Experts without a
     token are not read. Weights that are bytes go to the reference.
     """
     if gate_up_scales is not None:
@@ -141,7 +133,6 @@ def _experts(
 ) -> torch.Tensor:
     """Return what the experts make of their rows, [T * K, M], sorted by expert."""
     num_rows, num_experts, model_dim = len(permutation.order), len(gate_up), x.shape[1]
-    first, second = _weight(gate_up), _weight(down)
     ffn_dim = down.shape[2]
     hidden = x.new_empty(num_rows, ffn_dim)
     rows = x.new_empty(num_rows, model_dim)
@@ -165,17 +156,16 @@ def _experts(
     out_tile, in_tile = _tiles(ffn_dim, model_dim, x.element_size())
     gate_up_kernel[(max_tiles, triton.cdiv(ffn_dim, out_tile))](
         x,
-        first.tensor,
+        gate_up,
         hidden,
         permutation.order,
         tile_ends,
         permutation.row_starts,
         x.stride(0),
-        **first.strides,
+        **_layout(gate_up),
         TOP_K=top_k,
         NUM_INPUTS=model_dim,
         NUM_OUTPUTS=ffn_dim,
-        PANEL=first.panel,
         TILE_OUT=out_tile,
         TILE_IN=in_tile,
         **shared,
@@ -183,14 +173,13 @@ def _experts(
     out_tile, in_tile = _tiles(model_dim, ffn_dim, x.element_size())
     down_kernel[(max_tiles, triton.cdiv(model_dim, out_tile))](
         hidden,
-        second.tensor,
+        down,
         rows,
         tile_ends,
         permutation.row_starts,
-        **second.strides,
+        **_layout(down),
         NUM_INPUTS=ffn_dim,
         NUM_OUTPUTS=model_dim,
-        PANEL=second.panel,
         TILE_OUT=out_tile,
         TILE_IN=in_tile,
         **shared,
@@ -198,16 +187,16 @@ def _experts(
     return rows
 
 
-def _weight(tensor: torch.Tensor) -> _Weight:
-    strides = tensor.stride()
-    if tensor.dim() == 3:
-        expert, panel, inner = strides
+def _layout(weight: torch.Tensor) -> dict[str, int]:
+    """Return how a weight of either form lies: output o of input i is o // PANEL, i, o % PANEL."""
+    if weight.dim() == 3:
+        expert, panel, inner = weight.stride()
         width, out = 1, 0
     else:
-        expert, panel, inner, out = strides
-        width = tensor.shape[3]
-    names = ("stride_expert", "stride_panel", "stride_out", "stride_in")
-    return _Weight(tensor, width, dict(zip(names, (expert, panel, out, inner), strict=True)))
+        expert, panel, inner, out = weight.stride()
+        width = weight.shape[3]
+    strides = {"stride_expert": expert, "stride_panel": panel, "stride_in": inner}
+    return {"PANEL": width, "stride_out": out, **strides}
 
 
 def _tiles(num_outputs: int, num_inputs: int, item_bytes: int) -> tuple[int, int]:

@@ -24,8 +24,8 @@ from raybatch.kernels.attention_plan import (
     FixedDecode,
     PrefillPart,
 )
-from raybatch.kernels.rotary import rotation_table
-from raybatch.kernels.triton import attention, jit, moe, norm, rotary, sampling
+from raybatch.kernels.small_ops import rotation_table
+from raybatch.kernels.triton import attention, jit, moe, sampling, small_ops
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -61,10 +61,10 @@ class Recorder:
 
 def run_small_ops(dtype):
     hidden = torch.zeros(48, 4096, dtype=dtype)
-    norm.rms_norm(hidden, hidden[0], 1e-6)
+    small_ops.rms_norm(hidden, hidden[0], 1e-6)
     projected = torch.zeros(48, 48, 128, dtype=dtype)
-    norm.rms_norm(projected[:, :40], projected[0, :40], 1e-6)
-    rotary.rotate_(projected[:, :40], rotation_table(torch.arange(48), torch.rand(64), 1.0))
+    small_ops.rms_norm(projected[:, :40], projected[0, :40], 1e-6)
+    small_ops.rotate_(projected[:, :40], rotation_table(torch.arange(48), torch.rand(64), 1.0))
 
 
 def run_sampling():

@@ -23,9 +23,8 @@ if _HAS_TRITON:
 
         import raybatch.kernels.triton.attention
         import raybatch.kernels.triton.moe
-        import raybatch.kernels.triton.norm
-        import raybatch.kernels.triton.rotary
-        import raybatch.kernels.triton.sampling  # noqa: F401
+        import raybatch.kernels.triton.sampling
+        import raybatch.kernels.triton.small_ops  # noqa: F401
 
 
 @pytest.fixture(scope="session")

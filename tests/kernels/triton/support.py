@@ -7,6 +7,7 @@ import torch
 from raybatch.kernels import attention as reference
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.triton import attention as kernels
+from raybatch.kernels.triton.decode_attention import attend_decode_into
 from tests import tolerances
 
 # results differ by the order of float32 sums, and by one rounding to the dtype of the output
@@ -155,3 +156,10 @@ class Step:
     def check(self):
         """Compare the kernels with the reference, which computes in float32 on the CPU."""
         assert_close(self.run(), self.run(reference))
+
+
+def attend_decode(q, k_pool, v_pool, walk, window):
+    """Return what the kernel writes, in the form of `raybatch.kernels.decode_attention`."""
+    output, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
+    attend_decode_into(output, lse, q, k_pool, v_pool, walk, window)
+    return output, lse

@@ -10,8 +10,8 @@ from raybatch.kernels import decode_attention as reference_decode
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.kv_rows import FP8, INT8
 from raybatch.kernels.triton import attention as kernels
-from raybatch.kernels.triton import context_attention, decode_attention, prefill_attention
-from tests.kernels.triton.support import DTYPES, Step, assert_close
+from raybatch.kernels.triton import decode_attention, ragged
+from tests.kernels.triton.support import DTYPES, Step, assert_close, attend_decode
 from tests.tiers import pairs, singles
 
 HEADS = [(2, 2), (4, 2), (8, 1), (6, 2)]
@@ -52,7 +52,7 @@ def test_prompts_attend_causally_to_themselves(lengths, heads, window, device):
 
 @pytest.mark.parametrize(("joined_tokens", "window", "heads"), pairs([0, 4096], [None, 6], HEADS))
 def test_chunks_see_their_cached_context(heads, window, joined_tokens, device, monkeypatch):
-    monkeypatch.setattr(prefill_attention, "_MAX_JOINED_TOKENS", joined_tokens)
+    monkeypatch.setattr(ragged, "_MAX_JOINED_TOKENS", joined_tokens)
     Step([(5, 4), (0, 3), (16, 55), (70, 1)], heads=heads, window=window, device=device).check()
 
 
@@ -69,10 +69,10 @@ def test_a_run_is_joined_with_a_chunk_that_is_all_of_its_readers(rows, is_joined
     )
     part = PrefillPart(starts=(0, 4, 8), lens=(4, 4, 4))
     positions = torch.arange(12, device=device)
-    made, left = prefill_attention.prepare_chunks(part, (run,), positions=positions)
+    made, left = ragged.prepare_chunks(part, (run,), positions=positions)
     assert is_joined == (left == ())
     # the fifth field of an item is the number of positions of its run
-    assert [0, 3 * is_joined, 0] == made.items[:, 4].tolist()
+    assert [0, 3 * is_joined, 0] == made.table[:, 4].tolist()
 
 
 MIXED = [(13, 1, 0), (8, 1, 0), (21, 1, 1), (5, 1), (0, 7), (12, 1, 1), (13, 9, 0), (0, 40)]
@@ -163,7 +163,8 @@ class Decode:
         walk = ops.plan_walk(part, positions=positions, pool=k_pool, windows=(window,))
         if num_splits is not None:
             walk = dataclasses.replace(walk, num_splits=num_splits)
-        return ops.attend_decode(self.q.to(device), k_pool, v_pool, walk, window)
+        attend = reference_decode.attend_decode if ops is reference_decode else attend_decode
+        return attend(self.q.to(device), k_pool, v_pool, walk, window)
 
     def check(self, window=None, num_splits=None):
         expected = self.run(reference_decode, "cpu", window)
@@ -250,7 +251,7 @@ class Contexts:
 
     def check(self, window=None):
         expected = self.run(reference_contexts, "cpu", window)
-        made = self.run(context_attention, self.device, window)
+        made = self.run(ragged, self.device, window)
         for tensor, wanted in zip(made, expected, strict=True):
             assert_close(tensor, wanted)
 
@@ -270,16 +271,16 @@ def test_all_shared_runs_of_a_step_are_merged_into_their_rows(runs, window, head
 
 @pytest.mark.parametrize("window", [None, 30])
 def test_runs_that_are_cut_into_spans_give_the_same(window, device, monkeypatch):
-    monkeypatch.setattr(context_attention, "_MIN_SPAN_TOKENS", 1)
+    monkeypatch.setattr(ragged, "_MIN_SPAN_TOKENS", 1)
     contexts = Contexts(5, [([0, 1, 2, 3, 4], 70, 0), ([2, 3], 9, 70)], device)
     # 18 spans of one block each for the long run, 3 for the short one
-    assert 21 == len(contexts.prepare(context_attention, device).items)
+    assert 21 == len(contexts.prepare(ragged, device).items.table)
     contexts.check(window)
 
 
 def test_a_run_is_one_item_however_many_rows_fit_a_program(device):
     contexts = Contexts(128, [(list(range(128)), 64, 0)], device)
-    assert 1 == len(contexts.prepare(context_attention, device).items)
+    assert 1 == len(contexts.prepare(ragged, device).items.table)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1), (6, 2)], ids=heads_name)

@@ -6,7 +6,7 @@ import torch
 from raybatch.kernels.triton import attention as kernels
 from raybatch.kernels.triton import decode_attention
 from tests.kernels.keyless_rows import BLOCK_SIZE, STEPS, part_of
-from tests.kernels.triton.support import assert_close
+from tests.kernels.triton.support import assert_close, attend_decode
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 
@@ -45,7 +45,7 @@ def test_a_row_without_blocks_gets_zeros_without_weight(
         part_of(entries, device), positions=positions, pool=pools[0], windows=(None,)
     )
     q = torch.randn(3, NUM_HEADS, HEAD_DIM, device=device)
-    output, lse = decode_attention.attend_decode(q, pools[0], pools[1], walk, None)
+    output, lse = attend_decode(q, pools[0], pools[1], walk, None)
     owners = {owner for _, owner, _, _ in entries}
     is_empty = torch.tensor([row not in owners for row in range(3)])
     assert not output[is_empty].any()

@@ -9,22 +9,20 @@ from raybatch.kernels import (
     context_attention,
     decode_attention,
     moe,
-    norm,
-    rotary,
     sampling,
+    small_ops,
 )
 from raybatch.kernels.triton import attention as triton_attention
-from raybatch.kernels.triton import context_attention as triton_context_attention
 from raybatch.kernels.triton import decode_attention as triton_decode_attention
 from raybatch.kernels.triton import moe as triton_moe
-from raybatch.kernels.triton import norm as triton_norm
-from raybatch.kernels.triton import rotary as triton_rotary
+from raybatch.kernels.triton import ragged as triton_ragged
 from raybatch.kernels.triton import sampling as triton_sampling
+from raybatch.kernels.triton import small_ops as triton_small_ops
 from tests.kernels.triton.support import DTYPES, assert_close, dtype_name
 
 OPS = [
-    (norm, triton_norm, "rms_norm"),
-    (rotary, triton_rotary, "rotate_"),
+    (small_ops, triton_small_ops, "rms_norm"),
+    (small_ops, triton_small_ops, "rotate_"),
     (moe, triton_moe, "moe_ffn"),
     (sampling, triton_sampling, "draw_tokens"),
     (attention, triton_attention, "prepare_attention"),
@@ -33,9 +31,8 @@ OPS = [
     (attention, triton_attention, "attend"),
     (decode_attention, triton_decode_attention, "plan_walk"),
     (decode_attention, triton_decode_attention, "fixed_walk"),
-    (decode_attention, triton_decode_attention, "attend_decode"),
-    (context_attention, triton_context_attention, "prepare_contexts"),
-    (context_attention, triton_context_attention, "merge_contexts_"),
+    (context_attention, triton_ragged, "prepare_contexts"),
+    (context_attention, triton_ragged, "merge_contexts_"),
 ]
 
 
@@ -56,27 +53,27 @@ def test_both_forms_of_an_op_have_the_same_arguments(module, kernels, name):
 def test_rms_norm_equals_the_reference(shape, dtype, device):
     torch.manual_seed(0)
     x, weight = torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
-    actual = triton_norm.rms_norm(x.to(device), weight.to(device), 1e-6)
+    actual = triton_small_ops.rms_norm(x.to(device), weight.to(device), 1e-6)
     assert (shape, dtype) == (tuple(actual.shape), actual.dtype)
-    assert_close(actual, norm.rms_norm(x, weight, 1e-6).float())
+    assert_close(actual, small_ops.rms_norm(x, weight, 1e-6).float())
 
 
 def test_rms_norm_reads_heads_of_a_wider_tensor_with_a_weight_per_head(device):
     torch.manual_seed(0)
     x, weight = torch.randn(4, 5, 8)[:, 1:4], torch.rand(7, 8)[2:5]
-    actual = triton_norm.rms_norm(x.to(device), weight.to(device), 1e-6)
-    assert_close(actual, norm.rms_norm(x, weight, 1e-6))
+    actual = triton_small_ops.rms_norm(x.to(device), weight.to(device), 1e-6)
+    assert_close(actual, small_ops.rms_norm(x, weight, 1e-6))
 
 
 def test_rms_norm_computes_half_precision_in_float32(device):
     x = torch.full((1, 64), 300.0, dtype=torch.float16, device=device)
     weight = torch.ones(64, dtype=torch.float16, device=device)
-    assert torch.equal(torch.ones_like(x), triton_norm.rms_norm(x, weight, 1e-6))
+    assert torch.equal(torch.ones_like(x), triton_small_ops.rms_norm(x, weight, 1e-6))
 
 
 def test_rms_norm_of_a_zero_row_is_zero(device):
     x, weight = torch.zeros(2, 8, device=device), torch.ones(8, device=device)
-    assert torch.equal(x, triton_norm.rms_norm(x, weight, 1e-6))
+    assert torch.equal(x, triton_small_ops.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -86,10 +83,10 @@ def test_rotation_equals_the_reference_and_touches_no_other_head(shape, dtype, d
     num_tokens, num_heads, head_dim = shape
     wide = torch.randn(num_tokens, num_heads + 2, head_dim).to(dtype)
     positions = torch.arange(num_tokens) * 13
-    table = rotary.rotation_table(positions, torch.rand(head_dim // 2), 1.5)
+    table = small_ops.rotation_table(positions, torch.rand(head_dim // 2), 1.5)
     actual = wide.to(device, copy=True)
-    triton_rotary.rotate_(actual[:, :num_heads], table.to(device))
-    rotary.rotate_(wide[:, :num_heads], table)
+    triton_small_ops.rotate_(actual[:, :num_heads], table.to(device))
+    small_ops.rotate_(wide[:, :num_heads], table)
     assert_close(actual, wide.float())
     assert torch.equal(wide[:, num_heads:], actual[:, num_heads:].cpu())
 

@@ -8,6 +8,8 @@ slots is 2 0 3 1, and the places of slots are 1 3 0 2.
 import triton
 import triton.language as tl
 
+from raybatch.kernels.triton.jit.attention import load_tile
+
 
 @triton.jit
 def _one_hot(experts_ptr, tile, num_slots, TILE_SLOTS: tl.constexpr, TILE_EXPERTS: tl.constexpr):
@@ -130,19 +132,13 @@ def gate_up_kernel(
         for start in range(0, NUM_INPUTS, TILE_IN):
             inputs = start + tl.arange(0, TILE_IN)
             is_input = inputs < NUM_INPUTS
-            x = tl.load(
-                x_ptr + tokens[:, None] * stride_x + inputs[None, :],
-                mask=is_row[:, None] & is_input[None, :],
-                other=0.0,
-            )
+            in_row = is_row[:, None] & is_input[None, :]
+            places = tokens[:, None] * stride_x + inputs[None, :]
+            x = load_tile(x_ptr, places, in_row, UPCAST)
             mask = is_input[:, None] & is_output[None, :]
             in_places = inputs[:, None] * stride_in
-            gate_weight = tl.load(weight_ptr + gate_places[None, :] + in_places, mask, other=0.0)
-            up_weight = tl.load(weight_ptr + up_places[None, :] + in_places, mask, other=0.0)
-            if UPCAST:
-                x = x.to(tl.float32)
-                gate_weight = gate_weight.to(tl.float32)
-                up_weight = up_weight.to(tl.float32)
+            gate_weight = load_tile(weight_ptr, gate_places[None, :] + in_places, mask, UPCAST)
+            up_weight = load_tile(weight_ptr, up_places[None, :] + in_places, mask, UPCAST)
             gate += tl.dot(x, gate_weight, input_precision="tf32x3")
             up += tl.dot(x, up_weight, input_precision="tf32x3")
         made = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
@@ -186,19 +182,11 @@ def down_kernel(
         for start in range(0, NUM_INPUTS, TILE_IN):
             inputs = start + tl.arange(0, TILE_IN)
             is_input = inputs < NUM_INPUTS
-            x = tl.load(
-                x_ptr + rows[:, None] * NUM_INPUTS + inputs[None, :],
-                mask=is_row[:, None] & is_input[None, :],
-                other=0.0,
-            )
-            weight = tl.load(
-                weight_ptr + out_places[None, :] + inputs[:, None] * stride_in,
-                mask=is_input[:, None] & is_output[None, :],
-                other=0.0,
-            )
-            if UPCAST:
-                x = x.to(tl.float32)
-                weight = weight.to(tl.float32)
+            in_row = is_row[:, None] & is_input[None, :]
+            x = load_tile(x_ptr, rows[:, None] * NUM_INPUTS + inputs[None, :], in_row, UPCAST)
+            places = out_places[None, :] + inputs[:, None] * stride_in
+            mask = is_input[:, None] & is_output[None, :]
+            weight = load_tile(weight_ptr, places, mask, UPCAST)
             total += tl.dot(x, weight, input_precision="tf32x3")
         targets = rows[:, None] * NUM_OUTPUTS + outputs[None, :]
         mask = is_row[:, None] & is_output[None, :]

@@ -1,4 +1,4 @@
-"""Rotary position embedding on heads whose pairs of dimensions lie side by side.
+"""Root-mean-square normalisation, and rotary position embedding of side-by-side dimensions.
 
 Checkpoints pair dimension j with j + D/2. The weights are reordered once, when they are prepared,
 so that a pair is one complex number and a rotation one complex product, a quarter of the cost of
@@ -6,6 +6,20 @@ the form with two halves on a CPU. Scores do not change, as queries and keys sha
 """
 
 import torch
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., D]
+    weight: torch.Tensor,  # [D], or any shape that broadcasts over x
+    eps: float,
+) -> torch.Tensor:
+    """Scale each row of `x` to a root mean square of 1, then by `weight`.
+
+    The statistics are float32 whatever the dtype of `x`.
+    """
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).to(x.dtype).mul_(weight)
 
 
 def rotation_table(
@@ -27,10 +41,9 @@ def rotate_(
 ) -> None:
     """Turn every pair of dimensions of `x` by the angle of its token."""
     pairs = x.view(*x.shape[:-1], x.shape[-1] // 2, 2)
-    if x.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(table)
-    else:
-        turned = torch.view_as_complex(pairs.to(torch.float32)).mul_(table)
+    turned = torch.view_as_complex(pairs.to(torch.float32)).mul_(table)
+    # of float32 that is `x` itself
+    if x.dtype != torch.float32:
         pairs.copy_(torch.view_as_real(turned))
 
 

@@ -1,9 +1,9 @@
-"""Root-mean-square normalisation, the form for GPUs of `raybatch.kernels.norm`."""
+"""Normalisation and rotation, the form for GPUs of `raybatch.kernels.small_ops`."""
 
 import torch
 import triton
 
-from raybatch.kernels.triton.jit.norm import rms_norm_kernel
+from raybatch.kernels.triton.jit.small_ops import rms_norm_kernel, rotate_kernel
 from raybatch.kernels.triton.launch import OPTIONS, power_of_two, rows_per_program
 
 
@@ -19,9 +19,7 @@ def rms_norm(
     """
     dim = x.shape[-1]
     # [T, H, D], where H is 1 for plain rows
-    heads = x.unsqueeze(1) if x.dim() == 2 else x.reshape(-1, *x.shape[-2:])
-    if x.dim() == 1:
-        heads = x.view(1, 1, dim)
+    heads = x.reshape(-1, x.shape[-2] if x.dim() > 2 else 1, dim)
     if heads.stride(2) != 1:
         heads = heads.contiguous()
     weights = weight.expand(heads.shape[1:])
@@ -39,8 +37,7 @@ def rms_norm(
         num_rows,
         heads.shape[1],
         eps,
-        heads.stride(0),
-        heads.stride(1),
+        *heads.stride()[:2],
         weights.stride(0),
         DIM=dim,
         TILE_ROWS=tile_rows,
@@ -49,3 +46,30 @@ def rms_norm(
         **OPTIONS,
     )
     return output
+
+
+def rotate_(
+    x: torch.Tensor,  # [T, H, D], modified in place, last dimension contiguous
+    table: torch.Tensor,  # complex64 [T, 1, D / 2]
+) -> None:
+    """Turn every pair of dimensions of `x` by the angle of its token."""
+    num_tokens, num_heads, head_dim = x.shape
+    num_rows = num_tokens * num_heads
+    if not num_rows:
+        return
+    turns = torch.view_as_real(table).flatten(1)
+    tile = power_of_two(head_dim // 2)
+    tile_rows = rows_per_program(tile, 2048)
+    rotate_kernel[(triton.cdiv(num_rows, tile_rows),)](
+        x,
+        turns,
+        num_rows,
+        num_heads,
+        *x.stride()[:2],
+        turns.stride(0),
+        NUM_PAIRS=head_dim // 2,
+        TILE_ROWS=tile_rows,
+        TILE_PAIRS=tile,
+        num_warps=4,
+        **OPTIONS,
+    )

@@ -1,0 +1,324 @@
+"""Attention of decode tokens, of chunks of prompts and over shared runs, by online softmax.
+
+Scores are in units of log2 inside of a kernel, as the hardware's exponential is that of 2; what is
+stored is a natural logarithm. A query that sees no key has a sum of 0, an output of 0 and a
+log-sum-exp of -inf.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def base_of(highest):
+    """Return what scores are taken relative to; a finite number where there is no score."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+@triton.jit
+def divisor_of(total):
+    """Return what sums of weighted values are divided by; 1 where nothing has a weight."""
+    return tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def log_of(total):
+    """Return the natural logarithm of a sum of weights, -inf where it is 0."""
+    return tl.where(total == 0.0, float("-inf"), tl.log(divisor_of(total)))
+
+
+@triton.jit
+def load_tile(ptr, places, mask, UPCAST: tl.constexpr):
+    """Return a factor of a product, made float32 where it is not multiplied as it is."""
+    tile = tl.load(ptr + places, mask=mask, other=0.0)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def attend_keys(q, k, v, is_visible, highest, total, acc, scale):
+    """Take in a tile of keys [n, D] and values [n, D] for queries [m, D]."""
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+    scores = tl.where(is_visible, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    base = base_of(new_highest)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(highest - base)
+    total = total * decay + tl.sum(weights, axis=1)
+    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
+    return new_highest, total, acc
+
+
+@triton.jit
+def finish(highest, total, acc):
+    """Return the output [m, D] and its log-sum-exp [m]."""
+    lse = base_of(highest) * 0.6931471805599453 + log_of(total)
+    return acc / divisor_of(total)[:, None], lse
+
+
+@triton.jit
+def merge_splits_kernel(
+    parts_ptr,
+    part_lses_ptr,
+    out_ptr,
+    lse_ptr,
+    num_rows,
+    NUM_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+):
+    """Merge the splits of one row (a head of a token); parts are [NUM_SPLITS, rows, D].
+
+    NUM_SPLITS is a power of two.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    dims, splits = tl.arange(0, TILE_DIM), tl.arange(0, NUM_SPLITS).to(tl.int64)
+    lses = tl.load(part_lses_ptr + splits * num_rows + row)
+    base = base_of(tl.max(lses, axis=0))
+    weights = tl.exp(lses - base)
+    total = tl.sum(weights, axis=0)
+    places = (splits[:, None] * num_rows + row) * HEAD_DIM + dims[None, :]
+    is_dim = dims < HEAD_DIM
+    parts = tl.load(parts_ptr + places, mask=is_dim[None, :], other=0.0)
+    merged = tl.sum(parts * weights[:, None], axis=0) / divisor_of(total)
+    tl.store(out_ptr + row * HEAD_DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=is_dim)
+    tl.store(lse_ptr + row, base + log_of(total))
+
+
+@triton.jit
+def merge_parts_kernel(
+    out_ptr,
+    lse_ptr,
+    parts_ptr,
+    part_lses_ptr,
+    order_ptr,
+    starts_ptr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+):
+    """Add to some heads of one row, in place, its parts order[starts[row]..starts[row + 1]]."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    dims = tl.arange(0, TILE_DIM)
+    is_head = heads < NUM_HEADS
+    mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    start = tl.load(starts_ptr + row)
+    stop = tl.load(starts_ptr + row + 1)
+    if start < stop:
+        own_heads = row * NUM_HEADS + heads
+        own_places = own_heads[:, None] * HEAD_DIM + dims[None, :]
+        acc = tl.load(out_ptr + own_places, mask=mask, other=0.0).to(tl.float32)
+        lse = tl.load(lse_ptr + own_heads, mask=is_head, other=0.0)
+        for i in range(start, stop):
+            part_heads = tl.load(order_ptr + i) * NUM_HEADS + heads
+            part_places = part_heads[:, None] * HEAD_DIM + dims[None, :]
+            part = tl.load(parts_ptr + part_places, mask=mask, other=0.0)
+            part_lse = tl.load(part_lses_ptr + part_heads, mask=is_head, other=0.0)
+            base = base_of(tl.maximum(lse, part_lse))
+            weight, part_weight = tl.exp(lse - base), tl.exp(part_lse - base)
+            total = weight + part_weight
+            acc = acc * weight[:, None] + part * part_weight[:, None]
+            acc /= divisor_of(total)[:, None]
+            lse = base + log_of(total)
+        tl.store(out_ptr + own_places, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(lse_ptr + own_heads, lse, mask=is_head)
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr,
+    k_pool_ptr,
+    v_pool_ptr,
+    out_ptr,
+    lse_ptr,
+    block_ids_ptr,
+    num_valid_ptr,
+    first_positions_ptr,
+    starts_ptr,
+    positions_ptr,
+    scale,
+    window,
+    stride_qt,
+    stride_qh,
+    stride_block,
+    stride_head,
+    stride_slot,
+    NUM_HEADS: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+):
+    """Attend with the heads of one KV head of one sequence over one split of its blocks.
+
+    Sequence s has the entries starts[s]..starts[s + 1] of the block arrays; with 5 of them and 2
+    splits, the first takes 3. Outputs are [NUM_SPLITS, S, H, D].
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    stop = tl.load(starts_ptr + sequence + 1)
+    first = tl.load(starts_ptr + sequence)
+    per_split = tl.cdiv(stop - first, NUM_SPLITS)
+    first += split * per_split
+    num_slots = ((tl.minimum(first + per_split, stop) - first) * BLOCK_SIZE).to(tl.int32)
+
+    lanes, dims = tl.arange(0, TILE_HEADS), tl.arange(0, TILE_DIM)
+    is_head, is_dim = lanes < HEADS_PER_KV, dims < HEAD_DIM
+    heads = kv_head * HEADS_PER_KV + lanes
+    query_mask = is_head[:, None] & is_dim[None, :]
+    q_places = sequence * stride_qt + heads[:, None] * stride_qh + dims[None, :]
+    q = load_tile(q_ptr, q_places, query_mask, UPCAST)
+    position = tl.load(positions_ptr + sequence)
+
+    highest = tl.full((TILE_HEADS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((TILE_HEADS,), dtype=tl.float32)
+    acc = tl.zeros((TILE_HEADS, TILE_DIM), dtype=tl.float32)
+    for start in range(0, num_slots, TILE_KEYS):
+        slots = start + tl.arange(0, TILE_KEYS)
+        is_slot = slots < num_slots
+        entries, offsets = first + slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        is_visible = offsets < tl.load(num_valid_ptr + entries, mask=is_slot, other=0)
+        if HAS_WINDOW:
+            begins = tl.load(first_positions_ptr + entries, mask=is_slot, other=0)
+            is_visible = is_visible & (position - (begins + offsets) < window)
+        blocks = tl.load(block_ids_ptr + entries, mask=is_slot, other=0)
+        rows = blocks * stride_block + kv_head * stride_head + offsets * stride_slot
+        places = rows[:, None] + dims[None, :]
+        mask = is_visible[:, None] & is_dim[None, :]
+        k = load_tile(k_pool_ptr, places, mask, UPCAST)
+        v = load_tile(v_pool_ptr, places, mask, UPCAST)
+        highest, total, acc = attend_keys(q, k, v, is_visible[None, :], highest, total, acc, scale)
+
+    output, lse = finish(highest, total, acc)
+    out_heads = (split * tl.num_programs(0) + sequence) * NUM_HEADS + heads
+    out_places = out_heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + out_places, output.to(out_ptr.dtype.element_ty), mask=query_mask)
+    tl.store(lse_ptr + out_heads, lse, mask=is_head)
+
+
+@triton.jit
+def ragged_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_pool_ptr,
+    v_pool_ptr,
+    out_ptr,
+    lse_ptr,
+    items_ptr,
+    rows_ptr,
+    positions_ptr,
+    block_ids_ptr,
+    scale,
+    window,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_block,
+    stride_head,
+    stride_slot,
+    NUM_HEADS: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr,
+    TILE_LANES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+):
+    """Attend with the heads of one KV head of some queries of one item of the table.
+
+    With HAS_CHUNK the item's queries are neighbouring rows of one chunk, which they see causally
+    beside the run; else they are listed in `rows`, and see the run alone. Lane l is query
+    l // HEADS_PER_KV and head l % HEADS_PER_KV: with 3 heads, 64 lanes hold 21 queries, and an item
+    of 30 queries takes two programs. Outputs are [places, H, D].
+    """
+    PROGRAM_QUERIES: tl.constexpr = TILE_LANES // HEADS_PER_KV
+    item = items_ptr + tl.program_id(0) * ITEM_FIELDS
+    skipped = tl.program_id(2) * PROGRAM_QUERIES
+    num_queries = tl.minimum(tl.load(item + 1) - skipped, PROGRAM_QUERIES)
+    if num_queries <= 0:
+        return
+    first_query = tl.load(item) + skipped
+    first_place, first_block = tl.load(item + 2) + skipped, tl.load(item + 3)
+    num_tokens, first_position = tl.load(item + 4).to(tl.int32), tl.load(item + 5)
+    chunk_start = tl.load(item + 6)
+    kv_head = tl.program_id(1)
+
+    lanes, dims = tl.arange(0, TILE_LANES), tl.arange(0, TILE_DIM)
+    queries, heads = lanes // HEADS_PER_KV, kv_head * HEADS_PER_KV + lanes % HEADS_PER_KV
+    is_query, is_dim = queries < num_queries, dims < HEAD_DIM
+    if HAS_CHUNK:
+        rows = first_query + queries
+    else:
+        rows = tl.load(rows_ptr + first_query + queries, mask=is_query, other=0)
+    positions = tl.load(positions_ptr + rows, mask=is_query, other=0)
+    query_mask = is_query[:, None] & is_dim[None, :]
+    q_places = rows[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :]
+    q = load_tile(q_ptr, q_places, query_mask, UPCAST)
+
+    highest = tl.full((TILE_LANES,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((TILE_LANES,), dtype=tl.float32)
+    acc = tl.zeros((TILE_LANES, TILE_DIM), dtype=tl.float32)
+    begin = 0
+    if HAS_WINDOW:
+        # tiles that lie before the window of every query are not read
+        oldest = tl.min(tl.where(is_query, positions, 2147483647), axis=0)
+        begin = tl.maximum(oldest - window + 1 - first_position, 0).to(tl.int32)
+        begin = begin // TILE_KEYS * TILE_KEYS
+    for start in range(begin, num_tokens, TILE_KEYS):
+        keys = start + tl.arange(0, TILE_KEYS)
+        is_key = keys < num_tokens
+        offsets = keys % BLOCK_SIZE
+        blocks = tl.load(block_ids_ptr + first_block + keys // BLOCK_SIZE, mask=is_key, other=0)
+        pool_rows = blocks * stride_block + kv_head * stride_head + offsets * stride_slot
+        places = pool_rows[:, None] + dims[None, :]
+        mask = is_key[:, None] & is_dim[None, :]
+        k = load_tile(k_pool_ptr, places, mask, UPCAST)
+        v = load_tile(v_pool_ptr, places, mask, UPCAST)
+        is_visible = is_query[:, None] & is_key[None, :]
+        if HAS_WINDOW:
+            distance = positions[:, None] - (first_position + keys)[None, :]
+            is_visible = is_visible & (distance < window)
+        highest, total, acc = attend_keys(q, k, v, is_visible, highest, total, acc, scale)
+
+    if HAS_CHUNK:
+        own = (rows - chunk_start).to(tl.int32)
+        first_own = (first_query - chunk_start).to(tl.int32)
+        num_keys = first_own + num_queries.to(tl.int32)
+        begin = 0
+        if HAS_WINDOW:
+            begin = tl.maximum(first_own - window + 1, 0) // TILE_KEYS * TILE_KEYS
+        for start in range(begin, num_keys, TILE_KEYS):
+            keys = start + tl.arange(0, TILE_KEYS)
+            is_key = keys < num_keys
+            mask = is_key[:, None] & is_dim[None, :]
+            key_rows = chunk_start + keys
+            k_places = key_rows[:, None] * stride_kt + kv_head * stride_kh + dims[None, :]
+            v_places = key_rows[:, None] * stride_vt + kv_head * stride_vh + dims[None, :]
+            k = load_tile(k_ptr, k_places, mask, UPCAST)
+            v = load_tile(v_ptr, v_places, mask, UPCAST)
+            is_visible = is_query[:, None] & (keys[None, :] <= own[:, None])
+            if HAS_WINDOW:
+                is_visible = is_visible & (own[:, None] - keys[None, :] < window)
+            highest, total, acc = attend_keys(q, k, v, is_visible, highest, total, acc, scale)
+
+    output, lse = finish(highest, total, acc)
+    out_heads = (first_place + queries) * NUM_HEADS + heads
+    out_places = out_heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + out_places, output.to(out_ptr.dtype.element_ty), mask=query_mask)
+    tl.store(lse_ptr + out_heads, lse, mask=is_query)
