@@ -31,24 +31,12 @@ _MAX_INDENT = 32
 # stands at the end of a message that is to be continued; no filter changes its letters
 _END = "\ue004\ue005 "
 
+# what a template may read that nobody has set
+_UNSET: dict[str, Any] = {"tools": None, "documents": None}
 # filters that count a round of a loop, and a value
 STEP, SPEND = "__raybatch_step", "__raybatch_spend"
-# how `_Guarding` changes a node of each kind
-_METHODS: dict[type[nodes.Node], str] = {
-    nodes.AssignBlock: "_block",
-    nodes.Call: "_made",
-    nodes.CallBlock: "_call_block",
-    nodes.Concat: "_made",
-    nodes.Dict: "_made",
-    nodes.Filter: "_made",
-    nodes.FilterBlock: "_block",
-    nodes.For: "_loop",
-    nodes.Getitem: "_item",
-    nodes.List: "_made",
-    nodes.Macro: "_macro",
-    nodes.Output: "_output",
-    nodes.Tuple: "_tuple",
-}
+# a value of these kinds is counted when it is made
+_MADE = (nodes.Call, nodes.Concat, nodes.Dict, nodes.Filter, nodes.List)
 
 
 class ChatTemplate:
@@ -61,7 +49,8 @@ class ChatTemplate:
     def __init__(self, text: str) -> None:
         self._text = text
         environment = _Environment()
-        code = environment.compile(guarded(environment.parse(text), environment))
+        # by the filters `STEP` and `SPEND` it counts what it does
+        code = environment.compile(_Guarding(environment).visit(environment.parse(text)))
         self._budget = environment.budget
         self._template = Template.from_code(
             environment, code, environment.make_globals(None), uptodate=None
@@ -78,7 +67,6 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            messages: of one row.
             add_generation_prompt: end with the begin of a new message.
             continue_final_message: end inside the last message; a text names its field, which is
                 "content" else.
@@ -94,20 +82,16 @@ class ChatTemplate:
         if continue_final_message:
             field = "content" if continue_final_message is True else str(continue_final_message)
             messages, last = self._marked(messages, field)
-        rendered = self._run(
-            messages=messages, add_generation_prompt=add_generation_prompt, **variables
-        )
-        return rendered if last is None else _cut_at_end(rendered, last)
-
-    def _run(self, **variables: Any) -> str:  # noqa: ANN401
+        shown = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         pieces, chars = [], 0
         with self._budget.renewed():
-            for piece in self._template.generate(**{"tools": None, "documents": None, **variables}):
+            for piece in self._template.generate(**{**_UNSET, **shown, **variables}):
                 chars += len(piece)
                 if chars > MAX_CHARS:
                     raise TemplateLimitError(f"it writes more than {MAX_CHARS:,} characters")
                 pieces.append(piece)
-        return "".join(pieces)
+        rendered = "".join(pieces)
+        return rendered if last is None else _cut_at_end(rendered, last)
 
     def _marked(
         self, messages: Sequence[Mapping[str, Any]], field: str
@@ -224,72 +208,44 @@ def _to_json(
     )
 
 
-def guarded(tree: nodes.Template, environment: Environment) -> nodes.Template:
-    """Return a parsed template that counts what it does, by the filters `STEP` and `SPEND`."""
-    changed = _Guarding(environment).visit(tree)
-    assert isinstance(changed, nodes.Template), "a template stays one"
-    return changed
-
-
 class _Guarding(NodeTransformer):
+    """Puts filters that count around what a template does."""
+
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
 
-    def get_visitor(self, node: nodes.Node) -> Callable[..., Any] | None:
-        """Return what changes a node of this kind."""
-        name = _METHODS.get(type(node))
-        return None if name is None else getattr(self, name)
+    def visit(self, node: nodes.Node) -> Any:  # noqa: ANN401 - a node of the same use
+        if isinstance(node, nodes.CallBlock):
+            self.generic_visit(node.call)  # which has to stay a call
+            node.defaults = [self.visit(default) for default in node.defaults]
+            node.body = self._counted([self.visit(one) for one in node.body], node.lineno)
+            return node
+        if isinstance(node, nodes.FilterBlock | nodes.AssignBlock):
+            # the filter of a block has no value before it that could be counted
+            node.body = [self.visit(one) for one in node.body]
+            return node
+        if isinstance(node, nodes.Output):
+            node.nodes = [self._through(SPEND, self._shown(one)) for one in node.nodes]
+            return node
+        self.generic_visit(node)
+        if isinstance(node, nodes.For | nodes.Macro):
+            node.body = self._counted(node.body, node.lineno)
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = self._through(STEP, node.test)
+        is_tuple = isinstance(node, nodes.Tuple) and node.ctx == "load"
+        is_part = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        is_made = is_tuple or is_part or isinstance(node, _MADE)
+        return self._through(SPEND, node) if is_made else node
+
+    def _shown(self, node: nodes.Expr) -> nodes.Expr:
+        if isinstance(node, nodes.TemplateData):
+            return nodes.Const(node.data, lineno=node.lineno, environment=self._environment)
+        return self.visit(node)  # type: ignore[no-any-return]
 
     def _through(self, name: str, node: nodes.Node) -> nodes.Filter:
-        return nodes.Filter(
-            node, name, [], [], None, None, lineno=node.lineno, environment=self._environment
-        )
+        place = {"lineno": node.lineno, "environment": self._environment}
+        return nodes.Filter(node, name, [], [], None, None, **place)
 
     def _counted(self, body: Sequence[nodes.Node], line: int) -> list[nodes.Node]:
         place = {"lineno": line, "environment": self._environment}
         return [nodes.ExprStmt(self._through(STEP, nodes.Const(0, **place)), **place), *body]
-
-    def _loop(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.body = self._counted(node.body, node.lineno)
-        if node.test is not None:
-            node.test = self._through(STEP, node.test)
-        return node
-
-    def _macro(self, node: nodes.Macro) -> nodes.Node:
-        self.generic_visit(node)
-        node.body = self._counted(node.body, node.lineno)
-        return node
-
-    def _call_block(self, node: nodes.CallBlock) -> nodes.Node:
-        self.generic_visit(node.call)  # which has to stay a call
-        node.defaults = [self.visit(default) for default in node.defaults]
-        node.body = self._counted([self.visit(one) for one in node.body], node.lineno)
-        return node
-
-    def _block(self, node: nodes.FilterBlock | nodes.AssignBlock) -> nodes.Node:
-        # the filter of a block has no value before it that could be counted
-        node.body = [self.visit(one) for one in node.body]
-        return node
-
-    def _output(self, node: nodes.Output) -> nodes.Node:
-        shown: list[nodes.Expr] = []
-        for one in node.nodes:
-            made = self.visit(one)
-            if isinstance(one, nodes.TemplateData):
-                place = {"lineno": one.lineno, "environment": self._environment}
-                made = nodes.Const(one.data, **place)
-            shown.append(self._through(SPEND, made))
-        node.nodes = shown
-        return node
-
-    def _made(self, node: nodes.Node) -> nodes.Node:
-        self.generic_visit(node)
-        return self._through(SPEND, node)
-
-    def _tuple(self, node: nodes.Tuple) -> nodes.Node:
-        return self._made(node) if node.ctx == "load" else self.generic_visit(node)
-
-    def _item(self, node: nodes.Getitem) -> nodes.Node:
-        is_part = isinstance(node.arg, nodes.Slice)
-        return self._made(node) if is_part else self.generic_visit(node)

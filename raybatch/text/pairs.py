@@ -3,13 +3,12 @@
 from typing import Literal
 
 import numpy as np
-from tokenizers import Tokenizer as FastTokenizer
 
 from raybatch.config import SpecialTokens
 from raybatch.records.payload import DOCUMENT_AT, TYPES_AT, add_payload
-from raybatch.text.chat import InvalidPrompt, TokenizeError
+from raybatch.text.chat import InvalidPrompt
 from raybatch.text.prompt_tokenizer import PromptTokenizer
-from raybatch.text.tokenizer import Encoded, Tokenizer
+from raybatch.text.tokenizer import Encoded, Tokenizer, encoding_of
 
 
 def with_frame(encoded: Encoded, tokenizer: PromptTokenizer) -> Encoded:
@@ -42,60 +41,27 @@ def read_pair(
         if not text:
             raise InvalidPrompt(f"the {name} is empty")
     if form == "apart":
-        return _apart(tokenizer, query, document, special_tokens)
+        both = [tokenizer.read(text, special_tokens=special_tokens) for text in (query, document)]
+        border, (before, after) = len(both[0].token_ids), tokenizer.frame
+        ids = np.concatenate([one.token_ids for one in both])
+        payload = add_payload(None, {DOCUMENT_AT: border})
+        cuttable = border + before, len(ids) - after
+        return Encoded(ids, sum(one.num_special for one in both), payload, cuttable)
     fast, num_special = tokenizer.fast_for(query + document, special_tokens)
     if form == "joined":
-        return _joined(fast, query, document, num_special)
-    return _pair(fast, query, document, num_special, has_types=tokenizer.has_types)
-
-
-def _apart(
-    tokenizer: Tokenizer, query: str, document: str, special_tokens: SpecialTokens
-) -> Encoded:
-    first = tokenizer.read(query, special_tokens=special_tokens)
-    second = tokenizer.read(document, special_tokens=special_tokens)
-    border = len(first.token_ids)
-    before, after = tokenizer.frame
-    ids = np.concatenate([first.token_ids, second.token_ids])
-    return Encoded(
-        ids,
-        first.num_special + second.num_special,
-        payload=add_payload(None, {DOCUMENT_AT: border}),
-        cuttable=(border + before, len(ids) - after),
-    )
-
-
-def _joined(fast: FastTokenizer, query: str, document: str, num_special: int) -> Encoded:
-    try:
-        encoding = fast.encode(query + document)
-    except Exception as error:  # the tokenizer's library raises bare exceptions of any kind
-        raise TokenizeError(f"{type(error).__name__}: {error}") from error
-    places = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-    if not places:
-        raise InvalidPrompt("prompt is empty")
-    starts = [i for i in places if encoding.offsets[i][0] >= len(query)]
-    start = starts[0] if starts else places[-1] + 1
-    return Encoded(
-        np.asarray(encoding.ids, np.int32), num_special, cuttable=(start, places[-1] + 1)
-    )
-
-
-def _pair(
-    fast: FastTokenizer, query: str, document: str, num_special: int, *, has_types: bool
-) -> Encoded:
-    try:
-        encoding = fast.encode(query, document)
-    except Exception as error:  # the tokenizer's library raises bare exceptions of any kind
-        raise TokenizeError(f"{type(error).__name__}: {error}") from error
+        encoding = encoding_of(fast, query + document)
+        places = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+        if not places:
+            raise InvalidPrompt("prompt is empty")
+        stop = places[-1] + 1
+        start = next((i for i in places if encoding.offsets[i][0] >= len(query)), stop)
+        return Encoded(np.asarray(encoding.ids, np.int32), num_special, cuttable=(start, stop))
+    encoding = encoding_of(fast, query, document)
     types = np.asarray(encoding.type_ids)
     places = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence == 1]
     if not places:
         raise InvalidPrompt("the document is empty")
-    has_types &= bool(types.any())
+    has_types = tokenizer.has_types and types.any()
     payload = add_payload(None, {TYPES_AT: int(np.argmax(types))} if has_types else {})
-    return Encoded(
-        np.asarray(encoding.ids, np.int32),
-        num_special,
-        payload=payload,
-        cuttable=(places[0], places[-1] + 1),
-    )
+    ids, cuttable = np.asarray(encoding.ids, np.int32), (places[0], places[-1] + 1)
+    return Encoded(ids, num_special, payload, cuttable)

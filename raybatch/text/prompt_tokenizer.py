@@ -14,29 +14,15 @@ class PromptTokenizer(Protocol):
     """Turns prompts into tokens and tokens into text; see `raybatch.text.tokenizer`."""
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether messages can be rendered."""
-
+    def has_chat_template(self) -> bool: ...
     @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-
+    def vocab_size(self) -> int: ...
     @property
-    def frame(self) -> tuple[int, int]:
-        """How many tokens stand before and behind a plain text."""
-
-    def count_special(self, text: str) -> int:
-        """Return how many special tokens stand in `text` as plain characters."""
-
-    def template_reads(self, name: str, *, chat_template: str | None = None) -> bool:
-        """Return whether the chat template reads an option of that name."""
-
-    def encode(self, text: str, *, special_tokens: SpecialTokens = "escape") -> TokenIds:
-        """Return the ids of a plain prompt."""
-
-    def read(self, text: str, *, special_tokens: SpecialTokens = "escape") -> Encoded:
-        """Return a plain prompt."""
-
+    def frame(self) -> tuple[int, int]: ...
+    def count_special(self, text: str) -> int: ...
+    def template_reads(self, name: str, *, chat_template: str | None = None) -> bool: ...
+    def encode(self, text: str, *, special_tokens: SpecialTokens = "escape") -> TokenIds: ...
+    def read(self, text: str, *, special_tokens: SpecialTokens = "escape") -> Encoded: ...
     def read_chat(
         self,
         messages: object,
@@ -46,13 +32,8 @@ class PromptTokenizer(Protocol):
         row_options: Mapping[str, Any] | None = None,
         special_tokens: SpecialTokens = "escape",
         has_images: bool = False,
-    ) -> Encoded:
-        """Return a prompt of messages."""
-
-    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
-
+    ) -> Encoded: ...
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str: ...
     def decode_batch(
         self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
-    ) -> list[str]:
-        """Return the text of many lists of token ids."""
+    ) -> list[str]: ...

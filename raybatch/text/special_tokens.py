@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from typing import Any
+from functools import cached_property
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -30,15 +30,18 @@ class SpecialTokens:
         self._ids = dict(names)
         # unguessable, so that no row can hold the name of a renamed token; not part of any result
         nonce = secrets.token_hex(8)
-        self._renamed = {
-            name: f"\ue000{nonce}{idx}\ue001" for idx, name in enumerate(sorted(names))
-        }
-        self._marks = {name: f"\ue002{nonce}{idx}\ue003" for idx, name in enumerate(sorted(names))}
+        numbered = list(enumerate(sorted(names)))
+        self._renamed = {name: f"\ue000{nonce}{idx}\ue001" for idx, name in numbered}
+        self._marks = {name: f"\ue002{nonce}{idx}\ue003" for idx, name in numbered}
         self._pattern = _alternatives(names)
         self._swaps = {**self._renamed, **{mark: name for name, mark in self._marks.items()}}
         self._swap_pattern = _alternatives(self._swaps)
-        self._normalized_pattern = self._build_normalized_pattern()
-        self._escaping: FastTokenizer | None = None
+        normalizer, added = fast.normalizer, fast.get_added_tokens_decoder().values()
+        others = {token.content for token in added if token.special and token.normalized}
+        self._normalized_pattern = None
+        if normalizer is not None and others:
+            others |= {normalizer.normalize_str(name) for name in others}
+            self._normalized_pattern = _alternatives(others)
 
     def count(self, text: str) -> int:
         """Return how many special tokens the tokenizer would find in `text`."""
@@ -56,56 +59,39 @@ class SpecialTokens:
         """Give special tokens their new names, and marked text its own form back."""
         return self._swap_pattern.sub(lambda match: self._swaps[match.group()], text)
 
-    @property
+    @cached_property
     def escaping(self) -> FastTokenizer:
         """The tokenizer with renamed special tokens, built on first use.
 
         Raises:
             ConfigError: the tokenizer cannot be rebuilt with the same ids.
         """
-        if self._escaping is None:
-            self._escaping = self._build_escaping()
-        return self._escaping
-
-    def _build_normalized_pattern(self) -> re.Pattern[str] | None:
-        normalizer = self._fast.normalizer
-        added = self._fast.get_added_tokens_decoder().values()
-        names = {token.content for token in added if token.special and token.normalized}
-        if normalizer is None or not names:
-            return None
-        return _alternatives(names | {normalizer.normalize_str(name) for name in names})
-
-    def _build_escaping(self) -> FastTokenizer:
+        renamed = self._renamed
         state = json.loads(self._fast.to_str())
         for token in state["added_tokens"]:
-            token["content"] = self._renamed.get(token["content"], token["content"])
-        _rename_in_model(state["model"], self._renamed)
+            token["content"] = renamed.get(token["content"], token["content"])
+        model = state["model"]
+        vocab = model["vocab"]
+        if isinstance(vocab, list):
+            model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in vocab]
+        else:
+            model["vocab"] = {renamed.get(piece, piece): idx for piece, idx in vocab.items()}
+        if model.get("unk_token") is not None:
+            model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
+        if model.get("merges"):
+            # without those that read or write one of the tokens
+            pairs = ((p, p.split(" ") if isinstance(p, str) else p) for p in model["merges"])
+            model["merges"] = [
+                pair for pair, parts in pairs if renamed.keys().isdisjoint((*parts, "".join(parts)))
+            ]
         escaping = FastTokenizer.from_str(json.dumps(state))
         for name, token_id in self._ids.items():
-            if escaping.token_to_id(self._renamed[name]) != token_id:
+            if escaping.token_to_id(renamed[name]) != token_id:
                 raise ConfigError(
                     f"special token {name!r} of this tokenizer cannot be escaped; "
                     'set special_tokens="allow" if every row can be trusted'
                 )
         return escaping
-
-
-def _rename_in_model(model: dict[str, Any], renamed: Mapping[str, str]) -> None:
-    vocab = model["vocab"]
-    if isinstance(vocab, list):
-        model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in vocab]
-    else:
-        model["vocab"] = {renamed.get(piece, piece): idx for piece, idx in vocab.items()}
-    if model.get("unk_token") is not None:
-        model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
-    if model.get("merges"):
-        model["merges"] = [pair for pair in model["merges"] if not _makes(pair, renamed)]
-
-
-def _makes(pair: str | list[str], names: Mapping[str, str]) -> bool:
-    """Return whether a merge reads or writes one of the tokens."""
-    left, right = pair.split(" ") if isinstance(pair, str) else pair
-    return left in names or right in names or left + right in names
 
 
 def _alternatives(names: Iterable[str]) -> re.Pattern[str]:

@@ -5,6 +5,7 @@ The engine calls a `StopChecker` after every token; whatever makes the text call
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,8 +25,7 @@ _MAX_HELD_TOKENS = 8
 class Decoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
-    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str: ...
 
 
 class StopChecker:
@@ -40,10 +40,7 @@ class StopChecker:
         self._watches: dict[int, _Watch] = {}
 
     def add(self, slot: int, sampling: Sampling, generated: npt.ArrayLike = ()) -> None:
-        """Watch a slot.
-
-        `generated` are tokens made before, by a preempted or migrated sequence.
-        """
+        """Watch a slot; `generated` are tokens of a preempted or migrated sequence."""
         self.remove(slot)
         if sampling.stop:
             watch = _Watch(self._tokenizer, sampling)
@@ -106,12 +103,9 @@ class _Watch:
 
 def find_stop(text: str, stop: tuple[str, ...], end_after: int = 0) -> str | None:
     """Return the stop string that begins first in `text`; of equals the first listed."""
-    matches: list[tuple[int, int]] = []
-    for idx, candidate in enumerate(stop):
-        position = text.find(candidate, max(0, end_after - len(candidate) + 1))
-        if position >= 0:
-            matches.append((position, idx))
-    return stop[min(matches)[1]] if matches else None
+    found = ((text.find(s, max(0, end_after - len(s) + 1)), i) for i, s in enumerate(stop))
+    first = min((match for match in found if match[0] >= 0), default=None)
+    return None if first is None else stop[first[1]]
 
 
 def truncate_at_stop(text: str, stop: str, include: bool, *, start: int = 0) -> str:
@@ -124,12 +118,9 @@ def truncate_at_stop(text: str, stop: str, include: bool, *, start: int = 0) -> 
 
 def visible_token_ids(completion: Completion, sampling: Sampling) -> TokenIds:
     """Return the tokens that belong to the text: without the stop token that ended it."""
-    is_ended_by_token = completion.finish_reason == "stop" and not isinstance(
-        completion.stop_reason, str
-    )
-    if is_ended_by_token and not sampling.include_stop_str_in_output:
-        return completion.token_ids[:-1]
-    return completion.token_ids
+    is_ended = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+    is_hidden = is_ended and not sampling.include_stop_str_in_output
+    return completion.token_ids[:-1] if is_hidden else completion.token_ids
 
 
 def completion_text(completion: Completion, sampling: Sampling, tokenizer: Decoder) -> str:
@@ -152,18 +143,16 @@ class LazyTokenizer:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._tokenizer: Tokenizer | None = None
 
     def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
-        return self._load().decode(token_ids, skip_special_tokens)
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
 
     def hugging_face(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of transformers; it may not be changed."""
-        return self._load().hugging_face
+        return self._tokenizer.hugging_face
 
-    def _load(self) -> Tokenizer:
-        if self._tokenizer is None:
-            from raybatch.text.tokenizer import Tokenizer
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        from raybatch.text.tokenizer import Tokenizer
 
-            self._tokenizer = Tokenizer.load(self._path)
-        return self._tokenizer
+        return Tokenizer.load(self._path)

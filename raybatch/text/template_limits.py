@@ -44,11 +44,9 @@ class TemplateLimitError(Exception):
 
 
 class Budget(threading.local):
-    """What is left of the rendering that runs in a thread.
+    """What the rendering that runs in a thread has used.
 
-    Attributes:
-        steps: rounds of loops, calls of macros, and values.
-        chars: in values that were made.
+    That is steps (rounds of loops, calls of macros, and values), and characters in values.
     """
 
     def __init__(self) -> None:
@@ -66,11 +64,7 @@ class Budget(threading.local):
             self._end_s = float("inf")
 
     def step(self) -> None:
-        """Count a round of a loop.
-
-        Raises:
-            TemplateLimitError: there were too many, or they took too long.
-        """
+        """Count a round of a loop; raise TemplateLimitError where there are too many."""
         self.steps += 1
         if self.steps > MAX_STEPS:
             raise TemplateLimitError(f"it takes more than {MAX_STEPS:,} steps")
@@ -78,11 +72,7 @@ class Budget(threading.local):
             raise TemplateLimitError(f"it takes more than {MAX_CPU_S:.0f} s")
 
     def spend(self, value: Any) -> Any:  # noqa: ANN401 - whatever a template makes
-        """Count a value that was made, and return it.
-
-        Raises:
-            TemplateLimitError: it is too large, or all of them are.
-        """
+        """Return a value that was made, counted; raise TemplateLimitError where it is too much."""
         self.step()
         self.chars += _size(value)
         if self.chars > MAX_TOTAL_CHARS:
@@ -91,11 +81,7 @@ class Budget(threading.local):
 
 
 def _size(value: object) -> int:
-    """Return the characters and items in a value, each time that they would be written.
-
-    Raises:
-        TemplateLimitError: it is too large.
-    """
+    """Return the characters and items in a value, each time that they would be written."""
     if isinstance(value, _TEXTS):
         _fits(len(value))
         return len(value)
@@ -139,18 +125,13 @@ def check_operator(operator: str, left: object, right: object) -> None:
             bits = left.bit_length() * max(1, right)
         if bits > _MAX_BITS:
             raise TemplateLimitError("a number has too many digits")
-    else:
-        _check_repeated(left, right)
-        _check_repeated(right, left)
-
-
-def _check_repeated(times: object, repeated: object) -> None:
-    if not isinstance(times, int):
-        return
-    if isinstance(repeated, _TEXTS):
-        _fits(max(0, times) * len(repeated))
-    elif isinstance(repeated, list | tuple) and max(0, times) * _size(repeated) > MAX_ITEMS:
-        raise TemplateLimitError(f"a value holds more than {MAX_ITEMS:,} items")
+    elif isinstance(left, int) or isinstance(right, int):
+        times, repeated = (left, right) if isinstance(left, int) else (right, left)
+        count = max(0, times) if isinstance(times, int) else 0
+        if isinstance(repeated, _TEXTS):
+            _fits(count * len(repeated))
+        elif isinstance(repeated, list | tuple) and count * _size(repeated) > MAX_ITEMS:
+            raise TemplateLimitError(f"a value holds more than {MAX_ITEMS:,} items")
 
 
 def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -165,9 +146,7 @@ def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any
     elif isinstance(owner, str) and name in ("format", "format_map"):
         _check_format(_ESCAPED_BRACES.sub("", owner), _BRACE_FIELD, values)
     elif isinstance(owner, (*_TEXTS, int)):
-        for value in values:
-            if isinstance(value, int):
-                _fits(abs(value))
+        _numbers_fit(args, kwargs)
         if isinstance(owner, str):
             _check_text_method(owner, name, values)
 
@@ -213,19 +192,17 @@ def _check_format(text: str, field: re.Pattern[str], values: list[Any]) -> None:
 
 def checked_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     """Return filters that are refused where they would make too much; those of pages are gone."""
+
+    def checked(made: Callable[..., Any], check: _Check) -> Callable[..., Any]:
+        # jinja2 reads from a filter's attributes what else to pass to it
+        @wraps(made)
+        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of any filter
+            return made(*check(args, kwargs), **kwargs)
+
+        return run
+
     kept = {name: made for name, made in filters.items() if name not in _REMOVED}
-    return kept | {name: _checked(kept[name], check) for name, check in _CHECKS.items()}
-
-
-def _checked(made: Callable[..., Any], check: _Check) -> Callable[..., Any]:
-    """Return a filter whose arguments are looked at, and made countable, before it runs."""
-
-    # jinja2 reads from a filter's attributes what else to pass to it
-    @wraps(made)
-    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of any filter
-        return made(*check(args, kwargs), **kwargs)
-
-    return run
+    return kept | {name: checked(kept[name], check) for name, check in _CHECKS.items()}
 
 
 def _numbers_fit(args: _Args, kwargs: Mapping[str, Any]) -> _Args:
@@ -292,21 +269,15 @@ def _formats(args: _Args, kwargs: Mapping[str, Any]) -> _Args:
 
 # for pages, or whose result depends on chance
 _REMOVED = ("pprint", "random", "urlize", "wordwrap", "xmlattr")
+_TAKE_APART = ("batch", "groupby", "list", "map", "reverse", "slice", "sort", "unique")
 _CHECKS: dict[str, _Check] = {
-    "batch": _few_items,
+    **dict.fromkeys(_TAKE_APART, _few_items),
     "center": _numbers_fit,
     "format": _formats,
-    "groupby": _few_items,
     "indent": _indents,
     "join": _joins,
-    "list": _few_items,
-    "map": _few_items,
     "replace": _replaces,
-    "reverse": _few_items,
     "round": _rounds,
-    "slice": _few_items,
-    "sort": _few_items,
     "sum": _sums,
     "truncate": _numbers_fit,
-    "unique": _few_items,
 }

@@ -75,31 +75,24 @@ def template_of(folder: Path, *, has_tools: bool) -> TemplateText | None:
     Raises:
         ConfigError: a file cannot be read.
     """
-    templates = _templates_in_files(folder) or _templates_in_config(folder)
-    if has_tools and _WITH_TOOLS in templates:
-        return templates[_WITH_TOOLS]
-    return templates.get(_DEFAULT)
-
-
-def _templates_in_files(folder: Path) -> dict[str, TemplateText]:
-    """Return the templates that have files of their own, by name; they win over the config's."""
+    # templates that have files of their own win over the config's
     paths = {path.stem: path for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))}
     if (folder / _TEMPLATE).is_file():
         paths = {_DEFAULT: folder / _TEMPLATE, **paths}
-    return {name: TemplateText(path, _read(path)) for name, path in paths.items()}
-
-
-def _templates_in_config(folder: Path) -> dict[str, TemplateText]:
-    path = folder / _CONFIG
-    value = (read_json(path) or {}).get("chat_template")
-    if isinstance(value, str):
-        return {_DEFAULT: TemplateText(path, value)}
-    listed = value if isinstance(value, list) else []
-    return {
-        str(one["name"]): TemplateText(path, str(one["template"]))
-        for one in listed
-        if isinstance(one, dict) and {"name", "template"} <= set(one)
-    }
+    templates = {name: TemplateText(path, _read(path)) for name, path in paths.items()}
+    if not templates:
+        path = folder / _CONFIG
+        value = (read_json(path) or {}).get("chat_template")
+        if isinstance(value, str):
+            value = [{"name": _DEFAULT, "template": value}]
+        templates = {
+            str(one["name"]): TemplateText(path, str(one["template"]))
+            for one in (value if isinstance(value, list) else [])
+            if isinstance(one, dict) and {"name", "template"} <= set(one)
+        }
+    if has_tools and _WITH_TOOLS in templates:
+        return templates[_WITH_TOOLS]
+    return templates.get(_DEFAULT)
 
 
 def _read(path: Path) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from raybatch.config import SpecialTokens as SpecialTokensMode
@@ -89,7 +90,12 @@ class Tokenizer:
         fast.no_padding()
         self._tokenizer = tokenizer
         self._fast = fast
-        names = _special_names(tokenizer, fast)
+        added = fast.get_added_tokens_decoder().items()
+        names = {token.content: int(token_id) for token_id, token in added if token.special}
+        for name, token_id in zip(
+            tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True
+        ):
+            names[str(name)] = int(token_id)
         self.special_ids = frozenset(names.values())
         self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
         self._special = SpecialTokens(fast, names)
@@ -174,14 +180,10 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InvalidPrompt(f"prompt must be a string, got {type(text).__name__}")
-        num_special = self._special.count(text)
-        if special_tokens == "escape" and num_special:
-            return Encoded(
-                _encode(self._special.escaping, text, add_special_tokens=True), num_special
-            )
-        ids = _encode(self._fast, text, add_special_tokens=True)
+        fast, num_special = self.fast_for(text, special_tokens)
+        ids = _encode(fast, text, add_special_tokens=True)
         bos_id = self._tokenizer.bos_token_id
-        if bos_id is not None and len(ids) > 1 and ids[0] == bos_id == ids[1]:
+        if fast is self._fast and bos_id is not None and [bos_id] * 2 == ids[:2].tolist():
             ids = ids[1:]
         return Encoded(ids, num_special)
 
@@ -205,13 +207,13 @@ class Tokenizer:
         assistant's.
 
         Args:
-            messages: of one row, in the form of OpenAI's chat API, text only.
+            messages: of one row, in the form of OpenAI's chat API.
             chat_template: in place of the model's own; part of the job, never of a row.
             chat_template_kwargs: options of the template, such as `enable_thinking`.
             row_options: such options that come with the row, such as its tools; they win, and
                 their texts are read as those of messages.
             special_tokens: "escape" keeps control tokens to the template.
-            has_images: parts of the type "image" are places of images.
+            has_images: parts of the type "image" are places of images; else there is text only.
 
         Raises:
             ConfigError: no template, or an option that is not the template's.
@@ -236,18 +238,20 @@ class Tokenizer:
             checked = join_parts(checked)
         # last, as a message, so that nothing is done with the one that is not with the other
         checked = [*checked, {"role": "", **(row_options or {})}]
-        fast = self._fast
-        is_escaped = special_tokens == "escape"
-        num_special = self._count_special(checked, may_spread=not is_escaped)
-        is_escaped = is_escaped and num_special > 0
+        strings = texts(checked)
+        num_special = sum(map(self._special.count, strings))
+        # a template that joins neighbouring texts would make a token whole that is spread over them
+        if special_tokens == "escape" and self._special.count("".join(strings)) > num_special:
+            raise InvalidPrompt("a special token of the model is spread over several messages")
+        is_escaped = special_tokens == "escape" and num_special > 0
         if is_escaped:
-            fast = self._special.escaping
             checked = map_texts(checked, self._special.mark)
         *checked, of_row = checked
         options |= {name: value for name, value in of_row.items() if name != "role"}
         rendered = self._render(checked, chat_template, options)
         if is_escaped:
             rendered = self._special.protect(rendered)
+        fast = self._special.escaping if is_escaped else self._fast
         return Encoded(_encode(fast, rendered, add_special_tokens=False), num_special)
 
     def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str:
@@ -259,26 +263,12 @@ class Tokenizer:
         self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
     ) -> list[str]:
         """Return the text of many lists of token ids."""
-        decoded = self._fast.decode_batch(
-            [_as_list(token_ids) for token_ids in batch], skip_special_tokens=skip_special_tokens
-        )
+        lists = [_as_list(token_ids) for token_ids in batch]
+        decoded = self._fast.decode_batch(lists, skip_special_tokens=skip_special_tokens)
         return [self._clean(text) for text in decoded]
 
     def _clean(self, text: str) -> str:
         return str(self._tokenizer.clean_up_tokenization(text)) if self._cleans_up else text
-
-    def _count_special(self, messages: list[Message], *, may_spread: bool) -> int:
-        """Return how many special tokens the texts hold.
-
-        Raises:
-            InvalidPrompt: a special token is spread over neighbouring texts, where a template
-                that joins them would make it whole.
-        """
-        strings = texts(messages)
-        apart = sum(map(self._special.count, strings))
-        if not may_spread and self._special.count("".join(strings)) > apart:
-            raise InvalidPrompt("a special token of the model is spread over several messages")
-        return apart
 
     def _render(
         self, messages: list[Message], chat_template: str | None, options: dict[str, Any]
@@ -292,17 +282,13 @@ class Tokenizer:
         try:
             if options.get("tools"):
                 options["tools"] = [_tool_schema(tool) for tool in options["tools"]]
-            rendered = self._template(chat_template, options).render(messages, **options)
+            # the one of that name where the model has several
+            text = str(self._tokenizer.get_chat_template(chat_template, options.get("tools")))
+            if text not in self._templates:
+                self._templates[text] = ChatTemplate(text)
+            return self._templates[text].render(messages, **options)
         except Exception as error:  # a template is a program and may raise anything
             raise RenderError(f"chat template: {type(error).__name__}: {error}") from error
-        return rendered
-
-    def _template(self, chat_template: str | None, options: dict[str, Any]) -> ChatTemplate:
-        """Return a template, parsed; the one of that name where the model has several."""
-        text = str(self._tokenizer.get_chat_template(chat_template, options.get("tools")))
-        if text not in self._templates:
-            self._templates[text] = ChatTemplate(text)
-        return self._templates[text]
 
     def _can_take_parts(self, chat_template: str | None, messages: list[Message]) -> bool:
         """Return whether the template understands contents that are lists of parts."""
@@ -343,22 +329,22 @@ def _loader(model_path: Path) -> Any:  # noqa: ANN401 - a class of transformers
     return AutoTokenizer
 
 
-def _special_names(tokenizer: "PreTrainedTokenizerFast", fast: FastTokenizer) -> dict[str, int]:
-    names = {
-        token.content: int(token_id)
-        for token_id, token in fast.get_added_tokens_decoder().items()
-        if token.special
-    }
-    for name, token_id in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True):
-        names[str(name)] = int(token_id)
-    return names
+def encoding_of(
+    fast: FastTokenizer, text: str, other: str | None = None, *, add_special_tokens: bool = True
+) -> Encoding:
+    """Return what a tokenizer makes of a text, or of two, in the form of its library.
+
+    Raises:
+        TokenizeError: it failed.
+    """
+    try:
+        return fast.encode(text, other, add_special_tokens=add_special_tokens)
+    except Exception as error:  # the tokenizer's library raises bare exceptions of any kind
+        raise TokenizeError(f"{type(error).__name__}: {error}") from error
 
 
 def _encode(fast: FastTokenizer, text: str, *, add_special_tokens: bool) -> TokenIds:
-    try:
-        ids = fast.encode(text, add_special_tokens=add_special_tokens).ids
-    except Exception as error:  # the tokenizer's library raises bare exceptions of any kind
-        raise TokenizeError(f"{type(error).__name__}: {error}") from error
+    ids = encoding_of(fast, text, add_special_tokens=add_special_tokens).ids
     if not ids:
         raise InvalidPrompt("prompt is empty")
     return np.asarray(ids, np.int32)
