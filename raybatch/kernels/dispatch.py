@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from raybatch.kernels import attention, linear, moe, sampling, small_ops
+from raybatch.kernels import attention, moe, sampling, small_ops
+from raybatch.kernels import linear as linears
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.linears import compiled_linears, panelled_experts
@@ -23,7 +24,7 @@ Prepared = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
-    """The ops of a step in one form; what they do is told where the references are.
+    """The ops of a step in one form: by default the references, where it is told what they do.
 
     What `prepare_attention` and `prepare_fixed` return is read by `store_kv` and `attend` of the
     same form alone.
@@ -32,35 +33,22 @@ class Ops:
     reads a value back or has a shape or a launch that depends on one.
     """
 
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    rotate_: Callable[[torch.Tensor, torch.Tensor], None]
-    linear: Callable[[torch.Tensor, Linear], torch.Tensor]
-    add_linear_: Callable[[torch.Tensor, torch.Tensor, Linear], None]
-    add_mlp_: Callable[[torch.Tensor, torch.Tensor, Linear, Linear], None]
-    moe_ffn: Callable[..., torch.Tensor]
-    prepare_attention: Callable[..., Prepared]
-    store_kv: Callable[..., None]
-    attend: Callable[..., torch.Tensor]
-    prepare_fixed: Callable[..., Prepared]
-    is_fixed: bool
-    draw_tokens: Callable[..., sampling.Draws]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = small_ops.rms_norm
+    rotate_: Callable[[torch.Tensor, torch.Tensor], None] = small_ops.rotate_
+    linear: Callable[[torch.Tensor, Linear], torch.Tensor] = linears.linear
+    add_linear_: Callable[[torch.Tensor, torch.Tensor, Linear], None] = linears.add_linear_
+    add_mlp_: Callable[[torch.Tensor, torch.Tensor, Linear, Linear], None] = linears.add_mlp_
+    moe_ffn: Callable[..., torch.Tensor] = moe.moe_ffn
+    prepare_attention: Callable[..., Prepared] = attention.prepare_attention
+    store_kv: Callable[..., None] = attention.store_kv
+    attend: Callable[..., torch.Tensor] = attention.attend
+    prepare_fixed: Callable[..., Prepared] = attention.prepare_fixed
+    # of the references, experts are cut by counts that the host reads
+    is_fixed: bool = False
+    draw_tokens: Callable[..., sampling.Draws] = sampling.draw_tokens
 
 
-REFERENCE = Ops(
-    rms_norm=small_ops.rms_norm,
-    rotate_=small_ops.rotate_,
-    linear=linear.linear,
-    add_linear_=linear.add_linear_,
-    add_mlp_=linear.add_mlp_,
-    moe_ffn=moe.moe_ffn,
-    prepare_attention=attention.prepare_attention,
-    store_kv=attention.store_kv,
-    attend=attention.attend,
-    prepare_fixed=attention.prepare_fixed,
-    # experts are cut by counts that the host reads
-    is_fixed=False,
-    draw_tokens=sampling.draw_tokens,
-)
+REFERENCE = Ops()
 
 
 def ops_for(device: torch.device) -> Ops:
@@ -107,8 +95,7 @@ def _on_gpu() -> Ops:
     # hundreds of modules that no CPU needs
     from raybatch.kernels.triton import attention, moe, sampling, small_ops
 
-    return replace(
-        REFERENCE,
+    return Ops(
         rms_norm=small_ops.rms_norm,
         rotate_=small_ops.rotate_,
         moe_ffn=moe.moe_ffn,

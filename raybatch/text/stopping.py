@@ -108,14 +108,6 @@ def find_stop(text: str, stop: tuple[str, ...], end_after: int = 0) -> str | Non
     return None if first is None else stop[first[1]]
 
 
-def truncate_at_stop(text: str, stop: str, include: bool, *, start: int = 0) -> str:
-    """Cut `text` at the stop string that ended it."""
-    position = text.find(stop, start)
-    if position < 0:
-        return text
-    return text[: position + len(stop)] if include else text[:position]
-
-
 def visible_token_ids(completion: Completion, sampling: Sampling) -> TokenIds:
     """Return the tokens that belong to the text: without the stop token that ended it."""
     is_ended = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
@@ -135,7 +127,10 @@ def completion_text(completion: Completion, sampling: Sampling, tokenizer: Decod
         # an earlier match may lie among the first min_tokens tokens; the last token ended it
         before = tokenizer.decode(completion.token_ids[:-1], skip).rstrip("\ufffd")
         start = max(0, len(before) - len(stop) + 1)
-    return truncate_at_stop(text, stop, sampling.include_stop_str_in_output, start=start)
+    position = text.find(stop, start)
+    if position < 0:
+        return text
+    return text[: position + len(stop) * sampling.include_stop_str_in_output]
 
 
 class LazyTokenizer:

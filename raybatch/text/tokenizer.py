@@ -38,16 +38,8 @@ if TYPE_CHECKING:
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 _RESERVED_OPTIONS = (
-    "conversation",
-    "tokenize",
-    "return_dict",
-    "return_tensors",
-    "padding",
-    "truncation",
-    "max_length",
-    "tokenizer_kwargs",
-    "return_assistant_tokens_mask",
-    "chat_template",
+    *("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation"),
+    *("max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "chat_template"),
 )
 
 
@@ -92,10 +84,8 @@ class Tokenizer:
         self._fast = fast
         added = fast.get_added_tokens_decoder().items()
         names = {token.content: int(token_id) for token_id, token in added if token.special}
-        for name, token_id in zip(
-            tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True
-        ):
-            names[str(name)] = int(token_id)
+        more = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+        names |= {str(name): int(token_id) for name, token_id in more}
         self.special_ids = frozenset(names.values())
         self.vocab_size = int(fast.get_vocab_size(with_added_tokens=True))
         self._special = SpecialTokens(fast, names)

@@ -2,13 +2,7 @@ import numpy as np
 import pytest
 
 from raybatch.records.types import Completion, Sampling
-from raybatch.text.stopping import (
-    StopChecker,
-    completion_text,
-    find_stop,
-    truncate_at_stop,
-    visible_token_ids,
-)
+from raybatch.text.stopping import StopChecker, completion_text, find_stop, visible_token_ids
 from raybatch.text.tokenizer import Tokenizer
 
 from .tiny_tokenizers import byte_level_bpe, llama_bpe, unigram
@@ -175,13 +169,21 @@ def test_special_tokens_count_as_text_only_when_they_are_kept():
     assert found == [None, "im_end"]
 
 
+def stopped_text(text, **options):
+    """Return what is shown of a text that stopped at END."""
+    completion = Completion(
+        token_ids=np.zeros(1, np.int32), finish_reason="stop", stop_reason="END"
+    )
+    return completion_text(completion, Sampling(stop=("END",), **options), LetterTokenizer([text]))
+
+
 @pytest.mark.parametrize(("include", "expected"), [(False, "one "), (True, "one END")])
 def test_text_is_cut_at_the_first_stop(include, expected):
-    assert truncate_at_stop("one END two END", "END", include) == expected
+    assert stopped_text("one END two END", include_stop_str_in_output=include) == expected
 
 
 def test_text_without_the_stop_stays():
-    assert truncate_at_stop("one", "END", False) == "one"
+    assert stopped_text("one") == "one"
 
 
 @pytest.mark.parametrize(

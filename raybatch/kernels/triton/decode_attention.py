@@ -4,7 +4,6 @@ Few sequences with many blocks would leave most of a GPU idle, so the blocks of 
 over programs, whose results are merged by log-sum-exp.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,6 @@ from raybatch.kernels.triton.launch import (
     TARGET_PROGRAMS,
     AttentionTiles,
     dot_tile,
-    needs_upcast,
     power_of_two,
 )
 
@@ -132,8 +130,6 @@ def attend_decode_into(
         walk.num_valid if window is None else walk.first_positions,
         walk.starts,
         walk.positions,
-        math.log2(math.e) / math.sqrt(head_dim),
-        window or 0,
         *q.stride()[:2],
         *k_pool.stride()[:3],
         NUM_HEADS=num_heads,
@@ -141,8 +137,7 @@ def attend_decode_into(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=k_pool.shape[2],
         NUM_SPLITS=num_splits,
-        HAS_WINDOW=window is not None,
-        UPCAST=needs_upcast(q),
+        WINDOW=window or 0,
         TILE_HEADS=dot_tile(num_heads // num_kv_heads),
         TILE_KEYS=tiles.num_keys,
         TILE_DIM=tiles.dim,

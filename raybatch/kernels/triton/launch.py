@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 
 # fused multiply-adds are asked for by name, because the default differs by version of Triton
 OPTIONS = {"enable_fp_fusion": True}
@@ -13,8 +12,6 @@ TARGET_PROGRAMS = 512
 
 # tensor cores multiply at least so many rows and columns
 _MIN_DOT_TILE = 16
-
-_IS_INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def power_of_two(size: int) -> int:
@@ -30,14 +27,6 @@ def dot_tile(size: int) -> int:
 def rows_per_program(row_tile: int, num_elements: int = 4096) -> int:
     """Return how many rows of a tile's width one program of an element-wise kernel takes."""
     return max(1, num_elements // row_tile)
-
-
-def needs_upcast(tensor: torch.Tensor) -> bool:
-    """Return whether operands of a product have to be made float32 first.
-
-    The interpreter keeps bfloat16 as 16-bit integers and multiplies those.
-    """
-    return _IS_INTERPRETED and tensor.dtype == torch.bfloat16
 
 
 class AttentionTiles(NamedTuple):

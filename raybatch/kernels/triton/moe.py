@@ -18,7 +18,7 @@ from raybatch.kernels.triton.jit.moe import (
     gate_up_kernel,
     place_kernel,
 )
-from raybatch.kernels.triton.launch import OPTIONS, dot_tile, needs_upcast, power_of_two
+from raybatch.kernels.triton.launch import OPTIONS, dot_tile, power_of_two
 
 # entries of the one-hot matrix that one program sorts
 _SORT_ENTRIES = 8192
@@ -146,7 +146,6 @@ def _experts(
     max_tiles = num_rows // tile_rows + min(num_experts, num_rows)
     shared = {
         "NUM_EXPERTS": num_experts,
-        "UPCAST": needs_upcast(x),
         "TILE_EXPERTS": power_of_two(num_experts),
         "TILE_ROWS": tile_rows,
         "num_warps": 8 if tile_rows == _MAX_ROW_TILE else 4,

@@ -9,7 +9,6 @@ that fit a program, and cut into spans where there would be too few programs oth
 launch merges all results of a row into its output.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +24,6 @@ from raybatch.kernels.triton.launch import (
     TARGET_PROGRAMS,
     AttentionTiles,
     dot_tile,
-    needs_upcast,
     power_of_two,
     rows_per_program,
 )
@@ -275,8 +273,6 @@ def attend_items(
         items.rows,
         items.positions,
         items.block_ids,
-        math.log2(math.e) / math.sqrt(head_dim),
-        window or 0,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
@@ -287,8 +283,7 @@ def attend_items(
         BLOCK_SIZE=k_pool.shape[2],
         ITEM_FIELDS=len(_Item._fields),
         HAS_CHUNK=own_kv is not None,
-        HAS_WINDOW=window is not None,
-        UPCAST=needs_upcast(q),
+        WINDOW=window or 0,
         TILE_LANES=num_lanes,
         TILE_KEYS=tiles.num_keys,
         TILE_DIM=tiles.dim,

@@ -2,11 +2,13 @@
 
 Scores are in units of log2 inside of a kernel, as the hardware's exponential is that of 2; what is
 stored is a natural logarithm. A query that sees no key has a sum of 0, an output of 0 and a
-log-sum-exp of -inf.
+log-sum-exp of -inf. A WINDOW of 0 is none.
 """
 
 import triton
 import triton.language as tl
+
+IS_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -28,17 +30,19 @@ def log_of(total):
 
 
 @triton.jit
-def load_tile(ptr, places, mask, UPCAST: tl.constexpr):
-    """Return a factor of a product, made float32 where it is not multiplied as it is."""
+def load_tile(ptr, places, mask):
+    """Return a factor of a product."""
     tile = tl.load(ptr + places, mask=mask, other=0.0)
-    if UPCAST:
+    # the interpreter keeps bfloat16 as 16-bit integers and multiplies those
+    if IS_INTERPRETED and tile.dtype == tl.bfloat16:
         tile = tile.to(tl.float32)
     return tile
 
 
 @triton.jit
-def attend_keys(q, k, v, is_visible, highest, total, acc, scale):
+def attend_keys(q, k, v, is_visible, highest, total, acc, HEAD_DIM):
     """Take in a tile of keys [n, D] and values [n, D] for queries [m, D]."""
+    scale: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
     scores = tl.where(is_visible, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
@@ -139,8 +143,6 @@ def decode_kernel(
     first_positions_ptr,
     starts_ptr,
     positions_ptr,
-    scale,
-    window,
     stride_qt,
     stride_qh,
     stride_block,
@@ -151,8 +153,7 @@ def decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr,
@@ -175,7 +176,7 @@ def decode_kernel(
     heads = kv_head * HEADS_PER_KV + lanes
     query_mask = is_head[:, None] & is_dim[None, :]
     q_places = sequence * stride_qt + heads[:, None] * stride_qh + dims[None, :]
-    q = load_tile(q_ptr, q_places, query_mask, UPCAST)
+    q = load_tile(q_ptr, q_places, query_mask)
     position = tl.load(positions_ptr + sequence)
 
     highest = tl.full((TILE_HEADS,), float("-inf"), dtype=tl.float32)
@@ -186,16 +187,18 @@ def decode_kernel(
         is_slot = slots < num_slots
         entries, offsets = first + slots // BLOCK_SIZE, slots % BLOCK_SIZE
         is_visible = offsets < tl.load(num_valid_ptr + entries, mask=is_slot, other=0)
-        if HAS_WINDOW:
+        if WINDOW:
             begins = tl.load(first_positions_ptr + entries, mask=is_slot, other=0)
-            is_visible = is_visible & (position - (begins + offsets) < window)
+            is_visible = is_visible & (position - (begins + offsets) < WINDOW)
         blocks = tl.load(block_ids_ptr + entries, mask=is_slot, other=0)
         rows = blocks * stride_block + kv_head * stride_head + offsets * stride_slot
         places = rows[:, None] + dims[None, :]
         mask = is_visible[:, None] & is_dim[None, :]
-        k = load_tile(k_pool_ptr, places, mask, UPCAST)
-        v = load_tile(v_pool_ptr, places, mask, UPCAST)
-        highest, total, acc = attend_keys(q, k, v, is_visible[None, :], highest, total, acc, scale)
+        k = load_tile(k_pool_ptr, places, mask)
+        v = load_tile(v_pool_ptr, places, mask)
+        highest, total, acc = attend_keys(
+            q, k, v, is_visible[None, :], highest, total, acc, HEAD_DIM
+        )
 
     output, lse = finish(highest, total, acc)
     out_heads = (split * tl.num_programs(0) + sequence) * NUM_HEADS + heads
@@ -217,8 +220,6 @@ def ragged_kernel(
     rows_ptr,
     positions_ptr,
     block_ids_ptr,
-    scale,
-    window,
     stride_qt,
     stride_qh,
     stride_kt,
@@ -234,8 +235,7 @@ def ragged_kernel(
     BLOCK_SIZE: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr,
     TILE_LANES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr,
@@ -269,16 +269,16 @@ def ragged_kernel(
     positions = tl.load(positions_ptr + rows, mask=is_query, other=0)
     query_mask = is_query[:, None] & is_dim[None, :]
     q_places = rows[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :]
-    q = load_tile(q_ptr, q_places, query_mask, UPCAST)
+    q = load_tile(q_ptr, q_places, query_mask)
 
     highest = tl.full((TILE_LANES,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((TILE_LANES,), dtype=tl.float32)
     acc = tl.zeros((TILE_LANES, TILE_DIM), dtype=tl.float32)
     begin = 0
-    if HAS_WINDOW:
+    if WINDOW:
         # tiles that lie before the window of every query are not read
         oldest = tl.min(tl.where(is_query, positions, 2147483647), axis=0)
-        begin = tl.maximum(oldest - window + 1 - first_position, 0).to(tl.int32)
+        begin = tl.maximum(oldest - WINDOW + 1 - first_position, 0).to(tl.int32)
         begin = begin // TILE_KEYS * TILE_KEYS
     for start in range(begin, num_tokens, TILE_KEYS):
         keys = start + tl.arange(0, TILE_KEYS)
@@ -288,21 +288,21 @@ def ragged_kernel(
         pool_rows = blocks * stride_block + kv_head * stride_head + offsets * stride_slot
         places = pool_rows[:, None] + dims[None, :]
         mask = is_key[:, None] & is_dim[None, :]
-        k = load_tile(k_pool_ptr, places, mask, UPCAST)
-        v = load_tile(v_pool_ptr, places, mask, UPCAST)
+        k = load_tile(k_pool_ptr, places, mask)
+        v = load_tile(v_pool_ptr, places, mask)
         is_visible = is_query[:, None] & is_key[None, :]
-        if HAS_WINDOW:
+        if WINDOW:
             distance = positions[:, None] - (first_position + keys)[None, :]
-            is_visible = is_visible & (distance < window)
-        highest, total, acc = attend_keys(q, k, v, is_visible, highest, total, acc, scale)
+            is_visible = is_visible & (distance < WINDOW)
+        highest, total, acc = attend_keys(q, k, v, is_visible, highest, total, acc, HEAD_DIM)
 
     if HAS_CHUNK:
         own = (rows - chunk_start).to(tl.int32)
         first_own = (first_query - chunk_start).to(tl.int32)
         num_keys = first_own + num_queries.to(tl.int32)
         begin = 0
-        if HAS_WINDOW:
-            begin = tl.maximum(first_own - window + 1, 0) // TILE_KEYS * TILE_KEYS
+        if WINDOW:
+            begin = tl.maximum(first_own - WINDOW + 1, 0) // TILE_KEYS * TILE_KEYS
         for start in range(begin, num_keys, TILE_KEYS):
             keys = start + tl.arange(0, TILE_KEYS)
             is_key = keys < num_keys
@@ -310,12 +310,12 @@ def ragged_kernel(
             key_rows = chunk_start + keys
             k_places = key_rows[:, None] * stride_kt + kv_head * stride_kh + dims[None, :]
             v_places = key_rows[:, None] * stride_vt + kv_head * stride_vh + dims[None, :]
-            k = load_tile(k_ptr, k_places, mask, UPCAST)
-            v = load_tile(v_ptr, v_places, mask, UPCAST)
+            k = load_tile(k_ptr, k_places, mask)
+            v = load_tile(v_ptr, v_places, mask)
             is_visible = is_query[:, None] & (keys[None, :] <= own[:, None])
-            if HAS_WINDOW:
-                is_visible = is_visible & (own[:, None] - keys[None, :] < window)
-            highest, total, acc = attend_keys(q, k, v, is_visible, highest, total, acc, scale)
+            if WINDOW:
+                is_visible = is_visible & (own[:, None] - keys[None, :] < WINDOW)
+            highest, total, acc = attend_keys(q, k, v, is_visible, highest, total, acc, HEAD_DIM)
 
     output, lse = finish(highest, total, acc)
     out_heads = (first_place + queries) * NUM_HEADS + heads

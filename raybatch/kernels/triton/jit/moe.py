@@ -108,7 +108,6 @@ def gate_up_kernel(
     NUM_INPUTS: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
     PANEL: tl.constexpr,
-    UPCAST: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
@@ -134,11 +133,11 @@ def gate_up_kernel(
             is_input = inputs < NUM_INPUTS
             in_row = is_row[:, None] & is_input[None, :]
             places = tokens[:, None] * stride_x + inputs[None, :]
-            x = load_tile(x_ptr, places, in_row, UPCAST)
+            x = load_tile(x_ptr, places, in_row)
             mask = is_input[:, None] & is_output[None, :]
             in_places = inputs[:, None] * stride_in
-            gate_weight = load_tile(weight_ptr, gate_places[None, :] + in_places, mask, UPCAST)
-            up_weight = load_tile(weight_ptr, up_places[None, :] + in_places, mask, UPCAST)
+            gate_weight = load_tile(weight_ptr, gate_places[None, :] + in_places, mask)
+            up_weight = load_tile(weight_ptr, up_places[None, :] + in_places, mask)
             gate += tl.dot(x, gate_weight, input_precision="tf32x3")
             up += tl.dot(x, up_weight, input_precision="tf32x3")
         made = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
@@ -161,7 +160,6 @@ def down_kernel(
     NUM_INPUTS: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
     PANEL: tl.constexpr,
-    UPCAST: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
@@ -183,10 +181,10 @@ def down_kernel(
             inputs = start + tl.arange(0, TILE_IN)
             is_input = inputs < NUM_INPUTS
             in_row = is_row[:, None] & is_input[None, :]
-            x = load_tile(x_ptr, rows[:, None] * NUM_INPUTS + inputs[None, :], in_row, UPCAST)
+            x = load_tile(x_ptr, rows[:, None] * NUM_INPUTS + inputs[None, :], in_row)
             places = out_places[None, :] + inputs[:, None] * stride_in
             mask = is_input[:, None] & is_output[None, :]
-            weight = load_tile(weight_ptr, places, mask, UPCAST)
+            weight = load_tile(weight_ptr, places, mask)
             total += tl.dot(x, weight, input_precision="tf32x3")
         targets = rows[:, None] * NUM_OUTPUTS + outputs[None, :]
         mask = is_row[:, None] & is_output[None, :]
