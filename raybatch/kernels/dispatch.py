@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from raybatch.kernels import attention, moe, sampling, small_ops
+from raybatch.kernels import attention, moe, small_ops
 from raybatch.kernels import linear as linears
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.native.decode_attention import decode_form
@@ -45,7 +45,6 @@ class Ops:
     prepare_fixed: Callable[..., Prepared] = attention.prepare_fixed
     # of the references, experts are cut by counts that the host reads
     is_fixed: bool = False
-    draw_tokens: Callable[..., sampling.Draws] = sampling.draw_tokens
 
 
 REFERENCE = Ops()
@@ -93,7 +92,7 @@ def _on_gpu() -> Ops:
         logger.warning("Triton is missing, so a GPU runs plain torch: pip install raybatch[gpu]")
         return REFERENCE
     # hundreds of modules that no CPU needs
-    from raybatch.kernels.triton import attention, moe, sampling, small_ops
+    from raybatch.kernels.triton import attention, moe, small_ops
 
     return Ops(
         rms_norm=small_ops.rms_norm,
@@ -104,5 +103,4 @@ def _on_gpu() -> Ops:
         attend=attention.attend,
         prepare_fixed=attention.prepare_fixed,
         is_fixed=True,
-        draw_tokens=sampling.draw_tokens,
     )

@@ -1,48 +1,12 @@
-"""A token per row of logits: the most likely one, or one drawn at a number in [0, 1).
+"""A token per row of logits, drawn at a number in [0, 1).
 
 A draw inverts the cumulative probability in the order of token ids, at a number that the host made
-from the row's seed and position. So a row's token follows from the row alone, in any batch. Top-k
-and top-p need an order by probability and are not here.
+from the row's seed and position. So a row's token follows from the row alone, in any batch.
 """
-
-from typing import NamedTuple
 
 import torch
 
 BLOCK = 256  # partial sums over so many tokens
-
-
-class Draws(NamedTuple):
-    """What was drawn.
-
-    Args:
-        token_ids: int64 [S]; any token for a broken row.
-        max_logits: float32 [S], the largest logit of each row: not finite for a broken one.
-        logprobs: float32 [S], log-softmax of the raw logits at each token.
-    """
-
-    token_ids: torch.Tensor
-    max_logits: torch.Tensor
-    logprobs: torch.Tensor
-
-
-def draw_tokens(
-    logits: torch.Tensor,  # float32 [S, V]
-    temperature: torch.Tensor,  # float64 [S]; 0 takes the most likely token, the first of equals
-    min_p: torch.Tensor,  # float64 [S]; tokens below this share of the likeliest are left out
-    uniform: torch.Tensor,  # float64 [S], in [0, 1)
-) -> Draws:
-    """Return one token for each row; a NaN counts as the largest logit, so that it is seen."""
-    best = logits.argmax(dim=-1, keepdim=True)
-    max_logit = logits.gather(1, best)
-    is_greedy = temperature.unsqueeze(1) == 0
-    divisor = torch.where(is_greedy, 1.0, temperature.unsqueeze(1))
-    weights = weights_of(logits, max_logit, divisor)
-    weights.masked_fill_(weights < min_p.unsqueeze(1).float(), 0.0)
-    drawn = invert(weights, uniform.unsqueeze(1)).unsqueeze(1)
-    token_ids = torch.where(is_greedy, best, drawn)
-    logprobs = logits.gather(1, token_ids) - logits.logsumexp(dim=-1, keepdim=True)
-    return Draws(token_ids[:, 0], max_logit[:, 0], logprobs[:, 0])
 
 
 def weights_of(

@@ -25,7 +25,7 @@ from raybatch.kernels.attention_plan import (
     PrefillPart,
 )
 from raybatch.kernels.small_ops import rotation_table
-from raybatch.kernels.triton import attention, jit, moe, sampling, small_ops
+from raybatch.kernels.triton import attention, jit, moe, small_ops
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -65,12 +65,6 @@ def run_small_ops(dtype):
     projected = torch.zeros(48, 48, 128, dtype=dtype)
     small_ops.rms_norm(projected[:, :40], projected[0, :40], 1e-6)
     small_ops.rotate_(projected[:, :40], rotation_table(torch.arange(48), torch.rand(64), 1.0))
-
-
-def run_sampling():
-    """Draw from two rows of a large vocabulary; logits are float32 whatever the model is."""
-    numbers = torch.full((2,), 0.5, dtype=torch.float64)
-    sampling.draw_tokens(torch.zeros(2, 151936), numbers, numbers, numbers)
 
 
 def run_moe(num_tokens, dtype):
@@ -138,7 +132,6 @@ def run_captured_decodes(dtype, num_rows, *, max_row_blocks=256, block_size=64):
 
 def run_all(dtype):
     run_small_ops(dtype)
-    run_sampling()
     run_moe(num_tokens=4, dtype=dtype)
     run_moe(num_tokens=2048, dtype=dtype)
     shapes = {

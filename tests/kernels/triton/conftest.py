@@ -23,7 +23,6 @@ if _HAS_TRITON:
 
         import raybatch.kernels.triton.attention
         import raybatch.kernels.triton.moe
-        import raybatch.kernels.triton.sampling
         import raybatch.kernels.triton.small_ops  # noqa: F401
 
 

@@ -4,19 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raybatch.kernels import (
-    attention,
-    context_attention,
-    decode_attention,
-    moe,
-    sampling,
-    small_ops,
-)
+from raybatch.kernels import attention, context_attention, decode_attention, moe, small_ops
 from raybatch.kernels.triton import attention as triton_attention
 from raybatch.kernels.triton import decode_attention as triton_decode_attention
 from raybatch.kernels.triton import moe as triton_moe
 from raybatch.kernels.triton import ragged as triton_ragged
-from raybatch.kernels.triton import sampling as triton_sampling
 from raybatch.kernels.triton import small_ops as triton_small_ops
 from tests.kernels.triton.support import DTYPES, assert_close, dtype_name
 
@@ -24,7 +16,6 @@ OPS = [
     (small_ops, triton_small_ops, "rms_norm"),
     (small_ops, triton_small_ops, "rotate_"),
     (moe, triton_moe, "moe_ffn"),
-    (sampling, triton_sampling, "draw_tokens"),
     (attention, triton_attention, "prepare_attention"),
     (attention, triton_attention, "prepare_fixed"),
     (attention, triton_attention, "store_kv"),
