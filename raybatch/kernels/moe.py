@@ -23,6 +23,9 @@ _LOOP_MIN_TOKENS_PER_EXPERT = 64
 # outputs [T * K, M] at their places
 PanelledExperts = Callable[..., torch.Tensor]
 
+# weights of all experts, and the scales of those that are bytes
+Scaled = tuple[torch.Tensor, torch.Tensor | None]
+
 
 def route(
     x: torch.Tensor,  # [T, M]
@@ -85,7 +88,7 @@ def moe_ffn(
             outputs = _unsort(_panelled_experts(rows, gate_up, down, counts), order)
         else:
             scaled = (gate_up, gate_up_scales), (down, down_scales)
-            outputs = _looped_experts(x, scaled, tokens, order, counts)
+            outputs = looped_experts(x, scaled, tokens, order, counts)
     return torch.bmm(weights.unsqueeze(1), outputs.view(len(x), top_k, x.shape[1])).squeeze(1)
 
 
@@ -122,9 +125,9 @@ def _panelled_experts(
     return rows
 
 
-def _looped_experts(
+def looped_experts(
     x: torch.Tensor,  # [T, M]
-    scaled: tuple[tuple[torch.Tensor, torch.Tensor | None], ...],  # both weights, with scales
+    scaled: tuple[Scaled, Scaled],  # gate and up, then down
     tokens: torch.Tensor,  # int64 [T * K], the token of each row, sorted by expert
     order: torch.Tensor,  # int64 [T * K], where the output of each row belongs
     counts: list[int],

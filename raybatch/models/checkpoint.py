@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch  # feeders read checkpoints' headers, and load no torch for it
 
 Shape = tuple[int, ...]
+_Named = tuple[str, Shape]
 
 _logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
@@ -156,31 +157,30 @@ def needed_tensors(spec: ModelSpec, stored: Container[str]) -> dict[str, Shape]:
     return tensors
 
 
-def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+def _linear(name: str, num_outputs: int, num_inputs: int, *, has_bias: bool) -> Iterator[_Named]:
+    yield f"{name}_proj.weight", (num_outputs, num_inputs)
+    if has_bias:
+        yield f"{name}_proj.bias", (num_outputs,)
+
+
+def _attention(spec: ModelSpec) -> Iterator[_Named]:
     query_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     yield "input_layernorm.weight", (spec.model_dim,)
-    for name, num_outputs in (("q", query_dim), ("k", kv_dim), ("v", kv_dim)):
-        yield f"self_attn.{name}_proj.weight", (num_outputs, spec.model_dim)
-        if spec.has_qkv_bias:
-            yield f"self_attn.{name}_proj.bias", (num_outputs,)
-    yield "self_attn.o_proj.weight", (spec.model_dim, query_dim)
-    if spec.has_o_bias:
-        yield "self_attn.o_proj.bias", (spec.model_dim,)
-    if spec.has_qk_norm:
-        yield "self_attn.q_norm.weight", (spec.head_dim,)
-        yield "self_attn.k_norm.weight", (spec.head_dim,)
+    for name, size in (("q", query_dim), ("k", kv_dim), ("v", kv_dim)):
+        yield from _linear(f"self_attn.{name}", size, spec.model_dim, has_bias=spec.has_qkv_bias)
+    yield from _linear("self_attn.o", spec.model_dim, query_dim, has_bias=spec.has_o_bias)
+    for name in "qk" if spec.has_qk_norm else "":
+        yield f"self_attn.{name}_norm.weight", (spec.head_dim,)
     yield "post_attention_layernorm.weight", (spec.model_dim,)
 
 
-def _dense(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    wide, narrow = (spec.ffn_dim, spec.model_dim), (spec.model_dim, spec.ffn_dim)
-    for name, shape in (("gate", wide), ("up", wide), ("down", narrow)):
-        yield f"mlp.{name}_proj.weight", shape
-        if spec.has_mlp_bias:
-            yield f"mlp.{name}_proj.bias", shape[:1]
+def _dense(spec: ModelSpec) -> Iterator[_Named]:
+    for name in ("gate", "up"):
+        yield from _linear(f"mlp.{name}", spec.ffn_dim, spec.model_dim, has_bias=spec.has_mlp_bias)
+    yield from _linear("mlp.down", spec.model_dim, spec.ffn_dim, has_bias=spec.has_mlp_bias)
 
 
-def _sparse(spec: ModelSpec, prefix: str, stored: Container[str]) -> Iterator[tuple[str, Shape]]:
+def _sparse(spec: ModelSpec, prefix: str, stored: Container[str]) -> Iterator[_Named]:
     moe = spec.moe
     assert moe is not None, "a sparse layer needs the model's MoeSpec"
     block = "block_sparse_moe." if f"{prefix}block_sparse_moe.gate.weight" in stored else "mlp."

@@ -1,7 +1,8 @@
-"""Turns what a user calls a model into a local checkpoint folder."""
+"""Turns what a user calls a model, or a LoRA adapter, into a local folder."""
 
 import hashlib
 import importlib.resources
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from raybatch.models.checkpoint import weight_files
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
+_ADAPTER, _ADAPTER_PATTERNS = "adapter_config.json", ("*.safetensors", "*.bin", "*.json")
 # what a file system knows of the content: a checksum, else a time of change
 _VERSIONS = ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "mtime", "updated", "created")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -230,3 +232,48 @@ def model_fingerprint(path: Path) -> str:
                 file.seek(i * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]
+
+
+def adapter_source(name: str, root: str | None) -> str:
+    """Return the folder or URI of an adapter.
+
+    Args:
+        name: as a row has it: a folder or URI, or with `root` the name of a folder below that.
+        root: folder or URI; None takes names for folders and URIs.
+
+    Raises:
+        ConfigError: the name leads out of the root.
+    """
+    if root is None:
+        return name
+    parts = PurePosixPath(name)
+    if "://" in name or parts.is_absolute() or name.startswith("~") or ".." in parts.parts:
+        raise ConfigError(f"the adapter {name!r} must be the name of a folder in {root!r}")
+    return f"{root.rstrip('/')}/{name}"
+
+
+def check_adapter(source: str, *, max_rank: int | None = None) -> None:
+    """Raise ConfigError unless an adapter is there and of no higher rank."""
+    try:
+        with fsspec.open(f"{source.rstrip('/')}/{_ADAPTER}", "rb") as file:
+            config: Any = json.load(file)
+    except Exception as error:  # each file system has errors of its own
+        raise ConfigError(f"no adapter in {source!r}: {error_text(error)}") from error
+    rank = config.get("r") if isinstance(config, dict) else None
+    if not isinstance(rank, int):
+        raise ConfigError(f"the {_ADAPTER} in {source!r} names no rank (r), so it is none of LoRA")
+    if max_rank is not None and rank > max_rank:
+        raise ConfigError(
+            f"the adapter in {source!r} has rank {rank}, and max_lora_rank is {max_rank}"
+        )
+
+
+def resolve_adapter(source: str) -> str:
+    """Return the folder of an adapter on this host, copied once where it lies elsewhere.
+
+    Raises:
+        ConfigError: nothing is there, or it cannot be read.
+    """
+    if "://" not in source:
+        return source
+    return str(fetch_folder(source, what="adapter", patterns=_ADAPTER_PATTERNS, needed=_ADAPTER))

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError
-from raybatch.models.adapters import adapter_source, check_adapter
+from raybatch.models.source import adapter_source, check_adapter
 from raybatch.records.payload import CHAT, LORA, POOLING, add_payload
 from raybatch.records.pooling import Pooling, pooling_of
 from raybatch.rows.batches import json_value, python_values

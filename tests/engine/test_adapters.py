@@ -5,7 +5,7 @@ import json
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.models.adapters import adapter_source, check_adapter, resolve_adapter
+from raybatch.models.source import adapter_source, check_adapter, resolve_adapter
 from tests.engine import refusing_files  # noqa: F401 - registers them
 
 

@@ -172,7 +172,7 @@ def test_special_tokens_count_as_text_only_when_they_are_kept():
 def stopped_text(text, **options):
     """Return what is shown of a text that stopped at END."""
     completion = Completion(
-        token_ids=np.zeros(1, np.int32), finish_reason="stop", stop_reason="END"
+        request_id=0, token_ids=np.zeros(1, np.int32), finish_reason="stop", stop_reason="END"
     )
     return completion_text(completion, Sampling(stop=("END",), **options), LetterTokenizer([text]))
 

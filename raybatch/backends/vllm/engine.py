@@ -35,7 +35,7 @@ from raybatch.backends.vllm.requests import (
     TokenLogprobs,
 )
 from raybatch.errors import ConfigError, error_text
-from raybatch.models.adapters import resolve_adapter
+from raybatch.models.source import resolve_adapter
 from raybatch.records.payload import IMAGES, LORA
 from raybatch.records.types import Capacity, Task
 from raybatch.text.tokenizer import Tokenizer

@@ -16,8 +16,7 @@ from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
 from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared
 from raybatch.kernels.linear import embed_tokens
 from raybatch.kernels.small_ops import rotation_table
-from raybatch.models.config import ModelSpec
-from raybatch.models.rope import RopeSpec
+from raybatch.models.config import ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

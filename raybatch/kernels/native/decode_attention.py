@@ -9,12 +9,14 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from raybatch.kernels.attention_plan import DecodeForm, DecodePart
+from raybatch.kernels.decode_attention import attend_decode, plan_walk
 from raybatch.kernels.dense_attention import Part
-from raybatch.kernels.kv_rows import FP8, INT8, is_quantised, quantise, read_rows, row_width
+from raybatch.kernels.kv_rows import FP8, INT8, is_quantised, quantise, row_width
 from raybatch.kernels.native.compiler import (
     CompiledOnce,
     call,
@@ -101,13 +103,15 @@ def decode_form(
     library = compile_library("decode_attention.c", names)
     if library is None:
         return None
-    attend = functools.partial(_attend, library.attend_decode)
-    if not _agrees_with_torch(attend, head_dim, num_grouped, block_size, kv_dtype):
+    tile = (block_size, row_width(head_dim, kv_dtype))
+    form = DecodeForm(
+        plan=functools.partial(_plan_lists, tile=tile, dtype=kv_dtype),
+        attend=functools.partial(_attend, library.attend_decode),
+    )
+    if not _agrees_with_torch(form, head_dim, num_grouped, block_size, kv_dtype):
         _logger.warning("the compiled attention is wrong on this host, so torch computes it")
         return None
-    tile = (block_size, row_width(head_dim, kv_dtype))
-    plan = functools.partial(_plan_lists, tile=tile, dtype=kv_dtype)
-    return DecodeForm(plan=plan, attend=attend)
+    return form
 
 
 def _attend(
@@ -130,11 +134,7 @@ def _attend(
 
 
 def _agrees_with_torch(
-    attend: Callable[..., Part],
-    head_dim: int,
-    num_grouped: int,
-    block_size: int,
-    kv_dtype: torch.dtype,
+    form: DecodeForm, head_dim: int, num_grouped: int, block_size: int, kv_dtype: torch.dtype
 ) -> bool:
     """Return whether two sequences of two blocks, and one of none, get what torch computes."""
     made = random_tensors()
@@ -142,18 +142,13 @@ def _agrees_with_torch(
     pools = made(2, 4, 1, block_size, head_dim)
     if is_quantised(kv_dtype):
         pools = quantise(pools, kv_dtype)
-    keys, values = read_rows(pools, head_dim, torch.float32).flatten(1, 3)
-    lists = BlockLists(
+    part = DecodePart(
         block_ids=torch.arange(4),
-        stops=torch.tensor([block_size, 1, block_size, block_size]),
-        offsets=torch.tensor([0, 2, 4, 4]),
-        firsts={None: None},
+        owners=torch.tensor([0, 0, 1, 1]),
+        num_valid=torch.tensor([block_size, 1, block_size, block_size]),
+        is_contiguous=True,
     )
-    attended, lse = attend(q, pools[0], pools[1], lists, None)
-    expected = torch.zeros_like(attended)
-    for row, num_seen in enumerate((block_size + 1, 2 * block_size)):
-        seen = slice(2 * row * block_size, 2 * row * block_size + num_seen)
-        scores = q[row] @ keys[seen].T / math.sqrt(head_dim)
-        expected[row] = scores.softmax(dim=-1) @ values[seen]
-    is_empty_right = not attended[2].any() and bool(lse[2].isneginf().all())
-    return is_empty_right and resemble(attended, expected)
+    step: dict[str, Any] = {"positions": torch.arange(3), "pool": pools[0], "windows": (None,)}
+    actual = form.attend(q, pools[0], pools[1], form.plan(part, **step), None)
+    expected = attend_decode(q, pools[0], pools[1], plan_walk(part, **step), None)
+    return all(map(resemble, actual, expected))

@@ -10,14 +10,12 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from raybatch.kernels import linear as reference
-from raybatch.kernels.byte_weights import dequantise_weight
-from raybatch.kernels.linear import Linear, gated_linear, times_weight
-from raybatch.kernels.moe import PanelledExperts
+from raybatch.kernels.linear import Linear
+from raybatch.kernels.moe import PanelledExperts, Scaled, looped_experts
 from raybatch.kernels.native.compiler import (
     CompiledOnce,
     call,
@@ -115,12 +113,9 @@ def compiled_linears(byte_dtype: torch.dtype | None = None) -> CompiledLinears |
     return ops
 
 
-_Scaled = tuple[torch.Tensor, torch.Tensor | None]
-
-
 def _random_weight(
     made: Callable[..., torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, *outputs: int
-) -> _Scaled:
+) -> Scaled:
     """Return a weight in panels and the scales of its outputs, None for float32."""
     weight = made(*shape)
     if dtype == torch.float32:
@@ -200,12 +195,4 @@ def _experts_agree_with_torch(
     tokens, targets = torch.arange(num_rows).flip(0), torch.arange(num_rows).roll(1)
     scales = {"up_scales": up[1], "down_scales": down[1]}
     output = compute(x, up[0], down[0], tokens, targets, starts, **scales)
-    expected = torch.empty_like(output)
-    for expert, (start, stop) in enumerate(pairwise(starts.tolist())):
-        gate_up, narrow = (
-            part[expert] if of is None else dequantise_weight(part[expert], of[expert], x.dtype)
-            for part, of in (up, down)
-        )
-        gated = gated_linear(x[tokens[start:stop]], gate_up)
-        expected[targets[start:stop]] = times_weight(gated, narrow)
-    return resemble(output, expected)
+    return resemble(output, looped_experts(x, (up, down), tokens, targets, [13, 2]))
