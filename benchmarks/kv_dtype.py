@@ -32,7 +32,7 @@ from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token, pick_kv_dtype
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, PrefillPart
-from raybatch.kernels.kv_rows import is_quantised, quantise
+from raybatch.kernels.byte_numbers import is_quantised, quantise
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model

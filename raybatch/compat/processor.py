@@ -21,7 +21,7 @@ from raybatch.rows.finish import AnsweredRows
 from raybatch.rows.prompt import Prompt
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
-from raybatch.text.prompt_tokenizer import PromptTokenizer
+from raybatch.text.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
 

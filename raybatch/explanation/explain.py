@@ -33,7 +33,7 @@ from raybatch.policy.cost.work import WorkTotals, merge_work
 from raybatch.prefix.outline import join_outlines
 from raybatch.prefix.profile import InputProfile
 from raybatch.rows.stage_model import find_model, load_tokenizer
-from raybatch.text.prompt_tokenizer import PromptTokenizer
+from raybatch.text.tokenizer import PromptTokenizer
 
 _logger = logging.getLogger(__name__)
 

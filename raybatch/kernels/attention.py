@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from raybatch.kernels.attention_plan import AttentionPlan, DecodeForm, FixedDecode, PrefillPart
+from raybatch.kernels.byte_numbers import dequantise, is_quantised, quantise
 from raybatch.kernels.context_attention import PreparedContexts, merge_contexts_, prepare_contexts
 from raybatch.kernels.decode_attention import attend_decode, fixed_walk, plan_walk
 from raybatch.kernels.dense_attention import (
@@ -20,7 +21,6 @@ from raybatch.kernels.dense_attention import (
     join_heads,
     split_heads,
 )
-from raybatch.kernels.kv_rows import dequantise, is_quantised, quantise
 
 # chunks up to this length are padded and computed together, longer ones one by one
 _MAX_BUCKET_TOKENS = 48
@@ -54,11 +54,11 @@ class PreparedAttention:
     num_decode: int
     block_ids: torch.Tensor
     block_offsets: torch.Tensor
-    decode: DecodeForm
+    decode: DecodeForm = TORCH_DECODE
     walk: Any
-    chunks: tuple[tuple[int, int], ...]
-    buckets: tuple[_Bucket, ...]
-    contexts: PreparedContexts | None
+    chunks: tuple[tuple[int, int], ...] = ()
+    buckets: tuple[_Bucket, ...] = ()
+    contexts: PreparedContexts | None = None
 
 
 def prepare_attention(
@@ -81,12 +81,7 @@ def prepare_attention(
         walk = decode.plan(plan.decode, positions=rows, pool=pool, windows=windows)
     contexts = None
     if plan.contexts:
-        contexts = prepare_contexts(
-            plan.contexts,
-            positions=positions,
-            pool=pool,
-            has_windows=any(window is not None for window in windows),
-        )
+        contexts = prepare_contexts(plan.contexts, positions=positions, pool=pool, windows=windows)
     chunks, buckets = _split_prefill(plan.prefill, positions.device)
     return PreparedAttention(
         num_decode=plan.num_decode,
@@ -101,24 +96,14 @@ def prepare_attention(
 
 
 def prepare_fixed(
-    part: FixedDecode,
-    *,
-    pool: torch.Tensor,  # [N, G, B, D]
-    windows: tuple[int | None, ...],
+    part: FixedDecode, *, pool: torch.Tensor, windows: tuple[int | None, ...]
 ) -> PreparedAttention:
-    """Do what `prepare_attention` does for decode rows, by operations of fixed shapes.
-
-    See `prepare_attention` for `pool` and `windows`.
-    """
+    """Do what `prepare_attention` does for decode rows, by operations of fixed shapes."""
     return PreparedAttention(
         num_decode=len(part.positions),
         block_ids=part.slot_mapping // pool.shape[2],
         block_offsets=part.slot_mapping % pool.shape[2],
-        decode=TORCH_DECODE,
         walk=fixed_walk(part, pool=pool, windows=windows),
-        chunks=(),
-        buckets=(),
-        contexts=None,
     )
 
 

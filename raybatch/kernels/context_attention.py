@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.kernels.attention_plan import ContextPart
+from raybatch.kernels.byte_numbers import is_quantised, read_rows
 from raybatch.kernels.dense_attention import (
     Part,
     attend_dense,
@@ -19,7 +20,6 @@ from raybatch.kernels.dense_attention import (
     merge_parts,
     split_heads,
 )
-from raybatch.kernels.kv_rows import is_quantised, read_rows
 
 # sets of up to so many queries that differ by less than a step are padded to one size
 _MAX_PADDED_QUERIES = 64
@@ -70,7 +70,7 @@ def prepare_contexts(
     *,
     positions: torch.Tensor,  # int64 [T]
     pool: torch.Tensor,  # [N, G, B, R]
-    has_windows: bool,
+    windows: tuple[int | None, ...],
 ) -> PreparedContexts:
     """Do once per step what all layers share.
 
@@ -78,6 +78,7 @@ def prepare_contexts(
     any layer, only shape and dtype are read.
     """
     num_kv_heads = pool.shape[1]
+    has_windows = any(window is not None for window in windows)
     heads = torch.arange(num_kv_heads, device=pool.device).unsqueeze(1)
     batches: list[_Batch] = []
     rows: list[torch.Tensor] = []

@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels.attention_plan import DecodePart, FixedDecode
+from raybatch.kernels.byte_numbers import is_quantised, read_rows
 from raybatch.kernels.dense_attention import Part, base_of, shares_of
-from raybatch.kernels.kv_rows import is_quantised, read_rows
 
 # starting another run costs about as much as walking over so many bytes of foreign KV
 _RUN_COST_BYTES = 128 << 10
@@ -99,10 +99,7 @@ def plan_walk(
 
 
 def fixed_walk(
-    part: FixedDecode,
-    *,
-    pool: torch.Tensor,  # [N, G, B, D], keys of any layer
-    windows: tuple[int | None, ...],
+    part: FixedDecode, *, pool: torch.Tensor, windows: tuple[int | None, ...]
 ) -> DecodeWalk:
     """Turn a part into the walk that `attend_decode` executes, by operations of fixed shapes.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.byte_weights import dequantise_weight
+from raybatch.kernels.byte_numbers import dequantise_weight
 
 # bounds the [T, 2F] temporary; larger chunks gain nothing, as the linears are at peak speed
 _MAX_ROWS = 1024
@@ -23,7 +23,7 @@ class Linear:
     Args:
         weight: [out, in], or panels, of which the last one may hold more outputs than there are.
         bias: [out].
-        scales: float32 [out] of weights that are bytes (see `raybatch.kernels.byte_weights`).
+        scales: float32 [out] of weights that are bytes (see `raybatch.kernels.byte_numbers`).
     """
 
     weight: torch.Tensor

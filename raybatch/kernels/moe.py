@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.byte_weights import dequantise_weight
+from raybatch.kernels.byte_numbers import dequantise_weight
 from raybatch.kernels.linear import (
     gate_panels_,
     gated_linear,
@@ -59,7 +59,7 @@ def moe_ffn(
     """Return the weighted sum of the chosen experts' outputs, [T, M].
 
     For panels see `raybatch.kernels.linear`; gate and up must not share one. Weights that are bytes
-    have scales (see `raybatch.kernels.byte_weights`), both or none. With `panelled`, that computes
+    have scales (see `raybatch.kernels.byte_numbers`), both or none. With `panelled`, that computes
     weights in panels, however many rows there are.
     """
     weights, experts = route(x, router, top_k, norm_topk_prob)

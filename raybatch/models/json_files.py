@@ -64,11 +64,7 @@ class JsonValues:
         return self.values.get(key, default)
 
     def size(self, key: str, default: int | None = None, *, maximum: int | None = None) -> int:
-        """Return a whole number of at least 1.
-
-        Raises:
-            ConfigError: it is none, or above `maximum`.
-        """
+        """Return a whole number of at least 1; raise ConfigError for any other value."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{self.where}: {key} must be a number of at least 1, got {value!r}")
@@ -77,11 +73,7 @@ class JsonValues:
         return value
 
     def number(self, key: str, default: float, *, may_be_zero: bool = False) -> float:
-        """Return a finite number above 0, or of at least 0.
-
-        Raises:
-            ConfigError: it is none.
-        """
+        """Return a finite number above 0, or of at least 0; raise ConfigError for any other."""
         value = self.values.get(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf or not (value or may_be_zero):

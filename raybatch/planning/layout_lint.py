@@ -21,7 +21,7 @@ from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
 from raybatch.rows.options import StageConfig
 from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import PromptError
-from raybatch.text.prompt_tokenizer import PromptTokenizer
+from raybatch.text.tokenizer import PromptTokenizer
 
 SAMPLE_ROWS = 50_000
 # a smaller gain is not worth another prompt

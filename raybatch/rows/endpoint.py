@@ -19,8 +19,7 @@ from raybatch.errors import ConfigError
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 from raybatch.text.chat import InvalidPrompt, check_messages, map_texts
-from raybatch.text.prompt_tokenizer import PromptTokenizer
-from raybatch.text.tokenizer import Encoded
+from raybatch.text.tokenizer import Encoded, PromptTokenizer
 
 TRIPLE_BYTES = 3
 _TRUNCATES = ("truncate_left", "truncate_right")

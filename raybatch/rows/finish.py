@@ -14,8 +14,8 @@ from raybatch.records.parsed_text import ParsedText
 from raybatch.records.types import Completion, Sampling, TokenIds, Vector
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
-from raybatch.text.prompt_tokenizer import PromptTokenizer
 from raybatch.text.stopping import completion_text, visible_token_ids
+from raybatch.text.tokenizer import PromptTokenizer
 
 _T = TypeVar("_T")
 

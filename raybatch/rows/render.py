@@ -33,8 +33,7 @@ from raybatch.rows.row_options import (
 from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import InvalidPrompt
 from raybatch.text.pairs import read_pair, with_frame
-from raybatch.text.prompt_tokenizer import PromptTokenizer
-from raybatch.text.tokenizer import Encoded, Tokenizer
+from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from raybatch.models.source import check_hub_model, is_local_model, resolve_mode
 from raybatch.rows.endpoint import EndpointTokenizer
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import conventional_column
-from raybatch.text.prompt_tokenizer import PromptTokenizer
-from raybatch.text.tokenizer import Tokenizer
+from raybatch.text.tokenizer import PromptTokenizer, Tokenizer
 
 
 def find_model(config: StageConfig) -> Path | None:

@@ -31,8 +31,6 @@ _MAX_INDENT = 32
 # stands at the end of a message that is to be continued; no filter changes its letters
 _END = "\ue004\ue005 "
 
-# what a template may read that nobody has set
-_UNSET: dict[str, Any] = {"tools": None, "documents": None}
 # filters that count a round of a loop, and a value
 STEP, SPEND = "__raybatch_step", "__raybatch_spend"
 # a value of these kinds is counted when it is made
@@ -82,10 +80,11 @@ class ChatTemplate:
         if continue_final_message:
             field = "content" if continue_final_message is True else str(continue_final_message)
             messages, last = self._marked(messages, field)
-        shown = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        variables = {"tools": None, "documents": None, **variables, "messages": messages}
+        variables["add_generation_prompt"] = add_generation_prompt
         pieces, chars = [], 0
         with self._budget.renewed():
-            for piece in self._template.generate(**{**_UNSET, **shown, **variables}):
+            for piece in self._template.generate(**variables):
                 chars += len(piece)
                 if chars > MAX_CHARS:
                     raise TemplateLimitError(f"it writes more than {MAX_CHARS:,} characters")

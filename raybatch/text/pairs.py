@@ -7,8 +7,7 @@ import numpy as np
 from raybatch.config import SpecialTokens
 from raybatch.records.payload import DOCUMENT_AT, TYPES_AT, add_payload
 from raybatch.text.chat import InvalidPrompt
-from raybatch.text.prompt_tokenizer import PromptTokenizer
-from raybatch.text.tokenizer import Encoded, Tokenizer, encoding_of
+from raybatch.text.tokenizer import Encoded, PromptTokenizer, Tokenizer, encoding_of
 
 
 def with_frame(encoded: Encoded, tokenizer: PromptTokenizer) -> Encoded:

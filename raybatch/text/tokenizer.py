@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,35 @@ class Encoded(NamedTuple):
     def without(self, num_special: int) -> Self:
         """Return the same tokens where so many special ones were put into the texts on purpose."""
         return self._replace(num_special=max(0, self.num_special - num_special))
+
+
+class PromptTokenizer(Protocol):
+    """What the stages need: a `Tokenizer`, or the stand-in for an endpoint's."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def frame(self) -> tuple[int, int]: ...
+    def count_special(self, text: str) -> int: ...
+    def template_reads(self, name: str, *, chat_template: str | None = None) -> bool: ...
+    def encode(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> TokenIds: ...
+    def read(self, text: str, *, special_tokens: SpecialTokensMode = "escape") -> Encoded: ...
+    def read_chat(
+        self,
+        messages: object,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        row_options: Mapping[str, Any] | None = None,
+        special_tokens: SpecialTokensMode = "escape",
+        has_images: bool = False,
+    ) -> Encoded: ...
+    def decode(self, token_ids: npt.ArrayLike, skip_special_tokens: bool = True) -> str: ...
+    def decode_batch(
+        self, batch: Sequence[npt.ArrayLike], skip_special_tokens: bool = True
+    ) -> list[str]: ...
 
 
 class Tokenizer:

@@ -8,7 +8,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token, num_host_blocks_for
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.errors import ConfigError
-from raybatch.kernels.kv_rows import FP8, INT8
+from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.models.config import read_model_spec
 from tests.engine.tiny_models import save
 

@@ -18,7 +18,7 @@ from raybatch.engine.profile.module_profile import model_shape, profile_layer
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import load_weights
 from raybatch.errors import ConfigError
-from raybatch.kernels.kv_rows import dequantise
+from raybatch.kernels.byte_numbers import dequantise
 from raybatch.models.config import read_model_spec
 from raybatch.policy.batches.layer_plan import Workload
 from tests import tolerances

@@ -21,7 +21,7 @@ from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import load_weights
 from raybatch.errors import ConfigError
-from raybatch.kernels import kv_rows
+from raybatch.kernels import byte_numbers
 from raybatch.models.config import read_model_spec
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.greedy_driver import GreedyDriver, prompt_logits
@@ -133,7 +133,7 @@ def test_logits_are_off_by_little(path, kind, rng):
 def test_the_bound_on_logits_sees_wrong_scales(dense, rng, monkeypatch, factor):
     prompt = rng.integers(1, 211, 100).tolist()
     expected = logits_of(dense, "auto", prompt)
-    right = kv_rows.dequantise
+    right = byte_numbers.dequantise
     monkeypatch.setattr(
         "raybatch.kernels.attention.dequantise", lambda *args: right(*args) * factor
     )

@@ -12,7 +12,7 @@ from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.memory.kv_cache import allocate_kv_cache
 from raybatch.engine.weights.layout import tensors_of
 from raybatch.errors import ConfigError
-from raybatch.kernels.byte_weights import (
+from raybatch.kernels.byte_numbers import (
     BYTE_DTYPES,
     dequantise_weight,
     quantise_weight,

@@ -7,8 +7,8 @@ import torch
 from raybatch.kernels import decode_attention
 from raybatch.kernels.attention import TORCH_DECODE, attend, prepare_attention, store_kv
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.byte_numbers import FP8, INT8, is_quantised, quantise, read_rows
 from raybatch.kernels.dense_attention import attend_windowed
-from raybatch.kernels.kv_rows import FP8, INT8, is_quantised, quantise, read_rows
 from raybatch.kernels.native.decode_attention import decode_form
 from tests import tolerances
 from tests.oracles import dense_attention

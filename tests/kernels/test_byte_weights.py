@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from raybatch.kernels.byte_weights import (
+from raybatch.kernels.byte_numbers import (
     BYTE_DTYPES,
     dequantise_weight,
     quantise_weight,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from raybatch.kernels.kv_rows import FP8, INT8, dequantise, quantise, read_rows, row_width
+from raybatch.kernels.byte_numbers import FP8, INT8, dequantise, quantise, read_rows, row_width
 from raybatch.kernels.native.small_ops import compiled_small_ops
 
 BOTH = pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])

@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional
 
 from raybatch.kernels import dispatch, linear
-from raybatch.kernels.byte_weights import quantise_weight, weight_scales
+from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear, embed_tokens
 from raybatch.kernels.native import linears
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears

@@ -9,7 +9,7 @@ import torch
 from raybatch.kernels import attention, dispatch, moe
 from raybatch.kernels import small_ops as reference
 from raybatch.kernels.attention_plan import DecodePart
-from raybatch.kernels.byte_weights import quantise_weight, weight_scales
+from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.dispatch import REFERENCE, compiled_ops
 from raybatch.kernels.native import decode_attention, linears, small_ops
 from raybatch.kernels.native.compiler import compile_library

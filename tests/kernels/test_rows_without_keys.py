@@ -7,8 +7,8 @@ import torch
 
 from raybatch.kernels.attention import TORCH_DECODE, attend, prepare_attention
 from raybatch.kernels.attention_plan import FixedDecode
+from raybatch.kernels.byte_numbers import FP8, INT8, is_quantised, quantise, read_rows
 from raybatch.kernels.decode_attention import attend_decode, fixed_walk
-from raybatch.kernels.kv_rows import FP8, INT8, is_quantised, quantise, read_rows
 from raybatch.kernels.native.decode_attention import decode_form
 from tests import tolerances
 from tests.kernels.keyless_rows import BLOCK_SIZE, STEPS, part_of

@@ -21,7 +21,7 @@ from raybatch.engine.memory.kv_cache import (
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import weight_sizes
 from raybatch.errors import CapacityError, ConfigError
-from raybatch.kernels.byte_weights import BYTE_DTYPES
+from raybatch.kernels.byte_numbers import BYTE_DTYPES
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.policy.residence import plan_residence
 

@@ -10,7 +10,7 @@ import torch
 
 from raybatch.config import EngineConfig, KVCacheDType
 from raybatch.errors import CapacityError, ConfigError
-from raybatch.kernels.kv_rows import FP8, INT8, row_width
+from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.models.config import ModelSpec
 
 # of the memory that is free once the weights are loaded

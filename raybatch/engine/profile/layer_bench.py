@@ -13,8 +13,8 @@ from raybatch.engine.profile.stopwatch import Run, Stopwatch
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.byte_numbers import is_quantised, quantise
 from raybatch.kernels.dispatch import REFERENCE, Ops
-from raybatch.kernels.kv_rows import is_quantised, quantise
 from raybatch.kernels.native.compiler import has_compiler
 from raybatch.models.config import ModelSpec
 from raybatch.policy.batches.layer_plan import LayerShape, Workload

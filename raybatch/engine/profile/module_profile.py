@@ -15,7 +15,7 @@ from raybatch.engine.profile.layer_bench import LayerBench, ProfileOptions, prob
 from raybatch.engine.profile.stopwatch import Clock, Run, Stopwatch, clock_of
 from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
-from raybatch.kernels.kv_rows import row_width
+from raybatch.kernels.byte_numbers import row_width
 from raybatch.models.config import ModelSpec
 from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
 from raybatch.policy.batches.step_plan import MeasuredLayer

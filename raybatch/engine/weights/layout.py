@@ -45,7 +45,7 @@ class WeightForm:
         panel_width: outputs of the panels of dense linears, for compiled ops on a CPU; None lays
             them out for torch.
         byte_dtype: dtype of the weights of all linears but head and routers, one of
-            `raybatch.kernels.byte_weights`; None leaves them in `dtype`.
+            `raybatch.kernels.byte_numbers`; None leaves them in `dtype`.
     """
 
     dtype: torch.dtype

@@ -17,7 +17,7 @@ from raybatch.config import cache_dir
 from raybatch.engine.weights.layout import LAYER_LINEARS, WeightForm, lay_out, piece_bytes, view_of
 from raybatch.engine.weights.recipes import recipes_of
 from raybatch.engine.weights.tensor_file import Part, advise_huge_pages, exclusive, write_tensors
-from raybatch.kernels.byte_weights import quantise_weight, weight_scales
+from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear
 from raybatch.models.checkpoint import Checkpoint, stat_key
 from raybatch.models.config import ModelSpec

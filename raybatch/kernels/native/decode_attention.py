@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from raybatch.kernels.attention_plan import DecodeForm, DecodePart
+from raybatch.kernels.byte_numbers import FP8, INT8, is_quantised, quantise, row_width
 from raybatch.kernels.decode_attention import attend_decode, plan_walk
 from raybatch.kernels.dense_attention import Part
-from raybatch.kernels.kv_rows import FP8, INT8, is_quantised, quantise, row_width
 from raybatch.kernels.native.compiler import (
     CompiledOnce,
     call,

@@ -11,7 +11,7 @@ import torch
 
 from raybatch.kernels import attention, small_ops
 from raybatch.kernels.attention import PreparedAttention
-from raybatch.kernels.kv_rows import FP8, INT8, quantise, read_rows, row_width
+from raybatch.kernels.byte_numbers import FP8, INT8, quantise, read_rows, row_width
 from raybatch.kernels.native.compiler import (
     CompiledOnce,
     call,

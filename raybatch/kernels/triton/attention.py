@@ -9,7 +9,7 @@ import torch
 
 from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
-from raybatch.kernels.kv_rows import is_quantised
+from raybatch.kernels.byte_numbers import is_quantised
 from raybatch.kernels.triton.decode_attention import (
     DecodeWalk,
     attend_decode_into,
@@ -36,8 +36,8 @@ class PreparedAttention:
     block_ids: torch.Tensor
     block_offsets: torch.Tensor
     walk: DecodeWalk | None
-    chunks: Items | None
-    contexts: PreparedContexts | None
+    chunks: Items | None = None
+    contexts: PreparedContexts | None = None
 
 
 def prepare_attention(
@@ -48,10 +48,7 @@ def prepare_attention(
     pool: torch.Tensor,  # [N, G, B, D]
     windows: tuple[int | None, ...],
 ) -> PreparedAttention:
-    """Do once per step what all layers share.
-
-    Of `pool`, the keys of any layer, only shape and dtype are read; `windows` are the different
-    windows of the model's layers.
+    """See `raybatch.kernels.attention`.
 
     Raises:
         ConfigError: the pool is quantised.
@@ -71,8 +68,7 @@ def prepare_attention(
         chunks, contexts = prepare_chunks(plan.prefill, contexts, positions=positions)
     shared = None
     if contexts:
-        has_windows = any(window is not None for window in windows)
-        shared = prepare_contexts(contexts, positions=positions, pool=pool, has_windows=has_windows)
+        shared = prepare_contexts(contexts, positions=positions, pool=pool, windows=windows)
     return PreparedAttention(
         num_decode=plan.num_decode,
         block_ids=slot_mapping // pool.shape[2],
@@ -84,10 +80,7 @@ def prepare_attention(
 
 
 def prepare_fixed(
-    part: FixedDecode,
-    *,
-    pool: torch.Tensor,  # [N, G, B, D]
-    windows: tuple[int | None, ...],
+    part: FixedDecode, *, pool: torch.Tensor, windows: tuple[int | None, ...]
 ) -> PreparedAttention:
     """See `raybatch.kernels.attention`."""
     return PreparedAttention(
@@ -95,8 +88,6 @@ def prepare_fixed(
         block_ids=part.slot_mapping // pool.shape[2],
         block_offsets=part.slot_mapping % pool.shape[2],
         walk=fixed_walk(part, pool=pool, windows=windows),
-        chunks=None,
-        contexts=None,
     )
 
 
@@ -109,10 +100,7 @@ def attend(
     prepared: PreparedAttention,
     window: int | None,
 ) -> torch.Tensor:
-    """Return the attention output of every token, [T, H * D].
-
-    `window` is how many positions a token of this layer sees, itself included; None for all.
-    """
+    """See `raybatch.kernels.attention`."""
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if prepared.walk is not None:

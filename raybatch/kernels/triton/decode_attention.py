@@ -13,7 +13,7 @@ from raybatch.kernels.triton.jit.attention import decode_kernel, merge_splits_ke
 from raybatch.kernels.triton.launch import (
     OPTIONS,
     TARGET_PROGRAMS,
-    AttentionTiles,
+    attention_tiles,
     dot_tile,
     power_of_two,
 )
@@ -73,10 +73,7 @@ def plan_walk(
 
 
 def fixed_walk(
-    part: FixedDecode,
-    *,
-    pool: torch.Tensor,  # [N, G, B, D], keys of any layer
-    windows: tuple[int | None, ...],
+    part: FixedDecode, *, pool: torch.Tensor, windows: tuple[int | None, ...]
 ) -> DecodeWalk:
     """Turn a part into the walk that `attend_decode_into` executes, by operations of fixed shapes.
 
@@ -114,7 +111,7 @@ def attend_decode_into(
     assert k_pool.stride() == v_pool.stride(), "both pools are laid out alike"
     if not num_seqs:
         return
-    tiles = AttentionTiles.of(k_pool)
+    num_keys, tile_dim, _ = attention_tiles(k_pool)
     parts, part_lses = output, lse
     if num_splits > 1:
         parts = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
@@ -139,8 +136,8 @@ def attend_decode_into(
         NUM_SPLITS=num_splits,
         WINDOW=window or 0,
         TILE_HEADS=dot_tile(num_heads // num_kv_heads),
-        TILE_KEYS=tiles.num_keys,
-        TILE_DIM=tiles.dim,
+        TILE_KEYS=num_keys,
+        TILE_DIM=tile_dim,
         num_warps=4,
         num_stages=2,
         **OPTIONS,

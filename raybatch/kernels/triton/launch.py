@@ -1,7 +1,5 @@
 """What all launches share: tile sizes, and how the interpreter differs from a GPU."""
 
-from typing import NamedTuple
-
 import torch
 
 # fused multiply-adds are asked for by name, because the default differs by version of Triton
@@ -29,21 +27,12 @@ def rows_per_program(row_tile: int, num_elements: int = 4096) -> int:
     return max(1, num_elements // row_tile)
 
 
-class AttentionTiles(NamedTuple):
-    """Tiles of an attention kernel; keys, values and queries fit shared memory and registers."""
+def attention_tiles(pool: torch.Tensor) -> tuple[int, int, int]:
+    """Return the tiles of keys and dims for a pool [N, G, B, D], and the most lanes of queries.
 
-    num_keys: int
-    dim: int
-    most_lanes: int
-
-    @staticmethod
-    def of(pool: torch.Tensor) -> "AttentionTiles":
-        """Return the tiles for a pool [N, G, B, D]."""
-        dim = dot_tile(pool.shape[3])
-        row_bytes = dim * pool.element_size()
-        is_half = pool.element_size() <= 2
-        return AttentionTiles(
-            num_keys=64 if is_half and row_bytes <= 512 else 32,
-            dim=dim,
-            most_lanes=max(16, min(128, 128 * 256 // row_bytes)),
-        )
+    Keys, values and queries fit shared memory and registers.
+    """
+    dim = dot_tile(pool.shape[3])
+    row_bytes = dim * pool.element_size()
+    num_keys = 64 if pool.element_size() <= 2 and row_bytes <= 512 else 32
+    return num_keys, dim, max(16, min(128, 128 * 256 // row_bytes))

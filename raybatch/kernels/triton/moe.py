@@ -106,10 +106,9 @@ def moe_ffn(
     gate_up_scales: torch.Tensor | None = None,  # float32 [E, 2F]
     down_scales: torch.Tensor | None = None,  # float32 [E, M]
 ) -> torch.Tensor:
-    """Return the weighted sum of the chosen experts' outputs, [T, M].
+    """See `raybatch.kernels.moe`, where weights that are bytes go.
 
-    For panels see `raybatch.kernels.linear`; gate and up must not share one. Experts without a
-    token are not read. Weights that are bytes go to the reference.
+    Experts without a token are not read.
     """
     if gate_up_scales is not None:
         return moe.moe_ffn(

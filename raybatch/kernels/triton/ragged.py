@@ -22,7 +22,7 @@ from raybatch.kernels.triton.jit.attention import merge_parts_kernel, ragged_ker
 from raybatch.kernels.triton.launch import (
     OPTIONS,
     TARGET_PROGRAMS,
-    AttentionTiles,
+    attention_tiles,
     dot_tile,
     power_of_two,
     rows_per_program,
@@ -163,14 +163,10 @@ def prepare_contexts(
     *,
     positions: torch.Tensor,  # int64 [T]
     pool: torch.Tensor,  # [N, G, B, D]
-    has_windows: bool,
+    windows: tuple[int | None, ...],
 ) -> PreparedContexts:
-    """Do once per step what all layers share, without waiting for the device.
-
-    `positions` are those of every row of the forward batch in its sequence; of `pool`, the keys of
-    any layer, only shape and dtype are read.
-    """
-    del has_windows
+    """See `raybatch.kernels.context_attention`; this does not wait for the device."""
+    del windows
     num_kv_heads, block_size = pool.shape[1:3]
     # so many positions a program takes, whole blocks, that enough programs fill the device
     work = sum(-(-len(part.query_idx) // _ITEM_QUERIES) * part.num_tokens for part in parts)
@@ -256,9 +252,9 @@ def attend_items(
     heads_per_kv = num_heads // num_kv_heads
     assert k_pool.stride() == v_pool.stride(), "both pools are laid out alike"
     k, v = own_kv or (q, q)
-    tiles = AttentionTiles.of(k_pool)
+    num_keys, tile_dim, most_lanes = attention_tiles(k_pool)
     # a lane for each head of a query
-    num_lanes = min(tiles.most_lanes, dot_tile(items.max_queries * heads_per_kv))
+    num_lanes = min(most_lanes, dot_tile(items.max_queries * heads_per_kv))
     num_lanes = max(num_lanes, dot_tile(heads_per_kv))
     num_programs = triton.cdiv(items.max_queries, num_lanes // heads_per_kv)
     ragged_kernel[(len(items.table), num_kv_heads, num_programs)](
@@ -285,9 +281,9 @@ def attend_items(
         HAS_CHUNK=own_kv is not None,
         WINDOW=window or 0,
         TILE_LANES=num_lanes,
-        TILE_KEYS=tiles.num_keys,
-        TILE_DIM=tiles.dim,
-        num_warps=8 if num_lanes * tiles.dim >= 8192 else 4,
+        TILE_KEYS=num_keys,
+        TILE_DIM=tile_dim,
+        num_warps=8 if num_lanes * tile_dim >= 8192 else 4,
         num_stages=2,
         **OPTIONS,
     )

@@ -12,11 +12,7 @@ def rms_norm(
     weight: torch.Tensor,  # [D], or any shape that broadcasts over x
     eps: float,
 ) -> torch.Tensor:
-    """Scale each row of `x` to a root mean square of 1, then by `weight`.
-
-    The statistics are float32 whatever the dtype of `x`. Rows of a view are read in place if `x` is
-    [T, D] or [T, H, D].
-    """
+    """See `raybatch.kernels.small_ops`; rows of a view [T, D] or [T, H, D] are read in place."""
     dim = x.shape[-1]
     # [T, H, D], where H is 1 for plain rows
     heads = x.reshape(-1, x.shape[-2] if x.dim() > 2 else 1, dim)

@@ -8,7 +8,7 @@ from raybatch.kernels import attention as reference
 from raybatch.kernels import context_attention as reference_contexts
 from raybatch.kernels import decode_attention as reference_decode
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
-from raybatch.kernels.kv_rows import FP8, INT8
+from raybatch.kernels.byte_numbers import FP8, INT8
 from raybatch.kernels.triton import attention as kernels
 from raybatch.kernels.triton import decode_attention, ragged
 from tests.kernels.triton.support import DTYPES, Step, assert_close, attend_decode
@@ -240,7 +240,7 @@ class Contexts:
             parts,
             positions=self.positions.to(device),
             pool=self.k_pool.to(device),
-            has_windows=window is not None,
+            windows=(window,),
         )
 
     def run(self, ops, device, window):
