@@ -4,7 +4,7 @@ import codecs
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
@@ -26,15 +26,10 @@ Uint64s = npt.NDArray[np.uint64]
 
 
 class Line(NamedTuple):
-    """A line that is not blank.
+    """A line that is not blank, without its end."""
 
-    Args:
-        number: from 1, blank lines counted.
-        data: without the end of the line; None where it is longer than a line may be.
-    """
-
-    number: int
-    data: bytes | None
+    number: int  # from 1, blank lines counted
+    data: bytes | None  # None where it is longer than a line may be
 
 
 class InputId(NamedTuple):
@@ -45,11 +40,7 @@ class InputId(NamedTuple):
 
 
 def input_id(path: str) -> InputId:
-    """Return the size and the digest of a file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return the size and the digest of a file; raise ConfigError where it cannot be read."""
     digest, num_bytes = hashlib.blake2b(digest_size=16), 0
     with error_context(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -59,22 +50,15 @@ def input_id(path: str) -> InputId:
 
 
 def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
-    """Yield the lines of a file, which may be compressed as its name says.
-
-    Memory: one line.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Yield the lines of a file, which may be compressed as its name says; memory is one line."""
     with (
         error_context(f"{safe_text(path)} cannot be read"),
         fsspec.open(path, "rb", compression="infer") as file,
     ):
-        number = 0
-        while data := file.readline(max_bytes + 1):
-            number += 1
+        for number, data in enumerate(iter(lambda: file.readline(max_bytes + 1), b""), 1):
             if len(data) > max_bytes and not data.endswith(b"\n"):
-                _skip_line(file)
+                while (rest := file.readline(_CHUNK_BYTES)) and not rest.endswith(b"\n"):
+                    pass
                 yield Line(number, None)
                 continue
             if number == 1:
@@ -84,11 +68,7 @@ def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
 
 
 def parse_line(line: Line) -> dict[str, Any]:
-    """Return the object of a line, which has the keys of a request and a `custom_id`.
-
-    Raises:
-        Refusal: it is no such object.
-    """
+    """Return the object of a line, which has a `custom_id`; raise Refusal for anything else."""
     where = f"line {line.number}"
     if line.data is None:
         raise _malformed(f"{where} is longer than {MAX_LINE_BYTES:,} bytes")
@@ -104,10 +84,8 @@ def parse_line(line: Line) -> dict[str, Any]:
     custom_id = request.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         raise _malformed(f"{where}: custom_id must be a text that is not empty, got {custom_id!r}")
-    try:
-        custom_id.encode()
-    except UnicodeEncodeError:
-        raise _malformed(f"{where}: custom_id holds half of a surrogate pair") from None
+    if not is_encodable(custom_id):
+        raise _malformed(f"{where}: custom_id holds half of a surrogate pair")
     return request
 
 
@@ -115,9 +93,18 @@ def _malformed(message: str) -> Refusal:
     return Refusal(message, code="invalid_json_line", status=None)
 
 
-def _skip_line(file: IO[bytes]) -> None:
-    while (data := file.readline(_CHUNK_BYTES)) and not data.endswith(b"\n"):
-        pass
+def is_encodable(text: str) -> bool:
+    """Return whether a text is one, and holds no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def hashes_of(ids: Sequence[str]) -> Uint64s:
+    """Return the two hashes of each id, uint64 [R, 2]."""
+    return id_hashes(pa.chunked_array([pa.array(ids, pa.string())]))
 
 
 class SeenIds:
@@ -137,23 +124,19 @@ class SeenIds:
         """
         if not ids:
             return []
-        hashes = id_hashes(pa.chunked_array([pa.array(ids, pa.string())]))
-        rows = np.column_stack([hashes, np.asarray(lines, np.uint64)])
+        rows = np.column_stack([hashes_of(ids), np.asarray(lines, np.uint64)])
         first = np.zeros(len(rows), np.uint64)
         for run in self._runs:
             first = np.maximum(first, _lines_in(run, rows))
-        order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))
-        rows_sorted = rows[order]
-        is_same = np.zeros(len(rows), np.bool_)
-        is_same[1:] = (rows_sorted[1:, :2] == rows_sorted[:-1, :2]).all(axis=1)
-        starts = np.maximum.accumulate(np.where(is_same, 0, np.arange(len(rows))))
-        own_first = np.zeros(len(rows), np.uint64)
-        own_first[order] = np.where(is_same, rows_sorted[starts, 2], 0)
-        first = np.where(first > 0, first, own_first)
-        new = rows_sorted[~is_same & (first[order] == 0)]
+        earlier: list[int | None] = [int(line) or None for line in first]
+        own: dict[str, int] = {}
+        for i, (custom_id, line) in enumerate(zip(ids, lines, strict=True)):
+            if (known := own.setdefault(custom_id, line)) != line:
+                earlier[i] = earlier[i] or known
+        new = rows[[line is None for line in earlier]]
         if len(new):
-            self._keep(new)
-        return [int(line) or None for line in first]
+            self._keep(new[np.lexsort((new[:, 1], new[:, 0]))])
+        return earlier
 
     def _keep(self, run: Uint64s) -> None:
         while self._runs and len(self._runs[-1]) <= len(run):

@@ -1,6 +1,7 @@
 """What a line of a batch file asks, as plain records."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from raybatch.errors import encodable
@@ -20,50 +21,35 @@ Kind = Literal["messages", "prompt", "tokens"]
 
 
 class Form(NamedTuple):
-    """What all rows of one job have in common, because a stage has one value for it.
+    """What all rows of one job have in common, because a stage has one value for it."""
 
-    The kind of the prompts is the name of their column.
-    """
-
-    kind: Kind
+    kind: Kind  # also the name of the column of prompts
     num_samples: int
     has_logprobs: bool
 
     @property
     def name(self) -> str:
         """Return the name of its folders."""
-        logprobs = "-logprobs" if self.has_logprobs else ""
-        return f"{self.kind}-n{self.num_samples}{logprobs}"
+        return f"{self.kind}-n{self.num_samples}{'-logprobs' if self.has_logprobs else ''}"
 
 
 class Reply(NamedTuple):
-    """What the answer to a request must say, beside what the rows say.
-
-    Args:
-        num_logprobs: most likely tokens to return per position; None returns none.
-        encoding: of embeddings, "float" or "base64".
-    """
+    """What the answer to a request must say, beside what the rows say."""
 
     endpoint: str
     model: str
-    num_logprobs: int | None = None
-    encoding: str = "float"
+    num_logprobs: int | None = None  # most likely tokens to return per position
+    encoding: str = "float"  # of embeddings, or "base64"
 
 
 class ParsedRequest(NamedTuple):
-    """A request that can be asked.
-
-    Args:
-        prompts: of each row, in the form's kind: JSON texts of messages, texts, or token ids.
-        sampling: options of the rows that differ from the defaults; of embeddings those of pooling.
-        reply: what the answer must say.
-    """
+    """A request that can be asked."""
 
     form: Form
-    prompts: Sequence[Any]
-    sampling: Mapping[str, Any]
-    template_options: Mapping[str, Any]
+    prompts: Sequence[Any]  # in the form's kind: JSON texts of messages, texts, or token ids
+    sampling: Mapping[str, Any]  # that differ from the defaults; of embeddings those of pooling
     reply: Reply
+    template_options: Mapping[str, Any] = MappingProxyType({})
 
 
 def endpoints_of(task: Task) -> tuple[str, ...]:
@@ -74,11 +60,8 @@ def endpoints_of(task: Task) -> tuple[str, ...]:
 class Refusal(Exception):  # noqa: N818 - it ends one line, and becomes a line of the error file
     """A line that is no request, or a request that cannot be answered.
 
-    Args:
-        message: what is wrong, and the way out.
-        code: a word for programs, as OpenAI uses them where it has one.
-        param: the key of the body that is wrong; None for others.
-        status: of HTTP; None where there is no request to answer at all.
+    The code is a word for programs, as OpenAI uses them where it has one, and `param` the key of
+    the body that is wrong. The status of HTTP is None where there is no request to answer at all.
     """
 
     def __init__(

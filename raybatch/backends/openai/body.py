@@ -17,14 +17,7 @@ from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.payload import POOLING
 from raybatch.records.structured_outputs import StructuredOutputs
-from raybatch.records.types import (
-    UNBOUNDED_TOKENS,
-    Completion,
-    FinishReason,
-    Request,
-    Sampling,
-    Vector,
-)
+from raybatch.records.types import UNBOUNDED_TOKENS, Completion, Request, Sampling, Vector
 
 # beyond the API of OpenAI; vLLM and SGLang have them
 _EXTRAS = (
@@ -63,8 +56,7 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
         body["prompt"] = payload["prompt"]
     else:
         body["prompt"] = request.prompt_token_ids.tolist()
-    is_bounded = sampling.max_tokens < UNBOUNDED_TOKENS
-    if is_bounded:
+    if is_bounded := sampling.max_tokens < UNBOUNDED_TOKENS:
         body[options.max_tokens_field if is_chat else "max_tokens"] = sampling.max_tokens
     # the default of the API is another one
     body["temperature"] = sampling.temperature
@@ -80,10 +72,11 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
         body["seed"] = request.seed & _SEED_MASK
     if sampling.structured_outputs is not None:
         body |= _constraint_fields(str(sampling.structured_outputs))
-    if sampling.logprobs is not None:
-        body |= _logprobs_fields(sampling.logprobs, is_chat=is_chat)
-    body |= options.extra_body
-    body = {name: value for name, value in body.items() if value is not None}
+    if sampling.logprobs is not None and is_chat:
+        body |= {"logprobs": True, "top_logprobs": sampling.logprobs}
+    elif sampling.logprobs is not None:
+        body["logprobs"] = sampling.logprobs
+    body = {name: v for name, v in {**body, **options.extra_body}.items() if v is not None}
     if not is_bounded and not is_chat:
         # left out it would be 16, other than in a chat
         body.setdefault("max_tokens", None)
@@ -91,14 +84,10 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
 
 
 def completions_of(request: Request, answer: object, options: OpenAIOptions) -> list[Completion]:
-    """Return one completion per sample from the JSON of an answer.
-
-    Raises:
-        BadAnswer: it has no usable choices.
-    """
+    """Return one completion per sample from the JSON of an answer, or raise BadAnswer."""
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, Sequence) or isinstance(choices, str):
-        raise BadAnswer(f"the endpoint's answer has no choices: {shown(answer)}")
+        raise BadAnswer(f"the endpoint's answer has no choices: {_shown(answer)}")
     by_index = {_index(choice, place): choice for place, choice in enumerate(choices)}
     if sorted(by_index) != list(range(request.sampling.n)):
         raise BadAnswer(
@@ -110,7 +99,7 @@ def completions_of(request: Request, answer: object, options: OpenAIOptions) -> 
         # a row has an error or its samples, and its first sample has the cost
         samples = [replace(failed, sample_idx=sample.sample_idx) for sample in samples]
     assert isinstance(answer, Mapping), "it has choices"
-    return with_usage(samples, answer.get("usage"), options)
+    return _with_usage(samples, answer.get("usage"), options)
 
 
 def _sample(
@@ -124,30 +113,26 @@ def _sample(
             finish_reason="error",
             error="ContentFilter: the endpoint's filter has withheld the answer or cut it",
         )
-    finish_reason: FinishReason = "length" if reason in _LENGTH else "stop"
-    stop_reason = choice.get("stop_reason")
-    token_ids = choice.get("token_ids")
+    stop_reason, token_ids = choice.get("stop_reason"), choice.get("token_ids")
+    message, text = choice.get("message"), choice.get("text")
+    has_logprobs = request.sampling.logprobs is not None
+    if isinstance(message, Mapping):
+        text = _text(message, are_calls_apart=options.return_tool_calls)
+    elif not isinstance(text, str):
+        raise BadAnswer(f"a choice has neither a message nor a text: {_shown(choice)}")
     return Completion(
         request_id=request.request_id,
         sample_idx=index,
-        text=_text(choice, are_calls_apart=options.return_tool_calls),
+        text=text,
         token_ids=np.array(token_ids if isinstance(token_ids, list) else [], np.int32),
-        finish_reason=finish_reason,
+        finish_reason="length" if reason in _LENGTH else "stop",
         stop_reason=stop_reason if isinstance(stop_reason, str | int) else None,
-        logprobs=_logprobs(choice.get("logprobs"))
-        if request.sampling.logprobs is not None
-        else None,
-        parsed=_parsed(choice, options),
+        logprobs=_logprobs(choice.get("logprobs")) if has_logprobs else None,
+        parsed=_parsed(message, options) if isinstance(message, Mapping) else None,
     )
 
 
-def _text(choice: Mapping[str, Any], *, are_calls_apart: bool) -> str:
-    message = choice.get("message")
-    if not isinstance(message, Mapping):
-        text = choice.get("text")
-        if not isinstance(text, str):
-            raise BadAnswer(f"a choice has neither a message nor a text: {shown(choice)}")
-        return text
+def _text(message: Mapping[str, Any], *, are_calls_apart: bool) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -158,22 +143,18 @@ def _text(choice: Mapping[str, Any], *, are_calls_apart: bool) -> str:
     return str(message.get("refusal") or "")
 
 
-def _parsed(choice: Mapping[str, Any], options: OpenAIOptions) -> ParsedText | None:
+def _parsed(message: Mapping[str, Any], options: OpenAIOptions) -> ParsedText | None:
     """Return reasoning and calls of a message, under the names that servers have for them."""
-    message = choice.get("message")
-    if not isinstance(message, Mapping):
-        return None
     reasoning, calls = None, message.get("tool_calls")
     if options.return_reasoning:
         reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if not isinstance(reasoning, str):
+        reasoning = None
     if not options.return_tool_calls or not isinstance(calls, list):
         calls = []
-    if not calls and not isinstance(reasoning, str):
+    if not calls and reasoning is None:
         return None
-    return ParsedText(
-        reasoning=reasoning if isinstance(reasoning, str) else None,
-        tool_calls=tuple(_tool_call(call) for call in calls),
-    )
+    return ParsedText(reasoning=reasoning, tool_calls=tuple(map(_tool_call, calls)))
 
 
 def _tool_call(call: object) -> ToolCall:
@@ -189,7 +170,7 @@ def _tool_call(call: object) -> ToolCall:
     return ToolCall(id=str(fields.get("id") or ""), name=str(name or ""), arguments=arguments)
 
 
-def with_usage(
+def _with_usage(
     samples: Sequence[Completion], usage: object, options: OpenAIOptions
 ) -> list[Completion]:
     """Return samples with token counts and cost, which an answer has for all of them together."""
@@ -197,15 +178,16 @@ def with_usage(
     num_input, num_output = _count(counts, "prompt_tokens"), _count(counts, "completion_tokens")
     details = counts.get("prompt_tokens_details")
     num_cached = _count(details, "cached_tokens") if isinstance(details, Mapping) else None
+    num_cached = num_cached or 0
     cost = None
     if options.has_prices and num_input is not None:
-        cost = options.cost(num_input, num_cached or 0, num_output or 0)
+        cost = options.cost(num_input, num_cached, num_output or 0)
     shares = _shares(num_output, samples)
     first, *others = [
         replace(sample, num_generated_tokens=share)
         for sample, share in zip(samples, shares, strict=True)
     ]
-    first = replace(first, num_input_tokens=num_input, num_cached_tokens=num_cached or 0, cost=cost)
+    first = replace(first, num_input_tokens=num_input, num_cached_tokens=num_cached, cost=cost)
     return [first, *others]
 
 
@@ -232,12 +214,6 @@ def _constraint_fields(text: str) -> dict[str, Any]:
     if constraint.json_object:
         return {"response_format": {"type": "json_object"}}
     return {"structured_outputs": json.loads(text)}
-
-
-def _logprobs_fields(num_top: int, *, is_chat: bool) -> dict[str, Any]:
-    if not is_chat:
-        return {"logprobs": num_top}
-    return {"logprobs": True, "top_logprobs": num_top}
 
 
 def _logprobs(reported: object) -> Any:  # noqa: ANN401 - as `Completion.logprobs`
@@ -282,20 +258,19 @@ def _count(usage: Mapping[str, Any], name: str) -> int | None:
 
 def _index(choice: object, place: int) -> int:
     if not isinstance(choice, Mapping):
-        raise BadAnswer(f"a choice of the endpoint's answer is no object: {shown(choice)}")
+        raise BadAnswer(f"a choice of the endpoint's answer is no object: {_shown(choice)}")
     index = choice.get("index", place)
     return index if isinstance(index, int) else place
 
 
-def shown(value: object) -> str:
-    """Return the beginning of a part of an answer, as JSON."""
+def _shown(value: object) -> str:
     return json.dumps(value, default=repr)[:_MAX_SHOWN]
 
 
 def embedding_body(
     request: Request, options: OpenAIOptions, model: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return the path below the API and the JSON body for a request.
+    """Return what `body_of` does, for an embedding.
 
     Options of the row are sent where they are set; `dimensions` is OpenAI's, the others vLLM's.
     """
@@ -312,14 +287,10 @@ def embedding_body(
 
 
 def embedding_of(request: Request, answer: object, options: OpenAIOptions) -> list[Completion]:
-    """Return the completion of a row, with its vector, from the JSON of an answer.
-
-    Raises:
-        BadAnswer: it has no usable embedding.
-    """
+    """Return the completion of a row, with its vector, from an answer, or raise BadAnswer."""
     data = answer.get("data") if isinstance(answer, Mapping) else None
     if not isinstance(data, Sequence) or len(data) != 1 or not isinstance(data[0], Mapping):
-        raise BadAnswer(f"the endpoint's answer has not one embedding: {shown(answer)}")
+        raise BadAnswer(f"the endpoint's answer has not one embedding: {_shown(answer)}")
     completion = Completion(
         request_id=request.request_id,
         sample_idx=0,
@@ -327,22 +298,18 @@ def embedding_of(request: Request, answer: object, options: OpenAIOptions) -> li
         vector=read_vector(data[0].get("embedding")),
     )
     assert isinstance(answer, Mapping), "it has data"
-    return with_usage([completion], answer.get("usage"), options)
+    return _with_usage([completion], answer.get("usage"), options)
 
 
 def read_vector(value: object) -> Vector:
-    """Return the numbers of an embedding, which servers write as a list or in base64.
-
-    Raises:
-        BadAnswer: it is neither.
-    """
+    """Return the numbers of an embedding, a list or base64; raise BadAnswer for anything else."""
     try:
         if isinstance(value, str):
             vector = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
         else:
             vector = np.array(value, np.float32)
     except (binascii.Error, ValueError, TypeError):
-        raise BadAnswer(f"an embedding is neither numbers nor base64: {shown(value)}") from None
+        raise BadAnswer(f"an embedding is neither numbers nor base64: {_shown(value)}") from None
     if vector.ndim != 1 or not vector.size or not np.isfinite(vector).all():
-        raise BadAnswer(f"an embedding is no list of finite numbers: {shown(value)}")
+        raise BadAnswer(f"an embedding is no list of finite numbers: {_shown(value)}")
     return vector.astype(np.float32, copy=False)

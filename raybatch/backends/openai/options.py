@@ -147,11 +147,7 @@ _PRICES = (
 
 
 def openai_options(options: Mapping[str, Any]) -> OpenAIOptions:
-    """Return the options of a backend config.
-
-    Raises:
-        ConfigError: one is unknown, missing or wrong.
-    """
+    """Return the options of a backend config, checked."""
     if "base_url" not in options:
         raise ConfigError(
             "backend.options: base_url is missing; name the API of the endpoint with its version, "
@@ -175,11 +171,7 @@ def decisive_options(options: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 
 def headers_of(options: OpenAIOptions, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers with secrets; for the process that asks the endpoint alone.
-
-    Raises:
-        ConfigError: a variable is not set, or its value cannot be sent.
-    """
+    """Return the headers with secrets; for the process that asks the endpoint alone."""
     headers = {}
     for header, variable in options.headers_env.items():
         headers[header] = _checked(

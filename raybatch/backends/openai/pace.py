@@ -27,12 +27,7 @@ _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 class Concurrency:
-    """How many samples may be in flight.
-
-    Attributes:
-        limit: at this moment.
-        num_cuts: times that it was halved.
-    """
+    """How many samples may be in flight: the `limit`, which was halved `num_cuts` times."""
 
     def __init__(self, first: int, most: int) -> None:
         self._most = most
@@ -49,11 +44,9 @@ class Concurrency:
         return int(self._size)
 
     def answered(self, latency_s: float, num_tokens: int, *, is_full: bool) -> None:
-        """Note an answer.
+        """Note an answer, with the seconds from the request to the last byte.
 
-        Args:
-            latency_s: from the request to the last byte.
-            is_full: as many were in flight as might be; else more room would change nothing.
+        More room changes nothing unless it `is_full`: as many were in flight as might be.
         """
         pace_s = latency_s / (_TOKENS_OF_START + num_tokens)
         self._num_answers += 1
@@ -82,10 +75,7 @@ class Concurrency:
 class Budget:
     """An amount per minute, spent evenly: no minute sees more than that and one request.
 
-    A request larger than what is there goes out and is paid off before the next.
-
-    Args:
-        per_minute: the amount; None has no limit.
+    A request larger than what is there goes out and is paid off before the next. None has no limit.
     """
 
     def __init__(self, per_minute: float | None) -> None:
@@ -115,9 +105,7 @@ class Budget:
 def backoff_s(num_failures: int, jitter: float) -> float:
     """Return the seconds to wait after failures in a row, the first of which is number 1.
 
-    Args:
-        num_failures: at least 1.
-        jitter: evenly drawn from [0, 1), so that replicas do not retry together.
+    `jitter` is evenly drawn from [0, 1), so that replicas do not retry together.
     """
     longest = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 16))
     return longest * (0.5 + jitter / 2)
@@ -126,12 +114,9 @@ def backoff_s(num_failures: int, jitter: float) -> float:
 def retry_after_s(headers: Mapping[str, str], wall_s: float) -> float | None:
     """Return the seconds that an answer asks to wait; None where it says nothing of use.
 
-    Args:
-        headers: of the answer, names in lower case.
-        wall_s: seconds since 1970.
+    Names of headers are in lower case; `wall_s` is in seconds since 1970.
     """
-    text = headers.get("retry-after-ms", "")
-    if (milliseconds := _number(text)) is not None:
+    if (milliseconds := _number(headers.get("retry-after-ms", ""))) is not None:
         return _bounded(milliseconds / 1000)
     text = headers.get("retry-after", "").strip()
     if (seconds := _number(text)) is not None:
@@ -145,10 +130,7 @@ def retry_after_s(headers: Mapping[str, str], wall_s: float) -> float | None:
 def until_reset_s(headers: Mapping[str, str], tokens: int, wall_s: float) -> float:
     """Return the seconds until the endpoint takes another request; 0 where it does now.
 
-    Args:
-        headers: of an answer, names in lower case.
-        tokens: of the requests to come, about.
-        wall_s: seconds since 1970.
+    Arguments are those of `retry_after_s`, and the tokens of the requests to come, about.
     """
     wait_s = 0.0
     for kind, needed in (("requests", 1), ("tokens", max(1, tokens))):

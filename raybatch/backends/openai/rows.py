@@ -3,7 +3,7 @@
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from raybatch.backends.openai.options import OpenAIOptions
@@ -12,22 +12,14 @@ from raybatch.records.types import Request
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A request on its way.
-
-    Args:
-        samples: that are not finished.
-        num_tries: requests that were sent for it.
-        key: of the one that is in flight; None where none is.
-        sent_s: when that was sent.
-        tokens: that the budget was charged for it.
-    """
+    """A request on its way."""
 
     request: Request
-    samples: frozenset[int]
-    num_tries: int = 0
-    key: int | None = None
-    sent_s: float = 0.0
-    tokens: int = 0
+    samples: frozenset[int]  # that are not finished
+    num_tries: int = 0  # requests that were sent for it
+    key: int | None = None  # of the one that is in flight
+    sent_s: float = 0.0  # when that was sent
+    tokens: int = 0  # that the budget was charged for it
 
     @property
     def weight(self) -> int:
@@ -36,13 +28,17 @@ class Row:
 
 
 class Rows:
-    """The rows that were handed over and are not finished, by request id."""
+    """The rows that were handed over and are not finished; who adds one puts it into a line.
+
+    Attributes:
+        waiting: that were not sent yet.
+        resumed: that began elsewhere, so that nobody gets them back; they go before the others.
+    """
 
     def __init__(self) -> None:
         self._open: dict[int, Row] = {}
-        self._waiting: deque[Row] = deque()
-        # began elsewhere, so that nobody gets them back
-        self._resumed: deque[Row] = deque()
+        self.waiting: deque[Row] = deque()
+        self.resumed: deque[Row] = deque()
         # when to send again, a number that tells equal times apart, the row
         self._delayed: list[tuple[float, int, Row]] = []
         self._numbers = itertools.count()
@@ -51,23 +47,11 @@ class Rows:
         return len(self._open)
 
     def add(self, row: Row) -> None:
-        """Take a row in; `wait` or `resume` puts it into a line.
-
-        Raises:
-            ValueError: its request id is there already.
-        """
+        """Take a row in; raise ValueError where its request id is there already."""
         request_id = row.request.request_id
         if request_id in self._open:
             raise ValueError(f"request {request_id} is already in the backend")
         self._open[request_id] = row
-
-    def wait(self, row: Row) -> None:
-        """Put a row behind those that were not sent yet."""
-        self._waiting.append(row)
-
-    def resume(self, row: Row) -> None:
-        """Put a row before them; `take_unsent` leaves it."""
-        self._resumed.append(row)
 
     def delay(self, row: Row, due_s: float) -> None:
         """Send a row again, not before `due_s`."""
@@ -75,19 +59,21 @@ class Rows:
 
     def has_next(self, now_s: float) -> bool:
         """Return whether a row may be sent now."""
-        is_due = bool(self._delayed) and self._delayed[0][0] <= now_s
-        return is_due or bool(self._resumed or self._waiting)
+        return self._is_due(now_s) or bool(self.resumed or self.waiting)
 
     def next(self, now_s: float) -> Row:
         """Take the row out of its line that is to be sent now."""
-        if self._delayed and self._delayed[0][0] <= now_s:
+        if self._is_due(now_s):
             return heapq.heappop(self._delayed)[2]
-        return (self._resumed or self._waiting).popleft()
+        return (self.resumed or self.waiting).popleft()
+
+    def _is_due(self, now_s: float) -> bool:
+        return bool(self._delayed) and self._delayed[0][0] <= now_s
 
     def take_unsent(self) -> list[Request]:
         """Take all rows out that were not sent yet, in order."""
-        requests = [row.request for row in self._waiting]
-        self._waiting.clear()
+        requests = [row.request for row in self.waiting]
+        self.waiting.clear()
         for request in requests:
             del self._open[request.request_id]
         return requests
@@ -107,21 +93,16 @@ class Rows:
         for row in rows:
             del self._open[row.request.request_id]
         gone = set(map(id, rows))
-        self._waiting = deque(row for row in self._waiting if id(row) not in gone)
-        self._resumed = deque(row for row in self._resumed if id(row) not in gone)
+        self.waiting = deque(row for row in self.waiting if id(row) not in gone)
+        self.resumed = deque(row for row in self.resumed if id(row) not in gone)
         self._delayed = [entry for entry in self._delayed if id(entry[2]) not in gone]
         heapq.heapify(self._delayed)
         return rows
 
     def num_waiting_samples(self) -> int:
         """Return the samples of all rows in lines."""
-        return sum(row.weight for row in self._in_lines())
-
-    def _in_lines(self) -> Iterator[Row]:
-        yield from self._resumed
-        yield from self._waiting
-        for _, _, row in self._delayed:
-            yield row
+        delayed = (row for _, _, row in self._delayed)
+        return sum(row.weight for row in itertools.chain(self.resumed, self.waiting, delayed))
 
 
 def row_refusal(request: Request, options: OpenAIOptions, *, is_embedding: bool) -> str:

@@ -27,9 +27,8 @@ _CONVERTED = {"embed": "embed", "classify": "classify"}
 class VllmOptions:
     """What vLLM has beyond the options of `engine`.
 
-    Raises:
-        ConfigError: an option that vLLM does not have (with a suggestion), or one that is decided
-            elsewhere or asks for more than a replica can do.
+    ConfigError for an option that vLLM does not have, or that is decided elsewhere or asks for more
+    than a replica can do.
     """
 
     engine_kwargs: Answers[Mapping[str, Any]] = field(default_factory=dict)
@@ -55,20 +54,8 @@ def native_options(engine: EngineConfig) -> tuple[str, ...]:
     return tuple(name for names, _ in NATIVE_ONLY for name in names if not is_default(engine, name))
 
 
-def _refuse_native_options(engine: EngineConfig) -> None:
-    for names, way_out in NATIVE_ONLY:
-        if any(not is_default(engine, name) for name in names):
-            changed = " and ".join(f"engine.{name}" for name in names)
-            are = "are options" if len(names) > 1 else "is an option"
-            raise ConfigError(f"{changed} {are} of the native engine; {way_out}")
-
-
 def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
-    """Return the checked options of a vLLM backend.
-
-    Raises:
-        ConfigError: see `VllmOptions`; or an option of the engine that only the native one has.
-    """
+    """Return the checked options of a vLLM backend; refuse options of the native engine alone."""
     options = from_mapping(VllmOptions, backend.options, where="backend.options")
     kind = "generate" if backend.task == "generate" else "pooling"
     for name, allowed in (("runner", _RUNNERS[kind]), ("convert", _CONVERTS[kind])):
@@ -84,7 +71,11 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
         raise ConfigError(
             f"parsers read text, and task {backend.task!r} makes none; leave them out"
         )
-    _refuse_native_options(engine)
+    for names, way_out in NATIVE_ONLY:
+        if any(not is_default(engine, name) for name in names):
+            changed = " and ".join(f"engine.{name}" for name in names)
+            are = "are options" if len(names) > 1 else "is an option"
+            raise ConfigError(f"{changed} {are} of the native engine; {way_out}")
     for name, value in _from_engine(engine).items():
         theirs = options.engine_kwargs.get(name, value)
         if theirs not in (None, value):
@@ -151,12 +142,12 @@ def actors_per_engine(options: VllmOptions) -> int:
 
 def answer_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `backend.options` that take part in the answers of a job."""
-    kwargs = options.get("engine_kwargs") or {}
-    kept = {}
-    for name, value in kwargs.items():
-        meaning = MEANINGS.get(name, _PLAIN)
-        if not meaning.is_speed and not meaning.multiplies_gpus:
-            kept[name] = value
+    meanings = {n: MEANINGS.get(n, _PLAIN) for n in options.get("engine_kwargs") or ()}
+    kept = {
+        name: options["engine_kwargs"][name]
+        for name, meaning in meanings.items()
+        if not meaning.is_speed and not meaning.multiplies_gpus
+    }
     others = {name: value for name, value in options.items() if name != "engine_kwargs"}
     return {**others, **({"engine_kwargs": kept} if kept else {})}
 

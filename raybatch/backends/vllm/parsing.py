@@ -31,16 +31,9 @@ class OutputParser:
     """Makes text, reasoning and calls of tools of the tokens of an answer; of one thread.
 
     A row of messages is parsed as vLLM's server does, which looks for calls where the row has
-    tools. Of other rows nobody knows the tools, so calls are looked for in each.
-
-    Args:
-        decoder: makes texts of tokens.
-        tokenizer: the same one, as vLLM has it.
-        reasoning_parser: its name in vLLM; None leaves reasoning in the text.
-        tool_call_parser: its name in vLLM; None leaves calls in the text.
-
-    Raises:
-        ConfigError: a parser is not there, or does not fit the tokenizer.
+    tools. Of other rows nobody knows the tools, so calls are looked for in each. The decoder is
+    vLLM's tokenizer as raybatch has it; a parser that is None leaves its part in the text, and one
+    that is not there, or does not fit the tokenizer, is a ConfigError.
     """
 
     def __init__(
@@ -158,11 +151,7 @@ class OutputParser:
 
 
 class _ParserErrors(logging.Handler):
-    """Captures failures that parsers only log.
-
-    Attributes:
-        message: of the last one in this context.
-    """
+    """Captures failures that parsers only log; `message` is of the last one in this context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,20 @@
-"""The native engine as a backend: builds model, sampler and step loop, and adapts the names."""
+"""The native engine as a backend; torch and the engine are loaded where one starts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from raybatch.config import EngineConfig
-from raybatch.engine.engine import Engine
+from raybatch.backends.base import BackendType
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.models.checkpoint_check import check_tensors
+from raybatch.models.config import read_model_spec
+from raybatch.models.source import resolve_model
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+
+if TYPE_CHECKING:
+    from raybatch.engine.engine import Engine
 
 
 class NativeBackend:
@@ -55,19 +63,11 @@ class NativeBackend:
 
 
 def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) -> NativeBackend:
-    """Load a model and return a backend that is ready for `submit`.
-
-    Args:
-        num_engines_on_host: engines that share the host's memory.
-
-    Raises:
-        ConfigError: the model cannot be loaded.
-    """
-    # torch and the model's parts are loaded only where an engine runs
+    """Load a model and return a backend that is ready for `submit`, or raise ConfigError."""
+    from raybatch.engine.engine import Engine
     from raybatch.engine.loading.runner import ModelRunner
     from raybatch.engine.sampling.grammars import GrammarSlots
     from raybatch.engine.sampling.sampler import Sampler
-    from raybatch.models.source import resolve_model
     from raybatch.text.stopping import LazyTokenizer, StopChecker
 
     path = resolve_model(model)
@@ -77,3 +77,30 @@ def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) ->
     grammars = GrammarSlots(tokenizer.hugging_face, spec.vocab_size, spec.eos_token_ids)
     sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars)
     return NativeBackend(Engine(runner, sampler, StopChecker(tokenizer), engine))
+
+
+def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | None) -> int | None:
+    assert folder is not None, "only an endpoint's model has no folder"
+    return read_model_spec(folder).max_model_len
+
+
+NATIVE = BackendType(
+    kind="native",
+    create=lambda start: create(
+        start.model, start.engine, num_engines_on_host=start.num_engines_on_host
+    ),
+    max_model_len=_max_model_len,
+    package="torch",
+    missing=(
+        "the native backend needs torch, which is not installed here: pip install "
+        "'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
+    ),
+    check_files=lambda folder, _: check_tensors(folder, read_model_spec(folder)),
+    gpu_warning=(
+        "the native engine runs on GPUs here, and its CUDA path has never run on one: it may fail "
+        "and will be slow. Install vLLM where the engines run (pip install 'raybatch[vllm]') and "
+        "leave backend out, or set it to 'vllm'; engine.device='cpu' keeps engines off the GPUs"
+    ),
+    obeys_engine_options=True,
+    checks_grammars=True,
+)
