@@ -56,15 +56,9 @@ def measure_backend(
 ) -> list[MeasuredStep]:
     """Run prompts of several lengths and batches of several sizes; return the steps measured.
 
-    The backend must be idle, and is idle afterwards; its counters go on counting.
-
-    Args:
-        clock: seconds, such as `time.perf_counter`.
-        budget_s: seconds that the program takes, about; a slow model gets a shorter one.
-        vocab_size: prompts are drawn from so many token ids.
-
-    Raises:
-        MeasureError: the backend fails a prompt, does not come to an end, or is too small.
+    The backend must be idle, and is idle afterwards; its counters go on counting. The program takes
+    `budget_s`, about; a slow model gets a shorter one. Raises MeasureError where the backend fails
+    a prompt, does not come to an end, or is too small.
     """
     driver = _Driver(backend, clock, vocab_size, np.random.default_rng(seed))
     max_len = backend.capacity().max_model_len
@@ -89,20 +83,18 @@ class _Program:
         self.max_prompt = min(self.max_len - 2 * _NUM_DECODE_STEPS, self.limits.kv_tokens - 1)
 
     def run(self) -> list[MeasuredStep]:
-        self._warm_up()
+        length = min(_PREFILL_LENS[0], self.max_prompt)
+        if length < 1:
+            raise MeasureError(f"the backend's limit of {self.max_len} tokens is too small")
+        # the first one warms up
+        self.driver.prefill([length])
+        self.token_s = self.driver.prefill([length]) / length
         self._measure_prefills()
         self._measure_decodes(_DECODE_ROWS)
         self._measure_contexts()
         self._measure_shared()
         self._measure_decodes(_MORE_DECODE_ROWS)
         return self.steps
-
-    def _warm_up(self) -> None:
-        length = min(_PREFILL_LENS[0], self.max_prompt)
-        if length < 1:
-            raise MeasureError(f"the backend's limit of {self.max_len} tokens is too small")
-        self.driver.prefill([length])
-        self.token_s = self.driver.prefill([length]) / length
 
     def _measure_prefills(self) -> None:
         limit = min(self.max_prompt, self.budget, self.limits.kv_tokens // 2)

@@ -47,14 +47,10 @@ def choose_backend(
     native_options: Sequence[str] = (),
     began_with: str | None = None,
 ) -> BackendChoice:
-    """Return the backend of engines for which none was named.
+    """Return the backend of engines for which none was named, and which have so many GPUs each.
 
-    Args:
-        num_gpus: that Ray reserves for one engine.
-        vllm: says what is installed where the engines run, None for nothing; called where it
-            decides.
-        native_options: names of options that were set and that only the native engine has.
-        began_with: kind of the backend that answered the first rows of the same output.
+    `vllm` says what is installed where they run, None for nothing, and is called where it decides;
+    `native_options` are set; the first rows of the same output may have begun with a backend.
     """
     kind = "native"
     if began_with in _CANDIDATES:
@@ -104,9 +100,7 @@ def gpus_of_replica(
 ) -> float:
     """Return the GPUs that Ray is asked for with each replica, also for hosts still to come.
 
-    Args:
-        backend: "auto" counts like the native one.
-        may_grow: hosts with GPUs may come to the cluster.
+    The backend "auto" counts like the native one.
     """
     if pool.num_gpus_per_replica is not None:
         return pool.num_gpus_per_replica

@@ -54,21 +54,14 @@ def load_or_measure(
 ) -> CostModel:
     """Return the cost model of a backend on this host, measured if there is none yet.
 
-    Measuring loads the model and takes about 10 s more; a message says so.
-
-    Args:
-        folder: of the cached models; None takes `cost-models` below the cache folder.
-        cpu_clock: CPU seconds of this process; where an engine on a CPU got much less than the time
-            by the clock, others were using it, and what was measured is used once and not kept.
-
-    Raises:
-        MeasureError: the backend cannot be started or measured.
+    Measuring loads the model and takes about 10 s more; a message says so. Where an engine on a CPU
+    got much less of it than the time by the clock, others were using it, and what was measured is
+    used once and not kept. Raises MeasureError where the backend cannot be started or measured.
     """
     path = cost_model_path(
         model, backend, engine, num_engines_on_host=num_engines_on_host, folder=folder
     )
-    cached = load_cost_model(path)
-    if cached is not None:
+    if (cached := load_cost_model(path)) is not None:
         return cached
     _logger.info("measuring what a step of %s costs here; this happens once", model)
     began = clock()
@@ -80,8 +73,7 @@ def load_or_measure(
         with closing(running):
             budget = None if backend.kind == "fake" else engine.max_batched_tokens
             limits = limits_of(running, budget)
-            vocab_size = _vocab_size(model)
-            steps = measure_backend(running, limits, clock=clock, vocab_size=vocab_size)
+            steps = measure_backend(running, limits, clock=clock, vocab_size=_vocab_size(model))
         measured = fit(steps, limits)
     except MeasureError:
         raise
@@ -120,10 +112,7 @@ def cost_model_path(
     num_engines_on_host: int = 1,
     folder: Path | None = None,
 ) -> Path:
-    """Return the file of a cost model; its name is a hash of all that it depends on.
-
-    Whether a GPU is there is looked up on this host, without loading torch.
-    """
+    """Return the file of a cost model of this host; its name is a hash of all it depends on."""
     folder = cache_dir() / _FOLDER if folder is None else folder
     described = {
         "model": _model_identity(model),

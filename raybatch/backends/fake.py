@@ -4,11 +4,13 @@ For tests of everything around an engine, for dry runs of a pipeline, and for me
 of the pool. It can fail in every way in which an engine can.
 """
 
+import itertools
 import json
 import os
 import time
 import zlib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -183,7 +185,8 @@ class FakeBackend(IntakeBackend):
         )
 
     def poll(self) -> list[Completion]:
-        if self._num_open and self._is_held():
+        is_due = self._num_open and self._num_finished >= self._options.hold_after
+        if is_due and self._options.hold_file and os.path.exists(self._options.hold_file):
             time.sleep(_HELD_S)
             return []
         finished = super().poll()
@@ -226,11 +229,6 @@ class FakeBackend(IntakeBackend):
         self._ending.clear()
         self._forget_all()
 
-    def _is_held(self) -> bool:
-        options = self._options
-        is_due = options.hold_file is not None and self._num_finished >= options.hold_after
-        return is_due and os.path.exists(str(options.hold_file))
-
     def _step(self) -> list[Completion]:
         if not self._num_waiting() and not self._running:
             return []
@@ -245,15 +243,14 @@ class FakeBackend(IntakeBackend):
         ended = self._ending.pop(self._counters.num_steps, [])
         for sequence in ended:
             del self._running[sequence.key]
-        return [self._completion(sequence) for sequence in ended]
-
-    def _completion(self, sequence: _Sequence) -> Completion:
-        state = sequence.state
-        completion = completion_of(state, sequence.finish_reason, sequence.stop_reason)
+        finished = [completion_of(s.state, s.finish_reason, s.stop_reason) for s in ended]
         if self._task == "generate":
-            return completion
-        vector = fake_vector(state.request, self._task)
-        return replace(completion, token_ids=_NO_TOKENS, finish_reason="stop", vector=vector)
+            return finished
+        vectors = [fake_vector(sequence.state.request, self._task) for sequence in ended]
+        return [
+            replace(completion, token_ids=_NO_TOKENS, finish_reason="stop", vector=vector)
+            for completion, vector in zip(finished, vectors, strict=True)
+        ]
 
     def _start(self, state: SequenceState, has_started: bool) -> None:
         request, options = state.request, self._options
@@ -317,23 +314,15 @@ class FakeBackend(IntakeBackend):
 
 def _mark_start(marks_dir: str | None) -> int:
     """Leave a mark and return how many starts came before."""
-    start = 0
-    while marks_dir is not None:
-        try:
-            Path(marks_dir, f"start-{start}").touch(exist_ok=False)
-        except FileExistsError:
-            start += 1
-        else:
-            break
-    return start
+    for start in itertools.count() if marks_dir is not None else ():
+        with suppress(FileExistsError):
+            Path(str(marks_dir), f"start-{start}").touch(exist_ok=False)
+            return start
+    return 0
 
 
 def _options(backend: BackendConfig) -> FakeOptions:
     return from_mapping(FakeOptions, backend.options, where="backend.options")
-
-
-def _may_end_process(backend: BackendConfig) -> bool:
-    return bool(backend.options.get("crashes")) or backend.options.get("crash_on") is not None
 
 
 FAKE = BackendType(
@@ -343,7 +332,9 @@ FAKE = BackendType(
     tasks=get_args(Task),
     check=lambda backend, _: _options(backend),
     num_gpus=lambda *_: 0,
-    may_end_process=_may_end_process,
+    may_end_process=lambda backend: (
+        bool(backend.options.get("crashes")) or backend.options.get("crash_on") is not None
+    ),
     has_weights=False,
     has_adapters=True,
 )

@@ -106,10 +106,6 @@ class IntakeBackend(ABC):
         is_begun = bool(self._begun)
         return (self._begun if is_begun else self._waiting).popleft(), is_begun
 
-    def _put_back(self, states: Sequence[SequenceState]) -> None:
-        """Queue sequences that were taken and have not started, before the others that wait."""
-        self._waiting.extendleft(reversed(states))
-
     def _withdraw(
         self, request_ids: Collection[int], taken: Sequence[SequenceState]
     ) -> list[SequenceState]:

@@ -2,64 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from raybatch.backends.base import BackendType
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.models.checkpoint_check import check_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model
-from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 if TYPE_CHECKING:
     from raybatch.engine.engine import Engine
 
 
 class NativeBackend:
-    """Follows the `Backend` protocol over an `Engine`."""
+    """Follows the `Backend` protocol with the methods of an `Engine`, until it is closed."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine: Engine | None = engine
-
-    def capacity(self) -> Capacity:
-        return self._open().capacity()
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._open().add(requests)
-
-    def poll(self) -> list[Completion]:
-        return self._open().step()
-
-    def num_unfinished(self) -> int:
-        return self._open().num_unfinished()
-
-    def drain(self) -> list[Request]:
-        return self._open().drain()
-
-    def abort(self, request_ids: Collection[int]) -> None:
-        self._open().abort(request_ids)
-
-    def begun(self, min_new_tokens: int) -> list[SequenceState]:
-        return self._open().begun(min_new_tokens)
-
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
-        return self._open().export(request_ids)
-
-    def restore(self, states: Sequence[SequenceState]) -> None:
-        self._open().restore(states)
-
-    def stats(self) -> ReplicaStats:
-        return self._open().stats()
+        self._engine = engine
+        self.capacity, self.stats = engine.capacity, engine.stats
+        self.submit, self.poll, self.num_unfinished = engine.add, engine.step, engine.num_unfinished
+        self.drain, self.abort = engine.drain, engine.abort
+        self.begun, self.export, self.restore = engine.begun, engine.export, engine.restore
 
     def close(self) -> None:
-        self._engine = None
+        vars(self).clear()
 
-    def _open(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("the backend is closed")
-        return self._engine
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("the backend is closed")
 
 
 def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) -> NativeBackend:

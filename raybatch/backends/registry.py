@@ -120,12 +120,8 @@ def create_backend(
 ) -> Backend:
     """Start an engine and return its backend, ready for `submit`; arguments are of `EngineStart`.
 
-    "auto" is the native engine here, for callers that ask no cluster what its hosts have.
-
-    Raises:
-        ConfigError: an unknown option.
-        EndpointError: an endpoint does not answer, or refuses the key.
-        MissingDependency: a backend without the package that it needs.
+    "auto" is the native engine here, for callers that ask no cluster what its hosts have. Raises
+    ConfigError, EndpointError or MissingDependency.
     """
     check_options(backend, engine)
     of_kind = type_of(backend)

@@ -16,23 +16,10 @@ from raybatch.rows.schema import ERROR_COLUMN, error_class, row_status
 from raybatch.text.tokenizer import Tokenizer
 
 # of the rows of a job, as far as answers are made of them
-ANSWER_COLUMNS = (
-    "line",
-    "place",
-    "num_prompts",
-    "custom_id",
-    "reply",
-    "generated_text",
-    "num_input_tokens",
-    "num_generated_tokens",
-    "num_cached_tokens",
-    "finish_reason",
-    "logprobs",
-    "embeddings",
-    REASONING,
-    TOOL_CALLS,
-    ERROR_COLUMN,
-)
+_COUNTS = ("num_input_tokens", "num_generated_tokens", "num_cached_tokens")
+_MADE = ("generated_text", *_COUNTS, "finish_reason", "logprobs", "embeddings")
+_OF_REQUEST = ("line", "place", "num_prompts", "custom_id", "reply")
+ANSWER_COLUMNS = (*_OF_REQUEST, *_MADE, REASONING, TOOL_CALLS, ERROR_COLUMN)
 
 _CODES = {"too_long": "context_length_exceeded", "invalid": "invalid_request"}
 # what OpenAI reports for tokens that are next to impossible; JSON has no infinity
@@ -132,9 +119,8 @@ class AnswerWriter:
     def answered(self, rows: Sequence[Mapping[str, Any]]) -> Written:
         """Return the line of a request whose rows are all there, in the order of its prompts."""
         first = rows[0]
-        bad = next((row for row in rows if row[ERROR_COLUMN] or _is_left_out(row)), None)
-        if bad is not None:
-            return self.refused(first["line"], first["custom_id"], _failure(bad))
+        if failure := next(filter(None, map(_failure, rows)), None):
+            return self.refused(first["line"], first["custom_id"], failure)
         reply = Reply(*json.loads(first["reply"]))
         prompt = sum(row["num_input_tokens"] or 0 for row in rows)
         cached = sum(row["num_cached_tokens"] for row in rows)
@@ -210,12 +196,12 @@ class AnswerWriter:
 
 def _samples(row: Mapping[str, Any]) -> list[_Sample]:
     columns = ("generated_text", "finish_reason", "logprobs", REASONING, TOOL_CALLS)
-    values = [row.get(name) for name in columns]
-    if not isinstance(row["generated_text"], list):
-        values = [[value] for value in values]
-    else:
-        values = [[None] * len(row["generated_text"]) if v is None else v for v in values]
-    return [_Sample(*sample) for sample in zip(*values, strict=True)]
+    values: list[Any] = [row.get(name) for name in columns]
+    texts = row["generated_text"]
+    if not isinstance(texts, list):
+        return [_Sample(*values)]
+    lists = [[None] * len(texts) if value is None else value for value in values]
+    return [_Sample(*sample) for sample in zip(*lists, strict=True)]
 
 
 def _num_generated(row: Mapping[str, Any]) -> int:
@@ -224,8 +210,6 @@ def _num_generated(row: Mapping[str, Any]) -> int:
 
 
 def _embeddings(rows: Sequence[Mapping[str, Any]], reply: Reply, num_tokens: int) -> dict[str, Any]:
-    """Return the body of an answer with the vector of each prompt."""
-
     def encode(numbers: Sequence[float]) -> list[float] | str:
         if reply.encoding == "base64":
             return base64.b64encode(np.array(numbers, "<f4").tobytes()).decode()
@@ -242,19 +226,14 @@ def _embeddings(rows: Sequence[Mapping[str, Any]], reply: Reply, num_tokens: int
     }
 
 
-def _is_left_out(row: Mapping[str, Any]) -> bool:
-    reasons = row["finish_reason"]
-    return "filtered" in (reasons if isinstance(reasons, list) else [reasons])
-
-
-def _failure(row: Mapping[str, Any]) -> Refusal:
-    """Return why a row of a request has no answer, as an answer of HTTP."""
-    error: str = row[ERROR_COLUMN]
+def _failure(row: Mapping[str, Any]) -> Refusal | None:
+    """Return why a row of a request has no answer, as an answer of HTTP; None where it has one."""
+    error, reasons = row[ERROR_COLUMN], row["finish_reason"]
+    if not error and "filtered" in (reasons if isinstance(reasons, list) else [reasons]):
+        message = "the prompt leaves no room in the context, and the job leaves out such rows"
+        return Refusal(message, code=_CODES["too_long"])
     if not error:
-        return Refusal(
-            "the prompt leaves no room in the context, and the job leaves out such rows",
-            code=_CODES["too_long"],
-        )
+        return None
     status = row_status(None, error)
     where = f"line {row['line']}: {error}"
     if status in _CODES:

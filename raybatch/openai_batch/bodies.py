@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.openai_batch.reading import is_encodable
 from raybatch.openai_batch.requests import (
     CHAT,
     COMPLETIONS,
@@ -17,6 +16,7 @@ from raybatch.openai_batch.requests import (
     Refusal,
     Reply,
     endpoints_of,
+    is_encodable,
 )
 from raybatch.records.pooling import pooling_of
 from raybatch.records.types import Sampling, Task
@@ -28,17 +28,9 @@ MAX_PROMPTS = 2048
 COMPLETION_TOKENS = 16
 
 # they change no answer
-_IGNORED = (
-    "metadata",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "stream_options",
-    "user",
-)
+_LABELS = ("metadata", "safety_identifier", "service_tier", "store", "user")
+_CACHE_KEYS = ("prompt_cache_key", "prompt_cache_retention")
+_IGNORED = (*_LABELS, *_CACHE_KEYS, "parallel_tool_calls", "stream_options")
 # key to the values that ask for nothing
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -47,39 +39,16 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
 }
-_PASSED = (
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    # of vLLM and other servers
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "structured_outputs",
+# of OpenAI, of vLLM and of other servers; what is left out has rules of its own
+_PASSED = tuple(
+    option.name for option in fields(Sampling) if option.name not in ("max_tokens", "n", "logprobs")
 )
 # of embeddings; all but the first are of vLLM
 _POOLING = ("dimensions", "normalize", "use_activation")
 _COMMON = (*_PASSED, *_IGNORED, "model", "max_tokens", "n", "logprobs", "stream", "logit_bias")
-_CHAT_KEYS = (
-    *_COMMON,
-    "chat_template_kwargs",
-    "max_completion_tokens",
-    "messages",
-    "modalities",
-    "reasoning_effort",
-    "response_format",
-    "tool_choice",
-    "tools",
-    "top_logprobs",
-)
+_CHAT_INPUTS = ("messages", "chat_template_kwargs", "modalities", "tools", "tool_choice")
+_CHAT_OPTIONS = ("max_completion_tokens", "reasoning_effort", "response_format", "top_logprobs")
+_CHAT_KEYS = (*_COMMON, *_CHAT_INPUTS, *_CHAT_OPTIONS)
 _EMBEDDING_KEYS = (*_IGNORED, "model", "input", "encoding_format", *_POOLING)
 _COMPLETION_KEYS = (*_COMMON, "best_of", "echo", "prompt", "suffix")
 
@@ -137,8 +106,8 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
     template = {**template, **_read_tools(body, is_read=rules.reads_tools)}
     if (effort := body.get("reasoning_effort")) is not None and rules.reads_reasoning_effort:
         template["reasoning_effort"] = effort
-    max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
-    sampling = _sampling(body, rules.chat, max_tokens)
+    longest = body.get("max_completion_tokens", body.get("max_tokens"))
+    sampling = _sampling(body, rules.chat, longest)
     has_logprobs = _flag(body, "logprobs")
     num_logprobs = _whole(body, "top_logprobs", 0, MAX_LOGPROBS, default=0)
     if num_logprobs and not has_logprobs:
@@ -231,10 +200,8 @@ def _format(wanted: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON
         return {"json_object": True}
     about = wanted.get("json_schema") if kind == "json_schema" else None
     if not isinstance(about, dict) or not isinstance(about.get("schema"), dict):
-        raise _bad(
-            "response_format",
-            "response_format must have the type text, json_object, or json_schema with its schema",
-        )
+        allowed = "text, json_object, or json_schema with its schema"
+        raise _bad("response_format", f"response_format must have the type {allowed}")
     return {"json": about["schema"]}
 
 
@@ -299,12 +266,11 @@ def _read_tools(body: Mapping[str, Any], *, is_read: bool) -> dict[str, Any]:
     if not isinstance(tools, list) or not all(map(_is_tool, tools)):
         raise _bad("tools", "tools must be a list of functions with a name")
     if choice not in ("auto", "none"):
-        raise _bad(
-            "tool_choice",
+        message = (
             f"tool_choice must be 'auto' or 'none', got {choice!r}; the backend of this job cannot "
-            "hold an answer to a call",
-            "unsupported_parameter",
+            "hold an answer to a call"
         )
+        raise _bad("tool_choice", message, "unsupported_parameter")
     if not tools or choice == "none":
         return {}
     if not is_read:
@@ -334,9 +300,5 @@ def _with_parsed_arguments(call: Any) -> Any:  # noqa: ANN401
 
 def _is_tool(tool: object) -> bool:
     function = tool.get("function") if isinstance(tool, dict) else None
-    return (
-        isinstance(tool, dict)
-        and tool.get("type") == "function"
-        and isinstance(function, dict)
-        and isinstance(function.get("name"), str)
-    )
+    has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return has_name and isinstance(tool, dict) and tool.get("type") == "function"

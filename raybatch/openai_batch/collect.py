@@ -17,7 +17,7 @@ from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import scan_source
 from raybatch.openai_batch.files import parquet_writer, rows_with_ids
-from raybatch.openai_batch.reading import hashes_of
+from raybatch.openai_batch.requests import hashes_of
 from raybatch.records.types import Task, Vector
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
 

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
@@ -16,8 +17,17 @@ from raybatch.durable.storage import store_of
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.bodies import BodyRules, read_request
 from raybatch.openai_batch.files import parquet_writer
-from raybatch.openai_batch.reading import InputId, Line, SeenIds, input_id, parse_line, read_lines
-from raybatch.openai_batch.requests import Form, ParsedRequest, Refusal
+from raybatch.openai_batch.requests import (
+    Form,
+    InputId,
+    Line,
+    ParsedRequest,
+    Refusal,
+    SeenIds,
+    input_id,
+    parse_line,
+    read_lines,
+)
 
 RECORD = "batch.json"
 ROWS_FILE = "part-000000.parquet"
@@ -130,7 +140,6 @@ def convert(source: str, folder: str, *, rules: BodyRules, digest: str) -> Conve
 def _requests(
     source: str, rules: BodyRules
 ) -> Iterator[tuple[int, str | None, ParsedRequest | Refusal]]:
-    """Yield number, custom_id and request of each line, in order."""
     seen, waiting = SeenIds(), read_lines(source)
     while lines := list(islice(waiting, _LINES_AT_ONCE)):
         parsed = [_parsed(line) for line in lines]
@@ -222,25 +231,25 @@ class _Rows:
         return self.num_lines, self._refused.num_rows, forms
 
 
+@dataclass(slots=True, eq=False)
 class _RowFile:
     """Rows on their way to one Parquet file, a row group at a time."""
 
-    def __init__(self, writer: pq.ParquetWriter, schema: pa.Schema) -> None:
-        self._writer = writer
-        self._schema = schema
-        self._rows: list[dict[str, Any]] = []
-        self._num_bytes = 0
-        self.num_rows = 0
-        self.num_logprobs = 0
+    writer: pq.ParquetWriter
+    schema: pa.Schema
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    num_bytes: int = 0
+    num_rows: int = 0
+    num_logprobs: int = 0
 
     def add(self, row: dict[str, Any], num_bytes: int) -> None:
-        self._rows.append(row)
-        self._num_bytes += num_bytes
+        self.rows.append(row)
+        self.num_bytes += num_bytes
         self.num_rows += 1
-        if len(self._rows) >= _GROUP_ROWS or self._num_bytes >= _GROUP_BYTES:
+        if len(self.rows) >= _GROUP_ROWS or self.num_bytes >= _GROUP_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self._schema))
-        self._rows, self._num_bytes = [], 0
+        if self.rows:
+            self.writer.write_table(pa.Table.from_pylist(self.rows, schema=self.schema))
+        self.rows, self.num_bytes = [], 0

@@ -21,16 +21,8 @@ from raybatch.text.chat import InvalidPrompt, PromptError, check_messages
 
 # what OpenAI takes in one file
 MAX_REQUESTS, MAX_BYTES = 50_000, 200_000_000
-_SAMPLING = (
-    "temperature",
-    "max_tokens",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "n",
-)
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+_SAMPLING = ("temperature", "max_tokens", "top_p", *_PENALTIES, "seed", "stop", "n")
 # by name: the URL, and the options of its requests
 _ENDPOINTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chat": (CHAT, _SAMPLING),

@@ -1,11 +1,30 @@
-"""What a line of a batch file asks, as plain records."""
+"""Lines of a batch file with their numbers, one at a time, and what they ask as plain records."""
 
-from collections.abc import Mapping, Sequence
+import codecs
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import fsspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.durable.storage import error_context
 from raybatch.errors import encodable
+from raybatch.inputs.file_errors import safe_text
+from raybatch.inputs.json_lines import nesting_depth
+from raybatch.planning.repeated_ids import id_hashes
 from raybatch.records.types import Task
+
+MAX_LINE_BYTES = 64 << 20
+# far from what JSON readers of Python bear, wherever in a job they are called
+MAX_DEPTH = 100
+_CHUNK_BYTES = 8 << 20
+_KEYS = ("custom_id", "method", "url", "body")
+Uint64s = npt.NDArray[np.uint64]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -81,20 +100,150 @@ class Refusal(Exception):  # noqa: N818 - it ends one line, and becomes a line o
 def error_body(refusal: Refusal) -> dict[str, Any]:
     """Return the body of an HTTP answer that refuses a request."""
     kind = "server_error" if (refusal.status or 0) >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "message": refusal.message,
-            "type": kind,
-            "param": refusal.param,
-            "code": refusal.code,
-        }
-    }
+    about = {"param": refusal.param, "code": refusal.code}
+    return {"error": {"message": refusal.message, "type": kind, **about}}
 
 
 def unexecuted(code: str) -> Refusal:
     """Return why a request was left out of a batch that has ended early."""
-    messages = {
-        "batch_expired": "This request was not executed before the completion window ended.",
-        "batch_cancelled": "This request was not executed before the batch was cancelled.",
+    ended = {
+        "batch_expired": "the completion window ended",
+        "batch_cancelled": "the batch was cancelled",
     }
-    return Refusal(messages[code], code=code, status=None)
+    return Refusal(f"This request was not executed before {ended[code]}.", code=code, status=None)
+
+
+class Line(NamedTuple):
+    """A line that is not blank, without its end."""
+
+    number: int  # from 1, blank lines counted
+    data: bytes | None  # None where it is longer than a line may be
+
+
+class InputId(NamedTuple):
+    """What tells one input from another."""
+
+    num_bytes: int
+    digest: str
+
+
+def input_id(path: str) -> InputId:
+    """Return the size and the digest of a file; raise ConfigError where it cannot be read."""
+    digest, num_bytes = hashlib.blake2b(digest_size=16), 0
+    with error_context(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return InputId(num_bytes, digest.hexdigest())
+
+
+def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
+    """Yield the lines of a file, which may be compressed as its name says; memory is one line."""
+    with (
+        error_context(f"{safe_text(path)} cannot be read"),
+        fsspec.open(path, "rb", compression="infer") as file,
+    ):
+        for number, data in enumerate(iter(lambda: file.readline(max_bytes + 1), b""), 1):
+            if len(data) > max_bytes and not data.endswith(b"\n"):
+                while (rest := file.readline(_CHUNK_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield Line(number, None)
+                continue
+            if number == 1:
+                data = data.removeprefix(codecs.BOM_UTF8)
+            if stripped := data.strip():
+                yield Line(number, stripped)
+
+
+def parse_line(line: Line) -> dict[str, Any]:
+    """Return the object of a line, which has a `custom_id`; raise Refusal for anything else."""
+    where = f"line {line.number}"
+    if line.data is None:
+        raise _malformed(f"{where} is longer than {MAX_LINE_BYTES:,} bytes")
+    brackets = line.data.count(b"[") + line.data.count(b"{")
+    if brackets > MAX_DEPTH and nesting_depth(line.data) > MAX_DEPTH:
+        raise _malformed(f"{where} is nested deeper than {MAX_DEPTH} levels")
+    try:
+        request = json.loads(line.data)
+    except ValueError as error:
+        raise _malformed(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(request, dict):
+        raise _malformed(f"{where} is no JSON object; a request is one with {', '.join(_KEYS)}")
+    custom_id = request.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _malformed(f"{where}: custom_id must be a text that is not empty, got {custom_id!r}")
+    if not is_encodable(custom_id):
+        raise _malformed(f"{where}: custom_id holds half of a surrogate pair")
+    return request
+
+
+def _malformed(message: str) -> Refusal:
+    return Refusal(message, code="invalid_json_line", status=None)
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether a text is one, and holds no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def hashes_of(ids: Sequence[str]) -> Uint64s:
+    """Return the two hashes of each id, uint64 [R, 2]."""
+    return id_hashes(pa.chunked_array([pa.array(ids, pa.string())]))
+
+
+class SeenIds:
+    """Takes ids in the order of their lines, some at a time.
+
+    Sorted runs of hashes are merged with those that are no longer than they are, so that there are
+    few of them and each id is moved a few times alone.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[Uint64s] = []
+
+    def add(self, ids: Sequence[str], lines: Sequence[int]) -> list[int | None]:
+        """Take ids; return per id the line that had it first, None where this one has.
+
+        Complexity: O(log R) per id and run, R being the ids so far.
+        """
+        if not ids:
+            return []
+        rows = np.column_stack([hashes_of(ids), np.asarray(lines, np.uint64)])
+        first = np.zeros(len(rows), np.uint64)
+        for run in self._runs:
+            first = np.maximum(first, _lines_in(run, rows))
+        earlier: list[int | None] = [int(line) or None for line in first]
+        own: dict[str, int] = {}
+        for i, (custom_id, line) in enumerate(zip(ids, lines, strict=True)):
+            if (known := own.setdefault(custom_id, line)) != line:
+                earlier[i] = earlier[i] or known
+        new = rows[[line is None for line in earlier]]
+        if len(new):
+            self._keep(new[np.lexsort((new[:, 1], new[:, 0]))])
+        return earlier
+
+    def _keep(self, run: Uint64s) -> None:
+        while self._runs and len(self._runs[-1]) <= len(run):
+            both = np.concatenate([self._runs.pop(), run])
+            run = both[np.lexsort((both[:, 1], both[:, 0]))]
+        self._runs.append(run)
+
+
+def _lines_in(run: Uint64s, rows: Uint64s) -> Uint64s:
+    """Return the line of each row whose hashes are in a sorted run, 0 for the others.
+
+    Hashes that agree in their first half alone are looked through one by one; there are next to
+    none.
+    """
+    begin = np.searchsorted(run[:, 0], rows[:, 0], side="left")
+    end = np.searchsorted(run[:, 0], rows[:, 0], side="right")
+    lines = np.zeros(len(rows), np.uint64)
+    for row in np.flatnonzero(end > begin).tolist():
+        for place in range(int(begin[row]), int(end[row])):
+            if run[place, 1] == rows[row, 1]:
+                lines[row] = run[place, 2]
+    return lines

@@ -34,21 +34,14 @@ RowWatch = Callable[[int, int], None]
 # where nothing says how long an answer can be
 _UNKNOWN_ANSWER_TOKENS = 16_384
 # what a batch file sets itself
-_TAKEN_OF_STAGE = (
-    "prompt",
-    "messages",
-    "tokenized_prompt",
-    "system",
-    "id_column",
-    "overrides",
-    "sampling_column",
-    "query",
-    "document",
-    "pooling_column",
-    "chat",
-    "chat_template_kwargs_column",
-    "output_prefix",
-)
+_PROMPT_OPTIONS = ("prompt", "messages", "tokenized_prompt", "system", "query", "document", "chat")
+_COLUMN_OPTIONS = ("id_column", "sampling_column", "pooling_column", "chat_template_kwargs_column")
+_TAKEN_OF_STAGE = (*_PROMPT_OPTIONS, *_COLUMN_OPTIONS, "overrides", "output_prefix")
+_PROMPTS: Mapping[str, dict[str, Any]] = {
+    "messages": {"messages": "messages", "chat_template_kwargs_column": "template_options"},
+    "prompt": {"prompt": "{prompt}", "chat": False},
+    "tokens": {"tokenized_prompt": "tokens"},
+}
 _TAKEN_OF_JOB = ("source", "sink", "output_order", "columns", "partition_by", "extend", "overwrite")
 
 
@@ -126,11 +119,6 @@ class BatchOptions:
     def job_of(self, rows: FormRows, *, source: str, sink: str) -> Job:
         """Return the job that answers the rows of one form."""
         form = rows.form
-        prompts: dict[str, dict[str, Any]] = {
-            "messages": {"messages": "messages", "chat_template_kwargs_column": "template_options"},
-            "prompt": {"prompt": "{prompt}", "chat": False},
-            "tokens": {"tokenized_prompt": "tokens"},
-        }
         if self.stage.task == "generate":
             sampling = replace(
                 self.rules.chat if form.kind == "messages" else self.rules.completions,
@@ -140,13 +128,8 @@ class BatchOptions:
             options: dict[str, Any] = {"sampling": sampling, "sampling_column": "sampling"}
         else:
             options = {"pooling_column": "sampling"}
-        stage = {
-            **self._of_stage,
-            "model": self.stage.model,
-            **options,
-            "id_column": "id",
-            **prompts[form.kind],
-        }
+        stage = {**self._of_stage, "model": self.stage.model, "id_column": "id", **options}
+        stage |= _PROMPTS[form.kind]
         stage.pop("seed", None)  # it is in the sampling options
         of_batch = {"source": source, "sink": sink, "output_order": "input", "stage": stage}
         return Job.from_mapping({**self.job, **of_batch}, where=self.where)
@@ -223,11 +206,8 @@ class BatchRun:
     ) -> str:
         """Run the jobs that are not done; return why they have ended early, or "".
 
-        Args:
-            progress: of each job, see `Job.run`; also `start_ray`.
-            ending: called about every second; a text ends the run early, as a limit does.
-            watch: called about every second with the rows that have an answer and those that
-                have an error, in place of `progress`.
+        About every second `ending` is called, whose text ends the run early, as a limit does, and
+        `watch`, in place of `progress`, with the rows that have an answer and those with an error.
         """
         num_before = 0
         for rows in conversion.forms:

@@ -81,8 +81,7 @@ def write_answers(
 ) -> BatchCounts:
     """Write both files, each line in the order of the requests; memory is flat.
 
-    `missing` is the error of requests whose rows are not all there; None where they are. Raises
-    ConfigError where a file cannot be written.
+    `missing` is the error of requests whose rows are not all there; None where they are.
     """
     completed = failed = 0
     usage = [0, 0, 0]
@@ -105,7 +104,6 @@ def write_answers(
 def _lines(
     files: BatchFiles, conversion: Conversion, writer: AnswerWriter, missing: Refusal | None
 ) -> Iterator[Written]:
-    """Yield the line of each request, in the order of the input."""
     path = posixpath.join(files.folder, conversion.refused_file)
     refused = parquet_rows(path, ["line", "custom_id", "refusal"])
     answers = [
@@ -199,7 +197,6 @@ class _Units:
         return np.stack([table.column(name).to_numpy().astype(np.int64) for name in _KEY], axis=1)
 
     def _rows(self, unit: int, columns: tuple[str, ...]) -> pa.Table:
-        """Return the finished rows of a unit."""
         if self._writer.receipt_of(unit) is None:
             table = self._writer.journal_of(unit)
             return table.select([name for name in columns if name in table.column_names])

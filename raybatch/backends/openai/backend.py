@@ -10,6 +10,7 @@ import json
 import logging
 import random
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ import numpy as np
 from raybatch.backends.openai import body as bodies
 from raybatch.backends.openai import http, pace
 from raybatch.backends.openai.options import OpenAIOptions, headers_of
-from raybatch.backends.openai.rows import Row, Rows, fit_output, row_refusal
+from raybatch.backends.openai.pace import Row, Rows, fit_output, row_refusal
 from raybatch.config import environment, proxy_of
 from raybatch.errors import EndpointError, EndpointUnreachable
 from raybatch.records.types import (
@@ -93,9 +94,7 @@ class OpenAIBackend:
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            row = Row(request, frozenset(range(request.sampling.n)))
-            if self._add(row):
-                self._rows.waiting.append(row)
+            self._add(Row(request, frozenset(range(request.sampling.n))), self._rows.waiting)
 
     def poll(self) -> list[Completion]:
         if not self._rows:
@@ -142,17 +141,15 @@ class OpenAIBackend:
         ]
 
     def restore(self, states: Sequence[SequenceState]) -> None:
-        of_request: dict[int, list[SequenceState]] = {}
+        of_request = defaultdict(list)
         for state in states:
-            of_request.setdefault(state.request.request_id, []).append(state)
+            of_request[state.request.request_id].append(state)
         for of_one in of_request.values():
-            row = Row(of_one[0].request, frozenset(state.sample_idx for state in of_one))
-            if self._add(row):
-                self._rows.resumed.append(row)
+            samples = frozenset(state.sample_idx for state in of_one)
+            self._add(Row(of_one[0].request, samples), self._rows.resumed)
 
     def stats(self) -> ReplicaStats:
-        num_running = self._num_in_flight()
-        limit = self._concurrency.limit
+        num_running, limit = self._num_in_flight(), self._concurrency.limit
         return replace(
             self._stats,
             num_running=num_running,
@@ -164,15 +161,15 @@ class OpenAIBackend:
     def close(self) -> None:
         self._http.close()
 
-    def _add(self, row: Row) -> bool:
-        """Take a row in; return whether it is to be sent."""
+    def _add(self, row: Row, line: deque[Row]) -> None:
+        """Take a row in, and into a line where it is to be sent."""
         self._rows.add(row)
         if error := row_refusal(row.request, self._options, is_embedding=self._is_embedding):
             self._failed += _errors(row, error)
-            return False
+            return
         if not self._is_embedding:
             row.request = fit_output(row.request, self._options)
-        return True
+        line.append(row)
 
     def _take_out(self, request_ids: Collection[int]) -> list[Row]:
         rows = self._rows.take_out(request_ids)
@@ -183,7 +180,6 @@ class OpenAIBackend:
         return rows
 
     def _num_in_flight(self) -> int:
-        """Return the samples that the endpoint works on."""
         return sum(row.weight for row in self._in_flight.values())
 
     def _may_send(self) -> bool:
@@ -299,7 +295,6 @@ class OpenAIBackend:
 
 
 def _errors(row: Row, error: str) -> list[Completion]:
-    """Return the same error for every sample of a row."""
     return [
         Completion(
             request_id=row.request.request_id,

@@ -8,7 +8,7 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,10 @@ from raybatch.records.payload import POOLING
 from raybatch.records.structured_outputs import StructuredOutputs
 from raybatch.records.types import UNBOUNDED_TOKENS, Completion, Request, Sampling, Vector
 
-# beyond the API of OpenAI; vLLM and SGLang have them
-_EXTRAS = (
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-)
-_COMMON = ("top_p", "presence_penalty", "frequency_penalty")
+# sent in forms of their own; of the others vLLM and SGLang have more than OpenAI
+_SENT_APART = ("temperature", "max_tokens", "seed", "n", "logprobs", "structured_outputs")
+_LISTS = ("stop", "stop_token_ids")
+_PLAIN = [f.name for f in fields(Sampling) if f.name not in (*_SENT_APART, *_LISTS)]
 _DEFAULTS = Sampling()
 # every server takes a seed of so many bits
 _SEED_MASK = (1 << 31) - 1
@@ -60,10 +53,10 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
         body[options.max_tokens_field if is_chat else "max_tokens"] = sampling.max_tokens
     # the default of the API is another one
     body["temperature"] = sampling.temperature
-    for name in (*_COMMON, *_EXTRAS):
+    for name in _PLAIN:
         if getattr(sampling, name) != getattr(_DEFAULTS, name):
             body[name] = getattr(sampling, name)
-    for name in ("stop", "stop_token_ids"):
+    for name in _LISTS:
         if getattr(sampling, name):
             body[name] = list(getattr(sampling, name))
     if sampling.n > 1:
@@ -158,16 +151,16 @@ def _parsed(message: Mapping[str, Any], options: OpenAIOptions) -> ParsedText | 
 
 
 def _tool_call(call: object) -> ToolCall:
-    fields = call if isinstance(call, Mapping) else {}
-    function = fields.get("function")
+    known = call if isinstance(call, Mapping) else {}
+    function = known.get("function")
     if not isinstance(function, Mapping):
         # nothing that was paid for is lost
-        function = {"name": fields.get("type"), "arguments": call}
+        function = {"name": known.get("type"), "arguments": call}
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
     name = function.get("name")
-    return ToolCall(id=str(fields.get("id") or ""), name=str(name or ""), arguments=arguments)
+    return ToolCall(id=str(known.get("id") or ""), name=str(name or ""), arguments=arguments)
 
 
 def _with_usage(
@@ -177,25 +170,18 @@ def _with_usage(
     counts = usage if isinstance(usage, Mapping) else {}
     num_input, num_output = _count(counts, "prompt_tokens"), _count(counts, "completion_tokens")
     details = counts.get("prompt_tokens_details")
-    num_cached = _count(details, "cached_tokens") if isinstance(details, Mapping) else None
-    num_cached = num_cached or 0
+    num_cached = (isinstance(details, Mapping) and _count(details, "cached_tokens")) or 0
     cost = None
     if options.has_prices and num_input is not None:
         cost = options.cost(num_input, num_cached, num_output or 0)
-    shares = _shares(num_output, samples)
-    first, *others = [
-        replace(sample, num_generated_tokens=share)
-        for sample, share in zip(samples, shares, strict=True)
-    ]
+    shares = zip(samples, _shares(num_output, samples), strict=True)
+    first, *others = [replace(sample, num_generated_tokens=share) for sample, share in shares]
     first = replace(first, num_input_tokens=num_input, num_cached_tokens=num_cached, cost=cost)
     return [first, *others]
 
 
 def _shares(total: int | None, samples: Sequence[Completion]) -> list[int | None]:
-    """Split a sum of tokens over samples by the lengths of their texts; exact where ids are there.
-
-    The shares add up to the sum.
-    """
+    """Split a sum of tokens over samples by the lengths of texts; exact where ids are there."""
     if total is None:
         return [None] * len(samples)
     if len(samples) > 1 and all(len(sample.token_ids) for sample in samples):
@@ -223,24 +209,15 @@ def _logprobs(reported: object) -> Any:  # noqa: ANN401 - as `Completion.logprob
     """
     if not isinstance(reported, Mapping):
         return None
-    if isinstance(reported.get("content"), list):
-        entries = [_chat_logprobs(entry) for entry in reported["content"]]
+    if isinstance(content := reported.get("content"), list):
+        tokens, values = [e["token"] for e in content], [e["logprob"] for e in content]
+        ranked = [entry.get("top_logprobs") or () for entry in content]
+        tops = [{each["token"]: each["logprob"] for each in top} for top in ranked]
     else:
-        tops = reported.get("top_logprobs") or [None] * len(reported.get("tokens") or ())
-        lists = zip(
-            reported.get("tokens") or (), reported.get("token_logprobs") or (), tops, strict=False
-        )
-        entries = [_merged(token, value, dict(top or {})) for token, value, top in lists]
-    return tuple(_pair(entry) for entry in entries)
-
-
-def _chat_logprobs(entry: Mapping[str, Any]) -> dict[str, float]:
-    top = {each["token"]: each["logprob"] for each in entry.get("top_logprobs") or ()}
-    return _merged(entry["token"], entry["logprob"], top)
-
-
-def _merged(token: str, value: float, top: Mapping[str, float]) -> dict[str, float]:
-    return {token: value, **{name: of for name, of in top.items() if name != token}}
+        tokens, values = reported.get("tokens") or [], reported.get("token_logprobs") or []
+        tops = [dict(top or {}) for top in reported.get("top_logprobs") or [None] * len(tokens)]
+    places = zip(tokens, values, tops, strict=False)
+    return tuple(_pair({token: v, **top} | {token: v}) for token, v, top in places)
 
 
 def _pair(entry: Mapping[str, float]) -> tuple[Any, Any]:

@@ -120,17 +120,15 @@ class HttpThread:
             self._loop.close()
 
     def _start(self, key: int, path: str, data: bytes | None) -> None:
-        task = self._loop.create_task(self._request(key, path, data))
-        self._tasks[key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        self._tasks[key] = self._loop.create_task(self._request(key, path, data))
+        self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key, None))
 
     def _stop(self, key: int) -> None:
         if (task := self._tasks.get(key)) is not None:
             task.cancel()
 
     async def _shut(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
+        for task in (tasks := list(self._tasks.values())):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
@@ -244,7 +242,5 @@ def _message_and_code(answer: HttpAnswer) -> tuple[str, str]:
     fields = inner if isinstance(inner, Mapping) else error
     message = fields.get("message") or inner or error.get("detail") or text
     code = fields.get("code")
-    return (
-        message if isinstance(message, str) else json.dumps(message),
-        code if isinstance(code, str) else "",
-    )
+    message = message if isinstance(message, str) else json.dumps(message)
+    return message, code if isinstance(code, str) else ""

@@ -18,10 +18,8 @@ class TransformersOptions:
 
     attn_implementation: Answers[str | None] = None
     """As in transformers, such as "sdpa" or "eager"; None leaves the choice to it."""
-
     trust_remote_code: Answers[bool] = False
     """Run the Python files that come with the model."""
-
     max_num_seqs: Speed[Positive] = 4
     """Sequences that run at once; each is computed alone, so more only take more memory."""
 

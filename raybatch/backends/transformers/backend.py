@@ -43,12 +43,7 @@ _NO_LIMIT = 1 << 20
 
 
 class HubModel:
-    """One model on one device; a sequence is its tokens and a cache that only the model reads.
-
-    Args:
-        model: of transformers, ready for inference.
-        max_model_len: longest prompt plus output, in tokens.
-    """
+    """One model on one device; a sequence is its tokens and a cache that only the model reads."""
 
     def __init__(self, model: Any, max_model_len: int) -> None:  # noqa: ANN401 - of any class
         config = model.config.get_text_config()
@@ -75,14 +70,12 @@ class HubModel:
         device = pick_device(config)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads)
-        dtype: Any = config.dtype
-        if dtype == "auto" and device.type == "cpu":
-            dtype = "float32"
+        is_auto_on_cpu = config.dtype == "auto" and device.type == "cpu"
         disable_progress_bar()
         try:
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
-                dtype=dtype,
+                dtype="float32" if is_auto_on_cpu else config.dtype,
                 attn_implementation=options.attn_implementation,
                 trust_remote_code=options.trust_remote_code,
                 output_loading_info=True,

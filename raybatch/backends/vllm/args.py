@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from raybatch.backends.vllm.meanings import MEANINGS, NATIVE_ONLY, Meaning, value_for_vllm
+from raybatch.backends.vllm.meanings import MEANINGS, NATIVE_ONLY, Meaning
 from raybatch.backends.vllm.names import ENGINE_ARGS, REASONING_PARSERS, TOOL_PARSERS, VERSION
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.config.option import CHECKED, Answers, is_default, options
@@ -33,13 +33,10 @@ class VllmOptions:
 
     engine_kwargs: Answers[Mapping[str, Any]] = field(default_factory=dict)
     """Arguments of vLLM's `EngineArgs`, except those that `engine` has."""
-
     check_logits: Answers[bool] = True
     """A row whose logits are NaN becomes an error row; if false, vLLM samples from them."""
-
     reasoning_parser: Answers[str | None] = None
     """vLLM parser that moves the reasoning out of the text into a column `reasoning`."""
-
     tool_call_parser: Answers[str | None] = None
     """vLLM parser that moves tool calls out of the text into a column `tool_calls`."""
 
@@ -94,9 +91,12 @@ def _from_engine(engine: EngineConfig) -> dict[str, Any]:
     for name, meaning in MEANINGS.items():
         ours = meaning.ours
         if ours is not None and (meaning.is_ours_alone or not is_default(engine, ours)):
-            value = getattr(engine, ours)
-            is_renamed = bool(meaning.values) and not meaning.is_ours_alone
-            values[name] = value_for_vllm(name, value) if is_renamed else value
+            values[name] = getattr(engine, ours)
+            if meaning.values and not meaning.is_ours_alone:
+                # None where vLLM has no name for our value
+                values[name] = {our: their for their, our in meaning.values.items()}.get(
+                    values[name]
+                )
     return values
 
 

@@ -9,7 +9,7 @@ vLLM gets a few requests more than it can run, so that order, `drain` and moving
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import count
 from typing import Any
 
@@ -53,6 +53,9 @@ from raybatch.records.types import (
 _LEAD_FRACTION = 1 / 8
 # samples with images that are handed over before a step: files are unpacked here, while all wait
 _IMAGES_PER_STEP = 4
+# options of rows that vLLM takes by another name or in another form, or not at all
+_CHANGED = "top_k max_tokens min_tokens stop stop_token_ids n seed structured_outputs"
+_AS_THEY_ARE = [f.name for f in fields(Sampling) if f.name not in _CHANGED.split()]
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -70,7 +73,14 @@ class VllmBackend(IntakeBackend):
         self._is_pooling = task != "generate"
         self._parse = parse
         self._capacity = engine.capacity()
-        self._limits = _row_limits(engine, self._capacity, task)
+        max_len = self._capacity.max_model_len
+        self._limits = RowLimits(
+            vocab_size=engine.vocab_size(),
+            # a prompt that generates nothing may fill the context, and a score may be two prompts
+            max_model_len={"generate": max_len, "score": 2 * max_len + 1}.get(task, max_len + 1),
+            # and vLLM does not start where the longest one does not fit the cache
+            kv_tokens=self._capacity.kv_tokens if task == "generate" else 2 * max_len,
+        )
         self._eos_token_ids = engine.eos_token_ids()
         max_num_seqs = self._capacity.max_num_seqs
         self._max_inside = max_num_seqs + max(1, int(max_num_seqs * _LEAD_FRACTION))
@@ -83,7 +93,7 @@ class VllmBackend(IntakeBackend):
 
     def drain(self) -> list[Request]:
         unstarted = [s for s in self._inside.values() if not self._has_started(s)]
-        self._put_back(self._recall(unstarted))
+        self._waiting.extendleft(reversed(self._recall(unstarted)))
         return super().drain()
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
@@ -214,18 +224,6 @@ class VllmBackend(IntakeBackend):
         return sequence.has_started or self._engine.has_started(sequence.key)
 
 
-def _row_limits(engine: InnerEngine, capacity: Capacity, task: Task) -> RowLimits:
-    """Return the limits that are checked before vLLM; a score may be two prompts."""
-    max_len = capacity.max_model_len
-    return RowLimits(
-        vocab_size=engine.vocab_size(),
-        # a prompt that generates nothing may fill the context
-        max_model_len={"generate": max_len, "score": 2 * max_len + 1}.get(task, max_len + 1),
-        # and vLLM does not start where the longest one does not fit the cache
-        kv_tokens=capacity.kv_tokens if task == "generate" else 2 * max_len,
-    )
-
-
 def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> dict[str, Any]:
     """Return the options of vLLM's `SamplingParams` for one sample of a row, images and adapter.
 
@@ -233,21 +231,12 @@ def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> 
     """
     sampling = request.sampling
     params: dict[str, Any] = {
-        "temperature": sampling.temperature,
+        **{name: getattr(sampling, name) for name in _AS_THEY_ARE},
         "top_k": sampling.top_k or 0,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
         "max_tokens": sampling.max_tokens - num_done,
         "min_tokens": max(0, sampling.min_tokens - num_done),
-        "logprobs": sampling.logprobs,
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "include_stop_str_in_output": sampling.include_stop_str_in_output,
-        "skip_special_tokens": sampling.skip_special_tokens,
     }
     if isinstance(sampling.structured_outputs, str):
         params["structured_outputs"] = json.loads(sampling.structured_outputs)

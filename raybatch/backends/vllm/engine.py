@@ -179,24 +179,23 @@ class VllmEngine:
     def _queue(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> str:
         """Queue a request and return its id inside vLLM."""
         # first what may be refused: images count as sent once the prompt is made
-        options = self._params({n: v for n, v in params.items() if n not in (LORA, IMAGES)})
+        options = {n: value for n, value in params.items() if n not in (LORA, IMAGES)}
+        made: SamplingParams | PoolingParams
+        if self._pooling_task is not None:
+            made = PoolingParams(task=self._pooling_task, **options)
+        else:
+            if (constraint := options.get("structured_outputs")) is not None:
+                options["structured_outputs"] = StructuredOutputsParams(**constraint)
+            made = SamplingParams(
+                **options,
+                detokenize=bool(options.get("stop")),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                # nobody else has this object
+                skip_clone=True,
+            )
         adapter = self._adapters.find(params.get(LORA))
         prompt = prompt_of(self._engine, prompt_token_ids, params.get(IMAGES, ()))
-        return str(self._engine.add_request(key, prompt, options, lora_request=adapter))
-
-    def _params(self, options: Mapping[str, Any]) -> SamplingParams | PoolingParams:
-        if self._pooling_task is not None:
-            return PoolingParams(task=self._pooling_task, **options)
-        constraint = options.get("structured_outputs")
-        if constraint is not None:
-            options = {**options, "structured_outputs": StructuredOutputsParams(**constraint)}
-        return SamplingParams(
-            **options,
-            detokenize=bool(options.get("stop")),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            # nobody else has this object
-            skip_clone=True,
-        )
+        return str(self._engine.add_request(key, prompt, made, lora_request=adapter))
 
     def step(self) -> list[Answer]:
         """Run one step and return the requests that ended in it.

@@ -12,17 +12,9 @@ from raybatch.errors import ConfigError, error_text
 _CLASSIFIERS = ("ForSequenceClassification", "ClassificationModel", "ForTextClassification")
 
 # where configs keep the length of the context; the smallest counts
-_LENGTHS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
-)
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
+_SEQUENCES = ("max_seq_len", "seq_length", "max_sequence_length", "max_seq_length", "seq_len")
+_LENGTHS = (*_POSITIONS, *_SEQUENCES, "model_max_length")
 # kinds of rotary scaling whose configs name the scaled length already
 _SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 # of sentence transformers, in the order of vLLM
@@ -103,9 +95,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _rope_scalings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rotary options: one for all layers, or one for each kind of layer."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        return [value for value in rope.values() if isinstance(value, Mapping)]
-    return [rope]
+    return [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:

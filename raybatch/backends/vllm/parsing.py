@@ -108,15 +108,12 @@ class OutputParser:
             enable_auto_tools=True,
             model_output_token_ids=completion.token_ids.tolist(),
         )
-        tool_calls = tuple(
-            ToolCall(
-                id=self._id(call, place, completion, request),
-                name=call.name,
-                arguments=str(call.arguments),
-            )
-            for place, call in enumerate(calls or ())
-        )
-        return content or "", ParsedText(reasoning=reasoning, tool_calls=tool_calls)
+        tool_calls = []
+        for place, call in enumerate(calls or ()):
+            call_id = self._id(call, place, completion, request)
+            made = ToolCall(id=call_id, name=call.name, arguments=str(call.arguments))
+            tool_calls.append(made)
+        return content or "", ParsedText(reasoning=reasoning, tool_calls=tuple(tool_calls))
 
     def _parser(self, chat_request: ChatCompletionRequest) -> Any:  # noqa: ANN401 - of vLLM
         return self._make(

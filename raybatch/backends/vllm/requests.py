@@ -164,17 +164,14 @@ class ScorePairs:
 
     def __init__(self, engine: InnerEngine) -> None:
         self._engine = engine
+        self.capacity, self.vocab_size = engine.capacity, engine.vocab_size
+        self.eos_token_ids, self.close = engine.eos_token_ids, engine.close
+        self.num_preemptions, self.kv_used_fraction = (
+            engine.num_preemptions,
+            engine.kv_used_fraction,
+        )
         self._pairs: dict[str, _Pair] = {}
         self._row_of: dict[str, str] = {}
-
-    def capacity(self) -> Capacity:
-        return self._engine.capacity()
-
-    def vocab_size(self) -> int:
-        return self._engine.vocab_size()
-
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._engine.eos_token_ids()
 
     def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
         """Queue a query and its document; raise RequestRefused where one is not taken."""
@@ -230,19 +227,10 @@ class ScorePairs:
         """Return the rows of which one half has had room."""
         return sum(map(self.has_started, self._pairs))
 
-    def num_preemptions(self) -> int:
-        return self._engine.num_preemptions()
-
-    def kv_used_fraction(self) -> float:
-        return self._engine.kv_used_fraction()
-
     def reset(self) -> None:
         self._engine.reset()
         self._pairs.clear()
         self._row_of.clear()
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 def _joined(key: str, halves: Mapping[str, Answer]) -> Answer:

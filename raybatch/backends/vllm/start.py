@@ -42,10 +42,7 @@ def create(start: EngineStart) -> VllmBackend:
     What fails after vLLM has started ends it: ConfigError, or whatever vLLM raises.
     """
     options = vllm_options(start.backend, start.engine)
-    parsers = {
-        "reasoning_parser": options.reasoning_parser,
-        "tool_call_parser": options.tool_call_parser,
-    }
+    parsers = {name: getattr(options, name) for name in ("reasoning_parser", "tool_call_parser")}
     inner = start_inner(
         start.model, start.backend, start.engine, num_engines_on_host=start.num_engines_on_host
     )
