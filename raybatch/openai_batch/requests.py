@@ -223,14 +223,12 @@ class SeenIds:
                 earlier[i] = earlier[i] or known
         new = rows[[line is None for line in earlier]]
         if len(new):
-            self._keep(new[np.lexsort((new[:, 1], new[:, 0]))])
+            new = new[np.lexsort((new[:, 1], new[:, 0]))]
+            while self._runs and len(self._runs[-1]) <= len(new):
+                both = np.concatenate([self._runs.pop(), new])
+                new = both[np.lexsort((both[:, 1], both[:, 0]))]
+            self._runs.append(new)
         return earlier
-
-    def _keep(self, run: Uint64s) -> None:
-        while self._runs and len(self._runs[-1]) <= len(run):
-            both = np.concatenate([self._runs.pop(), run])
-            run = both[np.lexsort((both[:, 1], both[:, 0]))]
-        self._runs.append(run)
 
 
 def _lines_in(run: Uint64s, rows: Uint64s) -> Uint64s:

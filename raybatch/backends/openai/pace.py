@@ -86,25 +86,23 @@ class Budget:
     """
 
     def __init__(self, per_minute: float | None) -> None:
-        self._per_s = None if per_minute is None else per_minute / 60
+        self._per_s = math.inf if per_minute is None else per_minute / 60
         self._debt = 0.0
         self._seen_s = -math.inf
 
     def wait_s(self, now_s: float) -> float:
         """Return the seconds until something may be spent; 0 for now."""
-        if self._per_s is None:
-            return 0.0
         self._pay(now_s)
         return self._debt / self._per_s
 
     def spend(self, amount: float, now_s: float) -> None:
         """Note an amount; a negative one gives back what was spent too much."""
-        if self._per_s is not None:
-            self._pay(now_s)
-            self._debt = max(0.0, self._debt + amount)
+        self._pay(now_s)
+        # what has no limit owes nothing
+        self._debt = max(0.0, self._debt + amount) if self._per_s < math.inf else 0.0
 
     def _pay(self, now_s: float) -> None:
-        if self._per_s is not None and now_s > self._seen_s:
+        if now_s > self._seen_s:
             self._debt = max(0.0, self._debt - (now_s - self._seen_s) * self._per_s)
             self._seen_s = now_s
 
