@@ -25,11 +25,7 @@ _CONVERTED = {"embed": "embed", "classify": "classify"}
 @options("backend.options.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class VllmOptions:
-    """What vLLM has beyond the options of `engine`.
-
-    ConfigError for an option that vLLM does not have, or that is decided elsewhere or asks for more
-    than a replica can do.
-    """
+    """What vLLM has beyond the options of `engine`."""
 
     engine_kwargs: Answers[Mapping[str, Any]] = field(default_factory=dict)
     """Arguments of vLLM's `EngineArgs`, except those that `engine` has."""
