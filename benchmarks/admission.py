@@ -26,7 +26,7 @@ import workloads_e2e
 from static_batches import LEAST_RUNS, RowLengths, prefers_static
 from swap import requests_of
 
-from raybatch.backends.native.backend import NativeBackend, create
+from raybatch.backends.native import NativeBackend, create
 from raybatch.config import AdmissionPolicy, EngineConfig
 from raybatch.records.types import Request, Sampling
 

@@ -26,7 +26,7 @@ import models
 import workloads_e2e
 from peer_raybatch import kv_bytes_per_token, native_requests
 
-from raybatch.backends.native import backend as native
+from raybatch.backends import native
 from raybatch.config import EngineConfig
 from raybatch.explanation.bench_plan import plan_report
 from raybatch.policy.batches.step_plan import RowShape

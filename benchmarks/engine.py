@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from machine_limits import MachineLimits, measure_limits
 
-from raybatch.backends.native.backend import NativeBackend, create
+from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
 from raybatch.engine.profile.module_profile import model_shape
 from raybatch.models.config import ModelSpec, read_model_spec

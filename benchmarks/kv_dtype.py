@@ -24,7 +24,7 @@ import psutil
 import pyarrow as pa
 import torch
 
-from raybatch.backends.native.backend import NativeBackend, create
+from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
 from raybatch.demo.run import exact_match
 from raybatch.demo.task import PROMPT, make_document, make_questions

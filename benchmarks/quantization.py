@@ -19,7 +19,7 @@ import models
 import numpy as np
 import torch
 
-from raybatch.backends.native.backend import create
+from raybatch.backends.native import create
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.loading.runner import ModelRunner

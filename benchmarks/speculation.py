@@ -21,7 +21,7 @@ import copy_model
 import models
 import numpy as np
 
-from raybatch.backends.native.backend import NativeBackend, create
+from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
 from raybatch.records.types import Request, Sampling
 

@@ -26,7 +26,7 @@ import torch
 import weights
 import workloads_e2e
 
-from raybatch.backends.native.backend import NativeBackend, create
+from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.config import read_model_spec

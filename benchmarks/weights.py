@@ -20,7 +20,7 @@ import conditions
 import models
 import numpy as np
 
-from raybatch.backends.native.backend import NativeBackend
+from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.loading.loaded_model import load_model

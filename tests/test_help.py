@@ -13,7 +13,7 @@ from raybatch.cli.flags import nested_options, read_job_flags
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
 from raybatch.job.run import planned_run
-from raybatch.openai_batch.batch_options import BatchOptions
+from raybatch.openai_batch.run import BatchOptions
 
 
 def commands_of(group, path=()):

@@ -1,9 +1,23 @@
-"""The protocol that every backend follows; small enough for a fake in tests."""
+"""What every backend is: the protocol of one engine, and what is known of a kind before one starts.
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+A backend is added by a module or folder here with a class of the protocol and a `BackendType`, and
+a line in `registry.py`.
+"""
 
-from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.errors import ConfigError
+from raybatch.models.checkpoint import check_tensors, stored_tensors
+from raybatch.models.config import read_model_spec
+from raybatch.models.json_files import read_json
+from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState, Task
+
+# a query and a document as one sequence with a border, as one without, or as two sequences
+ScoreForm = Literal["pair", "joined", "apart"]
 
 
 class Backend(Protocol):
@@ -42,8 +56,7 @@ class Backend(Protocol):
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         """Return sequences that run on, as `restore` takes them.
 
-        Args:
-            min_new_tokens: that a sequence has to have beyond those returned here before.
+        Each has `min_new_tokens` beyond those returned here before.
         """
 
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
@@ -57,3 +70,84 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free everything; the backend is not used again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStart:
+    """What one engine is started with."""
+
+    model: str  # checkpoint directory, hub id or URI; for an endpoint the name there
+    backend: BackendConfig
+    engine: EngineConfig
+    num_engines_on_host: int = 1  # which share its memory
+    num_replicas: int = 1  # of the pool, which share the budgets of an endpoint
+
+
+def _takes_no_options(backend: BackendConfig, engine: EngineConfig) -> None:
+    if backend.options:
+        names = ", ".join(sorted(backend.options))
+        raise ConfigError(f"backend.options: the {backend.kind} backend takes none, got {names}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendType:
+    """A kind of backend; its functions import no engine but `create`."""
+
+    kind: str
+    create: Callable[[EngineStart], Backend]
+    # longest prompt plus output of the model in a folder, None for that of an endpoint; None if
+    # nothing says it, and ConfigError for a model that the backend cannot run, by its config
+    max_model_len: Callable[[BackendConfig, EngineConfig, Path | None], int | None]
+    package: str = ""  # that has to be installed where engines start; `missing` is the error
+    missing: str = ""
+    tasks: tuple[Task, ...] = ("generate",)
+    makes: str = "generates text"  # for the error of another task
+    # raises ConfigError for options of backend or engine that it cannot take
+    check: Callable[[BackendConfig, EngineConfig], object] = _takes_no_options
+    # refuses a folder that its engines cannot run, as far as headers tell
+    check_files: Callable[[Path, BackendConfig], None] = lambda *_: None
+    # of its options and the stage's model, what decides answers
+    answering: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda options, _: options
+    # output columns in addition to the text
+    parsed_columns: Callable[[BackendConfig, EngineConfig], tuple[str, ...]] = lambda *_: ()
+    # that one engine computes on, where it computes on any
+    num_gpus: Callable[[BackendConfig, EngineConfig], int] = lambda *_: 1
+    # ranks of one engine that are actors of Ray
+    num_actors: Callable[[BackendConfig, EngineConfig], int] = lambda *_: 0
+    # whether options bound what an engine takes of a GPU that it shares
+    bounds_gpu_memory: Callable[[BackendConfig, EngineConfig], bool] = lambda *_: False
+    # how a query and a document go into an engine
+    score_form: Callable[[BackendConfig, str], ScoreForm] = lambda *_: "pair"
+    # whether a row may take the process of its engine along
+    may_end_process: Callable[[BackendConfig], bool] = lambda _: True
+    has_prices: Callable[[BackendConfig], bool] = lambda _: False
+    gpu_warning: str = ""  # what is logged of engines on GPUs, for lack of proof
+    # the engine runs elsewhere: it renders, tokenizes and fetches images by itself, and nothing is
+    # computed here, so that one has room for hundreds of rows
+    is_endpoint: bool = False
+    has_weights: bool = True  # it computes with those in the folder of the model
+    refuses_native_options: bool = False  # that only the native engine has
+    obeys_engine_options: bool = False  # all of them, so memory and `engine.admission`
+    checks_grammars: bool = False  # as `raybatch.engine.sampling.grammars` does
+    reads_images: bool = False
+    has_adapters: bool = False  # rows may name some
+    takes_vllm_options: bool = False  # in `engine_kwargs`
+
+
+def check_checkpoint(folder: Path, *, as_native: bool) -> None:
+    """Raise ConfigError for a checkpoint that nobody can load.
+
+    With `as_native` also for tensors that are missing or do not fit, where the native engine knows
+    the model too.
+    """
+    if read_json(folder / "config.json") is None:
+        raise ConfigError(
+            f"{folder} has no config.json; pass the folder of a Hugging Face checkpoint"
+        )
+    stored_tensors(folder)
+    if as_native:
+        try:
+            spec = read_model_spec(folder)
+        except ConfigError:
+            return
+        check_tensors(folder, spec, is_native=False)

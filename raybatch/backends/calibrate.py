@@ -4,14 +4,14 @@ The program adapts to the backend: what would take too long is left out, the lea
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from raybatch.backends.base import Backend
 from raybatch.errors import MeasureError
 from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep
-from raybatch.records.types import Completion, Request, Sampling, TokenIds
+from raybatch.records.types import Request, Sampling, TokenIds
 
 # every model has so many; whether they mean anything does not matter
 MIN_VOCAB_SIZE = 128
@@ -56,71 +56,56 @@ def measure_backend(
 ) -> list[MeasuredStep]:
     """Run prompts of several lengths and batches of several sizes; return the steps measured.
 
-    The backend must be idle, and is idle afterwards.
-
-    Args:
-        backend: any; its counters go on counting.
-        clock: seconds, such as `time.perf_counter`.
-        budget_s: seconds that the program takes, about; a slow model gets a shorter one.
-        vocab_size: prompts are drawn from so many token ids.
-
-    Raises:
-        MeasureError: the backend fails a prompt, does not come to an end, or is too small.
+    The backend must be idle, and is idle afterwards; its counters go on counting. The program takes
+    `budget_s`, about; a slow model gets a shorter one. Raises MeasureError where the backend fails
+    a prompt, does not come to an end, or is too small.
     """
-    driver = _Driver(backend, clock=clock, vocab_size=vocab_size, seed=seed)
+    driver = _Driver(backend, clock, vocab_size, np.random.default_rng(seed))
     max_len = backend.capacity().max_model_len
-    program = _Program(driver, limits, max_len=max_len, clock=clock, budget_s=budget_s)
-    return program.run()
+    return _Program(driver, limits, clock, max_len, budget_s, end_s=clock() + budget_s).run()
 
 
+@dataclass(eq=False)
 class _Program:
-    def __init__(
-        self,
-        driver: "_Driver",
-        limits: EngineLimits,
-        *,
-        max_len: int,
-        clock: Callable[[], float],
-        budget_s: float,
-    ) -> None:
-        self._driver = driver
-        self._limits = limits
-        self._budget = limits.max_batched_tokens or limits.kv_tokens
-        self._max_len = max_len
-        self._clock = clock
-        self._budget_s = budget_s
-        self._end = clock() + budget_s
-        # seconds per prompt token, and per decode step, of the last and largest step
-        self._token_s = 0.0
-        self._decode_s = 0.0
-        self._steps: list[MeasuredStep] = []
+    driver: "_Driver"
+    limits: EngineLimits
+    clock: Callable[[], float]
+    max_len: int
+    budget_s: float
+    end_s: float
+    # seconds per prompt token, and per decode step, of the last and largest step
+    token_s: float = 0.0
+    decode_s: float = 0.0
+    steps: list[MeasuredStep] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.budget = self.limits.max_batched_tokens or self.limits.kv_tokens
+        self.max_prompt = min(self.max_len - 2 * _NUM_DECODE_STEPS, self.limits.kv_tokens - 1)
 
     def run(self) -> list[MeasuredStep]:
-        self._warm_up()
+        length = min(_PREFILL_LENS[0], self.max_prompt)
+        if length < 1:
+            raise MeasureError(f"the backend's limit of {self.max_len} tokens is too small")
+        # the first one warms up
+        self.driver.prefill([length])
+        self.token_s = self.driver.prefill([length]) / length
         self._measure_prefills()
         self._measure_decodes(_DECODE_ROWS)
         self._measure_contexts()
         self._measure_shared()
         self._measure_decodes(_MORE_DECODE_ROWS)
-        return self._steps
-
-    def _warm_up(self) -> None:
-        length = min(_PREFILL_LENS[0], self._max_prompt())
-        if length < 1:
-            raise MeasureError(f"the backend's limit of {self._max_len} tokens is too small")
-        self._driver.prefill([length])
-        self._token_s = self._driver.prefill([length]) / length
+        return self.steps
 
     def _measure_prefills(self) -> None:
-        limit = min(self._max_prompt(), self._budget, self._limits.kv_tokens // 2)
+        limit = min(self.max_prompt, self.budget, self.limits.kv_tokens // 2)
         lengths = [n for n in _PREFILL_LENS if n <= limit]
         for length in lengths or [limit]:
-            if self._steps and not self._is_affordable(length * self._token_s):
+            if self.steps and not self._is_affordable(length * self.token_s):
                 break
             self._prefill([length])
         # as many tokens in short prompts: less attention, and a first token for each
-        num_prompts = min(int(self._steps[-1].tokens) // 64, self._limits.max_num_seqs)
-        if num_prompts > 1 and self._is_affordable(num_prompts * 64 * self._token_s):
+        num_prompts = min(int(self.steps[-1].tokens) // 64, self.limits.max_num_seqs)
+        if num_prompts > 1 and self._is_affordable(num_prompts * 64 * self.token_s):
             self._prefill([64] * num_prompts)
 
     def _measure_decodes(self, sizes: Sequence[int]) -> None:
@@ -130,26 +115,25 @@ class _Program:
 
     def _measure_contexts(self) -> None:
         for num_rows, lengths in _CONTEXTS:
-            possible = [n for n in lengths if self._is_possible(num_rows, n, share=_MORE_TO_COME)]
-            if possible:
-                self._decode(num_rows, possible[0])
-                return
+            for length in lengths:
+                if self._is_possible(num_rows, length, share=_MORE_TO_COME):
+                    self._decode(num_rows, length)
+                    return
 
     def _measure_shared(self) -> None:
-        block_size = self._limits.block_size
+        block_size = self.limits.block_size
         lengths = [n for n in _SHARED_LENS if n % block_size == 0]
         # two sizes of a group tell what is read once from what is read by each
         for num_rows, share in zip(_SHARED_ROWS, (_MORE_TO_COME, 1.0), strict=True):
-            possible = [
-                n for n in lengths if self._is_possible(num_rows, _SHORT_LEN, n, share=share)
-            ]
-            if possible:
-                self._decode(num_rows, _SHORT_LEN, shared_len=possible[0])
+            for length in lengths:
+                if self._is_possible(num_rows, _SHORT_LEN, length, share=share):
+                    self._decode(num_rows, _SHORT_LEN, shared_len=length)
+                    break
 
     def _prefill(self, lengths: Sequence[int]) -> None:
-        seconds = [self._driver.prefill(lengths)]
-        while len(seconds) < _NUM_REPEATS and seconds[0] <= _MAX_REPEAT_SHARE * self._budget_s:
-            seconds.append(self._driver.prefill(lengths))
+        seconds = [self.driver.prefill(lengths)]
+        while len(seconds) < _NUM_REPEATS and seconds[0] <= _MAX_REPEAT_SHARE * self.budget_s:
+            seconds.append(self.driver.prefill(lengths))
         tokens = sum(lengths)
         step = MeasuredStep(
             seconds=float(np.median(seconds)),
@@ -157,19 +141,20 @@ class _Program:
             rows=len(lengths),
             pairs=sum(n * n for n in lengths) / 2,
         )
-        self._steps.append(step)
-        self._token_s = step.seconds / tokens
+        self.steps.append(step)
+        self.token_s = step.seconds / tokens
 
     def _decode(self, num_rows: int, own_len: int, shared_len: int = 0) -> None:
         max_tokens = self._num_steps(shared_len, num_rows * own_len)
-        steps = self._driver.decode(num_rows, own_len, shared_len, max_tokens=max_tokens)
+        steps = self.driver.decode(num_rows, own_len, shared_len, max_tokens=max_tokens)
         if not steps:
             return
-        self._decode_s = float(np.median([step.seconds for step in steps]))
-        own = own_len + float(np.mean([step.generated for step in steps]))
-        self._steps.append(
+        seconds, generated = zip(*steps, strict=True)
+        self.decode_s = float(np.median(seconds))
+        own = own_len + float(np.mean(generated))
+        self.steps.append(
             MeasuredStep(
-                seconds=self._decode_s,
+                seconds=self.decode_s,
                 tokens=num_rows,
                 rows=num_rows,
                 # the rest of a fresh block has no memory behind it yet, and is read for nothing
@@ -181,121 +166,96 @@ class _Program:
 
     def _num_steps(self, *num_tokens: int) -> int:
         """Return tokens enough for rows that decode while prompts of others are computed."""
-        return -(-sum(num_tokens) // self._budget) + 2 * _NUM_DECODE_STEPS
-
-    def _max_prompt(self) -> int:
-        return min(self._max_len - 2 * _NUM_DECODE_STEPS, self._limits.kv_tokens - 1)
+        return -(-sum(num_tokens) // self.budget) + 2 * _NUM_DECODE_STEPS
 
     def _is_possible(
         self, num_rows: int, own_len: int, shared_len: int = 0, *, share: float = 1.0
     ) -> bool:
-        limits, num_tokens = self._limits, num_rows * own_len + shared_len
+        limits, num_tokens = self.limits, num_rows * own_len + shared_len
         longest = own_len + self._num_steps(num_tokens)
         held = shared_len + num_rows * -(-longest // limits.block_size) * limits.block_size
-        fits = num_rows <= min(limits.max_num_seqs, self._budget) and held <= limits.kv_tokens
-        seconds = num_tokens * self._token_s + _NUM_DECODE_STEPS * self._decode_s
-        is_short = shared_len + longest <= self._max_len
+        fits = num_rows <= min(limits.max_num_seqs, self.budget) and held <= limits.kv_tokens
+        seconds = num_tokens * self.token_s + _NUM_DECODE_STEPS * self.decode_s
+        is_short = shared_len + longest <= self.max_len
         return fits and is_short and self._is_affordable(seconds, share)
 
     def _is_affordable(self, seconds: float, share: float = 1.0) -> bool:
-        left = share * (self._end - self._clock())
-        return seconds <= min(_MAX_SHARE * self._budget_s, left)
+        left = share * (self.end_s - self.clock())
+        return seconds <= min(_MAX_SHARE * self.budget_s, left)
 
 
-class _DecodeStep(NamedTuple):
-    """Seconds, and tokens that each row had generated before, on average."""
-
-    seconds: float
-    generated: float
-
-
+@dataclass(eq=False)
 class _Driver:
     """Drives the backend through one batch at a time and reads the clock around its polls."""
 
-    def __init__(
-        self, backend: Backend, *, clock: Callable[[], float], vocab_size: int, seed: int
-    ) -> None:
-        self._backend = backend
-        self._vocab_size = vocab_size
-        self._clock = clock
-        self._random = np.random.default_rng(seed)
-        self._next_id = 0
-        self._group_id = 0
+    backend: Backend
+    clock: Callable[[], float]
+    vocab_size: int
+    random: np.random.Generator
+    next_id: int = 0
+    group_id: int = 0
 
     def prefill(self, lengths: Sequence[int]) -> float:
         """Return the seconds that these prompts take up to their first tokens."""
-        requests = [self._request(length, max_tokens=1) for length in lengths]
-        self._backend.submit(requests)
-        seconds = 0.0
-        num_polls = 0
-        while self._backend.num_unfinished():
+        self.backend.submit([self._request(length, max_tokens=1) for length in lengths])
+        seconds, num_polls = 0.0, 0
+        while self.backend.num_unfinished():
             seconds += self._poll()[0]
             num_polls += 1
-            if num_polls > _max_polls(sum(lengths)):
+            if num_polls > _MAX_IDLE_POLLS + sum(lengths) // _PREFILL_LENS[0]:
                 raise MeasureError(f"a prompt did not end within {num_polls} polls")
         return seconds
 
     def decode(
         self, num_rows: int, own_len: int, shared_len: int, *, max_tokens: int
-    ) -> list[_DecodeStep]:
+    ) -> list[tuple[float, float]]:
         """Return the steps in which all rows decode; none if they never do.
 
-        The requests are taken out of the backend afterwards.
-
-        Args:
-            own_len: prompt tokens that differ from row to row.
-            shared_len: tokens that all prompts begin with.
-            max_tokens: of each row; bounds the steps.
+        Of each the seconds, and the tokens that a row had before, on average. Prompts begin with
+        `shared_len` tokens, and `own_len` differ from row to row; `max_tokens` of each row bounds
+        the steps. The requests are taken out of the backend afterwards.
         """
         prefix = self._tokens(shared_len)
-        self._group_id += 1
+        self.group_id += 1
         requests = [
             self._request(own_len, max_tokens=max_tokens, prefix=prefix) for _ in range(num_rows)
         ]
-        self._backend.submit(requests)
-        steps: list[_DecodeStep] = []
+        self.backend.submit(requests)
+        steps: list[tuple[float, float]] = []
         total = num_full = 0
         for _ in range(2 * max_tokens):
             seconds, num_tokens = self._poll()
             # the first step in which every row gets a token still computes prompts
             num_full += num_tokens == num_rows
             if num_tokens == num_rows and num_full > 1:
-                steps.append(_DecodeStep(seconds, total / num_rows))
+                steps.append((seconds, total / num_rows))
             total += num_tokens
-            if len(steps) == _NUM_DECODE_STEPS or not self._backend.num_unfinished():
+            if len(steps) == _NUM_DECODE_STEPS or not self.backend.num_unfinished():
                 break
-        self._backend.abort([request.request_id for request in requests])
+        self.backend.abort([request.request_id for request in requests])
         return steps
 
     def _request(self, length: int, *, max_tokens: int, prefix: TokenIds = _NO_TOKENS) -> Request:
-        self._next_id += 1
+        self.next_id += 1
         return Request(
-            request_id=self._next_id,
-            row_id=f"measured-{self._next_id}",
+            request_id=self.next_id,
+            row_id=f"measured-{self.next_id}",
             prompt_token_ids=np.concatenate((prefix, self._tokens(length))),
             sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
-            group_id=self._group_id if len(prefix) else None,
+            group_id=self.group_id if len(prefix) else None,
             prefix_len=len(prefix),
         )
 
     def _tokens(self, length: int) -> TokenIds:
-        return self._random.integers(0, self._vocab_size, length).astype(np.int32)
+        return self.random.integers(0, self.vocab_size, length).astype(np.int32)
 
     def _poll(self) -> tuple[float, int]:
         """Return the seconds of one poll and the tokens that it generated."""
-        num_before = self._backend.stats().generated_tokens
-        began = self._clock()
-        completions = self._backend.poll()
-        seconds = self._clock() - began
-        _check(completions)
-        return seconds, self._backend.stats().generated_tokens - num_before
-
-
-def _check(completions: Sequence[Completion]) -> None:
-    for completion in completions:
-        if completion.error:
-            raise MeasureError(f"the backend failed a measured prompt: {completion.error}")
-
-
-def _max_polls(num_tokens: int) -> int:
-    return _MAX_IDLE_POLLS + num_tokens // _PREFILL_LENS[0]
+        num_before = self.backend.stats().generated_tokens
+        began = self.clock()
+        completions = self.backend.poll()
+        seconds = self.clock() - began
+        for completion in completions:
+            if completion.error:
+                raise MeasureError(f"the backend failed a measured prompt: {completion.error}")
+        return seconds, self.backend.stats().generated_tokens - num_before

@@ -1,4 +1,4 @@
-"""Which backend runs where nobody named one; decided from plain facts, asks nobody."""
+"""Which backend runs where nobody named one, and what Ray reserves for its engines; asks nobody."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -7,20 +7,21 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
 
+from raybatch.backends.registry import type_of
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.errors import ConfigError
+
 # what an installed vLLM computes on
 VllmBuild = Literal["gpu", "cpu"]
 
 _CANDIDATES = ("native", "vllm")
+# of Ray's names of accelerators, the beginnings of those that its resource "GPU" does not count
+_OTHER_ACCELERATORS = ("TPU-", "aws-neuron", "Intel-GAUDI", "Ascend", "Apple-", "M1", "M2", "M3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendChoice:
-    """The backend that runs where `backend` was left out.
-
-    Args:
-        kind: of the backend, never "auto".
-        why: the reason, to be told to the user.
-    """
+    """The backend that runs where `backend` was left out, never "auto", and why, for the user."""
 
     kind: str
     why: str
@@ -46,30 +47,27 @@ def choose_backend(
     native_options: Sequence[str] = (),
     began_with: str | None = None,
 ) -> BackendChoice:
-    """Return the backend of engines for which none was named.
+    """Return the backend of engines for which none was named, and which have so many GPUs each.
 
-    Args:
-        num_gpus: that Ray reserves for one engine.
-        vllm: says what is installed where the engines run, None for nothing; called where it
-            decides.
-        native_options: names of options that were set and that only the native engine has.
-        began_with: kind of the backend that answered the first rows of the same output.
+    `vllm` says what is installed where they run, None for nothing, and is called where it decides;
+    `native_options` are set; the first rows of the same output may have begun with a backend.
     """
-    for kind in _CANDIDATES:
-        if kind == began_with:
-            return BackendChoice(kind=kind, why="the output was begun with it")
-    if not num_gpus:
-        return BackendChoice(kind="native", why="the engines have no GPU")
-    if native_options:
+    kind = "native"
+    if began_with in _CANDIDATES:
+        kind, why = str(began_with), "the output was begun with it"
+    elif not num_gpus:
+        why = "the engines have no GPU"
+    elif native_options:
         named = " and ".join(f"engine.{name}" for name in native_options)
         are = "is an option" if len(native_options) == 1 else "are options"
-        return BackendChoice(kind="native", why=f"{named} {are} of this engine alone")
-    build = vllm()
-    if build == "gpu":
-        return BackendChoice(kind="vllm", why="the engines have GPUs and vLLM is installed there")
-    if build == "cpu":
-        return BackendChoice(kind="native", why="the vLLM that is installed is built for CPUs")
-    return BackendChoice(kind="native", why="vLLM is not installed where the engines run")
+        why = f"{named} {are} of this engine alone"
+    elif (build := vllm()) == "gpu":
+        kind, why = "vllm", "the engines have GPUs and vLLM is installed there"
+    elif build == "cpu":
+        why = "the vLLM that is installed is built for CPUs"
+    else:
+        why = "vLLM is not installed where the engines run"
+    return BackendChoice(kind=kind, why=why)
 
 
 def vllm_build() -> VllmBuild | None:
@@ -84,3 +82,71 @@ def vllm_build() -> VllmBuild | None:
         return "cpu" if "cpu" in local else "gpu"
     # run from its sources
     return "gpu"
+
+
+def gpus_of_engine(backend: BackendConfig, engine: EngineConfig) -> int:
+    """Return the GPUs that one engine computes on, where there are any."""
+    return 0 if engine.device == "cpu" else type_of(backend).num_gpus(backend, engine)
+
+
+def gpus_of_replica(
+    pool: PoolConfig,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    *,
+    has_gpus: bool,
+    may_grow: bool,
+    vllm: VllmBuild | None,
+) -> float:
+    """Return the GPUs that Ray is asked for with each replica, also for hosts still to come.
+
+    The backend "auto" counts like the native one.
+    """
+    if pool.num_gpus_per_replica is not None:
+        return pool.num_gpus_per_replica
+    kind = pool.accelerator_type
+    # a driver without vLLM says nothing of the engines' hosts, where it is rarely one for CPUs
+    is_vllm_to_come = pool.replicas is not None and may_grow and vllm != "cpu"
+    asks_for_gpus = (
+        has_gpus
+        or (kind is not None and not kind.startswith(_OTHER_ACCELERATORS))
+        or engine.device.startswith("cuda")
+        or (type_of(backend).takes_vllm_options and is_vllm_to_come)
+    )
+    return float(gpus_of_engine(backend, engine)) if asks_for_gpus else 0.0
+
+
+def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError where options of a pool do not fit the engines that run in it."""
+    check_share(pool.num_gpus_per_replica or 0, backend, engine)
+    num_ranks = type_of(backend).num_actors(backend, engine)
+    if pool.bundles is not None and not num_ranks:
+        raise ConfigError(
+            "pool.bundles is for engines whose ranks are actors of Ray, which are those of vLLM "
+            "with engine_kwargs.distributed_executor_backend='ray'; set "
+            "pool.num_cpus_per_replica, num_gpus_per_replica or resources instead"
+        )
+    if num_ranks and pool.num_gpus_per_replica is not None:
+        raise ConfigError(
+            f"pool.num_gpus_per_replica={pool.num_gpus_per_replica:g} has no effect on engines "
+            f"whose ranks are actors of Ray: each of the {num_ranks} ranks takes a GPU; leave it "
+            "out, or say in pool.bundles what they take"
+        )
+
+
+def check_share(num_gpus: float, backend: BackendConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError where engines share a GPU and nothing bounds the memory of each."""
+    if not 0 < num_gpus < 1 or engine.kv_cache_bytes is not None:
+        return
+    if not type_of(backend).bounds_gpu_memory(backend, engine):
+        raise ConfigError(
+            f"an engine has {num_gpus:g} of a GPU: engines that share one each need "
+            "engine.kv_cache_bytes (engine_kwargs.kv_cache_memory_bytes of a processor) or, of "
+            "vLLM, engine_kwargs.gpu_memory_utilization, or the first takes all the memory"
+        )
+
+
+def unproven_on_gpus(backend: BackendConfig) -> list[str]:
+    """Return what is to be logged of engines that compute on GPUs, for lack of proof."""
+    warning = type_of(backend).gpu_warning
+    return [warning] if warning else []

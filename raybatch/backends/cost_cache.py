@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from raybatch.backends.base import Backend
 from raybatch.backends.calibrate import MIN_VOCAB_SIZE, limits_of, measure_backend
@@ -55,22 +54,14 @@ def load_or_measure(
 ) -> CostModel:
     """Return the cost model of a backend on this host, measured if there is none yet.
 
-    Measuring loads the model and takes about 10 s more; a message says so.
-
-    Args:
-        num_engines_on_host: engines that share the host's memory.
-        folder: of the cached models; None takes `cost-models` below the cache folder.
-        cpu_clock: CPU seconds of this process; where an engine on a CPU got much less than the time
-            by the clock, others were using it, and what was measured is used once and not kept.
-
-    Raises:
-        MeasureError: the backend cannot be started or measured.
+    Measuring loads the model and takes about 10 s more; a message says so. Where an engine on a CPU
+    got much less of it than the time by the clock, others were using it, and what was measured is
+    used once and not kept. Raises MeasureError where the backend cannot be started or measured.
     """
     path = cost_model_path(
         model, backend, engine, num_engines_on_host=num_engines_on_host, folder=folder
     )
-    cached = load_cost_model(path)
-    if cached is not None:
+    if (cached := load_cost_model(path)) is not None:
         return cached
     _logger.info("measuring what a step of %s costs here; this happens once", model)
     began = clock()
@@ -79,7 +70,11 @@ def load_or_measure(
         plain = replace(engine, speculative_tokens=None, admission="fcfs")
         running = create(model, backend, plain, num_engines_on_host=num_engines_on_host)
         loaded, cpu_before = clock(), cpu_clock()
-        measured = _measure(running, model, _token_budget(backend, engine), clock)
+        with closing(running):
+            budget = None if backend.kind == "fake" else engine.max_batched_tokens
+            limits = limits_of(running, budget)
+            steps = measure_backend(running, limits, clock=clock, vocab_size=_vocab_size(model))
+        measured = fit(steps, limits)
     except MeasureError:
         raise
     except Exception as error:
@@ -91,7 +86,8 @@ def load_or_measure(
         loaded - began,
         100 * measured.fit_error,
     )
-    if not _computes_on_cpu(backend, engine) or _was_quiet(took_s, cpu_s):
+    is_on_cpu = backend.kind != "fake" and (engine.device == "cpu" or not _gpu_names())
+    if not is_on_cpu or _was_quiet(took_s, cpu_s):
         write_cached(path, json.dumps(asdict(measured), indent=1), what="cost model")
     return measured
 
@@ -116,10 +112,7 @@ def cost_model_path(
     num_engines_on_host: int = 1,
     folder: Path | None = None,
 ) -> Path:
-    """Return the file of a cost model; its name is a hash of all that it depends on.
-
-    Whether a GPU is there is looked up on this host, without loading torch.
-    """
+    """Return the file of a cost model of this host; its name is a hash of all it depends on."""
     folder = cache_dir() / _FOLDER if folder is None else folder
     described = {
         "model": _model_identity(model),
@@ -138,7 +131,10 @@ def load_cost_model(path: Path) -> CostModel | None:
     """Read a cost model; None if there is none, or a broken one, which is warned about."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        return _from_json(fields)
+        limits = EngineLimits(**fields.pop("limits"))
+        for name in ("knots", "token_s"):
+            fields[name] = tuple(float(value) for value in fields[name])
+        return CostModel(limits=limits, **fields)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -148,30 +144,6 @@ def load_cost_model(path: Path) -> CostModel | None:
         return None
 
 
-def _measure(
-    running: Backend, model: str, max_batched_tokens: int | None, clock: Callable[[], float]
-) -> CostModel:
-    with closing(running):
-        limits = limits_of(running, max_batched_tokens)
-        steps = measure_backend(running, limits, clock=clock, vocab_size=_vocab_size(model))
-    return fit(steps, limits)
-
-
-def _from_json(fields: dict[str, Any]) -> CostModel:
-    limits = EngineLimits(**fields.pop("limits"))
-    for name in ("knots", "token_s"):
-        fields[name] = tuple(float(value) for value in fields[name])
-    return CostModel(limits=limits, **fields)
-
-
-def _computes_on_cpu(backend: BackendConfig, engine: EngineConfig) -> bool:
-    return backend.kind != "fake" and (engine.device == "cpu" or not _gpu_names())
-
-
-def _token_budget(backend: BackendConfig, engine: EngineConfig) -> int | None:
-    return None if backend.kind == "fake" else engine.max_batched_tokens
-
-
 def _model_identity(model: str) -> str:
     """Return what two checkpoints of equal speed have in common, wherever they lie."""
     folder = Path(model).expanduser()
@@ -179,8 +151,7 @@ def _model_identity(model: str) -> str:
     if not config.is_file():
         return model
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    digest = hashlib.sha256(config.read_bytes()).hexdigest()
-    return f"{digest}-{num_bytes}"
+    return f"{hashlib.sha256(config.read_bytes()).hexdigest()}-{num_bytes}"
 
 
 def _vocab_size(model: str) -> int:

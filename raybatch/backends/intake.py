@@ -1,128 +1,14 @@
-"""What backends have in common: queues of requests, and counters."""
+"""What backends with queues of their own have in common: the queues, the steps and the counters."""
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from raybatch.records.types import Completion, Request, SequenceState
-
-
-class Intake:
-    """Requests from their submission to their last completion; one sequence per sample.
-
-    Sequences that began elsewhere come first, then the others in order of arrival.
-
-    Args:
-        check: returns the completion of a sequence that cannot run, None for one that can.
-    """
-
-    def __init__(self, check: Callable[[SequenceState], Completion | None]) -> None:
-        self._check = check
-        self._begun: deque[SequenceState] = deque()
-        self._waiting: deque[SequenceState] = deque()
-        self._num_open: dict[int, int] = {}
-        self._failed: list[Completion] = []
-
-    @property
-    def num_open(self) -> int:
-        """Requests with unfinished samples."""
-        return len(self._num_open)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that have not been taken."""
-        return len(self._begun) + len(self._waiting)
-
-    def submit(self, requests: Iterable[Request]) -> None:
-        """Queue all samples of requests.
-
-        Raises:
-            ValueError: a request id that is still open.
-        """
-        for request in requests:
-            if request.request_id in self._num_open:
-                raise ValueError(f"request {request.request_id} is already in the engine")
-            self._num_open[request.request_id] = request.sampling.n
-            no_tokens = np.empty(0, np.int32)
-            for sample_idx in range(request.sampling.n):
-                state = SequenceState(request=request, sample_idx=sample_idx, token_ids=no_tokens)
-                self._queue(state, self._waiting)
-
-    def restore(self, states: Iterable[SequenceState]) -> None:
-        """Queue sequences that began elsewhere."""
-        for state in states:
-            request_id = state.request.request_id
-            self._num_open[request_id] = self._num_open.get(request_id, 0) + 1
-            self._queue(state, self._begun)
-
-    def take(self) -> tuple[SequenceState, bool]:
-        """Return the next sequence, and whether it began elsewhere; there must be one."""
-        is_begun = bool(self._begun)
-        return (self._begun if is_begun else self._waiting).popleft(), is_begun
-
-    def put_back(self, states: Sequence[SequenceState]) -> None:
-        """Queue sequences that were taken and have not started, before the others that wait."""
-        self._waiting.extendleft(reversed(states))
-
-    def drain(self) -> list[Request]:
-        """Give back the requests of which no sample was taken or failed, last submitted last."""
-        num_waiting = Counter(state.request.request_id for state in self._waiting)
-        requests = {state.request.request_id: state.request for state in self._waiting}
-        drained = {i: r for i, r in requests.items() if num_waiting[i] == r.sampling.n}
-        self._waiting = deque(s for s in self._waiting if s.request.request_id not in drained)
-        for request_id in drained:
-            del self._num_open[request_id]
-        return list(drained.values())
-
-    def withdraw(
-        self, request_ids: Collection[int], taken: Sequence[SequenceState] = ()
-    ) -> list[SequenceState]:
-        """Take sequences of these requests out.
-
-        Args:
-            request_ids: unknown ones are ignored.
-            taken: those of the requests that were taken, in order of arrival.
-
-        Returns:
-            `taken`, and then those that wait.
-        """
-        wanted, withdrawn = set(request_ids), list(taken)
-        for line in (self._begun, self._waiting):
-            withdrawn += [state for state in line if state.request.request_id in wanted]
-        self._begun = deque(s for s in self._begun if s.request.request_id not in wanted)
-        self._waiting = deque(s for s in self._waiting if s.request.request_id not in wanted)
-        for state in withdrawn:
-            self._close(state.request.request_id)
-        return withdrawn
-
-    def forget(self, request_ids: Collection[int]) -> None:
-        """Drop what is left of requests whose sequences are gone, such as their errors."""
-        wanted = set(request_ids)
-        self._failed = [c for c in self._failed if c.request_id not in wanted]
-        for request_id in wanted:
-            self._num_open.pop(request_id, None)
-
-    def close(self, completions: Iterable[Completion]) -> list[Completion]:
-        """Count samples as finished; return them and those of sequences that could not run."""
-        finished, self._failed = [*self._failed, *completions], []
-        for completion in finished:
-            self._close(completion.request_id)
-        return finished
-
-    def _queue(self, state: SequenceState, line: deque[SequenceState]) -> None:
-        failure = self._check(state)
-        if failure is None:
-            line.append(state)
-        else:
-            self._failed.append(failure)
-
-    def _close(self, request_id: int) -> None:
-        self._num_open[request_id] -= 1
-        if not self._num_open[request_id]:
-            del self._num_open[request_id]
 
 
 @dataclass(slots=True)
@@ -138,27 +24,113 @@ class Counters:
 
 
 class IntakeBackend(ABC):
-    """What backends with an intake have in common of the `Backend` protocol."""
+    """A part of the `Backend` protocol: requests up to their last completion, a sequence a sample.
 
-    def __init__(self, check: Callable[[SequenceState], Completion | None]) -> None:
-        self._intake = Intake(check)
+    Sequences that began elsewhere come first, then the others in order of arrival.
+    """
+
+    _begun: deque[SequenceState]
+    _waiting: deque[SequenceState]
+    _num_open: dict[int, int]
+    _failed: list[Completion]
+
+    def __init__(self) -> None:
         self._counters = Counters()
+        self._forget_all()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._intake.submit(requests)
+        for request in requests:
+            if request.request_id in self._num_open:
+                raise ValueError(f"request {request.request_id} is already in the engine")
+            self._num_open[request.request_id] = request.sampling.n
+            no_tokens = np.empty(0, np.int32)
+            for sample_idx in range(request.sampling.n):
+                state = SequenceState(request=request, sample_idx=sample_idx, token_ids=no_tokens)
+                self._queue(state, self._waiting)
+
+    def restore(self, states: Sequence[SequenceState]) -> None:
+        for state in states:
+            request_id = state.request.request_id
+            self._num_open[request_id] = self._num_open.get(request_id, 0) + 1
+            self._queue(state, self._begun)
+
+    def poll(self) -> list[Completion]:
+        if not self._num_open:
+            return []
+        began = time.perf_counter()
+        stepped = self._step()
+        finished, self._failed = [*self._failed, *stepped], []
+        for completion in finished:
+            self._close_one(completion.request_id)
+        self._counters.engine_s += time.perf_counter() - began
+        return finished
 
     def num_unfinished(self) -> int:
-        return self._intake.num_open
+        return len(self._num_open)
 
     def drain(self) -> list[Request]:
-        return self._intake.drain()
+        # those of which no sample was taken or failed
+        num_waiting = Counter(state.request.request_id for state in self._waiting)
+        requests = {state.request.request_id: state.request for state in self._waiting}
+        drained = {i: r for i, r in requests.items() if num_waiting[i] == r.sampling.n}
+        self._waiting = deque(s for s in self._waiting if s.request.request_id not in drained)
+        for request_id in drained:
+            del self._num_open[request_id]
+        return list(drained.values())
 
     def abort(self, request_ids: Collection[int]) -> None:
         self.export(request_ids)
-        self._intake.forget(request_ids)
+        # what is left of requests whose sequences are gone, such as their errors
+        wanted = set(request_ids)
+        self._failed = [c for c in self._failed if c.request_id not in wanted]
+        for request_id in wanted:
+            self._num_open.pop(request_id, None)
 
     @abstractmethod
     def export(self, request_ids: Collection[int]) -> list[SequenceState]: ...
 
-    def restore(self, states: Sequence[SequenceState]) -> None:
-        self._intake.restore(states)
+    @abstractmethod
+    def _step(self) -> list[Completion]:
+        """Run a step if there is work, and return the samples that finished in it."""
+
+    @abstractmethod
+    def _find_failure(self, state: SequenceState) -> Completion | None:
+        """Return the completion of a sequence that cannot run, None for one that can."""
+
+    def _num_waiting(self) -> int:
+        """Return the sequences that have not been taken."""
+        return len(self._begun) + len(self._waiting)
+
+    def _take_next(self) -> tuple[SequenceState, bool]:
+        """Return the next sequence, and whether it began elsewhere; there must be one."""
+        is_begun = bool(self._begun)
+        return (self._begun if is_begun else self._waiting).popleft(), is_begun
+
+    def _withdraw(
+        self, request_ids: Collection[int], taken: Sequence[SequenceState]
+    ) -> list[SequenceState]:
+        """Take sequences of these requests out: those that were `taken`, and those that wait."""
+        wanted, withdrawn = set(request_ids), list(taken)
+        for line in (self._begun, self._waiting):
+            withdrawn += [state for state in line if state.request.request_id in wanted]
+        self._begun = deque(s for s in self._begun if s.request.request_id not in wanted)
+        self._waiting = deque(s for s in self._waiting if s.request.request_id not in wanted)
+        for state in withdrawn:
+            self._close_one(state.request.request_id)
+        return withdrawn
+
+    def _forget_all(self) -> None:
+        self._begun, self._waiting = deque(), deque()
+        self._num_open, self._failed = {}, []
+
+    def _queue(self, state: SequenceState, line: deque[SequenceState]) -> None:
+        failure = self._find_failure(state)
+        if failure is None:
+            line.append(state)
+        else:
+            self._failed.append(failure)
+
+    def _close_one(self, request_id: int) -> None:
+        self._num_open[request_id] -= 1
+        if not self._num_open[request_id]:
+            del self._num_open[request_id]

@@ -6,15 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raybatch.backends.backend_type import BackendType, EngineStart
-from raybatch.backends.base import Backend
-from raybatch.backends.fake.type import FAKE
-from raybatch.backends.model_files import check_known_model, checked_tensors
-from raybatch.backends.native.type import NATIVE
-from raybatch.backends.openai.type import OPENAI
-from raybatch.backends.transformers.type import TRANSFORMERS
+from raybatch.backends.base import Backend, BackendType, EngineStart, check_checkpoint
+from raybatch.backends.fake import FAKE
+from raybatch.backends.native import NATIVE
+from raybatch.backends.openai import OPENAI
+from raybatch.backends.transformers import TRANSFORMERS
+from raybatch.backends.vllm import VLLM
 from raybatch.backends.vllm.meanings import NATIVE_ONLY
-from raybatch.backends.vllm.type import VLLM
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency, did_you_mean
 from raybatch.text.text_files import check_template, check_tokenizer
@@ -35,11 +33,6 @@ def _length_of_either(
             raise refusal from None
 
 
-def _check_either(folder: Path, backend: BackendConfig) -> None:
-    checked_tensors(folder)
-    check_known_model(folder)
-
-
 # not decided: what the native engine and vLLM have in common
 AUTO = BackendType(
     kind="auto",
@@ -47,7 +40,7 @@ AUTO = BackendType(
     max_model_len=_length_of_either,
     package=NATIVE.package,
     missing=NATIVE.missing,
-    check_files=_check_either,
+    check_files=lambda folder, _: check_checkpoint(folder, as_native=True),
 )
 
 BACKENDS: Mapping[str, BackendType] = {
@@ -56,11 +49,7 @@ BACKENDS: Mapping[str, BackendType] = {
 
 
 def type_of(backend: BackendConfig) -> BackendType:
-    """Return the kind of a backend.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """Return the kind of a backend; raise ConfigError where there is none of that name."""
     if backend.kind not in BACKENDS:
         raise ConfigError(
             f"backend.kind must be one of {', '.join(BACKENDS)}, got {backend.kind!r}"
@@ -81,33 +70,28 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
             f"the {backend.kind} backend {of_kind.makes}; task {backend.task!r} needs "
             f"backend={' or '.join(able)}"
         )
-    if not of_kind.takes_vllm_options:
-        for name in _PARSERS:
-            if name in backend.options:
-                raise ConfigError(
-                    f"backend.options.{name} is one of vLLM's parsers, which run beside its "
-                    "engine: set backend='vllm'; an endpoint parses by itself, and "
-                    "return_reasoning and return_tool_calls make columns of that"
-                )
-    if of_kind.refuses_native_options:
-        _refuse_native_options(backend.kind, engine)
-    of_kind.check(backend, engine)
-
-
-def _refuse_native_options(kind: str, engine: EngineConfig) -> None:
-    defaults = EngineConfig()
-    for name in (name for names, _ in NATIVE_ONLY for name in names):
-        # what is switched off is no different from what is not there
-        if getattr(engine, name) not in (getattr(defaults, name), None, False, 0):
+    for name in () if of_kind.takes_vllm_options else _PARSERS:
+        if name in backend.options:
             raise ConfigError(
-                f"engine.{name} is an option of the native engine, and the {kind} backend has no "
-                "such; leave it out"
+                f"backend.options.{name} is one of vLLM's parsers, which run beside its engine: "
+                "set backend='vllm'; an endpoint parses by itself, and return_reasoning and "
+                "return_tool_calls make columns of that"
             )
-    if engine.kv_cache_dtype != "auto":
-        raise ConfigError(
-            f"engine.kv_cache_dtype is an option of the native engine and of vLLM; the "
-            f"{kind} backend keeps KV as its model does: leave it out"
-        )
+    if of_kind.refuses_native_options:
+        defaults = EngineConfig()
+        for name in (name for names, _ in NATIVE_ONLY for name in names):
+            # what is switched off is no different from what is not there
+            if getattr(engine, name) not in (getattr(defaults, name), None, False, 0):
+                raise ConfigError(
+                    f"engine.{name} is an option of the native engine, and the {backend.kind} "
+                    "backend has no such; leave it out"
+                )
+        if engine.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"engine.kv_cache_dtype is an option of the native engine and of vLLM; the "
+                f"{backend.kind} backend keeps KV as its model does: leave it out"
+            )
+    of_kind.check(backend, engine)
 
 
 def check_files(
@@ -117,14 +101,8 @@ def check_files(
 
     Of weights the headers are read, never the data. The native engine says which tensors it needs;
     other backends may run more than is known here, so they are refused only what nobody can load.
-
-    Args:
-        folder: of the checkpoint; for an endpoint that of a tokenizer.
-        reads_template: rows are rendered with its chat template.
-        has_tools: they are rendered with tools.
-
-    Raises:
-        ConfigError: names the file, the tensor or the line, and the way out.
+    The folder of an endpoint is that of a tokenizer. ConfigError names the file, the tensor or the
+    line, and the way out.
     """
     type_of(backend).check_files(folder, backend)
     check_tokenizer(folder)
@@ -142,26 +120,21 @@ def create_backend(
 ) -> Backend:
     """Start an engine and return its backend, ready for `submit`; arguments are of `EngineStart`.
 
-    "auto" is the native engine here, for callers that ask no cluster what its hosts have.
-
-    Raises:
-        ConfigError: an unknown option.
-        EndpointError: an endpoint does not answer, or refuses the key.
-        MissingDependency: a backend without the package that it needs.
+    "auto" is the native engine here, for callers that ask no cluster what its hosts have. Raises
+    ConfigError, EndpointError or MissingDependency.
     """
     check_options(backend, engine)
     of_kind = type_of(backend)
     if of_kind.package and find_spec(of_kind.package) is None:
         raise MissingDependency(of_kind.missing)
-    return of_kind.create(
-        EngineStart(
-            model=model,
-            backend=backend,
-            engine=engine,
-            num_engines_on_host=num_engines_on_host,
-            num_replicas=num_replicas,
-        )
+    start = EngineStart(
+        model=model,
+        backend=backend,
+        engine=engine,
+        num_engines_on_host=num_engines_on_host,
+        num_replicas=num_replicas,
     )
+    return of_kind.create(start)
 
 
 def answering_options(backend: BackendConfig, model: str) -> Mapping[str, Any]:

@@ -168,8 +168,7 @@ def run_batch_file(
         ConfigError: an option is missing or wrong.
     """
     from raybatch.job.progress import ProgressPrinter
-    from raybatch.openai_batch.batch_options import BatchOptions  # slow to load
-    from raybatch.openai_batch.run import BatchRun
+    from raybatch.openai_batch.run import BatchOptions, BatchRun  # slow to load
     from raybatch.openai_batch.writing import BatchFiles
 
     if flags.job_file is None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import check_options, type_of
-from raybatch.backends.resources import gpus_of_engine
 from raybatch.compat.chaining import ADAPTER_COLUMN, MEDIA_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
 from raybatch.compat.row_functions import INPUT_ERROR_COLUMN
 from raybatch.compat.stage_options import (

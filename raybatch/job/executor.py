@@ -9,8 +9,8 @@ from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_place
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.replicas.placement import connected_ray
 from raybatch.actors.wire.records import PoolSpec
+from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import type_of
-from raybatch.backends.resources import gpus_of_engine
 from raybatch.config import PlanConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,33 +16,14 @@ from raybatch.rows.schema import ERROR_COLUMN, error_class, row_status
 from raybatch.text.tokenizer import Tokenizer
 
 # of the rows of a job, as far as answers are made of them
-ANSWER_COLUMNS = [
-    "line",
-    "place",
-    "num_prompts",
-    "custom_id",
-    "reply",
-    "generated_text",
-    "num_input_tokens",
-    "num_generated_tokens",
-    "num_cached_tokens",
-    "finish_reason",
-    "logprobs",
-    "embeddings",
-    REASONING,
-    TOOL_CALLS,
-    ERROR_COLUMN,
-]
+_COUNTS = ("num_input_tokens", "num_generated_tokens", "num_cached_tokens")
+_MADE = ("generated_text", *_COUNTS, "finish_reason", "logprobs", "embeddings")
+_OF_REQUEST = ("line", "place", "num_prompts", "custom_id", "reply")
+ANSWER_COLUMNS = (*_OF_REQUEST, *_MADE, REASONING, TOOL_CALLS, ERROR_COLUMN)
 
 _CODES = {"too_long": "context_length_exceeded", "invalid": "invalid_request"}
 # what OpenAI reports for tokens that are next to impossible; JSON has no infinity
 _LEAST = -9999.0
-
-
-class _Position(NamedTuple):
-    token: str
-    logprob: float
-    top: tuple[tuple[str, float], ...]
 
 
 class LogprobTexts:
@@ -60,46 +42,37 @@ class LogprobTexts:
         first, with their log probabilities. Where the model `is_stopped` by itself its end token
         comes last.
         """
-        return {
-            "content": [
-                {
-                    **_of_token(place.token, place.logprob),
-                    "top_logprobs": [_of_token(*top) for top in place.top],
-                }
-                for place in self._positions(positions, num_top, is_stopped)
-            ],
-            "refusal": None,
-        }
+        content = [
+            {**_of_token(token, logprob), "top_logprobs": [_of_token(*each) for each in top]}
+            for token, logprob, top in self._positions(positions, num_top, is_stopped)
+        ]
+        return {"content": content, "refusal": None}
 
     def of_completion(
         self, positions: Sequence[Mapping[str, Any]], num_top: int, *, is_stopped: bool
     ) -> dict[str, Any]:
         """Return the object `logprobs` of a choice of a completion; see `of_chat`."""
         places = self._positions(positions, num_top, is_stopped)
-        offsets, offset = [], 0
-        for place in places:
-            offsets.append(offset)
-            offset += len(place.token)
+        tokens = [token for token, _, _ in places]
         return {
-            "tokens": [place.token for place in places],
-            "token_logprobs": [place.logprob for place in places],
-            "top_logprobs": [dict(place.top) for place in places] if num_top else None,
-            "text_offset": offsets,
+            "tokens": tokens,
+            "token_logprobs": [logprob for _, logprob, _ in places],
+            "top_logprobs": [dict(top) for _, _, top in places] if num_top else None,
+            "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
         }
 
     def _positions(
         self, positions: Sequence[Mapping[str, Any]], num_top: int, is_stopped: bool
-    ) -> list[_Position]:
+    ) -> list[tuple[str, float, list[tuple[str, float]]]]:
+        """Return text and log probability of each token, and those of the most likely ones."""
         if is_stopped and positions and self._is_special(positions[-1]["token_ids"][0]):
             positions = positions[:-1]
         places = []
         for place in positions:
+            texts = map(self._text, place["token_ids"])
             values = [max(value, _LEAST) for value in place["logprobs"]]
-            pairs = list(zip(place["token_ids"], values, strict=True))
-            ranked = sorted(pairs, key=lambda pair: -pair[1])[:num_top]
-            top = tuple((self._text(token_id), logprob) for token_id, logprob in ranked)
-            token_id, logprob = pairs[0]
-            places.append(_Position(self._text(token_id), logprob, top))
+            pairs = list(zip(texts, values, strict=True))
+            places.append((*pairs[0], sorted(pairs, key=lambda pair: -pair[1])[:num_top]))
         return places
 
     def _is_special(self, token_id: int) -> bool:
@@ -119,13 +92,11 @@ def _of_token(token: str, logprob: float) -> dict[str, Any]:
 
 
 class Written(NamedTuple):
-    """A line, and the file that it belongs to.
-
-    `usage` has the prompt tokens, those of them that were cached, and the generated tokens.
-    """
+    """A line, and the file that it belongs to."""
 
     data: bytes
     is_error: bool
+    # prompt tokens, those of them that were cached, and generated tokens
     usage: tuple[int, int, int] = (0, 0, 0)
 
 
@@ -139,24 +110,17 @@ class _Sample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerWriter:
-    """Makes the lines of one batch; the same rows always make the same lines.
+    """Makes the lines of one batch; the same rows always make the same lines."""
 
-    Args:
-        name: of the batch, from which the ids of answers follow.
-        created: seconds since 1970, in every answer.
-        logprobs: makes texts of the tokens that have log probabilities.
-    """
-
-    name: str
-    created: int
+    name: str  # of the batch, from which the ids of answers follow
+    created: int  # seconds since 1970, in every answer
     logprobs: LogprobTexts
 
     def answered(self, rows: Sequence[Mapping[str, Any]]) -> Written:
         """Return the line of a request whose rows are all there, in the order of its prompts."""
         first = rows[0]
-        bad = next((row for row in rows if row[ERROR_COLUMN] or _is_left_out(row)), None)
-        if bad is not None:
-            return self.refused(first["line"], first["custom_id"], _failure(bad))
+        if failure := next(filter(None, map(_failure, rows)), None):
+            return self.refused(first["line"], first["custom_id"], failure)
         reply = Reply(*json.loads(first["reply"]))
         prompt = sum(row["num_input_tokens"] or 0 for row in rows)
         cached = sum(row["num_cached_tokens"] for row in rows)
@@ -179,32 +143,31 @@ class AnswerWriter:
                     "prompt_tokens_details": {"cached_tokens": cached},
                 },
             }
-        response = self._response(first["line"], 200, body)
-        line = self._line(first["line"], first["custom_id"], response)
+        line = self._line(first["line"], first["custom_id"], status=200, body=body)
         return Written(line, False, (prompt, cached, generated))
 
     def refused(self, line: int, custom_id: str | None, refusal: Refusal) -> Written:
         """Return the line of a request that has no answer."""
         if refusal.status is None:
             error = {"code": refusal.code, "message": refusal.message}
-            return Written(self._line(line, custom_id, None, error), True)
-        response = self._response(line, refusal.status, error_body(refusal))
-        return Written(self._line(line, custom_id, response), True)
-
-    def _response(self, line: int, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"status_code": status, "request_id": self._id(line, 32), "body": body}
+            return Written(self._line(line, custom_id, error=error), True)
+        data = self._line(line, custom_id, status=refusal.status, body=error_body(refusal))
+        return Written(data, True)
 
     def _line(
         self,
         line: int,
         custom_id: str | None,
-        response: Mapping[str, Any] | None,
+        *,
+        status: int = 0,
+        body: Mapping[str, Any] | None = None,
         error: Mapping[str, Any] | None = None,
     ) -> bytes:
+        response = {"status_code": status, "request_id": self._id(line, 32), "body": body}
         line_object = {
             "id": f"batch_req_{self._id(line, 24)}",
             "custom_id": custom_id,
-            "response": response,
+            "response": None if body is None else response,
             "error": error,
         }
         # ASCII alone: some readers take other characters for the end of a line
@@ -219,29 +182,26 @@ class AnswerWriter:
             describe = self.logprobs.of_chat if is_chat else self.logprobs.of_completion
             is_stopped = sample.reason == "stop"
             logprobs = describe(sample.logprobs, reply.num_logprobs, is_stopped=is_stopped)
-        answer = _message(sample) if is_chat else {"text": sample.text}
-        return {"index": index, "finish_reason": sample.reason, **answer, "logprobs": logprobs}
-
-
-def _message(sample: _Sample) -> dict[str, Any]:
-    """Return the message of a choice, and why it ended where that is a call."""
-    message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
-    if sample.reasoning is not None:
-        message["reasoning"] = sample.reasoning
-    if not sample.tool_calls:
-        return {"message": message}
-    message |= {"content": sample.text or None, "tool_calls": sample.tool_calls}
-    return {"message": message, "finish_reason": "tool_calls"}
+        answer: dict[str, Any] = {"index": index, "finish_reason": sample.reason}
+        if not is_chat:
+            return {**answer, "text": sample.text, "logprobs": logprobs}
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+        if sample.reasoning is not None:
+            message["reasoning"] = sample.reasoning
+        if sample.tool_calls:
+            message |= {"content": sample.text or None, "tool_calls": sample.tool_calls}
+            answer["finish_reason"] = "tool_calls"
+        return {**answer, "message": message, "logprobs": logprobs}
 
 
 def _samples(row: Mapping[str, Any]) -> list[_Sample]:
     columns = ("generated_text", "finish_reason", "logprobs", REASONING, TOOL_CALLS)
-    values = [row.get(name) for name in columns]
-    if not isinstance(row["generated_text"], list):
-        values = [[value] for value in values]
-    else:
-        values = [[None] * len(row["generated_text"]) if v is None else v for v in values]
-    return [_Sample(*sample) for sample in zip(*values, strict=True)]
+    values: list[Any] = [row.get(name) for name in columns]
+    texts = row["generated_text"]
+    if not isinstance(texts, list):
+        return [_Sample(*values)]
+    lists = [[None] * len(texts) if value is None else value for value in values]
+    return [_Sample(*sample) for sample in zip(*lists, strict=True)]
 
 
 def _num_generated(row: Mapping[str, Any]) -> int:
@@ -250,8 +210,11 @@ def _num_generated(row: Mapping[str, Any]) -> int:
 
 
 def _embeddings(rows: Sequence[Mapping[str, Any]], reply: Reply, num_tokens: int) -> dict[str, Any]:
-    """Return the body of an answer with the vector of each prompt."""
-    encode = _as_base64 if reply.encoding == "base64" else list[float]
+    def encode(numbers: Sequence[float]) -> list[float] | str:
+        if reply.encoding == "base64":
+            return base64.b64encode(np.array(numbers, "<f4").tobytes()).decode()
+        return list(numbers)
+
     return {
         "object": "list",
         "data": [
@@ -263,23 +226,14 @@ def _embeddings(rows: Sequence[Mapping[str, Any]], reply: Reply, num_tokens: int
     }
 
 
-def _as_base64(numbers: Sequence[float]) -> str:
-    return base64.b64encode(np.array(numbers, "<f4").tobytes()).decode()
-
-
-def _is_left_out(row: Mapping[str, Any]) -> bool:
-    reasons = row["finish_reason"]
-    return "filtered" in (reasons if isinstance(reasons, list) else [reasons])
-
-
-def _failure(row: Mapping[str, Any]) -> Refusal:
-    """Return why a row of a request has no answer, as an answer of HTTP."""
-    error: str = row[ERROR_COLUMN]
+def _failure(row: Mapping[str, Any]) -> Refusal | None:
+    """Return why a row of a request has no answer, as an answer of HTTP; None where it has one."""
+    error, reasons = row[ERROR_COLUMN], row["finish_reason"]
+    if not error and "filtered" in (reasons if isinstance(reasons, list) else [reasons]):
+        message = "the prompt leaves no room in the context, and the job leaves out such rows"
+        return Refusal(message, code=_CODES["too_long"])
     if not error:
-        return Refusal(
-            "the prompt leaves no room in the context, and the job leaves out such rows",
-            code=_CODES["too_long"],
-        )
+        return None
     status = row_status(None, error)
     where = f"line {row['line']}: {error}"
     if status in _CODES:

@@ -2,162 +2,119 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from raybatch.errors import ConfigError
-from raybatch.openai_batch.body_values import (
-    IGNORED,
-    bad,
-    check_keys,
-    flag,
-    is_id,
-    prompts_of,
-    read_tools,
-    whole,
-    with_parsed_calls,
-)
+from raybatch.errors import ConfigError, did_you_mean
 from raybatch.openai_batch.requests import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
     Form,
+    Kind,
     ParsedRequest,
     Refusal,
     Reply,
     endpoints_of,
+    is_encodable,
 )
 from raybatch.records.pooling import pooling_of
 from raybatch.records.types import Sampling, Task
 
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
+MAX_PROMPTS = 2048
 # what most clients leave to the server
 COMPLETION_TOKENS = 16
 
-_PASSED = (
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    # of vLLM and other servers
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "structured_outputs",
+# they change no answer
+_LABELS = ("metadata", "safety_identifier", "service_tier", "store", "user")
+_CACHE_KEYS = ("prompt_cache_key", "prompt_cache_retention")
+_IGNORED = (*_LABELS, *_CACHE_KEYS, "parallel_tool_calls", "stream_options")
+# key to the values that ask for nothing
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+}
+# of OpenAI, of vLLM and of other servers; what is left out has rules of its own
+_PASSED = tuple(
+    option.name for option in fields(Sampling) if option.name not in ("max_tokens", "n", "logprobs")
 )
 # of embeddings; all but the first are of vLLM
 _POOLING = ("dimensions", "normalize", "use_activation")
-_COMMON = (*_PASSED, *IGNORED, "model", "max_tokens", "n", "logprobs", "stream", "logit_bias")
-_CHAT_KEYS = (
-    *_COMMON,
-    "chat_template_kwargs",
-    "max_completion_tokens",
-    "messages",
-    "modalities",
-    "reasoning_effort",
-    "response_format",
-    "tool_choice",
-    "tools",
-    "top_logprobs",
-)
-_EMBEDDING_KEYS = (*IGNORED, "model", "input", "encoding_format", *_POOLING)
+_COMMON = (*_PASSED, *_IGNORED, "model", "max_tokens", "n", "logprobs", "stream", "logit_bias")
+_CHAT_INPUTS = ("messages", "chat_template_kwargs", "modalities", "tools", "tool_choice")
+_CHAT_OPTIONS = ("max_completion_tokens", "reasoning_effort", "response_format", "top_logprobs")
+_CHAT_KEYS = (*_COMMON, *_CHAT_INPUTS, *_CHAT_OPTIONS)
+_EMBEDDING_KEYS = (*_IGNORED, "model", "input", "encoding_format", *_POOLING)
 _COMPLETION_KEYS = (*_COMMON, "best_of", "echo", "prompt", "suffix")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyRules:
-    """What requests may ask of the job that answers them.
+    """What requests may ask of the job that answers them."""
 
-    Args:
-        names: of the model, as bodies may write them.
-        endpoint: the only one that requests may name; None takes all.
-        reads_tools: the chat template has a place for tools.
-        chat: options of a chat request that says nothing.
-        completions: of a completion request that says nothing.
-    """
-
-    names: tuple[str, ...]
-    endpoint: str | None = None
-    reads_tools: bool = False
+    names: tuple[str, ...]  # of the model, as bodies may write them
+    endpoint: str | None = None  # the only one that requests may name
+    reads_tools: bool = False  # the chat template has a place for them
     reads_reasoning_effort: bool = False
-    chat: Sampling = field(default_factory=Sampling)
+    chat: Sampling = field(default_factory=Sampling)  # of a request that says nothing
     completions: Sampling = field(default_factory=Sampling)
     task: Task = "generate"
 
 
 def read_request(request: Mapping[str, Any], rules: BodyRules) -> ParsedRequest:
-    """Return what the object of a line asks, whose `custom_id` is fine.
-
-    Raises:
-        Refusal: it cannot be answered.
-    """
+    """Return what the object of a line asks, whose `custom_id` is fine; raise Refusal."""
     unknown = [key for key in request if key not in ("custom_id", "method", "url", "body")]
     if unknown:
-        raise bad(unknown[0], f"unknown key {unknown[0]!r} of the request", "unknown_parameter")
+        raise _bad(unknown[0], f"unknown key {unknown[0]!r} of the request", "unknown_parameter")
     if request.get("method") != "POST":
-        raise bad("method", f"method must be 'POST', got {request.get('method')!r}")
-    read = _reader(request.get("url"), rules)
-    body = request.get("body")
-    if not isinstance(body, dict):
-        raise bad("body", f"body must be an object, got {type(body).__name__}")
-    values = {key: value for key, value in body.items() if value is not None}
-    _check_model(values.get("model"), rules)
-    return read(values, rules)
-
-
-def _reader(url: object, rules: BodyRules) -> Callable[[dict[str, Any], BodyRules], ParsedRequest]:
-    known = endpoints_of(rules.task)
+        raise _bad("method", f"method must be 'POST', got {request.get('method')!r}")
+    url, body, known = request.get("url"), request.get("body"), endpoints_of(rules.task)
     if url == EMBEDDINGS and url not in known:
-        raise bad("url", f"{url}: the job makes no embeddings (--set stage.task=embed)", "bad_url")
+        raise _bad("url", f"{url}: the job makes no embeddings (--set stage.task=embed)", "bad_url")
     if not isinstance(url, str) or url not in known:
-        raise bad("url", f"url must be one of {', '.join(known)}, got {url!r}", "invalid_url")
+        raise _bad("url", f"url must be one of {', '.join(known)}, got {url!r}", "invalid_url")
     if rules.endpoint not in (None, url):
-        raise bad("url", f"the batch is for {rules.endpoint}, the line asks {url}", "bad_url")
-    return _READERS[url]
-
-
-def _check_model(name: object, rules: BodyRules) -> None:
-    if name not in rules.names:
+        raise _bad("url", f"the batch is for {rules.endpoint}, the line asks {url}", "bad_url")
+    if not isinstance(body, dict):
+        raise _bad("body", f"body must be an object, got {type(body).__name__}")
+    values = {key: value for key, value in body.items() if value is not None}
+    if values.get("model") not in rules.names:
         raise Refusal(
-            f"model must name the model of the job ({', '.join(rules.names)}), got {name!r}; "
-            "--model-name gives it further names",
+            f"model must name the model of the job ({', '.join(rules.names)}), got "
+            f"{values.get('model')!r}; --model-name gives it further names",
             code="model_not_found",
             param="model",
             status=404,
         )
+    return _READERS[url](values, rules)
 
 
 def _read_chat(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
-    check_keys(body, _CHAT_KEYS)
+    _check_keys(body, _CHAT_KEYS)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise bad("messages", "messages must be a list of at least one message")
+        raise _bad("messages", "messages must be a list of at least one message")
     template = body.get("chat_template_kwargs", {})
     if not isinstance(template, dict):
-        raise bad(
-            "chat_template_kwargs", f"chat_template_kwargs must be an object, got {template!r}"
-        )
-    template = {**template, **read_tools(body, is_read=rules.reads_tools)}
+        message = f"chat_template_kwargs must be an object, got {template!r}"
+        raise _bad("chat_template_kwargs", message)
+    template = {**template, **_read_tools(body, is_read=rules.reads_tools)}
     if (effort := body.get("reasoning_effort")) is not None and rules.reads_reasoning_effort:
         template["reasoning_effort"] = effort
-    sampling = _sampling(
-        body, rules.chat, body.get("max_completion_tokens", body.get("max_tokens"))
-    )
-    has_logprobs = flag(body, "logprobs")
-    num_logprobs = whole(body, "top_logprobs", 0, MAX_LOGPROBS, default=0)
+    longest = body.get("max_completion_tokens", body.get("max_tokens"))
+    sampling = _sampling(body, rules.chat, longest)
+    has_logprobs = _flag(body, "logprobs")
+    num_logprobs = _whole(body, "top_logprobs", 0, MAX_LOGPROBS, default=0)
     if num_logprobs and not has_logprobs:
-        raise bad("top_logprobs", "top_logprobs needs logprobs=true")
+        raise _bad("top_logprobs", "top_logprobs needs logprobs=true")
     return ParsedRequest(
         form=Form("messages", _num_samples(body), has_logprobs),
-        prompts=[json.dumps([with_parsed_calls(message) for message in messages])],
+        prompts=[json.dumps([_with_parsed_calls(message) for message in messages])],
         sampling=sampling,
         template_options=template,
         reply=Reply(CHAT, body["model"], num_logprobs if has_logprobs else None),
@@ -165,39 +122,36 @@ def _read_chat(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
 
 
 def _read_completion(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
-    check_keys(body, _COMPLETION_KEYS)
+    _check_keys(body, _COMPLETION_KEYS)
     num_samples = _num_samples(body)
     if body.get("best_of", num_samples) not in (1, num_samples):
-        raise bad("best_of", "best_of must be n; samples are not ranked", "unsupported_parameter")
-    num_logprobs: int | None = None
-    if "logprobs" in body:
-        num_logprobs = whole(body, "logprobs", 0, MAX_LOGPROBS, default=0)
-    kind, prompts = prompts_of(body, "prompt")
+        raise _bad("best_of", "best_of must be n; samples are not ranked", "unsupported_parameter")
+    has_logprobs = "logprobs" in body
+    num_logprobs = _whole(body, "logprobs", 0, MAX_LOGPROBS, default=0) if has_logprobs else None
+    kind, prompts = _prompts_of(body, "prompt")
     return ParsedRequest(
-        form=Form(kind, num_samples, num_logprobs is not None),
+        form=Form(kind, num_samples, has_logprobs),
         prompts=prompts,
         sampling=_sampling(body, rules.completions, body.get("max_tokens")),
-        template_options={},
         reply=Reply(COMPLETIONS, body["model"], num_logprobs),
     )
 
 
 def _read_embedding(body: dict[str, Any], rules: BodyRules) -> ParsedRequest:
-    check_keys(body, _EMBEDDING_KEYS)
+    _check_keys(body, _EMBEDDING_KEYS)
     encoding = body.get("encoding_format", "float")
     if encoding not in ("float", "base64"):
-        raise bad("encoding_format", f"encoding_format must be float or base64, got {encoding!r}")
+        raise _bad("encoding_format", f"encoding_format must be float or base64, got {encoding!r}")
     try:
         pooling = pooling_of({name: body[name] for name in _POOLING if name in body}).given()
     except ConfigError as error:
         message = str(error).removeprefix("pooling.")
         raise Refusal(message, code="invalid_value", param=message.split(" ")[0]) from None
-    kind, prompts = prompts_of(body, "input")
+    kind, prompts = _prompts_of(body, "input")
     return ParsedRequest(
         form=Form(kind, 1, False),
         prompts=prompts,
         sampling=pooling,
-        template_options={},
         reply=Reply(EMBEDDINGS, body["model"], encoding=encoding),
     )
 
@@ -217,8 +171,8 @@ def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> d
     if isinstance(options.get("stop"), str):
         options["stop"] = [options["stop"]]
     ids = options.get("stop_token_ids", [])
-    if not isinstance(ids, list) or not all(map(is_id, ids)):
-        raise bad("stop_token_ids", f"stop_token_ids must be a list of token ids, got {ids!r}")
+    if not isinstance(ids, list) or not all(map(_is_id, ids)):
+        raise _bad("stop_token_ids", f"stop_token_ids must be a list of token ids, got {ids!r}")
     # all tokens, as vLLM writes it
     if options.get("top_k") in (0, -1):
         del options["top_k"]
@@ -227,7 +181,7 @@ def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> d
     for name in ("max_tokens", "min_tokens", "top_k", "seed"):
         limit = 1 << (63 if name == "seed" else 31)
         if isinstance(options.get(name), int) and abs(options[name]) >= limit:
-            raise bad(name, f"{name} is out of range: {options[name]}")
+            raise _bad(name, f"{name} is out of range: {options[name]}")
     try:
         replace(defaults, **options)
         return json.loads(json.dumps(options, allow_nan=False))  # type: ignore[no-any-return]
@@ -246,12 +200,105 @@ def _format(wanted: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON
         return {"json_object": True}
     about = wanted.get("json_schema") if kind == "json_schema" else None
     if not isinstance(about, dict) or not isinstance(about.get("schema"), dict):
-        raise bad(
-            "response_format",
-            "response_format must have the type text, json_object, or json_schema with its schema",
-        )
+        allowed = "text, json_object, or json_schema with its schema"
+        raise _bad("response_format", f"response_format must have the type {allowed}")
     return {"json": about["schema"]}
 
 
 def _num_samples(body: Mapping[str, Any]) -> int:
-    return whole(body, "n", 1, MAX_SAMPLES, default=1)
+    return _whole(body, "n", 1, MAX_SAMPLES, default=1)
+
+
+def _prompts_of(body: Mapping[str, Any], key: str) -> tuple[Kind, list[Any]]:
+    """Return the kind of the prompts below a key, and each prompt that it holds."""
+    prompt = body.get(key)
+    wanted = f"{key} must be a text, a list of texts, token ids or a list of lists of token ids"
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    if not prompts:
+        raise _bad(key, f"{wanted}, got an empty list")
+    if len(prompts) > MAX_PROMPTS and not isinstance(prompts[0], int):
+        raise _bad(key, f"{key} holds {len(prompts)} prompts, {MAX_PROMPTS} are allowed")
+    if all(isinstance(item, str) for item in prompts):
+        if not all(map(is_encodable, prompts)):
+            raise _bad(key, f"{key} holds half of a surrogate pair")
+        return "prompt", prompts
+    ids = [prompts] if isinstance(prompt, list) and isinstance(prompt[0], int) else prompts
+    if all(isinstance(item, list) and item and all(map(_is_id, item)) for item in ids):
+        return "tokens", ids
+    raise _bad(key, wanted)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _check_keys(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise Refusal for a key that is unknown, or has a value that cannot be had."""
+    for key, value in body.items():
+        if key not in known:
+            hint = did_you_mean(key, known)
+            raise _bad(key, f"unknown key {key!r} of the body{hint}", "unknown_parameter")
+        if key in _ONLY and value not in _ONLY[key]:
+            raise _bad(key, f"{key}={value!r} is not supported", "unsupported_parameter")
+
+
+def _flag(body: Mapping[str, Any], key: str) -> bool:
+    value = body.get(key, False)
+    if not isinstance(value, bool):
+        raise _bad(key, f"{key} must be true or false, got {value!r}")
+    return value
+
+
+def _whole(body: Mapping[str, Any], key: str, least: int, most: int, *, default: int) -> int:
+    value = body.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise _bad(key, f"{key} must be a whole number from {least} to {most}, got {value!r}")
+    return value
+
+
+def _bad(param: str, message: str, code: str = "invalid_value") -> Refusal:
+    return Refusal(message, code=code, param=param)
+
+
+def _read_tools(body: Mapping[str, Any], *, is_read: bool) -> dict[str, Any]:
+    """Return the options of the chat template that tell it the tools."""
+    tools, choice = body.get("tools", []), body.get("tool_choice", "auto")
+    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+        raise _bad("tools", "tools must be a list of functions with a name")
+    if choice not in ("auto", "none"):
+        message = (
+            f"tool_choice must be 'auto' or 'none', got {choice!r}; the backend of this job cannot "
+            "hold an answer to a call"
+        )
+        raise _bad("tool_choice", message, "unsupported_parameter")
+    if not tools or choice == "none":
+        return {}
+    if not is_read:
+        message = "the chat template of this model has no place for tools"
+        raise _bad("tools", message, "unsupported_parameter")
+    return {"tools": tools}
+
+
+def _with_parsed_calls(message: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return a message with the arguments of its calls as objects, as templates expect them."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
+
+
+def _with_parsed_arguments(call: Any) -> Any:  # noqa: ANN401
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _is_tool(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return has_name and isinstance(tool, dict) and tool.get("type") == "function"

@@ -1,9 +1,9 @@
 """Brings answers of batch files back to the rows of the dataset, with the columns of a stage."""
 
+import itertools
 import json
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import IO, Any, NamedTuple
 
 import fsspec
@@ -16,16 +16,14 @@ from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import scan_source
-from raybatch.openai_batch.files import parquet_writer
-from raybatch.planning.repeated_ids import id_hashes
-from raybatch.records.types import Vector
-from raybatch.rows.prepare import column_row_ids
-from raybatch.rows.prompt_inputs import column_of
+from raybatch.openai_batch.files import parquet_writer, rows_with_ids
+from raybatch.openai_batch.requests import hashes_of
+from raybatch.records.types import Task, Vector
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
 
 _LINES_AT_ONCE = 1024
-_ROW_ID = "__rb_custom_id__"
 _ROWS_PER_FILE = 1 << 17
+_REASONS = {"length": "length", "content_filter": "filtered"}
 
 
 class Answer(NamedTuple):
@@ -42,14 +40,7 @@ _NOT_THERE = Answer((), (), {}, "BatchError: no line of the batch is about this 
 
 
 class AnswerIndex:
-    """Finds answers by custom_id; a context that holds the files open.
-
-    Args:
-        paths: files of answers and of errors, not compressed.
-
-    Raises:
-        ConfigError: a file cannot be read, or holds a line that is no answer.
-    """
+    """Finds answers by custom_id in files that are not compressed; a context holds them open."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -73,9 +64,9 @@ class AnswerIndex:
         """Return the answer of each request, None for those that no line is about."""
         if not custom_ids:
             return []
-        hashes = id_hashes(pa.chunked_array([pa.array(custom_ids, pa.string())]))
-        first = np.searchsorted(self._rows[:, 0], hashes[:, 0], side="left")
-        stop = np.searchsorted(self._rows[:, 0], hashes[:, 0], side="right")
+        hashes = hashes_of(custom_ids)[:, 0]
+        first = np.searchsorted(self._rows[:, 0], hashes, side="left")
+        stop = np.searchsorted(self._rows[:, 0], hashes, side="right")
         return [
             self._answer(custom_id, self._rows[begin:end])
             for custom_id, begin, end in zip(custom_ids, first, stop, strict=True)
@@ -94,11 +85,10 @@ class AnswerIndex:
         rows = [np.empty((0, 4), np.uint64)]
         with error_context(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
             lines = self._lines(file, safe_text(path))
-            while some := list(islice(lines, _LINES_AT_ONCE)):
+            while some := list(itertools.islice(lines, _LINES_AT_ONCE)):
                 ids, offsets = zip(*some, strict=True)
-                hashes = id_hashes(pa.chunked_array([pa.array(ids, pa.string())]))
                 places = np.array([[number, offset] for offset in offsets], np.uint64)
-                rows.append(np.concatenate([hashes, places], axis=1))
+                rows.append(np.concatenate([hashes_of(ids), places], axis=1))
         return np.concatenate(rows)
 
     def _lines(self, file: IO[bytes], name: str) -> Iterator[tuple[str, int]]:
@@ -141,7 +131,7 @@ def read_answer(line: Mapping[str, Any]) -> Answer:
     choices = sorted(body["choices"], key=lambda choice: choice["index"])
     return Answer(
         texts=[_text(choice) for choice in choices],
-        reasons=[_reason(choice.get("finish_reason")) for choice in choices],
+        reasons=[_REASONS.get(str(choice.get("finish_reason")), "stop") for choice in choices],
         usage=body.get("usage") or {},
     )
 
@@ -167,10 +157,6 @@ def _text(choice: Mapping[str, Any]) -> str:
     return str(message.get("content") or "")
 
 
-def _reason(reason: object) -> str:
-    return {"length": "length", "content_filter": "filtered"}.get(str(reason), "stop")
-
-
 class Collected(NamedTuple):
     """What was written; rows that no line is about have failed."""
 
@@ -185,37 +171,37 @@ def collect_answers(
 ) -> Collected:
     """Write every row of a dataset once, with its answer or its error, to a folder that is empty.
 
-    Memory: a few thousand rows, and 32 bytes for every line of the files of answers and errors.
-
-    Raises:
-        ConfigError: a file cannot be read or written, or the folder is not empty.
+    Memory is a few thousand rows, and 32 bytes for every line of the files of answers and errors.
+    Raises ConfigError where a file cannot be read or written, or holds a line that is no answer.
     """
-    _check_empty(sink)
+    with error_context(f"{sink} cannot be used"):
+        fs, root = fsspec.core.url_to_fs(sink)
+        if fs.exists(root) and fs.find(root):
+            raise ConfigError(f"{sink} holds files; choose another folder")
     index = AnswerIndex(paths)
     if index.has_texts and index.has_vectors:
         raise ConfigError(
             f"{', '.join(paths)}: some answers are texts and some embeddings, which are columns of "
             "different outputs; give the files of one batch"
         )
-    output = OutputSchema(
-        num_samples=index.num_samples, task="embed" if index.has_vectors else "generate"
-    )
+    task: Task = "embed" if index.has_vectors else "generate"
+    output = OutputSchema(num_samples=index.num_samples, task=task)
     rows = answered = num_matched = 0
     with index:
-        tables = _answered(index, output, source, id_column)
-        waiting = next(tables, None)
-        number = 0
-        while waiting is not None:
+        parts = _answered(index, output, source, id_column)
+        waiting = next(parts, None)
+        for number in itertools.count():
+            if waiting is None:
+                break
             path = posixpath.join(sink, f"part-{number:06d}.parquet")
-            written, number = 0, number + 1
+            end = rows + _ROWS_PER_FILE
             with parquet_writer(path, waiting.table.schema) as writer:
-                while waiting is not None and written < _ROWS_PER_FILE:
+                while waiting is not None and rows < end:
                     writer.write_table(waiting.table)
-                    written += waiting.table.num_rows
+                    rows += waiting.table.num_rows
                     answered += waiting.num_answered
                     num_matched += waiting.num_found
-                    waiting = next(tables, None)
-            rows += written
+                    waiting = next(parts, None)
     return Collected(rows, answered, rows - answered, index.num_lines - num_matched)
 
 
@@ -230,17 +216,13 @@ def _answered(
 ) -> Iterator[_Part]:
     files = scan_source(source)
     output.check_collisions(files.schema, id_column=id_column)
-    row_id_column = _ROW_ID if id_column is None else None
-    for table in files.read(range(len(files.slices)), row_id_column=row_id_column):
-        ids, _ = column_row_ids(column_of(table, row_id_column or id_column or ""))
-        names = [name or "" for name in ids]
-        matches = index.find(names)
+    for table, ids, _ in rows_with_ids(files, id_column):
+        matches = index.find(ids)
         answers = [answer or _NOT_THERE for answer in matches]
-        user = table if row_id_column is None else table.drop_columns([row_id_column])
-        columns = _columns(names, answers, output)
         num_answered = sum(not answer.error for answer in answers)
         num_found = sum(answer is not None for answer in matches)
-        yield _Part(output.attach(user, columns), num_answered, num_found)
+        whole = output.attach(table, _columns(ids, answers, output))
+        yield _Part(whole, num_answered, num_found)
 
 
 def _columns(ids: Sequence[str], answers: Sequence[Answer], output: OutputSchema) -> dict[str, Any]:
@@ -276,10 +258,3 @@ def _columns(ids: Sequence[str], answers: Sequence[Answer], output: OutputSchema
         "attempts": [int(answer is not _NOT_THERE) for answer in answers],
         ERROR_COLUMN: [describe_error(*a.error.split(": ", 1)) if a.error else "" for a in answers],
     }
-
-
-def _check_empty(sink: str) -> None:
-    with error_context(f"{sink} cannot be used"):
-        fs, root = fsspec.core.url_to_fs(sink)
-        if fs.exists(root) and fs.find(root):
-            raise ConfigError(f"{sink} holds files; choose another folder")

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
@@ -13,12 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.durable.storage import store_of
-from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.bodies import BodyRules, read_request
 from raybatch.openai_batch.files import parquet_writer
-from raybatch.openai_batch.reading import InputId, Line, SeenIds, input_id, parse_line, read_lines
-from raybatch.openai_batch.requests import Form, ParsedRequest, Refusal
+from raybatch.openai_batch.requests import (
+    Form,
+    InputId,
+    Line,
+    ParsedRequest,
+    Refusal,
+    SeenIds,
+    input_id,
+    parse_line,
+    read_lines,
+)
 
 RECORD = "batch.json"
 ROWS_FILE = "part-000000.parquet"
@@ -52,22 +61,15 @@ class FormRows(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """A batch file that has been converted.
-
-    Args:
-        rules: digest of the rules by which it was read.
-        folder: name of the folder with the rows, below that of the batch.
-        created: seconds since 1970.
-        forms: of the lines that are not refused, at least one row each.
-    """
+    """A batch file that has been converted."""
 
     input: InputId
-    rules: str
-    folder: str
-    created: int
+    rules: str  # digest of the rules by which it was read
+    folder: str  # with the rows, below that of the batch
+    created: int  # seconds since 1970
     num_lines: int
     num_refused: int
-    forms: tuple[FormRows, ...]
+    forms: tuple[FormRows, ...]  # of the lines that are not refused, at least one row each
 
     def to_json(self) -> bytes:
         """Return it as the bytes of a record."""
@@ -75,21 +77,15 @@ class Conversion(NamedTuple):
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str) -> Self:
-        """Return what `to_json` has written.
-
-        Raises:
-            ConfigError: it is nothing of that kind, or of another version.
-        """
+        """Return what `to_json` has written; raise ConfigError for anything else."""
         try:
             values = json.loads(data)
-            if values.pop("layout") != _LAYOUT:
-                raise ConfigError(f"{where} is of another version of raybatch; choose other files")
-            forms = tuple(FormRows(Form(*form), *rest) for form, *rest in values.pop("forms"))
-            return cls(**{**values, "input": InputId(*values["input"]), "forms": forms})
+            if values.pop("layout") == _LAYOUT:
+                forms = tuple(FormRows(Form(*form), *rest) for form, *rest in values.pop("forms"))
+                return cls(**{**values, "input": InputId(*values["input"]), "forms": forms})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(f"{where} is no record of a batch; choose other files") from error
+        raise ConfigError(f"{where} is of another version of raybatch; choose other files")
 
     @property
     def refused_file(self) -> str:
@@ -112,14 +108,22 @@ def read_conversion(folder: str) -> Conversion | None:
 def convert(source: str, folder: str, *, rules: BodyRules, digest: str) -> Conversion:
     """Write the requests of a batch file as rows, unless that has been done.
 
-    Memory: some hundred lines, and 24 bytes for each line before.
-
-    Raises:
-        ConfigError: the file cannot be read, or the folder is that of another batch.
+    Memory is some hundred lines, and 24 bytes for each line before. Raises ConfigError for a file
+    that cannot be read, or the folder of another batch.
     """
     source_id, conversion = input_id(source), read_conversion(folder)
     if conversion is None:
-        conversion = _convert(source, store_of(folder), folder, rules, (source_id, digest))
+        name = f"requests-{uuid.uuid4().hex[:12]}"
+        with ExitStack() as stack:
+            rows = _Rows(stack, posixpath.join(folder, name))
+            for line, custom_id, request in _requests(source, rules):
+                rows.add(line, custom_id, request)
+            about = rows.flush()
+        conversion = Conversion(source_id, digest, name, int(time.time()), *about)
+        store = store_of(folder)
+        if not store.create(RECORD, conversion.to_json()):
+            # another run was there first, and its rows are those that count
+            conversion = Conversion.from_json(store.read(RECORD), where=RECORD)
     if conversion.input != source_id:
         raise ConfigError(
             f"{folder} belongs to another batch file than {source}, or the file has changed; "
@@ -133,28 +137,9 @@ def convert(source: str, folder: str, *, rules: BodyRules, digest: str) -> Conve
     return conversion
 
 
-def _convert(
-    source: str, store: Store, folder: str, rules: BodyRules, about: tuple[InputId, str]
-) -> Conversion:
-    name = f"requests-{uuid.uuid4().hex[:12]}"
-    with ExitStack() as stack:
-        rows = _Rows(stack, posixpath.join(folder, name))
-        for line, custom_id, request in _requests(source, rules):
-            rows.add(line, custom_id, request)
-        rows.flush()
-    made = Conversion(
-        *about, name, int(time.time()), rows.num_lines, rows.num_refused, rows.forms()
-    )
-    if store.create(RECORD, made.to_json()):
-        return made
-    # another run was there first, and its rows are those that count
-    return Conversion.from_json(store.read(RECORD), where=RECORD)
-
-
 def _requests(
     source: str, rules: BodyRules
 ) -> Iterator[tuple[int, str | None, ParsedRequest | Refusal]]:
-    """Yield number, custom_id and request of each line, in order."""
     seen, waiting = SeenIds(), read_lines(source)
     while lines := list(islice(waiting, _LINES_AT_ONCE)):
         parsed = [_parsed(line) for line in lines]
@@ -165,8 +150,8 @@ def _requests(
             if isinstance(request, Refusal):
                 yield line.number, None, request
             else:
-                parsed_request = _checked_request(request, rules, line.number, earlier[i])
-                yield line.number, request["custom_id"], parsed_request
+                checked = _checked(request, rules, line.number, earlier[i])
+                yield line.number, request["custom_id"], checked
 
 
 def _parsed(line: Line) -> Any:  # noqa: ANN401 - an object of JSON, or a Refusal
@@ -176,7 +161,7 @@ def _parsed(line: Line) -> Any:  # noqa: ANN401 - an object of JSON, or a Refusa
         return refusal
 
 
-def _checked_request(
+def _checked(
     request: Mapping[str, Any], rules: BodyRules, line: int, earlier: int | None
 ) -> ParsedRequest | Refusal:
     if earlier is not None:
@@ -189,8 +174,7 @@ def _checked_request(
     try:
         return read_request(request, rules)
     except Refusal as refusal:
-        record = refusal.record()
-        return Refusal(**{**record, "message": f"line {line}: {refusal.message}"})
+        return Refusal(**{**refusal.record(), "message": f"line {line}: {refusal.message}"})
 
 
 class _Rows:
@@ -201,7 +185,7 @@ class _Rows:
         self._folder = folder
         self._files: dict[Form, _RowFile] = {}
         self._refused = self._open("refused.parquet", _REFUSED)
-        self.num_lines = self.num_refused = 0
+        self.num_lines = 0
 
     def _open(self, name: str, schema: pa.Schema) -> "_RowFile":
         path = posixpath.join(self._folder, name)
@@ -210,11 +194,9 @@ class _Rows:
     def add(self, line: int, custom_id: str | None, request: ParsedRequest | Refusal) -> None:
         self.num_lines += 1
         if isinstance(request, Refusal):
-            self.num_refused += 1
             record = json.dumps(request.record())
-            self._refused.add(
-                {"line": line, "custom_id": custom_id, "refusal": record}, len(record)
-            )
+            row = {"line": line, "custom_id": custom_id, "refusal": record}
+            self._refused.add(row, len(record))
             return
         form = request.form
         if form not in self._files:
@@ -238,36 +220,36 @@ class _Rows:
                 row["template_options"] = json.dumps(request.template_options)
             file.add(row, len(prompt) * (4 if form.kind == "tokens" else 1))
 
-    def flush(self) -> None:
+    def flush(self) -> tuple[int, int, tuple[FormRows, ...]]:
+        """Write what is left; return the numbers of lines and of refused ones, and the forms."""
         for file in (self._refused, *self._files.values()):
             file.flush()
-
-    def forms(self) -> tuple[FormRows, ...]:
-        return tuple(
+        forms = tuple(
             FormRows(form, file.num_rows, file.num_logprobs)
             for form, file in sorted(self._files.items())
         )
+        return self.num_lines, self._refused.num_rows, forms
 
 
+@dataclass(slots=True, eq=False)
 class _RowFile:
     """Rows on their way to one Parquet file, a row group at a time."""
 
-    def __init__(self, writer: pq.ParquetWriter, schema: pa.Schema) -> None:
-        self._writer = writer
-        self._schema = schema
-        self._rows: list[dict[str, Any]] = []
-        self._num_bytes = 0
-        self.num_rows = 0
-        self.num_logprobs = 0
+    writer: pq.ParquetWriter
+    schema: pa.Schema
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    num_bytes: int = 0
+    num_rows: int = 0
+    num_logprobs: int = 0
 
     def add(self, row: dict[str, Any], num_bytes: int) -> None:
-        self._rows.append(row)
-        self._num_bytes += num_bytes
+        self.rows.append(row)
+        self.num_bytes += num_bytes
         self.num_rows += 1
-        if len(self._rows) >= _GROUP_ROWS or self._num_bytes >= _GROUP_BYTES:
+        if len(self.rows) >= _GROUP_ROWS or self.num_bytes >= _GROUP_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self._schema))
-        self._rows, self._num_bytes = [], 0
+        if self.rows:
+            self.writer.write_table(pa.Table.from_pylist(self.rows, schema=self.schema))
+        self.rows, self.num_bytes = [], 0

@@ -11,28 +11,18 @@ import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean, error_text
 from raybatch.inputs.source import scan_source
-from raybatch.openai_batch.files import published
+from raybatch.openai_batch.files import published, rows_with_ids
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
 from raybatch.planning.source_checks import check_unique_ids
 from raybatch.rows.batches import python_values
-from raybatch.rows.prepare import column_row_ids
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import InvalidPrompt, PromptError, check_messages
 
 # what OpenAI takes in one file
 MAX_REQUESTS, MAX_BYTES = 50_000, 200_000_000
-_ROW_ID = "__rb_custom_id__"
-_SAMPLING = (
-    "temperature",
-    "max_tokens",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "n",
-)
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+_SAMPLING = ("temperature", "max_tokens", "top_p", *_PENALTIES, "seed", "stop", "n")
 # by name: the URL, and the options of its requests
 _ENDPOINTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chat": (CHAT, _SAMPLING),
@@ -43,31 +33,17 @@ _ENDPOINTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """Which rows become which requests.
+    """Which rows become which requests; raises ConfigError for options that do not fit together."""
 
-    Args:
-        source: Parquet, JSONL or Arrow IPC: a file, a folder or a glob.
-        output: the first batch file; further ones have a number before the ending.
-        prompt: template of the user's message, of the prompt of a completion, or of the input of
-            an embedding.
-        messages: a column of messages, in place of `prompt`.
-        system: message before those of each row that has none.
-        id_column: names the requests; without it they are named by file and position.
-        sampling: options of every request, as OpenAI calls them.
-
-    Raises:
-        ConfigError: options that do not fit together.
-    """
-
-    source: str
-    output: str
+    source: str  # Parquet, JSONL or Arrow IPC: a file, a folder or a glob
+    output: str  # the first batch file; further ones have a number before the ending
     model: str
-    prompt: str | None = None
-    messages: str | None = None
-    system: str | None = None
+    prompt: str | None = None  # template of the user's message, or of the text of other endpoints
+    messages: str | None = None  # a column of them, in place of `prompt`
+    system: str | None = None  # message before those of each row that has none
     endpoint: str = "chat"
-    id_column: str | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    id_column: str | None = None  # names the requests, in place of file and position
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # of every request
     max_requests: int = MAX_REQUESTS
     max_bytes: int = MAX_BYTES
 
@@ -99,13 +75,10 @@ class Exported(NamedTuple):
 def export_rows(export: Export) -> Exported:
     """Write the requests of a dataset, in its order, to as many files as they need.
 
-    Memory: a small table of rows.
-
-    Raises:
-        ConfigError: the source cannot be read, a column is missing, or ids are repeated.
+    Memory is a small table of rows. Raises ConfigError for a source that cannot be read, a column
+    that is missing, or ids that are repeated.
     """
-    num_requests = num_left_out = 0
-    first_error = ""
+    num_requests, num_left_out, first_error = 0, 0, ""
     with ExitStack() as stack:
         files = _Files(export, stack)
         for custom_id, prompt in _prompts_with_ids(export):
@@ -126,12 +99,9 @@ def _prompts_with_ids(export: Export) -> Iterator[tuple[str, dict[str, Any] | st
     source = scan_source(export.source)
     if export.id_column is not None:
         check_unique_ids(source, export.id_column)
-    row_id_column = _ROW_ID if export.id_column is None else None
-    for table in source.read(range(len(source.slices)), row_id_column=row_id_column):
-        column = column_of(table, row_id_column or export.id_column or "")
-        ids, errors = column_row_ids(column)
+    for table, ids, errors in rows_with_ids(source, export.id_column):
         for custom_id, error, prompt in zip(ids, errors, _prompts(export, table), strict=True):
-            yield custom_id or "", error or prompt
+            yield custom_id, error or prompt
 
 
 def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:
@@ -147,12 +117,10 @@ def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:
     for text, problem in zip(texts, problems, strict=True):
         if text is None:
             yield problem
-        elif export.endpoint == "completions":
-            yield {"prompt": text}
-        elif export.endpoint == "embeddings":
-            yield {"input": text}
-        else:
+        elif export.endpoint == "chat":
             yield {"messages": _messages([{"role": "user", "content": text}], export.system)}
+        else:
+            yield {"prompt" if export.endpoint == "completions" else "input": text}
 
 
 def _messages(value: Any, system: str | None) -> list[dict[str, Any]]:  # noqa: ANN401 - of a row
@@ -190,8 +158,7 @@ class _Files:
         self._num_bytes += len(line)
 
     def _open(self) -> IO[bytes]:
-        number, path = len(self.names) + 1, self._export.output
-        root, ending = posixpath.splitext(path)
-        name = path if number == 1 else f"{root}.{number}{ending}"
-        self.names.append(name)
-        return self._stack.enter_context(published(name))
+        root, ending = posixpath.splitext(self._export.output)
+        number = f".{len(self.names) + 1}" if self.names else ""
+        self.names.append(f"{root}{number}{ending}")
+        return self._stack.enter_context(published(self.names[-1]))

@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
@@ -12,16 +12,19 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from raybatch.durable.storage import error_context
+from raybatch.inputs.source import Source
+from raybatch.rows.prepare import column_row_ids
+from raybatch.rows.prompt_inputs import column_of
 
 _ROWS_AT_ONCE = 256
+_ROW_ID = "__rb_custom_id__"
 
 
 @contextmanager
 def published(path: str) -> Iterator[IO[bytes]]:
     """Hand out a file that has its name, whole, when the context ends without an exception.
 
-    Raises:
-        ConfigError: it cannot be written.
+    Raises ConfigError where it cannot be written.
     """
     with error_context(f"{path} cannot be written"):
         fs, name = fsspec.core.url_to_fs(path)
@@ -68,17 +71,12 @@ def parquet_schema(path: str) -> pa.Schema:
         return pq.read_schema(file)
 
 
-def parquet_rows(path: str, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file, some columns alone.
-
-    Memory: a few hundred rows.
-    """
+def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file, some columns alone; memory is a few hundred rows."""
     with error_context(f"{path} cannot be read"), fsspec.open(path, "rb") as file:
-        known = set(pq.ParquetFile(file).schema_arrow.names)
-        wanted = [name for name in columns if name in known]
-        for batch in pq.ParquetFile(file).iter_batches(
-            _ROWS_AT_ONCE, columns=wanted, use_threads=False
-        ):
+        parquet = pq.ParquetFile(file)
+        wanted = [name for name in columns if name in parquet.schema_arrow.names]
+        for batch in parquet.iter_batches(_ROWS_AT_ONCE, columns=wanted, use_threads=False):
             yield from batch.to_pylist()
 
 
@@ -88,3 +86,14 @@ def remove_folder(path: str) -> None:
         fs, name = fsspec.core.url_to_fs(path)
         if fs.exists(name):
             fs.rm(name, recursive=True)
+
+
+def rows_with_ids(
+    source: Source, id_column: str | None
+) -> Iterator[tuple[pa.Table, list[str], list[str]]]:
+    """Yield the rows of a dataset, their ids by a column or by file and position, and id errors."""
+    made = _ROW_ID if id_column is None else None
+    for table in source.read(range(len(source.slices)), row_id_column=made):
+        ids, errors = column_row_ids(column_of(table, id_column or _ROW_ID))
+        rows = table if made is None else table.drop_columns([made])
+        yield rows, [row_id or "" for row_id in ids], errors

@@ -1,10 +1,30 @@
-"""What a line of a batch file asks, as plain records."""
+"""Lines of a batch file with their numbers, one at a time, and what they ask as plain records."""
 
-from collections.abc import Mapping, Sequence
+import codecs
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import fsspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raybatch.durable.storage import error_context
 from raybatch.errors import encodable
+from raybatch.inputs.file_errors import safe_text
+from raybatch.inputs.json_lines import nesting_depth
+from raybatch.planning.repeated_ids import id_hashes
 from raybatch.records.types import Task
+
+MAX_LINE_BYTES = 64 << 20
+# far from what JSON readers of Python bear, wherever in a job they are called
+MAX_DEPTH = 100
+_CHUNK_BYTES = 8 << 20
+_KEYS = ("custom_id", "method", "url", "body")
+Uint64s = npt.NDArray[np.uint64]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -20,50 +40,35 @@ Kind = Literal["messages", "prompt", "tokens"]
 
 
 class Form(NamedTuple):
-    """What all rows of one job have in common, because a stage has one value for it.
+    """What all rows of one job have in common, because a stage has one value for it."""
 
-    The kind of the prompts is the name of their column.
-    """
-
-    kind: Kind
+    kind: Kind  # also the name of the column of prompts
     num_samples: int
     has_logprobs: bool
 
     @property
     def name(self) -> str:
         """Return the name of its folders."""
-        logprobs = "-logprobs" if self.has_logprobs else ""
-        return f"{self.kind}-n{self.num_samples}{logprobs}"
+        return f"{self.kind}-n{self.num_samples}{'-logprobs' if self.has_logprobs else ''}"
 
 
 class Reply(NamedTuple):
-    """What the answer to a request must say, beside what the rows say.
-
-    Args:
-        num_logprobs: most likely tokens to return per position; None returns none.
-        encoding: of embeddings, "float" or "base64".
-    """
+    """What the answer to a request must say, beside what the rows say."""
 
     endpoint: str
     model: str
-    num_logprobs: int | None = None
-    encoding: str = "float"
+    num_logprobs: int | None = None  # most likely tokens to return per position
+    encoding: str = "float"  # of embeddings, or "base64"
 
 
 class ParsedRequest(NamedTuple):
-    """A request that can be asked.
-
-    Args:
-        prompts: of each row, in the form's kind: JSON texts of messages, texts, or token ids.
-        sampling: options of the rows that differ from the defaults; of embeddings those of pooling.
-        reply: what the answer must say.
-    """
+    """A request that can be asked."""
 
     form: Form
-    prompts: Sequence[Any]
-    sampling: Mapping[str, Any]
-    template_options: Mapping[str, Any]
+    prompts: Sequence[Any]  # in the form's kind: JSON texts of messages, texts, or token ids
+    sampling: Mapping[str, Any]  # that differ from the defaults; of embeddings those of pooling
     reply: Reply
+    template_options: Mapping[str, Any] = MappingProxyType({})
 
 
 def endpoints_of(task: Task) -> tuple[str, ...]:
@@ -74,11 +79,8 @@ def endpoints_of(task: Task) -> tuple[str, ...]:
 class Refusal(Exception):  # noqa: N818 - it ends one line, and becomes a line of the error file
     """A line that is no request, or a request that cannot be answered.
 
-    Args:
-        message: what is wrong, and the way out.
-        code: a word for programs, as OpenAI uses them where it has one.
-        param: the key of the body that is wrong; None for others.
-        status: of HTTP; None where there is no request to answer at all.
+    The code is a word for programs, as OpenAI uses them where it has one, and `param` the key of
+    the body that is wrong. The status of HTTP is None where there is no request to answer at all.
     """
 
     def __init__(
@@ -98,20 +100,148 @@ class Refusal(Exception):  # noqa: N818 - it ends one line, and becomes a line o
 def error_body(refusal: Refusal) -> dict[str, Any]:
     """Return the body of an HTTP answer that refuses a request."""
     kind = "server_error" if (refusal.status or 0) >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "message": refusal.message,
-            "type": kind,
-            "param": refusal.param,
-            "code": refusal.code,
-        }
-    }
+    about = {"param": refusal.param, "code": refusal.code}
+    return {"error": {"message": refusal.message, "type": kind, **about}}
 
 
 def unexecuted(code: str) -> Refusal:
     """Return why a request was left out of a batch that has ended early."""
-    messages = {
-        "batch_expired": "This request was not executed before the completion window ended.",
-        "batch_cancelled": "This request was not executed before the batch was cancelled.",
+    ended = {
+        "batch_expired": "the completion window ended",
+        "batch_cancelled": "the batch was cancelled",
     }
-    return Refusal(messages[code], code=code, status=None)
+    return Refusal(f"This request was not executed before {ended[code]}.", code=code, status=None)
+
+
+class Line(NamedTuple):
+    """A line that is not blank, without its end."""
+
+    number: int  # from 1, blank lines counted
+    data: bytes | None  # None where it is longer than a line may be
+
+
+class InputId(NamedTuple):
+    """What tells one input from another."""
+
+    num_bytes: int
+    digest: str
+
+
+def input_id(path: str) -> InputId:
+    """Return the size and the digest of a file; raise ConfigError where it cannot be read."""
+    digest, num_bytes = hashlib.blake2b(digest_size=16), 0
+    with error_context(f"{safe_text(path)} cannot be read"), fsspec.open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return InputId(num_bytes, digest.hexdigest())
+
+
+def read_lines(path: str, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
+    """Yield the lines of a file, which may be compressed as its name says; memory is one line."""
+    with (
+        error_context(f"{safe_text(path)} cannot be read"),
+        fsspec.open(path, "rb", compression="infer") as file,
+    ):
+        for number, data in enumerate(iter(lambda: file.readline(max_bytes + 1), b""), 1):
+            if len(data) > max_bytes and not data.endswith(b"\n"):
+                while (rest := file.readline(_CHUNK_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield Line(number, None)
+                continue
+            if number == 1:
+                data = data.removeprefix(codecs.BOM_UTF8)
+            if stripped := data.strip():
+                yield Line(number, stripped)
+
+
+def parse_line(line: Line) -> dict[str, Any]:
+    """Return the object of a line, which has a `custom_id`; raise Refusal for anything else."""
+    where = f"line {line.number}"
+    if line.data is None:
+        raise _malformed(f"{where} is longer than {MAX_LINE_BYTES:,} bytes")
+    brackets = line.data.count(b"[") + line.data.count(b"{")
+    if brackets > MAX_DEPTH and nesting_depth(line.data) > MAX_DEPTH:
+        raise _malformed(f"{where} is nested deeper than {MAX_DEPTH} levels")
+    try:
+        request = json.loads(line.data)
+    except ValueError as error:
+        raise _malformed(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(request, dict):
+        raise _malformed(f"{where} is no JSON object; a request is one with {', '.join(_KEYS)}")
+    custom_id = request.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _malformed(f"{where}: custom_id must be a text that is not empty, got {custom_id!r}")
+    if not is_encodable(custom_id):
+        raise _malformed(f"{where}: custom_id holds half of a surrogate pair")
+    return request
+
+
+def _malformed(message: str) -> Refusal:
+    return Refusal(message, code="invalid_json_line", status=None)
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether a text is one, and holds no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def hashes_of(ids: Sequence[str]) -> Uint64s:
+    """Return the two hashes of each id, uint64 [R, 2]."""
+    return id_hashes(pa.chunked_array([pa.array(ids, pa.string())]))
+
+
+class SeenIds:
+    """Takes ids in the order of their lines, some at a time.
+
+    Sorted runs of hashes are merged with those that are no longer than they are, so that there are
+    few of them and each id is moved a few times alone.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[Uint64s] = []
+
+    def add(self, ids: Sequence[str], lines: Sequence[int]) -> list[int | None]:
+        """Take ids; return per id the line that had it first, None where this one has.
+
+        Complexity: O(log R) per id and run, R being the ids so far.
+        """
+        if not ids:
+            return []
+        rows = np.column_stack([hashes_of(ids), np.asarray(lines, np.uint64)])
+        first = np.zeros(len(rows), np.uint64)
+        for run in self._runs:
+            first = np.maximum(first, _lines_in(run, rows))
+        earlier: list[int | None] = [int(line) or None for line in first]
+        own: dict[str, int] = {}
+        for i, (custom_id, line) in enumerate(zip(ids, lines, strict=True)):
+            if (known := own.setdefault(custom_id, line)) != line:
+                earlier[i] = earlier[i] or known
+        new = rows[[line is None for line in earlier]]
+        if len(new):
+            new = new[np.lexsort((new[:, 1], new[:, 0]))]
+            while self._runs and len(self._runs[-1]) <= len(new):
+                both = np.concatenate([self._runs.pop(), new])
+                new = both[np.lexsort((both[:, 1], both[:, 0]))]
+            self._runs.append(new)
+        return earlier
+
+
+def _lines_in(run: Uint64s, rows: Uint64s) -> Uint64s:
+    """Return the line of each row whose hashes are in a sorted run, 0 for the others.
+
+    Hashes that agree in their first half alone are looked through one by one; there are next to
+    none.
+    """
+    begin = np.searchsorted(run[:, 0], rows[:, 0], side="left")
+    end = np.searchsorted(run[:, 0], rows[:, 0], side="right")
+    lines = np.zeros(len(rows), np.uint64)
+    for row in np.flatnonzero(end > begin).tolist():
+        for place in range(int(begin[row]), int(end[row])):
+            if run[place, 1] == rows[row, 1]:
+                lines[row] = run[place, 2]
+    return lines

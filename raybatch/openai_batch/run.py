@@ -1,24 +1,168 @@
-"""One batch from its file to its answers: a job for each form of requests, each resumable."""
+"""One batch from its options and file to its answers: a resumable job for each form of requests."""
 
+import hashlib
+import json
 import logging
 import posixpath
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
 
+from raybatch.backends.registry import type_of
 from raybatch.durable.storage import store_of
+from raybatch.errors import ConfigError
+from raybatch.job.job import Job
 from raybatch.job.pool_watch import ProgressCallback
 from raybatch.job.progress import ProgressPrinter
 from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
-from raybatch.openai_batch.batch_options import BatchOptions
-from raybatch.openai_batch.conversion import RECORD, Conversion, convert, read_conversion
+from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
+from raybatch.openai_batch.conversion import RECORD, Conversion, FormRows, convert, read_conversion
 from raybatch.openai_batch.files import remove_folder
-from raybatch.openai_batch.requests import Refusal, unexecuted
+from raybatch.openai_batch.requests import Refusal, endpoints_of, unexecuted
 from raybatch.openai_batch.writing import BatchCounts, BatchFiles, write_answers
-from raybatch.records.types import PoolStats
+from raybatch.records.types import PoolStats, Sampling
+from raybatch.rows.options import StageConfig
+from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.stage_model import find_model, max_model_len
+from raybatch.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 RowWatch = Callable[[int, int], None]
+
+# where nothing says how long an answer can be
+_UNKNOWN_ANSWER_TOKENS = 16_384
+# what a batch file sets itself
+_PROMPT_OPTIONS = ("prompt", "messages", "tokenized_prompt", "system", "query", "document", "chat")
+_COLUMN_OPTIONS = ("id_column", "sampling_column", "pooling_column", "chat_template_kwargs_column")
+_TAKEN_OF_STAGE = (*_PROMPT_OPTIONS, *_COLUMN_OPTIONS, "overrides", "output_prefix")
+_PROMPTS: Mapping[str, dict[str, Any]] = {
+    "messages": {"messages": "messages", "chat_template_kwargs_column": "template_options"},
+    "prompt": {"prompt": "{prompt}", "chat": False},
+    "tokens": {"tokenized_prompt": "tokens"},
+}
+_TAKEN_OF_JOB = ("source", "sink", "output_order", "columns", "partition_by", "extend", "overwrite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Options of the jobs that answer a batch; ConfigError for what the batch file sets itself."""
+
+    job: Mapping[str, Any]
+    names: tuple[str, ...] = ()  # further ones by which requests may call the model
+    endpoint: str | None = None  # the only one that requests may ask
+    where: str = "batch"  # what the options are called in messages
+
+    def __post_init__(self) -> None:
+        refused = [
+            *(name for name in _TAKEN_OF_JOB if name in self.job),
+            *(f"stage.{name}" for name in _TAKEN_OF_STAGE if name in self._of_stage),
+            *(f"stage.sampling.{name}" for name in ("n", "logprobs") if name in self._sampling),
+        ]
+        if refused:
+            raise ConfigError(
+                f"{self.where}: {refused[0]!r} is no option of a batch, whose files and requests "
+                "say it themselves; leave it out"
+            )
+        if type_of(self.stage.backend).is_endpoint:
+            raise ConfigError(
+                f"{self.where}: the backend 'openai' sends rows to an endpoint that has the Batch "
+                "API itself, or answers datasets; take another backend for batch files"
+            )
+        if not endpoints_of(self.stage.task):
+            raise ConfigError(
+                f"{self.where}: batch files ask for text or for embeddings, and the task of the "
+                f"stage is {self.stage.task!r}"
+            )
+        # what else is wrong with them is reported here, before anything is read
+        stage = {"model": self.stage.model, **self._of_stage}
+        Job.from_mapping({"source": "s", "sink": "t", **self.job, "stage": stage}, where=self.where)
+
+    @cached_property
+    def stage(self) -> StageConfig:
+        """Return the options of the stage that all jobs share."""
+        options = {name: value for name, value in self._of_stage.items() if name != "model"}
+        model = self._of_stage.get("model", "demo")
+        return build_stage_config(model, options, where=f"{self.where}: stage")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the model."""
+        folder = find_model(self.stage)
+        assert folder is not None, "only an endpoint has no folder"
+        return Tokenizer.load(folder)
+
+    @cached_property
+    def rules(self) -> BodyRules:
+        """Return what requests may ask."""
+
+        def is_read(name: str) -> bool:
+            return self.tokenizer.template_reads(name, chat_template=self.stage.chat_template)
+
+        return BodyRules(
+            names=model_names(self.stage.model, self.names),
+            endpoint=self.endpoint,
+            reads_tools=is_read("tools"),
+            reads_reasoning_effort=is_read("reasoning_effort"),
+            chat=self._defaults(is_chat=True),
+            completions=self._defaults(is_chat=False),
+            task=self.stage.task,
+        )
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the rules, by which a later run sees that they are the same."""
+        text = json.dumps(asdict(self.rules), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def job_of(self, rows: FormRows, *, source: str, sink: str) -> Job:
+        """Return the job that answers the rows of one form."""
+        form = rows.form
+        if self.stage.task == "generate":
+            sampling = replace(
+                self.rules.chat if form.kind == "messages" else self.rules.completions,
+                n=form.num_samples,
+                logprobs=rows.num_logprobs if form.has_logprobs else None,
+            )
+            options: dict[str, Any] = {"sampling": sampling, "sampling_column": "sampling"}
+        else:
+            options = {"pooling_column": "sampling"}
+        stage = {**self._of_stage, "model": self.stage.model, "id_column": "id", **options}
+        stage |= _PROMPTS[form.kind]
+        stage.pop("seed", None)  # it is in the sampling options
+        of_batch = {"source": source, "sink": sink, "output_order": "input", "stage": stage}
+        return Job.from_mapping({**self.job, **of_batch}, where=self.where)
+
+    @property
+    def _of_stage(self) -> Mapping[str, Any]:
+        return self.job.get("stage") or {}
+
+    @property
+    def _sampling(self) -> Mapping[str, Any]:
+        sampling = self._of_stage.get("sampling") or {}
+        if isinstance(sampling, Sampling):
+            raise ConfigError(f"{self.where}: give sampling as a mapping, not as {sampling!r}")
+        return sampling
+
+    def _defaults(self, *, is_chat: bool) -> Sampling:
+        """Return the options of requests that say nothing: the user's, else those of OpenAI."""
+        sampling = self.stage.sampling
+        if "temperature" not in self._sampling:
+            sampling = replace(sampling, temperature=1.0)
+        if "max_tokens" in self._sampling:
+            return sampling
+        longest = COMPLETION_TOKENS
+        if is_chat:
+            model_len = max_model_len(self.stage, find_model(self.stage))
+            longest = _UNKNOWN_ANSWER_TOKENS if model_len is None else model_len
+        return replace(sampling, max_tokens=max(longest, sampling.min_tokens))
+
+
+def model_names(model: str, others: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names by which requests may call a model: as the job does, and its last step."""
+    last = model.rstrip("/").rpartition("/")[2]
+    return tuple(dict.fromkeys([*others, model, last]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,20 +173,12 @@ class BatchRun:
     options: BatchOptions
 
     def convert(self, *, overwrite: bool = False) -> Conversion:
-        """Read the batch file and write its requests as rows, unless that has been done.
-
-        With `overwrite` what an earlier run has left is removed first.
-
-        Raises:
-            ConfigError: the file cannot be read, or the folder is that of another batch.
-        """
+        """Do what `conversion.convert` does; `overwrite` removes first what an earlier run left."""
         if overwrite and store_of(self.files.folder).size(RECORD) is not None:
             read_conversion(self.files.folder)  # refuses a record of anything else
             remove_folder(self.files.folder)
-        options = self.options
-        return convert(
-            self.files.source, self.files.folder, rules=options.rules, digest=options.digest
-        )
+        rules, digest = self.options.rules, self.options.digest
+        return convert(self.files.source, self.files.folder, rules=rules, digest=digest)
 
     def run(
         self,
@@ -52,11 +188,7 @@ class BatchRun:
         ending: Callable[[], str | None] | None = None,
         overwrite: bool = False,
     ) -> BatchCounts:
-        """Answer every request that has no answer yet; write both files once all are done.
-
-        Raises:
-            ConfigError: found before any work starts, where it can be.
-        """
+        """Answer every request that has no answer yet; write both files once all are done."""
         conversion = self.convert(overwrite=overwrite)
         stopped = self.answer(conversion, progress=progress, ending=ending, start_ray=start_ray)
         if stopped:
@@ -72,18 +204,10 @@ class BatchRun:
         start_ray: Callable[[], None] | None = None,
         watch: RowWatch | None = None,
     ) -> str:
-        """Run the jobs that are not done.
+        """Run the jobs that are not done; return why they have ended early, or "".
 
-        Args:
-            conversion: requests of the batch.
-            progress: of each job, see `Job.run`.
-            ending: called about every second; a text ends the run early, as a limit does.
-            start_ray: of each job, see `Job.run`.
-            watch: called about every second with the rows that have an answer and those that
-                have an error, in place of `progress`.
-
-        Returns:
-            Why they have ended early; "" where they have not.
+        About every second `ending` is called, whose text ends the run early, as a limit does, and
+        `watch`, in place of `progress`, with the rows that have an answer and those with an error.
         """
         num_before = 0
         for rows in conversion.forms:
@@ -92,9 +216,9 @@ class BatchRun:
             folder = posixpath.dirname(conversion.rows_file(rows.form))
             source = posixpath.join(self.files.folder, folder)
             job = self.options.job_of(rows, source=source, sink=self.files.answers(rows.form))
-            callback = (
-                progress if watch is None else _row_progress(watch, num_before, rows.num_rows)
-            )
+            callback = progress
+            if watch is not None:
+                callback = _row_progress(watch, num_before, rows.num_rows)
             report = job.run(progress=callback, ending=ending, start_ray=start_ray)
             if report.exit_code() == 1:
                 return report.stopped or "the output of a job is not complete"
@@ -102,19 +226,11 @@ class BatchRun:
         return ""
 
     def finish(self, conversion: Conversion) -> BatchCounts:
-        """Write both files of a batch whose jobs are all done.
-
-        Raises:
-            ConfigError: a file cannot be written.
-        """
+        """Write both files of a batch whose jobs are all done."""
         return self._write(conversion, None)
 
     def close(self, code: str) -> BatchCounts:
-        """Write both files of a batch that has ended early; what has no answer has an error.
-
-        Raises:
-            ConfigError: a file cannot be read or written.
-        """
+        """Write both files of a batch that has ended early; what has no answer has an error."""
         return self._write(self.convert(), unexecuted(code))
 
     def _write(self, conversion: Conversion, missing: Refusal | None) -> BatchCounts:

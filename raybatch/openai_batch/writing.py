@@ -3,7 +3,7 @@
 import heapq
 import json
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -27,7 +27,7 @@ from raybatch.records.counts import TokenCounts
 from raybatch.rows.schema import ERROR_COLUMN
 from raybatch.stages.unit_writer import UnitWriter
 
-_KEY = ["line", "place"]
+_KEY = ("line", "place")
 _REQUEST_COLUMNS = [*_KEY, "num_prompts", "custom_id"]
 _PLACE = itemgetter(*_KEY)
 _ROWS_AT_ONCE = 8192
@@ -82,9 +82,6 @@ def write_answers(
     """Write both files, each line in the order of the requests; memory is flat.
 
     `missing` is the error of requests whose rows are not all there; None where they are.
-
-    Raises:
-        ConfigError: a file cannot be written.
     """
     completed = failed = 0
     usage = [0, 0, 0]
@@ -107,7 +104,6 @@ def write_answers(
 def _lines(
     files: BatchFiles, conversion: Conversion, writer: AnswerWriter, missing: Refusal | None
 ) -> Iterator[Written]:
-    """Yield the line of each request, in the order of the input."""
     path = posixpath.join(files.folder, conversion.refused_file)
     refused = parquet_rows(path, ["line", "custom_id", "refusal"])
     answers = [
@@ -154,8 +150,7 @@ def _finished_rows(sink: str) -> Iterator[dict[str, Any]]:
 def _rows_so_far(sink: str, requests: pa.Schema) -> Iterator[dict[str, Any]]:
     """Yield the finished rows of a job with `output_order="input"` that is not complete, in order.
 
-    Memory: one unit and some thousand rows, and 24 bytes for every finished row. `requests` is the
-    schema of the rows of the requests.
+    Memory: one unit and some thousand rows, and 24 bytes for every finished row.
     """
     folder = posixpath.join(sink, PLAN_ORDER)
     if store_of(folder).size(PLAN) is None:
@@ -194,18 +189,14 @@ class _Units:
             output=output,
             attempt="reading",
         )
-        self._table = lru_cache(maxsize=1)(self._read)
+        self.rows = lru_cache(maxsize=1)(self._rows)
 
     def keys(self, unit: int) -> Any:  # noqa: ANN401 - int64 [R, 2]
         """Return line and place of each finished row of a unit."""
         table = self.rows(unit, _KEY)
         return np.stack([table.column(name).to_numpy().astype(np.int64) for name in _KEY], axis=1)
 
-    def rows(self, unit: int, columns: Sequence[str]) -> pa.Table:
-        """Return the finished rows of a unit."""
-        return self._table(unit, tuple(columns))
-
-    def _read(self, unit: int, columns: Sequence[str]) -> pa.Table:
+    def _rows(self, unit: int, columns: tuple[str, ...]) -> pa.Table:
         if self._writer.receipt_of(unit) is None:
             table = self._writer.journal_of(unit)
             return table.select([name for name in columns if name in table.column_names])

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 from pydantic.dataclasses import dataclass
 
+from raybatch.backends.choice import check_pool
 from raybatch.backends.registry import check_options, parsed_columns, type_of
-from raybatch.backends.resources import check_pool
 from raybatch.config import BackendConfig, EngineConfig, OnError, PoolConfig, SpecialTokens
 from raybatch.config.option import (
     CHECKED,

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from raybatch.errors import CommitError, ConfigError, RaybatchError, error_text
-from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.conversion import Conversion
-from raybatch.openai_batch.run import BatchRun
+from raybatch.openai_batch.run import BatchOptions, BatchRun
 from raybatch.openai_batch.writing import BatchCounts, BatchFiles
 from raybatch.serving.stores import ENDED, Batch, BatchStatus, BatchStore, FileStore
 

@@ -16,8 +16,8 @@ import ray
 
 from raybatch.durable.storage import store_of
 from raybatch.errors import ConfigError, MissingDependency
-from raybatch.openai_batch.batch_options import BatchOptions, model_names
 from raybatch.openai_batch.requests import endpoints_of
+from raybatch.openai_batch.run import BatchOptions, model_names
 from raybatch.serving.runner import BatchRunner
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from raybatch.backends.resources import gpus_of_engine
+from raybatch.backends.choice import gpus_of_engine
 from raybatch.config import check_min
 from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig

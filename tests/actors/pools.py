@@ -10,7 +10,7 @@ import ray
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.columns import decode_completions, request_table
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.fake.answers import fake_tokens
+from raybatch.backends.fake import fake_tokens
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Sampling
 

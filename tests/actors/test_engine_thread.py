@@ -8,8 +8,7 @@ import pytest
 
 from raybatch.actors.replica.engine_thread import EngineEndedError, EngineThread
 from raybatch.actors.wire.records import Room
-from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.type import FakeOptions
+from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.records.types import Request, Sampling
 
 

@@ -11,7 +11,7 @@ from raybatch.actors.replicas.placement import (
     plan_placement,
 )
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.resources import check_share
+from raybatch.backends.choice import check_share
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.rows.stage_forms import build_stage_config

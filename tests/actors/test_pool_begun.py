@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from raybatch.backends.fake.answers import fake_tokens
+from raybatch.backends.fake import fake_tokens
 from raybatch.records.types import Sampling
 from tests.actors.pools import handle_of, prompts_of, table_of, tokens_of
 

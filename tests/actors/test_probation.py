@@ -9,9 +9,7 @@ from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.columns import combine_results, decode_completions, encode_completions
 from raybatch.actors.wire.records import Room, Submission
-from raybatch.backends.fake.answers import fake_tokens
-from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.type import FakeOptions
+from raybatch.backends.fake import FakeBackend, FakeOptions, fake_tokens
 from raybatch.records.types import Completion, Request, Sampling
 
 POISON = 999

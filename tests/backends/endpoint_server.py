@@ -8,7 +8,7 @@ import threading
 import numpy as np
 from aiohttp import web
 
-from raybatch.backends.fake.answers import fake_answer, fake_vector
+from raybatch.backends.fake import fake_answer, fake_vector
 from raybatch.records.types import Request, Sampling
 
 # prefixes that the server's cache shares

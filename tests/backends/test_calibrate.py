@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.backends.calibrate import limits_of, measure_backend
-from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.type import FakeOptions
+from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.errors import MeasureError
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits, fit
 from raybatch.policy.cost.estimate import estimate

@@ -5,9 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from raybatch.backends.fake.answers import fake_tokens
-from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.type import FakeOptions
+from raybatch.backends.fake import FakeBackend, FakeOptions, fake_tokens
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from raybatch.backends import registry
-from raybatch.backends.backend_type import BackendType
-from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.type import FakeOptions
+from raybatch.backends.base import BackendType
+from raybatch.backends.choice import gpus_of_engine
+from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.backends.registry import BACKENDS, create_backend, type_of
-from raybatch.backends.resources import gpus_of_engine
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.planning.fingerprint import backend_kind, fingerprint

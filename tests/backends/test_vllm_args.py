@@ -5,8 +5,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from raybatch.backends import registry
+from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import answering_options
-from raybatch.backends.resources import gpus_of_engine
 from raybatch.backends.vllm.args import VllmOptions, engine_args
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency

@@ -16,8 +16,7 @@ from raybatch.backends.registry import create_backend
 from raybatch.backends.vllm.names import REASONING_PARSERS, TOOL_PARSERS
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
-from raybatch.openai_batch.batch_options import BatchOptions
-from raybatch.openai_batch.run import BatchRun
+from raybatch.openai_batch.run import BatchOptions, BatchRun
 from raybatch.records.types import Completion, Request, Sampling
 from raybatch.text.tokenizer import Tokenizer
 from tests.backends.vllm_engines import BLOCK_TOKENS

@@ -3,10 +3,17 @@
 import numpy as np
 import pytest
 
-from raybatch.backends.vllm.backend import VllmBackend
+from raybatch.backends.vllm.backend import VllmBackend, pooling_params
 from raybatch.backends.vllm.model import form_of_scores
-from raybatch.backends.vllm.pooling import ScorePairs, pooling_params, pooling_task, similarity
-from raybatch.backends.vllm.requests import NO_TOKENS, Answer, Progress, RequestRefused
+from raybatch.backends.vllm.requests import (
+    NO_TOKENS,
+    Answer,
+    Progress,
+    RequestRefused,
+    ScorePairs,
+    pooling_task,
+    similarity,
+)
 from raybatch.errors import ConfigError
 from raybatch.records.payload import LORA
 from raybatch.records.types import Capacity

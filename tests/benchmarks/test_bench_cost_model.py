@@ -4,8 +4,7 @@ import pytest
 from cost_model import CLOCKS, SHARED, TIGHT, prepare, run
 from workloads_e2e import scaled
 
-from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.type import FakeOptions
+from raybatch.backends.fake import FakeBackend, FakeOptions
 
 
 def test_a_plan_computes_each_document_once():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from raybatch.backends.native.backend import NativeBackend
+from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.loading.runner import ModelRunner

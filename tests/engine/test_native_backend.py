@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from raybatch.backends.native.backend import create
+from raybatch.backends.native import create
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from raybatch.backends.native.backend import NativeBackend
+from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig, from_mapping
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.decoder import Decoder

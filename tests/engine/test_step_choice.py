@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from raybatch.backends.native.backend import create
+from raybatch.backends.native import create
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.loading.runner import ModelRunner

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from raybatch.backends.native.backend import create
+from raybatch.backends.native import create
 from raybatch.config import EngineConfig
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.config import read_model_spec

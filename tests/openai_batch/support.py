@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.bodies import BodyRules
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
-from raybatch.openai_batch.run import BatchRun
+from raybatch.openai_batch.run import BatchOptions, BatchRun
 from raybatch.openai_batch.writing import BatchFiles
 from raybatch.records.types import Sampling
 

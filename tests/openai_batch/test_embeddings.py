@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.backends.fake.answers import fake_vector
+from raybatch.backends.fake import fake_vector
 from raybatch.errors import ConfigError
-from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.collect import collect_answers
 from raybatch.openai_batch.export import Export, export_rows
+from raybatch.openai_batch.run import BatchOptions
 from raybatch.records.types import Request, Sampling
 from tests.openai_batch.support import batch_run, chat, embedding, read_file, write_batch
 

@@ -5,8 +5,7 @@ import gzip
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.openai_batch.reading import Line, SeenIds, parse_line, read_lines
-from raybatch.openai_batch.requests import Refusal
+from raybatch.openai_batch.requests import Line, Refusal, SeenIds, parse_line, read_lines
 
 
 def test_blank_lines_count_and_are_no_lines(tmp_path):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from raybatch.cli.app import app
 from raybatch.errors import ConfigError
-from raybatch.openai_batch.batch_options import BatchOptions
+from raybatch.openai_batch.run import BatchOptions
 from tests.jobs import Hold
 from tests.openai_batch.support import batch_run, chat, completion, read_file, write_batch
 

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.backends.fake.answers import fake_vector
+from raybatch.backends.fake import fake_vector
 from raybatch.errors import ConfigError
 from raybatch.rows.prompt import Prompt, fit_pooled
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema

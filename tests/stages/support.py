@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from raybatch.actors.wire.columns import RequestReader, combine_results, encode_completions
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.fake.backend import FakeBackend
-from raybatch.backends.fake.type import FakeOptions
+from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.inputs.source import Source
 from raybatch.records.types import Completion, PoolStats, Sampling
 from raybatch.stages.feeder import StageFeeder

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from ray.data.block import BlockAccessor
 
-from raybatch.backends.fake.answers import fake_tokens
+from raybatch.backends.fake import fake_tokens
 from raybatch.errors import ConfigError, RowError
 from raybatch.records.types import Sampling
 from raybatch.rows.prepare import row_seed

@@ -14,9 +14,8 @@ from raybatch.actors.executors.local_site import LocalSite
 from raybatch.actors.replicas.placement import ClusterView, Placement, settled
 from raybatch.actors.replicas.site import CallHandle, Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
-from raybatch.backends.choice import BackendChoice, vllm_build
+from raybatch.backends.choice import BackendChoice, gpus_of_engine, unproven_on_gpus, vllm_build
 from raybatch.backends.registry import type_of
-from raybatch.backends.resources import gpus_of_engine, unproven_on_gpus
 
 logger = logging.getLogger(__name__)
 

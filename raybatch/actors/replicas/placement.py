@@ -8,9 +8,17 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.choice import BackendChoice, VllmBuild, choose_backend, vllm_build
+from raybatch.backends.choice import (
+    BackendChoice,
+    VllmBuild,
+    check_pool,
+    check_share,
+    choose_backend,
+    gpus_of_replica,
+    unproven_on_gpus,
+    vllm_build,
+)
 from raybatch.backends.registry import type_of
-from raybatch.backends.resources import check_pool, check_share, gpus_of_replica, unproven_on_gpus
 from raybatch.backends.vllm.args import native_options
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError

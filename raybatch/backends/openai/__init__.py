@@ -1,1 +1,43 @@
-"""Engines behind endpoints that speak OpenAI's API."""
+"""Endpoints that speak OpenAI's API, as raybatch knows them before one is connected."""
+
+from raybatch.backends.base import Backend, BackendType, EngineStart
+from raybatch.backends.openai.options import decisive_options, openai_options
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.records.parsed_text import REASONING, TOOL_CALLS
+
+
+def _create(start: EngineStart) -> Backend:
+    from raybatch.backends.openai.backend import create
+
+    options = openai_options(start.backend.options)
+    return create(options, start.model, task=start.backend.task, num_replicas=start.num_replicas)
+
+
+def _parsed_columns(backend: BackendConfig, engine: EngineConfig) -> tuple[str, ...]:
+    options = openai_options(backend.options)
+    columns = {REASONING: options.return_reasoning, TOOL_CALLS: options.return_tool_calls}
+    return tuple(name for name, is_returned in columns.items() if is_returned)
+
+
+OPENAI = BackendType(
+    kind="openai",
+    create=_create,
+    max_model_len=lambda backend, *_: backend.options.get("max_model_len"),
+    package="aiohttp",
+    missing=(
+        "the backend 'openai' needs aiohttp, which is not installed here: pip install "
+        "'raybatch[openai]'"
+    ),
+    tasks=("generate", "embed"),
+    makes="makes text and embeddings",
+    check=lambda backend, _: openai_options(backend.options),
+    answering=decisive_options,
+    parsed_columns=_parsed_columns,
+    num_gpus=lambda *_: 0,
+    may_end_process=lambda _: False,
+    has_prices=lambda backend: openai_options(backend.options).has_prices,
+    is_endpoint=True,
+    has_weights=False,
+    refuses_native_options=True,
+    reads_images=True,
+)

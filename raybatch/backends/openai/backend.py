@@ -1,8 +1,8 @@
 """Sends the rows of one replica to an OpenAI-compatible endpoint; the model runs there.
 
 Rows are sent in the order of arrival, at most `Concurrency.limit` samples at once; those that are
-sent again go first. `poll` sends, and waits for answers a
-few milliseconds at most; the requests themselves run in the thread of `HttpThread`.
+sent again go first. `poll` sends, and waits for answers a few milliseconds at most; the requests
+themselves run in the thread of `HttpThread`.
 """
 
 import itertools
@@ -10,37 +10,16 @@ import json
 import logging
 import random
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from raybatch.backends.openai.body import (
-    BadAnswer,
-    body_of,
-    completions_of,
-    embedding_body,
-    embedding_of,
-)
-from raybatch.backends.openai.http import (
-    HttpAnswer,
-    HttpThread,
-    is_pushback,
-    message_of,
-    row_error,
-    secrets_in,
-    verdict_on,
-    without_secrets,
-)
+from raybatch.backends.openai import body as bodies
+from raybatch.backends.openai import http, pace
 from raybatch.backends.openai.options import OpenAIOptions, headers_of
-from raybatch.backends.openai.pace import (
-    Budget,
-    Concurrency,
-    backoff_s,
-    retry_after_s,
-    until_reset_s,
-)
-from raybatch.backends.openai.rows import Row, Rows, fit_output, row_refusal
+from raybatch.backends.openai.pace import Row, Rows, fit_output, row_refusal
 from raybatch.config import environment, proxy_of
 from raybatch.errors import EndpointError, EndpointUnreachable
 from raybatch.records.types import (
@@ -67,14 +46,7 @@ _logger = logging.getLogger(__name__)
 
 
 class OpenAIBackend:
-    """Follows the `Backend` protocol over HTTP; what was sent cannot be moved, only sent again.
-
-    Args:
-        headers: of every request, with the secrets.
-        num_replicas: that share the budgets.
-        proxy: on the way to the endpoint; None for none.
-        clock: seconds that only grow.
-    """
+    """Follows the `Backend` protocol over HTTP; what was sent cannot be moved, only sent again."""
 
     def __init__(
         self,
@@ -91,11 +63,11 @@ class OpenAIBackend:
         self._model = model
         self._is_embedding = task == "embed"
         self._clock = clock
-        self._secrets = secrets_in(headers)
-        self._http = HttpThread(options.base_url, headers, options.timeout_s, proxy=proxy)
-        self._concurrency = Concurrency(options.first_concurrency, options.max_concurrency)
+        self._secrets = http.secrets_in(headers)
+        self._http = http.HttpThread(options.base_url, headers, options.timeout_s, proxy=proxy)
+        self._concurrency = pace.Concurrency(options.first_concurrency, options.max_concurrency)
         self._budgets = tuple(
-            Budget(None if total is None else total / num_replicas)
+            pace.Budget(None if total is None else total / num_replicas)
             for total in (options.requests_per_minute, options.tokens_per_minute)
         )
         self._keys = itertools.count()
@@ -122,9 +94,7 @@ class OpenAIBackend:
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            row = Row(request, frozenset(range(request.sampling.n)))
-            if self._add(row):
-                self._rows.wait(row)
+            self._add(Row(request, frozenset(range(request.sampling.n))), self._rows.waiting)
 
     def poll(self) -> list[Completion]:
         if not self._rows:
@@ -171,18 +141,15 @@ class OpenAIBackend:
         ]
 
     def restore(self, states: Sequence[SequenceState]) -> None:
-        of_request: dict[int, list[SequenceState]] = {}
+        of_request = defaultdict(list)
         for state in states:
-            of_request.setdefault(state.request.request_id, []).append(state)
+            of_request[state.request.request_id].append(state)
         for of_one in of_request.values():
             samples = frozenset(state.sample_idx for state in of_one)
-            row = Row(of_one[0].request, samples)
-            if self._add(row):
-                self._rows.resume(row)
+            self._add(Row(of_one[0].request, samples), self._rows.resumed)
 
     def stats(self) -> ReplicaStats:
-        num_running = self._num_in_flight()
-        limit = self._concurrency.limit
+        num_running, limit = self._num_in_flight(), self._concurrency.limit
         return replace(
             self._stats,
             num_running=num_running,
@@ -194,16 +161,15 @@ class OpenAIBackend:
     def close(self) -> None:
         self._http.close()
 
-    def _add(self, row: Row) -> bool:
-        """Take a row in; return whether it is to be sent."""
+    def _add(self, row: Row, line: deque[Row]) -> None:
+        """Take a row in, and into a line where it is to be sent."""
         self._rows.add(row)
-        options, is_embedding = self._options, self._is_embedding
-        if error := row_refusal(row.request, options, is_embedding=is_embedding):
+        if error := row_refusal(row.request, self._options, is_embedding=self._is_embedding):
             self._failed += _errors(row, error)
-            return False
-        if not is_embedding:
-            row.request = fit_output(row.request, options)
-        return True
+            return
+        if not self._is_embedding:
+            row.request = fit_output(row.request, self._options)
+        line.append(row)
 
     def _take_out(self, request_ids: Collection[int]) -> list[Row]:
         rows = self._rows.take_out(request_ids)
@@ -214,22 +180,21 @@ class OpenAIBackend:
         return rows
 
     def _num_in_flight(self) -> int:
-        """Return the samples that the endpoint works on."""
         return sum(row.weight for row in self._in_flight.values())
 
     def _may_send(self) -> bool:
         now_s = self._clock()
-        if self._end is not None:
-            return False
-        if now_s < self._not_before_s or any(budget.wait_s(now_s) for budget in self._budgets):
-            return False
-        if self._num_in_flight() >= self._concurrency.limit:
-            return False
-        return self._rows.has_next(now_s)
+        return (
+            self._end is None
+            and now_s >= self._not_before_s
+            and not any(budget.wait_s(now_s) for budget in self._budgets)
+            and self._num_in_flight() < self._concurrency.limit
+            and self._rows.has_next(now_s)
+        )
 
     def _send(self, row: Row) -> None:
         now_s, sampling = self._clock(), row.request.sampling
-        ask = embedding_body if self._is_embedding else body_of
+        ask = bodies.embedding_body if self._is_embedding else bodies.body_of
         path, body = ask(row.request, self._options, self._model)
         row.key, row.sent_s = next(self._keys), now_s
         row.num_tries += 1
@@ -242,35 +207,33 @@ class OpenAIBackend:
         self._http.send(row.key, path, body)
         self._count(num_steps=1, num_retries=int(row.num_tries > 1))
 
-    def _take(self, answer: HttpAnswer) -> list[Completion]:
+    def _take(self, answer: http.HttpAnswer) -> list[Completion]:
         """Return the samples that an answer brings, or the errors; none where it is sent again."""
         row = self._in_flight.pop(answer.key, None)
         if row is None:
-            # cancelled while the answer was on its way
-            return []
+            return []  # cancelled while the answer was on its way
         row.key = None
-        verdict = verdict_on(answer)
+        verdict = http.verdict_on(answer)
         if verdict == "end":
-            message = message_of(answer, self._secrets)
+            message = http.message_of(answer, self._secrets)
             self._end = EndpointError(f"{self._options.base_url} takes no request: {message}")
             return []
         if verdict == "again":
             return self._again(row, answer)
         self._num_pushbacks = self._num_in_vain = 0
         if verdict == "row":
-            return _errors(row, row_error(answer, row.num_tries, self._secrets))
+            return _errors(row, http.row_error(answer, row.num_tries, self._secrets))
         return self._answered(row, answer)
 
-    def _answered(self, row: Row, answer: HttpAnswer) -> list[Completion]:
+    def _answered(self, row: Row, answer: http.HttpAnswer) -> list[Completion]:
         now_s = self._clock()
         try:
-            read = embedding_of if self._is_embedding else completions_of
+            read = bodies.embedding_of if self._is_embedding else bodies.completions_of
             samples = read(row.request, json.loads(answer.body), self._options)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            what = (
-                str(error) if isinstance(error, BadAnswer) else "the answer is no JSON of the API"
-            )
-            message = without_secrets(f"{what}: {answer.body[:200]!r}", self._secrets)
+            is_told = isinstance(error, bodies.BadAnswer)
+            what = str(error) if is_told else "the answer is no JSON of the API"
+            message = http.without_secrets(f"{what}: {answer.body[:200]!r}", self._secrets)
             return _errors(row, f"BadAnswer: {message}")
         num_generated = sum(
             len(s.token_ids) if s.num_generated_tokens is None else s.num_generated_tokens
@@ -285,7 +248,7 @@ class OpenAIBackend:
             is_full=self._num_in_flight() + row.weight >= self._concurrency.limit,
         )
         self._budgets[1].spend(num_input + num_generated - row.tokens, now_s)
-        self._pause(until_reset_s(answer.headers, row.tokens, time.time()))
+        self._pause(pace.until_reset_s(answer.headers, row.tokens, time.time()))
         self._count(
             prompt_tokens=num_input,
             cached_tokens=first.num_cached_tokens,
@@ -293,24 +256,24 @@ class OpenAIBackend:
         )
         return [sample for sample in samples if sample.sample_idx in row.samples]
 
-    def _again(self, row: Row, answer: HttpAnswer) -> list[Completion]:
-        now_s, wait_s = self._clock(), retry_after_s(answer.headers, time.time())
-        if is_pushback(answer):
+    def _again(self, row: Row, answer: http.HttpAnswer) -> list[Completion]:
+        now_s, wait_s = self._clock(), pace.retry_after_s(answer.headers, time.time())
+        if http.is_pushback(answer):
             num_cuts = self._concurrency.num_cuts
             self._concurrency.pushed_back(row.sent_s, now_s)
             if self._concurrency.num_cuts > num_cuts:
                 self._num_pushbacks += 1
                 if wait_s is None:
-                    self._pause(backoff_s(self._num_pushbacks, self._random.random()))
+                    self._pause(pace.backoff_s(self._num_pushbacks, self._random.random()))
         if wait_s is None:
-            wait_s = backoff_s(row.num_tries, self._random.random())
-        elif is_pushback(answer):
+            wait_s = pace.backoff_s(row.num_tries, self._random.random())
+        elif http.is_pushback(answer):
             self._pause(wait_s)
         if row.num_tries <= self._options.max_retries:
             self._rows.delay(row, now_s + wait_s)
             return []
         self._num_in_vain += 1
-        error = row_error(answer, row.num_tries, self._secrets)
+        error = http.row_error(answer, row.num_tries, self._secrets)
         if self._num_in_vain >= _MAX_IN_VAIN:
             self._end = EndpointError(
                 f"{self._options.base_url} answers nothing any more: {self._num_in_vain} rows in a "
@@ -332,7 +295,6 @@ class OpenAIBackend:
 
 
 def _errors(row: Row, error: str) -> list[Completion]:
-    """Return the same error for every sample of a row."""
     return [
         Completion(
             request_id=row.request.request_id,
@@ -349,12 +311,7 @@ def create(
 ) -> OpenAIBackend:
     """Return a backend for an endpoint that answers and knows the key.
 
-    Args:
-        num_replicas: that share the budgets.
-
-    Raises:
-        ConfigError: a variable of the environment is not set here.
-        EndpointError: nothing answers, or the key is refused.
+    Raises ConfigError where a variable of the environment is not set here, else EndpointError.
     """
     headers, proxy = headers_of(options, environment()), proxy_of(options.base_url)
     _probe(options, headers, proxy)
@@ -365,14 +322,14 @@ def create(
 def _probe(options: OpenAIOptions, headers: Mapping[str, str], proxy: str | None) -> None:
     """Raise EndpointError where no request can be answered; it asks for the list of models."""
     timeout_s = min(options.timeout_s, _PROBE_S)
-    http = HttpThread(options.base_url, headers, timeout_s, proxy=proxy)
+    thread = http.HttpThread(options.base_url, headers, timeout_s, proxy=proxy)
     try:
-        http.send(0, "/models", None)
-        answers = http.collect(_PROBE_S + 1)
+        thread.send(0, "/models", None)
+        answers = thread.collect(_PROBE_S + 1)
     finally:
-        http.close()
+        thread.close()
     for answer in answers:
-        message = message_of(answer, secrets_in(headers))
+        message = http.message_of(answer, http.secrets_in(headers))
         if answer.failure == "refused":
             raise EndpointUnreachable(
                 f"{options.base_url} cannot be reached ({message}); start the server, or mend "

@@ -8,7 +8,7 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,26 +17,12 @@ from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.payload import POOLING
 from raybatch.records.structured_outputs import StructuredOutputs
-from raybatch.records.types import (
-    UNBOUNDED_TOKENS,
-    Completion,
-    FinishReason,
-    Request,
-    Sampling,
-    Vector,
-)
+from raybatch.records.types import UNBOUNDED_TOKENS, Completion, Request, Sampling, Vector
 
-# beyond the API of OpenAI; vLLM and SGLang have them
-_EXTRAS = (
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-)
-_COMMON = ("top_p", "presence_penalty", "frequency_penalty")
+# sent in forms of their own; of the others vLLM and SGLang have more than OpenAI
+_SENT_APART = ("temperature", "max_tokens", "seed", "n", "logprobs", "structured_outputs")
+_LISTS = ("stop", "stop_token_ids")
+_PLAIN = [f.name for f in fields(Sampling) if f.name not in (*_SENT_APART, *_LISTS)]
 _DEFAULTS = Sampling()
 # every server takes a seed of so many bits
 _SEED_MASK = (1 << 31) - 1
@@ -63,15 +49,14 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
         body["prompt"] = payload["prompt"]
     else:
         body["prompt"] = request.prompt_token_ids.tolist()
-    is_bounded = sampling.max_tokens < UNBOUNDED_TOKENS
-    if is_bounded:
+    if is_bounded := sampling.max_tokens < UNBOUNDED_TOKENS:
         body[options.max_tokens_field if is_chat else "max_tokens"] = sampling.max_tokens
     # the default of the API is another one
     body["temperature"] = sampling.temperature
-    for name in (*_COMMON, *_EXTRAS):
+    for name in _PLAIN:
         if getattr(sampling, name) != getattr(_DEFAULTS, name):
             body[name] = getattr(sampling, name)
-    for name in ("stop", "stop_token_ids"):
+    for name in _LISTS:
         if getattr(sampling, name):
             body[name] = list(getattr(sampling, name))
     if sampling.n > 1:
@@ -80,10 +65,11 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
         body["seed"] = request.seed & _SEED_MASK
     if sampling.structured_outputs is not None:
         body |= _constraint_fields(str(sampling.structured_outputs))
-    if sampling.logprobs is not None:
-        body |= _logprobs_fields(sampling.logprobs, is_chat=is_chat)
-    body |= options.extra_body
-    body = {name: value for name, value in body.items() if value is not None}
+    if sampling.logprobs is not None and is_chat:
+        body |= {"logprobs": True, "top_logprobs": sampling.logprobs}
+    elif sampling.logprobs is not None:
+        body["logprobs"] = sampling.logprobs
+    body = {name: v for name, v in {**body, **options.extra_body}.items() if v is not None}
     if not is_bounded and not is_chat:
         # left out it would be 16, other than in a chat
         body.setdefault("max_tokens", None)
@@ -91,14 +77,10 @@ def body_of(request: Request, options: OpenAIOptions, model: str) -> tuple[str, 
 
 
 def completions_of(request: Request, answer: object, options: OpenAIOptions) -> list[Completion]:
-    """Return one completion per sample from the JSON of an answer.
-
-    Raises:
-        BadAnswer: it has no usable choices.
-    """
+    """Return one completion per sample from the JSON of an answer, or raise BadAnswer."""
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, Sequence) or isinstance(choices, str):
-        raise BadAnswer(f"the endpoint's answer has no choices: {shown(answer)}")
+        raise BadAnswer(f"the endpoint's answer has no choices: {_shown(answer)}")
     by_index = {_index(choice, place): choice for place, choice in enumerate(choices)}
     if sorted(by_index) != list(range(request.sampling.n)):
         raise BadAnswer(
@@ -110,7 +92,7 @@ def completions_of(request: Request, answer: object, options: OpenAIOptions) -> 
         # a row has an error or its samples, and its first sample has the cost
         samples = [replace(failed, sample_idx=sample.sample_idx) for sample in samples]
     assert isinstance(answer, Mapping), "it has choices"
-    return with_usage(samples, answer.get("usage"), options)
+    return _with_usage(samples, answer.get("usage"), options)
 
 
 def _sample(
@@ -124,30 +106,26 @@ def _sample(
             finish_reason="error",
             error="ContentFilter: the endpoint's filter has withheld the answer or cut it",
         )
-    finish_reason: FinishReason = "length" if reason in _LENGTH else "stop"
-    stop_reason = choice.get("stop_reason")
-    token_ids = choice.get("token_ids")
+    stop_reason, token_ids = choice.get("stop_reason"), choice.get("token_ids")
+    message, text = choice.get("message"), choice.get("text")
+    has_logprobs = request.sampling.logprobs is not None
+    if isinstance(message, Mapping):
+        text = _text(message, are_calls_apart=options.return_tool_calls)
+    elif not isinstance(text, str):
+        raise BadAnswer(f"a choice has neither a message nor a text: {_shown(choice)}")
     return Completion(
         request_id=request.request_id,
         sample_idx=index,
-        text=_text(choice, are_calls_apart=options.return_tool_calls),
+        text=text,
         token_ids=np.array(token_ids if isinstance(token_ids, list) else [], np.int32),
-        finish_reason=finish_reason,
+        finish_reason="length" if reason in _LENGTH else "stop",
         stop_reason=stop_reason if isinstance(stop_reason, str | int) else None,
-        logprobs=_logprobs(choice.get("logprobs"))
-        if request.sampling.logprobs is not None
-        else None,
-        parsed=_parsed(choice, options),
+        logprobs=_logprobs(choice.get("logprobs")) if has_logprobs else None,
+        parsed=_parsed(message, options) if isinstance(message, Mapping) else None,
     )
 
 
-def _text(choice: Mapping[str, Any], *, are_calls_apart: bool) -> str:
-    message = choice.get("message")
-    if not isinstance(message, Mapping):
-        text = choice.get("text")
-        if not isinstance(text, str):
-            raise BadAnswer(f"a choice has neither a message nor a text: {shown(choice)}")
-        return text
+def _text(message: Mapping[str, Any], *, are_calls_apart: bool) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -158,62 +136,52 @@ def _text(choice: Mapping[str, Any], *, are_calls_apart: bool) -> str:
     return str(message.get("refusal") or "")
 
 
-def _parsed(choice: Mapping[str, Any], options: OpenAIOptions) -> ParsedText | None:
+def _parsed(message: Mapping[str, Any], options: OpenAIOptions) -> ParsedText | None:
     """Return reasoning and calls of a message, under the names that servers have for them."""
-    message = choice.get("message")
-    if not isinstance(message, Mapping):
-        return None
     reasoning, calls = None, message.get("tool_calls")
     if options.return_reasoning:
         reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if not isinstance(reasoning, str):
+        reasoning = None
     if not options.return_tool_calls or not isinstance(calls, list):
         calls = []
-    if not calls and not isinstance(reasoning, str):
+    if not calls and reasoning is None:
         return None
-    return ParsedText(
-        reasoning=reasoning if isinstance(reasoning, str) else None,
-        tool_calls=tuple(_tool_call(call) for call in calls),
-    )
+    return ParsedText(reasoning=reasoning, tool_calls=tuple(map(_tool_call, calls)))
 
 
 def _tool_call(call: object) -> ToolCall:
-    fields = call if isinstance(call, Mapping) else {}
-    function = fields.get("function")
+    known = call if isinstance(call, Mapping) else {}
+    function = known.get("function")
     if not isinstance(function, Mapping):
         # nothing that was paid for is lost
-        function = {"name": fields.get("type"), "arguments": call}
+        function = {"name": known.get("type"), "arguments": call}
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
     name = function.get("name")
-    return ToolCall(id=str(fields.get("id") or ""), name=str(name or ""), arguments=arguments)
+    return ToolCall(id=str(known.get("id") or ""), name=str(name or ""), arguments=arguments)
 
 
-def with_usage(
+def _with_usage(
     samples: Sequence[Completion], usage: object, options: OpenAIOptions
 ) -> list[Completion]:
     """Return samples with token counts and cost, which an answer has for all of them together."""
     counts = usage if isinstance(usage, Mapping) else {}
     num_input, num_output = _count(counts, "prompt_tokens"), _count(counts, "completion_tokens")
     details = counts.get("prompt_tokens_details")
-    num_cached = _count(details, "cached_tokens") if isinstance(details, Mapping) else None
+    num_cached = (isinstance(details, Mapping) and _count(details, "cached_tokens")) or 0
     cost = None
     if options.has_prices and num_input is not None:
-        cost = options.cost(num_input, num_cached or 0, num_output or 0)
-    shares = _shares(num_output, samples)
-    first, *others = [
-        replace(sample, num_generated_tokens=share)
-        for sample, share in zip(samples, shares, strict=True)
-    ]
-    first = replace(first, num_input_tokens=num_input, num_cached_tokens=num_cached or 0, cost=cost)
+        cost = options.cost(num_input, num_cached, num_output or 0)
+    shares = zip(samples, _shares(num_output, samples), strict=True)
+    first, *others = [replace(sample, num_generated_tokens=share) for sample, share in shares]
+    first = replace(first, num_input_tokens=num_input, num_cached_tokens=num_cached, cost=cost)
     return [first, *others]
 
 
 def _shares(total: int | None, samples: Sequence[Completion]) -> list[int | None]:
-    """Split a sum of tokens over samples by the lengths of their texts; exact where ids are there.
-
-    The shares add up to the sum.
-    """
+    """Split a sum of tokens over samples by the lengths of texts; exact where ids are there."""
     if total is None:
         return [None] * len(samples)
     if len(samples) > 1 and all(len(sample.token_ids) for sample in samples):
@@ -234,12 +202,6 @@ def _constraint_fields(text: str) -> dict[str, Any]:
     return {"structured_outputs": json.loads(text)}
 
 
-def _logprobs_fields(num_top: int, *, is_chat: bool) -> dict[str, Any]:
-    if not is_chat:
-        return {"logprobs": num_top}
-    return {"logprobs": True, "top_logprobs": num_top}
-
-
 def _logprobs(reported: object) -> Any:  # noqa: ANN401 - as `Completion.logprobs`
     """Return the log probabilities of each token, the sampled one first.
 
@@ -247,24 +209,15 @@ def _logprobs(reported: object) -> Any:  # noqa: ANN401 - as `Completion.logprob
     """
     if not isinstance(reported, Mapping):
         return None
-    if isinstance(reported.get("content"), list):
-        entries = [_chat_logprobs(entry) for entry in reported["content"]]
+    if isinstance(content := reported.get("content"), list):
+        tokens, values = [e["token"] for e in content], [e["logprob"] for e in content]
+        ranked = [entry.get("top_logprobs") or () for entry in content]
+        tops = [{each["token"]: each["logprob"] for each in top} for top in ranked]
     else:
-        tops = reported.get("top_logprobs") or [None] * len(reported.get("tokens") or ())
-        lists = zip(
-            reported.get("tokens") or (), reported.get("token_logprobs") or (), tops, strict=False
-        )
-        entries = [_merged(token, value, dict(top or {})) for token, value, top in lists]
-    return tuple(_pair(entry) for entry in entries)
-
-
-def _chat_logprobs(entry: Mapping[str, Any]) -> dict[str, float]:
-    top = {each["token"]: each["logprob"] for each in entry.get("top_logprobs") or ()}
-    return _merged(entry["token"], entry["logprob"], top)
-
-
-def _merged(token: str, value: float, top: Mapping[str, float]) -> dict[str, float]:
-    return {token: value, **{name: of for name, of in top.items() if name != token}}
+        tokens, values = reported.get("tokens") or [], reported.get("token_logprobs") or []
+        tops = [dict(top or {}) for top in reported.get("top_logprobs") or [None] * len(tokens)]
+    places = zip(tokens, values, tops, strict=False)
+    return tuple(_pair({token: v, **top} | {token: v}) for token, v, top in places)
 
 
 def _pair(entry: Mapping[str, float]) -> tuple[Any, Any]:
@@ -282,20 +235,19 @@ def _count(usage: Mapping[str, Any], name: str) -> int | None:
 
 def _index(choice: object, place: int) -> int:
     if not isinstance(choice, Mapping):
-        raise BadAnswer(f"a choice of the endpoint's answer is no object: {shown(choice)}")
+        raise BadAnswer(f"a choice of the endpoint's answer is no object: {_shown(choice)}")
     index = choice.get("index", place)
     return index if isinstance(index, int) else place
 
 
-def shown(value: object) -> str:
-    """Return the beginning of a part of an answer, as JSON."""
+def _shown(value: object) -> str:
     return json.dumps(value, default=repr)[:_MAX_SHOWN]
 
 
 def embedding_body(
     request: Request, options: OpenAIOptions, model: str
 ) -> tuple[str, dict[str, Any]]:
-    """Return the path below the API and the JSON body for a request.
+    """Return what `body_of` does, for an embedding.
 
     Options of the row are sent where they are set; `dimensions` is OpenAI's, the others vLLM's.
     """
@@ -312,14 +264,10 @@ def embedding_body(
 
 
 def embedding_of(request: Request, answer: object, options: OpenAIOptions) -> list[Completion]:
-    """Return the completion of a row, with its vector, from the JSON of an answer.
-
-    Raises:
-        BadAnswer: it has no usable embedding.
-    """
+    """Return the completion of a row, with its vector, from an answer, or raise BadAnswer."""
     data = answer.get("data") if isinstance(answer, Mapping) else None
     if not isinstance(data, Sequence) or len(data) != 1 or not isinstance(data[0], Mapping):
-        raise BadAnswer(f"the endpoint's answer has not one embedding: {shown(answer)}")
+        raise BadAnswer(f"the endpoint's answer has not one embedding: {_shown(answer)}")
     completion = Completion(
         request_id=request.request_id,
         sample_idx=0,
@@ -327,22 +275,18 @@ def embedding_of(request: Request, answer: object, options: OpenAIOptions) -> li
         vector=read_vector(data[0].get("embedding")),
     )
     assert isinstance(answer, Mapping), "it has data"
-    return with_usage([completion], answer.get("usage"), options)
+    return _with_usage([completion], answer.get("usage"), options)
 
 
 def read_vector(value: object) -> Vector:
-    """Return the numbers of an embedding, which servers write as a list or in base64.
-
-    Raises:
-        BadAnswer: it is neither.
-    """
+    """Return the numbers of an embedding, a list or base64; raise BadAnswer for anything else."""
     try:
         if isinstance(value, str):
             vector = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
         else:
             vector = np.array(value, np.float32)
     except (binascii.Error, ValueError, TypeError):
-        raise BadAnswer(f"an embedding is neither numbers nor base64: {shown(value)}") from None
+        raise BadAnswer(f"an embedding is neither numbers nor base64: {_shown(value)}") from None
     if vector.ndim != 1 or not vector.size or not np.isfinite(vector).all():
-        raise BadAnswer(f"an embedding is no list of finite numbers: {shown(value)}")
+        raise BadAnswer(f"an embedding is no list of finite numbers: {_shown(value)}")
     return vector.astype(np.float32, copy=False)

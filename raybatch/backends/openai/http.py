@@ -11,7 +11,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -45,30 +45,21 @@ _MAX_CHARS = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpAnswer:
-    """What became of one request.
-
-    Args:
-        status: HTTP status; 0 where there is no answer.
-        headers: names in lower case.
-        failure: why there is no answer.
-        seconds: from sending to the last byte.
-    """
+    """What became of one request."""
 
     key: int
-    status: int = 0
-    headers: Mapping[str, str] = field(default_factory=dict)
+    status: int = 0  # of HTTP; 0 where there is no answer
+    headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
     body: bytes = b""
-    failure: Failure = ""
+    failure: Failure = ""  # why there is no answer
     cause: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # from sending to the last byte
 
 
 class HttpThread:
-    """Sends requests to one API; owned by one thread.
+    """Sends requests to one API, perhaps by a proxy; owned by one thread.
 
-    Args:
-        headers: of every request; they hold secrets and appear in no text.
-        proxy: URL of the proxy on the way; None for none.
+    The headers of every request hold secrets and appear in no text.
     """
 
     def __init__(
@@ -94,15 +85,17 @@ class HttpThread:
     def send(self, key: int, path: str, body: Mapping[str, Any] | None) -> None:
         """Send a request; without a body it is a GET.
 
-        Args:
-            key: names the answer, and no other request that is on its way.
+        The key names the answer, and no other request that is on its way.
         """
-        data = None if body is None else _encoded(body)
-        self._in_loop(lambda: self._start(key, path, data))
+        data = None
+        if body is not None:
+            # a text that is none is for the endpoint to refuse
+            data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        self._loop.call_soon_threadsafe(self._start, key, path, data)
 
     def cancel(self, key: int) -> None:
         """Cancel a request; no answer to it arrives, unless it is there already."""
-        self._in_loop(lambda: self._stop(key))
+        self._loop.call_soon_threadsafe(self._stop, key)
 
     def collect(self, timeout_s: float) -> list[HttpAnswer]:
         """Return the answers that are complete; wait for the first one at most so long."""
@@ -119,9 +112,6 @@ class HttpThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_S)
 
-    def _in_loop(self, call: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(call)
-
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
@@ -130,17 +120,15 @@ class HttpThread:
             self._loop.close()
 
     def _start(self, key: int, path: str, data: bytes | None) -> None:
-        task = self._loop.create_task(self._request(key, path, data))
-        self._tasks[key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        self._tasks[key] = self._loop.create_task(self._request(key, path, data))
+        self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key, None))
 
     def _stop(self, key: int) -> None:
         if (task := self._tasks.get(key)) is not None:
             task.cancel()
 
     async def _shut(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
+        for task in (tasks := list(self._tasks.values())):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
@@ -159,13 +147,14 @@ class HttpThread:
             # the row gets an error for any failure; texts of the client may repeat headers
             cause = f"the connection was lost: {type(error).__name__}"
             answer = HttpAnswer(key=key, failure="connection", cause=cause)
-        self._put(answer, time.monotonic() - began)
+        with self._arrived:
+            self._answers.append(replace(answer, seconds=time.monotonic() - began))
+            self._arrived.notify()
 
     async def _answer(self, key: int, path: str, data: bytes | None) -> HttpAnswer:
         if self._session is None:
             self._session = self._new_session()
-        method = "GET" if data is None else "POST"
-        url = self._base_url + path
+        method, url = "GET" if data is None else "POST", self._base_url + path
         # a redirect would take the key elsewhere
         async with self._session.request(method, url, data=data, allow_redirects=False) as answer:
             body = bytearray()
@@ -186,17 +175,6 @@ class HttpThread:
             # without `trust_env`, which would send what ~/.netrc has for the host
             proxy=self._proxy,
         )
-
-    def _put(self, answer: HttpAnswer, seconds: float) -> None:
-        answer = replace(answer, seconds=seconds)
-        with self._arrived:
-            self._answers.append(answer)
-            self._arrived.notify()
-
-
-def _encoded(body: Mapping[str, Any]) -> bytes:
-    # a text that is none is for the endpoint to refuse
-    return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def verdict_on(answer: HttpAnswer) -> Verdict:
@@ -233,10 +211,9 @@ def row_error(answer: HttpAnswer, num_tries: int, secrets: Iterable[str]) -> str
     message = message_of(answer, secrets)
     if verdict_on(answer) != "again":
         return f"{_ROW_CLASSES.get(code, 'BadRequest')}: {message}"
-    kind = {429: "RateLimited"}.get(answer.status, "EndpointFailed")
-    return (
-        f"{'Timeout' if answer.failure == 'timeout' else kind}: {message} (asked {num_tries} times)"
-    )
+    kind = "RateLimited" if answer.status == 429 else "EndpointFailed"
+    kind = "Timeout" if answer.failure == "timeout" else kind
+    return f"{kind}: {message} (asked {num_tries} times)"
 
 
 def secrets_in(headers: Mapping[str, str]) -> tuple[str, ...]:
@@ -265,7 +242,5 @@ def _message_and_code(answer: HttpAnswer) -> tuple[str, str]:
     fields = inner if isinstance(inner, Mapping) else error
     message = fields.get("message") or inner or error.get("detail") or text
     code = fields.get("code")
-    return (
-        message if isinstance(message, str) else json.dumps(message),
-        code if isinstance(code, str) else "",
-    )
+    message = message if isinstance(message, str) else json.dumps(message)
+    return message, code if isinstance(code, str) else ""

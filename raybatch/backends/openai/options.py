@@ -44,68 +44,47 @@ class OpenAIOptions:
 
     base_url: Answers[Unchecked[str]]
     """URL of the API with its version, such as "http://localhost:8000/v1"."""
-
     model: Place[str | None] = None
     """Name of the model at the endpoint; None takes the stage's model."""
-
     api_key_env: Place[Unchecked[str | None]] = None
     """Environment variable with the API key, set where replicas run."""
-
     api_key_file: Place[Unchecked[str | None]] = None
     """File with the API key on every host with replicas, instead of `api_key_env`."""
-
     headers_env: Place[Unchecked[Mapping[str, str]]] = field(default_factory=dict)
     """Further headers: name of the header to the environment variable with its value."""
-
     endpoint: Answers[Endpoint] = "auto"
     """Either "chat" or "completions"; "auto" chooses by the kind of prompt."""
-
     max_concurrency: Speed[Positive] = 256
     """Most samples in flight per replica; the actual number adapts to the endpoint."""
-
     first_concurrency: Speed[Positive] = 16
     """Samples in flight at the start."""
-
     timeout_s: Speed[Annotated[float, Ge(0.001)]] = 600.0
     """Seconds for one request, from the connection to the last byte."""
-
     max_retries: Speed[NonNegative] = 8
     """Retries of a row after failures that may pass."""
-
     requests_per_minute: Speed[Annotated[float, Ge(0.001)] | None] = None
     """Limit for all replicas together; None is no limit."""
-
     tokens_per_minute: Speed[Annotated[float, Ge(0.001)] | None] = None
     """Limit of prompt plus output tokens for all replicas together; None is no limit."""
-
     price_per_million_input_tokens: Speed[NonNegativeFloat | None] = None
     """Price in any currency; None counts no cost."""
-
     price_per_million_cached_input_tokens: Speed[NonNegativeFloat | None] = None
     """None takes the price of other input tokens."""
-
     price_per_million_output_tokens: Speed[NonNegativeFloat | None] = None
     """Price in any currency; None counts no cost."""
-
     max_tokens_field: Speed[MaxTokensField] = "max_tokens"
     """Name of the field for `max_tokens` in chat requests."""
-
     send_seed: Answers[bool] = True
     """Send a seed with rows whose temperature is above 0."""
-
     extra_body: Answers[Mapping[str, Any]] = field(default_factory=dict)
     """Fields added to every request; null removes one."""
-
     tokenizer: Answers[str | None] = None
     """Folder, hub id or "demo" with the model's tokenizer, for exact lengths in plans; None counts
     three bytes as a token."""
-
     max_model_len: Answers[Annotated[int, Ge(2)] | None] = None
     """Longest prompt plus output; needs a tokenizer, or rows of token ids."""
-
     return_reasoning: Answers[bool] = False
     """Add a column `reasoning` with what the endpoint returns of it."""
-
     return_tool_calls: Answers[bool] = False
     """Add a column `tool_calls`; without it a message of calls alone has their JSON as its text."""
 
@@ -127,7 +106,8 @@ class OpenAIOptions:
     @property
     def has_prices(self) -> bool:
         """Whether a run can say what it costs."""
-        return any(getattr(self, name) is not None for name in _PRICES)
+        prices = [name for name in fields_of(OpenAIOptions) if name.startswith("price_")]
+        return any(getattr(self, name) is not None for name in prices)
 
     def cost(self, input_tokens: int, cached_tokens: int, output_tokens: int) -> float:
         """Return the price of one request; `input_tokens` has the cached ones in it."""
@@ -139,19 +119,8 @@ class OpenAIOptions:
         return total / 1e6
 
 
-_PRICES = (
-    "price_per_million_input_tokens",
-    "price_per_million_cached_input_tokens",
-    "price_per_million_output_tokens",
-)
-
-
 def openai_options(options: Mapping[str, Any]) -> OpenAIOptions:
-    """Return the options of a backend config.
-
-    Raises:
-        ConfigError: one is unknown, missing or wrong.
-    """
+    """Return the options of a backend config, checked."""
     if "base_url" not in options:
         raise ConfigError(
             "backend.options: base_url is missing; name the API of the endpoint with its version, "
@@ -163,32 +132,23 @@ def openai_options(options: Mapping[str, Any]) -> OpenAIOptions:
 def decisive_options(options: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Return those of the options that decide an answer; `model` is the stage's."""
     checked = openai_options(options)
-    deciding = (
-        name
+    deciding = {
+        name: getattr(checked, name)
         for name, field in fields_of(OpenAIOptions).items()
         if decided_by(field) is Decides.ANSWERS and name not in _COLUMNS
-    )
-    return {
-        **{name: getattr(checked, name) for name in deciding},
-        "model": model if checked.model is None else checked.model,
     }
+    return {**deciding, "model": model if checked.model is None else checked.model}
 
 
 def headers_of(options: OpenAIOptions, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers with secrets; for the process that asks the endpoint alone.
+    """Return the headers with secrets; for the process that asks the endpoint alone."""
 
-    Raises:
-        ConfigError: a variable is not set, or its value cannot be sent.
-    """
-    headers = {}
-    for header, variable in options.headers_env.items():
-        headers[header] = _checked(
-            environment.get(variable), f"the environment variable {variable}"
-        )
-    key = None
+    def of_variable(name: str) -> str:
+        return _checked(environment.get(name), f"the environment variable {name}")
+
+    headers = {header: of_variable(name) for header, name in options.headers_env.items()}
     if options.api_key_env is not None:
-        where = f"the environment variable {options.api_key_env}"
-        key = _checked(environment.get(options.api_key_env), where)
+        headers["Authorization"] = f"Bearer {of_variable(options.api_key_env)}"
     elif options.api_key_file is not None:
         where = f"the file {options.api_key_file}"
         try:
@@ -198,7 +158,8 @@ def headers_of(options: OpenAIOptions, environment: Mapping[str, str]) -> dict[s
                 f"{where} of api_key_file cannot be read where the replica runs "
                 f"({type(error).__name__}); mount it on every host"
             ) from None
-    return headers if key is None else {**headers, "Authorization": f"Bearer {key}"}
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
 
 
 def _checked(value: str | None, where: str) -> str:
@@ -230,13 +191,12 @@ def _check_url(url: object) -> None:
 
 
 def _check_variables(options: OpenAIOptions) -> None:
-    named = {"api_key_env": options.api_key_env}
     if not isinstance(options.headers_env, Mapping):
         raise ConfigError(
             "backend.options.headers_env must map headers to the names of environment variables"
         )
-    named |= {f"headers_env[{header!r}]": name for header, name in options.headers_env.items()}
-    for option, name in named.items():
+    named = {f"headers_env[{header!r}]": name for header, name in options.headers_env.items()}
+    for option, name in {"api_key_env": options.api_key_env, **named}.items():
         is_name = isinstance(name, str) and _VARIABLE.fullmatch(name) and len(name) <= 64
         if name is not None and not is_name:
             # the value may be the secret itself, so it is not repeated

@@ -1,13 +1,20 @@
-"""How fast requests are sent: concurrency that adapts, budgets, waits; time is passed in.
+"""Which rows are sent, and how fast: lines, concurrency that adapts, budgets; time is passed in.
 
 Concurrency grows while answers come well and is halved when the endpoint pushes back (429, 503, a
 timeout), as TCP does with its window. Waits follow what the endpoint says, else they grow.
 """
 
+import heapq
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
+
+from raybatch.backends.openai.options import OpenAIOptions
+from raybatch.records.types import Request
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 60.0
@@ -27,12 +34,7 @@ _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 class Concurrency:
-    """How many samples may be in flight.
-
-    Attributes:
-        limit: at this moment.
-        num_cuts: times that it was halved.
-    """
+    """How many samples may be in flight: the `limit`, which was halved `num_cuts` times."""
 
     def __init__(self, first: int, most: int) -> None:
         self._most = most
@@ -49,11 +51,9 @@ class Concurrency:
         return int(self._size)
 
     def answered(self, latency_s: float, num_tokens: int, *, is_full: bool) -> None:
-        """Note an answer.
+        """Note an answer, with the seconds from the request to the last byte.
 
-        Args:
-            latency_s: from the request to the last byte.
-            is_full: as many were in flight as might be; else more room would change nothing.
+        More room changes nothing unless it `is_full`: as many were in flight as might be.
         """
         pace_s = latency_s / (_TOKENS_OF_START + num_tokens)
         self._num_answers += 1
@@ -82,32 +82,27 @@ class Concurrency:
 class Budget:
     """An amount per minute, spent evenly: no minute sees more than that and one request.
 
-    A request larger than what is there goes out and is paid off before the next.
-
-    Args:
-        per_minute: the amount; None has no limit.
+    A request larger than what is there goes out and is paid off before the next. None has no limit.
     """
 
     def __init__(self, per_minute: float | None) -> None:
-        self._per_s = None if per_minute is None else per_minute / 60
+        self._per_s = math.inf if per_minute is None else per_minute / 60
         self._debt = 0.0
         self._seen_s = -math.inf
 
     def wait_s(self, now_s: float) -> float:
         """Return the seconds until something may be spent; 0 for now."""
-        if self._per_s is None:
-            return 0.0
         self._pay(now_s)
         return self._debt / self._per_s
 
     def spend(self, amount: float, now_s: float) -> None:
         """Note an amount; a negative one gives back what was spent too much."""
-        if self._per_s is not None:
-            self._pay(now_s)
-            self._debt = max(0.0, self._debt + amount)
+        self._pay(now_s)
+        # what has no limit owes nothing
+        self._debt = max(0.0, self._debt + amount) if self._per_s < math.inf else 0.0
 
     def _pay(self, now_s: float) -> None:
-        if self._per_s is not None and now_s > self._seen_s:
+        if now_s > self._seen_s:
             self._debt = max(0.0, self._debt - (now_s - self._seen_s) * self._per_s)
             self._seen_s = now_s
 
@@ -115,9 +110,7 @@ class Budget:
 def backoff_s(num_failures: int, jitter: float) -> float:
     """Return the seconds to wait after failures in a row, the first of which is number 1.
 
-    Args:
-        num_failures: at least 1.
-        jitter: evenly drawn from [0, 1), so that replicas do not retry together.
+    `jitter` is evenly drawn from [0, 1), so that replicas do not retry together.
     """
     longest = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 16))
     return longest * (0.5 + jitter / 2)
@@ -126,12 +119,9 @@ def backoff_s(num_failures: int, jitter: float) -> float:
 def retry_after_s(headers: Mapping[str, str], wall_s: float) -> float | None:
     """Return the seconds that an answer asks to wait; None where it says nothing of use.
 
-    Args:
-        headers: of the answer, names in lower case.
-        wall_s: seconds since 1970.
+    Names of headers are in lower case; `wall_s` is in seconds since 1970.
     """
-    text = headers.get("retry-after-ms", "")
-    if (milliseconds := _number(text)) is not None:
+    if (milliseconds := _number(headers.get("retry-after-ms", ""))) is not None:
         return _bounded(milliseconds / 1000)
     text = headers.get("retry-after", "").strip()
     if (seconds := _number(text)) is not None:
@@ -145,10 +135,7 @@ def retry_after_s(headers: Mapping[str, str], wall_s: float) -> float | None:
 def until_reset_s(headers: Mapping[str, str], tokens: int, wall_s: float) -> float:
     """Return the seconds until the endpoint takes another request; 0 where it does now.
 
-    Args:
-        headers: of an answer, names in lower case.
-        tokens: of the requests to come, about.
-        wall_s: seconds since 1970.
+    Arguments are those of `retry_after_s`, and the tokens of the requests to come, about.
     """
     wait_s = 0.0
     for kind, needed in (("requests", 1), ("tokens", max(1, tokens))):
@@ -183,3 +170,130 @@ def _number(text: str) -> float | None:
 
 def _bounded(seconds: float) -> float:
     return min(seconds, _MAX_WAIT_S) if seconds >= 0 else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A request on its way."""
+
+    request: Request
+    samples: frozenset[int]  # that are not finished
+    num_tries: int = 0  # requests that were sent for it
+    key: int | None = None  # of the one that is in flight
+    sent_s: float = 0.0  # when that was sent
+    tokens: int = 0  # that the budget was charged for it
+
+    @property
+    def weight(self) -> int:
+        """Samples that the endpoint works on."""
+        return self.request.sampling.n
+
+
+class Rows:
+    """The rows that were handed over and are not finished; who adds one puts it into a line.
+
+    Attributes:
+        waiting: that were not sent yet.
+        resumed: that began elsewhere, so that nobody gets them back; they go before the others.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, Row] = {}
+        self.waiting: deque[Row] = deque()
+        self.resumed: deque[Row] = deque()
+        # when to send again, a number that tells equal times apart, the row
+        self._delayed: list[tuple[float, int, Row]] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, row: Row) -> None:
+        """Take a row in; raise ValueError where its request id is there already."""
+        request_id = row.request.request_id
+        if request_id in self._open:
+            raise ValueError(f"request {request_id} is already in the backend")
+        self._open[request_id] = row
+
+    def delay(self, row: Row, due_s: float) -> None:
+        """Send a row again, not before `due_s`."""
+        heapq.heappush(self._delayed, (due_s, next(self._numbers), row))
+
+    def has_next(self, now_s: float) -> bool:
+        """Return whether a row may be sent now."""
+        return self._is_due(now_s) or bool(self.resumed or self.waiting)
+
+    def next(self, now_s: float) -> Row:
+        """Take the row out of its line that is to be sent now."""
+        if self._is_due(now_s):
+            return heapq.heappop(self._delayed)[2]
+        return (self.resumed or self.waiting).popleft()
+
+    def _is_due(self, now_s: float) -> bool:
+        return bool(self._delayed) and self._delayed[0][0] <= now_s
+
+    def take_unsent(self) -> list[Request]:
+        """Take all rows out that were not sent yet, in order."""
+        requests = [row.request for row in self.waiting]
+        self.take_out([request.request_id for request in requests])
+        return requests
+
+    def finish(self, request_id: int, sample_idx: int) -> None:
+        """Note a finished sample; after the last one the row is forgotten."""
+        row = self._open.get(request_id)
+        if row is not None:
+            row.samples -= {sample_idx}
+            if not row.samples:
+                del self._open[request_id]
+
+    def take_out(self, request_ids: Collection[int]) -> list[Row]:
+        """Take rows out, in order of arrival, wherever they are; unknown ids are ignored."""
+        wanted = set(request_ids)
+        rows = [row for request_id, row in self._open.items() if request_id in wanted]
+        for row in rows:
+            del self._open[row.request.request_id]
+        gone = set(map(id, rows))
+        self.waiting = deque(row for row in self.waiting if id(row) not in gone)
+        self.resumed = deque(row for row in self.resumed if id(row) not in gone)
+        self._delayed = [entry for entry in self._delayed if id(entry[2]) not in gone]
+        heapq.heapify(self._delayed)
+        return rows
+
+    def num_waiting_samples(self) -> int:
+        """Return the samples of all rows in lines."""
+        delayed = (row for _, _, row in self._delayed)
+        return sum(row.weight for row in itertools.chain(self.resumed, self.waiting, delayed))
+
+
+def row_refusal(request: Request, options: OpenAIOptions, *, is_embedding: bool) -> str:
+    """Return the error of a row that the endpoint need not be sent; "" for one that it may be."""
+    prompt = request.prompt_token_ids
+    endpoint, is_chat = options.endpoint, "messages" in request.payload
+    if is_embedding and is_chat:
+        return "InvalidPrompt: embeddings are made of texts, and the row has messages"
+    if endpoint == "chat" and not is_chat:
+        return "InvalidPrompt: the chat endpoint takes messages, and the row has none"
+    if endpoint == "completions" and is_chat:
+        return "InvalidPrompt: the completions endpoint takes texts, and the row has messages"
+    if is_chat or "prompt" in request.payload:
+        return ""
+    if not len(prompt):
+        return "EmptyPrompt: the prompt has no tokens"
+    if prompt.min() < 0:
+        return "BadTokenId: token ids must be at least 0"
+    limit = options.max_model_len
+    if limit is not None and len(prompt) >= limit + is_embedding:
+        return f"PromptTooLong: {len(prompt)} tokens, the model's limit is {limit}"
+    return ""
+
+
+def fit_output(request: Request, options: OpenAIOptions) -> Request:
+    """Bound the output by the context, where its length is known; servers refuse more."""
+    limit, sampling = options.max_model_len, request.sampling
+    if limit is None or request.payload:
+        return request
+    room = limit - len(request.prompt_token_ids)
+    if sampling.max_tokens <= room:
+        return request
+    min_tokens = min(sampling.min_tokens, room)
+    return replace(request, sampling=replace(sampling, max_tokens=room, min_tokens=min_tokens))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
@@ -20,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from raybatch.backends.intake import Intake, IntakeBackend
-from raybatch.backends.transformers.type import TransformersOptions
-from raybatch.config import BackendConfig, EngineConfig, from_mapping
+from raybatch.backends.intake import IntakeBackend
+from raybatch.backends.transformers import TransformersOptions
+from raybatch.config import EngineConfig
 from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
 from raybatch.engine.loading.resolve import check_max_model_len, pick_device
 from raybatch.engine.protocols import SamplerLike
@@ -44,19 +43,15 @@ _NO_LIMIT = 1 << 20
 
 
 class HubModel:
-    """One model on one device; a sequence is its tokens and a cache that only the model reads.
-
-    Args:
-        model: of transformers, ready for inference.
-        max_model_len: longest prompt plus output, in tokens.
-    """
+    """One model on one device; a sequence is its tokens and a cache that only the model reads."""
 
     def __init__(self, model: Any, max_model_len: int) -> None:  # noqa: ANN401 - of any class
         config = model.config.get_text_config()
         self._model = model
         self.max_model_len = max_model_len
         self.vocab_size = int(config.vocab_size)
-        self.eos_token_ids = _eos_token_ids(model)
+        sources = (config, model.generation_config)
+        self.eos_token_ids = merge_eos(*(getattr(each, "eos_token_id", None) for each in sources))
         names = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in _CACHE_NAMES if name in names), "")
         if not self._cache_name:
@@ -68,28 +63,19 @@ class HubModel:
 
     @classmethod
     def load(cls, path: Path, config: EngineConfig, options: TransformersOptions) -> HubModel:
-        """Load a checkpoint.
-
-        Args:
-            config: dtype, device, threads and the longest sequence are taken from it.
-
-        Raises:
-            ConfigError: transformers cannot load it, or an option cannot be had.
-        """
+        """Load a checkpoint; raise ConfigError where it, or an option, cannot be had."""
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         device = pick_device(config)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads)
-        dtype: Any = config.dtype
-        if dtype == "auto" and device.type == "cpu":
-            dtype = "float32"
+        is_auto_on_cpu = config.dtype == "auto" and device.type == "cpu"
         disable_progress_bar()
         try:
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
-                dtype=dtype,
+                dtype="float32" if is_auto_on_cpu else config.dtype,
                 attn_implementation=options.attn_implementation,
                 trust_remote_code=options.trust_remote_code,
                 output_loading_info=True,
@@ -105,32 +91,22 @@ class HubModel:
             )
         model.to(device).eval()
         logger.info("%s loaded as %s on %s", type(model).__name__, model.dtype, device)
-        model_len = (
-            getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT
-        )
+        text_config = model.config.get_text_config()
+        model_len = getattr(text_config, "max_position_embeddings", None) or _NO_LIMIT
         check_max_model_len(config, model_len, path.name)
         return cls(model, config.max_model_len or model_len)
 
     @torch.inference_mode()
     def forward(self, token_ids: TokenIds, cache: Any) -> tuple[torch.Tensor, Any]:  # noqa: ANN401
-        """Append tokens to a sequence.
+        """Append tokens to a sequence, int32 [T], T at least 1.
 
-        Args:
-            token_ids: int32 [T], T at least 1.
-            cache: of the tokens before, which is changed; None for none.
-
-        Returns:
-            Float32 logits [V] after the last token, and the cache with the new tokens.
+        Return float32 logits [V] after the last token, and the cache with the new tokens. The one
+        passed, of the tokens before, is changed; None is an empty one.
         """
         ids = torch.from_numpy(token_ids.astype(np.int64))[None].to(self._model.device)
         state = {self._cache_name: cache}
         output = self._model(input_ids=ids, use_cache=True, **state, **self._options)
         return output.logits[0, -1].float(), output[self._cache_name]
-
-
-def _eos_token_ids(model: Any) -> tuple[int, ...]:  # noqa: ANN401
-    sources = (model.config.get_text_config(), model.generation_config)
-    return merge_eos(*(getattr(source, "eos_token_id", None) for source in sources))
 
 
 # prefix groups whose cache is kept; groups come one after the other
@@ -153,13 +129,19 @@ class _Running:
     def num_tokens(self) -> int:
         return len(self.state.request.prompt_token_ids) + len(self.tokens)
 
+    def exported(self) -> SequenceState:
+        return replace(
+            self.state,
+            token_ids=np.array(self.tokens, np.int32),
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+        )
+
 
 class TransformersBackend(IntakeBackend):
     """Follows the `Backend` protocol over a model of transformers.
 
-    Args:
-        sampler: picks tokens; has `max_num_seqs` slots.
-        max_num_seqs: sequences that run at once; more are not faster.
+    At most `max_num_seqs` sequences run at once, for which `sampler` has slots.
     """
 
     def __init__(
@@ -179,7 +161,7 @@ class TransformersBackend(IntakeBackend):
             kv_tokens=max_num_seqs * model.max_model_len,
         )
         self._rules = FinishRules(max_num_seqs, model.eos_token_ids, stop_checker)
-        super().__init__(self._find_failure)
+        super().__init__()
         # by slot
         self._running: dict[int, _Running] = {}
         self._prefixes: OrderedDict[int, tuple[TokenIds, Any]] = OrderedDict()
@@ -192,35 +174,26 @@ class TransformersBackend(IntakeBackend):
             block_size=1,
         )
 
-    def poll(self) -> list[Completion]:
-        if not self._intake.num_open:
-            return []
-        began = time.perf_counter()
-        has_work = self._intake.num_waiting or self._running
-        completions = self._intake.close(self._run_step() if has_work else [])
-        self._counters.engine_s += time.perf_counter() - began
-        return completions
-
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         states = []
         for running in self._running.values():
             if len(running.tokens) >= running.num_reported + min_new_tokens:
                 running.num_reported = len(running.tokens)
-                states.append(_state(running))
+                states.append(running.exported())
         return states
 
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
         wanted = set(request_ids)
         slots = [s for s, r in self._running.items() if r.state.request.request_id in wanted]
-        states = [_state(self._leave(slot)) for slot in slots]
-        return self._intake.withdraw(request_ids, states)
+        states = [self._leave(slot).exported() for slot in slots]
+        return self._withdraw(wanted, states)
 
     def stats(self) -> ReplicaStats:
         held = sum(running.num_tokens for running in self._running.values())
         return ReplicaStats(
             **asdict(self._counters),
             num_running=len(self._running),
-            num_waiting=self._intake.num_waiting,
+            num_waiting=self._num_waiting(),
             kv_used_fraction=held / self._limits.kv_tokens,
             kv_tokens=self._limits.kv_tokens,
         )
@@ -228,21 +201,26 @@ class TransformersBackend(IntakeBackend):
     def close(self) -> None:
         self._running.clear()
         self._prefixes.clear()
-        self._intake = Intake(self._find_failure)
+        self._forget_all()
 
     def _find_failure(self, state: SequenceState) -> Completion | None:
         refusal = self._sampler.refusal(state.request.sampling)
         return self._limits.find_failure(state, refusal=refusal)
 
-    def _run_step(self) -> list[Completion]:
+    def _step(self) -> list[Completion]:
         free = [slot for slot in range(self._max_num_seqs) if slot not in self._running]
-        for slot in free[: self._intake.num_waiting]:
-            self._start(slot, *self._intake.take())
+        for slot in free[: self._num_waiting()]:
+            self._start(slot, *self._take_next())
+        if not self._running:
+            return []
         slots = np.array(list(self._running), np.int64)
         running = list(self._running.values())
-        logits = torch.stack([self._forward(each) for each in running])
+        logits = []
+        for each in running:
+            after, each.cache = self._model.forward(each.pending, each.cache)
+            logits.append(after)
         num_generated = np.array([len(each.tokens) for each in running], np.int64)
-        result = self._sampler.sample(logits, slots, num_generated)
+        result = self._sampler.sample(torch.stack(logits), slots, num_generated)
         self._counters.num_steps += 1
         self._counters.generated_tokens += int(result.is_finite.sum())
         completions = []
@@ -250,7 +228,7 @@ class TransformersBackend(IntakeBackend):
             num_tokens = running[i].num_tokens
             error = f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
             self._leave(int(slots[i]))
-            completions.append(completion_of(_state(running[i]), "error", error=error))
+            completions.append(completion_of(running[i].exported(), "error", error=error))
         good = np.flatnonzero(result.is_finite)
         for i in good.tolist():
             token_id = int(result.token_ids[i])
@@ -264,7 +242,7 @@ class TransformersBackend(IntakeBackend):
             slots[good], result.token_ids[good], num_generated[good] + 1, ends
         )
         for slot, reason, stop_reason in finished:
-            completions.append(completion_of(_state(self._leave(slot)), reason, stop_reason))
+            completions.append(completion_of(self._leave(slot).exported(), reason, stop_reason))
         return completions
 
     def _start(self, slot: int, state: SequenceState, is_begun: bool) -> None:
@@ -312,40 +290,21 @@ class TransformersBackend(IntakeBackend):
         running.pending = running.pending[length:]
         return length if is_known else 0
 
-    def _forward(self, running: _Running) -> torch.Tensor:
-        logits, running.cache = self._model.forward(running.pending, running.cache)
-        return logits
-
     def _leave(self, slot: int) -> _Running:
         self._sampler.remove(slot)
         self._rules.remove(slot)
         return self._running.pop(slot)
 
 
-def create(model: str, backend: BackendConfig, engine: EngineConfig) -> TransformersBackend:
-    """Load a model and return a backend that is ready for `submit`.
+def create(model: str, options: TransformersOptions, engine: EngineConfig) -> TransformersBackend:
+    """Load a model and return a backend that is ready for `submit`, or raise ConfigError.
 
-    Args:
-        engine: of its options dtype, device, num_threads, max_model_len and max_num_seqs are used.
-
-    Raises:
-        ConfigError: an unknown option, or a model that cannot be loaded.
+    Of `engine` dtype, device, num_threads, max_model_len and max_num_seqs are used.
     """
-    options = from_mapping(TransformersOptions, backend.options, where="backend.options")
     path = resolve_model(model)
     loaded = HubModel.load(path, engine, options)
     max_num_seqs = min(engine.max_num_seqs, options.max_num_seqs)
     tokenizer, eos_token_ids = LazyTokenizer(path), loaded.eos_token_ids
     grammars = GrammarSlots(tokenizer.hugging_face, loaded.vocab_size, eos_token_ids)
     sampler = Sampler(loaded.vocab_size, max_num_seqs, eos_token_ids, grammars)
-    stop_checker = StopChecker(tokenizer)
-    return TransformersBackend(loaded, sampler, stop_checker, max_num_seqs=max_num_seqs)
-
-
-def _state(running: _Running) -> SequenceState:
-    return replace(
-        running.state,
-        token_ids=np.array(running.tokens, np.int32),
-        num_cached_tokens=running.num_cached_tokens,
-        logprobs=None if running.logprobs is None else tuple(running.logprobs),
-    )
+    return TransformersBackend(loaded, sampler, StopChecker(tokenizer), max_num_seqs=max_num_seqs)

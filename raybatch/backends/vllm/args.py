@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from raybatch.backends.vllm.meanings import MEANINGS, NATIVE_ONLY, Meaning, value_for_vllm
+from raybatch.backends.vllm.meanings import MEANINGS, NATIVE_ONLY, Meaning
 from raybatch.backends.vllm.names import ENGINE_ARGS, REASONING_PARSERS, TOOL_PARSERS, VERSION
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.config.option import CHECKED, Answers, is_default, options
@@ -25,22 +25,14 @@ _CONVERTED = {"embed": "embed", "classify": "classify"}
 @options("backend.options.")
 @dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
 class VllmOptions:
-    """What vLLM has beyond the options of `engine`.
-
-    Raises:
-        ConfigError: an option that vLLM does not have (with a suggestion), or one that is decided
-            elsewhere or asks for more than a replica can do.
-    """
+    """What vLLM has beyond the options of `engine`."""
 
     engine_kwargs: Answers[Mapping[str, Any]] = field(default_factory=dict)
     """Arguments of vLLM's `EngineArgs`, except those that `engine` has."""
-
     check_logits: Answers[bool] = True
     """A row whose logits are NaN becomes an error row; if false, vLLM samples from them."""
-
     reasoning_parser: Answers[str | None] = None
     """vLLM parser that moves the reasoning out of the text into a column `reasoning`."""
-
     tool_call_parser: Answers[str | None] = None
     """vLLM parser that moves tool calls out of the text into a column `tool_calls`."""
 
@@ -55,20 +47,8 @@ def native_options(engine: EngineConfig) -> tuple[str, ...]:
     return tuple(name for names, _ in NATIVE_ONLY for name in names if not is_default(engine, name))
 
 
-def _refuse_native_options(engine: EngineConfig) -> None:
-    for names, way_out in NATIVE_ONLY:
-        if any(not is_default(engine, name) for name in names):
-            changed = " and ".join(f"engine.{name}" for name in names)
-            are = "are options" if len(names) > 1 else "is an option"
-            raise ConfigError(f"{changed} {are} of the native engine; {way_out}")
-
-
 def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
-    """Return the checked options of a vLLM backend.
-
-    Raises:
-        ConfigError: see `VllmOptions`; or an option of the engine that only the native one has.
-    """
+    """Return the checked options of a vLLM backend; refuse options of the native engine alone."""
     options = from_mapping(VllmOptions, backend.options, where="backend.options")
     kind = "generate" if backend.task == "generate" else "pooling"
     for name, allowed in (("runner", _RUNNERS[kind]), ("convert", _CONVERTS[kind])):
@@ -84,7 +64,11 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
         raise ConfigError(
             f"parsers read text, and task {backend.task!r} makes none; leave them out"
         )
-    _refuse_native_options(engine)
+    for names, way_out in NATIVE_ONLY:
+        if any(not is_default(engine, name) for name in names):
+            changed = " and ".join(f"engine.{name}" for name in names)
+            are = "are options" if len(names) > 1 else "is an option"
+            raise ConfigError(f"{changed} {are} of the native engine; {way_out}")
     for name, value in _from_engine(engine).items():
         theirs = options.engine_kwargs.get(name, value)
         if theirs not in (None, value):
@@ -103,9 +87,12 @@ def _from_engine(engine: EngineConfig) -> dict[str, Any]:
     for name, meaning in MEANINGS.items():
         ours = meaning.ours
         if ours is not None and (meaning.is_ours_alone or not is_default(engine, ours)):
-            value = getattr(engine, ours)
-            is_renamed = bool(meaning.values) and not meaning.is_ours_alone
-            values[name] = value_for_vllm(name, value) if is_renamed else value
+            values[name] = getattr(engine, ours)
+            if meaning.values and not meaning.is_ours_alone:
+                # None where vLLM has no name for our value
+                values[name] = {our: their for their, our in meaning.values.items()}.get(
+                    values[name]
+                )
     return values
 
 
@@ -151,12 +138,12 @@ def actors_per_engine(options: VllmOptions) -> int:
 
 def answer_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `backend.options` that take part in the answers of a job."""
-    kwargs = options.get("engine_kwargs") or {}
-    kept = {}
-    for name, value in kwargs.items():
-        meaning = MEANINGS.get(name, _PLAIN)
-        if not meaning.is_speed and not meaning.multiplies_gpus:
-            kept[name] = value
+    meanings = {n: MEANINGS.get(n, _PLAIN) for n in options.get("engine_kwargs") or ()}
+    kept = {
+        name: options["engine_kwargs"][name]
+        for name, meaning in meanings.items()
+        if not meaning.is_speed and not meaning.multiplies_gpus
+    }
     others = {name: value for name, value in options.items() if name != "engine_kwargs"}
     return {**others, **({"engine_kwargs": kept} if kept else {})}
 

@@ -8,16 +8,14 @@ vLLM gets a few requests more than it can run, so that order, `drain` and moving
 """
 
 import json
-import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import count
 from typing import Any
 
 import numpy as np
 
 from raybatch.backends.intake import IntakeBackend
-from raybatch.backends.vllm.pooling import adapter_of, pooling_params
 from raybatch.backends.vllm.requests import (
     Answer,
     InnerEngine,
@@ -30,7 +28,15 @@ from raybatch.engine.finish_rules import RowLimits
 from raybatch.engine.sampling.draw import sequence_key
 from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import error_text
-from raybatch.records.payload import IMAGES, images_of, prompt_ids_of
+from raybatch.records.payload import (
+    DOCUMENT_AT,
+    IMAGES,
+    LORA,
+    POOLING,
+    TYPES_AT,
+    images_of,
+    prompt_ids_of,
+)
 from raybatch.records.types import (
     Capacity,
     Completion,
@@ -47,6 +53,9 @@ from raybatch.records.types import (
 _LEAD_FRACTION = 1 / 8
 # samples with images that are handed over before a step: files are unpacked here, while all wait
 _IMAGES_PER_STEP = 4
+# options of rows that vLLM takes by another name or in another form, or not at all
+_CHANGED = "top_k max_tokens min_tokens stop stop_token_ids n seed structured_outputs"
+_AS_THEY_ARE = [f.name for f in fields(Sampling) if f.name not in _CHANGED.split()]
 _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -54,10 +63,7 @@ class VllmBackend(IntakeBackend):
     """Follows the `Backend` protocol over vLLM.
 
     Each sample of a row is a request of its own with its own seed, so that it does not depend on
-    the others.
-
-    Args:
-        parse: of good completions; None leaves their text to the stage.
+    the others. Without `parse`, of good completions, their text is left to the stage.
     """
 
     def __init__(
@@ -67,30 +73,27 @@ class VllmBackend(IntakeBackend):
         self._is_pooling = task != "generate"
         self._parse = parse
         self._capacity = engine.capacity()
-        self._limits = _row_limits(engine, self._capacity, task)
+        max_len = self._capacity.max_model_len
+        self._limits = RowLimits(
+            vocab_size=engine.vocab_size(),
+            # a prompt that generates nothing may fill the context, and a score may be two prompts
+            max_model_len={"generate": max_len, "score": 2 * max_len + 1}.get(task, max_len + 1),
+            # and vLLM does not start where the longest one does not fit the cache
+            kv_tokens=self._capacity.kv_tokens if task == "generate" else 2 * max_len,
+        )
         self._eos_token_ids = engine.eos_token_ids()
         max_num_seqs = self._capacity.max_num_seqs
         self._max_inside = max_num_seqs + max(1, int(max_num_seqs * _LEAD_FRACTION))
-        super().__init__(self._limits.find_failure)
+        super().__init__()
         self._inside: dict[str, VllmSequence] = {}
         self._keys = count(1)
 
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def poll(self) -> list[Completion]:
-        began = time.perf_counter()
-        completions = self._hand_over()
-        if self._inside:
-            self._counters.num_steps += 1
-            completions += [self._finish(answer) for answer in self._engine.step()]
-        finished = self._intake.close(completions)
-        self._counters.engine_s += time.perf_counter() - began
-        return finished
-
     def drain(self) -> list[Request]:
         unstarted = [s for s in self._inside.values() if not self._has_started(s)]
-        self._intake.put_back(self._recall(unstarted))
+        self._waiting.extendleft(reversed(self._recall(unstarted)))
         return super().drain()
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
@@ -105,14 +108,14 @@ class VllmBackend(IntakeBackend):
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
         wanted = set(request_ids)
         inside = [s for s in self._inside.values() if s.request.request_id in wanted]
-        return self._intake.withdraw(wanted, self._recall(inside))
+        return self._withdraw(wanted, self._recall(inside))
 
     def stats(self) -> ReplicaStats:
         num_running = self._engine.num_running()
         return ReplicaStats(
             **asdict(self._counters),
             num_running=num_running,
-            num_waiting=len(self._inside) - num_running + self._intake.num_waiting,
+            num_waiting=len(self._inside) - num_running + self._num_waiting(),
             kv_used_fraction=self._engine.kv_used_fraction(),
             num_preemptions=self._engine.num_preemptions(),
             kv_tokens=self._capacity.kv_tokens,
@@ -122,23 +125,33 @@ class VllmBackend(IntakeBackend):
         self._inside.clear()
         self._engine.close()
 
+    def _find_failure(self, state: SequenceState) -> Completion | None:
+        return self._limits.find_failure(state)
+
+    def _step(self) -> list[Completion]:
+        completions = self._hand_over()
+        if self._inside:
+            self._counters.num_steps += 1
+            completions += [self._finish(answer) for answer in self._engine.step()]
+        return completions
+
     def _hand_over(self) -> list[Completion]:
         """Give vLLM what it can run and a little more; return what it does not take."""
         refused = []
         num_with_images = 0
         while (
             num_with_images < _IMAGES_PER_STEP
-            and self._intake.num_waiting
+            and self._num_waiting()
             and len(self._inside) < self._max_inside
         ):
-            sequence = self._sequence(*self._intake.take())
+            sequence = self._sequence(*self._take_next())
             num_with_images += IMAGES in sequence.request.payload
             tokens = np.concatenate((prompt_ids_of(sequence.request), sequence.tokens_before))
             params = self._params(sequence)
             try:
                 self._engine.add(sequence.key, tokens.tolist(), params)
             except RequestRefused as error:
-                state = sequence.state(None)
+                state = sequence.state(Progress())
                 refused.append(completion_of(state, "error", error=error_text(error)))
             else:
                 self._inside[sequence.key] = sequence
@@ -162,23 +175,23 @@ class VllmBackend(IntakeBackend):
         if self._is_pooling:
             return pooling_params(sequence.request)
         num_done = len(sequence.tokens_before)
-        params = sampling_params(sequence.request, sequence.sample_idx, num_done=num_done)
-        return params | adapter_of(sequence.request)
+        return sampling_params(sequence.request, sequence.sample_idx, num_done=num_done)
 
     def _finish(self, answer: Answer) -> Completion:
         sequence = self._inside.pop(answer.key)
         self._count(sequence, answer.progress)
         state, stop = sequence.state(answer.progress), answer.stop_reason
-        if not answer.is_finite and self._is_pooling:
-            error = "NonFiniteVector: what the model made of the prompt is no numbers"
-            return completion_of(state, "error", error=error)
-        if not answer.is_finite:
-            num_tokens = len(sequence.request.prompt_token_ids) + len(state.token_ids)
-            error = f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
-            return completion_of(state, "error", error=error)
         reason = _REASONS.get(answer.finish_reason)
-        if reason is None:
-            error = f"VllmError: vLLM ended the request with {answer.finish_reason!r}"
+        if not answer.is_finite or reason is None:
+            num_tokens = len(sequence.request.prompt_token_ids) + len(state.token_ids)
+            if answer.is_finite:
+                error = f"VllmError: vLLM ended the request with {answer.finish_reason!r}"
+            elif self._is_pooling:
+                error = "NonFiniteVector: what the model made of the prompt is no numbers"
+            else:
+                error = (
+                    f"NonFiniteLogits: the model gave no finite logits after {num_tokens} tokens"
+                )
             return completion_of(state, "error", error=error)
         if stop in self._eos_token_ids and stop not in sequence.request.sampling.stop_token_ids:
             stop = None
@@ -211,42 +224,19 @@ class VllmBackend(IntakeBackend):
         return sequence.has_started or self._engine.has_started(sequence.key)
 
 
-def _row_limits(engine: InnerEngine, capacity: Capacity, task: Task) -> RowLimits:
-    """Return the limits that are checked before vLLM; a score may be two prompts."""
-    max_len = capacity.max_model_len
-    return RowLimits(
-        vocab_size=engine.vocab_size(),
-        # a prompt that generates nothing may fill the context
-        max_model_len={"generate": max_len, "score": 2 * max_len + 1}.get(task, max_len + 1),
-        # and vLLM does not start where the longest one does not fit the cache
-        kv_tokens=capacity.kv_tokens if task == "generate" else 2 * max_len,
-    )
-
-
 def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> dict[str, Any]:
-    """Return the options of vLLM's `SamplingParams` for one sample of a row, and its images.
+    """Return the options of vLLM's `SamplingParams` for one sample of a row, images and adapter.
 
-    Args:
-        sample_idx: 0..n-1; each sample has a seed of its own.
-        num_done: generated tokens that are part of the prompt now.
+    Each sample has a seed of its own; `num_done` generated tokens are part of the prompt now.
     """
     sampling = request.sampling
     params: dict[str, Any] = {
-        "temperature": sampling.temperature,
+        **{name: getattr(sampling, name) for name in _AS_THEY_ARE},
         "top_k": sampling.top_k or 0,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
         "max_tokens": sampling.max_tokens - num_done,
         "min_tokens": max(0, sampling.min_tokens - num_done),
-        "logprobs": sampling.logprobs,
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "include_stop_str_in_output": sampling.include_stop_str_in_output,
-        "skip_special_tokens": sampling.skip_special_tokens,
     }
     if isinstance(sampling.structured_outputs, str):
         params["structured_outputs"] = json.loads(sampling.structured_outputs)
@@ -255,7 +245,26 @@ def sampling_params(request: Request, sample_idx: int, *, num_done: int = 0) -> 
     if sampling.temperature > 0:
         # 63 bits: torch takes signed numbers, and vLLM takes -1 for no seed
         params["seed"] = sequence_key(request.seed, sample_idx) >> 1
+    return params | _adapter_of(request)
+
+
+def pooling_params(request: Request) -> dict[str, Any]:
+    """Return the options of vLLM's `PoolingParams` for a row, its task excepted.
+
+    The place of a document among the tokens is with them, for `ScorePairs`.
+    """
+    payload = request.payload
+    params: dict[str, Any] = {**payload.get(POOLING, {}), **_adapter_of(request)}
+    if TYPES_AT in payload:
+        params["extra_kwargs"] = {"compressed_token_type_ids": payload[TYPES_AT]}
+    if DOCUMENT_AT in payload:
+        params[DOCUMENT_AT] = payload[DOCUMENT_AT]
     return params
+
+
+def _adapter_of(request: Request) -> dict[str, str]:
+    """Return the adapter of a row as an option of its request; empty for none."""
+    return {LORA: request.payload[LORA]} if LORA in request.payload else {}
 
 
 def can_resume(sampling: Sampling) -> bool:

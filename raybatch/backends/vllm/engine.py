@@ -23,16 +23,15 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.tasks import POOLING_TASKS
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from raybatch.backends.backend_type import ScoreForm
+from raybatch.backends.base import ScoreForm
 from raybatch.backends.vllm.parsing import OutputParser
 from raybatch.backends.vllm.patches import leave_room
-from raybatch.backends.vllm.pooling import pooling_task
 from raybatch.backends.vllm.requests import (
-    NO_TOKENS,
     Answer,
     Progress,
     RequestRefused,
     TokenLogprobs,
+    pooling_task,
 )
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.source import resolve_adapter
@@ -47,11 +46,8 @@ _REFUSED_FOR_S = 60.0
 class VllmAdapters:
     """What vLLM knows the adapters of one engine by.
 
-    They are loaded before any step, where a failure would end the engine.
-
-    Args:
-        load: gives an adapter to the engine; may raise anything.
-        clock: seconds, for how long failures are remembered.
+    They are loaded before any step, where a failure would end the engine. `load` gives one to the
+    engine, and may raise anything.
     """
 
     def __init__(
@@ -68,16 +64,12 @@ class VllmAdapters:
     def find(self, source: str | None) -> LoRARequest | None:
         """Return what vLLM knows an adapter by, loaded; None for none.
 
-        Raises:
-            RequestRefused: it cannot be loaded, or could not a short time ago.
+        Raises RequestRefused where it cannot be loaded, or could not a short time ago.
         """
         if source is None:
             return None
-        if source not in self._loaded:
-            self._loaded[source] = self._load_now(source)
-        return self._loaded[source]
-
-    def _load_now(self, source: str) -> LoRARequest:
+        if source in self._loaded:
+            return self._loaded[source]
         until, message = self._refused.get(source, (0.0, ""))
         if message and self._clock() < until:
             raise RequestRefused(message)
@@ -89,6 +81,7 @@ class VllmAdapters:
             self._refused[source] = self._clock() + _REFUSED_FOR_S, message
             raise RequestRefused(message) from error
         self._refused.pop(source, None)
+        self._loaded[source] = request
         return request
 
 
@@ -99,10 +92,8 @@ _REFUSALS = (VLLMClientError, ValueError, NotImplementedError, MultiModalCacheMi
 class VllmEngine:
     """An `LLMEngine` whose scheduler lives in this process; owned by one thread.
 
-    Args:
-        engine: made without a process of its own for the engine core.
-        check_logits: report requests whose logits are not numbers; needs
-            VLLM_COMPUTE_NANS_IN_LOGITS.
+    With `check_logits` requests whose logits are not numbers are reported, which needs
+    VLLM_COMPUTE_NANS_IN_LOGITS.
     """
 
     def __init__(self, engine: LLMEngine, *, check_logits: bool) -> None:
@@ -120,11 +111,7 @@ class VllmEngine:
             self._watch_logits()
 
     def pool_for(self, task: Task, form: ScoreForm) -> None:
-        """Take requests of a pooling task from here on.
-
-        Raises:
-            ConfigError: the model has no such task, or reads pairs in another form.
-        """
+        """Take requests of a pooling task from here on, or raise ConfigError."""
         config = self._engine.vllm_config.model_config
         self._pooling_task = pooling_task(
             task,
@@ -169,60 +156,51 @@ class VllmEngine:
         return OutputParser(decoder, self._engine.renderer.get_tokenizer(), config, **names)
 
     def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
-        """Queue a request behind all others.
+        """Queue a request behind all others; raise RequestRefused where vLLM does not take it.
 
-        Args:
-            key: not among those in the engine.
-            prompt_token_ids: not empty, known to the model.
-            params: options of `SamplingParams`, or of `PoolingParams` where the engine pools; under
-                `IMAGES` files of images, for the places that the prompt has for them.
-
-        Raises:
-            RequestRefused: vLLM does not take these options, or cannot read an image.
+        The tokens are not empty, and known to the model. The options are of `SamplingParams`, or of
+        `PoolingParams` where the engine pools; under `IMAGES` files of images, for the places that
+        the prompt has for them.
         """
         try:
-            inner_id = self._queue_with_images(key, prompt_token_ids, params)
+            try:
+                inner_id = self._queue(key, prompt_token_ids, params)
+            except MultiModalCacheMissError as error:
+                # images that vLLM takes for sent and its core has not are sent again
+                self._engine.abort_request([key])
+                forget_images(self._engine, error)
+                inner_id = self._queue(key, prompt_token_ids, params)
         except _REFUSALS as error:
             # it may have come half of the way
             self._engine.abort_request([key])
             raise RequestRefused(str(error)) from error
         self._requests[key] = inner_id, self._scheduler.requests[inner_id]
 
-    def _queue_with_images(
-        self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]
-    ) -> str:
-        """Queue a request; images that vLLM takes for sent and its core has not are sent again."""
-        try:
-            return self._queue(key, prompt_token_ids, params)
-        except MultiModalCacheMissError as error:
-            self._engine.abort_request([key])
-            forget_images(self._engine, error)
-        return self._queue(key, prompt_token_ids, params)
-
     def _queue(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> str:
         """Queue a request and return its id inside vLLM."""
         # first what may be refused: images count as sent once the prompt is made
-        options = self._params({n: v for n, v in params.items() if n not in (LORA, IMAGES)})
+        options = {n: value for n, value in params.items() if n not in (LORA, IMAGES)}
+        made: SamplingParams | PoolingParams
+        if self._pooling_task is not None:
+            made = PoolingParams(task=self._pooling_task, **options)
+        else:
+            if (constraint := options.get("structured_outputs")) is not None:
+                options["structured_outputs"] = StructuredOutputsParams(**constraint)
+            made = SamplingParams(
+                **options,
+                detokenize=bool(options.get("stop")),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                # nobody else has this object
+                skip_clone=True,
+            )
         adapter = self._adapters.find(params.get(LORA))
         prompt = prompt_of(self._engine, prompt_token_ids, params.get(IMAGES, ()))
-        return str(self._engine.add_request(key, prompt, options, lora_request=adapter))
-
-    def _params(self, options: Mapping[str, Any]) -> SamplingParams | PoolingParams:
-        if self._pooling_task is not None:
-            return PoolingParams(task=self._pooling_task, **options)
-        return SamplingParams(
-            **_with_constraint(options),
-            detokenize=bool(options.get("stop")),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            # nobody else has this object
-            skip_clone=True,
-        )
+        return str(self._engine.add_request(key, prompt, made, lora_request=adapter))
 
     def step(self) -> list[Answer]:
         """Run one step and return the requests that ended in it.
 
-        Raises:
-            Exception: whatever vLLM raises; the engine is not usable after it.
+        The engine is not usable after whatever vLLM raises.
         """
         answers = []
         for output in self._engine.step():
@@ -237,18 +215,19 @@ class VllmEngine:
                 output.num_cached_tokens or 0,
                 _logprobs(sample.logprobs),
             )
-            is_finite = output.request_id not in self._not_finite
-            answers.append(
-                Answer(
-                    output.request_id,
-                    progress,
-                    sample.finish_reason,
-                    sample.stop_reason,
-                    is_finite,
-                    num_prompt_tokens=len(output.prompt_token_ids),
-                )
+            answer = Answer(
+                output.request_id,
+                progress,
+                sample.finish_reason,
+                sample.stop_reason,
+                is_finite=output.request_id not in self._not_finite,
+                num_prompt_tokens=len(output.prompt_token_ids),
             )
-        answers += [self._end(key) for key in self._not_finite if key in self._requests]
+            answers.append(answer)
+        # those whose logits are not numbers, and that would go on
+        bad = [key for key in self._not_finite if key in self._requests]
+        taken = self.take(bad) if bad else {}
+        answers += [Answer(key, taken[key], "error", None, is_finite=False) for key in bad]
         self._not_finite.clear()
         return answers
 
@@ -263,10 +242,9 @@ class VllmEngine:
 
     def progress(self, key: str) -> Progress:
         """Return what a request has so far."""
-        inner_id, _ = self._requests[key]
-        state = self._engine.output_processor.request_states[inner_id]
+        state = self._output_state(key)
         if state.detokenizer is None:
-            return Progress(NO_TOKENS, state.num_cached_tokens, ())
+            return Progress(num_cached_tokens=state.num_cached_tokens)
         return Progress(
             np.array(state.detokenizer.output_token_ids, np.int32),
             state.num_cached_tokens,
@@ -275,9 +253,12 @@ class VllmEngine:
 
     def num_tokens(self, key: str) -> int:
         """Return how many tokens a request has so far."""
-        inner_id, _ = self._requests[key]
-        state = self._engine.output_processor.request_states[inner_id]
+        state = self._output_state(key)
         return 0 if state.detokenizer is None else int(state.detokenizer.num_output_tokens())
+
+    def _output_state(self, key: str) -> Any:  # noqa: ANN401 - vLLM's own type
+        inner_id, _ = self._requests[key]
+        return self._engine.output_processor.request_states[inner_id]
 
     def has_started(self, key: str) -> bool:
         """Return whether the scheduler has ever given a request room."""
@@ -305,10 +286,6 @@ class VllmEngine:
         """End the engine with the processes that it has started."""
         self._client.shutdown()
 
-    def _end(self, key: str) -> Answer:
-        """Take a request out whose logits are not numbers."""
-        return Answer(key, self.take([key])[key], "error", None, is_finite=False)
-
     def _watch_logits(self) -> None:
         """Note the requests for which the model gave NaN, which vLLM counts and does not report."""
         get_output = self._client.get_output
@@ -324,13 +301,6 @@ class VllmEngine:
         self._client.get_output = watched
 
 
-def _with_constraint(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    constraint = sampling.get("structured_outputs")
-    if constraint is None:
-        return dict(sampling)
-    return {**sampling, "structured_outputs": StructuredOutputsParams(**constraint)}
-
-
 def _logprobs(positions: Sequence[Mapping[int, Any]] | None) -> tuple[TokenLogprobs, ...]:
     """Return ids and values of each position, the sampled token first, as vLLM orders them."""
     return tuple(
@@ -344,23 +314,17 @@ def _logprobs(positions: Sequence[Mapping[int, Any]] | None) -> tuple[TokenLogpr
 
 def _pooled(output: PoolingRequestOutput) -> Answer:
     vector = output.outputs.data.detach().float().cpu().numpy()
-    progress = Progress(NO_TOKENS, output.num_cached_tokens or 0, ())
+    progress = Progress(num_cached_tokens=output.num_cached_tokens or 0)
     reason = "stop" if output.error is None and vector.size else "error"
     is_finite = bool(np.isfinite(vector).all())
     return Answer(output.request_id, progress, reason, None, is_finite, vector)
 
 
 def prompt_of(engine: LLMEngine, token_ids: list[int], images: Sequence[bytes]) -> Any:  # noqa: ANN401
-    """Return a prompt of vLLM; images are read as its server reads data: URLs.
+    """Return a prompt of vLLM; images are read as its server reads data: URLs, or ValueError.
 
-    From here on vLLM takes the images for sent, also where the request is refused afterwards: see
-    `forget_images`.
-
-    Args:
-        token_ids: with one mark in the place of each image.
-
-    Raises:
-        ValueError: the model or its processor cannot read them.
+    The tokens have one mark in the place of each image. From here on vLLM takes the images for
+    sent, also where the request is refused afterwards: see `forget_images`.
     """
     if not images:
         return tokens_input(token_ids)

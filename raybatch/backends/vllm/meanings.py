@@ -4,7 +4,7 @@ Names that are not in the table are passed on to vLLM, count as ones that decide
 nothing to the native engine.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,121 +15,91 @@ UNKNOWN = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """What one option of vLLM's `EngineArgs` means.
+    """What one option of vLLM's `EngineArgs` means."""
 
-    Args:
-        ours: the option of `EngineConfig` that means the same.
-        is_ours_alone: it is set under our name, and refused under vLLM's; otherwise vLLM has
-            defaults for each device, and ours counts only where it was changed.
-        values: of vLLM, to our names for them.
-        only: what it may be with vLLM; other values ask for an engine that a replica cannot drive.
-        elsewhere: what says it in raybatch, for the message that refuses it.
-        is_speed: it changes the speed of a run, its memory or its logs, and no answer.
-        native: the one value that the native engine runs with, `IGNORED` or `UNKNOWN`.
-    """
-
-    ours: str | None = None
+    ours: str | None = None  # the option of `EngineConfig` that means the same
+    # it is set under our name, and refused under vLLM's; otherwise vLLM has defaults for each
+    # device, and ours counts only where it was changed
     is_ours_alone: bool = False
-    values: Mapping[str, str] = field(default_factory=dict)
-    only: tuple[Any, ...] = ()
-    elsewhere: str = ""
-    is_speed: bool = False
+    values: Mapping[str, str] = field(default_factory=dict)  # of vLLM, to our names for them
+    only: tuple[Any, ...] = ()  # others ask vLLM for an engine that a replica cannot drive
+    elsewhere: str = ""  # what says it in raybatch, for the message that refuses it
+    is_speed: bool = False  # it changes speed, memory or logs of a run, and no answer
     multiplies_gpus: bool = False
-    native: Any = UNKNOWN
+    native: Any = UNKNOWN  # the one value that the native engine runs with, or `IGNORED`
 
 
-def _each(names: str, **meaning: Any) -> Iterable[tuple[str, Meaning]]:  # noqa: ANN401
-    return [(name, Meaning(**meaning)) for name in names.split()]
+def _each(names: str, **meaning: Any) -> dict[str, Meaning]:  # noqa: ANN401
+    return {name: Meaning(**meaning) for name in names.split()}
 
 
 _FOLDER = "take a folder with model and tokenizer as the model of the stage"
 
-MEANINGS: Mapping[str, Meaning] = dict(
-    [
-        # of both engines
-        (
-            "dtype",
-            Meaning(
-                ours="dtype", is_ours_alone=True, values={"half": "float16", "float": "float32"}
-            ),
-        ),
-        ("max_model_len", Meaning(ours="max_model_len", is_ours_alone=True)),
-        ("kv_cache_memory_bytes", Meaning(ours="kv_cache_bytes", is_ours_alone=True)),
-        ("enable_prefix_caching", Meaning(ours="enable_prefix_caching", is_ours_alone=True)),
-        ("block_size", Meaning(ours="block_size_tokens", is_speed=True)),
-        ("max_num_seqs", Meaning(ours="max_num_seqs", is_speed=True)),
-        ("max_num_batched_tokens", Meaning(ours="max_batched_tokens", is_speed=True)),
-        (
-            "kv_cache_dtype",
-            Meaning(
-                ours="kv_cache_dtype",
-                # the native engine has a scale for each token and KV head; the last name of a
-                # value is the one that vLLM is given
-                values={
-                    "fp8_e4m3": "fp8",
-                    "fp8_per_token_head": "fp8",
-                    "int8_per_token_head": "int8",
-                },
-            ),
-        ),
-        # said by other options of raybatch
-        *_each("model model_weights hf_config_path", elsewhere="take the model of the stage"),
-        *_each("revision", elsewhere="take a folder as the model of the stage"),
-        *_each("tokenizer", elsewhere=_FOLDER),
-        (
-            "data_parallel_size",
-            Meaning(
-                only=(1,), elsewhere="take pool.replicas, each of which is an engine", native=1
-            ),
-        ),
-        (
-            "nnodes",
-            Meaning(
-                only=(1,),
-                elsewhere="set distributed_executor_backend='ray' for an engine over several hosts",
-            ),
-        ),
-        ("stream_interval", Meaning(only=(1,))),
-        (
-            "distributed_executor_backend",
-            Meaning(only=(None, "mp", "uni", "ray"), is_speed=True, native=IGNORED),
-        ),
-        # GPUs of one engine
-        *_each("tensor_parallel_size pipeline_parallel_size", multiplies_gpus=True, native=1),
-        *_each("prefill_context_parallel_size", multiplies_gpus=True),
-        # what is not built in the native engine
-        *_each("enable_lora trust_remote_code", native=False),
-        *_each("speculative_config", native=None),
-        # what the native engine decides by itself, or what only changes logs and loading
-        *_each(
-            """
+_DTYPES = {"half": "float16", "float": "float32"}
+# the native engine has a scale for each token and KV head; the last name of a value is the one
+# that vLLM is given
+_KV_DTYPES = {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"}
+_OVER_HOSTS = "set distributed_executor_backend='ray' for an engine over several hosts"
+_REPLICAS = "take pool.replicas, each of which is an engine"
+
+MEANINGS: Mapping[str, Meaning] = {
+    # of both engines
+    "dtype": Meaning(ours="dtype", is_ours_alone=True, values=_DTYPES),
+    "max_model_len": Meaning(ours="max_model_len", is_ours_alone=True),
+    "kv_cache_memory_bytes": Meaning(ours="kv_cache_bytes", is_ours_alone=True),
+    "enable_prefix_caching": Meaning(ours="enable_prefix_caching", is_ours_alone=True),
+    "block_size": Meaning(ours="block_size_tokens", is_speed=True),
+    "max_num_seqs": Meaning(ours="max_num_seqs", is_speed=True),
+    "max_num_batched_tokens": Meaning(ours="max_batched_tokens", is_speed=True),
+    "kv_cache_dtype": Meaning(ours="kv_cache_dtype", values=_KV_DTYPES),
+    # said by other options of raybatch
+    **_each("model model_weights hf_config_path", elsewhere="take the model of the stage"),
+    **_each("revision", elsewhere="take a folder as the model of the stage"),
+    **_each("tokenizer", elsewhere=_FOLDER),
+    "data_parallel_size": Meaning(only=(1,), elsewhere=_REPLICAS, native=1),
+    "nnodes": Meaning(only=(1,), elsewhere=_OVER_HOSTS),
+    "stream_interval": Meaning(only=(1,)),
+    **_each(
+        "distributed_executor_backend",
+        only=(None, "mp", "uni", "ray"),
+        is_speed=True,
+        native=IGNORED,
+    ),
+    # GPUs of one engine
+    **_each("tensor_parallel_size pipeline_parallel_size", multiplies_gpus=True, native=1),
+    **_each("prefill_context_parallel_size", multiplies_gpus=True),
+    # what is not built in the native engine
+    **_each("enable_lora trust_remote_code", native=False),
+    **_each("speculative_config", native=None),
+    # what the native engine decides by itself, or what only changes logs and loading
+    **_each(
+        """
             async_scheduling compilation_config disable_log_stats enable_chunked_prefill
             enable_log_requests gpu_memory_utilization hf_token load_format num_gpu_blocks_override
             scheduling_policy seed swap_space
             """,
-            is_speed=True,
-            native=IGNORED,
-        ),
-        *_each(
-            """
+        is_speed=True,
+        native=IGNORED,
+    ),
+    **_each(
+        """
             disable_log_requests max_logprobs max_num_partial_prefills max_seq_len_to_capture task
             task_type tokenizer_mode
             """,
-            native=IGNORED,
-        ),
-        # of vLLM alone
-        *_each(
-            """
+        native=IGNORED,
+    ),
+    # of vLLM alone
+    **_each(
+        """
             aggregate_engine_logging collect_detailed_traces cpu_offload_gb cudagraph_capture_sizes
             cudagraph_metrics download_dir enforce_eager kv_offloading_backend kv_offloading_size
             log_config_file log_level long_prefill_token_threshold max_cudagraph_capture_size
             max_parallel_loading_workers otlp_traces_endpoint safetensors_load_strategy
             scheduler_reserve_full_isl show_hidden_metrics_for_version use_tqdm_on_load watermark
             """,
-            is_speed=True,
-        ),
-    ]
-)
+        is_speed=True,
+    ),
+}
 
 # options of the native engine alone, and what there is with vLLM instead; those that a config
 # refuses without one of these are not among them
@@ -150,9 +120,3 @@ NATIVE_ONLY = (
     (("speculative_tokens",), "vLLM has engine_kwargs.speculative_config"),
     (("cuda_graphs",), "vLLM has engine_kwargs.enforce_eager"),
 )
-
-
-def value_for_vllm(name: str, value: str) -> str | None:
-    """Return what vLLM calls one of our values; None where it has no name for it."""
-    theirs = {ours: vllm for vllm, ours in MEANINGS[name].values.items()}
-    return theirs.get(value)

@@ -5,24 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raybatch.backends.backend_type import ScoreForm
+from raybatch.backends.base import ScoreForm
 from raybatch.errors import ConfigError, error_text
 
 # ends of the names of architectures that vLLM takes for classifiers
 _CLASSIFIERS = ("ForSequenceClassification", "ClassificationModel", "ForTextClassification")
 
 # where configs keep the length of the context; the smallest counts
-_LENGTHS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
-)
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
+_SEQUENCES = ("max_seq_len", "seq_length", "max_sequence_length", "max_seq_length", "seq_len")
+_LENGTHS = (*_POSITIONS, *_SEQUENCES, "model_max_length")
 # kinds of rotary scaling whose configs name the scaled length already
 _SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 # of sentence transformers, in the order of vLLM
@@ -38,7 +30,7 @@ def pooled_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
     """Return the longest prompt that vLLM takes of a model whose tokens are pooled.
 
     It is shorter than `model_length` where the tokenizer of a model with learned positions, or the
-    settings of a sentence transformer, say so. Args and errors are those of `model_length`.
+    settings of a sentence transformer, say so. All else is as there.
     """
     for name in _SENTENCE_CONFIGS:
         path = model_dir / name
@@ -56,11 +48,7 @@ def pooled_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
 def model_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
     """Return the longest prompt plus output that vLLM takes of a model by itself.
 
-    Args:
-        trust_remote_code: run the code in the folder where transformers lacks the architecture.
-
-    Raises:
-        ConfigError: there is no config that can be read.
+    With `trust_remote_code` the code in the folder runs where transformers lacks the architecture.
     """
     config = _read_config(model_dir, trust_remote_code=trust_remote_code)
     if config.get("model_max_length"):
@@ -107,9 +95,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _rope_scalings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rotary options: one for all layers, or one for each kind of layer."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        return [value for value in rope.values() if isinstance(value, Mapping)]
-    return [rope]
+    return [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:
@@ -117,21 +103,14 @@ def _kind(scaling: Mapping[str, Any]) -> str:
 
 
 def form_of_scores(model_dir: Path, engine_kwargs: Mapping[str, Any]) -> ScoreForm:
-    """Return how a query and a document are given to a model, as `LLM.score` of vLLM does it.
-
-    Raises:
-        ConfigError: there is no config that can be read.
-    """
-    path = model_dir / "config.json"
-    overrides = engine_kwargs.get("hf_overrides")
-    config = {**_read_json(path), **(overrides if isinstance(overrides, Mapping) else {})}
-    convert = engine_kwargs.get("convert", "auto")
-    names = config.get("architectures") or []
-    if convert in ("auto", "none"):
-        is_pair = any(name.endswith(_CLASSIFIERS) for name in names)
-    else:
-        is_pair = convert == "classify"
-    if not is_pair:
+    """Return how a query and a document are given to a model, as `LLM.score` of vLLM does it."""
+    config, overrides = _read_json(model_dir / "config.json"), engine_kwargs.get("hf_overrides")
+    config |= overrides if isinstance(overrides, Mapping) else {}
+    is_classifier = engine_kwargs.get("convert", "auto") == "classify"
+    if engine_kwargs.get("convert", "auto") in ("auto", "none"):
+        names = config.get("architectures") or []
+        is_classifier = any(name.endswith(_CLASSIFIERS) for name in names)
+    if not is_classifier:
         return "apart"
     # classifiers made of a language model have learned the texts without a border
     is_made = any(config.get(name) for name in ("method", "is_original_qwen3_reranker"))

@@ -31,16 +31,9 @@ class OutputParser:
     """Makes text, reasoning and calls of tools of the tokens of an answer; of one thread.
 
     A row of messages is parsed as vLLM's server does, which looks for calls where the row has
-    tools. Of other rows nobody knows the tools, so calls are looked for in each.
-
-    Args:
-        decoder: makes texts of tokens.
-        tokenizer: the same one, as vLLM has it.
-        reasoning_parser: its name in vLLM; None leaves reasoning in the text.
-        tool_call_parser: its name in vLLM; None leaves calls in the text.
-
-    Raises:
-        ConfigError: a parser is not there, or does not fit the tokenizer.
+    tools. Of other rows nobody knows the tools, so calls are looked for in each. The decoder is
+    vLLM's tokenizer as raybatch has it; a parser that is None leaves its part in the text, and one
+    that is not there, or does not fit the tokenizer, is a ConfigError.
     """
 
     def __init__(
@@ -115,15 +108,12 @@ class OutputParser:
             enable_auto_tools=True,
             model_output_token_ids=completion.token_ids.tolist(),
         )
-        tool_calls = tuple(
-            ToolCall(
-                id=self._id(call, place, completion, request),
-                name=call.name,
-                arguments=str(call.arguments),
-            )
-            for place, call in enumerate(calls or ())
-        )
-        return content or "", ParsedText(reasoning=reasoning, tool_calls=tool_calls)
+        tool_calls = []
+        for place, call in enumerate(calls or ()):
+            call_id = self._id(call, place, completion, request)
+            made = ToolCall(id=call_id, name=call.name, arguments=str(call.arguments))
+            tool_calls.append(made)
+        return content or "", ParsedText(reasoning=reasoning, tool_calls=tuple(tool_calls))
 
     def _parser(self, chat_request: ChatCompletionRequest) -> Any:  # noqa: ANN401 - of vLLM
         return self._make(
@@ -158,11 +148,7 @@ class OutputParser:
 
 
 class _ParserErrors(logging.Handler):
-    """Captures failures that parsers only log.
-
-    Attributes:
-        message: of the last one in this context.
-    """
+    """Captures failures that parsers only log; `message` is of the last one in this context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,10 +19,7 @@ def blocks_to_grow(
 ) -> int:
     """Return the blocks that a request will need beyond those of its tokens within some steps.
 
-    Args:
-        num_tokens: that it has, prompt and output.
-        max_tokens: that it can come to.
-        num_steps: each makes one token.
+    It has `num_tokens` of prompt and output, and can come to `max_tokens`; a step makes one.
     """
     grown = min(num_tokens + num_steps, max_tokens)
     return max(0, -(-grown // block_size) - -(-num_tokens // block_size))
@@ -33,59 +30,41 @@ def leave_room(scheduler: Any, block_size: int) -> None:  # noqa: ANN401 - vLLM'
 
     Its own measure is a fixed number of blocks (`watermark`, which still holds), 0 unless given:
     then it starts what fits at this moment, preempts it where running requests grow, and computes
-    it again. An engine without that measure is left as it is.
-
-    Args:
-        scheduler: of vLLM 0.32, in this process.
+    it again. An engine without that measure is left as it is. The scheduler is that of vLLM 0.32,
+    in this process.
     """
     manager = scheduler.kv_cache_manager
     fixed = getattr(manager, "watermark_blocks", None)
     if fixed is None:
         return
-    room = _Room(scheduler, block_size)
     schedule, allocate = scheduler.schedule, manager.allocate_slots
+    # blocks that are left free in one step, counted when they are first asked for
+    taken: int | None = None
 
-    def scheduled(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        room.forget()
-        return schedule(*args, **kwargs)
-
-    def allocated(request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if request.status.name not in ("WAITING", "PREEMPTED"):
-            return allocate(request, *args, **kwargs)
-        needed = room.of([request])
-        manager.watermark_blocks = max(fixed, room.taken() + needed)
-        blocks = allocate(request, *args, **kwargs)
-        if blocks is not None:
-            room.take(needed)
-        return blocks
-
-    scheduler.schedule, manager.allocate_slots = scheduled, allocated
-
-
-class _Room:
-    """Blocks that are left free in one step, counted when they are first asked for."""
-
-    def __init__(self, scheduler: Any, block_size: int) -> None:  # noqa: ANN401
-        self._scheduler = scheduler
-        self._block_size = block_size
-        self._num_taken: int | None = None
-
-    def forget(self) -> None:
-        self._num_taken = None
-
-    def of(self, requests: Iterable[Any]) -> int:
+    def room_of(requests: Iterable[Any]) -> int:
         return sum(
-            blocks_to_grow(r.num_tokens, r.num_prompt_tokens + r.max_tokens, self._block_size)
+            blocks_to_grow(r.num_tokens, r.num_prompt_tokens + r.max_tokens, block_size)
             for r in requests
         )
 
-    def taken(self) -> int:
-        if self._num_taken is None:
-            self._num_taken = self.of(self._scheduler.running)
-        return self._num_taken
+    def scheduled(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        nonlocal taken
+        taken = None
+        return schedule(*args, **kwargs)
 
-    def take(self, num_blocks: int) -> None:
-        self._num_taken = self.taken() + num_blocks
+    def allocated(request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        nonlocal taken
+        if request.status.name not in ("WAITING", "PREEMPTED"):
+            return allocate(request, *args, **kwargs)
+        taken = room_of(scheduler.running) if taken is None else taken
+        needed = room_of([request])
+        manager.watermark_blocks = max(fixed, taken + needed)
+        blocks = allocate(request, *args, **kwargs)
+        if blocks is not None:
+            taken += needed
+        return blocks
+
+    scheduler.schedule, manager.allocate_slots = scheduled, allocated
 
 
 def leave_bare_rows_alone() -> None:
@@ -118,13 +97,7 @@ def _without_bare_rows(op: Callable[..., None]) -> Callable[..., None]:
         **options: Any,  # noqa: ANN401
     ) -> None:
         zero = torch.zeros((), dtype=inputs.dtype, device=inputs.device)
-        op(
-            torch.where(adapters[:, None] < 0, zero, inputs),
-            weights,
-            output,
-            adapters,
-            *args,
-            **options,
-        )
+        inputs = torch.where(adapters[:, None] < 0, zero, inputs)
+        op(inputs, weights, output, adapters, *args, **options)
 
     return masked

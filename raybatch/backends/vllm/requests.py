@@ -1,15 +1,29 @@
-"""What passes between the backend and vLLM's engine; nothing of vLLM is imported."""
+"""What passes between the backend and vLLM's engine, and scores of rows that are two requests each.
+
+Nothing here knows vLLM itself: names of its tasks are texts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.records.types import Capacity, Completion, Request, SequenceState, TokenIds, Vector
+from raybatch.backends.base import ScoreForm
+from raybatch.errors import ConfigError
+from raybatch.records.payload import DOCUMENT_AT
+from raybatch.records.types import (
+    Capacity,
+    Completion,
+    Request,
+    SequenceState,
+    Task,
+    TokenIds,
+    Vector,
+)
 
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 
@@ -25,9 +39,9 @@ class RequestRefused(ValueError):  # noqa: N818 - the name is seen in outputs
 class Progress(NamedTuple):
     """What a request has so far; `logprobs` is empty where none were requested."""
 
-    token_ids: TokenIds
-    num_cached_tokens: int
-    logprobs: tuple[TokenLogprobs, ...]
+    token_ids: TokenIds = NO_TOKENS
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -47,32 +61,23 @@ class Answer(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class VllmSequence:
-    """One sample of one request.
+    """One sample of one request."""
 
-    Args:
-        key: name inside vLLM, never used again.
-        before: state from another engine to go on from; None begins anew.
-        has_started: here or elsewhere; `drain` leaves it.
-        num_reported: generated tokens that `begun` has returned.
-    """
-
-    key: str
+    key: str  # name inside vLLM, never used again
     request: Request
     sample_idx: int
-    before: SequenceState | None = None
-    has_started: bool = False
-    num_reported: int = 0
+    before: SequenceState | None = None  # from another engine to go on from
+    has_started: bool = False  # here or elsewhere; `drain` leaves it
+    num_reported: int = 0  # generated tokens that `begun` has returned
 
     @property
     def tokens_before(self) -> TokenIds:
         return NO_TOKENS if self.before is None else self.before.token_ids
 
-    def state(self, progress: Progress | None) -> SequenceState:
+    def state(self, progress: Progress) -> SequenceState:
         """Return prompt, tokens so far and what else another engine needs."""
-        before, logprobs = self.before, () if progress is None else progress.logprobs
-        tokens = NO_TOKENS if progress is None else progress.token_ids
-        num_cached = 0 if progress is None else progress.num_cached_tokens
-        if before is not None:
+        tokens, num_cached, logprobs = progress
+        if (before := self.before) is not None:
             tokens = np.concatenate((before.token_ids, tokens))
             logprobs = (*(before.logprobs or ()), *logprobs)
             num_cached = before.num_cached_tokens
@@ -81,7 +86,7 @@ class VllmSequence:
             sample_idx=self.sample_idx,
             token_ids=tokens,
             num_cached_tokens=num_cached,
-            logprobs=None if self.request.sampling.logprobs is None else tuple(logprobs),
+            logprobs=None if self.request.sampling.logprobs is None else logprobs,
         )
 
 
@@ -102,3 +107,144 @@ class InnerEngine(Protocol):
     def kv_used_fraction(self) -> float: ...
     def reset(self) -> None: ...
     def close(self) -> None: ...
+
+
+def pooling_task(
+    task: Task, supported: Collection[str], *, form: ScoreForm, num_labels: int
+) -> str:
+    """Return what vLLM calls the task of a stage for a model.
+
+    The model has the `supported` tasks of vLLM, and as a classifier it gives `num_labels` values.
+    """
+    wanted: tuple[str, ...] = (task,)
+    if task == "score":
+        wanted = ("embed", "token_embed") if form == "apart" else ("classify",)
+    vllm_task = next((name for name in wanted if name in supported), None)
+    if vllm_task is None:
+        available = ", ".join(sorted(supported)) or "none"
+        raise ConfigError(
+            f"task {task!r} needs a model that can do {' or '.join(wanted)}; of the pooling "
+            f"tasks of vLLM this one has: {available}. engine_kwargs.convert makes another one of "
+            "it"
+        )
+    if task == "score" and form != "apart" and num_labels != 1:
+        raise ConfigError(
+            f"a score is one number, and this classifier gives {num_labels}; use task 'classify'"
+        )
+    return vllm_task
+
+
+def similarity(query: Vector, document: Vector) -> Vector:
+    """Return the score of two embeddings as vLLM counts it, a vector of one number.
+
+    Each is [D], or [tokens, D] of a model that gives a vector for each token.
+    """
+    if query.ndim == 2:
+        # every token of the query takes the token of the document that is most like it
+        score = (query @ document.T).max(axis=1).sum()
+    else:
+        lengths = [max(float(np.linalg.norm(v)), 1e-8) for v in (query, document)]
+        score = query @ document / (lengths[0] * lengths[1])
+    return np.array([score], np.float32)
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Query and document of one row: those in the engine, and what came of the others."""
+
+    open: list[str]
+    done: dict[str, Answer] = field(default_factory=dict)
+
+
+class ScorePairs:
+    """An engine whose requests are a query and a document, each of them one of the engine below.
+
+    That one, of a model that embeds, is owned by this object.
+    """
+
+    def __init__(self, engine: InnerEngine) -> None:
+        self._engine = engine
+        self.capacity, self.vocab_size = engine.capacity, engine.vocab_size
+        self.eos_token_ids, self.close = engine.eos_token_ids, engine.close
+        self.num_preemptions, self.kv_used_fraction = (
+            engine.num_preemptions,
+            engine.kv_used_fraction,
+        )
+        self._pairs: dict[str, _Pair] = {}
+        self._row_of: dict[str, str] = {}
+
+    def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
+        """Queue a query and its document; raise RequestRefused where one is not taken."""
+        others = {name: value for name, value in params.items() if name != DOCUMENT_AT}
+        border = params.get(DOCUMENT_AT)
+        if border is None:
+            raise RequestRefused("an embedding model scores two texts; give query and document")
+        halves = [f"{key}-query", f"{key}-document"]
+        self._engine.add(halves[0], prompt_token_ids[:border], others)
+        try:
+            self._engine.add(halves[1], prompt_token_ids[border:], others)
+        except RequestRefused:
+            self._engine.take([halves[0]])
+            raise
+        self._pairs[key] = _Pair(halves)
+        self._row_of.update(dict.fromkeys(halves, key))
+
+    def step(self) -> list[Answer]:
+        """Run one step and return the rows both of whose requests have ended."""
+        answers = []
+        for half in self._engine.step():
+            key = self._row_of.pop(half.key)
+            pair = self._pairs[key]
+            pair.open.remove(half.key)
+            pair.done[half.key] = half
+            if not pair.open:
+                del self._pairs[key]
+                answers.append(_joined(key, pair.done))
+        return answers
+
+    def take(self, keys: Sequence[str]) -> dict[str, Progress]:
+        """Take rows out; what was computed of them is lost."""
+        pairs = [self._pairs.pop(key) for key in keys]
+        halves = [half for pair in pairs for half in pair.open]
+        self._engine.take(halves)
+        for half in halves:
+            del self._row_of[half]
+        return {key: Progress() for key in keys}
+
+    def progress(self, key: str) -> Progress:
+        """Return what a row has so far: nothing that could move."""
+        return Progress()
+
+    def num_tokens(self, key: str) -> int:
+        return 0
+
+    def has_started(self, key: str) -> bool:
+        """Return whether one of the requests of a row has ever had room."""
+        pair = self._pairs[key]
+        return bool(pair.done) or any(self._engine.has_started(half) for half in pair.open)
+
+    def num_running(self) -> int:
+        """Return the rows of which one half has had room."""
+        return sum(map(self.has_started, self._pairs))
+
+    def reset(self) -> None:
+        self._engine.reset()
+        self._pairs.clear()
+        self._row_of.clear()
+
+
+def _joined(key: str, halves: Mapping[str, Answer]) -> Answer:
+    query, document = halves[f"{key}-query"], halves[f"{key}-document"]
+    num_cached = query.progress.num_cached_tokens + document.progress.num_cached_tokens
+    vector = None
+    if query.vector is not None and document.vector is not None:
+        vector = similarity(query.vector, document.vector)
+    reasons = {query.finish_reason, document.finish_reason} - {"stop"}
+    return Answer(
+        key,
+        Progress(num_cached_tokens=num_cached),
+        min(reasons, default="stop"),
+        None,
+        query.is_finite and document.is_finite,
+        vector,
+    )

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raybatch.backends.backend_type import ScoreForm
-from raybatch.backends.vllm.args import VllmOptions, engine_args, vllm_options
+from raybatch.backends.base import EngineStart, ScoreForm
+from raybatch.backends.vllm.args import engine_args, vllm_options
 from raybatch.backends.vllm.backend import VllmBackend
 from raybatch.backends.vllm.model import form_of_scores
-from raybatch.backends.vllm.pooling import ScorePairs
-from raybatch.backends.vllm.requests import InnerEngine, Parse
+from raybatch.backends.vllm.requests import InnerEngine, Parse, ScorePairs
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.errors import ConfigError, error_text
@@ -37,24 +36,24 @@ _CPU_KV_FRACTION = 0.4
 _CPU_BLOCK_SIZE = EngineConfig().block_size_tokens
 
 
-def create(
-    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
-) -> VllmBackend:
+def create(start: EngineStart) -> VllmBackend:
     """Start vLLM in this process and return a backend that is ready for `submit`.
 
-    What fails after vLLM has started ends it.
-
-    Args:
-        num_engines_on_host: engines that share the host's memory.
-
-    Raises:
-        ConfigError: an unknown option, or a model that is not there.
-        Exception: whatever vLLM raises where it cannot run the model with these options.
+    What fails after vLLM has started ends it: ConfigError, or whatever vLLM raises.
     """
-    options = vllm_options(backend, engine)
-    inner = _start(model, backend, engine, options, num_engines_on_host)
+    options = vllm_options(start.backend, start.engine)
+    parsers = {name: getattr(options, name) for name in ("reasoning_parser", "tool_call_parser")}
+    inner = start_inner(
+        start.model, start.backend, start.engine, num_engines_on_host=start.num_engines_on_host
+    )
     try:
-        return VllmBackend(inner, backend.task, _parser(inner, options))
+        parse: Parse | None = None
+        if any(parsers.values()):
+            from raybatch.backends.vllm.engine import VllmEngine
+
+            assert isinstance(inner, VllmEngine), "what is pooled has no parsers"
+            parse = inner.output_parser(**parsers)
+        return VllmBackend(inner, start.backend.task, parse)
     except BaseException:
         inner.close()
         raise
@@ -63,18 +62,11 @@ def create(
 def start_inner(
     model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
 ) -> InnerEngine:
-    """Do the same as `create` without what makes a backend of it."""
-    return _start(model, backend, engine, vllm_options(backend, engine), num_engines_on_host)
+    """Do the same as `create` without what makes a backend of it.
 
-
-def _start(
-    model: str,
-    backend: BackendConfig,
-    engine: EngineConfig,
-    options: VllmOptions,
-    num_engines_on_host: int,
-) -> InnerEngine:
-    """Set what vLLM reads of the environment, as far as it is not set, and start an engine."""
+    What vLLM reads of the environment is set, as far as it is not.
+    """
+    options = vllm_options(backend, engine)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = str(int(options.check_logits))
@@ -95,19 +87,6 @@ def _start(
         started.close()
         raise
     return ScorePairs(started) if backend.task == "score" and form == "apart" else started
-
-
-def _parser(inner: InnerEngine, options: VllmOptions) -> Parse | None:
-    names = {
-        "reasoning_parser": options.reasoning_parser,
-        "tool_call_parser": options.tool_call_parser,
-    }
-    if not any(names.values()):
-        return None
-    from raybatch.backends.vllm.engine import VllmEngine
-
-    assert isinstance(inner, VllmEngine), "what is pooled has no parsers"
-    return inner.output_parser(**names)
 
 
 def _start_engine(
@@ -162,11 +141,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _with_configs(args: Mapping[str, Any], known: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
-    """Return options in which a mapping is the config that it stands for, as `LLM` does it.
-
-    Raises:
-        ConfigError: an option that the installed vLLM does not have.
-    """
+    """Return options in which a mapping is the config that it stands for, as `LLM` does it."""
     kinds: dict[str, Any] = {f.name: f.default_factory for f in fields(known)}
     if unknown := sorted(set(args) - set(kinds)):
         raise ConfigError(f"engine_kwargs: the vLLM that is installed has no {', '.join(unknown)}")
@@ -184,15 +159,12 @@ def _on_cpu(args: dict[str, Any], num_engines_on_host: int) -> dict[str, Any]:
     args.setdefault("block_size", _CPU_BLOCK_SIZE)
     if args.get("dtype", "auto") == "auto":
         args["dtype"] = "float32"
-    has_size = {"kv_cache_memory_bytes", "gpu_memory_utilization"}
-    if not has_size & set(args) and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        free = min(free_memory_bytes(torch.device("cpu")), _free_of_node())
+    has_size = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(args)
+    if not has_size and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+        # the memory node to which vLLM will hold its cache
+        node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+        free = min(free_memory_bytes(torch.device("cpu")), int(node.available_memory))
         args["kv_cache_memory_bytes"] = int(_CPU_KV_FRACTION * free / num_engines_on_host)
     return args
-
-
-def _free_of_node() -> int:
-    """Return the free bytes of the memory node to which vLLM will hold its cache."""
-    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
-
-    return int(get_memory_node_info(get_allowed_cpu_list()[0].numa_node).available_memory)

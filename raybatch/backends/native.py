@@ -1,0 +1,76 @@
+"""The native engine as a backend; torch and the engine are loaded where one starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from raybatch.backends.base import BackendType
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.models.checkpoint import check_tensors
+from raybatch.models.config import read_model_spec
+from raybatch.models.source import resolve_model
+
+if TYPE_CHECKING:
+    from raybatch.engine.engine import Engine
+
+
+class NativeBackend:
+    """Follows the `Backend` protocol with the methods of an `Engine`, until it is closed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.capacity, self.stats = engine.capacity, engine.stats
+        self.submit, self.poll, self.num_unfinished = engine.add, engine.step, engine.num_unfinished
+        self.drain, self.abort = engine.drain, engine.abort
+        self.begun, self.export, self.restore = engine.begun, engine.export, engine.restore
+
+    def close(self) -> None:
+        vars(self).clear()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("the backend is closed")
+
+
+def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) -> NativeBackend:
+    """Load a model and return a backend that is ready for `submit`, or raise ConfigError."""
+    from raybatch.engine.engine import Engine
+    from raybatch.engine.loading.runner import ModelRunner
+    from raybatch.engine.sampling.grammars import GrammarSlots
+    from raybatch.engine.sampling.sampler import Sampler
+    from raybatch.text.stopping import LazyTokenizer, StopChecker
+
+    path = resolve_model(model)
+    runner = ModelRunner.load(str(path), engine, num_engines_on_host=num_engines_on_host)
+    max_slots = min(engine.max_num_seqs, engine.max_batched_tokens)
+    spec, tokenizer = runner.spec, LazyTokenizer(path)
+    grammars = GrammarSlots(tokenizer.hugging_face, spec.vocab_size, spec.eos_token_ids)
+    sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars)
+    return NativeBackend(Engine(runner, sampler, StopChecker(tokenizer), engine))
+
+
+def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | None) -> int | None:
+    assert folder is not None, "only an endpoint's model has no folder"
+    return read_model_spec(folder).max_model_len
+
+
+NATIVE = BackendType(
+    kind="native",
+    create=lambda start: create(
+        start.model, start.engine, num_engines_on_host=start.num_engines_on_host
+    ),
+    max_model_len=_max_model_len,
+    package="torch",
+    missing=(
+        "the native backend needs torch, which is not installed here: pip install "
+        "'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
+    ),
+    check_files=lambda folder, _: check_tensors(folder, read_model_spec(folder)),
+    gpu_warning=(
+        "the native engine runs on GPUs here, and its CUDA path has never run on one: it may fail "
+        "and will be slow. Install vLLM where the engines run (pip install 'raybatch[vllm]') and "
+        "leave backend out, or set it to 'vllm'; engine.device='cpu' keeps engines off the GPUs"
+    ),
+    obeys_engine_options=True,
+    checks_grammars=True,
+)

@@ -1,1 +1,0 @@
-"""The native engine as a backend."""
