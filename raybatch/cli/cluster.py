@@ -95,8 +95,7 @@ def manifest(
 ) -> None:
     """Print a complete file that runs a job file on a job system, with retries that resume."""
     from raybatch.submission.checks import read_env_vars
-    from raybatch.submission.manifest import ManifestOptions
-    from raybatch.submission.render import render_manifest  # Ray is slow to load
+    from raybatch.submission.manifest import ManifestOptions, render_manifest  # Ray is slow to load
 
     options = ManifestOptions(
         image=image,
