@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raybatch.errors import CommitError, ConfigError, RaybatchError, error_text
@@ -11,7 +11,7 @@ from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.conversion import Conversion
 from raybatch.openai_batch.run import BatchRun
 from raybatch.openai_batch.writing import BatchCounts, BatchFiles
-from raybatch.serving.stores import ENDED, Batch, BatchStatus, BatchStore, FileStore
+from raybatch.serving.stores import ENDED, Batch, BatchStore, FileStore
 
 logger = logging.getLogger(__name__)
 
@@ -20,30 +20,19 @@ _CANCELLED, _EXPIRED = "cancelled", "expired"
 _CODES = {_CANCELLED: "batch_cancelled", _EXPIRED: "batch_expired"}
 
 
+@dataclass(slots=True)
 class BatchRunner:
-    """Runs the batches below the folder of a server.
+    """Runs the batches below the folder of a server."""
 
-    Args:
-        job: options of every job, as in a job file.
-        is_ending: returns whether the server ends, which lets a batch end early and go on later.
-    """
-
-    def __init__(
-        self,
-        folder: str,
-        *,
-        job: Mapping[str, Any],
-        names: tuple[str, ...] = (),
-        max_requests: int = 50_000,
-        is_ending: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.folder = folder
-        self.job = job
-        self.names = names
-        self.max_requests = max_requests
-        self.is_ending = is_ending
-        # they do not change any more, and there may be many
-        self._ended: set[str] = set()
+    folder: str
+    job: Mapping[str, Any]
+    """Options of every job, as in a job file."""
+    names: tuple[str, ...]
+    is_ending: Callable[[], bool]
+    """Whether the server ends, which lets a batch end early and go on later."""
+    max_requests: int = 50_000
+    # they do not change any more, and there may be many
+    _ended: set[str] = field(default_factory=set)
 
     def step(self) -> bool:
         """Run the oldest batch that has not ended; return whether there was one."""
@@ -84,16 +73,16 @@ class _OneBatch:
 
     def _run(self) -> None:
         if not self._status.output_file_id:
-            self._keep(
-                replace(
-                    self._status,
-                    output_file_id=self._files.new_id(),
-                    error_file_id=self._files.new_id(),
-                )
-            )
+            self._keep(output_file_id=self._files.new_id(), error_file_id=self._files.new_id())
         batch = self._batch()
         conversion = batch.convert()
-        self._check(conversion)
+        if not conversion.num_lines:
+            raise ConfigError("the input file holds no request")
+        if conversion.num_lines > self._runner.max_requests:
+            raise ConfigError(
+                f"the input file holds {conversion.num_lines} requests, "
+                f"{self._runner.max_requests} are allowed; make several batches of it"
+            )
         if self._status.status == "validating":
             counts = BatchCounts(
                 num_requests=conversion.num_lines, num_failed=conversion.num_refused
@@ -125,15 +114,6 @@ class _OneBatch:
         )
         return BatchRun(files=files, options=options)
 
-    def _check(self, conversion: Conversion) -> None:
-        if not conversion.num_lines:
-            raise ConfigError("the input file holds no request")
-        if conversion.num_lines > self._runner.max_requests:
-            raise ConfigError(
-                f"the input file holds {conversion.num_lines} requests, "
-                f"{self._runner.max_requests} are allowed; make several batches of it"
-            )
-
     def _reason(self) -> str | None:
         """Return why the batch has to end early."""
         if self._store.is_cancelled(self._request.id):
@@ -151,24 +131,26 @@ class _OneBatch:
         failed = min(conversion.num_refused + max(0, num_failed), conversion.num_lines)
         completed = min(max(0, num_answered), conversion.num_lines - failed)
         counts = replace(self._status.counts, num_completed=completed, num_failed=failed)
-        self._keep(replace(self._status, counts=counts))
+        self._keep(counts=counts)
 
     def _end(self, state: str, counts: BatchCounts) -> None:
         status = self._status
-        name = f"{self._request.id}_{{}}.jsonl"
         for file_id, count, what in (
             (status.output_file_id, counts.num_completed, "output"),
             (status.error_file_id, counts.num_failed, "error"),
         ):
             if count:
-                self._files.register(file_id, filename=name.format(what), purpose="batch_output")
+                name = f"{self._request.id}_{what}.jsonl"
+                self._files.register(file_id, filename=name, purpose="batch_output")
             else:
                 self._files.remove(file_id)
         self._enter(state, counts=counts)
 
     def _enter(self, state: str, **changes: Any) -> None:  # noqa: ANN401
         logger.info("batch %s: %s", self._request.id, state)
-        self._keep(self._status.now(state, **changes))
+        times = {**self._status.times, f"{state}_at": int(time.time())}
+        self._keep(status=state, times=times, **changes)
 
-    def _keep(self, status: BatchStatus) -> None:
-        self._status = self._store.write(self._request.id, status)
+    def _keep(self, **changes: Any) -> None:  # noqa: ANN401
+        self._status = replace(self._status, **changes)
+        self._store.write(self._request.id, self._status)

@@ -32,21 +32,18 @@ _MARKER = "server.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """What a server serves, and where.
-
-    Args:
-        folder: for files, batches and outputs, local or a URI; a server that is started with the
-            same one goes on there. One server at a time works on it.
-        job: options of the jobs, as in a job file.
-        key: that clients must bring; "" lets everyone in.
-    """
+    """What a server serves, and where."""
 
     folder: str
+    """For files, batches and outputs, local or a URI; a server that is started with the same one
+    goes on there. One server at a time works on it."""
     job: Mapping[str, Any]
+    """Options of the jobs, as in a job file."""
     names: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     key: str = ""
+    """That clients must bring; "" lets everyone in."""
     max_file_bytes: int = 200 << 20
     max_requests: int = 50_000
 
@@ -76,13 +73,20 @@ def serve_batches(options: ServeOptions) -> None:
     """
     ending = threading.Event()
     runner = BatchRunner(
-        options.folder,
-        job=options.job,
-        names=options.names,
-        max_requests=options.max_requests,
-        is_ending=ending.is_set,
+        options.folder, options.job, options.names, ending.is_set, options.max_requests
     )
-    thread = threading.Thread(target=_run, args=(runner, ending), name="batches", daemon=True)
+
+    def run() -> None:
+        while not ending.is_set():
+            try:
+                is_idle = not runner.step()
+            except Exception:  # of the folder, which may be there again later
+                logger.exception("the batches cannot be read")
+                is_idle = True
+            if is_idle:
+                ending.wait(_POLL_S)
+
+    thread = threading.Thread(target=run, name="batches", daemon=True)
     with _signals(ending), served(options):
         logger.info("serving http://%s:%d/v1", options.host, options.port)
         thread.start()
@@ -108,7 +112,6 @@ def served(options: ServeOptions) -> Iterator[None]:
         ) from error
     _end_leftovers(serve)
     _check_free(options.host, options.port)
-    created = int(time.time())
     store_of(options.folder).create(_MARKER, b'{"layout": 1}')
     digest = hashlib.sha256(options.key.encode()).hexdigest() if options.key else ""
     stage = BatchOptions(job=options.job).stage
@@ -120,7 +123,7 @@ def served(options: ServeOptions) -> Iterator[None]:
             endpoints=endpoints_of(stage.task),
             key_digest=digest,
             max_file_bytes=options.max_file_bytes,
-            created_at=created,
+            created_at=int(time.time()),
         )
     )
     quiet = {"log_level": "WARNING", "enable_access_log": False}
@@ -138,17 +141,6 @@ def served(options: ServeOptions) -> Iterator[None]:
         yield
     finally:
         serve.shutdown()
-
-
-def _run(runner: BatchRunner, ending: threading.Event) -> None:
-    while not ending.is_set():
-        try:
-            is_idle = not runner.step()
-        except Exception:  # of the folder, which may be there again later
-            logger.exception("the batches cannot be read")
-            is_idle = True
-        if is_idle:
-            ending.wait(_POLL_S)
 
 
 @contextmanager
