@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import raybatch
-from raybatch.cli.batch import BatchFlags, add_batch_commands, run_batch_file
+from raybatch.cli.batch import add_batch_commands, run_batch_file
 from raybatch.cli.bench import add_bench_commands
 from raybatch.cli.cluster import AllowErrorRows, add_cluster_commands
 from raybatch.cli.flags import JobFlags, with_job_flags, with_model
@@ -25,6 +25,7 @@ from raybatch.redaction import DiscreetFormatter, redacted
 from raybatch.stages.quiet_ray import StderrHandler, quiet_stderr, skip_noise_of_workers
 
 if TYPE_CHECKING:
+    from raybatch.job.progress import ProgressPrinter
     from raybatch.report import RunReport
 
 app = typer.Typer(
@@ -122,17 +123,13 @@ def run(
 ) -> None:
     """Run one job; exit code 0: finished, 2: finished with error rows, 1: not finished."""
     if openai:
-        batch = BatchFlags(out=out, errors=errors, names=tuple(model_name or ()))
-        counts = run_batch_file(flags, batch, start_ray=_start_ray)
-        raise typer.Exit(0 if counts.exit_code() == 2 and allow_error_rows else counts.exit_code())
+        names = tuple(model_name or ())
+        code = run_batch_file(flags, out, errors, names, start_ray=_start_ray).exit_code()
+        raise typer.Exit(0 if code == _ERROR_ROWS and allow_error_rows else code)
     if out is not None or errors is not None or model_name:
         raise ConfigError("--out, --errors and --model-name belong to --openai; a job has --output")
-    note = with_model(flags.mapping)
-    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
-    from raybatch.job.progress import ProgressPrinter  # slow to load, and a wrong option needs none
-
-    report = job.run(progress=ProgressPrinter(note=note), start_ray=_start_ray)
-    _end_with(report, allow_error_rows)
+    job, progress = _job_of(flags)
+    _end_with(job.run(progress=progress, start_ray=_start_ray), allow_error_rows)
 
 
 @app.command()
@@ -147,14 +144,9 @@ def retry_errors(
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
     """Run the error rows of a finished job again, into a folder of their own; exit codes as run."""
-    note = with_model(flags.mapping)
-    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
-    from raybatch.job.progress import ProgressPrinter
-
+    job, progress = _job_of(flags)
     chosen = {} if statuses is None else {"statuses": [s.strip() for s in statuses.split(",")]}
-    report = job.retry_errors(
-        into, progress=ProgressPrinter(note=note), start_ray=_start_ray, **chosen
-    )
+    report = job.retry_errors(into, progress=progress, start_ray=_start_ray, **chosen)
     _end_with(report, allow_error_rows)
 
 
@@ -280,16 +272,24 @@ app.command()(clean)
 add_batch_commands(app)
 
 
+def _job_of(flags: JobFlags) -> "tuple[raybatch.Job, ProgressPrinter]":
+    note = with_model(flags.mapping)
+    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
+    from raybatch.job.progress import ProgressPrinter  # slow to load, and a wrong option needs none
+
+    return job, ProgressPrinter(note=note)
+
+
 def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:
     typer.echo(result.to_text())
     if result.stopped:
         typer.echo(f"stopped by {result.stopped}; run the same command again to go on")
-    code = result.exit_code()
     if result.rows_todo:
         typer.echo(
             f"stopped with {result.rows_todo} rows to do; the same command goes on there", err=True
         )
-    raise typer.Exit(0 if code == 2 and allow_error_rows else code)
+    code = result.exit_code()
+    raise typer.Exit(0 if code == _ERROR_ROWS and allow_error_rows else code)
 
 
 def _check_page(path: str | None) -> None:

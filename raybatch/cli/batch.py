@@ -1,7 +1,7 @@
 """The commands of the command line on batch files as OpenAI defines them."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,28 +22,9 @@ if TYPE_CHECKING:
 
 # flags of a job that a batch file or its requests set
 _SET_BY_BATCHES = (
-    "source",
-    "sink",
-    "prompt",
-    "messages_column",
-    "id_column",
-    "columns",
-    "output_order",
-    "overwrite",
-    "extend",
+    *("source", "sink", "prompt", "messages_column", "id_column"),
+    *("columns", "output_order", "overwrite", "extend"),
 )
-
-
-class BatchFlags(NamedTuple):
-    """The flags of `run --openai` that no other run has.
-
-    Args:
-        errors: file for the errors; None stands for one beside the answers.
-    """
-
-    out: str | None
-    errors: str | None
-    names: tuple[str, ...]
 
 
 def add_batch_commands(app: typer.Typer) -> None:
@@ -160,9 +141,14 @@ def serve(
 
 
 def run_batch_file(
-    flags: JobFlags, batch: BatchFlags, *, start_ray: Callable[[], None]
+    flags: JobFlags,
+    out: str | None,
+    errors: str | None,
+    names: tuple[str, ...],
+    *,
+    start_ray: Callable[[], None],
 ) -> "BatchCounts":
-    """Answer a batch file and say what has become of it.
+    """Answer a batch file and say what has become of it; without `errors` they lie beside `out`.
 
     Raises:
         ConfigError: an option is missing or wrong.
@@ -174,18 +160,16 @@ def run_batch_file(
 
     if flags.job_file is None:
         raise ConfigError("nothing to run: name the batch file, as in `run in.jsonl --openai`")
-    if batch.out is None:
+    if out is None:
         raise ConfigError("--out is missing; name the file for the answers, as in -o out.jsonl")
-    errors = batch.errors or f"{batch.out.removesuffix('.jsonl')}.errors.jsonl"
-    if len({flags.job_file, batch.out, errors}) < 3:
-        named = ", ".join((flags.job_file, batch.out, errors))
-        raise ConfigError(f"input, answers and errors must be three files, got {named}")
+    files = (flags.job_file, out, errors or f"{out.removesuffix('.jsonl')}.errors.jsonl")
+    if len(set(files)) < 3:
+        raise ConfigError(f"input, answers and errors must be three files, got {', '.join(files)}")
     mapping = nested_options(None, flags.options)
     note = with_model(mapping)
     is_overwrite = bool(mapping.pop("overwrite", False))
-    options = BatchOptions(job=mapping, names=batch.names, where="raybatch run --openai")
-    folder = f"{batch.out}.raybatch"
-    run = BatchRun(files=BatchFiles(flags.job_file, batch.out, errors, folder), options=options)
+    options = BatchOptions(job=mapping, names=names, where="raybatch run --openai")
+    run = BatchRun(files=BatchFiles(*files, f"{out}.raybatch"), options=options)
     counts = run.run(
         progress=ProgressPrinter(note=note), start_ray=start_ray, overwrite=is_overwrite
     )
@@ -193,5 +177,5 @@ def run_batch_file(
     if counts.stopped:
         typer.echo("the same command goes on there", err=True)
     else:
-        typer.echo(f"answers: {shell_path(batch.out)}\nerrors: {shell_path(errors)}", err=True)
+        typer.echo(f"answers: {shell_path(out)}\nerrors: {shell_path(files[2])}", err=True)
     return counts

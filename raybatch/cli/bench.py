@@ -110,7 +110,10 @@ def plan(
 ) -> None:
     """Measure a layer of a model on this host, and say which batches its engine should run."""
     engine = _engine_config(settings or [])
-    row = _rows(prompt_tokens, output_tokens, like)
+    flags = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+    of_job = {} if like is None else _mean_tokens(like)
+    shape = of_job | {name: tokens for name, tokens in flags.items() if tokens is not None}
+    row = RowShape(**shape) if shape else None
     if find_spec("torch") is None:
         raise MissingDependency(
             "raybatch bench plan measures the native engine, which needs torch: "
@@ -135,16 +138,6 @@ def _engine_config(settings: list[str]) -> EngineConfig:
             )
     options = {name.removeprefix("stage.engine."): value for name, value in parsed.items()}
     return from_mapping(EngineConfig, options, where="raybatch bench plan: engine")
-
-
-def _rows(
-    prompt_tokens: int | None, output_tokens: int | None, like: str | None
-) -> RowShape | None:
-    """Return what the flags say of rows; None where they say nothing."""
-    flags = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
-    chosen = {name: tokens for name, tokens in flags.items() if tokens is not None}
-    of_job = {} if like is None else _mean_tokens(like)
-    return RowShape(**{**of_job, **chosen}) if of_job or chosen else None
 
 
 def _mean_tokens(output: str) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,8 @@ from raybatch.errors import ConfigError
 AllowErrorRows = Annotated[
     bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
 ]
+_write = partial(typer.echo, nl=False)
+_note = partial(typer.echo, err=True)
 _ENV = typer.Option("--env", metavar="NAME[=VALUE]", help="For the job; no secrets.")
 
 
@@ -48,8 +51,7 @@ def submit(
     from raybatch.submission.submit import Console, SubmitOptions
     from raybatch.submission.submit import submit as send  # Ray is slow to load
 
-    note = with_model(flags.mapping)
-    if note:
+    if note := with_model(flags.mapping):
         _note(note)
     can_ask = sys.stdin.isatty() and not yes
     code = send(
@@ -135,11 +137,3 @@ def check(
     if warnings:
         raise typer.Exit(1)
     _write(f"{facts.address}: nothing to warn about\n")
-
-
-def _write(text: str) -> None:
-    typer.echo(text, nl=False)
-
-
-def _note(line: str) -> None:
-    typer.echo(line, err=True)

@@ -51,7 +51,7 @@ class ApiConfig:
 def build_app(config: ApiConfig) -> Starlette:
     """Return the application."""
     api = _Api(config)
-    routes = [
+    routes: list[tuple[str, Callable[[Request], Any], str]] = [
         ("/v1/files", api.create_file, "POST"),
         ("/v1/files", api.list_files, "GET"),
         ("/v1/files/{id}", api.get_file, "GET"),
@@ -82,16 +82,18 @@ class _Api:
         self._batches = BatchStore(config.folder)
 
     def guarded(
-        self, handler: Callable[[Request], Response | Awaitable[Response]]
+        self, handler: Callable[[Request], Any]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Return a handler that wants the key, and tells problems in OpenAI's form."""
 
         async def handle(request: Request) -> Response:
             try:
                 self._check_key(request)
-                if iscoroutinefunction(handler):
-                    return await handler(request)
-                return await run_in_threadpool(handler, request)
+                is_async = iscoroutinefunction(handler)
+                answer: Response = await (
+                    handler(request) if is_async else run_in_threadpool(handler, request)
+                )
+                return answer
             except Problem as problem:
                 return JSONResponse(problem.body(), problem.status)
             except Exception:  # clients learn no more than that

@@ -128,7 +128,9 @@ def probe_cluster(
     jobs = get(f"{address}/api/jobs/")
     # a server that asks for no token gets none
     token = find_token(environment, home) if auth_mode == "token" else None
-    listening = _listening(get(f"{address}/nodes?view=summary", token=token and token.value))
+    listening = _listening(
+        get(f"{address}/nodes?view=summary", token=token.value if token else None)
+    )
     # the same ports at the addresses that others reach
     places = {place for place in listening if not is_loopback(place.host)}
     if network_host is not None:
