@@ -9,7 +9,6 @@ from functools import partial
 import pyarrow as pa
 
 from raybatch.durable.audit import Audit, audit, finish
-from raybatch.durable.commit import committed
 from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.storage import error_context, store_of
 from raybatch.durable.stores.protocols import Store
@@ -27,9 +26,15 @@ from raybatch.job.parts import (
     parts_to_run,
     plans_of,
 )
-from raybatch.job.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.job.progress import ProgressPrinter, shown
-from raybatch.job.stopping import LimitWatch, StopSignal, WavesSoFar
+from raybatch.job.watching import (
+    LimitWatch,
+    PoolWatch,
+    ProgressCallback,
+    RunClock,
+    StopSignal,
+    WavesSoFar,
+)
 from raybatch.planning.fingerprint import (
     deciding_options,
     fingerprint,
@@ -58,20 +63,17 @@ _MAX_ROWS_SIMULATED = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRun:
-    """A job whose source has been read and checked, and whose sink is ready.
-
-    Args:
-        ending: says why the run has to end early, if it has to; called about every second.
-        start_ray: called before Ray is used, where it is; None leaves its start to Ray.
-    """
+    """A job whose source has been read and checked, and whose sink is ready."""
 
     config: JobConfig
     stage: type[StageFeeder]
     source: Source
     clock: RunClock
-    ending: Callable[[], str | None] | None = None
     executor: Executor
+    ending: Callable[[], str | None] | None = None
+    """Says why the run has to end early, if it has to; called about every second."""
     start_ray: Callable[[], None] | None = None
+    """Called before Ray is used, where it is; None leaves its start to Ray."""
 
     def described(self) -> PlannedRun:
         """Return what the run is about, with what decides the answers."""
@@ -92,10 +94,10 @@ class JobRun:
         if is_whole(job, plans):
             logger.info("%s is complete already; nothing is generated", self.config.sink)
             return report_of_complete(self.config.sink)
-        parts, planned = parts_to_run(job, plans), None
+        parts, rows_resumed = parts_to_run(job, plans)
         if any(part.stored is None for part in parts):
             self._check_plan_repeats(store)
-        rows_resumed = self._rows_done(store, plans) if plans else 0
+        planned = None
         logger.info("executor: %s", self.executor)
         if self.start_ray is not None and not self.executor.is_local:
             self.start_ray()
@@ -183,7 +185,11 @@ class JobRun:
             with shown(progress, lambda: recorder.units) as show:
 
                 def observe(stats: PoolStats, num_rows: int) -> None:
-                    if reason := limits.observe(stats, self._waves_so_far(stage, recorder)):
+                    waves = None
+                    if self.config.waves:
+                        rows = (recorder.rows_written, recorder.rows_failed)
+                        waves = WavesSoFar(stage.stats(again=True), *rows)
+                    if reason := limits.observe(stats, waves):
                         end(reason)
                     recorder.observe(stats, cost=limits.cost)
                     show(stats, num_rows)
@@ -198,21 +204,18 @@ class JobRun:
         except KeyboardInterrupt:
             # the pool was last asked a while ago
             num_seen = 0 if watch is None else watch.rows_done
-            self._log_interrupted(max(num_seen, recorder.rows_written))
+            logger.warning(
+                "interrupted: %d of %d rows were done in this run; start the job again to go on, "
+                "what is complete in %s is not done again",
+                max(num_seen, recorder.rows_written),
+                self.source.num_rows,
+                shell_path(self.config.sink),
+            )
             if stop_signal.has_arrived and not recorder.units.total:
                 raise RunStopped(
                     "SIGTERM came before any row was at work; the same command begins again"
                 ) from None
             raise
-
-    def _waves_so_far(self, stage: type[StageFeeder], recorder: RunRecorder) -> WavesSoFar | None:
-        if not self.config.waves:
-            return None
-        return WavesSoFar(
-            again=stage.stats(again=True),
-            rows_written=recorder.rows_written,
-            rows_failed=recorder.rows_failed,
-        )
 
     def _runner(self, stage: type[StageFeeder], recorder: RunRecorder) -> FeederRunner:
         return FeederRunner(
@@ -224,30 +227,6 @@ class JobRun:
             observer=recorder,
             waves=self.config.waves,
             is_local=self.executor.is_local,
-        )
-
-    def _rows_done(self, store: Store, plans: Sequence[StoredPlan]) -> int:
-        """Return the rows that earlier runs have written, and say so."""
-        plan = read_all_units(self.config.sink, plans)
-        is_done = committed(store, plan)
-        rows_done = int(plan.unit_rows[is_done].sum())
-        logger.info(
-            "going on with %s: %d of %d rows are there, in %d of %d units",
-            self.config.sink,
-            rows_done,
-            plan.num_rows,
-            int(is_done.sum()),
-            plan.num_units,
-        )
-        return rows_done
-
-    def _log_interrupted(self, rows_done: int) -> None:
-        logger.warning(
-            "interrupted: %d of %d rows were done in this run; start the job again to go on, what "
-            "is complete in %s is not done again",
-            rows_done,
-            self.source.num_rows,
-            shell_path(self.config.sink),
         )
 
     def _report(
@@ -267,7 +246,14 @@ class JobRun:
         wall_s = ended_s - started_s
         actual = actual_of(counted.counts, before, after, num_restarts=restarts, wall_s=wall_s)
         history = read_history(store_of(self.config.sink))
-        report = replace(
+        write_s = total_s - ended_s
+        times = {
+            "startup_s": started_s,
+            "engines_s": wall_s,
+            "write_s": write_s,
+            "total_s": total_s,
+        }
+        return replace(
             # nothing is lost that the same job, started again, would write
             counted_report(self.config.sink, plans, counted, history, is_complete=False),
             source=redacted(self.config.source),
@@ -277,21 +263,12 @@ class JobRun:
             restarts=restarts,
             executor=self.executor.name,
             versions=installed_versions(),
-        )
-        report = replace(report, plan=self._outcome(planned, actual))
-        # of several runs the logs know the times
-        if len(history.runs) != 1:
-            return report
-        write_s = total_s - ended_s
-        return replace(
-            report, startup_s=started_s, engines_s=wall_s, write_s=write_s, total_s=total_s
+            plan=None if planned is None else self._outcome(planned, actual),
+            # of several runs the logs know the times
+            **({"startup_s": started_s, **times} if len(history.runs) == 1 else {}),
         )
 
-    def _outcome(
-        self, planned: PlannedInput | LargePlan | None, actual: RunActual
-    ) -> PlanOutcome | None:
-        if planned is None:
-            return None
+    def _outcome(self, planned: PlannedInput | LargePlan, actual: RunActual) -> PlanOutcome | None:
         question = Question(
             job=planned_run(self.config, self.source),
             spec=self.stage.pool.spec,

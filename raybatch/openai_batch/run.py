@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raybatch.durable.storage import store_of
-from raybatch.job.pool_watch import ProgressCallback
 from raybatch.job.progress import ProgressPrinter
+from raybatch.job.watching import ProgressCallback
 from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
 from raybatch.openai_batch.batch_options import BatchOptions
 from raybatch.openai_batch.conversion import RECORD, Conversion, convert, read_conversion

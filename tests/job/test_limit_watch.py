@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.config import LimitConfig
-from raybatch.job.stopping import LimitWatch, WavesSoFar
+from raybatch.job.watching import LimitWatch, WavesSoFar
 from raybatch.records.types import PoolStats
 
 

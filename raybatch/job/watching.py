@@ -1,28 +1,113 @@
-"""Stops a run early: no unit starts, and the finished rows of open ones are kept."""
+"""Watches a run: its pool, the moments of its work, its limits, and SIGTERM."""
 
 import logging
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
-from typing import Self
+from typing import NamedTuple, Self
 
 from raybatch.config import LimitConfig
+from raybatch.errors import error_text
 from raybatch.policy.limits import Spent, reason_to_stop
 from raybatch.records.types import PoolStats
 
 logger = logging.getLogger(__name__)
 
+ProgressCallback = Callable[[PoolStats, int], None]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WavesSoFar:
-    """What retried rows have cost, and how rows ended that no wave retries any more.
+_POLL_S = 0.25
+_PROGRESS_EVERY_S = 1.0
 
-    Args:
-        again: state of the pool, counted for retried rows.
+
+def is_working(stats: PoolStats, received_before: int = 0) -> bool:
+    """Return whether a ready engine has been handed rows."""
+    # rows without tokens never reach an engine
+    return stats.num_ready > 0 and stats.prompt_tokens_received > received_before
+
+
+class RunClock:
+    """The moments of one run, in seconds since its start; None before they have come."""
+
+    def __init__(self) -> None:
+        self._origin_s = time.monotonic()
+        # when the first row was handed to a ready engine, and when the last one came back
+        self.started_s: float | None = None
+        self.ended_s: float | None = None
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the run began."""
+        return time.monotonic() - self._origin_s
+
+
+class PoolWatch:
+    """Polls a pool in a thread while a dataset runs; use as a context manager.
+
+    The callback is called about every second, and at the end of a run without an exception.
+    `rows_done` are those of this run, when the pool was last asked.
     """
+
+    def __init__(
+        self,
+        read_stats: Callable[[], PoolStats],
+        num_rows: int,
+        callback: ProgressCallback,
+        clock: RunClock,
+    ) -> None:
+        self._read_stats = read_stats
+        self._num_rows = num_rows
+        self._callback = callback
+        self._clock = clock
+        self.rows_done = 0
+        self._has_failed = False
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="raybatch-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._before = self._read_stats()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_done.set()
+        self._thread.join()
+        if kind is None:
+            self._report(self._read_stats())
+
+    def _poll(self) -> None:
+        next_callback_s = 0.0
+        while not self._is_done.wait(_POLL_S):
+            try:
+                stats = self._read_stats()
+            except Exception:  # the run itself reports what is wrong with the pool
+                logger.debug("the pool's state could not be read", exc_info=True)
+                continue
+            clock, now_s = self._clock, self._clock.elapsed_s()
+            self.rows_done = stats.rows_done - self._before.rows_done
+            works = is_working(stats, self._before.prompt_tokens_received)
+            if works and clock.started_s is None:
+                clock.started_s = now_s
+            if stats.rows_done < stats.rows_received:
+                clock.ended_s = None
+            elif works and clock.ended_s is None:
+                clock.ended_s = now_s
+            if now_s >= next_callback_s:
+                self._report(stats)
+                next_callback_s = now_s + _PROGRESS_EVERY_S
+
+    def _report(self, stats: PoolStats) -> None:
+        try:
+            self._callback(stats, self._num_rows)
+        except Exception as error:  # rows do not depend on who looks on, and limits are still kept
+            if not self._has_failed:
+                logger.warning("the progress callback failed: %s", error_text(error))
+            self._has_failed = True
+
+
+class WavesSoFar(NamedTuple):
+    """The pool counted for retried rows, and how rows ended that no wave retries any more."""
 
     again: PoolStats
     rows_written: int
@@ -32,11 +117,8 @@ class WavesSoFar:
 class LimitWatch:
     """Compares what a run has spent with its limits, over all plans that it runs.
 
-    Args:
-        ending: called beside the limits; a text that it returns ends the run as a limit does.
-
-    Attributes:
-        reason: why the run is being stopped; None while it is not.
+    `ending` is called beside the limits; a text that it returns ends the run as a limit does.
+    `reason` is why the run is being stopped; None while it is not.
     """
 
     def __init__(
@@ -63,10 +145,7 @@ class LimitWatch:
         self._earlier = self._spent
 
     def observe(self, stats: PoolStats, waves: WavesSoFar | None = None) -> str | None:
-        """Take the state of the pool, counted for the plan that runs.
-
-        Args:
-            waves: where rows are asked again, what these counts do not hold.
+        """Take the state of the pool, counted for the plan that runs, and what it does not count.
 
         Returns:
             Why the run has to stop, when this is the first time that it has to.
@@ -107,13 +186,8 @@ class StopSignal:
     """Lets SIGTERM stop a run between units; use as a context manager around the run.
 
     A second SIGTERM ends the run at once, as Ctrl-C does, and so does the first one while there is
-    nothing to keep. In a thread that gets no signals nothing is changed.
-
-    Args:
-        stop: lets no further unit start; called in a thread of its own.
-
-    Attributes:
-        has_arrived: whether a signal has.
+    nothing to keep. In a thread that gets no signals nothing is changed. `stop` lets no further
+    unit start; it is called in a thread of its own.
     """
 
     def __init__(self, stop: Callable[[], None], is_at_work: Callable[[], bool]) -> None:
