@@ -24,9 +24,16 @@ from raybatch.config.environment import (
     proxy_of,
     secret_of,
 )
-from raybatch.config.job import LimitConfig, OrderName, PlanConfig, WaveConfig
+from raybatch.config.job import (
+    LimitConfig,
+    OrderName,
+    PlanConfig,
+    PoolConfig,
+    Strategy,
+    WaveConfig,
+    check_bundles,
+)
 from raybatch.config.option import check_min, from_mapping
-from raybatch.config.pool import PoolConfig, Strategy, check_bundles
 
 __all__ = [
     "AdmissionPolicy",

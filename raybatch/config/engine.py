@@ -150,40 +150,32 @@ class EngineConfig:
                 "engine.kv_checkpoint_blocks needs host memory for KV; set host_kv_bytes as "
                 "well, or leave it out"
             )
-        if self.speculative_tokens and self.attn_batch_tokens not in (None, "auto"):
+        for name in ("speculative_tokens", "cuda_graphs"):
+            if getattr(self, name) and self.attn_batch_tokens not in (None, "auto"):
+                raise ConfigError(
+                    f"engine.{name} needs steps that are one forward pass, and "
+                    "attn_batch_tokens makes them coroutines; leave one of them out"
+                )
+        if self.cuda_graphs and self.device == "cpu":
             raise ConfigError(
-                "engine.speculative_tokens needs steps that are one forward pass, and "
-                "attn_batch_tokens makes them coroutines; leave one of them out"
+                "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
+                "out, and engines use graphs where they run on CUDA"
             )
-        self._check_graphs()
-        self._check_offload()
+        if self.kv_offload:
+            self._check_offload()
+        for name in () if self.kv_offload else fields_of(type(self)):
+            if name.startswith("offload_") and not is_default(self, name):
+                raise ConfigError(
+                    f"engine.{name} is for KV that lives in host memory; set kv_offload and "
+                    "host_kv_bytes as well, or leave it out"
+                )
         if self.kv_admission_fraction is not None and self.admission in ("static", "multi_bin"):
             raise ConfigError(
                 "engine.kv_admission_fraction spreads starts over time, and with "
                 f"admission={self.admission!r} a batch starts at once; leave one of them out"
             )
 
-    def _check_graphs(self) -> None:
-        if self.cuda_graphs and self.attn_batch_tokens not in (None, "auto"):
-            raise ConfigError(
-                "engine.cuda_graphs needs steps that are one forward pass, and "
-                "attn_batch_tokens makes them coroutines; leave one of them out"
-            )
-        if self.cuda_graphs and self.device == "cpu":
-            raise ConfigError(
-                "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
-                "out, and engines use graphs where they run on CUDA"
-            )
-
     def _check_offload(self) -> None:
-        if not self.kv_offload:
-            for name in fields_of(type(self)):
-                if name.startswith("offload_") and not is_default(self, name):
-                    raise ConfigError(
-                        f"engine.{name} is for KV that lives in host memory; set kv_offload and "
-                        "host_kv_bytes as well, or leave it out"
-                    )
-            return
         if not self.host_kv_bytes:
             raise ConfigError(
                 "engine.kv_offload needs host memory for KV; set host_kv_bytes as well"

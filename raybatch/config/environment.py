@@ -37,14 +37,8 @@ def log_level() -> int | None:
     Raises:
         ConfigError: the variable names no level.
     """
-    name = os.environ.get("RAYBATCH_LOG_LEVEL", "").strip()
-    if not name:
-        return None
-    if name.upper() not in _LOG_LEVELS:
-        raise ConfigError(
-            f"RAYBATCH_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, got {name!r}"
-        )
-    return logging.getLevelNamesMapping()[name.upper()]
+    name = _one_of("RAYBATCH_LOG_LEVEL", _LOG_LEVELS)
+    return None if name is None else logging.getLevelNamesMapping()[name]
 
 
 def kernel_vectors() -> str | None:
@@ -53,12 +47,16 @@ def kernel_vectors() -> str | None:
     Raises:
         ConfigError: the variable names none.
     """
-    name = os.environ.get("RAYBATCH_KERNEL_VECTORS", "").strip().lower()
-    if name and name not in _KERNEL_VECTORS:
-        raise ConfigError(
-            f"RAYBATCH_KERNEL_VECTORS must be one of {', '.join(_KERNEL_VECTORS)}, got {name!r}"
-        )
-    return name or None
+    return _one_of("RAYBATCH_KERNEL_VECTORS", _KERNEL_VECTORS)
+
+
+def _one_of(variable: str, known: tuple[str, ...]) -> str | None:
+    """Return the name in a variable, written as it is known; None if unset."""
+    name = secret_of(variable)
+    names = {each.lower(): each for each in known}
+    if name and name.lower() not in names:
+        raise ConfigError(f"{variable} must be one of {', '.join(known)}, got {name!r}")
+    return names.get(name.lower())
 
 
 def armed_fault() -> str | None:

@@ -76,12 +76,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmgtp]?)(i)?b?", re.IGN
 def options(where: str) -> Callable[[type[_T]], type[_T]]:
     """Return what makes a dataclass check its options when it is built.
 
+    What is wrong is a ConfigError in place of pydantic's error: it names the option, what it may be
+    and what it is.
+
     Args:
         where: what users write before their names, such as "engine."; "" for none.
-
-    Raises:
-        ConfigError: of the class that is made, in place of pydantic's error: names the option, what
-            it may be and what it is.
     """
 
     def decorate(cls: type[_T]) -> type[_T]:
@@ -154,14 +153,10 @@ def signature_of(
     return known.replace(parameters=[*named, *options])
 
 
-def default_of(config: object, name: str) -> object:
-    """Return the default of an option of a config."""
-    return fields_of(type(config))[name].get_default(call_default_factory=True)
-
-
 def is_default(config: object, name: str) -> bool:
     """Return whether an option of a config has its default."""
-    return bool(getattr(config, name) == default_of(config, name))
+    default = fields_of(type(config))[name].get_default(call_default_factory=True)
+    return bool(getattr(config, name) == default)
 
 
 def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
@@ -215,7 +210,8 @@ def _refusal(cls: type, error: ValidationError) -> ConfigError:
         return ConfigError(f"the option {name!r} is missing")
     if len(first["loc"]) > 1:
         # pydantic's input is the part that is wrong, and users want to see what they wrote
-        value = _input_of(error, name, value)
+        wholes = (e["input"] for e in error.errors(include_url=False) if e["loc"] == (name,))
+        value = next(wholes, value)
     shown = f"a {type(value).__name__}" if _SECRET in field.metadata else f"{value!r:.200}"
     if field.examples:
         allowed = f"a name such as {' or '.join(field.examples)}"
@@ -225,12 +221,6 @@ def _refusal(cls: type, error: ValidationError) -> ConfigError:
         f"{getattr(cls, 'WHERE', '')}{name} must be {allowed}, got {shown}"
         f"{_hint(field.annotation, name, value)}"
     )
-
-
-def _input_of(error: ValidationError, name: str, value: object) -> object:
-    """Return the value of an option whose part is wrong, where pydantic tells it."""
-    whole = [e["input"] for e in error.errors(include_url=False) if e["loc"] == (name,)]
-    return whole[0] if whole else value
 
 
 def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN401
@@ -258,15 +248,13 @@ def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN40
             return f"{range_text(f'{lowest} {most}', value)}, such as 0.01"
         return range_text(f"at least {least}" if above is None else f"above {above}", value)
     names = {bool: "true or false", str: "a text"}
-    return names.get(kind, "a mapping" if get_origin(kind) in _MAPPINGS else "a list")
-
-
-_MAPPINGS = (dict, Mapping)
+    return names.get(kind, "a mapping" if get_origin(kind) in (dict, Mapping) else "a list")
 
 
 def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     """Return what may be meant: the nearest choice, or the bytes of a size with a unit."""
-    choices = [str(c) for p in _parts(kind) if get_origin(p) is Literal for c in get_args(p)]
+    parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    choices = [str(c) for p in parts if get_origin(p) is Literal for c in get_args(p)]
     if isinstance(value, str) and choices:
         return did_you_mean(value, choices)
     if not name.endswith("_bytes") or not isinstance(value, str | float):
@@ -278,7 +266,3 @@ def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     factor = (1024 if is_binary else 1000) ** " kmgtp".index(unit.lower() or " ")
     size = Decimal(number) * factor
     return f"; it counts bytes: write {int(size)}" if size >= 1 and size == int(size) else ""
-
-
-def _parts(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)

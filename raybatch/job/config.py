@@ -112,7 +112,17 @@ class JobConfig:
                 "limits.max_cost needs limits.price_per_engine_hour, or the prices of an endpoint "
                 "in backend.options"
             )
-        self._check_task()
+        of_tokens = {
+            "waves": self.waves,
+            "plan.lengths": self.plan.lengths == "probe",
+            "plan.expected_tokens_column": self.plan.expected_tokens_column is not None,
+        }
+        if self.stage.task != "generate" and any(of_tokens.values()):
+            name = next(name for name, is_set in of_tokens.items() if is_set)
+            raise ConfigError(
+                f"{name} is about generated tokens, and task {self.stage.task!r} generates "
+                "none; leave it out"
+            )
         if len(set(self.partition_by)) < len(self.partition_by):
             raise ConfigError(
                 f"partition_by must name each column once, got {list(self.partition_by)!r}"
@@ -124,20 +134,6 @@ class JobConfig:
                 f"columns must name each column once, and at least one, got "
                 f"{list(self.columns)!r}; leave it out to take all"
             )
-
-    def _check_task(self) -> None:
-        if self.stage.task == "generate":
-            return
-        for name, is_set in (
-            ("waves", bool(self.waves)),
-            ("plan.lengths", self.plan.lengths == "probe"),
-            ("plan.expected_tokens_column", self.plan.expected_tokens_column is not None),
-        ):
-            if is_set:
-                raise ConfigError(
-                    f"{name} is about generated tokens, and task {self.stage.task!r} generates "
-                    "none; leave it out"
-                )
 
     def check_columns(self) -> None:
         """Raise ConfigError where `columns` leaves out a column that an option names."""
@@ -164,18 +160,13 @@ def job_config(given: Mapping[str, Any], *, where: str = "Job") -> JobConfig:
     """
     at = "" if where == "Job" else f"{where}: "
     values = {
-        name: _FORMS[name](value, where=f"{at}{name}") if name in _FORMS else value
+        name: _FORMS[name](value, f"{at}{name}") if name in _FORMS else value
         for name, value in given.items()
     }
     return from_mapping(JobConfig, values, where=where)
 
 
-def column_names(columns: object, *, where: str) -> tuple[str, ...] | None:
-    """Return the names of columns from any form in which users give them.
-
-    Raises:
-        ConfigError: they are of no such form.
-    """
+def _column_names(columns: object, where: str) -> tuple[str, ...] | None:
     if columns is None:
         return None
     names = columns.split(",") if isinstance(columns, str) else columns
@@ -184,12 +175,7 @@ def column_names(columns: object, *, where: str) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def limit_config(limits: object, *, where: str) -> LimitConfig:
-    """Return limits from any form in which users give them.
-
-    Raises:
-        ConfigError: they are of no such form, or a limit is unknown or wrong.
-    """
+def _limit_config(limits: object, where: str) -> LimitConfig:
     if limits is None or isinstance(limits, LimitConfig):
         return limits or LimitConfig()
     if not isinstance(limits, Mapping):
@@ -197,72 +183,48 @@ def limit_config(limits: object, *, where: str) -> LimitConfig:
     return from_mapping(LimitConfig, limits, where=where)
 
 
-def wave_configs(waves: object, *, where: str) -> tuple[WaveConfig, ...]:
-    """Return waves from any form in which users give them.
-
-    Raises:
-        ConfigError: they are of no such form, or an option is unknown or wrong.
-    """
-    if waves is None:
-        return ()
-    if not isinstance(waves, list | tuple):
+def _wave_configs(waves: object, where: str) -> tuple[WaveConfig, ...]:
+    if not isinstance(waves, list | tuple | None):
         raise ConfigError(f"{where} must be a list of rules, got {waves!r}")
-    found = []
-    for number, wave in enumerate(waves):
-        if isinstance(wave, WaveConfig):
-            found.append(wave)
-            continue
-        if not isinstance(wave, Mapping):
-            raise ConfigError(f"{where}: rule {number} must have 'on' and 'sampling', got {wave!r}")
-        on = wave.get("on", ())
-        listed = {**wave, "on": (on,) if isinstance(on, str) else tuple(on)}
-        found.append(from_mapping(WaveConfig, listed, where=f"{where}: rule {number}"))
-    return tuple(found)
+    return tuple(_wave(wave, f"{where}: rule {number}") for number, wave in enumerate(waves or ()))
 
 
-def plan_config(plan: object, *, where: str) -> PlanConfig:
-    """Return the options of a plan from any form in which users give them.
+def _wave(wave: object, where: str) -> WaveConfig:
+    if isinstance(wave, WaveConfig):
+        return wave
+    if not isinstance(wave, Mapping):
+        raise ConfigError(f"{where} must have 'on' and 'sampling', got {wave!r}")
+    on = wave.get("on", ())
+    listed = {**wave, "on": (on,) if isinstance(on, str) else tuple(on)}
+    return from_mapping(WaveConfig, listed, where=where)
 
-    Raises:
-        ConfigError: they are of no such form, or an option is unknown or wrong.
-    """
+
+def _plan_config(plan: object, where: str) -> PlanConfig:
     if isinstance(plan, PlanConfig):
         return plan
-    # YAML reads a bare `off` as false
-    if plan is None or plan is True or plan == "auto":
-        return PlanConfig()
-    if plan is False or plan == "off":
-        return PlanConfig(mode="off")
+    if plan is None or isinstance(plan, bool) or plan in ("auto", "off"):
+        plan = {"mode": "auto" if plan is None else plan}
     if not isinstance(plan, Mapping):
         raise ConfigError(f"{where} must be 'auto', 'off' or options of the plan, got {plan!r}")
     values = dict(plan)
-    if isinstance(values.get("mode"), bool):
+    if isinstance(values.get("mode"), bool):  # YAML reads a bare `off` as false
         values["mode"] = "auto" if values["mode"] else "off"
     return from_mapping(PlanConfig, values, where=where)
 
 
-def _partition_columns(columns: object, *, where: str) -> tuple[str, ...]:
-    return column_names(columns, where=where) or ()
-
-
-_FORMS: Mapping[str, Callable[..., object]] = {
-    "plan": plan_config,
-    "limits": limit_config,
-    "waves": wave_configs,
-    "columns": column_names,
-    "partition_by": _partition_columns,
+_FORMS: Mapping[str, Callable[[Any, str], object]] = {
+    "plan": _plan_config,
+    "limits": _limit_config,
+    "waves": _wave_configs,
+    "columns": _column_names,
+    "partition_by": lambda columns, where: _column_names(columns, where) or (),
 }
 
 
 def without_effect(plan: PlanConfig) -> list[str]:
     """Return the options that were given to a plan that is off, and that only a plan heeds."""
-    if plan.mode != "off":
-        return []
-    return [
-        name
-        for name in fields_of(PlanConfig)
-        if name not in _WITHOUT_A_PLAN and not is_default(plan, name)
-    ]
+    names = fields_of(PlanConfig) if plan.mode == "off" else ()
+    return [name for name in names if name not in _WITHOUT_A_PLAN and not is_default(plan, name)]
 
 
 class _UniqueKeys(yaml.SafeLoader):

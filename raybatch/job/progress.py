@@ -213,12 +213,9 @@ def _cells(progress: Progress) -> list[tuple[str, str]]:
     worst = sorted(stats.errors.items(), key=lambda item: (-item[1], item[0]))[:3]
     kinds = f" ({', '.join(f'{n} {name}' for name, n in worst)})" if num_errors else ""
     missing = stats.num_replicas - stats.num_ready - stats.num_restarting - stats.num_given_up
-    states = (
-        (stats.num_ready, "ready"),
-        (max(0, missing), "starting"),
-        (stats.num_restarting, "restarting"),
-        (stats.num_given_up, "given up"),
-    )
+    states = f"{stats.num_ready} ready, {max(0, missing)} starting"
+    states += f", {stats.num_restarting} restarting" if stats.num_restarting else ""
+    states += f", {stats.num_given_up} given up" if stats.num_given_up else ""
     oldest = stats.oldest_unit
     return [
         *_done(progress.last),
@@ -232,11 +229,7 @@ def _cells(progress: Progress) -> list[tuple[str, str]]:
         ("KV", f"{100 * kv_used:.0f} %"),
         ("running", str(sum(r.num_running for r in replicas))),
         ("waiting", str(sum(r.num_waiting for r in replicas))),
-        # the usual states are told even of none
-        (
-            "replicas",
-            ", ".join(f"{n} {state}" for i, (n, state) in enumerate(states) if n or i < 2),
-        ),
+        ("replicas", states),
         ("restarts", str(stats.num_restarts)),
         *([] if oldest is None else [("slowest unit", _unit_text(oldest))]),
     ]

@@ -246,14 +246,7 @@ class JobRun:
         wall_s = ended_s - started_s
         actual = actual_of(counted.counts, before, after, num_restarts=restarts, wall_s=wall_s)
         history = read_history(store_of(self.config.sink))
-        write_s = total_s - ended_s
-        times = {
-            "startup_s": started_s,
-            "engines_s": wall_s,
-            "write_s": write_s,
-            "total_s": total_s,
-        }
-        return replace(
+        report = replace(
             # nothing is lost that the same job, started again, would write
             counted_report(self.config.sink, plans, counted, history, is_complete=False),
             source=redacted(self.config.source),
@@ -264,8 +257,13 @@ class JobRun:
             executor=self.executor.name,
             versions=installed_versions(),
             plan=None if planned is None else self._outcome(planned, actual),
-            # of several runs the logs know the times
-            **({"startup_s": started_s, **times} if len(history.runs) == 1 else {}),
+        )
+        # of several runs the logs know the times
+        if len(history.runs) != 1:
+            return report
+        write_s = total_s - ended_s
+        return replace(
+            report, startup_s=started_s, engines_s=wall_s, write_s=write_s, total_s=total_s
         )
 
     def _outcome(self, planned: PlannedInput | LargePlan, actual: RunActual) -> PlanOutcome | None:

@@ -26,12 +26,10 @@ class Pooling:
             raise ConfigError(
                 f"pooling.use_activation must be true, false or none, got {self.use_activation!r}"
             )
-        if self.dimensions is not None and (
-            type(self.dimensions) is not int or self.dimensions < 1
-        ):
+        size = self.dimensions
+        if size is not None and (type(size) is not int or size < 1):
             raise ConfigError(
-                "pooling.dimensions must be none or a whole number of at least 1, got "
-                f"{self.dimensions!r}"
+                f"pooling.dimensions must be none or a whole number of at least 1, got {size!r}"
             )
 
     def given(self) -> dict[str, Any]:

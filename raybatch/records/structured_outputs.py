@@ -14,21 +14,18 @@ from raybatch.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
-    """One constraint; exactly one of the options is set.
-
-    Args:
-        json: a JSON schema as text; the order of its properties is that of the answer.
-        json_object: any JSON object.
-        regex: the whole answer matches it.
-        choice: the answer is one of these.
-        grammar: in EBNF, as llama.cpp and XGrammar have it; the answer is a `root`.
-    """
+    """One constraint; exactly one of the options is set."""
 
     json: str | None = None
+    """A JSON schema as text; the order of its properties is that of the answer."""
     json_object: bool = False
+    """Any JSON object."""
     regex: str | None = None
+    """The whole answer matches it."""
     choice: tuple[str, ...] = ()
+    """The answer is one of these."""
     grammar: str | None = None
+    """In EBNF, as llama.cpp and XGrammar have it; the answer is a `root`."""
 
     @classmethod
     def parse(cls, text: str) -> "StructuredOutputs":
@@ -50,7 +47,7 @@ def structured_text(value: object) -> str:
         ConfigError: it is none, or has none or several of the options.
     """
     if isinstance(value, str):
-        value = _loaded(value)
+        value = _loaded(value, "structured_outputs")
     if not isinstance(value, Mapping):
         raise ConfigError(
             "structured_outputs must be a mapping such as {'choice': ['yes', 'no']}, got "
@@ -71,21 +68,18 @@ def structured_text(value: object) -> str:
     return json.dumps({name: _CHECKED[name](option)}, ensure_ascii=False)
 
 
-def _loaded(text: str) -> object:
+def _loaded(text: str, what: str) -> object:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"structured_outputs is not valid JSON: {error}") from error
+        raise ConfigError(f"{what} is not valid JSON: {error}") from error
 
 
 def _checked_schema(value: Any) -> str:  # noqa: ANN401 - anything a user may pass
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"structured_outputs.json is not valid JSON: {error}") from error
+        value = _loaded(value, "structured_outputs.json")
     if not isinstance(value, Mapping | bool):
         raise ConfigError(
             f"structured_outputs.json must be a JSON schema, an object, got {value!r:.200}"
@@ -113,9 +107,8 @@ def _checked_text(value: object) -> str:
 
 
 def _checked_choice(value: object) -> list[str]:
-    is_list = isinstance(value, list | tuple)
     options = list(value) if isinstance(value, list | tuple) else []
-    if not is_list or not options or not all(isinstance(o, str) and o for o in options):
+    if not options or not all(isinstance(o, str) and o for o in options):
         raise ConfigError(
             "structured_outputs.choice must be a list of texts that are not empty, got "
             f"{value!r:.200}"

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError, range_text
-from raybatch.records.counts import TokenCounts
 from raybatch.records.parsed_text import ParsedText
 from raybatch.records.structured_outputs import structured_text
 
@@ -117,15 +116,10 @@ class Sampling:
         )
         for name, is_valid, allowed in ranges:
             value = getattr(self, name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(
-                    f"sampling.{name} must be {range_text(allowed, value)}, got {value!r}"
-                )
-            if not is_valid:
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            if not (is_finite and is_valid):
+                allowed = allowed if is_finite else range_text(allowed, value)
                 raise ConfigError(f"sampling.{name} must be {allowed}, got {value!r}")
-        self._check_structured_outputs()
-
-    def _check_structured_outputs(self) -> None:
         if self.structured_outputs is None:
             return
         object.__setattr__(self, "structured_outputs", structured_text(self.structured_outputs))
@@ -151,17 +145,37 @@ class Sampling:
         for names, kinds, allowed in (
             (WHOLE_OPTIONS, int, "a whole number"),
             (NUMBER_OPTIONS, int | float, "a number"),
+            (FLAG_OPTIONS, bool, "true or false"),
         ):
             for name in names:
                 value = getattr(self, name)
                 is_absent = value is None and name in OPTIONAL_OPTIONS
-                if not is_absent and (isinstance(value, bool) or not isinstance(value, kinds)):
+                is_flag = isinstance(value, bool)
+                if not is_absent and (is_flag != (kinds is bool) or not isinstance(value, kinds)):
                     raise ConfigError(f"sampling.{name} must be {allowed}, got {value!r}")
-        for name in FLAG_OPTIONS:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f"sampling.{name} must be true or false, got {getattr(self, name)!r}"
-                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenCounts:
+    """Tokens of rows, or of what else a record counts; the names are those of every such record."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from another request."""
+    generated_tokens: int = 0
+
+    @property
+    def cached_fraction(self) -> float:
+        """Share of the prompt tokens whose KV came from another request."""
+        return self.cached_tokens / max(1, self.prompt_tokens)
+
+
+TOKEN_COUNTS = tuple(field.name for field in fields(TokenCounts))
+
+
+def token_counts(counts: object) -> dict[str, int]:
+    """Return the counts of tokens of any record that has them, by name."""
+    return {name: getattr(counts, name) for name in TOKEN_COUNTS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
