@@ -170,11 +170,7 @@ def with_job_flags(
 
 
 def nested_options(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the file, if there is one, with the dotted `options` put over them.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return the options of the file, if there is one, with the dotted `options` over them."""
     mapping = {} if job_file is None else read_job_file(job_file)
     for path, value in options.items():
         _put(mapping, path, value)

@@ -32,21 +32,13 @@ def proxy_of(url: str) -> str | None:
 
 
 def log_level() -> int | None:
-    """Return the level from which on log lines are written (RAYBATCH_LOG_LEVEL); None if unset.
-
-    Raises:
-        ConfigError: the variable names no level.
-    """
+    """Return the level of log lines that are written (RAYBATCH_LOG_LEVEL); None if unset."""
     name = _one_of("RAYBATCH_LOG_LEVEL", _LOG_LEVELS)
     return None if name is None else logging.getLevelNamesMapping()[name]
 
 
 def kernel_vectors() -> str | None:
-    """Return the vectors that kernels are compiled for (RAYBATCH_KERNEL_VECTORS); None if unset.
-
-    Raises:
-        ConfigError: the variable names none.
-    """
+    """Return the vectors of compiled kernels (RAYBATCH_KERNEL_VECTORS); None if unset."""
     return _one_of("RAYBATCH_KERNEL_VECTORS", _KERNEL_VECTORS)
 
 

@@ -41,62 +41,46 @@ class JobConfig:
 
     source: Place[str]
     """Parquet, JSONL or Arrow IPC: a file, a folder or a glob; a path or a URI."""
-
     sink: Place[str]
     """Output folder: a path or a URI. A started output of the same job is continued; a folder with
     other files, or with another job's output, is refused."""
-
     stage: StageConfig
     """Model, prompt and options."""
-
     plan: PlanConfig = field(default_factory=PlanConfig)
     """How rows are grouped and ordered; "off" runs them in input order."""
-
     overwrite: Place[bool] = False
     """Remove the output of an earlier run and begin again."""
-
     extend: Place[bool] = False
     """Add files that are new in the source to the output, under a plan of their own; known files
     must be unchanged."""
-
     flush_every_s: Speed[Annotated[float, Gt(0)]] = 5.0
     """How often, in seconds, finished rows of an unfinished unit are saved to the journal; a crash
     loses no more than this."""
-
     partition_by: Answers[tuple[str, ...]] = ()
     """Source columns that become folders of the output, as in data/lang=en/part-000000.parquet; the
     files do not repeat them."""
-
     output_order: Place[OutputOrder] = "plan"
     """Order of the rows: "plan" keeps the order in which they ran and costs nothing; "input" sorts
     a second copy into source order at the end."""
-
     limits: LimitConfig = field(default_factory=LimitConfig)
     """Budgets, a deadline and an error rate that end a run early; finished rows are kept, and the
     same job started again continues."""
-
     waves: Answers[tuple[WaveConfig, ...]] = ()
     """Rules that retry rows of some status before they are written, in this order, such as [{"on":
     "truncated", "sampling": {"max_tokens": 2048}}]."""
-
     columns: Answers[tuple[str, ...] | None] = None
     """Source columns to read and write, in this order; None takes all."""
-
     schema_policy: Answers[SchemaPolicy] = "strict"
     """What to do when schemas of files differ: "strict" refuses them, "cast" widens types without
     loss."""
-
     skip_bad_files: Answers[bool] = False
     """Leave out unreadable files (empty, cut, of another kind) instead of refusing the source; they
     are logged and reported."""
-
     max_row_group_bytes: Place[Positive] = 2 << 30
     """Largest row group or record batch that is read, in memory."""
-
     max_decompressed_bytes: Place[Positive | None] = None
     """Largest size of a compressed JSONL file when unpacked; None allows 1 GiB or a hundred times
     its size, whichever is more."""
-
     executor: Place[ExecutorName] = "auto"
     """Where engines run: "ray" on a cluster; "local" as processes of this host, without Ray; "auto"
     takes a connected cluster, else "local" for small inputs and Ray for others."""
@@ -245,11 +229,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:
-    """Return the options in a YAML file.
-
-    Raises:
-        ConfigError: there is no such file, or it holds no options.
-    """
+    """Return the options in a YAML file; ConfigError: there is none, or it holds no options."""
     try:
         with fsspec.open(str(path), "r", encoding="utf-8") as file:
             mapping = yaml.load(file, Loader=_UniqueKeys)

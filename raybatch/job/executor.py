@@ -47,11 +47,7 @@ def is_connected(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def choose(asked: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfig) -> Executor:
-    """Return where a job runs.
-
-    Raises:
-        ConfigError: it is to run without Ray and has options that only Ray can follow.
-    """
+    """Return where a job runs; ConfigError: without Ray, and with options that need it."""
     is_local, reason = asked == "local", "the job says so"
     num_bytes = sum(part.num_bytes for part in source.slices)
     needs_ray = _needs_ray(spec)

@@ -29,11 +29,7 @@ class JobPart:
 
 
 def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
-    """Return the plans that lie below the sink of a job; files that are in none are fine if so.
-
-    Raises:
-        ConfigError: they are those of another job.
-    """
+    """Return the plans below the sink of a job; ConfigError: they are those of another job."""
     plans = read_plans(job.sink)
     # files as plans have them one after the other, then those that are in none
     plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}

@@ -17,7 +17,6 @@ class Pooling:
     use_activation: bool | None = None
     """Normalize embeddings to length 1, turn class scores into probabilities; False gives raw
     numbers. `normalize` is another name for it."""
-
     dimensions: int | None = None
     """Length of the embedding, for models that can be cut (Matryoshka)."""
 

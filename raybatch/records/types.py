@@ -46,55 +46,38 @@ class Sampling:
 
     temperature: float = 0.0
     """0 picks the most likely token; above 0 divides the logits."""
-
     max_tokens: int = 256
     """Upper bound of generated tokens, at least 1."""
-
     min_tokens: int = 0
     """Stop tokens and stop strings do not count before this many tokens."""
-
     top_k: int | None = None
     """Keep the k most likely tokens; None keeps all."""
-
     top_p: float = 1.0
     """Keep the smallest set whose probability reaches this, in (0, 1]."""
-
     min_p: float = 0.0
     """Drop tokens below this fraction of the most likely one, in [0, 1)."""
-
     repetition_penalty: float = 1.0
     """Above 1 makes tokens of prompt and output less likely to come again."""
-
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token already generated, in [-2, 2]."""
-
     frequency_penalty: float = 0.0
     """Subtracted per occurrence of a token already generated, in [-2, 2]."""
-
     seed: int = 0
     """Combined with the row's id, so that answers depend on neither engine nor batch."""
-
     n: int = 1
     """Samples per row, at most 16,384, as in vLLM."""
-
     logprobs: int | None = None
     """Number of most likely tokens to report per position; None adds no column."""
-
     stop: tuple[str, ...] = ()
     """Strings that end the text, one or a list; cut off unless `include_stop_str_in_output`."""
-
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the sequence, in addition to the model's."""
-
     ignore_eos: bool = False
     """Go on after the model's end token."""
-
     include_stop_str_in_output: bool = False
     """Keep the stop string in the text."""
-
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
-
     structured_outputs: str | Mapping[str, Any] | None = None
     """What the answer must look like, such as {"json": schema}."""
 

@@ -160,11 +160,7 @@ def _signals(ending: threading.Event) -> Iterator[None]:
 
 
 def _end_leftovers(serve: Any) -> None:  # noqa: ANN401 - the module of Ray Serve
-    """End what a server that has died has left running on this Ray, and nothing else.
-
-    Raises:
-        ConfigError: Ray Serve has other applications, and it listens on one address for all.
-    """
+    """End what a dead server has left on this Ray; ConfigError: others serve there."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     if _CONTROLLER not in {actor["name"] for actor in actors}:
         return

@@ -140,11 +140,7 @@ def pack_wheel(package: Path, folder: Path) -> Path:
 
 
 def repack_wheel(wheel: Path, folder: Path) -> Path:
-    """Write the content of `wheel` without its requirements and return the path.
-
-    Raises:
-        ConfigError: there is no such wheel, or it can be installed on some hosts only.
-    """
+    """Write a wheel again without its requirements; ConfigError: it is none for any host."""
     try:
         with ZipFile(wheel) as archive:
             inside = {name: archive.read(name) for name in archive.namelist() if name[-1] != "/"}

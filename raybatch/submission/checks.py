@@ -94,11 +94,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def read_env_vars(settings: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a job gets: `NAME`, taken from `environment`, or `NAME=value`.
-
-    Raises:
-        ConfigError: a variable is not set, is named or looks like a secret.
-    """
+    """Return variables given as NAME or NAME=value; ConfigError: one is not set, or a secret."""
     values: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")

@@ -44,11 +44,7 @@ class JobEnd(NamedTuple):
 
 
 class JobServer:
-    """A job server that has answered; a token is sent along where there is one.
-
-    Raises:
-        ConfigError: it does not answer, or not as a job server.
-    """
+    """A job server that has answered; ConfigError: it does not, or not as a job server."""
 
     def __init__(self, address: str, token: Token | None) -> None:
         try:

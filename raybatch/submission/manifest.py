@@ -90,11 +90,7 @@ class WorkerShape(NamedTuple):
 
 
 def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple[str, list[str]]:
-    """Return the text of the file, and what its reader has to see to.
-
-    Raises:
-        ConfigError: the job file or an option is wrong, or would not work there.
-    """
+    """Return the file, and what its reader has to see to; ConfigError: it would not work."""
     defaults = {field.name: field.default for field in fields(options)}
     for name in _WITHOUT_EFFECT.get(kind, ()):
         if getattr(options, name) != defaults[name]:
@@ -140,11 +136,7 @@ def _job_command(job_file: str, replicas: int | None) -> str:
 
 
 def manifest_name(job_file: str) -> str:
-    """Return a name that every system takes, made of the job file's.
-
-    Raises:
-        ConfigError: nothing is left of it.
-    """
+    """Return a name for every system, made of the job file's; ConfigError: nothing is left."""
     stem = Path(job_file).stem.lower()
     name = re.sub(r"[^a-z0-9]+", "-", f"raybatch-{stem}").strip("-")[:_MAX_NAME].strip("-")
     if name == "raybatch" and not re.search(r"[a-z0-9]", stem):

@@ -40,11 +40,7 @@ def token_path(environment: Mapping[str, str], home: Path) -> Path:
 
 
 def find_token(environment: Mapping[str, str], home: Path) -> Token | None:
-    """Return the token that Ray would take, None where there is none.
-
-    Raises:
-        ConfigError: a file that RAY_AUTH_TOKEN_PATH names cannot be read.
-    """
+    """Return the token that Ray would take; ConfigError: RAY_AUTH_TOKEN_PATH cannot be read."""
     value = environment.get("RAY_AUTH_TOKEN", "").strip()
     if value:
         return Token(value, "RAY_AUTH_TOKEN")
@@ -60,11 +56,7 @@ def find_token(environment: Mapping[str, str], home: Path) -> Token | None:
 def token_for(
     auth_mode: str | None, environment: Mapping[str, str], home: Path, *, address: str
 ) -> Token | None:
-    """Return the token to send to a job server, None where it asks for none.
-
-    Raises:
-        ConfigError: the server asks for a token, and there is none here.
-    """
+    """Return the token that a job server asks for, if it does; ConfigError: there is none here."""
     # an old server does not say; what it wants is then what the user has set
     if (auth_mode or environment.get("RAY_AUTH_MODE", "").lower()) != "token":
         return None
