@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, get_args, get_type_hints
 
-import typer
 import yaml
+from typer import Argument, Option
 
 from raybatch.config import PoolConfig
 from raybatch.config.option import documented, fields_of
@@ -61,7 +61,7 @@ def _option(name: str, *, is_hidden: bool = False) -> Any:  # noqa: ANN401 - typ
     where, _, last = option.rpartition(".")
     text = help_ or documented(_CLASSES[where])[last]
     flag = _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}")
-    return typer.Option(flag, help=text[0].upper() + text[1:], hidden=is_hidden)
+    return Option(flag, help=text[0].upper() + text[1:], hidden=is_hidden)
 
 
 @functools.cache
@@ -77,14 +77,14 @@ def _kind_of(name: str) -> Any:  # noqa: ANN401
 def _parameters(
     without: Collection[str] = (), job_file_help: str = _JOB_FILE_HELP
 ) -> list[inspect.Parameter]:
-    where_it_runs = typer.Option(
+    where_it_runs = Option(
         "--local/--ray",
         help="Run on this host alone, without starting Ray, or on Ray in any case.",
         show_default="small inputs without Ray",
     )
-    others = typer.Option("--set", help="Any other option, such as engine.max_batched_tokens=4096.")
+    others = Option("--set", help="Any other option, such as engine.max_batched_tokens=4096.")
     kinds: list[tuple[str, Any, Any]] = [
-        ("job_file", str | None, typer.Argument(help=job_file_help)),
+        ("job_file", str | None, Argument(help=job_file_help)),
         *((name, _kind_of(name), _option(name, is_hidden=name in without)) for name in _FLAGS),
         ("local", bool | None, where_it_runs),
         ("settings", list[str] | None, others),
@@ -102,8 +102,6 @@ def _parameters(
 
 @dataclass(frozen=True, kw_only=True)
 class JobFlags:
-    """The flags of a job, and the file beside them."""
-
     job_file: str | None
     """YAML, or a batch file; None where there is none."""
     options: Mapping[str, Any]

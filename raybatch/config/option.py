@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import re
 import textwrap
 import types
@@ -108,7 +107,6 @@ def fields_of(cls: type) -> dict[str, FieldInfo]:
 
 
 def decided_by(field: FieldInfo) -> Decides:
-    """Return what an option decides."""
     return next((each for each in field.metadata if isinstance(each, Decides)), Decides.ANSWERS)
 
 
@@ -154,7 +152,6 @@ def signature_of(
 
 
 def is_default(config: object, name: str) -> bool:
-    """Return whether an option of a config has its default."""
     default = fields_of(type(config))[name].get_default(call_default_factory=True)
     return bool(getattr(config, name) == default)
 
@@ -183,17 +180,7 @@ def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T
         raise ConfigError(f"{where}: {error}") from error
 
 
-def check_min(config: object, name: str, minimum: float) -> None:
-    """Raise ConfigError unless the field of a record is a finite number of at least `minimum`."""
-    value = getattr(config, name)
-    # also NaN, of which nothing is true
-    if not is_number(value) or not minimum <= value < math.inf:
-        allowed = range_text(f"at least {minimum}", value)
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
-
-
 def is_number(value: object) -> bool:
-    """Return whether a value is a number, which truth values are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -232,9 +232,7 @@ class UnitSink(Datasink):  # type: ignore[misc]
     """Writes rows that know their places, unit by unit; rows of open units go to the journal."""
 
     def __init__(self, sink: str, stored: StoredPlan, schema: pa.Schema | None) -> None:
-        self._sink = sink
-        self._stored = stored
-        self._schema = schema
+        self._sink, self._stored, self._schema = sink, stored, schema
 
     def write(self, blocks: Iterable[Any], ctx: Any) -> int:  # noqa: ANN401
         with message_kept():

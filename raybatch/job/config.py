@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import fsspec
 import yaml
@@ -28,6 +28,7 @@ from raybatch.policy.executor import ExecutorName
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import referenced_columns
 
+_T = TypeVar("_T")
 OutputOrder = Literal["plan", "input"]
 
 # what the units of a run without a plan take as well; explaining such a run takes the memory
@@ -159,41 +160,40 @@ def _column_names(columns: object, where: str) -> tuple[str, ...] | None:
     return tuple(names)
 
 
+def _built(cls: type[_T], value: object, where: str, allowed: str) -> _T:
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must {allowed}, got {value!r}")
+    return from_mapping(cls, value, where=where)
+
+
 def _limit_config(limits: object, where: str) -> LimitConfig:
-    if limits is None or isinstance(limits, LimitConfig):
-        return limits or LimitConfig()
-    if not isinstance(limits, Mapping):
-        raise ConfigError(f"{where} must be limits such as max_tokens, got {limits!r}")
-    return from_mapping(LimitConfig, limits, where=where)
+    return _built(
+        LimitConfig, {} if limits is None else limits, where, "be limits such as max_tokens"
+    )
 
 
 def _wave_configs(waves: object, where: str) -> tuple[WaveConfig, ...]:
     if not isinstance(waves, list | tuple | None):
         raise ConfigError(f"{where} must be a list of rules, got {waves!r}")
-    return tuple(_wave(wave, f"{where}: rule {number}") for number, wave in enumerate(waves or ()))
-
-
-def _wave(wave: object, where: str) -> WaveConfig:
-    if isinstance(wave, WaveConfig):
-        return wave
-    if not isinstance(wave, Mapping):
-        raise ConfigError(f"{where} must have 'on' and 'sampling', got {wave!r}")
-    on = wave.get("on", ())
-    listed = {**wave, "on": (on,) if isinstance(on, str) else tuple(on)}
-    return from_mapping(WaveConfig, listed, where=where)
+    built = []
+    for number, wave in enumerate(waves or ()):
+        if isinstance(wave, Mapping):
+            on = wave.get("on", ())
+            wave = {**wave, "on": (on,) if isinstance(on, str) else tuple(on)}
+        at = f"{where}: rule {number}"
+        built.append(_built(WaveConfig, wave, at, "have 'on' and 'sampling'"))
+    return tuple(built)
 
 
 def _plan_config(plan: object, where: str) -> PlanConfig:
-    if isinstance(plan, PlanConfig):
-        return plan
     if plan is None or isinstance(plan, bool) or plan in ("auto", "off"):
         plan = {"mode": "auto" if plan is None else plan}
-    if not isinstance(plan, Mapping):
-        raise ConfigError(f"{where} must be 'auto', 'off' or options of the plan, got {plan!r}")
-    values = dict(plan)
-    if isinstance(values.get("mode"), bool):  # YAML reads a bare `off` as false
-        values["mode"] = "auto" if values["mode"] else "off"
-    return from_mapping(PlanConfig, values, where=where)
+    if isinstance(plan, Mapping) and isinstance(plan.get("mode"), bool):
+        # YAML reads a bare `off` as false
+        plan = {**plan, "mode": "auto" if plan["mode"] else "off"}
+    return _built(PlanConfig, plan, where, "be 'auto', 'off' or options of the plan")
 
 
 _FORMS: Mapping[str, Callable[[Any, str], object]] = {

@@ -26,15 +26,12 @@ from raybatch.stages.feeder import StageFeeder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Executor:
-    """Where a job runs."""
-
     is_local: bool
     reason: str
     num_engines: int = 0
 
     @property
     def name(self) -> str:
-        """The name of the option's value."""
         return "local" if self.is_local else "ray"
 
     def __str__(self) -> str:
@@ -108,8 +105,7 @@ def stage_of_executor(
 ) -> type[StageFeeder]:
     """Return a stage with the pool of an executor; its backend is decided if no cluster starts.
 
-    Args:
-        sinks: outputs that it goes on with; the first that was begun says with which backend.
+    Of the outputs that it goes on with, the first that was begun says with which backend.
     """
     if executor.is_local:
         spec = stage.pool.spec
@@ -139,14 +135,10 @@ def stage_of_cluster(
     *,
     connect: bool = True,
 ) -> type[StageFeeder]:
-    """Return a stage with a backend that a cluster decides, and whose model that one can run.
+    """Return a stage whose backend a cluster decides, or options alone where none is connected.
 
-    Args:
-        stage: one that is decided is returned as it is.
-        connect: to a cluster; else options alone decide.
-
-    Raises:
-        ConfigError: the backend cannot run the model, or cannot be decided.
+    One that is decided is returned as it is. ConfigError: the backend cannot run the model, or
+    cannot be decided.
     """
     if stage.config.backend.is_decided:
         return stage

@@ -329,11 +329,8 @@ class Job:
     def _placed(self, source: Source, sinks: Sequence[str]) -> tuple[Executor, type[StageFeeder]]:
         """Return where the job runs, and its stage there; raise ConfigError if they do not fit."""
         executor = choose(self.config.executor, self._stage.pool.spec, source, self.config.plan)
-        stage = stage_of_executor(self._stage, executor, sinks)
-        self._check(source, stage.config)
-        return executor, stage
-
-    def _check(self, source: Source, stage: StageConfig) -> None:
+        placed = stage_of_executor(self._stage, executor, sinks)
+        stage, plan = placed.config, self.config.plan
         stage.output.check_collisions(source.schema, id_column=stage.id_column)
         check_inputs(source.schema, stage)
         check_names(source.schema)
@@ -344,19 +341,20 @@ class Job:
                 "where the text of a column belongs",
                 template,
             )
-        if ignored := without_effect(self.config.plan):
+        if ignored := without_effect(plan):
             names = ", ".join(f"plan.{name}" for name in ignored)
             logger.warning(
                 "the plan is off, so %s changes nothing; set plan.mode=auto, or leave it out", names
             )
-        if self.config.plan.mode != "off":
-            check_expected(source.schema, self.config.plan.expected_tokens_column)
+        if plan.mode != "off":
+            check_expected(source.schema, plan.expected_tokens_column)
         # the job that wrote an output looked at its rows
         if not isinstance(source, FailedRows):
             check_partition_values(source, self.config.partition_by)
             if stage.id_column is not None:
                 check_unique_ids(source, stage.id_column)
         check_model(stage, source.schema)
+        return executor, placed
 
 
 # editors and `help` show the options where they are given

@@ -19,7 +19,7 @@ from rich.segment import ControlType
 from rich.table import Table
 
 from raybatch.job.watching import ProgressCallback, is_working
-from raybatch.records.types import OpenUnit, PoolStats
+from raybatch.records.types import PoolStats
 from raybatch.report.history.recorder import UnitsSoFar
 
 WINDOW_S = 60.0
@@ -38,8 +38,6 @@ class Snapshot:
 
 
 class Rates(NamedTuple):
-    """What is done in a second."""
-
     rows: float
     prompt: float
     output: float
@@ -216,7 +214,10 @@ def _cells(progress: Progress) -> list[tuple[str, str]]:
     states = f"{stats.num_ready} ready, {max(0, missing)} starting"
     states += f", {stats.num_restarting} restarting" if stats.num_restarting else ""
     states += f", {stats.num_given_up} given up" if stats.num_given_up else ""
-    oldest = stats.oldest_unit
+    slowest = []
+    if (oldest := stats.oldest_unit) is not None:
+        where = f"process {oldest.pid} on {oldest.host}"
+        slowest = [("slowest unit", f"{oldest.unit} for {_duration(oldest.age_s)} ({where})")]
     return [
         *_done(progress.last),
         ("errors", f"{num_errors}{kinds}"),
@@ -231,12 +232,8 @@ def _cells(progress: Progress) -> list[tuple[str, str]]:
         ("waiting", str(sum(r.num_waiting for r in replicas))),
         ("replicas", states),
         ("restarts", str(stats.num_restarts)),
-        *([] if oldest is None else [("slowest unit", _unit_text(oldest))]),
+        *slowest,
     ]
-
-
-def _unit_text(unit: OpenUnit) -> str:
-    return f"{unit.unit} for {_duration(unit.age_s)} (process {unit.pid} on {unit.host})"
 
 
 def _done(last: Snapshot) -> list[tuple[str, str]]:

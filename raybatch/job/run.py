@@ -191,7 +191,7 @@ class JobRun:
                         waves = WavesSoFar(stage.stats(again=True), *rows)
                     if reason := limits.observe(stats, waves):
                         end(reason)
-                    recorder.observe(stats, cost=limits.cost)
+                    recorder.observe(stats, cost=limits.spent.cost)
                     show(stats, num_rows)
 
                 runner = self._runner(stage, recorder)

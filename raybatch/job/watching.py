@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import NamedTuple, Self
 
@@ -28,17 +28,17 @@ def is_working(stats: PoolStats, received_before: int = 0) -> bool:
     return stats.num_ready > 0 and stats.prompt_tokens_received > received_before
 
 
+@dataclass(slots=True)
 class RunClock:
     """The moments of one run, in seconds since its start; None before they have come."""
 
-    def __init__(self) -> None:
-        self._origin_s = time.monotonic()
-        # when the first row was handed to a ready engine, and when the last one came back
-        self.started_s: float | None = None
-        self.ended_s: float | None = None
+    started_s: float | None = None
+    """When the first row was handed to a ready engine."""
+    ended_s: float | None = None
+    """When the last row came back."""
+    _origin_s: float = field(default_factory=time.monotonic)
 
     def elapsed_s(self) -> float:
-        """Return the seconds since the run began."""
         return time.monotonic() - self._origin_s
 
 
@@ -132,17 +132,12 @@ class LimitWatch:
         self._ending = ending
         self._before = before
         self._began_s = time.monotonic()
-        self._earlier = self._spent = Spent()
+        self._earlier = self.spent = Spent()
         self.reason: str | None = None
-
-    @property
-    def cost(self) -> float:
-        """What answers that have a price have cost so far."""
-        return self._spent.cost
 
     def begin(self) -> None:
         """Begin another plan, whose rows are counted from 0."""
-        self._earlier = self._spent
+        self._earlier = self.spent
 
     def observe(self, stats: PoolStats, waves: WavesSoFar | None = None) -> str | None:
         """Take the state of the pool, counted for the plan that runs, and what it does not count.
@@ -151,7 +146,7 @@ class LimitWatch:
             Why the run has to stop, when this is the first time that it has to.
         """
         earlier = self._earlier
-        self._spent = Spent(
+        self.spent = Spent(
             wall_s=time.monotonic() - self._began_s,
             # a pool that has stopped since counts from 0 again
             engine_s=max(0.0, stats.busy_s - self._before.busy_s),
@@ -163,16 +158,16 @@ class LimitWatch:
         )
         if waves is not None:
             again = waves.again.prompt_tokens + waves.again.generated_tokens
-            self._spent = replace(
-                self._spent,
-                tokens=self._spent.tokens + again,
-                cost=self._spent.cost + waves.again.cost,
+            self.spent = replace(
+                self.spent,
+                tokens=self.spent.tokens + again,
+                cost=self.spent.cost + waves.again.cost,
                 rows_done=waves.rows_written,
                 rows_failed=waves.rows_failed,
             )
         if self.reason is not None:
             return None
-        self.reason = reason_to_stop(self._limits, self._spent)
+        self.reason = reason_to_stop(self._limits, self.spent)
         if self.reason is None and self._ending is not None:
             self.reason = self._ending()
         if self.reason is not None:

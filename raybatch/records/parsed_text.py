@@ -19,7 +19,6 @@ class ToolCall:
     arguments: str
 
     def to_openai(self) -> dict[str, Any]:
-        """Return it as a message of OpenAI's chat API has it."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -34,13 +33,11 @@ class ParsedText:
     """Why a part could not be parsed, "Type: message"; it is still in the text."""
 
     def to_json(self) -> str:
-        """Return it as a text for `from_json`."""
         calls = [[call.id, call.name, call.arguments] for call in self.tool_calls]
         return json.dumps([self.reasoning, calls, self.error])
 
     @classmethod
     def from_json(cls, text: str) -> "ParsedText":
-        """Return what `to_json` made a text of."""
         reasoning, calls, error = json.loads(text)
         tool_calls = tuple(ToolCall(id=i, name=n, arguments=args) for i, n, args in calls)
         return cls(reasoning=reasoning, tool_calls=tool_calls, error=error)

@@ -32,7 +32,6 @@ class Pooling:
             )
 
     def given(self) -> dict[str, Any]:
-        """Return the options that are set."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

@@ -33,9 +33,9 @@ _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_S = 30 * 86400
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ApiConfig:
-    """What the API must know."""
+@dataclass(kw_only=True)
+class Api:
+    """One method per operation; those that wait for files alone are run in threads."""
 
     folder: str
     models: tuple[str, ...]
@@ -47,39 +47,27 @@ class ApiConfig:
     created_at: int
     """Of the model, for clients; seconds since 1970."""
 
-
-def build_app(config: ApiConfig) -> Starlette:
-    """Return the application."""
-    api = _Api(config)
-    routes: list[tuple[str, Callable[[Request], Any], str]] = [
-        ("/v1/files", api.create_file, "POST"),
-        ("/v1/files", api.list_files, "GET"),
-        ("/v1/files/{id}", api.get_file, "GET"),
-        ("/v1/files/{id}", api.remove_file, "DELETE"),
-        ("/v1/files/{id}/content", api.read_file, "GET"),
-        ("/v1/batches", api.create_batch, "POST"),
-        ("/v1/batches", api.list_batches, "GET"),
-        ("/v1/batches/{id}", api.get_batch, "GET"),
-        ("/v1/batches/{id}/cancel", api.cancel_batch, "POST"),
-        ("/v1/models", api.list_models, "GET"),
-        ("/v1/models/{id:path}", api.get_model, "GET"),
-    ]
-    return Starlette(
-        routes=[
-            *(Route(path, api.guarded(handler), methods=[verb]) for path, handler, verb in routes),
-            Route("/healthz", _healthy, methods=["GET"]),
-        ],
-        exception_handlers={HTTPException: _http_error},
-    )
-
-
-class _Api:
-    """One method per operation; those that wait for files alone are run in threads."""
-
-    def __init__(self, config: ApiConfig) -> None:
-        self._config = config
-        self._files = FileStore(config.folder)
-        self._batches = BatchStore(config.folder)
+    def app(self) -> Starlette:
+        """Return the application."""
+        self._files, self._batches = FileStore(self.folder), BatchStore(self.folder)
+        routes: list[tuple[str, Callable[[Request], Any], str]] = [
+            ("/v1/files", self.create_file, "POST"),
+            ("/v1/files", self.list_files, "GET"),
+            ("/v1/files/{id}", self.get_file, "GET"),
+            ("/v1/files/{id}", self.remove_file, "DELETE"),
+            ("/v1/files/{id}/content", self.read_file, "GET"),
+            ("/v1/batches", self.create_batch, "POST"),
+            ("/v1/batches", self.list_batches, "GET"),
+            ("/v1/batches/{id}", self.get_batch, "GET"),
+            ("/v1/batches/{id}/cancel", self.cancel_batch, "POST"),
+            ("/v1/models", self.list_models, "GET"),
+            ("/v1/models/{id:path}", self.get_model, "GET"),
+        ]
+        guarded = [Route(path, self.guarded(to), methods=[verb]) for path, to, verb in routes]
+        healthy = Route("/healthz", _healthy, methods=["GET"])
+        return Starlette(
+            routes=[*guarded, healthy], exception_handlers={HTTPException: _http_error}
+        )
 
     def guarded(
         self, handler: Callable[[Request], Any]
@@ -104,16 +92,16 @@ class _Api:
         return handle
 
     def _check_key(self, request: Request) -> None:
-        if not self._config.key_digest:
+        if not self.key_digest:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest()
-        is_right = hmac.compare_digest(digest, self._config.key_digest)
+        is_right = hmac.compare_digest(digest, self.key_digest)
         if scheme.lower() != "bearer" or not is_right:
             raise Problem("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     async def create_file(self, request: Request) -> Response:
-        max_upload = self._config.max_file_bytes + _FORM_BYTES
+        max_upload = self.max_file_bytes + _FORM_BYTES
         request = Request(request.scope, _limited(request.receive, max_upload))
         if int(request.headers.get("content-length") or 0) > max_upload:
             raise _too_large(max_upload)
@@ -127,8 +115,8 @@ class _Api:
                     raise Problem("purpose must be 'batch'", param="purpose")
                 if not isinstance(upload, UploadFile):
                     raise Problem("file must be the content of a file", param="file")
-                if (upload.size or 0) > self._config.max_file_bytes:
-                    raise _too_large(self._config.max_file_bytes)
+                if (upload.size or 0) > self.max_file_bytes:
+                    raise _too_large(self.max_file_bytes)
                 # without folders, for clients that write files under the names they hear
                 name = re.split(r"[/\\]", upload.filename or "")[-1][:255] or "batch.jsonl"
                 record = await run_in_threadpool(
@@ -177,7 +165,7 @@ class _Api:
             if key not in allowed and value is not None:
                 raise Problem(f"{key} is not supported", param=key, code="unknown_parameter")
         window = body.get("completion_window", "24h")
-        endpoint, known = body.get("endpoint"), self._config.endpoints
+        endpoint, known = body.get("endpoint"), self.endpoints
         if endpoint not in known:
             raise Problem(f"endpoint must be {' or '.join(known)} on this server", param="endpoint")
         options = {
@@ -198,7 +186,7 @@ class _Api:
     def list_batches(self, request: Request) -> Response:
         ids = self._batches.ids()[::-1]
         page, has_more = page_of(ids, request.query_params, default=20, most=100)
-        model = self._config.models[0]
+        model = self.models[0]
         views = [self._batches.get(name).view(model) for name in page]
         return _listed(views, has_more=has_more)
 
@@ -217,20 +205,20 @@ class _Api:
         return self._view(self._batches.get(batch.request.id))
 
     def list_models(self, request: Request) -> Response:
-        return _listed([self._model(name) for name in self._config.models])
+        return _listed([self._model(name) for name in self.models])
 
     def get_model(self, request: Request) -> Response:
         name = request.path_params["id"]
-        if name not in self._config.models:
+        if name not in self.models:
             raise no_such("model", param="model")
         return JSONResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
-        created = self._config.created_at
-        return {"id": name, "object": "model", "created": created, "owned_by": "raybatch"}
+        about = {"object": "model", "created": self.created_at, "owned_by": "raybatch"}
+        return {"id": name, **about}
 
     def _view(self, batch: Batch) -> Response:
-        return JSONResponse(batch.view(self._config.models[0]))
+        return JSONResponse(batch.view(self.models[0]))
 
 
 async def _healthy(request: Request) -> Response:
@@ -288,7 +276,6 @@ def window_seconds(window: object) -> int:
 
 
 def checked_metadata(value: object) -> dict[str, str] | None:
-    """Return the metadata of a batch; raise Problem where they are more than a few texts."""
     if value is None:
         return None
     if (
@@ -327,7 +314,6 @@ def page_of(
 
 
 def _listed(views: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> Response:
-    """Return the object of a list."""
     first, last = (views[0]["id"], views[-1]["id"]) if views else (None, None)
     ends = {"first_id": first, "last_id": last, "has_more": has_more}
     return JSONResponse({"object": "list", "data": list(views), **ends})

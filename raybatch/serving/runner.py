@@ -51,8 +51,6 @@ class BatchRunner:
 
 
 class _OneBatch:
-    """One batch on its way through its states."""
-
     def __init__(self, runner: BatchRunner, store: BatchStore, batch: Batch) -> None:
         self._runner = runner
         self._store = store

@@ -32,8 +32,6 @@ _MARKER = "server.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """What a server serves, and where."""
-
     folder: str
     """For files, batches and outputs, local or a URI; a server that is started with the same one
     goes on there. One server at a time works on it."""
@@ -57,9 +55,6 @@ class ServeOptions:
             )
         if not 0 < self.port < 1 << 16:
             raise ConfigError(f"port must be from 1 to 65535, got {self.port!r}")
-        for name in ("max_file_bytes", "max_requests"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)!r}")
 
 
 def serve_batches(options: ServeOptions) -> None:
@@ -96,16 +91,11 @@ def serve_batches(options: ServeOptions) -> None:
 
 @contextmanager
 def served(options: ServeOptions) -> Iterator[None]:
-    """Answer HTTP on Ray Serve while the context lasts.
-
-    Raises:
-        ConfigError: the address is taken, or the folder cannot be used.
-        MissingDependency: Ray Serve is not installed.
-    """
+    """Answer HTTP on Ray Serve while the context lasts; errors are those of `serve_batches`."""
     try:
         from ray import serve
 
-        from raybatch.serving.http_api import ApiConfig, build_app
+        from raybatch.serving.http_api import Api
     except ImportError as error:
         raise MissingDependency(
             "raybatch serve needs Ray Serve: pip install 'raybatch[serve]'"
@@ -115,16 +105,14 @@ def served(options: ServeOptions) -> Iterator[None]:
     store_of(options.folder).create(_MARKER, b'{"layout": 1}')
     digest = hashlib.sha256(options.key.encode()).hexdigest() if options.key else ""
     stage = BatchOptions(job=options.job).stage
-    app = build_app(
-        ApiConfig(
-            folder=options.folder,
-            # a path of this host is nobody's business
-            models=options.names or model_names(stage.model, ())[-1:],
-            endpoints=endpoints_of(stage.task),
-            key_digest=digest,
-            max_file_bytes=options.max_file_bytes,
-            created_at=int(time.time()),
-        )
+    api = Api(
+        folder=options.folder,
+        # a path of this host is nobody's business
+        models=options.names or model_names(stage.model, ())[-1:],
+        endpoints=endpoints_of(stage.task),
+        key_digest=digest,
+        max_file_bytes=options.max_file_bytes,
+        created_at=int(time.time()),
     )
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     where = {"host": options.host, "port": options.port}
@@ -135,7 +123,7 @@ def served(options: ServeOptions) -> Iterator[None]:
         max_ongoing_requests=_MAX_REQUESTS_AT_ONCE,
         ray_actor_options={"num_cpus": 0, "resources": _this_host()},
         logging_config=quiet,
-    )(serve.ingress(app)(type("Api", (), {})))
+    )(serve.ingress(api.app())(type("Api", (), {})))
     try:
         serve.run(deployment.bind(), name=_APP, route_prefix="/")
         yield

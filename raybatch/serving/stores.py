@@ -50,14 +50,12 @@ class Problem(RaybatchError):  # noqa: N818 - it ends one request, and becomes i
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """Return the body of the answer."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         told = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": told}
 
 
 def no_such(what: str, param: str = "id") -> Problem:
-    """Return the problem of a name that nothing has."""
     return Problem(f"there is no such {what}", status=404, param=param, code="not_found")
 
 
@@ -87,7 +85,6 @@ class FileRecord:
     purpose: str
 
     def view(self) -> dict[str, Any]:
-        """Return the object of the API."""
         return {**asdict(self), "object": "file", "status": "processed"}
 
 
@@ -115,10 +112,7 @@ class _Records:
 
 
 class FileStore(_Records):
-    """The files below the folder of a server."""
-
     def new_id(self) -> str:
-        """Return an id that no file has."""
         return new_id(FILE, time.time())
 
     def path(self, file_id: str) -> str:
@@ -126,7 +120,6 @@ class FileStore(_Records):
         return posixpath.join(self._folder, "files", check_id(file_id, FILE), "content")
 
     def add(self, content: IO[bytes], *, filename: str, purpose: str) -> FileRecord:
-        """Keep a file."""
         file_id = self.new_id()
         with published(self.path(file_id)) as file:
             shutil.copyfileobj(content, file, _CHUNK_BYTES)
@@ -146,14 +139,12 @@ class FileStore(_Records):
         return self.get(file_id)
 
     def get(self, file_id: str) -> FileRecord:
-        """Return the record of a file, or raise Problem where there is none."""
         record = self._read(f"files/{check_id(file_id, FILE)}/{_RECORD}")
         if record is None:
             raise no_such("file")
         return FileRecord(**record)
 
     def all(self) -> list[FileRecord]:
-        """Return all files, the newest first."""
         records = []
         for file_id in reversed(self._ids("files", _RECORD)):
             with suppress(Problem):  # removed since
@@ -166,7 +157,6 @@ class FileStore(_Records):
         remove_folder(posixpath.dirname(self.path(file_id)))
 
     def chunks(self, file_id: str) -> Iterator[bytes]:
-        """Yield the content of a file."""
         with fsspec.open(self.path(file_id), "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
@@ -174,8 +164,6 @@ class FileStore(_Records):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRequest:
-    """What a client asks for."""
-
     id: str
     endpoint: str
     input_file_id: str
@@ -187,8 +175,6 @@ class BatchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchStatus:
-    """What has become of a batch."""
-
     status: str = "validating"
     """Of the API; a cancelled batch is called "cancelling" there until it ends."""
     times: Mapping[str, int] = field(default_factory=dict)
@@ -210,12 +196,10 @@ class Batch:
 
     @property
     def state(self) -> str:
-        """Return the status of the API."""
         is_open = self.status.status not in ENDED
         return "cancelling" if is_open and self.cancelling_at is not None else self.status.status
 
     def view(self, model: str) -> dict[str, Any]:
-        """Return the object of the API."""
         status, request, counts = self.status, self.request, self.status.counts
         # files come with the end, and not with a failure
         has_files = status.status in ENDED and status.status != "failed"
@@ -250,14 +234,10 @@ class Batch:
 
 
 class BatchStore(_Records):
-    """The batches below the folder of a server."""
-
     def run_folder(self, batch_id: str) -> str:
-        """Return the folder for the rows and jobs of a batch."""
         return posixpath.join(self._folder, "runs", check_id(batch_id, BATCH))
 
     def add(self, *, window_s: int, **asked: Any) -> Batch:  # noqa: ANN401
-        """Keep a new batch: what `BatchRequest` knows from the client, and when it expires."""
         now_s = time.time()
         request = BatchRequest(
             id=new_id(BATCH, now_s),
@@ -269,7 +249,6 @@ class BatchStore(_Records):
         return self.get(request.id)
 
     def get(self, batch_id: str) -> Batch:
-        """Return a batch as it is now, or raise Problem where there is none."""
         request = self._read(_name(batch_id, "request"))
         if request is None:
             raise no_such("batch")
@@ -283,7 +262,6 @@ class BatchStore(_Records):
         )
 
     def ids(self) -> list[str]:
-        """Return the ids of all batches, the oldest first."""
         return self._ids("batches", "request.json")
 
     def cancel(self, batch_id: str) -> None:
@@ -291,7 +269,6 @@ class BatchStore(_Records):
         self._create(_name(batch_id, "cancel"), {"cancelling_at": int(time.time())})
 
     def is_cancelled(self, batch_id: str) -> bool:
-        """Return whether the end of a batch was asked for."""
         return self._store.size(_name(batch_id, "cancel")) is not None
 
     def write(self, batch_id: str, status: BatchStatus) -> None:

@@ -117,7 +117,6 @@ def read_env_vars(settings: Iterable[str], environment: Mapping[str, str]) -> di
 
 
 def check_no_secret_in_uri(what: str, uri: str) -> None:
-    """Raise ConfigError if the URI holds a password."""
     if _has_password(uri):
         raise ConfigError(
             f"{what}: the URI holds a password, which would stand in clear in the job file that "

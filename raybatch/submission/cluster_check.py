@@ -36,8 +36,6 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterFacts:
-    """What was found about a cluster."""
-
     address: str
     auth_mode: str | None
     """What the job server says; None where it does not."""

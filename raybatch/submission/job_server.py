@@ -35,8 +35,6 @@ _MAX_MESSAGE = 2000
 
 
 class JobEnd(NamedTuple):
-    """How a job has ended."""
-
     exit_code: int
     """Of the job if that is 0, 1 or 2, else 1."""
     reason: str = ""
@@ -95,7 +93,6 @@ class JobServer:
         ]
 
     def end(self, submission_id: str) -> JobEnd | None:
-        """Return how a job has ended; None while it runs."""
         with self.as_one_line():
             return read_end(self._client.get_job_info(submission_id))
 
@@ -139,7 +136,6 @@ class LogWriter:
         self.written = skip
 
     def take(self, text: str) -> None:
-        """Write what is new of the next piece."""
         begin, self._seen = self._seen, self._seen + len(text)
         if self._seen > self.written:
             self._write(text[max(0, self.written - begin) :])

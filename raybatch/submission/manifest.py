@@ -18,7 +18,6 @@ import fsspec
 import yaml
 
 from raybatch.backends.resources import gpus_of_engine
-from raybatch.config import check_min
 from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
@@ -63,14 +62,7 @@ class ManifestOptions:
     service_account: str | None = None
     """Of Kubernetes, with the role that may read and write the data."""
 
-    def __post_init__(self) -> None:
-        if self.replicas is not None:
-            check_min(self, "replicas", 1)
-        check_min(self, "max_retries", 0)
-        check_min(self, "timeout_s", 1)
-
     def required_image(self, kind: str) -> str:
-        """Return the image, or raise ConfigError where there is none."""
         if not self.image:
             raise ConfigError(
                 f"a manifest for {kind} needs --image: one with Ray, raybatch and its engine in "

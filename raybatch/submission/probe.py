@@ -34,7 +34,6 @@ class Token:
 
 
 def token_path(environment: Mapping[str, str], home: Path) -> Path:
-    """Return the file in which Ray looks for the token."""
     named = environment.get("RAY_AUTH_TOKEN_PATH")
     return Path(named).expanduser() if named else home / ".ray" / "auth_token"
 
@@ -95,8 +94,6 @@ def read_address(address: str | None, environment: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back."""
-
     status: int
     text: str
 
@@ -175,7 +172,6 @@ def address_on_network() -> str | None:
 
 
 def accepts_connections(host: str, port: int) -> bool:
-    """Return whether somebody listens there."""
     try:
         with socket.create_connection((host, port), timeout=QUICK_S):
             return True

@@ -30,8 +30,6 @@ _STATUS_PAUSE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Console:
-    """How a command talks."""
-
     write: Callable[[str], None]
     """A piece of the job's log, as it is."""
     note: Callable[[str], None]
@@ -40,49 +38,43 @@ class Console:
     """Ask a question and return the answer; None where nobody is at a terminal."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SubmitOptions:
-    """How a job is sent."""
-
-    address: str | None = None
-    """Of the job server; None takes what `read_address` finds."""
-    submission_id: str | None = None
-    """None makes a new one of the job's name and the time."""
-    is_followed: bool = True
-    """Until the job ends."""
-    working_dir: Path | None = None
-    """Folder that is sent along; None sends the job file alone."""
-    wheel: str = "auto"
-    """Either "auto" sends the code that runs here, "none" takes that of the hosts, anything else is
-    the path of a wheel."""
-    env: tuple[str, ...] = ()
-    allow_error_rows: bool = False
-    """The job ends with 0, not 2, when rows failed."""
-
-
 def submit(
     mapping: Mapping[str, Any],
-    options: SubmitOptions,
     console: Console,
     *,
     where: str,
     environment: MutableMapping[str, str],
+    address: str | None = None,
+    submission_id: str | None = None,
+    is_followed: bool = True,
+    working_dir: Path | None = None,
+    wheel: str = "auto",
+    env: Iterable[str] = (),
+    allow_error_rows: bool = False,
 ) -> int:
     """Check a job, send it, follow it, and return its exit code.
 
     The address is put into `environment`, because Ray's client takes the one that it finds there
     before the one that it is given.
 
+    Args:
+        address: of the job server; None takes what `read_address` finds.
+        submission_id: None makes a new one of the job's name and the time.
+        working_dir: folder that is sent along; None sends the job file alone.
+        wheel: "auto" sends the code that runs here, "none" takes that of the hosts, anything else
+            is the path of a wheel.
+        allow_error_rows: the job ends with 0, not 2, when rows failed.
+
     Raises:
         ConfigError: the job or an option is wrong, or the cluster does not take it.
     """
     job = Job.from_mapping(mapping, where=where).config
-    check_paths(job, working_dir=options.working_dir)
-    env_vars = read_env_vars(options.env, environment)
-    submission_id = options.submission_id or new_submission_id(where)
+    check_paths(job, working_dir=working_dir)
+    env_vars = read_env_vars(env, environment)
+    submission_id = submission_id or new_submission_id(where)
     if not _ID.fullmatch(submission_id):
         raise ConfigError(f"--submission-id {submission_id!r}: use letters, digits, '-', '_', '.'")
-    server = _connect(options, environment, console)
+    server = _connect(read_address(address, environment), environment, console)
     sink = job.sink.rstrip("/")
     if running := server.running(SINK_KEY, sink):
         console.note(
@@ -96,15 +88,17 @@ def submit(
     if not (_ID.fullmatch(name) and name.endswith((".yaml", ".yml"))):
         name = "job.yaml"
     with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
-        runtime_env, sizes = _pack(mapping, job, options, Path(folder), job_name=name)
+        runtime_env, sizes = _pack(
+            mapping, job, Path(folder), job_name=name, root=working_dir, wheel=wheel
+        )
         console.note(sizes)
         server.submit(
             submission_id,
-            f"python -m raybatch run {name}{' --allow-error-rows' * options.allow_error_rows}",
+            f"python -m raybatch run {name}{' --allow-error-rows' * allow_error_rows}",
             runtime_env={**runtime_env, "env_vars": env_vars},
             metadata={SINK_KEY: sink, "raybatch_version": raybatch.__version__},
         )
-    return _attend(server, submission_id, console, is_followed=options.is_followed)
+    return _attend(server, submission_id, console, is_followed=is_followed)
 
 
 def follow(
@@ -150,10 +144,7 @@ def new_submission_id(where: str) -> str:
     return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def _connect(
-    options: SubmitOptions, environment: MutableMapping[str, str], console: Console
-) -> JobServer:
-    address = read_address(options.address, environment)
+def _connect(address: str, environment: MutableMapping[str, str], console: Console) -> JobServer:
     token = token_for(server_auth_mode(address), environment, Path.home(), address=address)
     if token is not None:
         console.note(f"the cluster asks for a token: sending the one of {token.origin}")
@@ -190,13 +181,13 @@ def _attend(server: JobServer, submission_id: str, console: Console, *, is_follo
 def _pack(
     mapping: Mapping[str, Any],
     job: JobConfig,
-    options: SubmitOptions,
     folder: Path,
     *,
     job_name: str,
+    root: Path | None,
+    wheel: str,
 ) -> tuple[dict[str, Any], str]:
     """Write what is sent into `folder`; return the runtime environment with it, and its sizes."""
-    root = options.working_dir
     inside = [] if root is None else [root / fixed_part(p) for p in (job.source, job.stage.model)]
     bundle = folder / "working_dir.zip"
     names = write_bundle(
@@ -210,14 +201,14 @@ def _pack(
     what = names[0] if len(names) == 1 else f"{len(names)} files"
     sizes = f"sending {what} ({_size(bundle)})"
     runtime_env: dict[str, Any] = {"working_dir": str(bundle)}
-    if options.wheel == "none":
+    if wheel == "none":
         return runtime_env, sizes
-    if options.wheel == "auto":
-        wheel = pack_wheel(Path(raybatch.__file__).parent, folder)
+    if wheel == "auto":
+        packed = pack_wheel(Path(raybatch.__file__).parent, folder)
     else:
-        wheel = repack_wheel(Path(options.wheel), folder)
-    runtime_env["py_modules"] = [str(wheel)]
-    return runtime_env, f"{sizes} and {'-'.join(wheel.name.split('-')[:2])} ({_size(wheel)})"
+        packed = repack_wheel(Path(wheel), folder)
+    runtime_env["py_modules"] = [str(packed)]
+    return runtime_env, f"{sizes} and {'-'.join(packed.name.split('-')[:2])} ({_size(packed)})"
 
 
 def _size(path: Path) -> str:
