@@ -144,11 +144,7 @@ def run_batch_file(
     *,
     start_ray: Callable[[], None],
 ) -> "BatchCounts":
-    """Answer a batch file and say what has become of it; without `errors` they lie beside `out`.
-
-    Raises:
-        ConfigError: an option is missing or wrong.
-    """
+    """Answer a batch file and say what has become of it; without `errors` they lie beside `out`."""
     from raybatch.job.progress import ProgressPrinter
     from raybatch.openai_batch.batch_options import BatchOptions  # slow to load
     from raybatch.openai_batch.run import BatchRun

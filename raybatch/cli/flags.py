@@ -56,7 +56,6 @@ _JOB_FILE_HELP = "YAML job file; options here win over it."
 
 
 def _option(name: str, *, is_hidden: bool = False) -> Any:  # noqa: ANN401 - typer has none
-    """Return a flag as typer reads it, explained as its option is."""
     option, help_ = _FLAGS[name]
     where, _, last = option.rpartition(".")
     text = help_ or documented(_CLASSES[where])[last]
@@ -137,15 +136,11 @@ PROMPT_FLAG, MESSAGES_FLAG = _option("prompt"), _option("messages_column")
 def with_job_flags(
     *, without: Collection[str] = (), job_file_help: str = _JOB_FILE_HELP
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return what gives a command the flags of a job before its own.
+    """Return what gives a command the flags of a job before its own; it is called with `JobFlags`.
 
-    The command is called with what they come to.
-
-    Args:
-        without: flags of which its help says nothing, because they mean nothing to it. They are
-            read all the same: a command line of `run` may ask for them, and who is told that a
-            batch says it itself is told more than that there is no such flag.
-        job_file_help: what its help says of the job file, where it may be another one.
+    Its help says nothing of the flags in `without`, because they mean nothing to it. They are read
+    all the same: a command line of `run` may ask for them, and who is told that a batch says it
+    itself is told more than that there is no such flag.
     """
     flags = _parameters(without, job_file_help)
 
@@ -192,9 +187,6 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
 
     Names that are not options of the job are those of the stage: `pool.replicas=2` is
     `stage.pool.replicas=2`.
-
-    Raises:
-        ConfigError: a setting is not of the form option=value.
     """
     parsed: dict[str, Any] = {}
     for setting in settings:
@@ -215,7 +207,6 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
 
 
 def _put(mapping: dict[str, Any], path: str, value: object) -> None:
-    """Set the dotted option `path`, making the mappings on the way."""
     *parents, last = path.split(".")
     for depth, name in enumerate(parents):
         above, inner = ".".join(parents[: depth + 1]), mapping.get(name)

@@ -102,14 +102,9 @@ class PoolConfig:
 
 
 def check_bundles(bundles: object, *, where: str, is_zero_allowed: bool = False) -> None:
-    """Check the bundles of a placement group.
+    """Raise ConfigError unless these are the bundles of a placement group, a list of mappings.
 
-    Args:
-        where: what they are, for error messages.
-        is_zero_allowed: a bundle may have nothing of a resource, or of all.
-
-    Raises:
-        ConfigError: they are no list with a bundle, or one of them is no mapping to amounts.
+    With `is_zero_allowed` a bundle may have nothing of a resource, or of all.
     """
     if not isinstance(bundles, list | tuple) or not bundles:
         raise ConfigError(

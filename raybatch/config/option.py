@@ -76,10 +76,7 @@ def options(where: str) -> Callable[[type[_T]], type[_T]]:
     """Return what makes a dataclass check its options when it is built.
 
     What is wrong is a ConfigError in place of pydantic's error: it names the option, what it may be
-    and what it is.
-
-    Args:
-        where: what users write before their names, such as "engine."; "" for none.
+    and what it is; `where` is what users write before their names, such as "engine.".
     """
 
     def decorate(cls: type[_T]) -> type[_T]:
@@ -157,14 +154,10 @@ def is_default(config: object, name: str) -> bool:
 
 
 def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
-    """Build a config from a mapping, such as a part of a job file.
+    """Build a config from a mapping, such as a part of a job file; nested ones are built already.
 
-    Args:
-        mapping: names of options to values; nested configs are built by the caller.
-        where: what the mapping is, for messages, such as "job.yaml: engine".
-
-    Raises:
-        ConfigError: an unknown option (with a suggestion), a missing one, or a value out of range.
+    `where` is what it is, such as "job.yaml: engine". ConfigError: an unknown option (with a
+    suggestion), a missing one, or a value out of range.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in mapping:
@@ -211,7 +204,6 @@ def _refusal(cls: type, error: ValidationError) -> ConfigError:
 
 
 def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN401
-    """Return what an option may be, in words."""
     if get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
         return _allowed(kind, [*limits, *more], value)

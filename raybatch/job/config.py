@@ -134,14 +134,10 @@ class JobConfig:
 
 
 def job_config(given: Mapping[str, Any], *, where: str = "Job") -> JobConfig:
-    """Return the options of a job from any form in which users give them.
+    """Return the options of a job from any form in which users give them, the stage as its config.
 
-    Args:
-        given: options by name, the stage as its config.
-        where: what they belong to, for messages; that of a call is not repeated.
-
-    Raises:
-        ConfigError: an option is unknown, missing or wrong.
+    Messages begin with `where`, but for that of a call; ConfigError: an option is unknown, missing
+    or wrong.
     """
     at = "" if where == "Job" else f"{where}: "
     values = {

@@ -120,7 +120,6 @@ def stage_of_executor(
 
 
 def _began_with(sink: str) -> str | None:
-    """Return the kind of the backend that an output was begun with; None where there is none."""
     with error_context(f"sink {sink!r} cannot be used"):
         for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
             for stored in read_plans(folder):

@@ -16,9 +16,8 @@ from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import Executor, choose, stage_of_cluster, stage_of_executor
-from raybatch.job.parts import is_whole, plans_of
 from raybatch.job.progress import ProgressPrinter
-from raybatch.job.run import JobRun, planned_run
+from raybatch.job.run import JobRun, is_whole, planned_run, plans_of
 from raybatch.job.watching import ProgressCallback, RunClock
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.outputs.ordered import restore_order
@@ -42,10 +41,7 @@ Progress = ProgressCallback | ProgressPrinter | None
 
 
 def _check_order(config: JobConfig) -> None:
-    """Raise ConfigError where a run with another `output_order` has begun the output.
-
-    With `overwrite` what it has written is removed instead; the sink is prepared.
-    """
+    """Refuse, or with `overwrite` remove, what a run with another `output_order` has begun."""
     if config.output_order == "input" or not _has_plan(_folder(config)):
         return
     if not config.overwrite:
@@ -141,11 +137,7 @@ class Job:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, where: str | Path = "job") -> Self:
-        """Build a job from nested options, as they stand in a job file.
-
-        Raises:
-            ConfigError: an unknown, missing or wrong option.
-        """
+        """Build a job from nested options, as in a job file; ConfigError: an option is wrong."""
         where = str(where)
         stage_options = {f.name for f in fields(StageConfig)}
         for key in mapping:
@@ -163,11 +155,7 @@ class Job:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """Build a job from a YAML file.
-
-        Raises:
-            ConfigError: the file cannot be read, or an option is unknown, missing or wrong.
-        """
+        """Build a job from a YAML file; ConfigError: it cannot be read, or an option is wrong."""
         return cls.from_mapping(read_job_file(path), where=path)
 
     def run(
@@ -177,7 +165,7 @@ class Job:
         ending: Callable[[], str | None] | None = None,
         start_ray: Callable[[], None] | None = None,
     ) -> RunReport:
-        """Read, generate, write, and count what was written.
+        """Read, generate, write, and return a report, which also lies below the sink.
 
         Args:
             progress: called about every second with the state of the pool and the number of
@@ -187,9 +175,6 @@ class Job:
                 limit does, and is the reason that the report tells.
             start_ray: called before Ray is used, where it is: nothing is left to refuse then, and
                 something to do; None leaves its start to Ray.
-
-        Returns:
-            The report, which also lies below the sink.
 
         Raises:
             ConfigError: found before any work starts, where it can be.

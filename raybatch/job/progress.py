@@ -73,9 +73,8 @@ def progress_line(history: Sequence[Snapshot]) -> str:
 class ProgressPrinter:
     """Shows the progress of one job; use as a context manager.
 
-    Args:
-        note: one line that is shown once, when the work begins.
-        interval_s: seconds between two lines where no terminal is attached.
+    The note is one line that is shown once, when the work begins; without a terminal there is a
+    line of figures every `interval_s` seconds.
     """
 
     def __init__(
@@ -169,7 +168,6 @@ def _work_start(history: Sequence[Snapshot]) -> Snapshot:
 
 
 def _rates(start: Snapshot, end: Snapshot) -> Rates:
-    """Return what was done per second between two snapshots."""
     seconds = end.time_s - start.time_s
     if seconds <= 0:
         return Rates(0.0, 0.0, 0.0)

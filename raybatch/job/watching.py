@@ -42,31 +42,25 @@ class RunClock:
         return time.monotonic() - self._origin_s
 
 
+@dataclass(kw_only=True)
 class PoolWatch:
-    """Polls a pool in a thread while a dataset runs; use as a context manager.
+    """Polls a pool in a thread while a dataset runs; use as a context manager."""
 
-    The callback is called about every second, and at the end of a run without an exception.
-    `rows_done` are those of this run, when the pool was last asked.
-    """
+    read_stats: Callable[[], PoolStats]
+    num_rows: int
+    callback: ProgressCallback
+    """Called about every second, and at the end of a run without an exception."""
+    clock: RunClock
+    rows_done: int = 0
+    """Of this run, when the pool was last asked."""
+    _has_failed: bool = False
 
-    def __init__(
-        self,
-        read_stats: Callable[[], PoolStats],
-        num_rows: int,
-        callback: ProgressCallback,
-        clock: RunClock,
-    ) -> None:
-        self._read_stats = read_stats
-        self._num_rows = num_rows
-        self._callback = callback
-        self._clock = clock
-        self.rows_done = 0
-        self._has_failed = False
+    def __post_init__(self) -> None:
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="raybatch-progress", daemon=True)
 
     def __enter__(self) -> Self:
-        self._before = self._read_stats()
+        self._before = self.read_stats()
         self._thread.start()
         return self
 
@@ -74,17 +68,17 @@ class PoolWatch:
         self._is_done.set()
         self._thread.join()
         if kind is None:
-            self._report(self._read_stats())
+            self._report(self.read_stats())
 
     def _poll(self) -> None:
         next_callback_s = 0.0
         while not self._is_done.wait(_POLL_S):
             try:
-                stats = self._read_stats()
+                stats = self.read_stats()
             except Exception:  # the run itself reports what is wrong with the pool
                 logger.debug("the pool's state could not be read", exc_info=True)
                 continue
-            clock, now_s = self._clock, self._clock.elapsed_s()
+            clock, now_s = self.clock, self.clock.elapsed_s()
             self.rows_done = stats.rows_done - self._before.rows_done
             works = is_working(stats, self._before.prompt_tokens_received)
             if works and clock.started_s is None:
@@ -99,7 +93,7 @@ class PoolWatch:
 
     def _report(self, stats: PoolStats) -> None:
         try:
-            self._callback(stats, self._num_rows)
+            self.callback(stats, self.num_rows)
         except Exception as error:  # rows do not depend on who looks on, and limits are still kept
             if not self._has_failed:
                 logger.warning("the progress callback failed: %s", error_text(error))
@@ -136,15 +130,10 @@ class LimitWatch:
         self.reason: str | None = None
 
     def begin(self) -> None:
-        """Begin another plan, whose rows are counted from 0."""
         self._earlier = self.spent
 
     def observe(self, stats: PoolStats, waves: WavesSoFar | None = None) -> str | None:
-        """Take the state of the pool, counted for the plan that runs, and what it does not count.
-
-        Returns:
-            Why the run has to stop, when this is the first time that it has to.
-        """
+        """Take the state of the pool; return why the run has to stop, once when it has to."""
         earlier = self._earlier
         self.spent = Spent(
             wall_s=time.monotonic() - self._began_s,

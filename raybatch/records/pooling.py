@@ -38,10 +38,8 @@ class Pooling:
 def pooling_of(options: Mapping[str, Any], *, default: Pooling | None = None) -> Pooling:
     """Return options with those of a mapping; an absent one, or None, keeps the default.
 
-    A whole number may be a float, as Arrow makes of one in a struct.
-
-    Raises:
-        ConfigError: an unknown name (with a suggestion), or a value out of range.
+    A whole number may be a float, as Arrow makes of one in a struct. ConfigError: an unknown name
+    (with a suggestion), or a value out of range.
     """
     values = {} if default is None else default.given()
     known = [f.name for f in fields(Pooling)]

@@ -60,14 +60,10 @@ _MUST_BE = {
 
 
 def structured_text(value: object) -> str:
-    """Return a constraint as one JSON text; the text of a text is itself.
+    """Return a constraint as one JSON text; ConfigError: it has none or several of the options.
 
-    Args:
-        value: a mapping with one of the options of `StructuredOutputs`, or a JSON text of one; the
-            schema may be a mapping, a JSON text or a pydantic model.
-
-    Raises:
-        ConfigError: it is none, or has none or several of the options.
+    It is a mapping with one of the options of `StructuredOutputs`, or a JSON text of one; a schema
+    may be a mapping, a JSON text or a pydantic model.
     """
     if isinstance(value, str):
         value = _loaded(value, "structured_outputs")

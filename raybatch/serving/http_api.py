@@ -290,18 +290,13 @@ def checked_metadata(value: object) -> dict[str, str] | None:
 
 
 def _is_text(value: object, max_chars: int) -> bool:
-    """Return whether a value is a short text that can be written."""
     return isinstance(value, str) and len(value) <= max_chars and encodable(value) == value
 
 
 def page_of(
     ids: Sequence[str], query: Mapping[str, str], *, default: int, most: int
 ) -> tuple[Sequence[str], bool]:
-    """Return the ids of one page of a list, and whether more follow.
-
-    The query may have `after`, the last id of the page before, and `limit`; a wrong value is a
-    Problem.
-    """
+    """Return the ids of one page of a list, as the query asks for it, and whether more follow."""
     text, after = query.get("limit", str(default)), query.get("after")
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
         raise Problem(f"limit must be a whole number from 1 to {most}", param="limit")

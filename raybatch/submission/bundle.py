@@ -47,10 +47,8 @@ def write_bundle(
     """Write the zip file of a job, and return the names of the files in it, the job file first.
 
     Without `working_dir` the job file is sent alone. Files and folders in `kept` are sent whatever
-    they are called, those in `left_out`, such as the sink, are not.
-
-    Raises:
-        ConfigError: there is no such folder, or more in it than the job server takes.
+    they are called, those in `left_out`, such as the sink, are not. ConfigError: there is no such
+    folder, or more in it than the job server takes.
     """
     files: dict[str, Path] = {}
     if working_dir is not None:
@@ -102,7 +100,6 @@ def _files(root: Path, kept: tuple[Path, ...], left_out: tuple[Path, ...]) -> It
 
 
 def _is_excluded(name: str) -> bool:
-    """Return whether a file is by its name data, a model or a key."""
     return name.lower() in _KEY_FILES or name.lower().endswith(EXCLUDED_SUFFIXES)
 
 
@@ -119,13 +116,7 @@ def _add(archive: ZipFile, name: str, data: bytes, *, mode: int) -> None:
 
 
 def pack_wheel(package: Path, folder: Path) -> Path:
-    """Write a wheel of the code in `package` and return its path.
-
-    It is the code that runs here, from a source tree, an editable or a usual installation.
-
-    Raises:
-        ConfigError: the package has no folder, as in a zip file.
-    """
+    """Write a wheel of the code that runs here; ConfigError: it has no folder, as in a zip file."""
     if not package.is_dir():
         raise ConfigError(
             f"{package} is no folder, so no wheel can be made of it; give one with --wheel PATH, "

@@ -33,12 +33,9 @@ def is_uri(path: str) -> bool:
 
 
 def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
-    """Refuse what the hosts of a cluster would not find, or would do where nobody looks.
+    """Raise ConfigError for what hosts would not find, or would do where nobody looks.
 
-    A relative source may lie in `working_dir`, the folder that is sent along.
-
-    Raises:
-        ConfigError: a relative path, a URI with a password, or a job that uses no cluster.
+    A relative source or model may lie in `working_dir`, the folder that is sent along.
     """
     if job.executor == "local":
         raise ConfigError(

@@ -109,10 +109,7 @@ def probe_cluster(
 ) -> ClusterFacts:
     """Ask a cluster, as somebody without a token and as its user, what it gives away.
 
-    `network_host` is this host on its network; None finds it out.
-
-    Raises:
-        ConfigError: no job server answers at the address.
+    `network_host` is this host on its network; None finds it out. ConfigError: no server answers.
     """
     auth_mode = server_auth_mode(address)
     is_local = is_loopback(address)

@@ -99,8 +99,7 @@ class JobServer:
     def tail(self, submission_id: str, write: Callable[[str], None], *, skip: int = 0) -> int:
         """Pass on the log of a job until it ends; return how many characters there were in all.
 
-        Raises:
-            ConnectionError: the connection was lost, with the number as its argument.
+        ConnectionError: the connection was lost, with the number as its argument.
         """
         progress = LogWriter(write, skip)
 

@@ -111,7 +111,6 @@ def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple
 
 
 def _worker_shape(job: JobConfig, options: ManifestOptions) -> WorkerShape:
-    """Return the hosts that a job needs: one for each engine, with its GPUs."""
     stage = job.stage
     num_hosts = options.replicas or stage.pool.replicas or 1
     gpus = stage.pool.num_gpus_per_replica
@@ -240,11 +239,7 @@ _Dumper.add_representer(
 
 
 def render_anyscale(job: JobConfig, job_file: str, options: ManifestOptions) -> str:
-    """Return the YAML of an Anyscale job; it sends the folder with the job file along.
-
-    Raises:
-        ConfigError: there is no image, or the job file lies elsewhere.
-    """
+    """Return the YAML of an Anyscale job; it sends the folder with the job file along."""
     if PurePath(job_file).is_absolute() or ".." in PurePath(job_file).parts:
         raise ConfigError(
             f"{job_file}: Anyscale gets the folder from which it is submitted; go to the folder "

@@ -70,13 +70,10 @@ def token_for(
 
 
 def read_address(address: str | None, environment: Mapping[str, str]) -> str:
-    """Return the URL of the job server.
+    """Return the URL of the job server; ConfigError: it is none.
 
     Where the user gives none it is RAY_API_SERVER_ADDRESS, then RAY_ADDRESS where it is a URL, then
     the usual port of this host.
-
-    Raises:
-        ConfigError: it is no address of a job server.
     """
     address = address or environment.get("RAY_API_SERVER_ADDRESS")
     if not address:
@@ -125,11 +122,7 @@ def get(url: str, *, timeout_s: float = _TIMEOUT_S, token: str | None = None) ->
 
 
 def server_auth_mode(address: str) -> str | None:
-    """Return "token" or "disabled", as the job server says; None where it is too old to say.
-
-    Raises:
-        ConfigError: nobody answers there, or no job server does.
-    """
+    """Return "token" or "disabled", None where a server is too old; ConfigError: none answers."""
     reply = get(f"{address}/api/authentication_mode")
     if reply is None:
         raise ConfigError(

@@ -55,7 +55,8 @@ def submit(
     """Check a job, send it, follow it, and return its exit code.
 
     The address is put into `environment`, because Ray's client takes the one that it finds there
-    before the one that it is given.
+    before the one that it is given. ConfigError: the job or an option is wrong, or the cluster does
+    not take it.
 
     Args:
         address: of the job server; None takes what `read_address` finds.
@@ -64,9 +65,6 @@ def submit(
         wheel: "auto" sends the code that runs here, "none" takes that of the hosts, anything else
             is the path of a wheel.
         allow_error_rows: the job ends with 0, not 2, when rows failed.
-
-    Raises:
-        ConfigError: the job or an option is wrong, or the cluster does not take it.
     """
     job = Job.from_mapping(mapping, where=where).config
     check_paths(job, working_dir=working_dir)
@@ -111,9 +109,7 @@ def follow(
     """Pass on the log of a job until it ends, and return its exit code.
 
     `pauses_s` lie between tries to reach a server that has been lost; each success starts anew.
-
-    Raises:
-        ConnectionError: the server has been lost and was not found again.
+    ConnectionError: it was not found again.
     """
     pauses = tuple(pauses_s)
     written = tries = 0
