@@ -9,8 +9,8 @@ from typing import Any
 from raybatch.durable.sink import prepare_sink
 from raybatch.job.executor import Executor
 from raybatch.job.job import Job
-from raybatch.job.pool_watch import RunClock
 from raybatch.job.run import JobRun
+from raybatch.job.watching import RunClock
 from raybatch.planning.run import store_input_order
 from raybatch.stages.feeder import StageFeeder
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import raybatch
 from raybatch.cli.app import app, main
-from raybatch.cli.flags import job_mapping, parse_settings, with_model
+from raybatch.cli.flags import JobFlags, parse_settings, with_model
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.report import RunReport
@@ -24,6 +24,10 @@ def run_main(monkeypatch, *args):
     with pytest.raises(SystemExit) as exit_info:
         main()
     return exit_info.value.code
+
+
+def job_mapping(job_file, options):
+    return JobFlags(job_file=job_file, options=options, where="raybatch run").mapping
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 from raybatch.submission.job_server import JobServer
+from raybatch.submission.probe import Token
 from raybatch.submission.submit import SINK_KEY
-from raybatch.submission.tokens import Token
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -278,7 +278,7 @@ def test_ctrl_c_leaves_the_job_and_a_second_run_on_its_sink_is_warned_of(cluster
     assert (code, out) == (0, "beside\n"), err
     assert f"warning: slow already writes to {job['sink']}" in err
     for submission_id in ("slow", "beside"):
-        server.stop(submission_id)
+        server._client.stop_job(submission_id)
 
 
 def wait_for_note(process, text):

@@ -38,15 +38,15 @@ def test_rates_are_of_the_recent_window_and_of_the_whole_run():
         snapshot(110.0, prompt=3000, generated=200),
     ]
     progress = measure(history)
-    assert (progress.prompt_rate, progress.output_rate) == (200.0, 10.0)
-    assert progress.mean_prompt_rate == pytest.approx(3000 / 110)
+    assert (progress.recent.prompt, progress.recent.output) == (200.0, 10.0)
+    assert progress.mean.prompt == pytest.approx(3000 / 110)
 
 
 def test_mean_rates_leave_the_start_of_the_engines_out():
     starting = snapshot(90.0, rows_received=100, num_ready=0)
     history = [snapshot(0.0), starting, snapshot(100.0, prompt=1000, generated=50)]
     progress = measure(history)
-    assert (progress.mean_prompt_rate, progress.mean_output_rate) == (100.0, 5.0)
+    assert (progress.mean.prompt, progress.mean.output) == (100.0, 5.0)
 
 
 def test_eta_comes_from_tokens_not_rows():
@@ -169,7 +169,7 @@ def test_the_last_state_is_not_printed_twice():
 def test_mean_rates_count_from_the_first_row_in_an_engine_not_from_the_first_finished_one():
     working = snapshot(60.0, rows_received=100)
     history = [snapshot(0.0), snapshot(50.0), working, snapshot(100.0, prompt=1000)]
-    assert measure(history).mean_prompt_rate == 20.0
+    assert measure(history).mean.prompt == 20.0
 
 
 def test_a_note_comes_once_before_the_first_line():

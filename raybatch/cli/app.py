@@ -13,11 +13,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from typer import Argument, Option
 
 import raybatch
-from raybatch.cli.batch import BatchFlags, add_batch_commands, run_batch_file
-from raybatch.cli.bench import add_bench_commands
-from raybatch.cli.cluster import AllowErrorRows, add_cluster_commands
+from raybatch.cli.batch import batches, run_batch_file, serve
+from raybatch.cli.bench import bench
+from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
 from raybatch.cli.flags import JobFlags, with_job_flags, with_model
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError, shell_path
@@ -25,6 +26,7 @@ from raybatch.redaction import DiscreetFormatter, redacted
 from raybatch.stages.quiet_ray import StderrHandler, quiet_stderr, skip_noise_of_workers
 
 if TYPE_CHECKING:
+    from raybatch.job.progress import ProgressPrinter
     from raybatch.report import RunReport
 
 app = typer.Typer(
@@ -35,8 +37,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON instead.")]
-OutputFolder = Annotated[str, typer.Argument(help="Output folder of a job, local or a URI.")]
+AsJson = Annotated[bool, Option("--json", help="Print the JSON instead.")]
+OutputFolder = Annotated[str, Argument(help="Output folder of a job, local or a URI.")]
 
 # the exit code of a command that Ctrl-C has ended
 _INTERRUPTED = 130
@@ -90,8 +92,7 @@ def _show_version(is_requested: bool) -> None:
 @app.callback()
 def _set_up(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     handler = StderrHandler()
@@ -107,32 +108,26 @@ def _set_up(
 def run(
     flags: JobFlags,
     allow_error_rows: AllowErrorRows = False,
-    openai: Annotated[
-        bool, typer.Option("--openai", help="The file is an OpenAI batch file.")
-    ] = False,
+    openai: Annotated[bool, Option("--openai", help="The file is an OpenAI batch file.")] = False,
     out: Annotated[
-        str | None, typer.Option("--out", "-o", help="With --openai: file for the answers.")
+        str | None, Option("--out", "-o", help="With --openai: file for the answers.")
     ] = None,
     errors: Annotated[
-        str | None, typer.Option(help="With --openai: file for the errors; OUT.errors.jsonl.")
+        str | None, Option(help="With --openai: file for the errors; OUT.errors.jsonl.")
     ] = None,
     model_name: Annotated[
-        list[str] | None, typer.Option(help="With --openai: another name for the model.")
+        list[str] | None, Option(help="With --openai: another name for the model.")
     ] = None,
 ) -> None:
     """Run one job; exit code 0: finished, 2: finished with error rows, 1: not finished."""
     if openai:
-        batch = BatchFlags(out=out, errors=errors, names=tuple(model_name or ()))
-        counts = run_batch_file(flags, batch, start_ray=_start_ray)
-        raise typer.Exit(0 if counts.exit_code() == 2 and allow_error_rows else counts.exit_code())
+        names = tuple(model_name or ())
+        code = run_batch_file(flags, out, errors, names, start_ray=_start_ray).exit_code()
+        raise typer.Exit(0 if code == _ERROR_ROWS and allow_error_rows else code)
     if out is not None or errors is not None or model_name:
         raise ConfigError("--out, --errors and --model-name belong to --openai; a job has --output")
-    note = with_model(flags.mapping)
-    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
-    from raybatch.job.progress import ProgressPrinter  # slow to load, and a wrong option needs none
-
-    report = job.run(progress=ProgressPrinter(note=note), start_ray=_start_ray)
-    _end_with(report, allow_error_rows)
+    job, progress = _job_of(flags)
+    _end_with(job.run(progress=progress, start_ray=_start_ray), allow_error_rows)
 
 
 @app.command()
@@ -140,21 +135,16 @@ def run(
 @with_job_flags(without=("columns",))
 def retry_errors(
     flags: JobFlags,
-    into: Annotated[str, typer.Option(help="Folder for the new answers.")],
+    into: Annotated[str, Option(help="Folder for the new answers.")],
     statuses: Annotated[
-        str | None, typer.Option(help="Such as error,crashed; default: all errors.")
+        str | None, Option(help="Such as error,crashed; default: all errors.")
     ] = None,
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
     """Run the error rows of a finished job again, into a folder of their own; exit codes as run."""
-    note = with_model(flags.mapping)
-    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
-    from raybatch.job.progress import ProgressPrinter
-
+    job, progress = _job_of(flags)
     chosen = {} if statuses is None else {"statuses": [s.strip() for s in statuses.split(",")]}
-    report = job.retry_errors(
-        into, progress=ProgressPrinter(note=note), start_ray=_start_ray, **chosen
-    )
+    report = job.retry_errors(into, progress=progress, start_ray=_start_ray, **chosen)
     _end_with(report, allow_error_rows)
 
 
@@ -164,18 +154,18 @@ def retry_errors(
 def explain(
     flags: JobFlags,
     html: Annotated[
-        str | None, typer.Option(help="Write a page with the prefix tree drawn to this file.")
+        str | None, Option(help="Write a page with the prefix tree drawn to this file.")
     ] = None,
     as_json: AsJson = False,
     kv_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="KV cache tokens of one engine; default: of this host's engine."),
+        Option(min=1, help="KV cache tokens of one engine; default: of this host's engine."),
     ] = None,
     price_per_engine_hour: Annotated[
-        float | None, typer.Option(min=0, help="Price of one replica and hour, in any currency.")
+        float | None, Option(min=0, help="Price of one replica and hour, in any currency.")
     ] = None,
     no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Do not start an engine to measure its speed.")
+        bool, Option("--no-measure", help="Do not start an engine to measure its speed.")
     ] = False,
 ) -> None:
     """Say what a job would share, save, take and cost, without running it."""
@@ -198,10 +188,10 @@ def explain(
 
 @app.command()
 def demo(
-    rows: Annotated[int, typer.Option(min=1, help="Questions to answer.")] = 4096,
-    out: Annotated[Path, typer.Option(help="Folder for prompts and answers.")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Seed of the dataset.")] = 0,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Engines to run.")] = None,
+    rows: Annotated[int, Option(min=1, help="Questions to answer.")] = 4096,
+    out: Annotated[Path, Option(help="Folder for prompts and answers.")] = Path("demo-out"),
+    seed: Annotated[int, Option(help="Seed of the dataset.")] = 0,
+    replicas: Annotated[int | None, Option(min=1, help="Engines to run.")] = None,
 ) -> None:
     """Answer a generated dataset with the embedded model and score the answers."""
     from raybatch.demo.run import run_demo  # pyarrow is slow to load, and --help does without
@@ -214,10 +204,10 @@ def demo(
 
 @app.command()
 def report(
-    folder: Annotated[str, typer.Argument(help="Output folder of a job.")],
+    folder: Annotated[str, Argument(help="Output folder of a job.")],
     as_json: AsJson = False,
     html: Annotated[
-        str | None, typer.Option(help="Write a page with plan and actual to this file.")
+        str | None, Option(help="Write a page with plan and actual to this file.")
     ] = None,
 ) -> None:
     """Print the report of a job, or of what is there so far; verify tells by its exit code."""
@@ -231,8 +221,8 @@ def report(
 
 @app.command()
 def ordered(
-    folder: Annotated[str, typer.Argument(help="Finished output folder of a job.")],
-    into: Annotated[str, typer.Argument(help="Folder for the copy.")],
+    folder: Annotated[str, Argument(help="Finished output folder of a job.")],
+    into: Annotated[str, Argument(help="Folder for the copy.")],
 ) -> None:
     """Copy a finished output, its rows in the order of the input."""
     from raybatch.outputs.ordered import ordered as copy_in_order
@@ -241,10 +231,17 @@ def ordered(
     typer.echo(f"{copied.written_rows} rows in {copied.num_units} parts: {shell_path(into)}")
 
 
+# commands have the order in which they are added
+for command in (submit, manifest, check):
+    app.command()(command)
+app.add_typer(bench, name="bench")
+
+
+@app.command()
 def verify(
     folder: OutputFolder,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Read every value, not only file names and footers.")
+        bool, Option("--deep", help="Read every value, not only file names and footers.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -256,13 +253,14 @@ def verify(
     raise typer.Exit(result.exit_code())
 
 
+@app.command()
 def clean(
     folder: OutputFolder,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")
+        bool, Option("--dry-run", help="List what would be removed, and remove nothing.")
     ] = False,
     older_than: Annotated[
-        str, typer.Option(help="Also files this old that a run may need: 30m, 12h, 7d.")
+        str, Option(help="Also files this old that a run may need: 30m, 12h, 7d.")
     ] = "7d",
 ) -> None:
     """Remove what runs have left beside the data; parts, plan and _SUCCESS are never touched."""
@@ -273,23 +271,28 @@ def clean(
     typer.echo(str(cleaned))
 
 
-add_cluster_commands(app)
-add_bench_commands(app)
-app.command()(verify)
-app.command()(clean)
-add_batch_commands(app)
+app.command()(serve)
+app.add_typer(batches, name="openai")
+
+
+def _job_of(flags: JobFlags) -> "tuple[raybatch.Job, ProgressPrinter]":
+    note = with_model(flags.mapping)
+    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
+    from raybatch.job.progress import ProgressPrinter  # slow to load, and a wrong option needs none
+
+    return job, ProgressPrinter(note=note)
 
 
 def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:
     typer.echo(result.to_text())
     if result.stopped:
         typer.echo(f"stopped by {result.stopped}; run the same command again to go on")
-    code = result.exit_code()
     if result.rows_todo:
         typer.echo(
             f"stopped with {result.rows_todo} rows to do; the same command goes on there", err=True
         )
-    raise typer.Exit(0 if code == 2 and allow_error_rows else code)
+    code = result.exit_code()
+    raise typer.Exit(0 if code == _ERROR_ROWS and allow_error_rows else code)
 
 
 def _check_page(path: str | None) -> None:

@@ -1,9 +1,10 @@
 """The commands of the command line on batch files as OpenAI defines them."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from raybatch.cli.flags import (
     MESSAGES_FLAG,
@@ -22,55 +23,30 @@ if TYPE_CHECKING:
 
 # flags of a job that a batch file or its requests set
 _SET_BY_BATCHES = (
-    "source",
-    "sink",
-    "prompt",
-    "messages_column",
-    "id_column",
-    "columns",
-    "output_order",
-    "overwrite",
-    "extend",
+    *("source", "sink", "prompt", "messages_column", "id_column"),
+    *("columns", "output_order", "overwrite", "extend"),
 )
 
 
-class BatchFlags(NamedTuple):
-    """The flags of `run --openai` that no other run has.
-
-    Args:
-        errors: file for the errors; None stands for one beside the answers.
-    """
-
-    out: str | None
-    errors: str | None
-    names: tuple[str, ...]
+batches = typer.Typer(
+    help="Make batch files of OpenAI, and read what has come of them.", no_args_is_help=True
+)
 
 
-def add_batch_commands(app: typer.Typer) -> None:
-    """Give the command line its commands on batch files."""
-    app.command()(serve)
-    batches = typer.Typer(
-        help="Make batch files of OpenAI, and read what has come of them.", no_args_is_help=True
-    )
-    batches.command()(to_batch)
-    batches.command()(from_batch)
-    app.add_typer(batches, name="openai")
-
-
+@batches.command()
 def to_batch(
-    source: Annotated[str, typer.Argument(help="Parquet, JSONL, Arrow: a file, folder or glob.")],
-    out: Annotated[str, typer.Option("--out", "-o", help="Batch file to write.")],
-    model: Annotated[str, typer.Option(help="Model name to put into requests.")],
+    source: Annotated[str, Argument(help="Parquet, JSONL, Arrow: a file, folder or glob.")],
+    out: Annotated[str, Option("--out", "-o", help="Batch file to write.")],
+    model: Annotated[str, Option(help="Model name to put into requests.")],
     prompt: Annotated[str | None, PROMPT_FLAG] = None,
     messages_column: Annotated[str | None, MESSAGES_FLAG] = None,
-    system: Annotated[str | None, typer.Option(help="System message of rows without one.")] = None,
-    endpoint: Annotated[str, typer.Option(help="chat, completions or embeddings.")] = "chat",
+    system: Annotated[str | None, Option(help="System message of rows without one.")] = None,
+    endpoint: Annotated[str, Option(help="chat, completions or embeddings.")] = "chat",
     id_column: Annotated[
-        str | None, typer.Option(help="Column for custom_id; file and position by default.")
+        str | None, Option(help="Column for custom_id; file and position by default.")
     ] = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Option of every request, such as max_tokens=100."),
+        list[str] | None, Option("--set", help="Option of every request, such as max_tokens=100.")
     ] = None,
 ) -> None:
     """Make batch files of a dataset, of 50,000 requests and 200 MB each at most."""
@@ -98,12 +74,13 @@ def to_batch(
     raise typer.Exit(2 if exported.num_left_out else 0)
 
 
+@batches.command()
 def from_batch(
-    files: Annotated[list[str], typer.Argument(help="Files of answers and of errors.")],
-    source: Annotated[str, typer.Option(help="The dataset that the batch was made of.")],
-    out: Annotated[str, typer.Option("--out", "-o", help="New folder for Parquet.")],
+    files: Annotated[list[str], Argument(help="Files of answers and of errors.")],
+    source: Annotated[str, Option(help="The dataset that the batch was made of.")],
+    out: Annotated[str, Option("--out", "-o", help="New folder for Parquet.")],
     id_column: Annotated[
-        str | None, typer.Option(help="Column of custom_id that the batch was made with.")
+        str | None, Option(help="Column of custom_id that the batch was made with.")
     ] = None,
 ) -> None:
     """Bring answers back to the rows of a dataset; exit code 2 where rows have none."""
@@ -120,18 +97,18 @@ def from_batch(
 @with_job_flags(without=_SET_BY_BATCHES)
 def serve(
     flags: JobFlags,
-    folder: Annotated[str, typer.Option(help="Folder for files, batches and outputs.")],
+    folder: Annotated[str, Option(help="Folder for files, batches and outputs.")],
     model_name: Annotated[
-        list[str] | None, typer.Option(help="Another name for the model in requests.")
+        list[str] | None, Option(help="Another name for the model in requests.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on.")] = 8000,
     key_variable: Annotated[
-        str, typer.Option(help="Environment variable with the API key.")
+        str, Option(help="Environment variable with the API key.")
     ] = "RAYBATCH_API_KEY",
-    no_key: Annotated[bool, typer.Option("--no-key", help="Require no API key.")] = False,
-    max_file_mb: Annotated[int, typer.Option(min=1, help="Largest upload, in MiB.")] = 200,
-    max_requests: Annotated[int, typer.Option(min=1, help="Most requests of one batch.")] = 50_000,
+    no_key: Annotated[bool, Option("--no-key", help="Require no API key.")] = False,
+    max_file_mb: Annotated[int, Option(min=1, help="Largest upload, in MiB.")] = 200,
+    max_requests: Annotated[int, Option(min=1, help="Most requests of one batch.")] = 50_000,
 ) -> None:
     """Serve the Files and Batches API of OpenAI; batches go on where a server has ended."""
     from raybatch.serving.server import ServeOptions, serve_batches  # Ray is slow to load
@@ -160,31 +137,30 @@ def serve(
 
 
 def run_batch_file(
-    flags: JobFlags, batch: BatchFlags, *, start_ray: Callable[[], None]
+    flags: JobFlags,
+    out: str | None,
+    errors: str | None,
+    names: tuple[str, ...],
+    *,
+    start_ray: Callable[[], None],
 ) -> "BatchCounts":
-    """Answer a batch file and say what has become of it.
-
-    Raises:
-        ConfigError: an option is missing or wrong.
-    """
+    """Answer a batch file and say what has become of it; without `errors` they lie beside `out`."""
     from raybatch.job.progress import ProgressPrinter
     from raybatch.openai_batch.run import BatchOptions, BatchRun  # slow to load
     from raybatch.openai_batch.writing import BatchFiles
 
     if flags.job_file is None:
         raise ConfigError("nothing to run: name the batch file, as in `run in.jsonl --openai`")
-    if batch.out is None:
+    if out is None:
         raise ConfigError("--out is missing; name the file for the answers, as in -o out.jsonl")
-    errors = batch.errors or f"{batch.out.removesuffix('.jsonl')}.errors.jsonl"
-    if len({flags.job_file, batch.out, errors}) < 3:
-        named = ", ".join((flags.job_file, batch.out, errors))
-        raise ConfigError(f"input, answers and errors must be three files, got {named}")
+    files = (flags.job_file, out, errors or f"{out.removesuffix('.jsonl')}.errors.jsonl")
+    if len(set(files)) < 3:
+        raise ConfigError(f"input, answers and errors must be three files, got {', '.join(files)}")
     mapping = nested_options(None, flags.options)
     note = with_model(mapping)
     is_overwrite = bool(mapping.pop("overwrite", False))
-    options = BatchOptions(job=mapping, names=batch.names, where="raybatch run --openai")
-    folder = f"{batch.out}.raybatch"
-    run = BatchRun(files=BatchFiles(flags.job_file, batch.out, errors, folder), options=options)
+    options = BatchOptions(job=mapping, names=names, where="raybatch run --openai")
+    run = BatchRun(files=BatchFiles(*files, f"{out}.raybatch"), options=options)
     counts = run.run(
         progress=ProgressPrinter(note=note), start_ray=start_ray, overwrite=is_overwrite
     )
@@ -192,5 +168,5 @@ def run_batch_file(
     if counts.stopped:
         typer.echo("the same command goes on there", err=True)
     else:
-        typer.echo(f"answers: {shell_path(batch.out)}\nerrors: {shell_path(errors)}", err=True)
+        typer.echo(f"answers: {shell_path(out)}\nerrors: {shell_path(files[2])}", err=True)
     return counts

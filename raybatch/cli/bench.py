@@ -2,13 +2,14 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from raybatch.cli.flags import DEMO_MODEL, parse_settings
 from raybatch.config import EngineConfig, from_mapping
@@ -19,38 +20,34 @@ if TYPE_CHECKING:
     from faultlab.figures import FaultFigures
 
 
-def add_bench_commands(app: typer.Typer) -> None:
-    """Give the command line its measurements."""
-    bench = typer.Typer(help="Measure what is promised, on this host.", no_args_is_help=True)
-    bench.command()(faults)
-    bench.command()(plan)
-    app.add_typer(bench, name="bench")
+bench = typer.Typer(help="Measure what is promised, on this host.", no_args_is_help=True)
 
 
+@bench.command()
 def faults(
-    seed: Annotated[int, typer.Option(help="Seed of schedules and rounds.")] = 0,
-    schedules: Annotated[int, typer.Option(min=0, help="To simulate; 0 skips them.")] = 20_000,
-    rounds: Annotated[int, typer.Option(min=0, help="Jobs to run, with three faults each.")] = 3,
-    first_round: Annotated[int, typer.Option(min=0, help="Number of the first round.")] = 0,
+    seed: Annotated[int, Option(help="Seed of schedules and rounds.")] = 0,
+    schedules: Annotated[int, Option(min=0, help="To simulate; 0 skips them.")] = 20_000,
+    rounds: Annotated[int, Option(min=0, help="Jobs to run, with three faults each.")] = 3,
+    first_round: Annotated[int, Option(min=0, help="Number of the first round.")] = 0,
     no_sweep: Annotated[
-        bool, typer.Option("--no-sweep", help="Skip the crashes at each point of the commit.")
+        bool, Option("--no-sweep", help="Skip the crashes at each point of the commit.")
     ] = False,
     no_peers: Annotated[
-        bool, typer.Option("--no-peers", help="Skip the comparison with Ray Data.")
+        bool, Option("--no-peers", help="Skip the comparison with Ray Data.")
     ] = False,
     no_bad_inputs: Annotated[
-        bool, typer.Option("--no-bad-inputs", help="Skip the corpus of bad inputs.")
+        bool, Option("--no-bad-inputs", help="Skip the corpus of bad inputs.")
     ] = False,
     soak_minutes: Annotated[
-        float, typer.Option(min=0, help="Minutes of one long job under many faults; 0 skips it.")
+        float, Option(min=0, help="Minutes of one long job under many faults; 0 skips it.")
     ] = 0.0,
     fault_every_s: Annotated[
-        float, typer.Option(min=1, help="Seconds between two faults of the long job.")
+        float, Option(min=1, help="Seconds between two faults of the long job.")
     ] = 60.0,
     moto_python: Annotated[
-        str, typer.Option(help="Python interpreter with moto, for faults of S3.")
+        str, Option(help="Python interpreter with moto, for faults of S3.")
     ] = sys.executable,
-    out: Annotated[Path | None, typer.Option(help="JSON file for all results.")] = None,
+    out: Annotated[Path | None, Option(help="JSON file for all results.")] = None,
 ) -> None:
     """Lose replicas, drivers, nodes and disks on purpose, and count the rows; takes minutes."""
     try:
@@ -78,39 +75,51 @@ def faults(
         soak=long if soak_minutes else None,
         moto_python=moto_python,
     )
-    with _quiet():
+    logger = logging.getLogger("raybatch")
+    with ExitStack() as stack:
+        # nothing is said of errors that are made on purpose
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)
         figures = measure_faults(options, _reporter(out))
     typer.echo(figures.to_text())
     raise typer.Exit(0 if figures.is_right else 1)
 
 
+@bench.command()
 def plan(
     model: Annotated[
-        str, typer.Argument(help="Checkpoint folder, hub id or URI; demo by default.")
+        str, Argument(help="Checkpoint folder, hub id or URI; demo by default.")
     ] = DEMO_MODEL,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Computed prompt tokens of a row; default: 512.")
+        int | None, Option(min=1, help="Computed prompt tokens of a row; default: 512.")
     ] = None,
     output_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Mean output tokens of a row; default: 128.")
+        int | None, Option(min=1, help="Mean output tokens of a row; default: 128.")
     ] = None,
-    like: Annotated[
-        str | None, typer.Option(help="Output of a job to take the lengths from.")
-    ] = None,
+    like: Annotated[str | None, Option(help="Output of a job to take the lengths from.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Options of the engine, such as engine.dtype=bfloat16."),
+        Option("--set", help="Options of the engine, such as engine.dtype=bfloat16."),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure again, even if there is a stored measurement.")
+        bool, Option("--fresh", help="Measure again, even if there is a stored measurement.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, measurements included.")
-    ] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, measurements included.")] = False,
 ) -> None:
     """Measure a layer of a model on this host, and say which batches its engine should run."""
-    engine = _engine_config(settings or [])
-    row = _rows(prompt_tokens, output_tokens, like)
+    options = parse_settings(settings or [])
+    for name in options:
+        if not name.startswith("stage.engine."):
+            raise ConfigError(
+                f"--set {name.removeprefix('stage.')}: a plan depends on options of the engine "
+                "alone, such as engine.kv_cache_bytes"
+            )
+    of_engine = {name.removeprefix("stage.engine."): value for name, value in options.items()}
+    engine = from_mapping(EngineConfig, of_engine, where="raybatch bench plan: engine")
+    flags = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+    of_job = {} if like is None else _mean_tokens(like)
+    shape = of_job | {name: tokens for name, tokens in flags.items() if tokens is not None}
+    row = RowShape(**shape) if shape else None
     if find_spec("torch") is None:
         raise MissingDependency(
             "raybatch bench plan measures the native engine, which needs torch: "
@@ -123,28 +132,6 @@ def plan(
     with Console(stderr=True).status("starting") as status:
         report = plan_report(model, engine, row, fresh=fresh, tell=status.update)
     typer.echo(report.to_json() if as_json else report.to_text())
-
-
-def _engine_config(settings: list[str]) -> EngineConfig:
-    parsed = parse_settings(settings)
-    for name in parsed:
-        if not name.startswith("stage.engine."):
-            raise ConfigError(
-                f"--set {name.removeprefix('stage.')}: a plan depends on options of the engine "
-                "alone, such as engine.kv_cache_bytes"
-            )
-    options = {name.removeprefix("stage.engine."): value for name, value in parsed.items()}
-    return from_mapping(EngineConfig, options, where="raybatch bench plan: engine")
-
-
-def _rows(
-    prompt_tokens: int | None, output_tokens: int | None, like: str | None
-) -> RowShape | None:
-    """Return what the flags say of rows; None where they say nothing."""
-    flags = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
-    chosen = {name: tokens for name, tokens in flags.items() if tokens is not None}
-    of_job = {} if like is None else _mean_tokens(like)
-    return RowShape(**{**of_job, **chosen}) if of_job or chosen else None
 
 
 def _mean_tokens(output: str) -> dict[str, int]:
@@ -177,15 +164,3 @@ def _reporter(out: Path | None) -> Callable[["FaultFigures"], None]:
             typer.echo(f"{figures.seconds:7.0f} s  {last}", err=True)
 
     return report
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Say nothing of errors that are made on purpose."""
-    logger = logging.getLogger("raybatch")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

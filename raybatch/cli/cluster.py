@@ -2,101 +2,93 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from raybatch.cli.flags import JobFlags, with_job_flags, with_model
 from raybatch.errors import ConfigError
 
 AllowErrorRows = Annotated[
-    bool, typer.Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
+    bool, Option("--allow-error-rows", help="Exit with 0, not 2, when rows failed.")
 ]
-_ENV = typer.Option("--env", metavar="NAME[=VALUE]", help="For the job; no secrets.")
-
-
-def add_cluster_commands(app: typer.Typer) -> None:
-    """Give the command line its commands on clusters."""
-    for command in (submit, manifest, check):
-        app.command()(command)
+_write = partial(typer.echo, nl=False)
+_note = partial(typer.echo, err=True)
+_ENV = Option("--env", metavar="NAME[=VALUE]", help="For the job; no secrets.")
 
 
 @with_job_flags()
 def submit(
     flags: JobFlags,
     address: Annotated[
-        str | None, typer.Option(help="Address of the dashboard; default: RAY_API_SERVER_ADDRESS.")
+        str | None, Option(help="Address of the dashboard; default: RAY_API_SERVER_ADDRESS.")
     ] = None,
     submission_id: Annotated[
-        str | None, typer.Option(help="Job id; default: from file name and time.")
+        str | None, Option(help="Job id; default: from file name and time.")
     ] = None,
     no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="Print the id and exit, without following the log.")
+        bool, Option("--no-wait", help="Print the id and exit, without following the log.")
     ] = False,
     working_dir: Annotated[
-        Path | None, typer.Option(help="Folder to upload; default: the job file alone.")
+        Path | None, Option(help="Folder to upload; default: the job file alone.")
     ] = None,
     wheel: Annotated[
-        str, typer.Option(help="auto uploads this raybatch, none uses the image's; or a path.")
+        str, Option(help="auto uploads this raybatch, none uses the image's; or a path.")
     ] = "auto",
     env: Annotated[list[str] | None, _ENV] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
+    yes: Annotated[bool, Option("--yes", help="Ask nothing.")] = False,
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
     """Run one job on a Ray cluster and follow its log; the exit codes are those of run."""
-    from raybatch.submission.submit import Console, SubmitOptions
+    from raybatch.submission.submit import Console
     from raybatch.submission.submit import submit as send  # Ray is slow to load
 
-    note = with_model(flags.mapping)
-    if note:
+    if note := with_model(flags.mapping):
         _note(note)
     can_ask = sys.stdin.isatty() and not yes
     code = send(
         flags.mapping,
-        SubmitOptions(
-            address=address,
-            submission_id=submission_id,
-            is_followed=not no_wait,
-            working_dir=working_dir,
-            wheel=wheel,
-            env=tuple(env or ()),
-            allow_error_rows=allow_error_rows,
-        ),
         Console(write=_write, note=_note, confirm=typer.confirm if can_ask else None),
         where=flags.where,
         environment=os.environ,
+        address=address,
+        submission_id=submission_id,
+        is_followed=not no_wait,
+        working_dir=working_dir,
+        wheel=wheel,
+        env=env or (),
+        allow_error_rows=allow_error_rows,
     )
     raise typer.Exit(code)
 
 
 def manifest(
-    kind: Annotated[Literal["anyscale", "kuberay", "ray"], typer.Argument(help="The job system.")],
-    job_file: Annotated[str, typer.Argument(help="YAML job file.")],
+    kind: Annotated[Literal["anyscale", "kuberay", "ray"], Argument(help="The job system.")],
+    job_file: Annotated[str, Argument(help="YAML job file.")],
     image: Annotated[
-        str | None, typer.Option(help="Container image with Ray, raybatch and its engine.")
+        str | None, Option(help="Container image with Ray, raybatch and its engine.")
     ] = None,
-    replicas: Annotated[
-        int | None, typer.Option(min=1, help="Engines, each on its own host.")
-    ] = None,
+    replicas: Annotated[int | None, Option(min=1, help="Engines, each on its own host.")] = None,
     gpu_type: Annotated[
-        str | None, typer.Option(help="NVIDIA-L4 or LABEL=VALUE for KubeRay, L4 for Anyscale.")
+        str | None, Option(help="NVIDIA-L4 or LABEL=VALUE for KubeRay, L4 for Anyscale.")
     ] = None,
     compute_config: Annotated[
-        str | None, typer.Option(help="Compute config of Anyscale, by name.")
+        str | None, Option(help="Compute config of Anyscale, by name.")
     ] = None,
     service_account: Annotated[
-        str | None, typer.Option(help="Kubernetes service account with access to the data.")
+        str | None, Option(help="Kubernetes service account with access to the data.")
     ] = None,
-    max_retries: Annotated[int, typer.Option(min=0, help="Most retries of the whole job.")] = 3,
-    timeout_s: Annotated[int, typer.Option(min=1, help="Seconds until it is stopped.")] = 172_800,
+    max_retries: Annotated[int, Option(min=0, help="Most retries of the whole job.")] = 3,
+    timeout_s: Annotated[int, Option(min=1, help="Seconds until it is stopped.")] = 172_800,
     env: Annotated[list[str] | None, _ENV] = None,
-    output: Annotated[Path | None, typer.Option(help="Write to this file.")] = None,
+    output: Annotated[Path | None, Option(help="Write to this file.")] = None,
 ) -> None:
     """Print a complete file that runs a job file on a job system, with retries that resume."""
     from raybatch.submission.checks import read_env_vars
-    from raybatch.submission.manifest import ManifestOptions
-    from raybatch.submission.render import render_manifest  # Ray is slow to load
+    from raybatch.submission.manifest import ManifestOptions, render_manifest  # Ray is slow to load
 
     options = ManifestOptions(
         image=image,
@@ -122,7 +114,7 @@ def manifest(
 
 def check(
     address: Annotated[
-        str | None, typer.Option(help="Address of the dashboard; default: RAY_API_SERVER_ADDRESS.")
+        str | None, Option(help="Address of the dashboard; default: RAY_API_SERVER_ADDRESS.")
     ] = None,
 ) -> None:
     """Warn about what of a cluster is open to others; exit code 1 if there is anything."""
@@ -136,11 +128,3 @@ def check(
     if warnings:
         raise typer.Exit(1)
     _write(f"{facts.address}: nothing to warn about\n")
-
-
-def _write(text: str) -> None:
-    typer.echo(text, nl=False)
-
-
-def _note(line: str) -> None:
-    typer.echo(line, err=True)

@@ -4,7 +4,6 @@ Flags are short names of job options, with the types and the help of these, and 
 `Job.from_mapping` like a job file; every option without a flag is reached with `--set`.
 """
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, get_args, get_type_hints
 
-import typer
 import yaml
+from typer import Argument, Option
 
 from raybatch.config import PoolConfig
 from raybatch.config.option import documented, fields_of
@@ -23,10 +22,6 @@ from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
 
 DEMO_MODEL = "demo"
-_DEMO_NOTE = (
-    "no --model given: taking the embedded demo model, which answers questions about the demo "
-    "documents and nothing else"
-)
 # options that may be a single value, and which of their options that value is
 _SHORT_FORMS = {"plan": "mode", "stage.backend": "kind"}
 # every other option belongs to the stage
@@ -39,78 +34,94 @@ _CLASSES: Mapping[str, type] = {
     "stage.sampling": Sampling,
     "stage.pool": PoolConfig,
 }
-# flags with a name of their own: parameter to option, flag, and help where the option's says more
-_FLAGS: Mapping[str, tuple[str, str, str]] = {
-    "source": ("source", "--input", ""),
-    "sink": ("sink", "--output", "Folder for the output."),
-    "model": ("stage.model", "--model", "Checkpoint folder, hub id or URI; demo by default."),
-    "prompt": ("stage.prompt", "--prompt", ""),
-    "messages_column": (
-        "stage.messages",
-        "--messages-column",
-        "Column of OpenAI messages, instead of --prompt.",
-    ),
-    "max_tokens": ("stage.sampling.max_tokens", "--max-tokens", ""),
-    "temperature": ("stage.sampling.temperature", "--temperature", ""),
-    "id_column": ("stage.id_column", "--id-column", "Column that names the rows."),
-    "replicas": ("stage.pool.replicas", "--replicas", "Engines to run."),
-    "on_error": ("stage.on_error", "--on-error", "On a failed row: row (default) or raise."),
-    "columns": ("columns", "--columns", "To read and write, such as id,document; default: all."),
-    "output_order": ("output_order", "--output-order", "Order of output rows: plan or input."),
-    "overwrite": ("overwrite", "--overwrite", ""),
-    "extend": ("extend", "--extend", "Add files that are new in the input."),
+# flags: parameter to option, and help where the option's says more
+_FLAGS: Mapping[str, tuple[str, str]] = {
+    "source": ("source", ""),
+    "sink": ("sink", "Folder for the output."),
+    "model": ("stage.model", "Checkpoint folder, hub id or URI; demo by default."),
+    "prompt": ("stage.prompt", ""),
+    "messages_column": ("stage.messages", "Column of OpenAI messages, instead of --prompt."),
+    "max_tokens": ("stage.sampling.max_tokens", ""),
+    "temperature": ("stage.sampling.temperature", ""),
+    "id_column": ("stage.id_column", "Column that names the rows."),
+    "replicas": ("stage.pool.replicas", "Engines to run."),
+    "on_error": ("stage.on_error", "On a failed row: row (default) or raise."),
+    "columns": ("columns", "To read and write, such as id,document; default: all."),
+    "output_order": ("output_order", "Order of output rows: plan or input."),
+    "overwrite": ("overwrite", ""),
+    "extend": ("extend", "Add files that are new in the input."),
 }
+_OTHER_NAMES = {"source": "--input", "sink": "--output"}
+_JOB_FILE_HELP = "YAML job file; options here win over it."
 
 
-def _flag(name: str) -> inspect.Parameter:
-    """Return the flag of an option as typer reads it, typed and explained as the option is."""
-    option, flag, help_ = _FLAGS[name]
+def _option(name: str, *, is_hidden: bool = False) -> Any:  # noqa: ANN401 - typer has none
+    option, help_ = _FLAGS[name]
     where, _, last = option.rpartition(".")
-    cls = _CLASSES[where]
-    hints = get_type_hints(cls)[last]
-    kind = next((each for each in (bool, int, float) if each in _parts_of(hints)), str)
-    text = help_ or documented(cls)[last]
-    text = text[0].upper() + text[1:]
-    default = False if kind is bool else None
-    annotation: Any = kind if kind is bool else kind | None
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[annotation, typer.Option(flag, help=text)],
+    text = help_ or documented(_CLASSES[where])[last]
+    flag = _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}")
+    return Option(flag, help=text[0].upper() + text[1:], hidden=is_hidden)
+
+
+@functools.cache
+def _kind_of(name: str) -> Any:  # noqa: ANN401
+    """Return the type of a flag, which is that of its option; None stands for not given."""
+    where, _, last = _FLAGS[name][0].rpartition(".")
+    hint = get_type_hints(_CLASSES[where])[last]
+    kinds = {hint, *get_args(hint)}
+    kind = next((each for each in (bool, int, float) if each in kinds), str)
+    return kind if kind is bool else kind | None
+
+
+def _parameters(
+    without: Collection[str] = (), job_file_help: str = _JOB_FILE_HELP
+) -> list[inspect.Parameter]:
+    where_it_runs = Option(
+        "--local/--ray",
+        help="Run on this host alone, without starting Ray, or on Ray in any case.",
+        show_default="small inputs without Ray",
     )
-
-
-def _parts_of(hint: Any) -> set[Any]:  # noqa: ANN401
-    """Return a type, or those that it is a union of."""
-    return {hint, *get_args(hint)}
+    others = Option("--set", help="Any other option, such as engine.max_batched_tokens=4096.")
+    kinds: list[tuple[str, Any, Any]] = [
+        ("job_file", str | None, Argument(help=job_file_help)),
+        *((name, _kind_of(name), _option(name, is_hidden=name in without)) for name in _FLAGS),
+        ("local", bool | None, where_it_runs),
+        ("settings", list[str] | None, others),
+    ]
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if kind is bool else None,
+            annotation=Annotated[kind, shown],
+        )
+        for name, kind, shown in kinds
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFlags:
-    """The flags of a job, and the file beside them.
-
-    Args:
-        job_file: YAML, or a batch file; None where there is none.
-        options: of the flags, by dotted names.
-        where: what they are called in messages.
-    """
-
     job_file: str | None
+    """YAML, or a batch file; None where there is none."""
     options: Mapping[str, Any]
+    """Of the flags, by dotted names."""
     where: str
+    """What they are called in messages."""
 
     @cached_property
     def mapping(self) -> dict[str, Any]:
         """Return the options of the job; raise ConfigError where nothing names a source."""
-        return job_mapping(self.job_file, self.options)
+        mapping = nested_options(self.job_file, self.options)
+        if self.job_file is None and "source" not in mapping:
+            raise ConfigError("nothing to run: give a job file, or --input, --output and --prompt")
+        return mapping
 
 
 def read_job_flags(**values: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return options by dotted names; its signature is the flags of every command on a job."""
     given = {
         option: values[name]
-        for name, (option, *_) in _FLAGS.items()
+        for name, (option, _) in _FLAGS.items()
         if values.get(name) not in (None, False)
     }
     if (is_local := values.get("local")) is not None:
@@ -118,68 +129,32 @@ def read_job_flags(**values: Any) -> dict[str, Any]:  # noqa: ANN401
     return {**given, **parse_settings(values.get("settings") or [])}
 
 
-def _other_flags(
-    job_file: Annotated[
-        str | None, typer.Argument(help="YAML job file; options here win over it.")
-    ] = None,
-    *,
-    local: Annotated[
-        bool | None,
-        typer.Option(
-            "--local/--ray",
-            help="Run on this host alone, without starting Ray, or on Ray in any case.",
-            show_default="small inputs without Ray",
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any other option, such as engine.max_batched_tokens=4096."),
-    ] = None,
-) -> None: ...
-
-
-def _signature() -> inspect.Signature:
-    others = inspect.signature(_other_flags).parameters
-    flags = [_flag(name) for name in _FLAGS]
-    return inspect.Signature([others["job_file"], *flags, others["local"], others["settings"]])
-
-
-read_job_flags.__signature__ = _signature()  # type: ignore[attr-defined]
-PROMPT_FLAG, MESSAGES_FLAG = (
-    get_args(inspect.signature(read_job_flags).parameters[name].annotation)[1]
-    for name in ("prompt", "messages_column")
-)
+read_job_flags.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
+PROMPT_FLAG, MESSAGES_FLAG = _option("prompt"), _option("messages_column")
 
 
 def with_job_flags(
-    *, without: Collection[str] = (), job_file_help: str | None = None
+    *, without: Collection[str] = (), job_file_help: str = _JOB_FILE_HELP
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return what gives a command the flags of a job before its own.
+    """Return what gives a command the flags of a job before its own; it is called with `JobFlags`.
 
-    The command is called with what they come to.
-
-    Args:
-        without: flags of which its help says nothing, because they mean nothing to it. They are
-            read all the same: a command line of `run` may ask for them, and who is told that a
-            batch says it itself is told more than that there is no such flag.
-        job_file_help: what its help says of the job file, where it may be another one.
+    Its help says nothing of the flags in `without`, because they mean nothing to it. They are read
+    all the same: a command line of `run` may ask for them, and who is told that a batch says it
+    itself is told more than that there is no such flag.
     """
-    flags = {
-        name: _told(flag, is_hidden=name in without, help_=job_file_help)
-        for name, flag in inspect.signature(read_job_flags).parameters.items()
-    }
+    flags = _parameters(without, job_file_help)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command).parameters.values())[1:]
 
         @functools.wraps(command)
         def with_flags(**values: Any) -> None:  # noqa: ANN401
-            of_job = {name: values.pop(name) for name in flags}
+            of_job = {flag.name: values.pop(flag.name) for flag in flags}
             job_file, options = of_job["job_file"], read_job_flags(**of_job)
             where = job_file or f"raybatch {command.__name__}"
             command(JobFlags(job_file=job_file, options=options, where=where), **values)
 
-        taken = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*flags.values(), *own)]
+        taken = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*flags, *own)]
         with_flags.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
         with_flags.__annotations__ = {p.name: p.annotation for p in taken}
         return with_flags
@@ -187,38 +162,9 @@ def with_job_flags(
     return decorate
 
 
-def _told(flag: inspect.Parameter, *, is_hidden: bool, help_: str | None) -> inspect.Parameter:
-    """Return a flag as the help of one command shows it."""
-    kind, shown = get_args(flag.annotation)
-    shown = copy.copy(shown)
-    if is_hidden:
-        shown.hidden = True
-    if flag.name == "job_file" and help_ is not None:
-        shown.help = help_
-    return flag.replace(annotation=Annotated[kind, shown])
-
-
-def job_mapping(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a job: those of the file, with the dotted `options` put over them.
-
-    Raises:
-        ConfigError: the file cannot be read, or nothing names a source.
-    """
-    mapping = nested_options(job_file, options)
-    if job_file is None and "source" not in mapping:
-        raise ConfigError("nothing to run: give a job file, or --input, --output and --prompt")
-    return mapping
-
-
 def nested_options(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `job_mapping` does, for commands that name their files in other ways.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    mapping: dict[str, Any] = {}
-    if job_file is not None:
-        mapping = read_job_file(job_file)
+    """Return the options of the file, if there is one, with the dotted `options` over them."""
+    mapping = {} if job_file is None else read_job_file(job_file)
     for path, value in options.items():
         _put(mapping, path, value)
     return mapping
@@ -230,7 +176,10 @@ def with_model(mapping: dict[str, Any]) -> str:
     if not isinstance(stage, dict) or "model" in stage:
         return ""
     stage["model"] = DEMO_MODEL
-    return _DEMO_NOTE
+    return (
+        "no --model given: taking the embedded demo model, which answers questions about the demo "
+        "documents and nothing else"
+    )
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:
@@ -238,9 +187,6 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
 
     Names that are not options of the job are those of the stage: `pool.replicas=2` is
     `stage.pool.replicas=2`.
-
-    Raises:
-        ConfigError: a setting is not of the form option=value.
     """
     parsed: dict[str, Any] = {}
     for setting in settings:
@@ -261,7 +207,6 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
 
 
 def _put(mapping: dict[str, Any], path: str, value: object) -> None:
-    """Set the dotted option `path`, making the mappings on the way."""
     *parents, last = path.split(".")
     for depth, name in enumerate(parents):
         above, inner = ".".join(parents[: depth + 1]), mapping.get(name)

@@ -9,10 +9,8 @@ from typing import Literal
 from raybatch.config.engine import (
     AdmissionPolicy,
     BackendConfig,
-    DType,
     EngineConfig,
     KVCacheDType,
-    Quantization,
     VictimOrder,
 )
 from raybatch.config.environment import (
@@ -24,14 +22,20 @@ from raybatch.config.environment import (
     proxy_of,
     secret_of,
 )
-from raybatch.config.job import LimitConfig, OrderName, PlanConfig, WaveConfig
-from raybatch.config.option import check_min, from_mapping
-from raybatch.config.pool import PoolConfig, Strategy, check_bundles
+from raybatch.config.job import (
+    LimitConfig,
+    OrderName,
+    PlanConfig,
+    PoolConfig,
+    Strategy,
+    WaveConfig,
+    check_bundles,
+)
+from raybatch.config.option import from_mapping
 
 __all__ = [
     "AdmissionPolicy",
     "BackendConfig",
-    "DType",
     "EngineConfig",
     "KVCacheDType",
     "LimitConfig",
@@ -39,7 +43,6 @@ __all__ = [
     "OrderName",
     "PlanConfig",
     "PoolConfig",
-    "Quantization",
     "SpecialTokens",
     "Strategy",
     "VictimOrder",
@@ -47,7 +50,6 @@ __all__ = [
     "armed_fault",
     "cache_dir",
     "check_bundles",
-    "check_min",
     "environment",
     "from_mapping",
     "is_hub_offline",

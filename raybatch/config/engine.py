@@ -37,105 +37,78 @@ class EngineConfig:
     dtype: Answers[DType] = "auto"
     """Type of weights, activations and, by default, KV; "auto" is float32 on a CPU, the
     checkpoint's on a GPU."""
-
     quantization: Answers[Quantization | None] = None
     """Either "int8" or "fp8", which stores the weights of linear layers (not the head and routers)
     in 8 bits and computes in `dtype`: a quarter of float32's memory, and answers change. None does
     not quantize."""
-
     device: Place[Annotated[str, Field(examples=["cpu", "cuda"])]] = "auto"
     """Such as "cuda" or "cpu"; "auto" takes the GPU that Ray assigned, else the CPU."""
-
     device_weight_bytes: Speed[NonNegative | None] = None
     """Device memory for weights; layers beyond it stay in host memory and are copied in at every
     step. None keeps all on the device."""
-
     weight_buffers: Speed[Positive] = 2
     """Device buffers, of one layer each, for the layers that are copied in; needs
     `device_weight_bytes`."""
-
     kv_cache_dtype: Answers[KVCacheDType] = "auto"
     """Type of KV: "auto" is `dtype`; "int8" and "fp8" (float8_e4m3fn) hold almost four times as
     many tokens as float32, and answers change."""
-
     kv_cache_bytes: Speed[Positive | None] = None
     """Memory for KV on the device; None takes a share of what is free."""
-
     host_kv_bytes: Speed[NonNegative | None] = None
     """Host memory for the KV of preempted sequences; None or 0 computes it again instead."""
-
     kv_checkpoint_blocks: Speed[NonNegative | None] = None
     """KV blocks copied to host memory per step, of sequences likely to be preempted next; needs
     `host_kv_bytes`. None or 0 copies none."""
-
     kv_offload: Speed[bool] = False
     """Keep the KV of all sequences in host memory, and on the device only that of decoding ones;
     prompts run in rounds, with two layers of their KV on the device."""
-
     offload_initial_blocks: Speed[Positive] = 2
     """With `kv_offload`: free KV blocks that a sequence gets on the device when it starts to
     decode."""
-
     offload_extension_blocks: Speed[Positive] = 2
     """With `kv_offload`: further blocks that it gets when these are full."""
-
     offload_interval_blocks: Speed[Positive] = 1
     """With `kv_offload`: blocks of tokens decoded between two decisions about who stays on the
     device."""
-
     offload_victims: Speed[VictimOrder] = "least"
     """With `kv_offload`: who leaves the device first when blocks run out: least progress, most
     progress, or the last to come ("lifo")."""
-
     block_size_tokens: Speed[Positive] = 64
     """Tokens per KV block."""
-
     max_batched_tokens: Speed[Positive] = 2048
     """Token budget of one step."""
-
     max_num_seqs: Speed[Positive] = 1024
     """Most sequences that run at once; KV memory is usually the tighter limit."""
-
     max_model_len: Answers[Positive | None] = None
     """Longest prompt plus output; None takes the model's own limit."""
-
     enable_prefix_caching: Speed[bool] = True
     """Reuse the KV of equal leading blocks across requests."""
-
     admission: Speed[AdmissionPolicy] = "fcfs"
     """Which waiting row starts next: "fcfs" by arrival; "shortest" by predicted length, but none
     waits for ever; "static" in batches that end before the next starts; "multi_bin" in such batches
     of similar length. Prefix groups stay together."""
-
     kv_admission_fraction: Speed[Annotated[float, Ge(0.01)] | None] = None
     """Start rows while the forecast KV use stays below this share of the cache; above 1 more run at
     once and some are computed again. None starts rows while blocks are free."""
-
     attn_batch_tokens: Speed[Positive | Literal["auto"] | None] = "auto"
     """Tokens per attention call. With a number, a step runs attention in parts and feed-forward
     layers together; None runs the step as one. "auto" measures both once for models with experts,
     and is None for others."""
-
     moe_batch_tokens: Speed[NonNegative | None] = None
     """With `attn_batch_tokens`: tokens that a feed-forward layer waits for; None waits for all of
     the step, 0 for none."""
-
     speculative_tokens: Speed[NonNegative | None] = None
     """Most draft tokens per sequence and step, looked up in its prompt and in earlier answers
     (n-gram speculation). Answers stay the same; drafts stop where they cost more than they save.
     None or 0 makes none."""
-
     num_threads: Speed[Positive] = 1
     """Torch threads of one engine on a CPU."""
-
     tune_malloc: Speed[bool] = True
     """Let glibc keep freed memory, which saves page faults at every step; affects the whole
     process, Linux only."""
-
     compile_kernels: Speed[bool] = True
     """On a CPU, compile hot operations with the host's C compiler, if there is one; float32 and one
     thread only."""
-
     cuda_graphs: Speed[bool | None] = None
     """Run decode-only steps as CUDA graphs; None does so on CUDA where possible."""
 
@@ -150,40 +123,32 @@ class EngineConfig:
                 "engine.kv_checkpoint_blocks needs host memory for KV; set host_kv_bytes as "
                 "well, or leave it out"
             )
-        if self.speculative_tokens and self.attn_batch_tokens not in (None, "auto"):
+        for name in ("speculative_tokens", "cuda_graphs"):
+            if getattr(self, name) and self.attn_batch_tokens not in (None, "auto"):
+                raise ConfigError(
+                    f"engine.{name} needs steps that are one forward pass, and "
+                    "attn_batch_tokens makes them coroutines; leave one of them out"
+                )
+        if self.cuda_graphs and self.device == "cpu":
             raise ConfigError(
-                "engine.speculative_tokens needs steps that are one forward pass, and "
-                "attn_batch_tokens makes them coroutines; leave one of them out"
+                "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
+                "out, and engines use graphs where they run on CUDA"
             )
-        self._check_graphs()
-        self._check_offload()
+        if self.kv_offload:
+            self._check_offload()
+        for name in () if self.kv_offload else fields_of(type(self)):
+            if name.startswith("offload_") and not is_default(self, name):
+                raise ConfigError(
+                    f"engine.{name} is for KV that lives in host memory; set kv_offload and "
+                    "host_kv_bytes as well, or leave it out"
+                )
         if self.kv_admission_fraction is not None and self.admission in ("static", "multi_bin"):
             raise ConfigError(
                 "engine.kv_admission_fraction spreads starts over time, and with "
                 f"admission={self.admission!r} a batch starts at once; leave one of them out"
             )
 
-    def _check_graphs(self) -> None:
-        if self.cuda_graphs and self.attn_batch_tokens not in (None, "auto"):
-            raise ConfigError(
-                "engine.cuda_graphs needs steps that are one forward pass, and "
-                "attn_batch_tokens makes them coroutines; leave one of them out"
-            )
-        if self.cuda_graphs and self.device == "cpu":
-            raise ConfigError(
-                "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
-                "out, and engines use graphs where they run on CUDA"
-            )
-
     def _check_offload(self) -> None:
-        if not self.kv_offload:
-            for name in fields_of(type(self)):
-                if name.startswith("offload_") and not is_default(self, name):
-                    raise ConfigError(
-                        f"engine.{name} is for KV that lives in host memory; set kv_offload and "
-                        "host_kv_bytes as well, or leave it out"
-                    )
-            return
         if not self.host_kv_bytes:
             raise ConfigError(
                 "engine.kv_offload needs host memory for KV; set host_kv_bytes as well"
@@ -225,10 +190,8 @@ class BackendConfig:
     started output keeps its backend), "native", "vllm", "transformers" (slow, for models that
     native does not know), "openai" (any endpoint with OpenAI's API) or "fake" (no model, for
     tests)."""
-
     options: Answers[SecretMapping] = field(default_factory=dict)
     """Options of that backend, see the sections below; None has none."""
-
     task: Answers[Task] = "generate"
     """The `task` of the stage; set it there."""
 

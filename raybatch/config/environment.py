@@ -32,33 +32,23 @@ def proxy_of(url: str) -> str | None:
 
 
 def log_level() -> int | None:
-    """Return the level from which on log lines are written (RAYBATCH_LOG_LEVEL); None if unset.
-
-    Raises:
-        ConfigError: the variable names no level.
-    """
-    name = os.environ.get("RAYBATCH_LOG_LEVEL", "").strip()
-    if not name:
-        return None
-    if name.upper() not in _LOG_LEVELS:
-        raise ConfigError(
-            f"RAYBATCH_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, got {name!r}"
-        )
-    return logging.getLevelNamesMapping()[name.upper()]
+    """Return the level of log lines that are written (RAYBATCH_LOG_LEVEL); None if unset."""
+    name = _one_of("RAYBATCH_LOG_LEVEL", _LOG_LEVELS)
+    return None if name is None else logging.getLevelNamesMapping()[name]
 
 
 def kernel_vectors() -> str | None:
-    """Return the vectors that kernels are compiled for (RAYBATCH_KERNEL_VECTORS); None if unset.
+    """Return the vectors of compiled kernels (RAYBATCH_KERNEL_VECTORS); None if unset."""
+    return _one_of("RAYBATCH_KERNEL_VECTORS", _KERNEL_VECTORS)
 
-    Raises:
-        ConfigError: the variable names none.
-    """
-    name = os.environ.get("RAYBATCH_KERNEL_VECTORS", "").strip().lower()
-    if name and name not in _KERNEL_VECTORS:
-        raise ConfigError(
-            f"RAYBATCH_KERNEL_VECTORS must be one of {', '.join(_KERNEL_VECTORS)}, got {name!r}"
-        )
-    return name or None
+
+def _one_of(variable: str, known: tuple[str, ...]) -> str | None:
+    """Return the name in a variable, written as it is known; None if unset."""
+    name = secret_of(variable)
+    names = {each.lower(): each for each in known}
+    if name and name.lower() not in names:
+        raise ConfigError(f"{variable} must be one of {', '.join(known)}, got {name!r}")
+    return names.get(name.lower())
 
 
 def armed_fault() -> str | None:

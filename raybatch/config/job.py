@@ -1,10 +1,13 @@
-"""Options of a job: its plan, its limits, its waves."""
+"""Options of a job: its pool of engines, its plan, its limits, its waves."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raybatch.config.option import (
@@ -13,14 +16,116 @@ from raybatch.config.option import (
     Fraction,
     NonNegative,
     NonNegativeFloat,
+    Place,
     Positive,
     Speed,
+    Unchecked,
+    is_number,
     options,
 )
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, range_text
 from raybatch.records.types import Sampling
 
+Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 OrderName = Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"]
+
+
+@options("pool.")
+@dataclass(frozen=True, kw_only=True, slots=True, config=CHECKED)
+class PoolConfig:
+    """Number, resources and restarts of the engines."""
+
+    replicas: Place[Positive | None] = None
+    """Number of engines; None takes as many as the GPUs of the cluster allow, without GPUs one per
+    CPU core of the driver's host, and 1 for an endpoint."""
+    num_cpus_per_replica: Place[NonNegativeFloat] = 0
+    """CPUs that Ray reserves per engine. Keep 0 on small clusters: above it, Ray Data's tasks may
+    take all CPUs and no engine ever starts."""
+    num_gpus_per_replica: Place[NonNegativeFloat | None] = None
+    """GPUs per engine. None takes 1 (vLLM: the product of its tensor, pipeline and context parallel
+    sizes) if the cluster has GPUs or options ask for them: a GPU as `accelerator_type`,
+    `engine.device` "cuda", or `replicas` of vLLM."""
+    max_row_crashes: Speed[Positive] = 3
+    """A row becomes an error row after its engine died with it this often."""
+    max_start_failures: Speed[Positive] = 3
+    """Failed starts in a row after which a replica is given up (one, if the cause would not go
+    away); the run fails when no replica is left."""
+    start_timeout_s: Speed[NonNegativeFloat | None] = 1800.0
+    """A start that takes longer fails; waiting for resources counts. None waits for ever."""
+    feeder_timeout_s: Speed[Annotated[float, Ge(0.1)]] = 120.0
+    """Rows sent by a feeder (a Ray Data task of the stage) that was silent for this long are
+    dropped."""
+    idle_release_s: Speed[NonNegativeFloat | None] = 600.0
+    """Engines without work for this long stop, and start again on demand; None keeps them until the
+    driver ends."""
+    keep_tokens_every_s: Speed[Annotated[float, Ge(0.05)] | None] = 30.0
+    """How often the tokens so far of long rows are copied out of their engine, so that another
+    engine can continue them; None loses them with it."""
+    accelerator_type: Place[Annotated[str | None, Field(examples=["H100"])]] = None
+    """Engines run only on hosts with this accelerator, such as "H100"; None takes any."""
+    resources: Place[Unchecked[Mapping[str, float]]] = field(default_factory=dict)
+    """Custom resources of Ray that one replica reserves, by name."""
+    runtime_env: Place[Mapping[str, Any]] = field(default_factory=dict)
+    """Ray's runtime_env for the engines: environment variables, packages, files."""
+    bundles: Place[Unchecked[Sequence[Mapping[str, float]] | None]] = None
+    """Placement group of a vLLM engine with `distributed_executor_backend: ray`, all that Ray
+    reserves for it; bundles with a GPU go to hosts with `accelerator_type`. None takes one GPU per
+    rank."""
+    strategy: Place[Strategy] = "PACK"
+    """Placement strategy of `bundles`, as in Ray."""
+
+    def __post_init__(self) -> None:
+        if self.accelerator_type == "":
+            raise ConfigError("pool.accelerator_type must be a name such as H100, got ''")
+        if not isinstance(self.resources, Mapping):
+            raise ConfigError(f"pool.resources must be a mapping, got {self.resources!r:.200}")
+        for name, amount in self.resources.items():
+            where = f"pool.resources: {name!r}"
+            if name in ("CPU", "GPU"):
+                raise ConfigError(
+                    f"{where} has an option of its own, num_{name.lower()}s_per_replica"
+                )
+            _check_amount(amount, where=where, is_zero_allowed=True)
+        if self.bundles is not None:
+            check_bundles(self.bundles, where="pool.bundles")
+        beside = {
+            "num_cpus_per_replica": self.num_cpus_per_replica or None,
+            "num_gpus_per_replica": self.num_gpus_per_replica,
+            "resources": self.resources or None,
+        }
+        for name, value in beside.items():
+            if self.bundles is not None and value is not None:
+                raise ConfigError(
+                    f"pool.{name}={value!r} has no effect beside bundles, which say all that "
+                    "Ray reserves for an engine; put it into a bundle, or leave it out"
+                )
+
+
+def check_bundles(bundles: object, *, where: str, is_zero_allowed: bool = False) -> None:
+    """Raise ConfigError unless these are the bundles of a placement group, a list of mappings.
+
+    With `is_zero_allowed` a bundle may have nothing of a resource, or of all.
+    """
+    if not isinstance(bundles, list | tuple) or not bundles:
+        raise ConfigError(
+            f"{where} must be a list of bundles, such as [{{'GPU': 1}}]; got {bundles!r}"
+        )
+    for bundle in bundles:
+        if not isinstance(bundle, Mapping) or not (bundle or is_zero_allowed):
+            raise ConfigError(
+                f"{where}: a bundle must be a mapping with a resource, got {bundle!r}"
+            )
+        for name, amount in bundle.items():
+            of_bundle = f"{where}: {name!r} of a bundle"
+            _check_amount(amount, where=of_bundle, is_zero_allowed=is_zero_allowed)
+
+
+def _check_amount(amount: Any, *, where: str, is_zero_allowed: bool) -> None:  # noqa: ANN401
+    # also NaN, of which nothing is true
+    is_enough = is_number(amount) and (amount >= 0 if is_zero_allowed else amount > 0)
+    if not is_enough or not amount < math.inf:
+        lowest = "at least 0" if is_zero_allowed else "above 0"
+        raise ConfigError(f"{where} must be {range_text(lowest, amount)}, got {amount!r}")
 
 
 @options("plan.")
@@ -30,40 +135,30 @@ class PlanConfig:
 
     mode: Speed[Literal["auto", "off"]] = "auto"
     """Either "auto" makes the plan, "off" runs rows in input order."""
-
     order: Speed[OrderName] = "ratio"
     """Order of the prefix groups: "ratio" (most output per computed prompt token first),
     "ascending" (the reverse), "shuffle" (random), "depth_first" (as in the prefix tree) or
     "dual_scan" (compute-heavy and memory-heavy ones mixed)."""
-
     sharing: Speed[Literal["single_level", "multi_level"]] = "single_level"
     """Either "single_level" shares one prefix per group; "multi_level" also shares prefixes of
     prefixes, by running subtrees of the prefix tree one after the other."""
-
     lengths: Speed[Literal["auto", "probe"]] = "auto"
     """Source of expected output lengths: "auto" takes `expected_tokens_column` if set, else
     `max_tokens`; "probe" generates some rows first."""
-
     expected_tokens_column: Speed[str | None] = None
     """A column with the expected output tokens of each row; null where unknown."""
-
     probe_fraction: Speed[Annotated[float, Gt(0), Le(1)]] = 0.01
     """Share of the rows that a probe generates first; their results are kept."""
-
     min_saved_fraction: Speed[Fraction] = 0.01
     """Rows keep input order if sharing saves a smaller share of the prompt tokens than this and
     output lengths are unknown."""
-
     unit_rows: Speed[Positive] = 1024
     """Target size of a unit: rows written together as one file."""
-
     max_unit_rows: Speed[Positive] = 4096
     """A prefix group with more rows is split over several units."""
-
     max_driver_bytes: Speed[NonNegative] = 32 << 20
     """Inputs up to this size in memory are planned by the driver alone; larger ones by Ray tasks,
     on hashes of their prompts."""
-
     seed: Speed[NonNegative] = 0
     """Random seed of the order "shuffle" and of the probe."""
 
@@ -90,23 +185,17 @@ class LimitConfig:
 
     max_wall_s: Speed[NonNegativeFloat | None] = None
     """Wall-clock seconds of the run."""
-
     max_tokens: Speed[NonNegative | None] = None
     """Prompt tokens of finished rows plus all generated tokens."""
-
     max_engine_hours: Speed[NonNegativeFloat | None] = None
     """Hours of engine work, summed over replicas."""
-
     max_cost: Speed[NonNegativeFloat | None] = None
     """Money: `price_per_engine_hour` for all replicas, idle ones too, plus the answers of an
     endpoint at its prices."""
-
     price_per_engine_hour: Speed[NonNegativeFloat | None] = None
     """Price of one replica per hour, in any currency."""
-
     max_error_rate: Speed[Fraction | None] = None
     """Share of error rows among finished rows."""
-
     min_rows_for_error_rate: Speed[Positive] = 100
     """Finished rows before `max_error_rate` is checked."""
 
@@ -122,7 +211,6 @@ class WaveConfig:
 
     on: Answers[tuple[str, ...]]
     """Statuses to retry: "truncated", "too_long", "error", "crashed"."""
-
     sampling: Answers[Mapping[str, Any]]
     """Sampling options that replace those of the stage and the row, such as {"max_tokens":
     2048}."""

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import re
 import textwrap
 import types
@@ -76,12 +75,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmgtp]?)(i)?b?", re.IGN
 def options(where: str) -> Callable[[type[_T]], type[_T]]:
     """Return what makes a dataclass check its options when it is built.
 
-    Args:
-        where: what users write before their names, such as "engine."; "" for none.
-
-    Raises:
-        ConfigError: of the class that is made, in place of pydantic's error: names the option, what
-            it may be and what it is.
+    What is wrong is a ConfigError in place of pydantic's error: it names the option, what it may be
+    and what it is; `where` is what users write before their names, such as "engine.".
     """
 
     def decorate(cls: type[_T]) -> type[_T]:
@@ -109,7 +104,6 @@ def fields_of(cls: type) -> dict[str, FieldInfo]:
 
 
 def decided_by(field: FieldInfo) -> Decides:
-    """Return what an option decides."""
     return next((each for each in field.metadata if isinstance(each, Decides)), Decides.ANSWERS)
 
 
@@ -154,25 +148,16 @@ def signature_of(
     return known.replace(parameters=[*named, *options])
 
 
-def default_of(config: object, name: str) -> object:
-    """Return the default of an option of a config."""
-    return fields_of(type(config))[name].get_default(call_default_factory=True)
-
-
 def is_default(config: object, name: str) -> bool:
-    """Return whether an option of a config has its default."""
-    return bool(getattr(config, name) == default_of(config, name))
+    default = fields_of(type(config))[name].get_default(call_default_factory=True)
+    return bool(getattr(config, name) == default)
 
 
 def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T:
-    """Build a config from a mapping, such as a part of a job file.
+    """Build a config from a mapping, such as a part of a job file; nested ones are built already.
 
-    Args:
-        mapping: names of options to values; nested configs are built by the caller.
-        where: what the mapping is, for messages, such as "job.yaml: engine".
-
-    Raises:
-        ConfigError: an unknown option (with a suggestion), a missing one, or a value out of range.
+    `where` is what it is, such as "job.yaml: engine". ConfigError: an unknown option (with a
+    suggestion), a missing one, or a value out of range.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in mapping:
@@ -188,17 +173,7 @@ def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T
         raise ConfigError(f"{where}: {error}") from error
 
 
-def check_min(config: object, name: str, minimum: float) -> None:
-    """Raise ConfigError unless the field of a record is a finite number of at least `minimum`."""
-    value = getattr(config, name)
-    # also NaN, of which nothing is true
-    if not is_number(value) or not minimum <= value < math.inf:
-        allowed = range_text(f"at least {minimum}", value)
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
-
-
 def is_number(value: object) -> bool:
-    """Return whether a value is a number, which truth values are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -215,7 +190,8 @@ def _refusal(cls: type, error: ValidationError) -> ConfigError:
         return ConfigError(f"the option {name!r} is missing")
     if len(first["loc"]) > 1:
         # pydantic's input is the part that is wrong, and users want to see what they wrote
-        value = _input_of(error, name, value)
+        wholes = (e["input"] for e in error.errors(include_url=False) if e["loc"] == (name,))
+        value = next(wholes, value)
     shown = f"a {type(value).__name__}" if _SECRET in field.metadata else f"{value!r:.200}"
     if field.examples:
         allowed = f"a name such as {' or '.join(field.examples)}"
@@ -227,14 +203,7 @@ def _refusal(cls: type, error: ValidationError) -> ConfigError:
     )
 
 
-def _input_of(error: ValidationError, name: str, value: object) -> object:
-    """Return the value of an option whose part is wrong, where pydantic tells it."""
-    whole = [e["input"] for e in error.errors(include_url=False) if e["loc"] == (name,)]
-    return whole[0] if whole else value
-
-
 def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN401
-    """Return what an option may be, in words."""
     if get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
         return _allowed(kind, [*limits, *more], value)
@@ -258,15 +227,13 @@ def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN40
             return f"{range_text(f'{lowest} {most}', value)}, such as 0.01"
         return range_text(f"at least {least}" if above is None else f"above {above}", value)
     names = {bool: "true or false", str: "a text"}
-    return names.get(kind, "a mapping" if get_origin(kind) in _MAPPINGS else "a list")
-
-
-_MAPPINGS = (dict, Mapping)
+    return names.get(kind, "a mapping" if get_origin(kind) in (dict, Mapping) else "a list")
 
 
 def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     """Return what may be meant: the nearest choice, or the bytes of a size with a unit."""
-    choices = [str(c) for p in _parts(kind) if get_origin(p) is Literal for c in get_args(p)]
+    parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    choices = [str(c) for p in parts if get_origin(p) is Literal for c in get_args(p)]
     if isinstance(value, str) and choices:
         return did_you_mean(value, choices)
     if not name.endswith("_bytes") or not isinstance(value, str | float):
@@ -278,7 +245,3 @@ def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     factor = (1024 if is_binary else 1000) ** " kmgtp".index(unit.lower() or " ")
     size = Decimal(number) * factor
     return f"; it counts bytes: write {int(size)}" if size >= 1 and size == int(size) else ""
-
-
-def _parts(kind: Any) -> tuple[Any, ...]:  # noqa: ANN401
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import CommitError
-from raybatch.records.counts import TOKEN_COUNTS, TokenCounts
 from raybatch.records.hashing import mix64
+from raybatch.records.types import TOKEN_COUNTS, TokenCounts
 
 Ints = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]

@@ -79,7 +79,8 @@ def read_parquet(
     source, sink = str(source), str(sink)
     plan = PlanConfig(mode="off", unit_rows=unit_rows, max_unit_rows=max(unit_rows, 4096))
     scanned = scan_source(source)
-    _check_names(scanned.schema)
+    if taken := [name for name in _PLACES if name in scanned.schema.names]:
+        raise ConfigError(f"the source has columns named {', '.join(taken)}; rename them")
     check_place(sink)
     check_outside(sink, source)
     paths = {part.path for part in scanned.slices}
@@ -87,14 +88,8 @@ def read_parquet(
     stored = _open(scanned, sink, fit_units(plan, scanned), {"version": json.dumps(version)})
     if not scanned.num_rows:
         return _no_rows(scanned.schema, sink)
-    todo = ~committed(store_of(sink), plan_units(sink, stored))
-    return _rows(scanned, stored, plan_units(sink, stored).unit_rows, todo)
-
-
-def _check_names(schema: pa.Schema) -> None:
-    taken = [name for name in _PLACES if name in schema.names]
-    if taken:
-        raise ConfigError(f"the source has columns named {', '.join(taken)}; rename them")
+    units = plan_units(sink, stored)
+    return _rows(scanned, units.unit_rows, ~committed(store_of(sink), units))
 
 
 def _open(
@@ -118,7 +113,7 @@ def _open(
     return stored
 
 
-def _rows(source: Source, stored: StoredPlan, unit_rows: Any, todo: Any) -> Any:  # noqa: ANN401
+def _rows(source: Source, unit_rows: Any, todo: Any) -> Any:  # noqa: ANN401
     row_id_column = None if ROW_ID in source.schema.names else ROW_ID
     units, wanted = ray.put(unit_rows), ray.put(todo)
 
@@ -182,9 +177,16 @@ def write_parquet(dataset: Any, sink: str | Path, *, schema: pa.Schema | None = 
     # overwrite asks for it before it removes what another run writes
     with beating(store, new_run_id(time.time()), time.time):
         if plan.num_rows:
-            _write(dataset, UnitSink(sink, stored, schema))
+            settle_context(dataset)
+            try:
+                with errors_logged_once():
+                    dataset.write_datasink(UnitSink(sink, stored, schema))
+            except Exception as error:
+                raise own_cause(error) or error from None
         else:
-            _write_no_rows(sink, stored, schema)
+            # the one part of an input without rows, so that readers find the columns
+            writer = _writer(sink, stored, schema, pa.schema([]), attempt="no rows")
+            writer.deliver(0, writer.journal_of(0))
         result = audit(store, plan)
         if not result.is_clean:
             raise CommitError(
@@ -202,62 +204,39 @@ def _settled(sink: str, schema: pa.Schema) -> pa.Schema:
         settled = settle_schema(store_of(sink), schema)
     if settled.equals(schema):
         return settled
-    place, (there, here) = next(
-        (place, pair)
-        for place, pair in enumerate(zip_longest(settled, schema))
-        if pair[0] is None or pair[1] is None or not pair[0].equals(pair[1])
-    )
+    columns = zip_longest(*(map(_field_text, each) for each in (settled, schema)), fillvalue="none")
+    place, (there, here) = next((i, pair) for i, pair in enumerate(columns) if pair[0] != pair[1])
     raise ConfigError(
-        f"schema: column {place} is {_field_text(here)}, and {_field_text(there)} in the output "
+        f"schema: column {place} is {here}, and {there} in the output "
         f"that was begun in {sink}; leave schema out, or begin again with read_parquet(..., "
         "overwrite=True)"
     )
 
 
-def _field_text(field: pa.Field | None) -> str:
-    if field is None:
-        return "none"
+def _field_text(field: pa.Field) -> str:
     return repr(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}")
 
 
-def _write(dataset: Any, sink: Datasink) -> None:  # noqa: ANN401
-    settle_context(dataset)
-    try:
-        with errors_logged_once():
-            dataset.write_datasink(sink)
-    except Exception as error:
-        raise own_cause(error) or error from None
-
-
-def _write_no_rows(sink: str, stored: StoredPlan, schema: pa.Schema | None) -> None:
-    """Write the one part of an input without rows, so that readers find the columns."""
+def _writer(
+    sink: str, stored: StoredPlan, schema: pa.Schema | None, found: pa.Schema, *, attempt: str
+) -> UnitWriter:
+    """Return what writes units of a schema; None takes that of the output, else the one found."""
     with error_context(f"sink {sink!r} cannot be used"):
-        schema = schema or settle_schema(store_of(sink), pa.schema([]))
-    writer = _writer(sink, stored, schema, attempt="no rows")
-    writer.deliver(0, writer.journal_of(0))
-
-
-def _writer(sink: str, stored: StoredPlan, schema: pa.Schema, *, attempt: str) -> UnitWriter:
+        schema = schema or settle_schema(store_of(sink), found)
     return UnitWriter(
         sink=sink, store=store_of(sink), stored=stored, schema=schema, output=None, attempt=attempt
     )
 
 
 class UnitSink(Datasink):  # type: ignore[misc]
-    """Writes rows that know their places, unit by unit; rows of open units go to the journal.
-
-    Args:
-        schema: of every part; None takes that of the first rows.
-    """
+    """Writes rows that know their places, unit by unit; rows of open units go to the journal."""
 
     def __init__(self, sink: str, stored: StoredPlan, schema: pa.Schema | None) -> None:
-        self._sink = sink
-        self._stored = stored
-        self._schema = schema
+        self._sink, self._stored, self._schema = sink, stored, schema
 
     def write(self, blocks: Iterable[Any], ctx: Any) -> int:  # noqa: ANN401
         with message_kept():
-            tables = [_as_arrow(block) for block in blocks]
+            tables = [ray.data.block.BlockAccessor.for_block(b).to_arrow() for b in blocks]
             table = pa.concat_tables([t for t in tables if t.num_rows] or tables[:1])
             if not table.num_rows:
                 return 0
@@ -275,9 +254,7 @@ class UnitSink(Datasink):  # type: ignore[misc]
         rows = table.drop_columns([UNIT])
         user_schema = pa.schema([f for f in rows.schema if f.name not in _PLACES])
         rows = as_movable(rows)
-        with error_context(f"sink {self._sink!r} cannot be used"):
-            schema = self._schema or settle_schema(store_of(self._sink), user_schema)
-        writer = _writer(self._sink, self._stored, schema, attempt=attempt)
+        writer = _writer(self._sink, self._stored, self._schema, user_schema, attempt=attempt)
         for number in np.unique(unit).tolist():
             with error_context(f"sink {self._sink!r} cannot be read"):
                 if writer.receipt_of(number) is not None:
@@ -285,7 +262,3 @@ class UnitSink(Datasink):  # type: ignore[misc]
             with error_context(f"the rows do not fit the columns of the output in {self._sink!r}"):
                 finished = writer.joined([rows.filter(pa.array(unit == number))])
             writer.deliver(number, finished)
-
-
-def _as_arrow(block: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
-    return ray.data.block.BlockAccessor.for_block(block).to_arrow()

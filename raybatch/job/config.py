@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import fsspec
 import yaml
@@ -28,6 +28,7 @@ from raybatch.policy.executor import ExecutorName
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import referenced_columns
 
+_T = TypeVar("_T")
 OutputOrder = Literal["plan", "input"]
 
 # what the units of a run without a plan take as well; explaining such a run takes the memory
@@ -41,62 +42,46 @@ class JobConfig:
 
     source: Place[str]
     """Parquet, JSONL or Arrow IPC: a file, a folder or a glob; a path or a URI."""
-
     sink: Place[str]
     """Output folder: a path or a URI. A started output of the same job is continued; a folder with
     other files, or with another job's output, is refused."""
-
     stage: StageConfig
     """Model, prompt and options."""
-
     plan: PlanConfig = field(default_factory=PlanConfig)
     """How rows are grouped and ordered; "off" runs them in input order."""
-
     overwrite: Place[bool] = False
     """Remove the output of an earlier run and begin again."""
-
     extend: Place[bool] = False
     """Add files that are new in the source to the output, under a plan of their own; known files
     must be unchanged."""
-
     flush_every_s: Speed[Annotated[float, Gt(0)]] = 5.0
     """How often, in seconds, finished rows of an unfinished unit are saved to the journal; a crash
     loses no more than this."""
-
     partition_by: Answers[tuple[str, ...]] = ()
     """Source columns that become folders of the output, as in data/lang=en/part-000000.parquet; the
     files do not repeat them."""
-
     output_order: Place[OutputOrder] = "plan"
     """Order of the rows: "plan" keeps the order in which they ran and costs nothing; "input" sorts
     a second copy into source order at the end."""
-
     limits: LimitConfig = field(default_factory=LimitConfig)
     """Budgets, a deadline and an error rate that end a run early; finished rows are kept, and the
     same job started again continues."""
-
     waves: Answers[tuple[WaveConfig, ...]] = ()
     """Rules that retry rows of some status before they are written, in this order, such as [{"on":
     "truncated", "sampling": {"max_tokens": 2048}}]."""
-
     columns: Answers[tuple[str, ...] | None] = None
     """Source columns to read and write, in this order; None takes all."""
-
     schema_policy: Answers[SchemaPolicy] = "strict"
     """What to do when schemas of files differ: "strict" refuses them, "cast" widens types without
     loss."""
-
     skip_bad_files: Answers[bool] = False
     """Leave out unreadable files (empty, cut, of another kind) instead of refusing the source; they
     are logged and reported."""
-
     max_row_group_bytes: Place[Positive] = 2 << 30
     """Largest row group or record batch that is read, in memory."""
-
     max_decompressed_bytes: Place[Positive | None] = None
     """Largest size of a compressed JSONL file when unpacked; None allows 1 GiB or a hundred times
     its size, whichever is more."""
-
     executor: Place[ExecutorName] = "auto"
     """Where engines run: "ray" on a cluster; "local" as processes of this host, without Ray; "auto"
     takes a connected cluster, else "local" for small inputs and Ray for others."""
@@ -112,7 +97,17 @@ class JobConfig:
                 "limits.max_cost needs limits.price_per_engine_hour, or the prices of an endpoint "
                 "in backend.options"
             )
-        self._check_task()
+        of_tokens = {
+            "waves": self.waves,
+            "plan.lengths": self.plan.lengths == "probe",
+            "plan.expected_tokens_column": self.plan.expected_tokens_column is not None,
+        }
+        if self.stage.task != "generate" and any(of_tokens.values()):
+            name = next(name for name, is_set in of_tokens.items() if is_set)
+            raise ConfigError(
+                f"{name} is about generated tokens, and task {self.stage.task!r} generates "
+                "none; leave it out"
+            )
         if len(set(self.partition_by)) < len(self.partition_by):
             raise ConfigError(
                 f"partition_by must name each column once, got {list(self.partition_by)!r}"
@@ -124,20 +119,6 @@ class JobConfig:
                 f"columns must name each column once, and at least one, got "
                 f"{list(self.columns)!r}; leave it out to take all"
             )
-
-    def _check_task(self) -> None:
-        if self.stage.task == "generate":
-            return
-        for name, is_set in (
-            ("waves", bool(self.waves)),
-            ("plan.lengths", self.plan.lengths == "probe"),
-            ("plan.expected_tokens_column", self.plan.expected_tokens_column is not None),
-        ):
-            if is_set:
-                raise ConfigError(
-                    f"{name} is about generated tokens, and task {self.stage.task!r} generates "
-                    "none; leave it out"
-                )
 
     def check_columns(self) -> None:
         """Raise ConfigError where `columns` leaves out a column that an option names."""
@@ -153,29 +134,20 @@ class JobConfig:
 
 
 def job_config(given: Mapping[str, Any], *, where: str = "Job") -> JobConfig:
-    """Return the options of a job from any form in which users give them.
+    """Return the options of a job from any form in which users give them, the stage as its config.
 
-    Args:
-        given: options by name, the stage as its config.
-        where: what they belong to, for messages; that of a call is not repeated.
-
-    Raises:
-        ConfigError: an option is unknown, missing or wrong.
+    Messages begin with `where`, but for that of a call; ConfigError: an option is unknown, missing
+    or wrong.
     """
     at = "" if where == "Job" else f"{where}: "
     values = {
-        name: _FORMS[name](value, where=f"{at}{name}") if name in _FORMS else value
+        name: _FORMS[name](value, f"{at}{name}") if name in _FORMS else value
         for name, value in given.items()
     }
     return from_mapping(JobConfig, values, where=where)
 
 
-def column_names(columns: object, *, where: str) -> tuple[str, ...] | None:
-    """Return the names of columns from any form in which users give them.
-
-    Raises:
-        ConfigError: they are of no such form.
-    """
+def _column_names(columns: object, where: str) -> tuple[str, ...] | None:
     if columns is None:
         return None
     names = columns.split(",") if isinstance(columns, str) else columns
@@ -184,85 +156,55 @@ def column_names(columns: object, *, where: str) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def limit_config(limits: object, *, where: str) -> LimitConfig:
-    """Return limits from any form in which users give them.
-
-    Raises:
-        ConfigError: they are of no such form, or a limit is unknown or wrong.
-    """
-    if limits is None or isinstance(limits, LimitConfig):
-        return limits or LimitConfig()
-    if not isinstance(limits, Mapping):
-        raise ConfigError(f"{where} must be limits such as max_tokens, got {limits!r}")
-    return from_mapping(LimitConfig, limits, where=where)
+def _built(cls: type[_T], value: object, where: str, allowed: str) -> _T:
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must {allowed}, got {value!r}")
+    return from_mapping(cls, value, where=where)
 
 
-def wave_configs(waves: object, *, where: str) -> tuple[WaveConfig, ...]:
-    """Return waves from any form in which users give them.
+def _limit_config(limits: object, where: str) -> LimitConfig:
+    return _built(
+        LimitConfig, {} if limits is None else limits, where, "be limits such as max_tokens"
+    )
 
-    Raises:
-        ConfigError: they are of no such form, or an option is unknown or wrong.
-    """
-    if waves is None:
-        return ()
-    if not isinstance(waves, list | tuple):
+
+def _wave_configs(waves: object, where: str) -> tuple[WaveConfig, ...]:
+    if not isinstance(waves, list | tuple | None):
         raise ConfigError(f"{where} must be a list of rules, got {waves!r}")
-    found = []
-    for number, wave in enumerate(waves):
-        if isinstance(wave, WaveConfig):
-            found.append(wave)
-            continue
-        if not isinstance(wave, Mapping):
-            raise ConfigError(f"{where}: rule {number} must have 'on' and 'sampling', got {wave!r}")
-        on = wave.get("on", ())
-        listed = {**wave, "on": (on,) if isinstance(on, str) else tuple(on)}
-        found.append(from_mapping(WaveConfig, listed, where=f"{where}: rule {number}"))
-    return tuple(found)
+    built = []
+    for number, wave in enumerate(waves or ()):
+        if isinstance(wave, Mapping):
+            on = wave.get("on", ())
+            wave = {**wave, "on": (on,) if isinstance(on, str) else tuple(on)}
+        at = f"{where}: rule {number}"
+        built.append(_built(WaveConfig, wave, at, "have 'on' and 'sampling'"))
+    return tuple(built)
 
 
-def plan_config(plan: object, *, where: str) -> PlanConfig:
-    """Return the options of a plan from any form in which users give them.
-
-    Raises:
-        ConfigError: they are of no such form, or an option is unknown or wrong.
-    """
-    if isinstance(plan, PlanConfig):
-        return plan
-    # YAML reads a bare `off` as false
-    if plan is None or plan is True or plan == "auto":
-        return PlanConfig()
-    if plan is False or plan == "off":
-        return PlanConfig(mode="off")
-    if not isinstance(plan, Mapping):
-        raise ConfigError(f"{where} must be 'auto', 'off' or options of the plan, got {plan!r}")
-    values = dict(plan)
-    if isinstance(values.get("mode"), bool):
-        values["mode"] = "auto" if values["mode"] else "off"
-    return from_mapping(PlanConfig, values, where=where)
+def _plan_config(plan: object, where: str) -> PlanConfig:
+    if plan is None or isinstance(plan, bool) or plan in ("auto", "off"):
+        plan = {"mode": "auto" if plan is None else plan}
+    if isinstance(plan, Mapping) and isinstance(plan.get("mode"), bool):
+        # YAML reads a bare `off` as false
+        plan = {**plan, "mode": "auto" if plan["mode"] else "off"}
+    return _built(PlanConfig, plan, where, "be 'auto', 'off' or options of the plan")
 
 
-def _partition_columns(columns: object, *, where: str) -> tuple[str, ...]:
-    return column_names(columns, where=where) or ()
-
-
-_FORMS: Mapping[str, Callable[..., object]] = {
-    "plan": plan_config,
-    "limits": limit_config,
-    "waves": wave_configs,
-    "columns": column_names,
-    "partition_by": _partition_columns,
+_FORMS: Mapping[str, Callable[[Any, str], object]] = {
+    "plan": _plan_config,
+    "limits": _limit_config,
+    "waves": _wave_configs,
+    "columns": _column_names,
+    "partition_by": lambda columns, where: _column_names(columns, where) or (),
 }
 
 
 def without_effect(plan: PlanConfig) -> list[str]:
     """Return the options that were given to a plan that is off, and that only a plan heeds."""
-    if plan.mode != "off":
-        return []
-    return [
-        name
-        for name in fields_of(PlanConfig)
-        if name not in _WITHOUT_A_PLAN and not is_default(plan, name)
-    ]
+    names = fields_of(PlanConfig) if plan.mode == "off" else ()
+    return [name for name in names if name not in _WITHOUT_A_PLAN and not is_default(plan, name)]
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -283,11 +225,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:
-    """Return the options in a YAML file.
-
-    Raises:
-        ConfigError: there is no such file, or it holds no options.
-    """
+    """Return the options in a YAML file; ConfigError: there is none, or it holds no options."""
     try:
         with fsspec.open(str(path), "r", encoding="utf-8") as file:
             mapping = yaml.load(file, Loader=_UniqueKeys)

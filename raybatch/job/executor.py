@@ -1,9 +1,10 @@
-"""Decides whether a job runs on Ray, and lets its stage have the pool that goes with it."""
+"""Decides where a job runs and with which backend, and gives its stage the pool for that."""
 
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import pyarrow as pa
 
 from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_placement
 from raybatch.actors.pool import PoolHandle
@@ -12,25 +13,25 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import type_of
 from raybatch.config import PlanConfig, PoolConfig
+from raybatch.durable.layout import PLAN_ORDER
+from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
+from raybatch.planning.fingerprint import backend_kind
+from raybatch.planning.store import read_plans
 from raybatch.policy.executor import ExecutorFacts, ExecutorName, choose_executor, engines_for
+from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Executor:
-    """Where a job runs."""
-
     is_local: bool
     reason: str
     num_engines: int = 0
 
     @property
     def name(self) -> str:
-        """The name of the option's value."""
         return "local" if self.is_local else "ray"
 
     def __str__(self) -> str:
@@ -43,15 +44,10 @@ def is_connected(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def choose(asked: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfig) -> Executor:
-    """Return where a job runs.
-
-    Raises:
-        ConfigError: it is to run without Ray and has options that only Ray can follow.
-    """
+    """Return where a job runs; ConfigError: without Ray, and with options that need it."""
+    is_local, reason = asked == "local", "the job says so"
     num_bytes = sum(part.num_bytes for part in source.slices)
     needs_ray = _needs_ray(spec)
-    if asked == "ray":
-        return Executor(is_local=False, reason="the job says so")
     if asked == "auto":
         facts = ExecutorFacts(
             is_connected=is_connected(),
@@ -61,38 +57,23 @@ def choose(asked: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfig
             max_driver_bytes=plan.max_driver_bytes,
         )
         is_local, reason = choose_executor(facts)
-        if not is_local:
-            return Executor(is_local=False, reason=reason)
-        return _local(spec, source, reason)
-    if needs_ray:
+    elif is_local and needs_ray:
         raise ConfigError(
             f"executor=local runs engines on this host without Ray, and {needs_ray} needs Ray; "
             "leave it out, or set executor=ray"
         )
-    if plan.mode != "off" and num_bytes > plan.max_driver_bytes:
+    elif is_local and plan.mode != "off" and num_bytes > plan.max_driver_bytes:
         raise ConfigError(
             f"executor=local plans in this process alone, and the input takes {num_bytes} bytes "
             f"where plan.max_driver_bytes is {plan.max_driver_bytes}; raise that, set plan=off, or "
             "set executor=ray"
         )
-    return _local(spec, source, "the job says so")
-
-
-def _local(spec: PoolSpec, source: Source, reason: str) -> Executor:
+    if not is_local:
+        return Executor(is_local=False, reason=reason)
     most = plan_local_placement(spec).num_replicas
     is_given = spec.pool.replicas is not None
     num_engines = most if is_given else engines_for(source.num_rows, most)
     return Executor(is_local=True, reason=reason, num_engines=num_engines)
-
-
-def with_pool(stage: type[StageFeeder], executor: Executor) -> type[StageFeeder]:
-    """Return the stage with a pool that runs where the executor is."""
-    if not executor.is_local:
-        return stage
-    spec = stage.pool.spec
-    spec = replace(spec, pool=replace(spec.pool, replicas=executor.num_engines))
-    pool = PoolHandle(spec, is_local=True)
-    return type(stage.__name__, (stage,), {"pool": pool})
 
 
 def _better_on_ray(spec: PoolSpec) -> str:
@@ -106,12 +87,8 @@ def _needs_ray(spec: PoolSpec) -> str:
     """Return an option that only Ray can follow; "" for none."""
     pool, defaults = spec.pool, PoolConfig()
     for name in (
-        "num_cpus_per_replica",
-        "num_gpus_per_replica",
-        "accelerator_type",
-        "resources",
-        "runtime_env",
-        "bundles",
+        *("num_cpus_per_replica", "num_gpus_per_replica", "accelerator_type"),
+        *("resources", "runtime_env", "bundles"),
     ):
         if getattr(pool, name) != getattr(defaults, name):
             return f"pool.{name}={getattr(pool, name)!r}"
@@ -121,3 +98,51 @@ def _needs_ray(spec: PoolSpec) -> str:
     if num_gpus and (pool.replicas or 1) > 1:
         return f"pool.replicas={pool.replicas} on GPUs"
     return ""
+
+
+def stage_of_executor(
+    stage: type[StageFeeder], executor: Executor, sinks: Sequence[str]
+) -> type[StageFeeder]:
+    """Return a stage with the pool of an executor; its backend is decided if no cluster starts.
+
+    Of the outputs that it goes on with, the first that was begun says with which backend.
+    """
+    if executor.is_local:
+        spec = stage.pool.spec
+        spec = replace(spec, pool=replace(spec.pool, replicas=executor.num_engines))
+        stage = type(stage.__name__, (stage,), {"pool": PoolHandle(spec, is_local=True)})
+    if stage.config.backend.is_decided:
+        return stage
+    begun = next(filter(None, map(_began_with, sinks)), None)
+    if begun is None and not stage.pool.is_local and connected_ray() is None:
+        return stage
+    return stage.settled(began_with=begun, connect=False)
+
+
+def _began_with(sink: str) -> str | None:
+    with error_context(f"sink {sink!r} cannot be used"):
+        for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
+            for stored in read_plans(folder):
+                return backend_kind(stored.fingerprint)
+    return None
+
+
+def stage_of_cluster(
+    stage: type[StageFeeder],
+    schema: pa.Schema,
+    start_ray: Callable[[], None] | None = None,
+    *,
+    connect: bool = True,
+) -> type[StageFeeder]:
+    """Return a stage whose backend a cluster decides, or options alone where none is connected.
+
+    One that is decided is returned as it is. ConfigError: the backend cannot run the model, or
+    cannot be decided.
+    """
+    if stage.config.backend.is_decided:
+        return stage
+    if start_ray is not None:
+        start_ray()
+    decided = stage.settled(connect=connect)
+    check_model(decided.config, schema)
+    return decided

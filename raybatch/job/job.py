@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,17 +15,15 @@ from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
-from raybatch.job.executor import choose, with_pool
-from raybatch.job.parts import is_whole, plans_of, settled_stage, stage_of_cluster
-from raybatch.job.pool_watch import ProgressCallback, RunClock
+from raybatch.job.executor import Executor, choose, stage_of_cluster, stage_of_executor
 from raybatch.job.progress import ProgressPrinter
-from raybatch.job.run import JobRun, planned_run
+from raybatch.job.run import JobRun, is_whole, planned_run, plans_of
+from raybatch.job.watching import ProgressCallback, RunClock
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.outputs.ordered import restore_order
 from raybatch.planning.layout_lint import without_columns
 from raybatch.planning.sidecar import check_expected
 from raybatch.planning.source_checks import check_partition_values, check_unique_ids
-from raybatch.planning.stored import StoredPlan
 from raybatch.redaction import redacted
 from raybatch.report import RunReport
 from raybatch.report.rebuild import keep_report, report_of_complete
@@ -37,15 +35,13 @@ from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
 
+logger = logging.getLogger(__name__)
 
-def check_order(config: JobConfig) -> None:
-    """Raise ConfigError where a run with another `output_order` has begun the output.
+Progress = ProgressCallback | ProgressPrinter | None
 
-    With `overwrite` what it has written is removed instead.
 
-    Args:
-        config: of a job whose sink is prepared.
-    """
+def _check_order(config: JobConfig) -> None:
+    """Refuse, or with `overwrite` remove, what a run with another `output_order` has begun."""
     if config.output_order == "input" or not _has_plan(_folder(config)):
         return
     if not config.overwrite:
@@ -56,44 +52,34 @@ def check_order(config: JobConfig) -> None:
     prepare_sink(_folder(config), is_overwrite=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OrderedRun:
-    """A run with `output_order="input"`."""
-
-    run: JobRun
-
-    def execute(self, progress: ProgressCallback | ProgressPrinter | None) -> RunReport:
-        """Generate and write every row that is not written yet, then bring them into order."""
-        config = self.run.config
-        job = self.run.described()
-        plans = plans_of(job, may_grow=config.extend)
-        if plans and is_whole(job, plans):
-            self._check_follows_input(plans)
-            return report_of_complete(config.sink)
-        folder = _folder(config)
-        if plans and not _has_plan(folder):
-            raise ConfigError(
-                f"the output in {config.sink} has a plan and nothing in {folder}, so it was begun "
-                "with output_order=plan, or that folder was removed; choose another folder"
-            )
-        prepare_sink(folder, is_overwrite=config.overwrite)
-        inner = replace(config, sink=folder, output_order="plan", partition_by=())
-        report = replace(self.run, config=inner).execute(progress)
-        report = replace(report, sink=redacted(config.sink), is_rebuilt=False)
-        if not (report.rows_todo or report.rows_lost or report.rows_duplicated):
-            restore_order(folder, config.sink, subject=job.subject)
-            below = store_of(config.sink).uri + "/"
-            names = tuple(path.removeprefix(below) for path in output_files(config.sink))
-            report = replace(report, output_files=names)
-        return keep_report(report, config.sink)
-
-    def _check_follows_input(self, plans: Sequence[StoredPlan]) -> None:
+def _execute_in_order(run: JobRun, progress: Progress) -> RunReport:
+    """Generate and write every row that is not written yet, then bring them into input order."""
+    config, folder = run.config, _folder(run.config)
+    job = run.described()
+    plans = plans_of(job, may_grow=config.extend)
+    if plans and is_whole(job, plans):
         if any(stored.is_reordered for stored in plans):
-            sink = self.run.config.sink
             raise ConfigError(
-                f"the output in {sink} is complete, in the order of the plan; `raybatch ordered "
-                f"{shell_path(sink)} NEW_FOLDER` makes a copy in the order of the input"
+                f"the output in {config.sink} is complete, in the order of the plan; `raybatch "
+                f"ordered {shell_path(config.sink)} NEW_FOLDER` makes a copy in the order of the "
+                "input"
             )
+        return report_of_complete(config.sink)
+    if plans and not _has_plan(folder):
+        raise ConfigError(
+            f"the output in {config.sink} has a plan and nothing in {folder}, so it was begun "
+            "with output_order=plan, or that folder was removed; choose another folder"
+        )
+    prepare_sink(folder, is_overwrite=config.overwrite)
+    inner = replace(config, sink=folder, output_order="plan", partition_by=())
+    report = replace(run, config=inner).execute(progress)
+    report = replace(report, sink=redacted(config.sink), is_rebuilt=False)
+    if not (report.rows_todo or report.rows_lost or report.rows_duplicated):
+        restore_order(folder, config.sink, subject=job.subject)
+        below = store_of(config.sink).uri + "/"
+        names = tuple(path.removeprefix(below) for path in output_files(config.sink))
+        report = replace(report, output_files=names)
+    return keep_report(report, config.sink)
 
 
 def _folder(config: JobConfig) -> str:
@@ -103,9 +89,6 @@ def _folder(config: JobConfig) -> str:
 def _has_plan(folder: str) -> bool:
     with error_context(f"{folder!r} cannot be read"):
         return store_of(folder).size(PLAN) is not None
-
-
-logger = logging.getLogger(__name__)
 
 
 class Job:
@@ -154,11 +137,7 @@ class Job:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, where: str | Path = "job") -> Self:
-        """Build a job from nested options, as they stand in a job file.
-
-        Raises:
-            ConfigError: an unknown, missing or wrong option.
-        """
+        """Build a job from nested options, as in a job file; ConfigError: an option is wrong."""
         where = str(where)
         stage_options = {f.name for f in fields(StageConfig)}
         for key in mapping:
@@ -176,21 +155,17 @@ class Job:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """Build a job from a YAML file.
-
-        Raises:
-            ConfigError: the file cannot be read, or an option is unknown, missing or wrong.
-        """
+        """Build a job from a YAML file; ConfigError: it cannot be read, or an option is wrong."""
         return cls.from_mapping(read_job_file(path), where=path)
 
     def run(
         self,
         *,
-        progress: ProgressCallback | ProgressPrinter | None = None,
+        progress: Progress = None,
         ending: Callable[[], str | None] | None = None,
         start_ray: Callable[[], None] | None = None,
     ) -> RunReport:
-        """Read, generate, write, and count what was written.
+        """Read, generate, write, and return a report, which also lies below the sink.
 
         Args:
             progress: called about every second with the state of the pool and the number of
@@ -201,23 +176,20 @@ class Job:
             start_ray: called before Ray is used, where it is: nothing is left to refuse then, and
                 something to do; None leaves its start to Ray.
 
-        Returns:
-            The report, which also lies below the sink.
-
         Raises:
             ConfigError: found before any work starts, where it can be.
             CapacityError: `kv_cache_bytes` of the engine does not hold a block.
             RowError: a row failed and the stage has on_error="raise".
         """
         clock = RunClock()
-        return self._run(self._scan(), clock, progress, ending, start_ray)
+        return self._run(self._scan(), clock, progress, start_ray, ending=ending)
 
     def retry_errors(
         self,
         sink: str | Path,
         *,
         statuses: Collection[str] = ERROR_STATUSES,
-        progress: ProgressCallback | ProgressPrinter | None = None,
+        progress: Progress = None,
         start_ray: Callable[[], None] | None = None,
     ) -> RunReport:
         """Run the error rows of this job's finished output again, into a folder of their own.
@@ -246,38 +218,32 @@ class Job:
         clock, stage = RunClock(), self.config.stage
         id_column = stage.id_column or f"{stage.output_prefix}row_id"
         source = failed_rows(self.config.sink, stage.output, id_column=id_column, statuses=statuses)
-        job = Job._of(
-            replace(
-                self.config,
-                source=self.config.sink,
-                sink=str(sink),
-                stage=replace(stage, id_column=id_column),
-            )
-        )
-        return job._run(source, clock, progress, start_ray=start_ray, begun_in=(self.config.sink,))
+        begun, asked = self.config.sink, replace(stage, id_column=id_column)
+        job = Job._of(replace(self.config, source=begun, sink=str(sink), stage=asked))
+        return job._run(source, clock, progress, start_ray, begun_in=(begun,))
 
     def _run(
         self,
         source: Source,
         clock: RunClock,
-        progress: ProgressCallback | ProgressPrinter | None,
+        progress: Progress,
+        start_ray: Callable[[], None] | None,
+        *,
         ending: Callable[[], str | None] | None = None,
-        start_ray: Callable[[], None] | None = None,
         begun_in: Sequence[str] = (),
     ) -> RunReport:
         check_place(self.config.sink)
         check_outside(self.config.sink, self.config.source)
-        executor = choose(self.config.executor, self._stage.pool.spec, source, self.config.plan)
         # what is overwritten is no output that goes on
-        sinks = (self.config.sink, *begun_in)[self.config.overwrite :]
-        stage = settled_stage(with_pool(self._stage, executor), sinks)
-        self._check(source, stage.config)
+        executor, stage = self._placed(
+            source, (self.config.sink, *begun_in)[self.config.overwrite :]
+        )
         prepare_sink(
             self.config.sink,
             is_overwrite=self.config.overwrite,
             source_paths={part.path for part in source.slices},
         )
-        check_order(self.config)
+        _check_order(self.config)
         stage = stage_of_cluster(stage, source.schema, start_ray)
         run = JobRun(
             config=replace(self.config, stage=stage.config),
@@ -289,7 +255,7 @@ class Job:
             start_ray=start_ray,
         )
         if self.config.output_order == "input":
-            return OrderedRun(run=run).execute(progress)
+            return _execute_in_order(run, progress)
         return run.execute(progress)
 
     def explain(
@@ -316,9 +282,7 @@ class Job:
             CapacityError: `kv_cache_bytes` of the engine does not hold a block.
         """
         source = self._scan()
-        executor = choose(self.config.executor, self._stage.pool.spec, source, self.config.plan)
-        stage = settled_stage(with_pool(self._stage, executor), (self.config.sink,))
-        self._check(source, stage.config)
+        executor, stage = self._placed(source, (self.config.sink,))
         if measure and start_ray is not None and not executor.is_local:
             start_ray()
         stage = stage_of_cluster(stage, source.schema, connect=measure)
@@ -347,7 +311,11 @@ class Job:
             max_decompressed_bytes=self.config.max_decompressed_bytes,
         )
 
-    def _check(self, source: Source, stage: StageConfig) -> None:
+    def _placed(self, source: Source, sinks: Sequence[str]) -> tuple[Executor, type[StageFeeder]]:
+        """Return where the job runs, and its stage there; raise ConfigError if they do not fit."""
+        executor = choose(self.config.executor, self._stage.pool.spec, source, self.config.plan)
+        placed = stage_of_executor(self._stage, executor, sinks)
+        stage, plan = placed.config, self.config.plan
         stage.output.check_collisions(source.schema, id_column=stage.id_column)
         check_inputs(source.schema, stage)
         check_names(source.schema)
@@ -358,19 +326,20 @@ class Job:
                 "where the text of a column belongs",
                 template,
             )
-        if ignored := without_effect(self.config.plan):
+        if ignored := without_effect(plan):
             names = ", ".join(f"plan.{name}" for name in ignored)
             logger.warning(
                 "the plan is off, so %s changes nothing; set plan.mode=auto, or leave it out", names
             )
-        if self.config.plan.mode != "off":
-            check_expected(source.schema, self.config.plan.expected_tokens_column)
+        if plan.mode != "off":
+            check_expected(source.schema, plan.expected_tokens_column)
         # the job that wrote an output looked at its rows
         if not isinstance(source, FailedRows):
             check_partition_values(source, self.config.partition_by)
             if stage.id_column is not None:
                 check_unique_ids(source, stage.id_column)
         check_model(stage, source.schema)
+        return executor, placed
 
 
 # editors and `help` show the options where they are given

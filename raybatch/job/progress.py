@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, TextIO
+from typing import NamedTuple, Self, TextIO
 
 from rich.console import Console, ConsoleDimensions
 from rich.control import Control
@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.segment import ControlType
 from rich.table import Table
 
-from raybatch.job.pool_watch import ProgressCallback, is_working
+from raybatch.job.watching import ProgressCallback, is_working
 from raybatch.records.types import PoolStats
 from raybatch.report.history.recorder import UnitsSoFar
 
@@ -28,60 +28,41 @@ _ONE_LESS_ROW = Control((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The state of a pool at one moment.
-
-    Args:
-        time_s: any clock that only goes forward.
-        rows_total: rows to be done in this run; None while it is not known.
-    """
+    """The state of a pool at one moment, of any clock that only goes forward."""
 
     time_s: float
     stats: PoolStats
     rows_total: int | None = None
+    """Rows to be done in this run; None while it is not known."""
     units: UnitsSoFar | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """The figures of the last snapshot and the rates since earlier ones.
+class Rates(NamedTuple):
+    rows: float
+    prompt: float
+    output: float
 
-    Args:
-        mean_prompt_rate: the same since a ready engine had rows, engine starts left out.
-        cached_fraction: share of the prompt tokens done that came from the prefix cache.
-        eta_s: seconds to the end, from remaining tokens; None while nothing is known.
-    """
+
+class Progress(NamedTuple):
+    """The figures of the last snapshot and the rates since earlier ones."""
 
     last: Snapshot
     elapsed_s: float
-    row_rate: float
-    prompt_rate: float
-    output_rate: float
-    mean_prompt_rate: float
-    mean_output_rate: float
-    cached_fraction: float
+    recent: Rates
+    mean: Rates
+    """Since a ready engine had rows, engine starts left out."""
     eta_s: float | None
+    """Seconds to the end, from remaining tokens; None while nothing is known."""
 
 
 def measure(history: Sequence[Snapshot]) -> Progress:
     """Derive the figures to show from snapshots in time order, at least one of them."""
-    first, last = history[0], history[-1]
-    start = _work_start(history)
+    last, start = history[-1], _work_start(history)
     in_window = next(s for s in history if last.time_s - s.time_s <= WINDOW_S)
-    recent = max(start, in_window, key=lambda snapshot: snapshot.time_s)
-    row_rate, prompt_rate, output_rate = _rates(recent, last)
-    _, mean_prompt_rate, mean_output_rate = _rates(start, last)
-    stats = last.stats
-    return Progress(
-        last=last,
-        elapsed_s=last.time_s - first.time_s,
-        row_rate=row_rate,
-        prompt_rate=prompt_rate,
-        output_rate=output_rate,
-        mean_prompt_rate=mean_prompt_rate,
-        mean_output_rate=mean_output_rate,
-        cached_fraction=stats.cached_fraction,
-        eta_s=_eta_s(last, prompt_rate or mean_prompt_rate, output_rate or mean_output_rate),
-    )
+    recent = _rates(max(start, in_window, key=lambda snapshot: snapshot.time_s), last)
+    mean = _rates(start, last)
+    eta_s = _eta_s(last, recent.prompt or mean.prompt, recent.output or mean.output)
+    return Progress(last, last.time_s - history[0].time_s, recent, mean, eta_s)
 
 
 def progress_line(history: Sequence[Snapshot]) -> str:
@@ -92,11 +73,8 @@ def progress_line(history: Sequence[Snapshot]) -> str:
 class ProgressPrinter:
     """Shows the progress of one job; use as a context manager.
 
-    Args:
-        note: one line that is shown once, when the work begins.
-        stream: where to write; standard error by default.
-        interval_s: seconds between two lines where no terminal is attached.
-        clock: seconds that only go forward.
+    The note is one line that is shown once, when the work begins; without a terminal there is a
+    line of figures every `interval_s` seconds.
     """
 
     def __init__(
@@ -133,31 +111,20 @@ class ProgressPrinter:
         self, stats: PoolStats, rows_total: int | None, units: UnitsSoFar | None = None
     ) -> None:
         """Take a new state; it is shown when it is due."""
-        if not self._history:
-            self._begin()
+        if not self._history and self._note:
+            self._console.print(self._note, soft_wrap=True)
+        if not self._history and self._live is not None:
+            self._live.start()
         now_s = self._clock()
         snapshot = Snapshot(time_s=now_s, stats=stats, rows_total=rows_total, units=units)
-        self._history.append(snapshot)
-        self._forget()
+        history = [*self._history, snapshot]
+        # the first one, the one at which work began, and the recent window
+        kept = (id(history[0]), id(_work_start(history)))
+        self._history = [s for s in history if now_s - s.time_s <= WINDOW_S or id(s) in kept]
         if self._live is not None:
             self._draw(self._live)
-            return
-        if self._last_line_s is None or now_s - self._last_line_s >= self._interval_s:
+        elif self._last_line_s is None or now_s - self._last_line_s >= self._interval_s:
             self._write_line()
-
-    def _begin(self) -> None:
-        if self._note:
-            self._console.print(self._note, soft_wrap=True)
-        if self._live is not None:
-            self._live.start()
-
-    def _forget(self) -> None:
-        """Keep the first snapshot, the one at which work began, and the recent window."""
-        kept = (self._history[0], _work_start(self._history))
-        oldest_s = self._history[-1].time_s - WINDOW_S
-        self._history = [
-            s for s in self._history if s.time_s >= oldest_s or any(s is k for k in kept)
-        ]
 
     def _write_line(self) -> None:
         self._last_line_s = self._history[-1].time_s
@@ -165,20 +132,17 @@ class ProgressPrinter:
 
     def _draw(self, live: Live) -> None:
         """Draw the panel over the last one, also where a narrower terminal has wrapped that."""
-        panel = self._panel()
-        width = self._console.width
-        for _ in range(_wrapped_rows(self._drawn, width)):
+        grid = Table.grid(padding=(0, 2))
+        for name, value in _cells(measure(self._history)):
+            grid.add_row(name, value)
+        panel = Panel(grid, title=self._title, expand=False, safe_box=True)
+        rows_per_line = max(1, -(-self._drawn.width // max(1, self._console.width)))
+        for _ in range(self._drawn.height * (rows_per_line - 1)):
             self._console.control(_ONE_LESS_ROW)
         live.update(panel, refresh=True)
         lines = self._console.render_lines(panel, pad=False)
         widest = max(sum(piece.cell_length for piece in line) for line in lines)
         self._drawn = ConsoleDimensions(widest, min(len(lines), self._console.height))
-
-    def _panel(self) -> Panel:
-        grid = Table.grid(padding=(0, 2))
-        for name, value in _cells(measure(self._history)):
-            grid.add_row(name, value)
-        return Panel(grid, title=self._title, expand=False, safe_box=True)
 
 
 @contextmanager
@@ -188,9 +152,7 @@ def shown(
 ) -> Iterator[ProgressCallback]:
     """Return a callback, or that of a display that lasts as long as the context.
 
-    Args:
-        progress: a callback, a display, or None for one of the usual kind.
-        units: says how far the units are; displays alone show it.
+    None stands for a display of the usual kind; displays alone show how far the units are.
     """
     if progress is not None and not isinstance(progress, ProgressPrinter):
         yield progress
@@ -199,27 +161,19 @@ def shown(
         yield lambda stats, rows_total: printer.update(stats, rows_total, units())
 
 
-def _wrapped_rows(drawn: ConsoleDimensions, width: int) -> int:
-    """Return the rows that a drawing takes beyond its lines, once a terminal is so wide."""
-    rows_per_line = max(1, -(-drawn.width // max(1, width)))
-    return drawn.height * (rows_per_line - 1)
-
-
 def _work_start(history: Sequence[Snapshot]) -> Snapshot:
     """The last snapshot before a ready engine had rows, else the first; as the report counts."""
     working = (i for i, s in enumerate(history) if is_working(s.stats))
     return history[max(0, next(working, len(history)) - 1)]
 
 
-def _rates(start: Snapshot, end: Snapshot) -> tuple[float, float, float]:
-    """Return rows, prompt tokens and generated tokens per second between two snapshots."""
+def _rates(start: Snapshot, end: Snapshot) -> Rates:
     seconds = end.time_s - start.time_s
     if seconds <= 0:
-        return 0.0, 0.0, 0.0
-    rows = end.stats.rows_done - start.stats.rows_done
-    prompt = end.stats.prompt_tokens - start.stats.prompt_tokens
-    output = end.stats.generated_tokens - start.stats.generated_tokens
-    return max(0, rows) / seconds, max(0, prompt) / seconds, max(0, output) / seconds
+        return Rates(0.0, 0.0, 0.0)
+    names = ("rows_done", "prompt_tokens", "generated_tokens")
+    done = (getattr(end.stats, name) - getattr(start.stats, name) for name in names)
+    return Rates(*(max(0, number) / seconds for number in done))
 
 
 def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | None:
@@ -246,32 +200,45 @@ def _eta_s(last: Snapshot, prompt_rate: float, output_rate: float) -> float | No
 
 def _cells(progress: Progress) -> list[tuple[str, str]]:
     stats, units = progress.last.stats, progress.last.units
-    replicas = stats.replicas
+    recent, mean, replicas = progress.recent, progress.mean, stats.replicas
     kv_used = max((r.kv_used_fraction for r in replicas), default=0.0)
+    cached = f"{100 * stats.cached_fraction:.0f} %"
+    if units is not None and units.planned_hit_rate is not None:
+        cached += f" (plan {100 * units.planned_hit_rate:.0f} %)"
+    num_errors = sum(stats.errors.values())
+    worst = sorted(stats.errors.items(), key=lambda item: (-item[1], item[0]))[:3]
+    kinds = f" ({', '.join(f'{n} {name}' for name, n in worst)})" if num_errors else ""
+    missing = stats.num_replicas - stats.num_ready - stats.num_restarting - stats.num_given_up
+    states = f"{stats.num_ready} ready, {max(0, missing)} starting"
+    states += f", {stats.num_restarting} restarting" if stats.num_restarting else ""
+    states += f", {stats.num_given_up} given up" if stats.num_given_up else ""
+    slowest = []
+    if (oldest := stats.oldest_unit) is not None:
+        where = f"process {oldest.pid} on {oldest.host}"
+        slowest = [("slowest unit", f"{oldest.unit} for {_duration(oldest.age_s)} ({where})")]
     return [
-        *_done(progress),
-        ("errors", _errors(stats)),
-        ("rows/s", f"{progress.row_rate:.1f}"),
-        ("prompt tok/s", f"{progress.prompt_rate:.0f} (mean {progress.mean_prompt_rate:.0f})"),
-        ("output tok/s", f"{progress.output_rate:.0f} (mean {progress.mean_output_rate:.0f})"),
-        ("cached", _hit_rate(progress.cached_fraction, units)),
+        *_done(progress.last),
+        ("errors", f"{num_errors}{kinds}"),
+        ("rows/s", f"{recent.rows:.1f}"),
+        ("prompt tok/s", f"{recent.prompt:.0f} (mean {mean.prompt:.0f})"),
+        ("output tok/s", f"{recent.output:.0f} (mean {mean.output:.0f})"),
+        ("cached", cached),
         ("elapsed", _duration(progress.elapsed_s)),
         ("ETA", "?" if progress.eta_s is None else _duration(progress.eta_s)),
         ("KV", f"{100 * kv_used:.0f} %"),
         ("running", str(sum(r.num_running for r in replicas))),
         ("waiting", str(sum(r.num_waiting for r in replicas))),
-        ("replicas", _replicas(stats)),
+        ("replicas", states),
         ("restarts", str(stats.num_restarts)),
-        *_slowest(stats),
+        *slowest,
     ]
 
 
-def _done(progress: Progress) -> list[tuple[str, str]]:
+def _done(last: Snapshot) -> list[tuple[str, str]]:
     """Rows and units; those of earlier runs count as done."""
-    stats, units = progress.last.stats, progress.last.units
+    stats, units = last.stats, last.units
     resumed = 0 if units is None else units.rows_resumed
-    rows_total = progress.last.rows_total
-    total = "?" if rows_total is None else str(rows_total + resumed)
+    total = "?" if last.rows_total is None else str(last.rows_total + resumed)
     cells = [("rows", f"{stats.rows_done + resumed}/{total}")]
     if units is not None and units.total:
         at_work = f" ({stats.num_open_units} at work)" if stats.num_open_units else ""
@@ -279,37 +246,6 @@ def _done(progress: Progress) -> list[tuple[str, str]]:
         if units.resumed:
             cells.append(("resumed", f"{units.resumed} units, {units.rows_resumed} rows"))
     return cells
-
-
-def _hit_rate(measured: float, units: UnitsSoFar | None) -> str:
-    text = f"{100 * measured:.0f} %"
-    if units is None or units.planned_hit_rate is None:
-        return text
-    return f"{text} (plan {100 * units.planned_hit_rate:.0f} %)"
-
-
-def _replicas(stats: PoolStats) -> str:
-    missing = stats.num_replicas - stats.num_ready - stats.num_restarting - stats.num_given_up
-    text = f"{stats.num_ready} ready, {max(0, missing)} starting"
-    if stats.num_restarting:
-        text += f", {stats.num_restarting} restarting"
-    return text + (f", {stats.num_given_up} given up" if stats.num_given_up else "")
-
-
-def _slowest(stats: PoolStats) -> list[tuple[str, str]]:
-    oldest = stats.oldest_unit
-    if oldest is None:
-        return []
-    where = f"process {oldest.pid} on {oldest.host}"
-    return [("slowest unit", f"{oldest.unit} for {_duration(oldest.age_s)} ({where})")]
-
-
-def _errors(stats: PoolStats) -> str:
-    total = sum(stats.errors.values())
-    if not total:
-        return "0"
-    worst = sorted(stats.errors.items(), key=lambda item: (-item[1], item[0]))[:3]
-    return f"{total} ({', '.join(f'{n} {name}' for name, n in worst)})"
 
 
 def _duration(seconds: float) -> str:

@@ -1,14 +1,14 @@
-"""One run of a job: rows from files through the engines into files, and its report."""
+"""One run of a job: plans to go on with, rows through the engines into files, and its report."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import pyarrow as pa
 
-from raybatch.durable.audit import Audit, audit, finish
+from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.storage import error_context, store_of
@@ -19,18 +19,17 @@ from raybatch.explanation.outcome import PlanOutcome, RunActual, actual_of
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor
-from raybatch.job.parts import (
-    JobPart,
-    is_complete,
-    is_whole,
-    log_options_in_use,
-    parts_to_run,
-    plans_of,
-)
-from raybatch.job.pool_watch import PoolWatch, ProgressCallback, RunClock
 from raybatch.job.progress import ProgressPrinter, shown
-from raybatch.job.stopping import LimitWatch, StopSignal, WavesSoFar
+from raybatch.job.watching import (
+    LimitWatch,
+    PoolWatch,
+    ProgressCallback,
+    RunClock,
+    StopSignal,
+    WavesSoFar,
+)
 from raybatch.planning.fingerprint import (
+    check_same,
     deciding_options,
     fingerprint,
     fingerprint_digest,
@@ -38,7 +37,7 @@ from raybatch.planning.fingerprint import (
     output_schema,
 )
 from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun
-from raybatch.planning.run import run_planned, store_input_order
+from raybatch.planning.run import fit_units, run_planned, store_input_order
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats
@@ -57,21 +56,119 @@ _MAX_ROWS_SIMULATED = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobRun:
-    """A job whose source has been read and checked, and whose sink is ready.
+class JobPart:
+    """One plan of an output and the input files that it is of."""
 
-    Args:
-        ending: says why the run has to end early, if it has to; called about every second.
-        start_ray: called before Ray is used, where it is; None leaves its start to Ray.
+    job: PlannedRun
+    """What the plan is about, with these files alone."""
+    stored: StoredPlan | None
+    """None where it is still to be made."""
+    rows_done: int
+    """Rows of it that are in the output."""
+
+
+def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
+    """Return the plans below the sink of a job; ConfigError: they are those of another job."""
+    plans = read_plans(job.sink)
+    # files as plans have them one after the other, then those that are in none
+    plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
+    files = sorted(job.files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
+    stored_files = [file for stored in plans for file in stored.files]
+    for stored in plans:
+        check_same(
+            job.sink,
+            stored=stored.fingerprint,
+            stored_files=stored_files,
+            now=job.fingerprint,
+            files=files,
+            may_grow=may_grow,
+        )
+    return plans
+
+
+def log_options_in_use(job: PlannedRun, plans: Sequence[StoredPlan]) -> None:
+    """Warn of options of the plan that differ from those of the plans in use, which hold."""
+    for stored in plans:
+        now = asdict(fit_units(job.plan, job.source.only({name for name, *_ in stored.files})))
+        for name, value in stored.options.items():
+            if name in now and now[name] != value:
+                logger.warning(
+                    "plan.%s is %r in the plan below %s, which holds; %r is not used",
+                    name,
+                    value,
+                    job.sink,
+                    now[name],
+                )
+
+
+def is_whole(job: PlannedRun, plans: Sequence[StoredPlan]) -> bool:
+    """Return whether nothing is left to do for a job whose plans these are."""
+    if not plans or sum(len(stored.files) for stored in plans) < len(job.files):
+        return False
+    return is_finished(store_of(job.sink), read_all_units(job.sink, plans))
+
+
+def is_complete(part: JobPart) -> bool:
+    """Return whether all units of a part that has run are in the output."""
+    plans = read_plans(part.job.sink)
+    (stored,) = (one for one in plans if one.number == part.job.number)
+    is_done = committed(store_of(part.job.sink), read_all_units(part.job.sink, plans))
+    return bool(is_done[stored.first_unit :][: stored.num_units].all())
+
+
+def parts_to_run(job: PlannedRun, plans: Sequence[StoredPlan]) -> tuple[list[JobPart], int]:
+    """Return the plans with units to do, in their order, then the files that are in none.
+
+    Beside them the rows that earlier runs have written, which are logged.
     """
+    parts, known, rows_resumed = [], set[str](), 0
+    if plans:
+        units = read_all_units(job.sink, plans)
+        is_done = committed(store_of(job.sink), units)
+        rows_resumed = int(units.unit_rows[is_done].sum())
+        logger.info(
+            "going on with %s: %d of %d rows are there, in %d of %d units",
+            job.sink,
+            rows_resumed,
+            units.num_rows,
+            int(is_done.sum()),
+            units.num_units,
+        )
+    for stored in plans:
+        names = {name for name, *_ in stored.files}
+        known |= names
+        of_plan = slice(stored.first_unit, stored.first_unit + stored.num_units)
+        if not is_done[of_plan].all():
+            rows_done = int(units.unit_rows[of_plan][is_done[of_plan]].sum())
+            part = _part_of(job, names, stored.number, stored.first_unit)
+            parts.append(JobPart(job=part, stored=stored, rows_done=rows_done))
+    new = {name for name, *_ in job.files} - known
+    if new or not plans:
+        num_units = sum(stored.num_units for stored in plans)
+        added = _part_of(job, new, len(plans) + 1, num_units)
+        parts.append(JobPart(job=added, stored=None, rows_done=0))
+    return parts, rows_resumed
+
+
+def _part_of(job: PlannedRun, names: Set[str], number: int, first_unit: int) -> PlannedRun:
+    files = tuple(file for file in job.files if file[0] in names)
+    source = job.source.only(names)
+    return replace(job, source=source, files=files, number=number, first_unit=first_unit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRun:
+    """A job whose source has been read and checked, and whose sink is ready."""
 
     config: JobConfig
     stage: type[StageFeeder]
     source: Source
     clock: RunClock
-    ending: Callable[[], str | None] | None = None
     executor: Executor
+    ending: Callable[[], str | None] | None = None
+    """Says why the run has to end early, if it has to; called about every second."""
     start_ray: Callable[[], None] | None = None
+    """Called before Ray is used, where it is; None leaves its start to Ray."""
 
     def described(self) -> PlannedRun:
         """Return what the run is about, with what decides the answers."""
@@ -92,10 +189,10 @@ class JobRun:
         if is_whole(job, plans):
             logger.info("%s is complete already; nothing is generated", self.config.sink)
             return report_of_complete(self.config.sink)
-        parts, planned = parts_to_run(job, plans), None
+        parts, rows_resumed = parts_to_run(job, plans)
         if any(part.stored is None for part in parts):
             self._check_plan_repeats(store)
-        rows_resumed = self._rows_done(store, plans) if plans else 0
+        planned = None
         logger.info("executor: %s", self.executor)
         if self.start_ray is not None and not self.executor.is_local:
             self.start_ray()
@@ -183,14 +280,20 @@ class JobRun:
             with shown(progress, lambda: recorder.units) as show:
 
                 def observe(stats: PoolStats, num_rows: int) -> None:
-                    if reason := limits.observe(stats, self._waves_so_far(stage, recorder)):
+                    waves = None
+                    if self.config.waves:
+                        rows = (recorder.rows_written, recorder.rows_failed)
+                        waves = WavesSoFar(stage.stats(again=True), *rows)
+                    if reason := limits.observe(stats, waves):
                         end(reason)
-                    recorder.observe(stats, cost=limits.cost)
+                    recorder.observe(stats, cost=limits.spent.cost)
                     show(stats, num_rows)
 
                 runner = self._runner(stage, recorder)
                 num_rows = job.source.num_rows - part.rows_done
-                watch = PoolWatch(stage.stats, num_rows, observe, self.clock)
+                watch = PoolWatch(
+                    read_stats=stage.stats, num_rows=num_rows, callback=observe, clock=self.clock
+                )
                 with stop_signal, watch:
                     # engines load their weights while the plan is made and Ray starts feeders
                     stage.pool.start()
@@ -198,21 +301,18 @@ class JobRun:
         except KeyboardInterrupt:
             # the pool was last asked a while ago
             num_seen = 0 if watch is None else watch.rows_done
-            self._log_interrupted(max(num_seen, recorder.rows_written))
+            logger.warning(
+                "interrupted: %d of %d rows were done in this run; start the job again to go on, "
+                "what is complete in %s is not done again",
+                max(num_seen, recorder.rows_written),
+                self.source.num_rows,
+                shell_path(self.config.sink),
+            )
             if stop_signal.has_arrived and not recorder.units.total:
                 raise RunStopped(
                     "SIGTERM came before any row was at work; the same command begins again"
                 ) from None
             raise
-
-    def _waves_so_far(self, stage: type[StageFeeder], recorder: RunRecorder) -> WavesSoFar | None:
-        if not self.config.waves:
-            return None
-        return WavesSoFar(
-            again=stage.stats(again=True),
-            rows_written=recorder.rows_written,
-            rows_failed=recorder.rows_failed,
-        )
 
     def _runner(self, stage: type[StageFeeder], recorder: RunRecorder) -> FeederRunner:
         return FeederRunner(
@@ -224,30 +324,6 @@ class JobRun:
             observer=recorder,
             waves=self.config.waves,
             is_local=self.executor.is_local,
-        )
-
-    def _rows_done(self, store: Store, plans: Sequence[StoredPlan]) -> int:
-        """Return the rows that earlier runs have written, and say so."""
-        plan = read_all_units(self.config.sink, plans)
-        is_done = committed(store, plan)
-        rows_done = int(plan.unit_rows[is_done].sum())
-        logger.info(
-            "going on with %s: %d of %d rows are there, in %d of %d units",
-            self.config.sink,
-            rows_done,
-            plan.num_rows,
-            int(is_done.sum()),
-            plan.num_units,
-        )
-        return rows_done
-
-    def _log_interrupted(self, rows_done: int) -> None:
-        logger.warning(
-            "interrupted: %d of %d rows were done in this run; start the job again to go on, what "
-            "is complete in %s is not done again",
-            rows_done,
-            self.source.num_rows,
-            shell_path(self.config.sink),
         )
 
     def _report(
@@ -277,8 +353,8 @@ class JobRun:
             restarts=restarts,
             executor=self.executor.name,
             versions=installed_versions(),
+            plan=None if planned is None else self._outcome(planned, actual),
         )
-        report = replace(report, plan=self._outcome(planned, actual))
         # of several runs the logs know the times
         if len(history.runs) != 1:
             return report
@@ -287,11 +363,7 @@ class JobRun:
             report, startup_s=started_s, engines_s=wall_s, write_s=write_s, total_s=total_s
         )
 
-    def _outcome(
-        self, planned: PlannedInput | LargePlan | None, actual: RunActual
-    ) -> PlanOutcome | None:
-        if planned is None:
-            return None
+    def _outcome(self, planned: PlannedInput | LargePlan, actual: RunActual) -> PlanOutcome | None:
         question = Question(
             job=planned_run(self.config, self.source),
             spec=self.stage.pool.spec,

@@ -13,8 +13,8 @@ from raybatch.backends.registry import type_of
 from raybatch.durable.storage import store_of
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.job.pool_watch import ProgressCallback
 from raybatch.job.progress import ProgressPrinter
+from raybatch.job.watching import ProgressCallback
 from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
 from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
 from raybatch.openai_batch.conversion import RECORD, Conversion, FormRows, convert, read_conversion

@@ -23,7 +23,7 @@ from raybatch.openai_batch.files import parquet_rows, parquet_schema, published
 from raybatch.openai_batch.requests import Form, Refusal
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.store import read_plans
-from raybatch.records.counts import TokenCounts
+from raybatch.records.types import TokenCounts
 from raybatch.rows.schema import ERROR_COLUMN
 from raybatch.stages.unit_writer import UnitWriter
 

@@ -1,7 +1,6 @@
 """Reasoning and tool calls that were parsed out of an answer."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,40 +19,30 @@ class ToolCall:
     arguments: str
 
     def to_openai(self) -> dict[str, Any]:
-        """Return it as a message of OpenAI's chat API has it."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedText:
-    """What was parsed out of an answer and is no longer in its text.
-
-    Args:
-        reasoning: None where the answer has none.
-        tool_calls: in their order.
-        error: why a part could not be parsed, "Type: message"; it is still in the text.
-    """
+    """What was parsed out of an answer and is no longer in its text."""
 
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     error: str = ""
+    """Why a part could not be parsed, "Type: message"; it is still in the text."""
 
     def to_json(self) -> str:
-        """Return it as a text for `from_json`."""
         calls = [[call.id, call.name, call.arguments] for call in self.tool_calls]
         return json.dumps([self.reasoning, calls, self.error])
 
     @classmethod
     def from_json(cls, text: str) -> "ParsedText":
-        """Return what `to_json` made a text of."""
         reasoning, calls, error = json.loads(text)
-        tool_calls = tuple(
-            ToolCall(id=i, name=name, arguments=arguments) for i, name, arguments in calls
-        )
+        tool_calls = tuple(ToolCall(id=i, name=n, arguments=args) for i, n, args in calls)
         return cls(reasoning=reasoning, tool_calls=tool_calls, error=error)
 
     def columns(self) -> dict[str, Any]:
         """Return the values of the columns of an output."""
-        calls: Sequence[dict[str, Any]] = [call.to_openai() for call in self.tool_calls]
+        calls = [call.to_openai() for call in self.tool_calls]
         return {REASONING: self.reasoning, TOOL_CALLS: calls, PARSE_ERROR: self.error}

@@ -50,12 +50,9 @@ def adapter_in(text: str | None) -> str | None:
 
 
 def with_images(payload: str | None, prompt_ids: TokenIds, images: Sequence[bytes]) -> str | None:
-    """Return a payload with images, JSON.
+    """Return a payload with images, files in the order of their places in the prompt.
 
-    Args:
-        payload: what else it holds; None holds nothing.
-        prompt_ids: of the prompt as the chat template writes it, before images are put into it.
-        images: files, in the order of their places in the prompt.
+    `prompt_ids` are the prompt as the chat template writes it, before images are put into it.
     """
     encoded = [base64.b64encode(image).decode() for image in images]
     return add_payload(payload, {PROMPT_IDS: prompt_ids.tolist(), IMAGES: encoded})

@@ -17,7 +17,6 @@ class Pooling:
     use_activation: bool | None = None
     """Normalize embeddings to length 1, turn class scores into probabilities; False gives raw
     numbers. `normalize` is another name for it."""
-
     dimensions: int | None = None
     """Length of the embedding, for models that can be cut (Matryoshka)."""
 
@@ -26,26 +25,21 @@ class Pooling:
             raise ConfigError(
                 f"pooling.use_activation must be true, false or none, got {self.use_activation!r}"
             )
-        if self.dimensions is not None and (
-            type(self.dimensions) is not int or self.dimensions < 1
-        ):
+        size = self.dimensions
+        if size is not None and (type(size) is not int or size < 1):
             raise ConfigError(
-                "pooling.dimensions must be none or a whole number of at least 1, got "
-                f"{self.dimensions!r}"
+                f"pooling.dimensions must be none or a whole number of at least 1, got {size!r}"
             )
 
     def given(self) -> dict[str, Any]:
-        """Return the options that are set."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def pooling_of(options: Mapping[str, Any], *, default: Pooling | None = None) -> Pooling:
     """Return options with those of a mapping; an absent one, or None, keeps the default.
 
-    A whole number may be a float, as Arrow makes of one in a struct.
-
-    Raises:
-        ConfigError: an unknown name (with a suggestion), or a value out of range.
+    A whole number may be a float, as Arrow makes of one in a struct. ConfigError: an unknown name
+    (with a suggestion), or a value out of range.
     """
     values = {} if default is None else default.given()
     known = [f.name for f in fields(Pooling)]

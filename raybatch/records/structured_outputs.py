@@ -5,7 +5,7 @@ so that options with it can be compared, hashed and written down like all others
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,43 +14,59 @@ from raybatch.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
-    """One constraint; exactly one of the options is set.
-
-    Args:
-        json: a JSON schema as text; the order of its properties is that of the answer.
-        json_object: any JSON object.
-        regex: the whole answer matches it.
-        choice: the answer is one of these.
-        grammar: in EBNF, as llama.cpp and XGrammar have it; the answer is a `root`.
-    """
+    """One constraint; exactly one of the options is set."""
 
     json: str | None = None
+    """A JSON schema as text; the order of its properties is that of the answer."""
     json_object: bool = False
+    """Any JSON object."""
     regex: str | None = None
+    """The whole answer matches it."""
     choice: tuple[str, ...] = ()
+    """The answer is one of these."""
     grammar: str | None = None
+    """In EBNF, as llama.cpp and XGrammar have it; the answer is a `root`."""
 
     @classmethod
     def parse(cls, text: str) -> "StructuredOutputs":
-        """Return the constraint that `structured_text` has written."""
         values = json.loads(text)
         if "choice" in values:
             values["choice"] = tuple(values["choice"])
         return cls(**values)
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _are_texts(values: Sequence[object]) -> bool:
+    return bool(values) and all(map(_is_text, values))
+
+
+_IS_VALID: Mapping[str, Callable[[Any], bool]] = {
+    "json_object": lambda value: value is True,
+    "regex": _is_text,
+    "choice": lambda value: isinstance(value, list | tuple) and _are_texts(value),
+    "grammar": _is_text,
+}
+_MUST_BE = {
+    "json_object": "structured_outputs.json_object must be true",
+    "choice": "structured_outputs.choice must be a list of texts that are not empty",
+    **dict.fromkeys(
+        ("regex", "grammar"),
+        "a regex or grammar of structured_outputs must be a text that is not empty",
+    ),
+}
+
+
 def structured_text(value: object) -> str:
-    """Return a constraint as one JSON text; the text of a text is itself.
+    """Return a constraint as one JSON text; ConfigError: it has none or several of the options.
 
-    Args:
-        value: a mapping with one of the options of `StructuredOutputs`, or a JSON text of one; the
-            schema may be a mapping, a JSON text or a pydantic model.
-
-    Raises:
-        ConfigError: it is none, or has none or several of the options.
+    It is a mapping with one of the options of `StructuredOutputs`, or a JSON text of one; a schema
+    may be a mapping, a JSON text or a pydantic model.
     """
     if isinstance(value, str):
-        value = _loaded(value)
+        value = _loaded(value, "structured_outputs")
     if not isinstance(value, Mapping):
         raise ConfigError(
             "structured_outputs must be a mapping such as {'choice': ['yes', 'no']}, got "
@@ -68,24 +84,27 @@ def structured_text(value: object) -> str:
             f"structured_outputs must have one of {', '.join(known)}, got {list(chosen) or 'none'}"
         )
     name, option = next(iter(chosen.items()))
-    return json.dumps({name: _CHECKED[name](option)}, ensure_ascii=False)
+    if name == "json":
+        option = _checked_schema(option)
+    elif not _IS_VALID[name](option):
+        raise ConfigError(f"{_MUST_BE[name]}, got {option!r:.200}")
+    if name == "choice":
+        option = list(dict.fromkeys(option))
+    return json.dumps({name: option}, ensure_ascii=False)
 
 
-def _loaded(text: str) -> object:
+def _loaded(text: str, what: str) -> object:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"structured_outputs is not valid JSON: {error}") from error
+        raise ConfigError(f"{what} is not valid JSON: {error}") from error
 
 
 def _checked_schema(value: Any) -> str:  # noqa: ANN401 - anything a user may pass
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"structured_outputs.json is not valid JSON: {error}") from error
+        value = _loaded(value, "structured_outputs.json")
     if not isinstance(value, Mapping | bool):
         raise ConfigError(
             f"structured_outputs.json must be a JSON schema, an object, got {value!r:.200}"
@@ -95,38 +114,3 @@ def _checked_schema(value: Any) -> str:  # noqa: ANN401 - anything a user may pa
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"structured_outputs.json is no JSON value: {error}") from error
-
-
-def _checked_flag(value: object) -> bool:
-    if value is not True:
-        raise ConfigError(f"structured_outputs.json_object must be true, got {value!r:.200}")
-    return True
-
-
-def _checked_text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(
-            f"a regex or grammar of structured_outputs must be a text that is not empty, got "
-            f"{value!r:.200}"
-        )
-    return value
-
-
-def _checked_choice(value: object) -> list[str]:
-    is_list = isinstance(value, list | tuple)
-    options = list(value) if isinstance(value, list | tuple) else []
-    if not is_list or not options or not all(isinstance(o, str) and o for o in options):
-        raise ConfigError(
-            "structured_outputs.choice must be a list of texts that are not empty, got "
-            f"{value!r:.200}"
-        )
-    return list(dict.fromkeys(options))
-
-
-_CHECKED = {
-    "json": _checked_schema,
-    "json_object": _checked_flag,
-    "regex": _checked_text,
-    "choice": _checked_choice,
-    "grammar": _checked_text,
-}

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError, range_text
-from raybatch.records.counts import TokenCounts
 from raybatch.records.parsed_text import ParsedText
 from raybatch.records.structured_outputs import structured_text
 
@@ -47,55 +46,38 @@ class Sampling:
 
     temperature: float = 0.0
     """0 picks the most likely token; above 0 divides the logits."""
-
     max_tokens: int = 256
     """Upper bound of generated tokens, at least 1."""
-
     min_tokens: int = 0
     """Stop tokens and stop strings do not count before this many tokens."""
-
     top_k: int | None = None
     """Keep the k most likely tokens; None keeps all."""
-
     top_p: float = 1.0
     """Keep the smallest set whose probability reaches this, in (0, 1]."""
-
     min_p: float = 0.0
     """Drop tokens below this fraction of the most likely one, in [0, 1)."""
-
     repetition_penalty: float = 1.0
     """Above 1 makes tokens of prompt and output less likely to come again."""
-
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token already generated, in [-2, 2]."""
-
     frequency_penalty: float = 0.0
     """Subtracted per occurrence of a token already generated, in [-2, 2]."""
-
     seed: int = 0
     """Combined with the row's id, so that answers depend on neither engine nor batch."""
-
     n: int = 1
     """Samples per row, at most 16,384, as in vLLM."""
-
     logprobs: int | None = None
     """Number of most likely tokens to report per position; None adds no column."""
-
     stop: tuple[str, ...] = ()
     """Strings that end the text, one or a list; cut off unless `include_stop_str_in_output`."""
-
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the sequence, in addition to the model's."""
-
     ignore_eos: bool = False
     """Go on after the model's end token."""
-
     include_stop_str_in_output: bool = False
     """Keep the stop string in the text."""
-
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
-
     structured_outputs: str | Mapping[str, Any] | None = None
     """What the answer must look like, such as {"json": schema}."""
 
@@ -117,15 +99,10 @@ class Sampling:
         )
         for name, is_valid, allowed in ranges:
             value = getattr(self, name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(
-                    f"sampling.{name} must be {range_text(allowed, value)}, got {value!r}"
-                )
-            if not is_valid:
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            if not (is_finite and is_valid):
+                allowed = allowed if is_finite else range_text(allowed, value)
                 raise ConfigError(f"sampling.{name} must be {allowed}, got {value!r}")
-        self._check_structured_outputs()
-
-    def _check_structured_outputs(self) -> None:
         if self.structured_outputs is None:
             return
         object.__setattr__(self, "structured_outputs", structured_text(self.structured_outputs))
@@ -151,17 +128,37 @@ class Sampling:
         for names, kinds, allowed in (
             (WHOLE_OPTIONS, int, "a whole number"),
             (NUMBER_OPTIONS, int | float, "a number"),
+            (FLAG_OPTIONS, bool, "true or false"),
         ):
             for name in names:
                 value = getattr(self, name)
                 is_absent = value is None and name in OPTIONAL_OPTIONS
-                if not is_absent and (isinstance(value, bool) or not isinstance(value, kinds)):
+                is_flag = isinstance(value, bool)
+                if not is_absent and (is_flag != (kinds is bool) or not isinstance(value, kinds)):
                     raise ConfigError(f"sampling.{name} must be {allowed}, got {value!r}")
-        for name in FLAG_OPTIONS:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f"sampling.{name} must be true or false, got {getattr(self, name)!r}"
-                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenCounts:
+    """Tokens of rows, or of what else a record counts; the names are those of every such record."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from another request."""
+    generated_tokens: int = 0
+
+    @property
+    def cached_fraction(self) -> float:
+        """Share of the prompt tokens whose KV came from another request."""
+        return self.cached_tokens / max(1, self.prompt_tokens)
+
+
+TOKEN_COUNTS = tuple(field.name for field in fields(TokenCounts))
+
+
+def token_counts(counts: object) -> dict[str, int]:
+    """Return the counts of tokens of any record that has them, by name."""
+    return {name: getattr(counts, name) for name in TOKEN_COUNTS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

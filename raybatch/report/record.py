@@ -19,7 +19,7 @@ from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_p
 from raybatch.pictures.wording import duration, full, percent, printable
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
-from raybatch.records.counts import TokenCounts
+from raybatch.records.types import TokenCounts
 from raybatch.report.history.records import History
 from raybatch.report.history.show import (
     end_of,

@@ -4,8 +4,9 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,15 +19,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
-from raybatch.serving.http_values import (
-    Problem,
-    checked_metadata,
-    listed,
-    no_such,
-    page_of,
-    window_seconds,
-)
-from raybatch.serving.stores import ENDED, Batch, BatchStore, FileStore
+from raybatch.errors import encodable
+from raybatch.serving.stores import ENDED, Batch, BatchStore, FileStore, Problem, no_such
 
 logger = logging.getLogger(__name__)
 
@@ -34,68 +28,60 @@ logger = logging.getLogger(__name__)
 _FORM_BYTES = 64 << 10
 _MAX_BODY_BYTES = 1 << 20
 _MAX_FIELDS = 8
+_WINDOW = re.compile(r"([1-9]\d{0,5})([mhd])", re.ASCII)
+_UNIT_S = {"m": 60, "h": 3600, "d": 86400}
+_MAX_WINDOW_S = 30 * 86400
 
-Handler = Callable[[Request], Awaitable[Response]]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ApiConfig:
-    """What the API must know.
-
-    Args:
-        models: names of the model, the first of which is shown in batches.
-        key_digest: SHA-256 of the key that clients must bring; "" lets everyone in.
-        created_at: of the model, for clients; seconds since 1970.
-    """
+@dataclass(kw_only=True)
+class Api:
+    """One method per operation; those that wait for files alone are run in threads."""
 
     folder: str
     models: tuple[str, ...]
+    """Names of the model, the first of which is shown in batches."""
     endpoints: tuple[str, ...]
     key_digest: str = ""
-    max_file_bytes: int = 200 << 20
-    created_at: int = 0
+    """SHA-256 of the key that clients must bring; "" lets everyone in."""
+    max_file_bytes: int
+    created_at: int
+    """Of the model, for clients; seconds since 1970."""
 
+    def app(self) -> Starlette:
+        """Return the application."""
+        self._files, self._batches = FileStore(self.folder), BatchStore(self.folder)
+        routes: list[tuple[str, Callable[[Request], Any], str]] = [
+            ("/v1/files", self.create_file, "POST"),
+            ("/v1/files", self.list_files, "GET"),
+            ("/v1/files/{id}", self.get_file, "GET"),
+            ("/v1/files/{id}", self.remove_file, "DELETE"),
+            ("/v1/files/{id}/content", self.read_file, "GET"),
+            ("/v1/batches", self.create_batch, "POST"),
+            ("/v1/batches", self.list_batches, "GET"),
+            ("/v1/batches/{id}", self.get_batch, "GET"),
+            ("/v1/batches/{id}/cancel", self.cancel_batch, "POST"),
+            ("/v1/models", self.list_models, "GET"),
+            ("/v1/models/{id:path}", self.get_model, "GET"),
+        ]
+        guarded = [Route(path, self.guarded(to), methods=[verb]) for path, to, verb in routes]
+        healthy = Route("/healthz", _healthy, methods=["GET"])
+        return Starlette(
+            routes=[*guarded, healthy], exception_handlers={HTTPException: _http_error}
+        )
 
-def build_app(config: ApiConfig) -> Starlette:
-    """Return the application."""
-    api = _Api(config)
-    routes = [
-        ("/v1/files", api.create_file, "POST"),
-        ("/v1/files", api.list_files, "GET"),
-        ("/v1/files/{id}", api.get_file, "GET"),
-        ("/v1/files/{id}", api.remove_file, "DELETE"),
-        ("/v1/files/{id}/content", api.read_file, "GET"),
-        ("/v1/batches", api.create_batch, "POST"),
-        ("/v1/batches", api.list_batches, "GET"),
-        ("/v1/batches/{id}", api.get_batch, "GET"),
-        ("/v1/batches/{id}/cancel", api.cancel_batch, "POST"),
-        ("/v1/models", api.list_models, "GET"),
-        ("/v1/models/{id:path}", api.get_model, "GET"),
-    ]
-    return Starlette(
-        routes=[
-            *(Route(path, api.guarded(handler), methods=[verb]) for path, handler, verb in routes),
-            Route("/healthz", _healthy, methods=["GET"]),
-        ],
-        exception_handlers={HTTPException: _http_error},
-    )
-
-
-class _Api:
-    """One method per operation; what they do with files is done in threads."""
-
-    def __init__(self, config: ApiConfig) -> None:
-        self._config = config
-        self._files = FileStore(config.folder)
-        self._batches = BatchStore(config.folder)
-
-    def guarded(self, handler: Handler) -> Handler:
+    def guarded(
+        self, handler: Callable[[Request], Any]
+    ) -> Callable[[Request], Awaitable[Response]]:
         """Return a handler that wants the key, and tells problems in OpenAI's form."""
 
         async def handle(request: Request) -> Response:
             try:
                 self._check_key(request)
-                return await handler(request)
+                is_async = iscoroutinefunction(handler)
+                answer: Response = await (
+                    handler(request) if is_async else run_in_threadpool(handler, request)
+                )
+                return answer
             except Problem as problem:
                 return JSONResponse(problem.body(), problem.status)
             except Exception:  # clients learn no more than that
@@ -106,18 +92,19 @@ class _Api:
         return handle
 
     def _check_key(self, request: Request) -> None:
-        if not self._config.key_digest:
+        if not self.key_digest:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest()
-        is_right = hmac.compare_digest(digest, self._config.key_digest)
+        is_right = hmac.compare_digest(digest, self.key_digest)
         if scheme.lower() != "bearer" or not is_right:
             raise Problem("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     async def create_file(self, request: Request) -> Response:
-        request = Request(request.scope, _limited(request.receive, self._max_upload))
-        if int(request.headers.get("content-length") or 0) > self._max_upload:
-            raise _too_large(self._max_upload)
+        max_upload = self.max_file_bytes + _FORM_BYTES
+        request = Request(request.scope, _limited(request.receive, max_upload))
+        if int(request.headers.get("content-length") or 0) > max_upload:
+            raise _too_large(max_upload)
         try:
             async with request.form(max_files=1, max_fields=_MAX_FIELDS) as form:
                 upload, purpose = form.get("file"), form.get("purpose")
@@ -128,44 +115,31 @@ class _Api:
                     raise Problem("purpose must be 'batch'", param="purpose")
                 if not isinstance(upload, UploadFile):
                     raise Problem("file must be the content of a file", param="file")
-                if (upload.size or 0) > self._config.max_file_bytes:
-                    raise _too_large(self._config.max_file_bytes)
+                if (upload.size or 0) > self.max_file_bytes:
+                    raise _too_large(self.max_file_bytes)
+                # without folders, for clients that write files under the names they hear
+                name = re.split(r"[/\\]", upload.filename or "")[-1][:255] or "batch.jsonl"
                 record = await run_in_threadpool(
-                    self._files.add,
-                    upload.file,
-                    filename=_last_step(upload.filename),
-                    purpose="batch",
+                    self._files.add, upload.file, filename=name, purpose="batch"
                 )
         except (MultiPartException, HTTPException, AssertionError) as error:
             raise Problem("the body must be a form with a file and a purpose") from error
         return JSONResponse(record.view())
 
-    @property
-    def _max_upload(self) -> int:
-        return self._config.max_file_bytes + _FORM_BYTES
-
-    async def list_files(self, request: Request) -> Response:
-        records = await run_in_threadpool(self._files.all)
-        if request.query_params.get("order") == "asc":
+    def list_files(self, request: Request) -> Response:
+        records, query = self._files.all(), request.query_params
+        if query.get("order") == "asc":
             records.reverse()
-        purpose = request.query_params.get("purpose")
-        views = {
-            record.id: record.view() for record in records if purpose in (None, record.purpose)
-        }
-        ids, has_more = page_of(list(views), request.query_params, default=10_000, most=10_000)
-        return JSONResponse(listed([views[name] for name in ids], has_more=has_more))
+        purpose = query.get("purpose")
+        views = {each.id: each.view() for each in records if purpose in (None, each.purpose)}
+        ids, has_more = page_of(list(views), query, default=10_000, most=10_000)
+        return _listed([views[name] for name in ids], has_more=has_more)
 
-    async def get_file(self, request: Request) -> Response:
-        record = await run_in_threadpool(self._files.get, request.path_params["id"])
-        return JSONResponse(record.view())
+    def get_file(self, request: Request) -> Response:
+        return JSONResponse(self._files.get(request.path_params["id"]).view())
 
-    async def remove_file(self, request: Request) -> Response:
-        file_id = request.path_params["id"]
-        await run_in_threadpool(self._remove_file, file_id)
-        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
-
-    def _remove_file(self, file_id: str) -> None:
-        self._files.get(file_id)
+    def remove_file(self, request: Request) -> Response:
+        file_id = self._files.get(request.path_params["id"]).id
         for batch in map(self._batches.get, self._batches.ids()):
             if batch.request.input_file_id == file_id and batch.status.status not in ENDED:
                 raise Problem(
@@ -175,9 +149,10 @@ class _Api:
                     code="file_in_use",
                 )
         self._files.remove(file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
-    async def read_file(self, request: Request) -> Response:
-        record = await run_in_threadpool(self._files.get, request.path_params["id"])
+    def read_file(self, request: Request) -> Response:
+        record = self._files.get(request.path_params["id"])
         headers = {"content-length": str(record.bytes), "x-content-type-options": "nosniff"}
         return StreamingResponse(
             self._files.chunks(record.id), media_type="application/octet-stream", headers=headers
@@ -190,7 +165,7 @@ class _Api:
             if key not in allowed and value is not None:
                 raise Problem(f"{key} is not supported", param=key, code="unknown_parameter")
         window = body.get("completion_window", "24h")
-        endpoint, known = body.get("endpoint"), self._config.endpoints
+        endpoint, known = body.get("endpoint"), self.endpoints
         if endpoint not in known:
             raise Problem(f"endpoint must be {' or '.join(known)} on this server", param="endpoint")
         options = {
@@ -199,55 +174,51 @@ class _Api:
             "window_s": window_seconds(window),
             "metadata": checked_metadata(body.get("metadata")),
         }
-        batch = await run_in_threadpool(self._add_batch, body.get("input_file_id"), options)
-        return self._view(batch)
+        return await run_in_threadpool(self._add_batch, body.get("input_file_id"), options)
 
-    def _add_batch(self, file_id: object, options: Mapping[str, Any]) -> Batch:
+    def _add_batch(self, file_id: object, options: Mapping[str, Any]) -> Response:
         if not isinstance(file_id, str):
             raise Problem("input_file_id must name a file", param="input_file_id")
         if self._files.get(file_id).purpose != "batch":
             raise Problem("the file must have the purpose 'batch'", param="input_file_id")
-        return self._batches.add(input_file_id=file_id, **options)
+        return self._view(self._batches.add(input_file_id=file_id, **options))
 
-    async def list_batches(self, request: Request) -> Response:
-        ids = await run_in_threadpool(self._batches.ids)
-        page, has_more = page_of(ids[::-1], request.query_params, default=20, most=100)
-        batches = [await run_in_threadpool(self._batches.get, name) for name in page]
-        views = [batch.view(self._config.models[0]) for batch in batches]
-        return JSONResponse(listed(views, has_more=has_more))
+    def list_batches(self, request: Request) -> Response:
+        ids = self._batches.ids()[::-1]
+        page, has_more = page_of(ids, request.query_params, default=20, most=100)
+        model = self.models[0]
+        views = [self._batches.get(name).view(model) for name in page]
+        return _listed(views, has_more=has_more)
 
-    async def get_batch(self, request: Request) -> Response:
-        return self._view(await run_in_threadpool(self._batches.get, request.path_params["id"]))
+    def get_batch(self, request: Request) -> Response:
+        return self._view(self._batches.get(request.path_params["id"]))
 
-    async def cancel_batch(self, request: Request) -> Response:
-        return self._view(await run_in_threadpool(self._cancel, request.path_params["id"]))
-
-    def _cancel(self, batch_id: str) -> Batch:
-        batch = self._batches.get(batch_id)
+    def cancel_batch(self, request: Request) -> Response:
+        batch = self._batches.get(request.path_params["id"])
         if batch.status.status in ENDED:
             raise Problem(
                 f"the batch is {batch.status.status} and cannot be cancelled",
                 status=409,
                 code="batch_ended",
             )
-        self._batches.cancel(batch_id)
-        return self._batches.get(batch_id)
+        self._batches.cancel(batch.request.id)
+        return self._view(self._batches.get(batch.request.id))
 
-    async def list_models(self, request: Request) -> Response:
-        return JSONResponse(listed([self._model(name) for name in self._config.models]))
+    def list_models(self, request: Request) -> Response:
+        return _listed([self._model(name) for name in self.models])
 
-    async def get_model(self, request: Request) -> Response:
+    def get_model(self, request: Request) -> Response:
         name = request.path_params["id"]
-        if name not in self._config.models:
+        if name not in self.models:
             raise no_such("model", param="model")
         return JSONResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
-        created = self._config.created_at
-        return {"id": name, "object": "model", "created": created, "owned_by": "raybatch"}
+        about = {"object": "model", "created": self.created_at, "owned_by": "raybatch"}
+        return {"id": name, **about}
 
     def _view(self, batch: Batch) -> Response:
-        return JSONResponse(batch.view(self._config.models[0]))
+        return JSONResponse(batch.view(self.models[0]))
 
 
 async def _healthy(request: Request) -> Response:
@@ -258,11 +229,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     problem = Problem("there is no such operation", status=status, code="not_found")
     return JSONResponse(problem.body(), status)
-
-
-def _last_step(filename: str | None) -> str:
-    """Return a name without folders, for clients that write files under the names they hear."""
-    return re.split(r"[/\\]", filename or "")[-1][:255] or "batch.jsonl"
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:
@@ -295,3 +261,54 @@ async def _json_body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Problem("the body must be a JSON object")
     return body
+
+
+def window_seconds(window: object) -> int:
+    """Return the seconds of a completion window such as "24h"; raise Problem for any other."""
+    match = _WINDOW.fullmatch(window) if isinstance(window, str) else None
+    seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
+    if not 0 < seconds <= _MAX_WINDOW_S:
+        raise Problem(
+            "completion_window must be a time of 30d at most, such as 24h",
+            param="completion_window",
+        )
+    return seconds
+
+
+def checked_metadata(value: object) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if (
+        isinstance(value, dict)
+        and len(value) <= 16
+        and all(_is_text(name, 64) and _is_text(text, 512) for name, text in value.items())
+    ):
+        return value
+    raise Problem(
+        "metadata must be up to 16 texts of 512 characters, with names of 64", param="metadata"
+    )
+
+
+def _is_text(value: object, max_chars: int) -> bool:
+    return isinstance(value, str) and len(value) <= max_chars and encodable(value) == value
+
+
+def page_of(
+    ids: Sequence[str], query: Mapping[str, str], *, default: int, most: int
+) -> tuple[Sequence[str], bool]:
+    """Return the ids of one page of a list, as the query asks for it, and whether more follow."""
+    text, after = query.get("limit", str(default)), query.get("after")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise Problem(f"limit must be a whole number from 1 to {most}", param="limit")
+    limit = int(text[:9])
+    if after is not None:
+        if after not in ids:
+            raise Problem("after names nothing in the list", param="after")
+        ids = ids[list(ids).index(after) + 1 :]
+    return ids[:limit], len(ids) > limit
+
+
+def _listed(views: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> Response:
+    first, last = (views[0]["id"], views[-1]["id"]) if views else (None, None)
+    ends = {"first_id": first, "last_id": last, "has_more": has_more}
+    return JSONResponse({"object": "list", "data": list(views), **ends})

@@ -1,4 +1,7 @@
-"""A server: the HTTP API on Ray Serve, and the runner of its batches in a thread beside it."""
+"""A server: the HTTP API on Ray Serve, and the runner of its batches in a thread beside it.
+
+The runner takes batches one after another, and writes what becomes of each.
+"""
 
 import hashlib
 import logging
@@ -6,19 +9,21 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import ray
 
 from raybatch.durable.storage import store_of
-from raybatch.errors import ConfigError, MissingDependency
+from raybatch.errors import CommitError, ConfigError, MissingDependency, RaybatchError, error_text
+from raybatch.openai_batch.conversion import Conversion
 from raybatch.openai_batch.requests import endpoints_of
-from raybatch.openai_batch.run import BatchOptions, model_names
-from raybatch.serving.runner import BatchRunner
+from raybatch.openai_batch.run import BatchOptions, BatchRun, model_names
+from raybatch.openai_batch.writing import BatchCounts, BatchFiles
+from raybatch.serving.stores import ENDED, Batch, BatchStore, FileStore
 
 logger = logging.getLogger(__name__)
 
@@ -28,25 +33,23 @@ _CONTROLLER = "SERVE_CONTROLLER_ACTOR"
 _POLL_S = 1.0
 _MAX_REQUESTS_AT_ONCE = 256
 _MARKER = "server.json"
+_WRITE_EVERY_S = 2.0
+_CANCELLED, _EXPIRED = "cancelled", "expired"
+_CODES = {_CANCELLED: "batch_cancelled", _EXPIRED: "batch_expired"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """What a server serves, and where.
-
-    Args:
-        folder: for files, batches and outputs, local or a URI; a server that is started with the
-            same one goes on there. One server at a time works on it.
-        job: options of the jobs, as in a job file.
-        key: that clients must bring; "" lets everyone in.
-    """
-
     folder: str
+    """For files, batches and outputs, local or a URI; a server that is started with the same one
+    goes on there. One server at a time works on it."""
     job: Mapping[str, Any]
+    """Options of the jobs, as in a job file."""
     names: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     key: str = ""
+    """That clients must bring; "" lets everyone in."""
     max_file_bytes: int = 200 << 20
     max_requests: int = 50_000
 
@@ -60,29 +63,29 @@ class ServeOptions:
             )
         if not 0 < self.port < 1 << 16:
             raise ConfigError(f"port must be from 1 to 65535, got {self.port!r}")
-        for name in ("max_file_bytes", "max_requests"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)!r}")
 
 
 def serve_batches(options: ServeOptions) -> None:
     """Serve until SIGTERM or Ctrl-C; a second one does not wait for the batch at work.
 
-    Ray runs already.
-
-    Raises:
-        ConfigError: the address is taken, or the folder cannot be used.
-        MissingDependency: Ray Serve is not installed.
+    Ray runs already. ConfigError: the address is taken, or the folder cannot be used.
     """
     ending = threading.Event()
     runner = BatchRunner(
-        options.folder,
-        job=options.job,
-        names=options.names,
-        max_requests=options.max_requests,
-        is_ending=ending.is_set,
+        options.folder, options.job, options.names, ending.is_set, options.max_requests
     )
-    thread = threading.Thread(target=_run, args=(runner, ending), name="batches", daemon=True)
+
+    def run() -> None:
+        while not ending.is_set():
+            try:
+                is_idle = not runner.step()
+            except Exception:  # of the folder, which may be there again later
+                logger.exception("the batches cannot be read")
+                is_idle = True
+            if is_idle:
+                ending.wait(_POLL_S)
+
+    thread = threading.Thread(target=run, name="batches", daemon=True)
     with _signals(ending), served(options):
         logger.info("serving http://%s:%d/v1", options.host, options.port)
         thread.start()
@@ -92,36 +95,28 @@ def serve_batches(options: ServeOptions) -> None:
 
 @contextmanager
 def served(options: ServeOptions) -> Iterator[None]:
-    """Answer HTTP on Ray Serve while the context lasts.
-
-    Raises:
-        ConfigError: the address is taken, or the folder cannot be used.
-        MissingDependency: Ray Serve is not installed.
-    """
+    """Answer HTTP on Ray Serve while the context lasts; errors are those of `serve_batches`."""
     try:
         from ray import serve
 
-        from raybatch.serving.http_api import ApiConfig, build_app
+        from raybatch.serving.http_api import Api
     except ImportError as error:
         raise MissingDependency(
             "raybatch serve needs Ray Serve: pip install 'raybatch[serve]'"
         ) from error
     _end_leftovers(serve)
     _check_free(options.host, options.port)
-    created = int(time.time())
     store_of(options.folder).create(_MARKER, b'{"layout": 1}')
     digest = hashlib.sha256(options.key.encode()).hexdigest() if options.key else ""
     stage = BatchOptions(job=options.job).stage
-    app = build_app(
-        ApiConfig(
-            folder=options.folder,
-            # a path of this host is nobody's business
-            models=options.names or model_names(stage.model, ())[-1:],
-            endpoints=endpoints_of(stage.task),
-            key_digest=digest,
-            max_file_bytes=options.max_file_bytes,
-            created_at=created,
-        )
+    api = Api(
+        folder=options.folder,
+        # a path of this host is nobody's business
+        models=options.names or model_names(stage.model, ())[-1:],
+        endpoints=endpoints_of(stage.task),
+        key_digest=digest,
+        max_file_bytes=options.max_file_bytes,
+        created_at=int(time.time()),
     )
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     where = {"host": options.host, "port": options.port}
@@ -132,23 +127,12 @@ def served(options: ServeOptions) -> Iterator[None]:
         max_ongoing_requests=_MAX_REQUESTS_AT_ONCE,
         ray_actor_options={"num_cpus": 0, "resources": _this_host()},
         logging_config=quiet,
-    )(serve.ingress(app)(type("Api", (), {})))
+    )(serve.ingress(api.app())(type("Api", (), {})))
     try:
         serve.run(deployment.bind(), name=_APP, route_prefix="/")
         yield
     finally:
         serve.shutdown()
-
-
-def _run(runner: BatchRunner, ending: threading.Event) -> None:
-    while not ending.is_set():
-        try:
-            is_idle = not runner.step()
-        except Exception:  # of the folder, which may be there again later
-            logger.exception("the batches cannot be read")
-            is_idle = True
-        if is_idle:
-            ending.wait(_POLL_S)
 
 
 @contextmanager
@@ -168,11 +152,7 @@ def _signals(ending: threading.Event) -> Iterator[None]:
 
 
 def _end_leftovers(serve: Any) -> None:  # noqa: ANN401 - the module of Ray Serve
-    """End what a server that has died has left running on this Ray, and nothing else.
-
-    Raises:
-        ConfigError: Ray Serve has other applications, and it listens on one address for all.
-    """
+    """End what a dead server has left on this Ray; ConfigError: others serve there."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     if _CONTROLLER not in {actor["name"] for actor in actors}:
         return
@@ -201,3 +181,137 @@ def _this_host() -> dict[str, float]:
             names = [n for n in node["Resources"] if n.startswith("node:") and "__" not in n]
             return dict.fromkeys(names[:1], 0.001)
     return {}
+
+
+@dataclass(slots=True)
+class BatchRunner:
+    """Runs the batches below the folder of a server."""
+
+    folder: str
+    job: Mapping[str, Any]
+    """Options of every job, as in a job file."""
+    names: tuple[str, ...]
+    is_ending: Callable[[], bool]
+    """Whether the server ends, which lets a batch end early and go on later."""
+    max_requests: int = 50_000
+    # they do not change any more, and there may be many
+    _ended: set[str] = field(default_factory=set)
+
+    def step(self) -> bool:
+        """Run the oldest batch that has not ended; return whether there was one."""
+        store = BatchStore(self.folder)
+        for batch_id in store.ids():
+            if self.is_ending():
+                return False
+            if batch_id in self._ended:
+                continue
+            batch = store.get(batch_id)
+            if batch.status.status not in ENDED:
+                _OneBatch(self, store, batch).run()
+                return True
+            self._ended.add(batch_id)
+        return False
+
+
+class _OneBatch:
+    def __init__(self, runner: BatchRunner, store: BatchStore, batch: Batch) -> None:
+        self._runner = runner
+        self._store = store
+        self._files = FileStore(runner.folder)
+        self._request = batch.request
+        self._status = batch.status
+        self._written_s = 0.0
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # of this batch, whatever it is; the next one may be fine
+            is_known = isinstance(error, RaybatchError)
+            logger.warning(
+                "batch %s failed: %s", self._request.id, error_text(error), exc_info=not is_known
+            )
+            self._enter("failed", problem=str(error) if is_known else error_text(error))
+
+    def _run(self) -> None:
+        if not self._status.output_file_id:
+            self._keep(output_file_id=self._files.new_id(), error_file_id=self._files.new_id())
+        batch = self._batch()
+        conversion = batch.convert()
+        if not conversion.num_lines:
+            raise ConfigError("the input file holds no request")
+        if conversion.num_lines > self._runner.max_requests:
+            raise ConfigError(
+                f"the input file holds {conversion.num_lines} requests, "
+                f"{self._runner.max_requests} are allowed; make several batches of it"
+            )
+        if self._status.status == "validating":
+            counts = BatchCounts(
+                num_requests=conversion.num_lines, num_failed=conversion.num_refused
+            )
+            self._enter("in_progress", counts=counts)
+        reason = self._reason() or batch.answer(
+            conversion, ending=self._reason, watch=lambda *rows: self._watch(conversion, *rows)
+        )
+        if reason in _CODES:
+            self._end(reason, batch.close(_CODES[reason]))
+        elif reason and self._runner.is_ending():
+            logger.warning("batch %s goes on when the server is started", self._request.id)
+        elif reason:
+            raise CommitError(reason)
+        else:
+            self._enter("finalizing")
+            self._end("completed", batch.finish(conversion))
+
+    def _batch(self) -> BatchRun:
+        runner, request, status = self._runner, self._request, self._status
+        files = BatchFiles(
+            source=self._files.path(request.input_file_id),
+            output=self._files.path(status.output_file_id),
+            errors=self._files.path(status.error_file_id),
+            folder=self._store.run_folder(request.id),
+        )
+        options = BatchOptions(
+            job=runner.job, names=runner.names, endpoint=request.endpoint, where="raybatch serve"
+        )
+        return BatchRun(files=files, options=options)
+
+    def _reason(self) -> str | None:
+        """Return why the batch has to end early."""
+        if self._store.is_cancelled(self._request.id):
+            return _CANCELLED
+        if time.time() >= self._request.expires_at:
+            return _EXPIRED
+        return "the server ends" if self._runner.is_ending() else None
+
+    def _watch(self, conversion: Conversion, num_answered: int, num_failed: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._written_s < _WRITE_EVERY_S:
+            return
+        self._written_s = now_s
+        # rows, of which requests with several prompts have several, so never more than there are
+        failed = min(conversion.num_refused + max(0, num_failed), conversion.num_lines)
+        completed = min(max(0, num_answered), conversion.num_lines - failed)
+        counts = replace(self._status.counts, num_completed=completed, num_failed=failed)
+        self._keep(counts=counts)
+
+    def _end(self, state: str, counts: BatchCounts) -> None:
+        status = self._status
+        for file_id, count, what in (
+            (status.output_file_id, counts.num_completed, "output"),
+            (status.error_file_id, counts.num_failed, "error"),
+        ):
+            if count:
+                name = f"{self._request.id}_{what}.jsonl"
+                self._files.register(file_id, filename=name, purpose="batch_output")
+            else:
+                self._files.remove(file_id)
+        self._enter(state, counts=counts)
+
+    def _enter(self, state: str, **changes: Any) -> None:  # noqa: ANN401
+        logger.info("batch %s: %s", self._request.id, state)
+        times = {**self._status.times, f"{state}_at": int(time.time())}
+        self._keep(status=state, times=times, **changes)
+
+    def _keep(self, **changes: Any) -> None:  # noqa: ANN401
+        self._status = replace(self._status, **changes)
+        self._store.write(self._request.id, self._status)

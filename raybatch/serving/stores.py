@@ -9,24 +9,66 @@ batches/<id>/status.json    by the runner alone
 
 import json
 import posixpath
+import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
 import fsspec
 
 from raybatch.durable.storage import store_of
-from raybatch.durable.stores.protocols import Store
+from raybatch.errors import RaybatchError, encodable
 from raybatch.openai_batch.files import published, remove_folder
 from raybatch.openai_batch.writing import BatchCounts
-from raybatch.serving.http_values import BATCH, FILE, Problem, check_id, new_id, no_such
 
 _CHUNK_BYTES = 1 << 20
 _RECORD = "record.json"
 ENDED = ("completed", "failed", "expired", "cancelled")
+FILE, BATCH = "file-", "batch_"
+_TAIL = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
+
+
+class Problem(RaybatchError):  # noqa: N818 - it ends one request, and becomes its answer
+    """A request that is refused: what is wrong, the way out, and the parameter that is wrong."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = "invalid_value",
+    ) -> None:
+        super().__init__(encodable(message))
+        self.status = status
+        self.param = param if param is None else encodable(param)
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        told = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+
+def no_such(what: str, param: str = "id") -> Problem:
+    return Problem(f"there is no such {what}", status=404, param=param, code="not_found")
+
+
+def new_id(kind: str, now_s: float) -> str:
+    """Return an id with 80 bits that nobody can guess, after the time in milliseconds."""
+    return f"{kind}{int(now_s * 1000):012x}{secrets.token_hex(10)}"
+
+
+def check_id(text: str, kind: str) -> str:
+    """Return an id as a client names it, or raise Problem where nothing can have that id."""
+    if not text.startswith(kind) or not _TAIL.fullmatch(text.removeprefix(kind)):
+        raise no_such("file" if kind == FILE else "batch")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,19 +85,34 @@ class FileRecord:
     purpose: str
 
     def view(self) -> dict[str, Any]:
-        """Return the object of the API."""
         return {**asdict(self), "object": "file", "status": "processed"}
 
 
-class FileStore:
-    """The files below the folder of a server."""
+class _Records:
+    """The records below the folder of a server, of which each is written whole, and some once."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._store = store_of(folder)
 
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            record: dict[str, Any] = json.loads(self._store.read(name))
+        except FileNotFoundError:
+            return None
+        return record
+
+    def _create(self, name: str, record: Mapping[str, Any]) -> None:
+        """Write a record; one that is there stays as it is."""
+        self._store.create(name, json.dumps(record).encode())
+
+    def _ids(self, below: str, record: str) -> list[str]:
+        names = self._store.names(below)
+        return sorted(name.split("/")[1] for name in names if name.endswith(f"/{record}"))
+
+
+class FileStore(_Records):
     def new_id(self) -> str:
-        """Return an id that no file has."""
         return new_id(FILE, time.time())
 
     def path(self, file_id: str) -> str:
@@ -63,7 +120,6 @@ class FileStore:
         return posixpath.join(self._folder, "files", check_id(file_id, FILE), "content")
 
     def add(self, content: IO[bytes], *, filename: str, purpose: str) -> FileRecord:
-        """Keep a file."""
         file_id = self.new_id()
         with published(self.path(file_id)) as file:
             shutil.copyfileobj(content, file, _CHUNK_BYTES)
@@ -79,26 +135,18 @@ class FileStore:
             filename=filename,
             purpose=purpose,
         )
-        self._store.create(f"files/{file_id}/{_RECORD}", json.dumps(asdict(record)).encode())
+        self._create(f"files/{file_id}/{_RECORD}", asdict(record))
         return self.get(file_id)
 
     def get(self, file_id: str) -> FileRecord:
-        """Return the record of a file.
-
-        Raises:
-            Problem: there is none.
-        """
-        record = _read_json(self._store, f"files/{check_id(file_id, FILE)}/{_RECORD}")
+        record = self._read(f"files/{check_id(file_id, FILE)}/{_RECORD}")
         if record is None:
             raise no_such("file")
         return FileRecord(**record)
 
     def all(self) -> list[FileRecord]:
-        """Return all files, the newest first."""
-        names = self._store.names("files")
-        ids = sorted((n.split("/")[1] for n in names if n.endswith(f"/{_RECORD}")), reverse=True)
         records = []
-        for file_id in ids:
+        for file_id in reversed(self._ids("files", _RECORD)):
             with suppress(Problem):  # removed since
                 records.append(self.get(file_id))
         return records
@@ -109,7 +157,6 @@ class FileStore:
         remove_folder(posixpath.dirname(self.path(file_id)))
 
     def chunks(self, file_id: str) -> Iterator[bytes]:
-        """Yield the content of a file."""
         with fsspec.open(self.path(file_id), "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
@@ -117,8 +164,6 @@ class FileStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRequest:
-    """What a client asks for."""
-
     id: str
     endpoint: str
     input_file_id: str
@@ -130,25 +175,15 @@ class BatchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchStatus:
-    """What has become of a batch.
-
-    Args:
-        status: of the API; a cancelled batch is called "cancelling" there until it ends.
-        times: names of the API, such as in_progress_at, to seconds since 1970.
-        problem: why it has failed; "" where it has not.
-    """
-
     status: str = "validating"
+    """Of the API; a cancelled batch is called "cancelling" there until it ends."""
     times: Mapping[str, int] = field(default_factory=dict)
+    """Names of the API, such as in_progress_at, to seconds since 1970."""
     output_file_id: str = ""
     error_file_id: str = ""
     counts: BatchCounts = field(default_factory=BatchCounts)
     problem: str = ""
-
-    def now(self, status: str, **changes: Any) -> "BatchStatus":  # noqa: ANN401
-        """Return it in another state that it has entered at this moment."""
-        times = {**self.times, f"{status}_at": int(time.time())}
-        return replace(self, status=status, times=times, **changes)
+    """Why it has failed; "" where it has not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,35 +196,24 @@ class Batch:
 
     @property
     def state(self) -> str:
-        """Return the status of the API."""
         is_open = self.status.status not in ENDED
         return "cancelling" if is_open and self.cancelling_at is not None else self.status.status
 
     def view(self, model: str) -> dict[str, Any]:
-        """Return the object of the API."""
         status, request, counts = self.status, self.request, self.status.counts
         # files come with the end, and not with a failure
         has_files = status.status in ENDED and status.status != "failed"
         has_output, has_errors = has_files and counts.num_completed, has_files and counts.num_failed
         times = {
-            f"{name}_at": status.times.get(f"{name}_at")
-            for name in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelled")
+            f"{n}_at": status.times.get(f"{n}_at") for n in ("in_progress", "finalizing", *ENDED)
         }
-        errors = None
-        if status.problem:
-            error = {
-                "code": "invalid_batch",
-                "message": status.problem,
-                "line": None,
-                "param": None,
-            }
-            errors = {"object": "list", "data": [error]}
+        error = {"code": "invalid_batch", "message": status.problem, "line": None, "param": None}
         return {
             **asdict(request),
             **times,
             "object": "batch",
             "model": model,
-            "errors": errors,
+            "errors": {"object": "list", "data": [error]} if status.problem else None,
             "status": self.state,
             "cancelling_at": self.cancelling_at,
             "output_file_id": status.output_file_id if has_output else None,
@@ -209,91 +233,47 @@ class Batch:
         }
 
 
-class BatchStore:
-    """The batches below the folder of a server."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._store = store_of(folder)
-
+class BatchStore(_Records):
     def run_folder(self, batch_id: str) -> str:
-        """Return the folder for the rows and jobs of a batch."""
         return posixpath.join(self._folder, "runs", check_id(batch_id, BATCH))
 
-    def add(
-        self,
-        *,
-        endpoint: str,
-        input_file_id: str,
-        completion_window: str,
-        window_s: int,
-        metadata: Mapping[str, str] | None,
-    ) -> Batch:
-        """Keep a new batch."""
+    def add(self, *, window_s: int, **asked: Any) -> Batch:  # noqa: ANN401
         now_s = time.time()
         request = BatchRequest(
             id=new_id(BATCH, now_s),
-            endpoint=endpoint,
-            input_file_id=input_file_id,
-            completion_window=completion_window,
             created_at=int(now_s),
             expires_at=int(now_s) + window_s,
-            metadata=metadata,
+            **asked,
         )
-        self._store.create(_name(request.id, "request"), json.dumps(asdict(request)).encode())
+        self._create(_name(request.id, "request"), asdict(request))
         return self.get(request.id)
 
     def get(self, batch_id: str) -> Batch:
-        """Return a batch as it is now.
-
-        Raises:
-            Problem: there is none.
-        """
-        check_id(batch_id, BATCH)
-        request = self._read(batch_id, "request")
+        request = self._read(_name(batch_id, "request"))
         if request is None:
             raise no_such("batch")
-        cancel = self._read(batch_id, "cancel")
+        cancel = self._read(_name(batch_id, "cancel"))
+        status = self._read(_name(batch_id, "status")) or {}
+        counts = BatchCounts(**status.pop("counts", {}))
         return Batch(
             request=BatchRequest(**request),
-            status=_status(self._read(batch_id, "status") or {}),
+            status=BatchStatus(**status, counts=counts),
             cancelling_at=None if cancel is None else cancel["cancelling_at"],
         )
 
     def ids(self) -> list[str]:
-        """Return the ids of all batches, the oldest first."""
-        names = self._store.names("batches")
-        return sorted(name.split("/")[1] for name in names if name.endswith("/request.json"))
+        return self._ids("batches", "request.json")
 
     def cancel(self, batch_id: str) -> None:
         """Ask for the end of a batch; the first time counts."""
-        record = {"cancelling_at": int(time.time())}
-        self._store.create(_name(batch_id, "cancel"), json.dumps(record).encode())
+        self._create(_name(batch_id, "cancel"), {"cancelling_at": int(time.time())})
 
     def is_cancelled(self, batch_id: str) -> bool:
-        """Return whether the end of a batch was asked for."""
         return self._store.size(_name(batch_id, "cancel")) is not None
 
-    def write(self, batch_id: str, status: BatchStatus) -> BatchStatus:
+    def write(self, batch_id: str, status: BatchStatus) -> None:
         """Write what has become of a batch; for the runner alone."""
         self._store.replace(_name(batch_id, "status"), json.dumps(asdict(status)).encode())
-        return status
-
-    def _read(self, batch_id: str, what: str) -> dict[str, Any] | None:
-        return _read_json(self._store, _name(batch_id, what))
-
-
-def _status(values: Mapping[str, Any]) -> BatchStatus:
-    return BatchStatus(**{**values, "counts": BatchCounts(**values.get("counts", {}))})
-
-
-def _read_json(store: Store, name: str) -> dict[str, Any] | None:
-    """Return a record; None where there is none."""
-    try:
-        record: dict[str, Any] = json.loads(store.read(name))
-    except FileNotFoundError:
-        return None
-    return record
 
 
 def _name(batch_id: str, what: str) -> str:

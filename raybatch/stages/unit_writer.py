@@ -32,7 +32,7 @@ from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
 from raybatch.planning.store import read_units
 from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import unit_counts
-from raybatch.records.counts import TokenCounts, token_counts
+from raybatch.records.types import TokenCounts, token_counts
 from raybatch.rows.batches import movable_schema
 from raybatch.rows.schema import OutputSchema
 

@@ -12,12 +12,11 @@ import base64
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from email.parser import BytesParser
-from importlib import metadata
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
+import raybatch
 from raybatch.errors import ConfigError
 
 EXCLUDED_SUFFIXES = (
@@ -36,14 +35,6 @@ _MOMENT = (1980, 1, 1, 0, 0, 0)
 _TAG = "py3-none-any"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bundle:
-    """A written zip file, and the files in it, the job file first."""
-
-    path: Path
-    names: tuple[str, ...]
-
-
 def write_bundle(
     path: Path,
     *,
@@ -52,14 +43,12 @@ def write_bundle(
     working_dir: Path | None = None,
     kept: tuple[Path, ...] = (),
     left_out: tuple[Path, ...] = (),
-) -> Bundle:
-    """Write the zip file of a job.
+) -> tuple[str, ...]:
+    """Write the zip file of a job, and return the names of the files in it, the job file first.
 
     Without `working_dir` the job file is sent alone. Files and folders in `kept` are sent whatever
-    they are called, those in `left_out`, such as the sink, are not.
-
-    Raises:
-        ConfigError: there is no such folder, or more in it than the job server takes.
+    they are called, those in `left_out`, such as the sink, are not. ConfigError: there is no such
+    folder, or more in it than the job server takes.
     """
     files: dict[str, Path] = {}
     if working_dir is not None:
@@ -71,61 +60,51 @@ def write_bundle(
         chosen = _files(root, kept, out)
         files = {file.relative_to(root).as_posix(): file for file in chosen}
     files.pop(job_name, None)
-    _check_size(working_dir, files)
+    sizes = {name: file.stat().st_size for name, file in files.items()}
+    if sum(sizes.values()) > _MAX_BYTES:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        listed = ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in largest)
+        raise ConfigError(
+            f"--working-dir {working_dir}: {sum(sizes.values()) >> 20} MiB, more than the "
+            f"{_MAX_BYTES >> 20} MiB that a job server takes; the largest files are {listed}; keep "
+            "data where every host can read it, and name it by a path or a URI"
+        )
     with ZipFile(path, "w") as archive:
         _add(archive, job_name, job_text.encode(), mode=0o644)
         for name, file in sorted(files.items()):
             _add(archive, name, file.read_bytes(), mode=file.stat().st_mode & 0o755)
-    return Bundle(path=path, names=(job_name, *sorted(files)))
+    return (job_name, *sorted(files))
 
 
 def _files(root: Path, kept: tuple[Path, ...], left_out: tuple[Path, ...]) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        here = Path(folder)
-        folders[:] = [name for name in folders if _is_entered(here / name, kept, left_out)]
-        for name in names:
-            file = here / name
+    def is_kept(path: Path) -> bool:
+        return any(path.is_relative_to(place) for place in kept)
+
+    def is_entered(folder: Path) -> bool:
+        if folder in left_out:
+            return False
+        if is_kept(folder) or any(each.is_relative_to(folder) for each in kept):
+            return True
+        return not (folder / _OUTPUT_MARK).is_dir() and not _is_hidden(folder.name)
+
+    for path, folders, names in os.walk(root):
+        here = Path(path)
+        folders[:] = [name for name in folders if is_entered(here / name)]
+        for file in (here / name for name in names):
             target = file.resolve()
             # a link out of the folder would send what nobody looked at
             is_inside = target.is_file() and target.is_relative_to(root)
-            if is_inside and file not in left_out and (_is_below(file, kept) or _is_sent(file)):
+            is_sent = is_kept(file) or not (_is_excluded(file.name) or _is_hidden(file.name))
+            if is_inside and file not in left_out and is_sent:
                 yield file
 
 
-def _is_entered(folder: Path, kept: tuple[Path, ...], left_out: tuple[Path, ...]) -> bool:
-    if folder in left_out:
-        return False
-    if _is_below(folder, kept) or any(each.is_relative_to(folder) for each in kept):
-        return True
-    is_output = (folder / _OUTPUT_MARK).is_dir()
-    return not is_output and not _is_hidden(folder.name)
-
-
-def _is_sent(file: Path) -> bool:
-    name = file.name.lower()
-    is_key = name in _KEY_FILES or name.endswith(EXCLUDED_SUFFIXES)
-    return not is_key and not _is_hidden(file.name)
+def _is_excluded(name: str) -> bool:
+    return name.lower() in _KEY_FILES or name.lower().endswith(EXCLUDED_SUFFIXES)
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _EXCLUDED_NAMES
-
-
-def _is_below(path: Path, places: tuple[Path, ...]) -> bool:
-    return any(path.is_relative_to(place) for place in places)
-
-
-def _check_size(working_dir: Path | None, files: dict[str, Path]) -> None:
-    sizes = {name: file.stat().st_size for name, file in files.items()}
-    if sum(sizes.values()) <= _MAX_BYTES:
-        return
-    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-    listed = ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in largest)
-    raise ConfigError(
-        f"--working-dir {working_dir}: {sum(sizes.values()) >> 20} MiB, more than the "
-        f"{_MAX_BYTES >> 20} MiB that a job server takes; the largest files are {listed}; keep "
-        "data where every host can read it, and name it by a path or a URI"
-    )
 
 
 def _add(archive: ZipFile, name: str, data: bytes, *, mode: int) -> None:
@@ -137,13 +116,7 @@ def _add(archive: ZipFile, name: str, data: bytes, *, mode: int) -> None:
 
 
 def pack_wheel(package: Path, folder: Path) -> Path:
-    """Write a wheel of the code in `package` and return its path.
-
-    It is the code that runs here, from a source tree, an editable or a usual installation.
-
-    Raises:
-        ConfigError: the package has no folder, as in a zip file.
-    """
+    """Write a wheel of the code that runs here; ConfigError: it has no folder, as in a zip file."""
     if not package.is_dir():
         raise ConfigError(
             f"{package} is no folder, so no wheel can be made of it; give one with --wheel PATH, "
@@ -154,15 +127,11 @@ def pack_wheel(package: Path, folder: Path) -> Path:
         for path in sorted(package.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    return _write_wheel(package.name, _version(package.name), files, folder)
+    return _write_wheel(package.name, raybatch.__version__, files, folder)
 
 
 def repack_wheel(wheel: Path, folder: Path) -> Path:
-    """Write the content of `wheel` without its requirements and return the path.
-
-    Raises:
-        ConfigError: there is no such wheel, or it can be installed on some hosts only.
-    """
+    """Write a wheel again without its requirements; ConfigError: it is none for any host."""
     try:
         with ZipFile(wheel) as archive:
             inside = {name: archive.read(name) for name in archive.namelist() if name[-1] != "/"}
@@ -179,23 +148,25 @@ def repack_wheel(wheel: Path, folder: Path) -> Path:
 
 
 def _write_wheel(name: str, version: str, files: Mapping[str, bytes], folder: Path) -> Path:
-    info = f"{name}-{version}.dist-info"
+    info, build = f"{name}-{version}.dist-info", _build(files)
     described = {
         **files,
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": (
             "Wheel-Version: 1.0\nGenerator: raybatch\nRoot-Is-Purelib: true\n"
-            f"Tag: {_TAG}\nBuild: {_build(files)}\n"
+            f"Tag: {_TAG}\nBuild: {build}\n"
         ).encode(),
     }
-    record = [f"{path},sha256={_record_hash(data)},{len(data)}" for path, data in described.items()]
-    record.append(f"{info}/RECORD,,")
-    described[f"{info}/RECORD"] = "\n".join([*record, ""]).encode()
-    path = folder / f"{name}-{version}-{_build(files)}-{_TAG}.whl"
-    with ZipFile(path, "w") as archive:
-        for inner, data in described.items():
-            _add(archive, inner, data, mode=0o644)
-    return path
+    record = ""
+    for path, data in described.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        record += f"{path},sha256={digest},{len(data)}\n"
+    described[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
+    wheel = folder / f"{name}-{version}-{build}-{_TAG}.whl"
+    with ZipFile(wheel, "w") as archive:
+        for path, data in described.items():
+            _add(archive, path, data, mode=0o644)
+    return wheel
 
 
 def _build(files: Mapping[str, bytes]) -> str:
@@ -205,14 +176,3 @@ def _build(files: Mapping[str, bytes]) -> str:
         digest.update(f"{path}\0{len(data)}\0".encode())
         digest.update(data)
     return f"0h{digest.hexdigest()[:16]}"
-
-
-def _record_hash(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
-        return "0+source"

@@ -14,6 +14,13 @@ _ENDINGS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDE
 _PLACES = ("PATH", "FILE", "DIR")
 _VALUES = re.compile(r"(hf_|sk-|ghp_|github_pat_|glpat-|xox[bp]-|AKIA|-----BEGIN )")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# of a relative path: what is wrong with it, and another way out
+_UNKNOWN = ", and the hosts of the cluster do not have it"
+_IF_RELATIVE = {
+    "source": (_UNKNOWN, ", or send the folder that holds it with --working-dir"),
+    "sink": (": it would be written into a temporary folder of the cluster and lost", ""),
+    "model": (_UNKNOWN, ", or name one of the model hub"),
+}
 _WAY_OUT = (
     "give the hosts a role (instance profile, workload identity) or mount a file with it and send "
     "its path, such as HF_TOKEN_PATH"
@@ -26,12 +33,9 @@ def is_uri(path: str) -> bool:
 
 
 def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
-    """Refuse what the hosts of a cluster would not find, or would do where nobody looks.
+    """Raise ConfigError for what hosts would not find, or would do where nobody looks.
 
-    A relative source may lie in `working_dir`, the folder that is sent along.
-
-    Raises:
-        ConfigError: a relative path, a URI with a password, or a job that uses no cluster.
+    A relative source or model may lie in `working_dir`, the folder that is sent along.
     """
     if job.executor == "local":
         raise ConfigError(
@@ -40,23 +44,23 @@ def check_paths(job: JobConfig, *, working_dir: Path | None) -> None:
         )
     for name, path in (("source", job.source), ("sink", job.sink), ("model", job.stage.model)):
         check_no_secret_in_uri(name, path)
-    if _is_relative(job.sink):
+    for name, path in _local_paths(job):
+        if is_uri(path) or path.startswith("/") or (name != "sink" and _lies_in(working_dir, path)):
+            continue
+        problem, way_out = _IF_RELATIVE[name]
         raise ConfigError(
-            f"sink {job.sink!r} is relative: it would be written into a temporary folder of the "
-            f"cluster and lost; {_way_out(job.sink)}"
+            f"{name} {path!r} is relative{problem}; give a path that every host has, such as "
+            f"{Path(path).expanduser().absolute().as_posix()!r}, or a URI such as "
+            f"s3://bucket/folder{way_out}"
         )
-    if _is_relative(job.source) and not _lies_in(working_dir, job.source):
-        raise ConfigError(
-            f"source {job.source!r} is relative, and the hosts of the cluster do not have it; "
-            f"{_way_out(job.source)}, or send the folder that holds it with --working-dir"
-        )
-    model = job.stage.model
-    is_here = model != "demo" and is_local_model(model)
-    if is_here and _is_relative(model) and not _lies_in(working_dir, model):
-        raise ConfigError(
-            f"model {model!r} is relative, and the hosts of the cluster do not have it; "
-            f"{_way_out(model)}, or name one of the model hub"
-        )
+
+
+def _local_paths(job: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yield what is read and written where the job runs, unless it is a model of the hub."""
+    yield "source", job.source
+    yield "sink", job.sink
+    if job.stage.model != "demo" and is_local_model(job.stage.model):
+        yield "model", job.stage.model
 
 
 def fixed_part(path: str) -> str:
@@ -65,18 +69,9 @@ def fixed_part(path: str) -> str:
     return path[: min(wildcards)].rpartition("/")[0] if wildcards else path
 
 
-def paths_on_hosts(job: JobConfig) -> Iterator[str]:
-    """Yield what must be mounted at the same path on every host, as "source /data/prompts"."""
-    model = job.stage.model
-    is_model = model != "demo" and is_local_model(model)
-    named = (("source", job.source), ("sink", job.sink), ("model", model if is_model else ""))
-    for name, path in named:
-        if path.startswith("/"):
-            yield f"{name} {path}"
-
-
-def _is_relative(path: str) -> bool:
-    return not is_uri(path) and not path.startswith("/")
+def paths_on_hosts(job: JobConfig) -> list[str]:
+    """Return what must be mounted at the same path on every host, as "source /data/prompts"."""
+    return [f"{name} {path}" for name, path in _local_paths(job) if path.startswith("/")]
 
 
 def _lies_in(folder: Path | None, path: str) -> bool:
@@ -85,13 +80,6 @@ def _lies_in(folder: Path | None, path: str) -> bool:
     root = folder.resolve()
     place = (root / fixed_part(path)).resolve()
     return place.is_relative_to(root) and place.exists()
-
-
-def _way_out(path: str) -> str:
-    return (
-        "give a path that every host has, such as "
-        f"{Path(path).expanduser().absolute().as_posix()!r}, or a URI such as s3://bucket/folder"
-    )
 
 
 def is_secret_name(name: str) -> bool:
@@ -103,11 +91,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def read_env_vars(settings: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a job gets: `NAME`, taken from `environment`, or `NAME=value`.
-
-    Raises:
-        ConfigError: a variable is not set, is named or looks like a secret.
-    """
+    """Return variables given as NAME or NAME=value; ConfigError: one is not set, or a secret."""
     values: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -130,7 +114,6 @@ def read_env_vars(settings: Iterable[str], environment: Mapping[str, str]) -> di
 
 
 def check_no_secret_in_uri(what: str, uri: str) -> None:
-    """Raise ConfigError if the URI holds a password."""
     if _has_password(uri):
         raise ConfigError(
             f"{what}: the URI holds a password, which would stand in clear in the job file that "

@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from raybatch.errors import ConfigError, MissingDependency, RaybatchError, error_text
-from raybatch.submission.tokens import Token
+from raybatch.submission.probe import Token
 
 # Ray has one class for them, and different texts
 _KNOWN_ERRORS = {
@@ -35,40 +34,15 @@ _NO_PYTHON = 127
 _MAX_MESSAGE = 2000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Submission:
-    """What is sent.
-
-    Args:
-        submission_id: a name that no job of the cluster has had.
-        metadata: of the job; everyone who may ask the job server reads it.
-    """
-
-    submission_id: str
-    entrypoint: str
-    runtime_env: Mapping[str, Any]
-    metadata: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnd:
-    """How a job has ended.
-
-    Args:
-        exit_code: of the job if that is 0, 1 or 2, else 1.
-        reason: in words where the job itself could not say, else "".
-    """
-
+class JobEnd(NamedTuple):
     exit_code: int
+    """Of the job if that is 0, 1 or 2, else 1."""
     reason: str = ""
+    """In words where the job itself could not say."""
 
 
 class JobServer:
-    """A job server that has answered; a token is sent along where there is one.
-
-    Raises:
-        ConfigError: it does not answer, or not as a job server.
-    """
+    """A job server that has answered; ConfigError: it does not, or not as a job server."""
 
     def __init__(self, address: str, token: Token | None) -> None:
         try:
@@ -87,17 +61,26 @@ class JobServer:
         with self.as_one_line():
             self._client = JobSubmissionClient(address, headers=headers)
 
-    def submit(self, submission: Submission) -> str:
-        """Start a job and return its id."""
+    def submit(
+        self,
+        submission_id: str,
+        entrypoint: str,
+        *,
+        runtime_env: dict[str, Any],
+        metadata: dict[str, str],
+    ) -> None:
+        """Start a job under a name that no job of the cluster has had.
+
+        Everyone who may ask the job server reads the metadata.
+        """
         with self.as_one_line():
-            submission_id: str = self._client.submit_job(
-                entrypoint=submission.entrypoint,
-                submission_id=submission.submission_id,
-                runtime_env=dict(submission.runtime_env),
-                metadata=dict(submission.metadata),
+            self._client.submit_job(
+                entrypoint=entrypoint,
+                submission_id=submission_id,
+                runtime_env=runtime_env,
+                metadata=metadata,
                 entrypoint_num_cpus=0,
             )
-        return submission_id
 
     def running(self, key: str, value: str) -> list[str]:
         """Return the ids of the unfinished jobs with this metadata."""
@@ -110,23 +93,13 @@ class JobServer:
         ]
 
     def end(self, submission_id: str) -> JobEnd | None:
-        """Return how a job has ended; None while it runs."""
         with self.as_one_line():
             return read_end(self._client.get_job_info(submission_id))
 
-    def stop(self, submission_id: str) -> bool:
-        """Ask a job to end, and return whether it ran."""
-        with self.as_one_line():
-            return bool(self._client.stop_job(submission_id))
-
     def tail(self, submission_id: str, write: Callable[[str], None], *, skip: int = 0) -> int:
-        """Pass on the log of a job from its first character until it ends.
+        """Pass on the log of a job until it ends; return how many characters there were in all.
 
-        Returns:
-            The number of characters that have been written, those skipped included.
-
-        Raises:
-            ConnectionError: the connection was lost, with the number as its argument.
+        ConnectionError: the connection was lost, with the number as its argument.
         """
         progress = LogWriter(write, skip)
 
@@ -162,7 +135,6 @@ class LogWriter:
         self.written = skip
 
     def take(self, text: str) -> None:
-        """Write what is new of the next piece."""
         begin, self._seen = self._seen, self._seen + len(text)
         if self._seen > self.written:
             self._write(text[max(0, self.written - begin) :])

@@ -1,53 +1,84 @@
-"""What a job server tells those who have no token, and what else listens near it."""
+"""What a job server tells those who have no token, the token it may want, and what listens near it.
+
+Ray's job clients send the token only where RAY_AUTH_MODE=token is set in their process, whatever
+the cluster wants; here its authentication mode is read first.
+"""
 
 import json
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from raybatch.errors import ConfigError
 
-DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+_DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _TIMEOUT_S = 10.0
-_QUICK_S = 2.0
+QUICK_S = 2.0
 # an answer of a job server is far smaller, and one of something else may never end
 _MAX_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What came back."""
+class Token:
+    """A token, and the variable or file that it comes from."""
 
-    status: int
-    text: str
+    value: str = field(repr=False)
+    origin: str
 
-    def json(self) -> Any:  # noqa: ANN401 - it is somebody else's
-        """Return the body as JSON, or None where it is none."""
-        try:
-            return json.loads(self.text)
-        except ValueError:
-            return None
+
+def token_path(environment: Mapping[str, str], home: Path) -> Path:
+    named = environment.get("RAY_AUTH_TOKEN_PATH")
+    return Path(named).expanduser() if named else home / ".ray" / "auth_token"
+
+
+def find_token(environment: Mapping[str, str], home: Path) -> Token | None:
+    """Return the token that Ray would take; ConfigError: RAY_AUTH_TOKEN_PATH cannot be read."""
+    value = environment.get("RAY_AUTH_TOKEN", "").strip()
+    if value:
+        return Token(value, "RAY_AUTH_TOKEN")
+    path = token_path(environment, home)
+    try:
+        value = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        if environment.get("RAY_AUTH_TOKEN_PATH"):
+            raise ConfigError(f"RAY_AUTH_TOKEN_PATH: {path} cannot be read: {error}") from error
+    return Token(value, str(path)) if value else None
+
+
+def token_for(
+    auth_mode: str | None, environment: Mapping[str, str], home: Path, *, address: str
+) -> Token | None:
+    """Return the token that a job server asks for, if it does; ConfigError: there is none here."""
+    # an old server does not say; what it wants is then what the user has set
+    if (auth_mode or environment.get("RAY_AUTH_MODE", "").lower()) != "token":
+        return None
+    token = find_token(environment, home)
+    if token is None:
+        raise ConfigError(
+            f"{address} asks for a token, and none is here: copy the token of the cluster into "
+            "~/.ray/auth_token (mode 600), or name its file in RAY_AUTH_TOKEN_PATH; on Kubernetes "
+            "it lies in the secret that has the cluster's name"
+        )
+    return token
 
 
 def read_address(address: str | None, environment: Mapping[str, str]) -> str:
-    """Return the URL of the job server.
+    """Return the URL of the job server; ConfigError: it is none.
 
     Where the user gives none it is RAY_API_SERVER_ADDRESS, then RAY_ADDRESS where it is a URL, then
     the usual port of this host.
-
-    Raises:
-        ConfigError: it is no address of a job server.
     """
     address = address or environment.get("RAY_API_SERVER_ADDRESS")
     if not address:
         other = environment.get("RAY_ADDRESS", "")
-        address = other if other.startswith("http") else DEFAULT_ADDRESS
+        address = other if other.startswith("http") else _DEFAULT_ADDRESS
     if "://" not in address:
         address = f"http://{address}"
     if not address.startswith(("http://", "https://")) or not _host(address):
@@ -56,6 +87,20 @@ def read_address(address: str | None, environment: Mapping[str, str]) -> str:
             "such as http://HEAD:8265"
         )
     return address.rstrip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    text: str
+
+    def member(self, name: str) -> Any:  # noqa: ANN401 - it is somebody else's
+        """Return a member of the body; None where that is no JSON object with it."""
+        try:
+            body = json.loads(self.text)
+        except ValueError:
+            return None
+        return body.get(name) if isinstance(body, dict) else None
 
 
 def get(url: str, *, timeout_s: float = _TIMEOUT_S, token: str | None = None) -> Reply | None:
@@ -77,11 +122,7 @@ def get(url: str, *, timeout_s: float = _TIMEOUT_S, token: str | None = None) ->
 
 
 def server_auth_mode(address: str) -> str | None:
-    """Return "token" or "disabled", as the job server says; None where it is too old to say.
-
-    Raises:
-        ConfigError: nobody answers there, or no job server does.
-    """
+    """Return "token" or "disabled", None where a server is too old; ConfigError: none answers."""
     reply = get(f"{address}/api/authentication_mode")
     if reply is None:
         raise ConfigError(
@@ -89,13 +130,10 @@ def server_auth_mode(address: str) -> str | None:
             "(http://HEAD:8265), through a tunnel where it is not open, such as "
             "'ssh -L 8265:127.0.0.1:8265 HEAD' or 'kubectl port-forward svc/NAME-head-svc 8265'"
         )
-    body = reply.json()
-    if isinstance(body, dict) and "authentication_mode" in body:
-        return str(body["authentication_mode"])
+    if (mode := reply.member("authentication_mode")) is not None:
+        return str(mode)
     version = get(f"{address}/api/version")
-    is_known = version is not None and version.status in (401, 403)
-    version_body = version.json() if version is not None else None
-    if is_known or (isinstance(version_body, dict) and "ray_version" in version_body):
+    if version is not None and (version.status in (401, 403) or version.member("ray_version")):
         return None
     raise ConfigError(
         f"what answers at {address} is no Ray job server; give the address of the dashboard, such "
@@ -127,9 +165,8 @@ def address_on_network() -> str | None:
 
 
 def accepts_connections(host: str, port: int) -> bool:
-    """Return whether somebody listens there."""
     try:
-        with socket.create_connection((host, port), timeout=_QUICK_S):
+        with socket.create_connection((host, port), timeout=QUICK_S):
             return True
     except OSError:
         return False

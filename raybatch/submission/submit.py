@@ -18,9 +18,8 @@ from raybatch.job.config import JobConfig
 from raybatch.job.job import Job
 from raybatch.submission.bundle import pack_wheel, repack_wheel, write_bundle
 from raybatch.submission.checks import check_paths, fixed_part, is_uri, read_env_vars
-from raybatch.submission.job_server import JobServer, Submission
-from raybatch.submission.probe import is_loopback, read_address, server_auth_mode
-from raybatch.submission.tokens import token_for
+from raybatch.submission.job_server import JobServer
+from raybatch.submission.probe import is_loopback, read_address, server_auth_mode, token_for
 
 SINK_KEY = "raybatch_sink"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -31,78 +30,73 @@ _STATUS_PAUSE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Console:
-    """How a command talks.
-
-    Args:
-        write: a piece of the job's log, as it is.
-        note: a line that is not of the job.
-        confirm: ask a question and return the answer; None where nobody is at a terminal.
-    """
-
     write: Callable[[str], None]
+    """A piece of the job's log, as it is."""
     note: Callable[[str], None]
+    """A line that is not of the job."""
     confirm: Callable[[str], bool] | None = None
+    """Ask a question and return the answer; None where nobody is at a terminal."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SubmitOptions:
-    """How a job is sent.
+def submit(
+    mapping: Mapping[str, Any],
+    console: Console,
+    *,
+    where: str,
+    environment: MutableMapping[str, str],
+    address: str | None = None,
+    submission_id: str | None = None,
+    is_followed: bool = True,
+    working_dir: Path | None = None,
+    wheel: str = "auto",
+    env: Iterable[str] = (),
+    allow_error_rows: bool = False,
+) -> int:
+    """Check a job, send it, follow it, and return its exit code.
+
+    The address is put into `environment`, because Ray's client takes the one that it finds there
+    before the one that it is given. ConfigError: the job or an option is wrong, or the cluster does
+    not take it.
 
     Args:
         address: of the job server; None takes what `read_address` finds.
         submission_id: None makes a new one of the job's name and the time.
-        is_followed: until the job ends.
         working_dir: folder that is sent along; None sends the job file alone.
         wheel: "auto" sends the code that runs here, "none" takes that of the hosts, anything else
             is the path of a wheel.
         allow_error_rows: the job ends with 0, not 2, when rows failed.
     """
-
-    address: str | None = None
-    submission_id: str | None = None
-    is_followed: bool = True
-    working_dir: Path | None = None
-    wheel: str = "auto"
-    env: tuple[str, ...] = ()
-    allow_error_rows: bool = False
-
-
-def submit(
-    mapping: Mapping[str, Any],
-    options: SubmitOptions,
-    console: Console,
-    *,
-    where: str,
-    environment: MutableMapping[str, str],
-) -> int:
-    """Check a job, send it, follow it, and return its exit code.
-
-    The address is put into `environment`, because Ray's client takes the one that it finds there
-    before the one that it is given.
-
-    Raises:
-        ConfigError: the job or an option is wrong, or the cluster does not take it.
-    """
     job = Job.from_mapping(mapping, where=where).config
-    check_paths(job, working_dir=options.working_dir)
-    env_vars = read_env_vars(options.env, environment)
-    submission_id = options.submission_id or new_submission_id(where)
+    check_paths(job, working_dir=working_dir)
+    env_vars = read_env_vars(env, environment)
+    submission_id = submission_id or new_submission_id(where)
     if not _ID.fullmatch(submission_id):
         raise ConfigError(f"--submission-id {submission_id!r}: use letters, digits, '-', '_', '.'")
-    server = _connect(options, environment, console)
+    server = _connect(read_address(address, environment), environment, console)
     sink = job.sink.rstrip("/")
-    _check_sink_is_free(server, sink, console)
+    if running := server.running(SINK_KEY, sink):
+        console.note(
+            f"warning: {', '.join(running)} already writes to {sink}; a second run beside it loses "
+            "nothing, but does the same work"
+        )
+        if console.confirm is not None and not console.confirm("submit anyway?"):
+            raise ConfigError("not submitted")
+    # the name of the job file on the cluster, safe in a shell
+    name = Path(where).name
+    if not (_ID.fullmatch(name) and name.endswith((".yaml", ".yml"))):
+        name = "job.yaml"
     with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
-        runtime_env, sizes = _pack(mapping, job, options, Path(folder), where=where)
+        runtime_env, sizes = _pack(
+            mapping, job, Path(folder), job_name=name, root=working_dir, wheel=wheel
+        )
         console.note(sizes)
-        submission = Submission(
-            submission_id=submission_id,
-            entrypoint=_entrypoint(_job_name(where), options),
+        server.submit(
+            submission_id,
+            f"python -m raybatch run {name}{' --allow-error-rows' * allow_error_rows}",
             runtime_env={**runtime_env, "env_vars": env_vars},
             metadata={SINK_KEY: sink, "raybatch_version": raybatch.__version__},
         )
-        server.submit(submission)
-    return _attend(server, submission_id, console, is_followed=options.is_followed)
+    return _attend(server, submission_id, console, is_followed=is_followed)
 
 
 def follow(
@@ -115,9 +109,7 @@ def follow(
     """Pass on the log of a job until it ends, and return its exit code.
 
     `pauses_s` lie between tries to reach a server that has been lost; each success starts anew.
-
-    Raises:
-        ConnectionError: the server has been lost and was not found again.
+    ConnectionError: it was not found again.
     """
     pauses = tuple(pauses_s)
     written = tries = 0
@@ -148,10 +140,7 @@ def new_submission_id(where: str) -> str:
     return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def _connect(
-    options: SubmitOptions, environment: MutableMapping[str, str], console: Console
-) -> JobServer:
-    address = read_address(options.address, environment)
+def _connect(address: str, environment: MutableMapping[str, str], console: Console) -> JobServer:
     token = token_for(server_auth_mode(address), environment, Path.home(), address=address)
     if token is not None:
         console.note(f"the cluster asks for a token: sending the one of {token.origin}")
@@ -165,7 +154,12 @@ def _connect(
 
 def _attend(server: JobServer, submission_id: str, console: Console, *, is_followed: bool) -> int:
     """Follow a job that was sent, or say how; the job goes on whatever happens here."""
-    commands = _commands(server, submission_id)
+    prefix = "RAY_AUTH_MODE=token " if server.has_token else ""
+    end = f"--address {shell_path(server.address)} {shell_path(submission_id)}"
+    commands = (
+        f"follow it with `{prefix}ray job logs --follow {end}`, "
+        f"stop it with `{prefix}ray job stop {end}`"
+    )
     try:
         console.note(f"job {submission_id} is at {server.address}")
         if is_followed:
@@ -181,64 +175,38 @@ def _attend(server: JobServer, submission_id: str, console: Console, *, is_follo
 
 
 def _pack(
-    mapping: Mapping[str, Any], job: JobConfig, options: SubmitOptions, folder: Path, *, where: str
+    mapping: Mapping[str, Any],
+    job: JobConfig,
+    folder: Path,
+    *,
+    job_name: str,
+    root: Path | None,
+    wheel: str,
 ) -> tuple[dict[str, Any], str]:
     """Write what is sent into `folder`; return the runtime environment with it, and its sizes."""
-    root = options.working_dir
     inside = [] if root is None else [root / fixed_part(p) for p in (job.source, job.stage.model)]
-    bundle = write_bundle(
-        folder / "working_dir.zip",
-        job_name=_job_name(where),
+    bundle = folder / "working_dir.zip"
+    names = write_bundle(
+        bundle,
+        job_name=job_name,
         job_text=yaml.safe_dump(dict(mapping), sort_keys=False, allow_unicode=True),
         working_dir=root,
         kept=tuple(path for path in inside if path.exists()),
         left_out=() if is_uri(job.sink) else (Path(job.sink),),
     )
-    what = bundle.names[0] if len(bundle.names) == 1 else f"{len(bundle.names)} files"
-    sizes = f"sending {what} ({_size(bundle.path)})"
-    runtime_env: dict[str, Any] = {"working_dir": str(bundle.path)}
-    if options.wheel == "none":
+    what = names[0] if len(names) == 1 else f"{len(names)} files"
+    sizes = f"sending {what} ({_size(bundle)})"
+    runtime_env: dict[str, Any] = {"working_dir": str(bundle)}
+    if wheel == "none":
         return runtime_env, sizes
-    if options.wheel == "auto":
-        wheel = pack_wheel(Path(raybatch.__file__).parent, folder)
+    if wheel == "auto":
+        packed = pack_wheel(Path(raybatch.__file__).parent, folder)
     else:
-        wheel = repack_wheel(Path(options.wheel), folder)
-    runtime_env["py_modules"] = [str(wheel)]
-    return runtime_env, f"{sizes} and {'-'.join(wheel.name.split('-')[:2])} ({_size(wheel)})"
+        packed = repack_wheel(Path(wheel), folder)
+    runtime_env["py_modules"] = [str(packed)]
+    return runtime_env, f"{sizes} and {'-'.join(packed.name.split('-')[:2])} ({_size(packed)})"
 
 
 def _size(path: Path) -> str:
     num_bytes = path.stat().st_size
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >> 20 else f"{-(-num_bytes // 1024)} KiB"
-
-
-def _entrypoint(job_name: str, options: SubmitOptions) -> str:
-    flag = " --allow-error-rows" if options.allow_error_rows else ""
-    return f"python -m raybatch run {job_name}{flag}"
-
-
-def _job_name(where: str) -> str:
-    """Return the name of the job file on the cluster, safe in a shell."""
-    name = Path(where).name
-    return name if _ID.fullmatch(name) and name.endswith((".yaml", ".yml")) else "job.yaml"
-
-
-def _check_sink_is_free(server: JobServer, sink: str, console: Console) -> None:
-    running = server.running(SINK_KEY, sink)
-    if not running:
-        return
-    console.note(
-        f"warning: {', '.join(running)} already writes to {sink}; a second run beside it loses "
-        "nothing, but does the same work"
-    )
-    if console.confirm is not None and not console.confirm("submit anyway?"):
-        raise ConfigError("not submitted")
-
-
-def _commands(server: JobServer, submission_id: str) -> str:
-    prefix = "RAY_AUTH_MODE=token " if server.has_token else ""
-    end = f"--address {shell_path(server.address)} {shell_path(submission_id)}"
-    return (
-        f"follow it with `{prefix}ray job logs --follow {end}`, "
-        f"stop it with `{prefix}ray job stop {end}`"
-    )

@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.config import LimitConfig
-from raybatch.job.stopping import LimitWatch, WavesSoFar
+from raybatch.job.watching import LimitWatch, WavesSoFar
 from raybatch.records.types import PoolStats
 
 
@@ -48,7 +48,7 @@ def test_answers_of_plans_and_waves_share_a_budget():
     waves = WavesSoFar(again=PoolStats(cost=0.25), rows_written=0, rows_failed=0)
     assert limits.observe(PoolStats(cost=0.2), waves) is None
     assert limits.observe(PoolStats(cost=0.25), waves) is not None
-    assert limits.cost == 1.0
+    assert limits.spent.cost == 1.0
 
 
 @pytest.mark.parametrize(("failed", "is_stopped"), [(1, False), (6, True)])

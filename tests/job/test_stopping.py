@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from raybatch.job.stopping import StopSignal
+from raybatch.job.watching import StopSignal
 
 
 class Run:

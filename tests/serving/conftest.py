@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raybatch.serving.runner import BatchRunner
+from raybatch.serving.server import BatchRunner
 from tests.stages.support import make_tokenizer
 
 KEY = "a key of the tests"

@@ -9,18 +9,18 @@ from typer.testing import CliRunner
 from raybatch.cli.app import app
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.writing import BatchCounts
-from raybatch.serving.http_values import (
+from raybatch.serving.http_api import checked_metadata, page_of, window_seconds
+from raybatch.serving.server import ServeOptions, _check_free
+from raybatch.serving.stores import (
     BATCH,
     FILE,
+    BatchStatus,
+    BatchStore,
+    FileStore,
     Problem,
     check_id,
-    checked_metadata,
     new_id,
-    page_of,
-    window_seconds,
 )
-from raybatch.serving.server import ServeOptions, _check_free
-from raybatch.serving.stores import BatchStatus, BatchStore, FileStore
 
 
 def test_server_without_a_key_does_not_start(tmp_path, monkeypatch):
@@ -123,9 +123,9 @@ def test_batch_is_what_its_records_say(tmp_path):
         "validating",
         3600,
     )
-    store.write(name, BatchStatus().now("in_progress", counts=BatchCounts(num_requests=3)))
+    store.write(name, BatchStatus(status="in_progress", counts=BatchCounts(num_requests=3)))
     assert store.get(name).view("m")["request_counts"] == {"total": 3, "completed": 0, "failed": 0}
     store.cancel(name)
     assert (store.get(name).state, store.ids()) == ("cancelling", [name])
-    store.write(name, BatchStatus().now("cancelled"))
+    store.write(name, BatchStatus(status="cancelled"))
     assert BatchStore(str(tmp_path)).get(name).state == "cancelled"

@@ -8,6 +8,8 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.submission.bundle import write_bundle
 
+ZIP = "x.zip"
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -24,43 +26,46 @@ def folder(tmp_path):
 
 
 def send(tmp_path, **options):
-    return write_bundle(tmp_path / "x.zip", job_name="job.yaml", job_text="source: a\n", **options)
+    return write_bundle(tmp_path / ZIP, job_name="job.yaml", job_text="source: a\n", **options)
 
 
 def test_without_a_folder_the_job_file_is_all(tmp_path):
-    assert send(tmp_path).names == ("job.yaml",)
+    assert send(tmp_path) == ("job.yaml",)
 
 
 def test_job_file_is_the_one_that_was_checked(tmp_path, folder):
-    with ZipFile(send(tmp_path, working_dir=folder).path) as archive:
+    send(tmp_path, working_dir=folder)
+    with ZipFile(tmp_path / ZIP) as archive:
         assert archive.read("job.yaml") == b"source: a\n"
 
 
 def test_data_models_secrets_hidden_files_and_outputs_stay(tmp_path, folder):
     sent = send(tmp_path, working_dir=folder, left_out=(folder / "sink",))
-    assert sent.names == ("job.yaml", "code/rules.py", "notes.txt")
+    assert sent == ("job.yaml", "code/rules.py", "notes.txt")
 
 
 def test_source_in_the_folder_is_sent(tmp_path, folder):
     sent = send(tmp_path, working_dir=folder, kept=(folder / "prompts",))
-    assert "prompts/a.parquet" in sent.names
+    assert "prompts/a.parquet" in sent
 
 
 def test_data_beside_the_source_is_not_sent(tmp_path, folder):
     sent = send(tmp_path, working_dir=folder, kept=(folder / "prompts",))
-    assert "other/b.parquet" not in sent.names
+    assert "other/b.parquet" not in sent
 
 
 def test_link_out_of_the_folder_is_not_sent(tmp_path, folder):
     (tmp_path / "private.txt").write_text("private")
     (folder / "link.txt").symlink_to(tmp_path / "private.txt")
-    assert "link.txt" not in send(tmp_path, working_dir=folder).names
+    assert "link.txt" not in send(tmp_path, working_dir=folder)
 
 
 def test_equal_content_is_equal_bytes(tmp_path, folder):
-    first = send(tmp_path, working_dir=folder).path.read_bytes()
+    send(tmp_path, working_dir=folder)
+    first = (tmp_path / ZIP).read_bytes()
     os.utime(folder / "notes.txt", (0, 0))
-    assert send(tmp_path, working_dir=folder).path.read_bytes() == first
+    send(tmp_path, working_dir=folder)
+    assert (tmp_path / ZIP).read_bytes() == first
 
 
 def test_too_large_folder_names_its_largest_files(tmp_path, folder):

@@ -6,7 +6,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.submission.job_server import JobEnd, JobServer, read_end
-from raybatch.submission.tokens import Token
+from raybatch.submission.probe import Token
 from tests.submission.job_servers import serving
 
 common = pytest.importorskip("ray.dashboard.modules.job.common")

@@ -11,8 +11,12 @@ import yaml
 
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.submission.manifest import ManifestOptions, manifest_name
-from raybatch.submission.render import render_anyscale, render_manifest
+from raybatch.submission.manifest import (
+    ManifestOptions,
+    manifest_name,
+    render_anyscale,
+    render_manifest,
+)
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "data/kuberay_rayjob.schema.json").read_text())
 # fields of JobConfig and of ComputeConfig in the package anyscale 0.26.112

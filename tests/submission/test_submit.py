@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.submission.submit import SINK_KEY, Console, SubmitOptions, submit
+from raybatch.submission.submit import SINK_KEY, Console, submit
 from tests.submission.job_servers import serving
 
 pytest.importorskip("aiohttp")
@@ -35,10 +35,8 @@ def send(jobs, *, confirm, environment=None):
     }
     console = Console(write=notes.append, note=notes.append, confirm=confirm)
     environment = {} if environment is None else environment
-    with serving(replies) as (url, _):
-        options = SubmitOptions(address=url, wheel="none")
-        with pytest.raises(ConfigError) as caught:
-            submit(JOB, options, console, where="oak.yaml", environment=environment)
+    with serving(replies) as (url, _), pytest.raises(ConfigError) as caught:
+        submit(JOB, console, where="oak.yaml", environment=environment, address=url, wheel="none")
     return url, str(caught.value), notes
 
 

@@ -13,8 +13,7 @@ import pyarrow.compute as pc
 from raybatch.actors.wire.records import Submission
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.distinct import DistinctKeys
-from raybatch.records.counts import TOKEN_COUNTS
-from raybatch.records.types import OpenUnit, PoolStats
+from raybatch.records.types import TOKEN_COUNTS, OpenUnit, PoolStats
 
 Rows = npt.NDArray[np.integer[Any]]
 

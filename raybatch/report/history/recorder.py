@@ -19,8 +19,7 @@ from raybatch.durable.run_log import RunLog
 from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
-from raybatch.records.counts import token_counts
-from raybatch.records.types import PoolStats, ReplicaStats
+from raybatch.records.types import PoolStats, ReplicaStats, token_counts
 from raybatch.report.history.records import STOPPED
 from raybatch.stages.unit_writer import UnitReceipt
 

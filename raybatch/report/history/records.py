@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raybatch.records.counts import TokenCounts
+from raybatch.records.types import TokenCounts
 
 # begins the end of a run that a limit has ended
 STOPPED = "stopped by "

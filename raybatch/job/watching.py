@@ -1,0 +1,214 @@
+"""Watches a run: its pool, the moments of its work, its limits, and SIGTERM."""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import NamedTuple, Self
+
+from raybatch.config import LimitConfig
+from raybatch.errors import error_text
+from raybatch.policy.limits import Spent, reason_to_stop
+from raybatch.records.types import PoolStats
+
+logger = logging.getLogger(__name__)
+
+ProgressCallback = Callable[[PoolStats, int], None]
+
+_POLL_S = 0.25
+_PROGRESS_EVERY_S = 1.0
+
+
+def is_working(stats: PoolStats, received_before: int = 0) -> bool:
+    """Return whether a ready engine has been handed rows."""
+    # rows without tokens never reach an engine
+    return stats.num_ready > 0 and stats.prompt_tokens_received > received_before
+
+
+@dataclass(slots=True)
+class RunClock:
+    """The moments of one run, in seconds since its start; None before they have come."""
+
+    started_s: float | None = None
+    """When the first row was handed to a ready engine."""
+    ended_s: float | None = None
+    """When the last row came back."""
+    _origin_s: float = field(default_factory=time.monotonic)
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._origin_s
+
+
+@dataclass(kw_only=True)
+class PoolWatch:
+    """Polls a pool in a thread while a dataset runs; use as a context manager."""
+
+    read_stats: Callable[[], PoolStats]
+    num_rows: int
+    callback: ProgressCallback
+    """Called about every second, and at the end of a run without an exception."""
+    clock: RunClock
+    rows_done: int = 0
+    """Of this run, when the pool was last asked."""
+    _has_failed: bool = False
+
+    def __post_init__(self) -> None:
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="raybatch-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._before = self.read_stats()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_done.set()
+        self._thread.join()
+        if kind is None:
+            self._report(self.read_stats())
+
+    def _poll(self) -> None:
+        next_callback_s = 0.0
+        while not self._is_done.wait(_POLL_S):
+            try:
+                stats = self.read_stats()
+            except Exception:  # the run itself reports what is wrong with the pool
+                logger.debug("the pool's state could not be read", exc_info=True)
+                continue
+            clock, now_s = self.clock, self.clock.elapsed_s()
+            self.rows_done = stats.rows_done - self._before.rows_done
+            works = is_working(stats, self._before.prompt_tokens_received)
+            if works and clock.started_s is None:
+                clock.started_s = now_s
+            if stats.rows_done < stats.rows_received:
+                clock.ended_s = None
+            elif works and clock.ended_s is None:
+                clock.ended_s = now_s
+            if now_s >= next_callback_s:
+                self._report(stats)
+                next_callback_s = now_s + _PROGRESS_EVERY_S
+
+    def _report(self, stats: PoolStats) -> None:
+        try:
+            self.callback(stats, self.num_rows)
+        except Exception as error:  # rows do not depend on who looks on, and limits are still kept
+            if not self._has_failed:
+                logger.warning("the progress callback failed: %s", error_text(error))
+            self._has_failed = True
+
+
+class WavesSoFar(NamedTuple):
+    """The pool counted for retried rows, and how rows ended that no wave retries any more."""
+
+    again: PoolStats
+    rows_written: int
+    rows_failed: int
+
+
+class LimitWatch:
+    """Compares what a run has spent with its limits, over all plans that it runs.
+
+    `ending` is called beside the limits; a text that it returns ends the run as a limit does.
+    `reason` is why the run is being stopped; None while it is not.
+    """
+
+    def __init__(
+        self,
+        limits: LimitConfig,
+        before: PoolStats,
+        *,
+        ending: Callable[[], str | None] | None = None,
+    ) -> None:
+        self._limits = limits
+        self._ending = ending
+        self._before = before
+        self._began_s = time.monotonic()
+        self._earlier = self.spent = Spent()
+        self.reason: str | None = None
+
+    def begin(self) -> None:
+        self._earlier = self.spent
+
+    def observe(self, stats: PoolStats, waves: WavesSoFar | None = None) -> str | None:
+        """Take the state of the pool; return why the run has to stop, once when it has to."""
+        earlier = self._earlier
+        self.spent = Spent(
+            wall_s=time.monotonic() - self._began_s,
+            # a pool that has stopped since counts from 0 again
+            engine_s=max(0.0, stats.busy_s - self._before.busy_s),
+            num_replicas=stats.num_replicas,
+            tokens=earlier.tokens + stats.prompt_tokens + stats.generated_tokens,
+            cost=earlier.cost + stats.cost,
+            rows_done=earlier.rows_done + stats.rows_done,
+            rows_failed=earlier.rows_failed + sum(stats.errors.values()),
+        )
+        if waves is not None:
+            again = waves.again.prompt_tokens + waves.again.generated_tokens
+            self.spent = replace(
+                self.spent,
+                tokens=self.spent.tokens + again,
+                cost=self.spent.cost + waves.again.cost,
+                rows_done=waves.rows_written,
+                rows_failed=waves.rows_failed,
+            )
+        if self.reason is not None:
+            return None
+        self.reason = reason_to_stop(self._limits, self.spent)
+        if self.reason is None and self._ending is not None:
+            self.reason = self._ending()
+        if self.reason is not None:
+            logger.warning(
+                "no more units are begun, and the same job started again goes on: %s", self.reason
+            )
+        return self.reason
+
+
+class StopSignal:
+    """Lets SIGTERM stop a run between units; use as a context manager around the run.
+
+    A second SIGTERM ends the run at once, as Ctrl-C does, and so does the first one while there is
+    nothing to keep. In a thread that gets no signals nothing is changed. `stop` lets no further
+    unit start; it is called in a thread of its own.
+    """
+
+    def __init__(self, stop: Callable[[], None], is_at_work: Callable[[], bool]) -> None:
+        self._stop = stop
+        self._is_at_work = is_at_work
+        self.has_arrived = False
+        self._is_over = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._wait, name="raybatch-sigterm", daemon=True)
+        self._is_handling = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> Self:
+        if self._is_handling:
+            # a handler that was not set from Python is not known: the default one comes back
+            self._previous = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_handling:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._is_over = True
+            self._wake.set()
+            self._thread.join()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # the main thread may be anywhere, inside a lock of Ray too: nothing is called from here
+        is_first, self.has_arrived = not self.has_arrived, True
+        if not is_first or not self._is_at_work():
+            raise KeyboardInterrupt
+        self._wake.set()
+
+    def _wait(self) -> None:
+        self._wake.wait()
+        if not self._is_over:
+            self._stop()
+            logger.warning(
+                "SIGTERM: no further unit starts, and the finished rows of open ones are kept; the "
+                "same command goes on. Another SIGTERM, or Ctrl-C, ends the run at once"
+            )
