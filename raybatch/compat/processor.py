@@ -7,17 +7,16 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.backends.registry import type_of
-from raybatch.compat.chaining import (
+from raybatch.compat.options import ProcessorConfig, stage_config
+from raybatch.compat.row_columns import (
     ADAPTER_COLUMN,
     POOLING_COLUMN,
     PROMPT_IDS_COLUMN,
     SAMPLING_COLUMN,
 )
-from raybatch.compat.options import ProcessorConfig, stage_config
 from raybatch.compat.row_functions import Postprocess, Preprocess, RowFunction
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.records.types import TokenIds
-from raybatch.rows.finish import AnsweredRows
+from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
@@ -48,34 +47,29 @@ class ProcessorFeeder(StageFeeder):
             )
         super()._check_columns(schema)
 
-    def _finish(self, answered: AnsweredRows) -> pa.Table:
-        prompts = answered.prompts
+    def _finish(self, prepared: Prepared, results: pa.Table) -> pa.Table:
+        prompts = prepared.prompts
         if type_of(self.config.backend).is_endpoint:  # which renders and tokenizes payloads itself
             prompts = [p if p.payload is None else Prompt(None) for p in prompts]
-        return add_prompts(super()._finish(answered), prompts, self._tokenizer)
+        return add_prompts(super()._finish(prepared, results), prompts, self._tokenizer)
 
 
 def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTokenizer) -> pa.Table:
     """Return the table with `prompt_token_ids`, and their text where it has no column `prompt`.
 
-    Args:
-        table: of answered rows; read only.
-        prompts: of its rows; one that failed before it had tokens is null in both columns. Images
-            are in them as their chat template marks their places.
+    A prompt that failed before it had tokens is null in both columns; images are in them as their
+    chat template marks their places.
     """
     ids = [p.token_ids if p.asked_ids is None else p.asked_ids for p in prompts]
     table = table.append_column(PROMPT_IDS_COLUMN, pa.array(ids, pa.list_(pa.int32())))
     if "prompt" in table.column_names:
         return table
-    return table.append_column("prompt", pa.array(_texts(ids, tokenizer), pa.string()))
-
-
-def _texts(ids: Sequence[TokenIds | None], tokenizer: PromptTokenizer) -> list[str | None]:
     try:
-        texts = iter(tokenizer.decode_batch([one for one in ids if one is not None], False))
+        decoded = iter(tokenizer.decode_batch([one for one in ids if one is not None], False))
+        texts = [None if one is None else next(decoded) for one in ids]
     except Exception:  # a tokenizer may raise anything, and the ids alone are the prompt
-        return [None] * len(ids)
-    return [None if one is None else next(texts) for one in ids]
+        texts = [None] * len(ids)
+    return table.append_column("prompt", pa.array(texts, pa.string()))
 
 
 class Processor:
@@ -116,17 +110,14 @@ class Processor:
         dataset = dataset.map_batches(
             self.preprocess.__call__, batch_format="pyarrow", **self._preprocess_map_kwargs
         )
-        dataset = dataset.map_batches(self._stage, **self._feeder_options())
+        runtime_env = self.config.runtime_env
+        placed = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
+        dataset = dataset.map_batches(self._stage, **self._stage.map_options(), **placed)
         if self.postprocess is None:
             return dataset
         return dataset.map_batches(
             self.postprocess.__call__, batch_format="pyarrow", **self._postprocess_map_kwargs
         )
-
-    def _feeder_options(self) -> dict[str, Any]:
-        runtime_env = self.config.runtime_env
-        placed = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
-        return {**self._stage.map_options(), **placed}
 
     def list_stage_names(self) -> list[str]:
         """Return the names of the stages between preprocess and postprocess."""
@@ -195,10 +186,16 @@ def build_processor(
         if name != "chat_template_kwargs":
             hint = did_you_mean(name, ["chat_template_kwargs"])
             raise ConfigError(f"builder_kwargs: unknown option {name!r}{hint}")
-    _check_functions(preprocess=preprocess, postprocess=postprocess)
-    _check_mappings(
-        preprocess_map_kwargs=preprocess_map_kwargs, postprocess_map_kwargs=postprocess_map_kwargs
-    )
+    for name, function in (("preprocess", preprocess), ("postprocess", postprocess)):
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} must be a function of the row, got {function!r:.200}")
+    map_kwargs: dict[str, Any] = {
+        "preprocess_map_kwargs": preprocess_map_kwargs,
+        "postprocess_map_kwargs": postprocess_map_kwargs,
+    }
+    for name, options in map_kwargs.items():
+        if not isinstance(options, Mapping | None):
+            raise ConfigError(f"{name} must be a mapping, got {options!r:.200}")
     chat_template_kwargs = (builder_kwargs or {}).get("chat_template_kwargs")
     stage = build_stage(stage_config(config, chat_template_kwargs), feeder=ProcessorFeeder)
     task = stage.config.task
@@ -214,18 +211,5 @@ def build_processor(
             has_images=stage.config.conventional_images is not None,
         ),
         postprocess=None if postprocess is None else Postprocess(postprocess, task=task),
-        preprocess_map_kwargs=preprocess_map_kwargs or {},
-        postprocess_map_kwargs=postprocess_map_kwargs or {},
+        **{name: options or {} for name, options in map_kwargs.items()},
     )
-
-
-def _check_functions(**functions: object) -> None:
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise ConfigError(f"{name} must be a function of the row, got {function!r:.200}")
-
-
-def _check_mappings(**mappings: object) -> None:
-    for name, options in mappings.items():
-        if not isinstance(options, Mapping | None):
-            raise ConfigError(f"{name} must be a mapping, got {options!r:.200}")

@@ -4,20 +4,30 @@ A column that a function hands through stays as it is, so values are compared as
 1, 1.0 and True are three.
 """
 
-import datetime
 import json
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from datetime import date, datetime
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
-from raybatch.compat.chaining import MEDIA_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
 from raybatch.errors import ConfigError
-from raybatch.rows.batches import python_values
+from raybatch.rows.batches import is_any_type, python_values
 from raybatch.rows.image_files import MEDIA_TYPE, data_url, media, plain
+from raybatch.rows.options import PROMPT_COLUMNS
+from raybatch.rows.schema import OutputSchema
+
+SAMPLING_COLUMN = "sampling_params"
+POOLING_COLUMN = "pooling_params"
+# of an adapter
+ADAPTER_COLUMN = "model"
+# of images, as ray.data.llm calls it
+MEDIA_COLUMN = "multimodal_data"
+# the prompts of a processor, in tokens
+PROMPT_IDS_COLUMN = "prompt_token_ids"
 
 # what a function has made of a row; None where it has failed
 Row = Mapping[str, Any] | None
@@ -25,9 +35,9 @@ Column: TypeAlias = pa.Array | pa.ChunkedArray
 # from the name of a column and a value that a function has for it, to what the column holds
 Convert = Callable[[str, Any], Any]
 
-_OPTIONS = (SAMPLING_COLUMN, POOLING_COLUMN)
+_OPTIONS = {SAMPLING_COLUMN, POOLING_COLUMN}
 _MESSAGES = "messages"
-# the same for all row batches, whatever they have
+# of options and media: the same for all row batches, whatever they have
 _TYPES: Mapping[str, pa.DataType] = {
     SAMPLING_COLUMN: pa.string(),
     POOLING_COLUMN: pa.string(),
@@ -36,7 +46,7 @@ _TYPES: Mapping[str, pa.DataType] = {
 # what Arrow raises of values that are not of a type
 _NO_FORM = (pa.ArrowException, OverflowError, TypeError, ValueError)
 # bool is an int and a datetime is a date for Python: what is special comes first
-_KINDS = (bool, int, float, str, bytes, datetime.datetime, datetime.date)
+_KINDS = (bool, int, float, str, bytes, datetime, date)
 # whose comparison says all, where their types are the same
 _PLAIN = frozenset({*_KINDS, type(None)})
 
@@ -73,30 +83,41 @@ def plain_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
 
 def merge(table: pa.Table, returned: Sequence[Row]) -> pa.Table:
     """Return the table with what was returned of its rows; a failed row keeps what it had."""
-    for name in _names(returned):
-        column = _column(name, table)
-        old = _values(name, column, requested_value)
-        new = [None if row is None else row.get(name, old[i]) for i, row in enumerate(returned)]
-        merged = _changed(name, column, old, new, returned)
+    for name, column in replace(table, returned, requested_value, is_merge=True).items():
         if name in table.column_names:
-            table = table.set_column(table.column_names.index(name), name, merged)
+            table = table.set_column(table.column_names.index(name), name, column)
         else:
-            table = table.append_column(name, merged)
+            table = table.append_column(name, column)
     return table
 
 
-def replace(table: pa.Table, returned: Sequence[Row]) -> dict[str, Column]:
+def replace(
+    table: pa.Table,
+    returned: Sequence[Row],
+    convert: Convert = plain_value,
+    *,
+    is_merge: bool = False,
+) -> dict[str, Column]:
     """Return the columns of the rows that replace those of a table; a failed one keeps its values.
 
     Args:
-        returned: what replaces each; at least one is there.
+        returned: what replaces each.
+        is_merge: a row without a name keeps its value; else it has null.
     """
-    columns = {}
+    columns: dict[str, Column] = {}
+    good = [i for i, row in enumerate(returned) if row is not None]
     for name in _names(returned):
         column = _column(name, table)
-        old = _values(name, column, plain_value)
-        new = [None if row is None else row.get(name) for row in returned]
-        columns[name] = _changed(name, column, old, new, returned)
+        # freshly read values: a function may have changed a list in place
+        old = _values(name, column, convert)
+        missing = old if is_merge else [None] * len(old)
+        values = [row.get(name, missing[i]) for i, row in enumerate(returned) if row is not None]
+        if is_same(values, [old[i] for i in good]):
+            columns[name] = column
+            continue
+        columns[name] = array = _array(name, values, like=_TYPES.get(name, column.type))
+        if len(good) < len(old):
+            columns[name] = _with_failed(name, array, column, old, good=good)
     return columns
 
 
@@ -122,9 +143,9 @@ def json_text(value: Any) -> str | None:  # noqa: ANN401 - data of a row
     return json.dumps(value, default=lambda v: data_url(v) if isinstance(v, bytes) else str(v))
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
+def _names(rows: Sequence[Row]) -> dict[str, None]:
     """Return the names of all columns, in the order of their first rows."""
-    return list(dict.fromkeys(name for row in rows if row is not None for name in row))
+    return dict.fromkeys(name for row in rows if row is not None for name in row)
 
 
 def _column(name: str, table: pa.Table) -> pa.ChunkedArray:
@@ -146,23 +167,6 @@ def _value_or_error(name: str, value: Any, convert: Convert) -> Any:  # noqa: AN
         return error
 
 
-def _changed(
-    name: str,
-    column: pa.ChunkedArray,
-    old: Sequence[Any],
-    new: Sequence[Any],
-    returned: Sequence[Row],
-) -> Column:
-    """Return a column with new values in good rows; their type is that of the whole column."""
-    good = [i for i, row in enumerate(returned) if row is not None]
-    values = [new[i] for i in good]
-    # freshly read values: a function may have changed a list in place
-    if is_same(values, [old[i] for i in good]):
-        return column
-    array = _array(name, values, like=_TYPES.get(name, column.type))
-    return array if len(good) == len(new) else _with_failed(name, array, column, old, good=good)
-
-
 def _with_failed(
     name: str, array: Column, column: pa.ChunkedArray, old: Sequence[Any], *, good: Sequence[int]
 ) -> pa.ChunkedArray:
@@ -180,17 +184,15 @@ def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Arr
         return held
     with suppress(*_NO_FORM):
         cast = held.cast(kind)
-        if not _is_cut(kind) or is_same(python_values(cast.cast(held.type)), python_values(held)):
+        # 5 becomes True, a time a date
+        if not is_any_type(kind, "boolean date time") or is_same(
+            python_values(cast.cast(held.type)), python_values(held)
+        ):
             return cast
     if name == _MESSAGES and pa.types.is_string(kind) and not isinstance(value, Exception):
         value = json_text(value)
     array = _of_type(kind, [value])
     return pa.nulls(1, kind) if array is None else array
-
-
-def _is_cut(kind: pa.DataType) -> bool:
-    """Return whether a cast to a type may drop most of a value: 5 becomes True, a time a date."""
-    return bool(pa.types.is_boolean(kind) or pa.types.is_date(kind) or pa.types.is_time(kind))
 
 
 def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
@@ -202,7 +204,10 @@ def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
     if (kept := _of_type(like, values)) is not None:
         return kept
     try:
-        inferred = _inferred(values)
+        inferred = pa.array(values)
+        # the other way round, Arrow says it itself
+        if pa.types.is_date(inferred.type) and any(isinstance(v, datetime) for v in values):
+            raise TypeError("a datetime after a date")
     except _NO_FORM as error:
         if name == _MESSAGES:  # contents of several kinds have no common Arrow type
             return pa.array([json_text(value) for value in values], pa.string())
@@ -224,14 +229,6 @@ def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
         if is_same(values, python_values(array)):
             return array
     return None
-
-
-def _inferred(values: Sequence[Any]) -> Column:
-    array = pa.array(values)
-    # the other way round, Arrow says it itself
-    if pa.types.is_date(array.type) and any(isinstance(v, datetime.datetime) for v in values):
-        raise TypeError("a datetime after a date")
-    return array
 
 
 def is_nested(value: object) -> bool:
@@ -308,3 +305,69 @@ def _is_same_array(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a r
 
 def _kind(value: object) -> type:
     return next((kind for kind in _KINDS if isinstance(value, kind)), type(value))
+
+
+def drop_leftovers(
+    table: pa.Table, before: pa.Table, returned: Sequence[Row], *, prompt_columns: Sequence[str]
+) -> pa.Table:
+    """Drop the columns of an earlier processor: its outputs, and inputs that are not used again.
+
+    Outputs that have the names of data (numbers, and what parsers find) stay; a stage that writes
+    them again refuses them.
+
+    Args:
+        returned: what `preprocess` returned for each row; None for a row with an error.
+        prompt_columns: those that the stage asks, the first of them that is there; none where it
+            asks pairs of query and document.
+
+    Raises:
+        ConfigError: there are no prompts but the earlier processor's, or several may be meant.
+    """
+    names = _names(returned).keys()
+    asked = _asked(before, returned, prompt_columns)
+    for name in prompt_columns:
+        is_other = name in names and name not in asked
+        if is_other and not table.column(name).equals(before.column(name)):
+            raise ConfigError(
+                f"preprocess returns {_listed(asked)} and changes {name!r}, which an earlier "
+                "processor was asked: both may be meant; return only the one to ask"
+            )
+    # to a stage that asks pairs, a prompt that it is handed is data
+    handed = _TYPES.keys() if prompt_columns else {*PROMPT_COLUMNS, *_TYPES}
+    inputs = {*(prompt_columns or PROMPT_COLUMNS), *_TYPES} - {*asked} - (handed & names)
+    leftovers = {*OutputSchema(has_logprobs=True).arrow().names, PROMPT_IDS_COLUMN, *inputs}
+    return table.drop_columns([name for name in table.column_names if name in leftovers])
+
+
+def _asked(
+    before: pa.Table, returned: Sequence[Row], prompt_columns: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the prompts to ask, by their names alone: values differ from row batch to row batch.
+
+    A prompt that an earlier processor had is asked again where it is the only one, or the first
+    that the stage asks. Beside a new one, as in {**row, "prompt": ...}, it is only handed through.
+    """
+    old = _prompts_in(before.column_names, prompt_columns)
+    if not old:
+        return _prompts_in(_names(returned), prompt_columns)
+    rows = [_prompts_in(row, prompt_columns) for row in returned if row is not None]
+    choices = {tuple(name for name in names if name not in old) or names for names in rows}
+    if len(choices) > 1:
+        several = " for some rows, and for others ".join(_listed(c) for c in sorted(choices))
+        raise ConfigError(f"preprocess returns {several}; return the same prompt for every row")
+    (asked,) = choices or {()}
+    if choices and not asked:
+        raise ConfigError(
+            f"the column {old[0]!r} holds what an earlier processor was asked; to ask it again, "
+            f"return it from preprocess, as in lambda row: {{{old[0]!r}: row[{old[0]!r}]}}; else "
+            "return new messages, prompt or tokenized_prompt"
+        )
+    return asked[:1] if asked and asked[0] in old else asked
+
+
+def _prompts_in(names: Collection[str], prompt_columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in prompt_columns if name in names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names)) or "no prompt"

@@ -1,6 +1,7 @@
 """The nested stage configs of ray.data.llm: there each stage is a pool of actors, here a function.
 
-What decides a prompt or a text is taken over; what only shapes those actors has no effect.
+What decides a prompt or a text is taken over; what only shapes those actors has no effect. Configs
+for what runs otherwise here say how when they are made.
 """
 
 from collections.abc import Mapping
@@ -127,16 +128,14 @@ _Stage = TypeVar("_Stage", bound=ProcessorStageConfig)
 
 
 def read_stage(
-    value: object, kind: type[_Stage], *, name: str, model_source: str, is_default: bool = True
+    value: object, kind: type[_Stage], *, name: str, model_source: str, is_default: bool
 ) -> _Stage:
     """Return the options of a stage from what ray.data.llm takes: a bool, a mapping or a config.
 
     Args:
-        value: as the user gave it; None stands for `is_default`.
-        kind: of config.
+        value: as the user gave it; None stands for `is_default`, whether the stage is enabled.
         name: of the option, for error messages.
         model_source: of the processor.
-        is_default: whether the stage is enabled where nothing is said.
 
     Raises:
         ConfigError: another type, an unknown option, or another model than the processor's.
@@ -176,3 +175,47 @@ def replicas_of(concurrency: object) -> int:
             f"concurrency must be a number of at least 1 or a pair (min, max), got {concurrency!r}"
         )
     return int(sizes[1])
+
+
+_ENDPOINT = (
+    'ProcessorConfig(model_source=..., backend={"kind": "openai", "options": {"base_url": ...}}), '
+    "which sends messages or prompts to an endpoint of OpenAI's API and takes care of rate limits "
+    "and retries (docs/how-to/endpoints.md)"
+)
+
+
+class _Refused(type):
+    """Makes a call of the class an error that names what to use."""
+
+    instead: str
+
+    def __call__(cls, *args: object, **options: object) -> Any:  # noqa: ANN401
+        raise ConfigError(f"{cls.__name__} is not supported; use {cls.instead}")
+
+
+class HttpRequestProcessorConfig(metaclass=_Refused):
+    """Refused: requests to an endpoint are a backend of any stage."""
+
+    instead = _ENDPOINT
+
+
+class HttpRequestStageConfig(metaclass=_Refused):
+    """Refused, as `HttpRequestProcessorConfig`."""
+
+    instead = _ENDPOINT
+
+
+class ServeDeploymentProcessorConfig(metaclass=_Refused):
+    """Refused: processors with the same model and options share their engines anyway."""
+
+    instead = (
+        "vLLMEngineProcessorConfig: processors with the same model and options share their engines "
+        "within one driver; a server of Ray Serve LLM that runs already is an endpoint: "
+        f"{_ENDPOINT}"
+    )
+
+
+class SGLangEngineProcessorConfig(metaclass=_Refused):
+    """Refused: SGLang does not run inside a replica."""
+
+    instead = f"vLLMEngineProcessorConfig, or a server of SGLang as an endpoint: {_ENDPOINT}"

@@ -23,7 +23,6 @@ from raybatch.text.prompt_tokenizer import PromptTokenizer
 from raybatch.text.tokenizer import Encoded
 
 TRIPLE_BYTES = 3
-_TRUNCATES = ("truncate_left", "truncate_right")
 
 
 class EndpointTokenizer:
@@ -78,7 +77,9 @@ class EndpointTokenizer:
         # what many rows share comes first
         payload = _json({**fields, "messages": checked})
         short = map_texts(checked, _shortened)
-        if self._inner is None or not self._inner.has_chat_template or _has_media(checked):
+        contents = (m["content"] for m in checked if isinstance(m["content"], list))
+        has_media = any(part["type"] != "text" for content in contents for part in content)
+        if self._inner is None or not self._inner.has_chat_template or has_media:
             # the whole text, so that different messages never have equal ids
             return Encoded(triples(_json({**fields, "messages": short})), payload=payload)
         encoded = self._inner.read_chat(checked, row_options=fields, special_tokens="allow")
@@ -105,11 +106,18 @@ def check_endpoint(config: StageConfig) -> None:
             "chat_template and chat_template_kwargs have no effect on an endpoint, which renders "
             "messages itself; a server that takes them takes them in backend.options.extra_body"
         )
-    if config.task == "embed":
-        _check_embeddings(config, options)
-    if options.endpoint == "completions" and (
-        config.messages is not None or config.system is not None or config.chat is True
-    ):
+    is_chat = config.messages is not None or config.system is not None or config.chat is True
+    if config.task == "embed" and options.endpoint != "auto":
+        raise ConfigError(
+            f"backend.options.endpoint is {options.endpoint!r}, and task 'embed' asks the endpoint "
+            "for embeddings; leave it out"
+        )
+    if config.task == "embed" and is_chat:
+        raise ConfigError(
+            "embeddings are made of texts; messages, system and chat=True have no place in a "
+            "request for one"
+        )
+    if options.endpoint == "completions" and is_chat:
         raise ConfigError(
             "backend.options.endpoint is 'completions', which takes texts; messages, system and "
             "chat=True need endpoint: chat"
@@ -120,37 +128,19 @@ def check_endpoint(config: StageConfig) -> None:
             "backend.options.endpoint is 'chat', which takes messages; tokenized_prompt, and "
             "prompt with chat=False, need endpoint: completions"
         )
-    if config.on_too_long in _TRUNCATES and config.tokenized_prompt is None:
+    if config.on_too_long.startswith("truncate") and config.tokenized_prompt is None:
         raise ConfigError(
             f"on_too_long={config.on_too_long!r} cuts token ids, and an endpoint is sent texts; "
             "leave it out, or set on_too_long='drop'"
         )
     has_limit = options.max_model_len is not None or config.engine.max_model_len is not None
-    if has_limit and not knows_lengths(config):
+    # else the ids of prompts are those that the endpoint sees
+    if has_limit and options.tokenizer is None and config.tokenized_prompt is None:
         raise ConfigError(
             "max_model_len needs backend.options.tokenizer, for without the model's tokenizer "
             "nothing here knows how long a prompt is; leave it out, and the endpoint refuses the "
             "rows that are too long"
         )
-
-
-def _check_embeddings(config: StageConfig, options: OpenAIOptions) -> None:
-    if options.endpoint != "auto":
-        raise ConfigError(
-            f"backend.options.endpoint is {options.endpoint!r}, and task 'embed' asks the endpoint "
-            "for embeddings; leave it out"
-        )
-    if config.messages is not None or config.system is not None or config.chat is True:
-        raise ConfigError(
-            "embeddings are made of texts; messages, system and chat=True have no place in a "
-            "request for one"
-        )
-
-
-def knows_lengths(config: StageConfig) -> bool:
-    """Return whether the ids of prompts are those that the endpoint sees."""
-    options = openai_options(config.backend.options)
-    return options.tokenizer is not None or config.tokenized_prompt is not None
 
 
 def triples(text: str) -> TokenIds:
@@ -161,12 +151,11 @@ def triples(text: str) -> TokenIds:
         True
     """
     data = np.frombuffer(_utf8(text), np.uint8)
-    num_triples = -(-len(data) // TRIPLE_BYTES)
-    padded = np.zeros((num_triples, TRIPLE_BYTES), np.int32)
+    padded = np.zeros((-(-len(data) // TRIPLE_BYTES), TRIPLE_BYTES), np.int32)
     padded.reshape(-1)[: len(data)] = data
-    sizes = np.full(num_triples, TRIPLE_BYTES, np.int32)
-    if num_triples:
-        sizes[-1] = len(data) - TRIPLE_BYTES * (num_triples - 1)
+    sizes = np.minimum(
+        len(data) - TRIPLE_BYTES * np.arange(len(padded), dtype=np.int32), TRIPLE_BYTES
+    )
     ids = padded[:, 0] | padded[:, 1] << 8 | padded[:, 2] << 16 | sizes << 24
     return np.asarray(ids, np.int32)
 
@@ -178,12 +167,6 @@ def text_of_triples(token_ids: TokenIds) -> str:
         for token_id in token_ids
     )
     return data.decode("utf-8", "ignore")
-
-
-def _has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
-    contents = [message["content"] for message in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(part["type"] != "text" for part in parts)
 
 
 def _shortened(text: str) -> str:

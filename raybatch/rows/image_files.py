@@ -1,7 +1,4 @@
-"""Files of images: read from what rows hold, and made of images that a user's function returns.
-
-Nothing is fetched.
-"""
+"""Files of images, of what rows hold or a user's function returns; nothing is fetched."""
 
 import base64
 import binascii
@@ -50,17 +47,10 @@ class ImageFiles:
         Raises:
             InvalidPrompt: it is none of them, or cannot be read.
         """
-        if isinstance(source, Mapping):  # as datasets of Hugging Face have them
-            data, path = source.get("bytes"), source.get("path")
-            return self.read(path if data is None else data)
-        if isinstance(source, bytes):
-            image = source
-        elif isinstance(source, str):
-            image = self._from_text(source)
-        elif is_picture(source):
-            image = file_of(source)
-        else:
-            raise InvalidPrompt(f"an image is bytes or a data: URL, got {type(source).__name__}")
+        source = _held(source)
+        image = self._from_text(source) if isinstance(source, str) else source
+        if not isinstance(image, bytes):
+            raise InvalidPrompt(f"an image is bytes or a data: URL, got {type(image).__name__}")
         if not image:
             raise InvalidPrompt("an image is empty")
         return image
@@ -80,16 +70,12 @@ class ImageFiles:
                 f"images are not fetched, got a URL with {scheme[:20]}:; load them in a step "
                 "before, into a column of bytes"
             )
-        path = unquote(urlsplit(text).path) if scheme else text
-        return self._read_file(Path(path))
-
-    def _read_file(self, path: Path) -> bytes:
         if not self._folder:
             raise InvalidPrompt(
                 "images of the file system are read below engine_kwargs.allowed_local_media_path, "
                 "which is not set"
             )
-        real = path.resolve()
+        real = Path(unquote(urlsplit(text).path) if scheme else text).resolve()
         if not real.is_relative_to(Path(self._folder).resolve()):
             raise InvalidPrompt("an image lies outside of allowed_local_media_path")
         try:
@@ -138,11 +124,15 @@ def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data 
         return data_url(file_of(value)) if has_urls else file_of(value)
     if hasattr(value, "tolist"):
         return plain(value.tolist(), has_urls=has_urls)
-    raise TypeError(_told(value))
+    if isinstance(value, type):
+        way = " (take its model_json_schema())" if hasattr(value, "model_json_schema") else ""
+        raise TypeError(f"the class {value.__name__} has no form in JSON{way}")
+    kind = type(value).__name__
+    raise TypeError(f"{kind} has no form in JSON; make texts, numbers, lists or dicts of it")
 
 
-def media(value: Any) -> dict[str, Any] | None:  # noqa: ANN401 - data of a row
-    """Return media of a row in the one form that a column of them has, `MEDIA_TYPE`.
+def images_in(value: Any) -> list[Any] | None:  # noqa: ANN401 - data of a row
+    """Return the images of a value; None where it has none.
 
     Args:
         value: a mapping of kinds to media, as ray.data.llm has them; an image or a list of images.
@@ -150,36 +140,40 @@ def media(value: Any) -> dict[str, Any] | None:  # noqa: ANN401 - data of a row
     Raises:
         TypeError: there are others than images.
     """
+    if isinstance(value, Mapping) and not {"bytes", "path"} & value.keys():
+        if others := [kind for kind, of in value.items() if kind != "image" and of is not None]:
+            raise TypeError(f"of media only images are read, got {', '.join(map(str, others))}")
+        value = value.get("image")
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.tolist()
+    return list(value) if isinstance(value, list | tuple) else None if value is None else [value]
+
+
+def media(value: Any) -> dict[str, Any] | None:  # noqa: ANN401 - data of a row
+    """Return media of a row in the one form that a column of them has, `MEDIA_TYPE`.
+
+    Raises:
+        TypeError: there are others than images.
+    """
     if value is None:
         return None
-    has_kinds = isinstance(value, Mapping) and not {"bytes", "path"} & value.keys()
-    kinds = value if has_kinds else {"image": value}
-    if others := [kind for kind, of in kinds.items() if kind != "image" and of is not None]:
-        raise TypeError(f"of media only images are read, got {', '.join(map(str, others))}")
-    images = kinds.get("image")
-    if isinstance(images, np.ndarray) and images.dtype == object:
-        images = images.tolist()
-    if images is not None and not isinstance(images, list | tuple):
-        images = [images]
-    return {"image": None if images is None else [_image(image) for image in images]}
+    images = images_in(value)
+    return {"image": None if images is None else [_struct_of(image) for image in images]}
 
 
-def _image(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
-    if isinstance(value, Mapping):
-        data = value.get("bytes")
-        return _image(value.get("path") if data is None else data)
-    if isinstance(value, str):
-        return {"bytes": None, "path": value}
-    file = file_of(value) if is_picture(value) else value
+def _struct_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
+    file = _held(value)
+    if isinstance(file, str):
+        return {"bytes": None, "path": file}
     if not isinstance(file, bytes):
-        kind = type(value).__name__
+        kind = type(file).__name__
         raise TypeError(f"an image is bytes, a data: URL or an image of PIL, got {kind}")
     return {"bytes": file, "path": None}
 
 
-def _told(value: object) -> str:
-    if isinstance(value, type):
-        way = " (take its model_json_schema())" if hasattr(value, "model_json_schema") else ""
-        return f"the class {value.__name__} has no form in JSON{way}"
-    kind = type(value).__name__
-    return f"{kind} has no form in JSON; make texts, numbers, lists or dicts of it"
+def _held(value: Any) -> Any:  # noqa: ANN401 - data of a row
+    """Return the file or the text of an image in a struct or of PIL; anything else as it is."""
+    if isinstance(value, Mapping):  # as datasets of Hugging Face have them
+        data = value.get("bytes")
+        return _held(value.get("path") if data is None else data)
+    return file_of(value) if is_picture(value) else value

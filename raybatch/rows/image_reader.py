@@ -1,7 +1,4 @@
-"""Images of rows: out of messages and columns, into the payload, with stand-ins for the plan.
-
-Nothing is fetched.
-"""
+"""Images of rows: out of messages and columns, into the payload, with stand-ins for the plan."""
 
 import hashlib
 import json
@@ -21,7 +18,7 @@ from raybatch.models.source import resolve_model
 from raybatch.records.payload import with_images
 from raybatch.records.types import TokenIds
 from raybatch.rows.batches import python_values
-from raybatch.rows.image_files import ImageFiles, data_url
+from raybatch.rows.image_files import ImageFiles, data_url, images_in
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.text.chat import InvalidPrompt
@@ -59,9 +56,15 @@ class ImageReader:
             processor_options=kwargs.get("mm_processor_kwargs") or {},
         )
 
+    def column(self, table: pa.Table) -> str | None:
+        """Return the column of images that is read."""
+        name = self._config.conventional_images
+        is_there = name is not None and name in table.column_names
+        return name if self._config.images is None and is_there else self._config.images
+
     def of_rows(self, table: pa.Table) -> Iterator[Images | Exception]:
         """Yield the images that a column has for each row, or what is wrong with them."""
-        column = self._column(table)
+        column = self.column(table)
         if column is None:
             yield from [()] * table.num_rows
             return
@@ -69,13 +72,9 @@ class ImageReader:
             try:
                 if isinstance(value, Exception):
                     raise InvalidPrompt(str(value))
-                yield [self._files.read(source) for source in _listed(_of_modality(value))]
+                yield [self._files.read(source) for source in images_in(value) or ()]
             except Exception as error:  # a value of a row may be anything
                 yield error
-
-    def has_column(self, table: pa.Table) -> bool:
-        """Return whether a column of images is read."""
-        return self._column(table) is not None
 
     def take_out(self, messages: Any, of_column: Images = ()) -> tuple[Any, list[bytes]]:  # noqa: ANN401
         """Return messages with bare parts for images, and the images in their order.
@@ -124,11 +123,6 @@ class ImageReader:
             token_ids=np.concatenate(parts), payload=payload, num_images=len(images), asked_ids=ids
         )
 
-    def _column(self, table: pa.Table) -> str | None:
-        name = self._config.conventional_images
-        is_there = name is not None and name in table.column_names
-        return name if self._config.images is None and is_there else self._config.images
-
     def _without_images(self, message: Any, left: list[bytes], images: list[bytes]) -> Any:  # noqa: ANN401
         """Return a message with bare parts; its images are added to `images`."""
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -138,18 +132,16 @@ class ImageReader:
             return message
         parts: list[Any] = []
         for part in content:
-            if not isinstance(part, Mapping) or part.get("type") not in _KINDS:
-                parts.append(part)
-                continue
-            source = _source(part)
-            if self._is_endpoint and source is not None:
-                # it fetches by itself
+            is_image = isinstance(part, Mapping) and part.get("type") in _KINDS
+            source = _source(part) if is_image else None
+            # an endpoint fetches by itself
+            if not is_image or (self._is_endpoint and source is not None):
                 parts.append(part)
                 continue
             if source is None and not left:
                 raise InvalidPrompt("a part of the messages is an image, and the row has none")
             images.append(left.pop(0) if source is None else self._files.read(source))
-            parts.append(dict(IMAGE_PART))
+            parts.append(IMAGE_PART)
         return {**message, "content": parts}
 
 
@@ -170,23 +162,6 @@ def _filled(messages: Sequence[Any], images: Images) -> list[Any]:
     ]
 
 
-def _of_modality(value: Any) -> Any:  # noqa: ANN401 - data of a row
-    """Return the images of a value that names kinds of media, as ray.data.llm has them."""
-    if not isinstance(value, Mapping) or "bytes" in value or "path" in value:
-        return value
-    if others := [name for name, of in value.items() if name != "image" and of is not None]:
-        raise InvalidPrompt(f"of media only images are read, got {', '.join(map(str, others))}")
-    return value.get("image")
-
-
-def _listed(value: Any) -> list[Any]:  # noqa: ANN401 - data of a row
-    if value is None:
-        return []
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
 def _source(part: Mapping[str, Any]) -> Any:  # noqa: ANN401 - data of a row
     """Return where the image of a part is; None where the part is only its place."""
     for name in ("image", "image_pil", "image_url", "url", "path"):
@@ -203,7 +178,7 @@ def _before_text(message: Any, num_images: int) -> Any:  # noqa: ANN401 - data o
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(texts, list):
         return message
-    return {**message, "content": [*(dict(IMAGE_PART) for _ in range(num_images)), *texts]}
+    return {**message, "content": [IMAGE_PART] * num_images + texts}
 
 
 class ImageTokens:
@@ -241,18 +216,15 @@ class ImageTokens:
 
     @cached_property
     def _num_tokens(self) -> Callable[[int, int], int]:
-        """A function from the size of an image to its tokens: the processor of the model."""
+        """From the height and width of an image to its tokens: the processor of the model."""
         try:
             from transformers import AutoProcessor
 
             processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
 
             def count(height: int, width: int) -> int:
-                sizes = [(height, width)]
-                counts = processor._get_num_multimodal_tokens(
-                    image_sizes=sizes, **self._processor_options
-                )
-                return int(counts.num_image_tokens[0])
+                options = {"image_sizes": [(height, width)], **self._processor_options}
+                return int(processor._get_num_multimodal_tokens(**options).num_image_tokens[0])
 
             count(64, 64)
         except Exception as error:  # processors need packages of their own, and few can count

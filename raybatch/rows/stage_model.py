@@ -11,7 +11,7 @@ from raybatch.errors import ConfigError
 from raybatch.models.source import check_hub_model, is_local_model, resolve_model, resolve_tokenizer
 from raybatch.rows.endpoint import EndpointTokenizer
 from raybatch.rows.options import StageConfig
-from raybatch.rows.prompt_inputs import conventional_column
+from raybatch.rows.prompt_inputs import conventional_column, ids_column
 from raybatch.text.prompt_tokenizer import PromptTokenizer
 from raybatch.text.tokenizer import Tokenizer
 
@@ -49,17 +49,14 @@ def load_tokenizer(config: StageConfig, folder: Path | None) -> PromptTokenizer:
 def check_model(config: StageConfig, schema: pa.Schema) -> None:
     """Refuse a model, a grammar or memory for it that cannot be run, as far as this host can tell.
 
-    No weights are loaded and no engine is started; a model that lies elsewhere is fetched.
-
-    Args:
-        config: of the stage.
-        schema: of the rows.
+    No weights are loaded and no engine is started; a model that lies elsewhere is fetched. `schema`
+    is that of the rows.
 
     Raises:
         ConfigError: the first of them.
         CapacityError: the KV cache does not hold a block.
     """
-    facts = type_of(config.backend)
+    facts, engine = type_of(config.backend), config.engine
     is_elsewhere = not facts.is_endpoint and not is_local_model(config.model)
     if is_elsewhere and "://" not in config.model:
         check_hub_model(config.model)
@@ -75,43 +72,29 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
 
         if error := check_grammar(constraint):
             raise ConfigError(f"sampling.{error}")
-    _check_budgets(config)
+    budgets = (engine.kv_cache_bytes, engine.host_kv_bytes, engine.device_weight_bytes)
+    has_budget = facts.obeys_engine_options and any(budget is not None for budget in budgets)
+    # a driver without torch leaves it to the engines
+    if has_budget and find_spec("torch") is not None:
+        from raybatch.engine.loading.resolve import check_budgets
+
+        assert folder is not None, "only an endpoint's model has no folder"
+        check_budgets(folder, engine)
 
 
 def _reads_template(config: StageConfig, schema: pa.Schema) -> bool:
     """Return whether rows are rendered with the chat template of the model, if it has one."""
-    is_completion = (
-        type_of(config.backend).is_endpoint
-        and openai_options(config.backend.options).endpoint == "completions"
-    )
-    if config.chat_template is not None or is_completion:
+    is_endpoint = type_of(config.backend).is_endpoint
+    if is_endpoint and openai_options(config.backend.options).endpoint == "completions":
         return False
     column = conventional_column(schema, config)
+    if config.chat_template is not None or ids_column(config, column) is not None:
+        return False
     if config.messages is not None or column == "messages":
         return True
-    if config.tokenized_prompt is not None or config.query is not None:
-        return False
     # what is pooled is the text itself
     is_chat = config.task == "generate" if config.chat == "auto" else config.chat
-    return is_chat and column != "tokenized_prompt"
-
-
-def _check_budgets(config: StageConfig) -> None:
-    """Refuse memory in which the native engine cannot run the model."""
-    engine = config.engine
-    budgets = (engine.kv_cache_bytes, engine.host_kv_bytes, engine.device_weight_bytes)
-    if all(budget is None for budget in budgets):
-        return
-    if not type_of(config.backend).obeys_engine_options:
-        return
-    # a driver without torch leaves it to the engines
-    if find_spec("torch") is None:
-        return
-    from raybatch.engine.loading.resolve import check_budgets
-
-    folder = find_model(config)
-    assert folder is not None, "only an endpoint's model has no folder"
-    check_budgets(folder, engine)
+    return is_chat and config.query is None
 
 
 def max_model_len(config: StageConfig, model_dir: Path | None) -> int | None:

@@ -8,7 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 
@@ -20,17 +20,16 @@ from raybatch.durable.journal import ROW
 from raybatch.errors import ReplicaError, RowError
 from raybatch.records.types import PoolStats
 from raybatch.rows.batches import to_table
-from raybatch.rows.finish import AnsweredRows, finish_rows
+from raybatch.rows.finish import finish_rows
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import take_off
-from raybatch.rows.prepare import prepare
+from raybatch.rows.prepare import Prepared, prepare
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
 from raybatch.rows.schema import ERROR_COLUMN, ROW_ID, error_class
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
-from raybatch.stages.prepared_batch import PreparedBatch
-from raybatch.stages.unit_watch import PlacedWatch
+from raybatch.stages.unit_writer import PlacedWatch
 
 # What feeds well: small row batches, many of them in flight. A feeder only renders, tokenizes and
 # waits: it keeps up with some 800,000 prompt tokens per second, more than several engines take.
@@ -41,6 +40,19 @@ _ROWS_PER_CALL = 256
 _KEEP_S = 10.0
 # beside engines that hold CPUs, a part of one would keep the last whole one from reading tasks
 _CPUS_PER_FEEDER = 0
+
+
+class PreparedBatch(NamedTuple):
+    """A row batch as the pool takes it: `watch` is of its requests, None where they are of no unit.
+
+    Args:
+        prompt_errors: why each row is no request, "" for no error.
+    """
+
+    prepared: Prepared
+    prompt_errors: list[str]
+    client: str
+    watch: PlacedWatch | None
 
 
 class StageFeeder:
@@ -103,10 +115,9 @@ class StageFeeder:
         changes: Mapping[str, Any] | None = None,
         watch: PlacedWatch | None = None,
     ) -> PreparedBatch:
-        """Render, tokenize and check rows.
+        """Render, tokenize and check rows, which may carry the columns of a plan.
 
         Args:
-            table: may carry the columns of a plan.
             changes: of the sampling options, where the rows are retried.
         """
         if self._failure is not None:
@@ -128,29 +139,19 @@ class StageFeeder:
             changes=changes,
             refused=None if watch is None else watch.given_up(),
         )
-        batch = PreparedBatch(
-            table=table,
-            prepared=prepared,
-            group_ids=None if planned is None else planned.group_ids,
-            # retried rows are no further rows of the run
-            client=self.client if changes is None else retry_client(self.client),
-            watch=None if watch is None else watch.take(prepared.rows),
-        )
-        self._raise_first(prepared.row_ids, batch.prompt_errors)
-        self._all_failed_alarm.see(batch.prompt_errors)
+        errors = [prompt.error for prompt in prepared.prompts]
+        # retried rows are no further rows of the run
+        client = self.client if changes is None else retry_client(self.client)
+        self._raise_first(prepared.row_ids, errors)
+        self._all_failed_alarm.see(errors)
         await self.pool.note_outside(
-            table.num_rows - len(prepared.rows),
-            _error_classes(batch.prompt_errors),
-            client=batch.client,
+            table.num_rows - len(prepared.rows), _error_classes(errors), client=client
         )
-        return batch
+        asked = None if watch is None else watch.take(prepared.rows)
+        return PreparedBatch(prepared, errors, client, asked)
 
     async def _answer(self, batch: PreparedBatch, *, name: str = "") -> pa.Table:
-        """Return prepared rows with their answers.
-
-        Args:
-            name: of the call in the pool, see `PoolHandle.generate`.
-        """
+        """Return prepared rows with their answers; for `name` see `PoolHandle.generate`."""
         prepared, results = batch.prepared, RESULT_SCHEMA.empty_table()
         if prepared.rows:
             results = await self.pool.generate(
@@ -160,7 +161,7 @@ class StageFeeder:
                 name=name,
                 watch=batch.watch,
             )
-        finished = await asyncio.to_thread(self._finish, batch.with_all(results))
+        finished = await asyncio.to_thread(self._finish, prepared, results)
         # the others are counted by the engines, or were before
         counted = [*batch.prompt_errors, *results.column("error").to_pylist()]
         errors = _error_classes(self._errors_of(finished)) - _error_classes(counted)
@@ -197,8 +198,7 @@ class StageFeeder:
     def stats(cls, *, again: bool = False) -> PoolStats:
         """Return the state of the pool and what it did for this stage; jobs count by themselves.
 
-        Args:
-            again: count rows that waves have retried, and no others.
+        With `again` it counts rows that waves have retried, and no others.
         """
         return cls.pool.stats(retry_client(cls.client) if again else cls.client)
 
@@ -224,8 +224,7 @@ class StageFeeder:
     def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":
         """Return the same stage with the same pool, as one run needs it: counted by itself.
 
-        Args:
-            id_column: in place of the stage's; None keeps that.
+        `id_column` is in place of the stage's; None keeps that.
         """
         config = cls.config if id_column is None else replace(cls.config, id_column=id_column)
         client = f"run-{uuid.uuid4().hex[:12]}"
@@ -244,18 +243,18 @@ class StageFeeder:
             return self.config
         return replace(self.config, id_column=ROW_ID)
 
-    def _finish(self, answered: AnsweredRows) -> pa.Table:
-        finished = finish_rows(answered, tokenizer=self._tokenizer, output=self.config.output)
-        self._raise_first(answered.row_ids, self._errors_of(finished))
+    def _finish(self, prepared: Prepared, results: pa.Table) -> pa.Table:
+        output = self.config.output
+        finished = finish_rows(prepared, results, tokenizer=self._tokenizer, output=output)
+        self._raise_first(prepared.row_ids, self._errors_of(finished))
         return finished
 
     def _raise_first(self, row_ids: Sequence[str], errors: Sequence[str]) -> None:
         """Raise RowError for the first row with an error, where the stage is to end with it."""
-        if self.config.on_error != "raise":
-            return
-        for row_id, error in zip(row_ids, errors, strict=True):
-            if error:
-                raise RowError(f"row {row_id!r}: {error}")
+        if self.config.on_error == "raise":
+            for row_id, error in zip(row_ids, errors, strict=True):
+                if error:
+                    raise RowError(f"row {row_id!r}: {error}")
 
     def _errors_of(self, finished: pa.Table) -> list[str]:
         return finished.column(self.config.output_prefix + ERROR_COLUMN).to_pylist()  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -23,10 +23,15 @@ from raybatch.errors import ReplicaError
 from raybatch.planning.tally import row_statuses
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
-from raybatch.stages.feeder import StageFeeder, end_calls, retry_client
-from raybatch.stages.prepared_batch import PreparedBatch
-from raybatch.stages.unit_watch import PlacedWatch, UnitWatch
-from raybatch.stages.unit_writer import RECEIPT_SCHEMA, SPECIAL, UnitReceipt, UnitWriter
+from raybatch.stages.feeder import PreparedBatch, StageFeeder, end_calls, retry_client
+from raybatch.stages.unit_writer import (
+    RECEIPT_SCHEMA,
+    SPECIAL,
+    PlacedWatch,
+    UnitReceipt,
+    UnitWatch,
+    UnitWriter,
+)
 
 # units whose rows a feeder has handed to the pool
 _UNITS_IN_FLIGHT = 16
@@ -39,6 +44,7 @@ _WAKE_S = 1.0
 _T = TypeVar("_T")
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class PlacedRows:
     """Planned rows of one call of the pool, and how far they are.
 
@@ -46,45 +52,26 @@ class PlacedRows:
         places: columns of the journal, position in the unit and number in the source.
         name: of the call in the pool, the same for whoever answers these rows after a process died.
         watch: of the rows; None where they are of no unit.
-
-    Attributes:
         batch: the rows as the pool has them; None while they are being prepared.
         num_seen: results that `PlacedFeeder` has looked at before the call ends.
     """
 
-    def __init__(
-        self,
-        table: pa.Table,
-        places: Mapping[str, pa.ChunkedArray],
-        *,
-        name: str,
-        watch: PlacedWatch | None,
-    ) -> None:
-        self.table = table
-        self.places = places
-        self.name = name
-        self.watch = watch
-        self.batch: PreparedBatch | None = None
-        self.num_seen = 0
+    table: pa.Table
+    places: Mapping[str, pa.ChunkedArray]
+    name: str
+    watch: PlacedWatch | None
+    batch: PreparedBatch | None = None
+    num_seen: int = 0
 
     @classmethod
     def of(cls, table: pa.Table, unit: UnitWatch | None = None, *, name: str = "") -> "PlacedRows":
-        """Read the places from the columns of the plan.
-
-        Args:
-            unit: that they are of, where they are of one.
-            name: where the rows are some of a call that has a name.
-        """
+        """Read the places from the columns of the plan; rows of a named call keep its name."""
         units, positions = places(table)
         place_bytes = units.tobytes() + positions.tobytes()
         name = name or hashlib.blake2b(place_bytes, digest_size=16).hexdigest()
         columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
         watch = None if unit is None else unit.at(positions)
-        return cls(table, columns, name=name, watch=watch)
-
-    def given_up(self) -> Set[int]:
-        """Return the rows that are not tried any more."""
-        return frozenset() if self.watch is None else self.watch.given_up().keys()
+        return cls(table=table, places=columns, name=name, watch=watch)
 
     def name_in_wave(self, number: int) -> str:
         """Return the name of the call that retries some of these rows."""
@@ -108,7 +95,7 @@ class PlacedFeeder(StageFeeder):
 
     async def _answer_placed(self, rows: PlacedRows) -> pa.Table:
         # no wave retries what was too much for engines in earlier runs
-        given_up = rows.given_up()
+        given_up = frozenset() if rows.watch is None else frozenset(rows.watch.given_up())
         rows.batch = batch = await self._prepare(rows.table, watch=rows.watch)
         finished = await self._answer(batch, name=rows.name)
         for number, wave in enumerate(self.waves):
@@ -124,10 +111,9 @@ class PlacedFeeder(StageFeeder):
             self.pool.forget(names, client=retry_client(self.client))
 
     async def _placed_so_far(self, rows: PlacedRows) -> pa.Table | None:
-        """Return the finished ones of rows that are being answered, each once.
+        """Return the finished ones of rows that are being answered, each once; None without any.
 
-        Returns:
-            The rows; None where there are none. Those that a wave would retry are left out.
+        Those that a wave would retry are left out.
         """
         batch = rows.batch
         if batch is None or not batch.prepared.rows:
@@ -137,8 +123,8 @@ class PlacedFeeder(StageFeeder):
         )
         if not results.num_rows:
             return None
-        positions, answered = batch.with_some(results)
-        finished = await asyncio.to_thread(self._finish, answered)
+        positions, prepared, results = batch.prepared.of_results(results)
+        finished = await asyncio.to_thread(self._finish, prepared, results)
         statuses = row_statuses(finished, self.config.output)
         again = {status for wave in self.waves for status in wave.on}
         is_final = pa.array([status not in again for status in statuses], pa.bool_())
@@ -180,7 +166,8 @@ def _journal_columns(
     rows: PlacedRows, batch: PreparedBatch
 ) -> dict[str, pa.Array | pa.ChunkedArray]:
     """Return the columns that finished rows have in the journal beside those of the output."""
-    return {**rows.places, SPECIAL: pa.array(batch.num_special, pa.int64())}
+    special = [prompt.num_special for prompt in batch.prepared.prompts]
+    return {**rows.places, SPECIAL: pa.array(special, pa.int64())}
 
 
 class UnitFeeder(PlacedFeeder):
@@ -234,7 +221,7 @@ class UnitFeeder(PlacedFeeder):
         self.pool.note_unit(number, "started", client=self.client)
         try:
             known = await asyncio.to_thread(self.writer.journal_of, unit)
-            watch = await asyncio.to_thread(UnitWatch.read, self.writer, unit)
+            watch = await asyncio.to_thread(UnitWatch, self.writer, unit)
             calls = await self._open_calls(rows, known, watch)
             finished = await self._finish_unit(watch, calls, known)
             if finished is not None:

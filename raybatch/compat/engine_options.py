@@ -1,12 +1,13 @@
-"""What the options of ray.data.llm's vLLM processor mean here, for either engine."""
+"""What ray.data.llm's `engine_kwargs` and placement groups mean here, for either engine."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from raybatch.backends.registry import check_options
 from raybatch.backends.vllm.meanings import IGNORED, MEANINGS, UNKNOWN, Meaning
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config import BackendConfig, EngineConfig, Strategy, check_bundles
 from raybatch.config.option import fields_of
 from raybatch.errors import ConfigError, did_you_mean
 
@@ -24,10 +25,7 @@ def vllm_config(
 ) -> tuple[EngineConfig, BackendConfig, list[str]]:
     """Return the options of an engine of vLLM, and the names of those that have no effect.
 
-    Args:
-        engine_kwargs: as ray.data.llm takes them.
-        backend: of kind "vllm"; its own `engine_kwargs` win.
-        model: of the processor, which the options may name once more.
+    The `engine_kwargs` of the backend win; the options may name the model once more.
 
     Raises:
         ConfigError: an unknown option (with a suggestion), or one that is decided elsewhere.
@@ -95,3 +93,55 @@ def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[
 def _ours(meaning: Meaning, value: object) -> object:
     """Return our name of a value of vLLM, or the value where both call it the same."""
     return meaning.values.get(value, value) if isinstance(value, str) else value
+
+
+def reserved_by(group: Mapping[str, Any], *, num_ranks: int, are_actors: bool) -> dict[str, Any]:
+    """Return the options of `PoolConfig` that reserve what the bundles of a group say.
+
+    Ranks that are actors of Ray run in these bundles, on whatever hosts. Otherwise all ranks of an
+    engine run on one host, in one actor and the processes that end with it: the bundles are added
+    up, there is no group, and nothing has to be released.
+
+    Args:
+        group: as ray.data.llm takes it.
+        num_ranks: of one engine, for which `bundle_per_worker` is repeated.
+
+    Raises:
+        ConfigError: an unknown name or value, or ranks that are to be spread over hosts and are
+            processes of one.
+    """
+    where, names = "placement_group_config", ("bundles", "bundle_per_worker", "strategy")
+    if not isinstance(group, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {group!r}")
+    for name in group:
+        if name not in names:
+            raise ConfigError(f"{where}: unknown option {name!r}{did_you_mean(str(name), names)}")
+    given = [name for name in names[:2] if group.get(name) is not None]
+    if len(given) != 1:
+        raise ConfigError(f"{where} must have one of bundles and bundle_per_worker")
+    (name,) = given
+    bundles = group[name] if name == "bundles" else [group[name]] * num_ranks
+    check_bundles(bundles, where=f"{where}.{name}", is_zero_allowed=True)
+    strategy = group.get("strategy", "PACK")
+    if strategy not in get_args(Strategy):
+        raise ConfigError(
+            f"{where}.strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}"
+        )
+    if are_actors:
+        # Ray refuses bundles of nothing
+        kept = [{n: amount for n, amount in bundle.items() if amount} for bundle in bundles]
+        return {"bundles": kept, "strategy": strategy}
+    if strategy in ("SPREAD", "STRICT_SPREAD") and len(bundles) > 1:
+        raise ConfigError(
+            f"{where}.strategy {strategy!r} spreads the ranks of one engine over hosts, and these "
+            "are processes of one host; set engine_kwargs.distributed_executor_backend='ray', or "
+            "leave the strategy out"
+        )
+    total: Counter[str] = Counter()
+    for bundle in bundles:
+        total.update(bundle)
+    return {
+        "num_cpus_per_replica": float(total.pop("CPU", 0)),
+        "num_gpus_per_replica": float(total.pop("GPU", 0)),
+        "resources": {name: amount for name, amount in total.items() if amount},
+    }
