@@ -25,10 +25,8 @@ def vllm_config(
 ) -> tuple[EngineConfig, BackendConfig, list[str]]:
     """Return the options of an engine of vLLM, and the names of those that have no effect.
 
-    The `engine_kwargs` of the backend win; the options may name the model once more.
-
-    Raises:
-        ConfigError: an unknown option (with a suggestion), or one that is decided elsewhere.
+    The `engine_kwargs` of the backend win; the options may name the model once more. An unknown
+    option, or one that is decided elsewhere, is a ConfigError.
     """
     told = {"task_type": backend.task, "model": model}
     engine_kwargs = {
@@ -53,11 +51,7 @@ def vllm_config(
 
 
 def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[str]]:
-    """Return the engine options, and the names of those that have no effect.
-
-    Raises:
-        ConfigError: an unknown option (with a suggestion), or one that asks for more than there is.
-    """
+    """Return the options of the native engine, and the names of those that have no effect."""
     values: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in engine_kwargs.items():
@@ -100,15 +94,7 @@ def reserved_by(group: Mapping[str, Any], *, num_ranks: int, are_actors: bool) -
 
     Ranks that are actors of Ray run in these bundles, on whatever hosts. Otherwise all ranks of an
     engine run on one host, in one actor and the processes that end with it: the bundles are added
-    up, there is no group, and nothing has to be released.
-
-    Args:
-        group: as ray.data.llm takes it.
-        num_ranks: of one engine, for which `bundle_per_worker` is repeated.
-
-    Raises:
-        ConfigError: an unknown name or value, or ranks that are to be spread over hosts and are
-            processes of one.
+    up, there is no group, and nothing has to be released; they cannot be spread over hosts.
     """
     where, names = "placement_group_config", ("bundles", "bundle_per_worker", "strategy")
     if not isinstance(group, Mapping):

@@ -23,7 +23,6 @@ from raybatch.compat.stage_options import (
     PrepareMultimodalStageConfig,
     ProcessorStageConfig,
     TokenizerStageConfig,
-    read_stage,
     replicas_of,
 )
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
@@ -64,13 +63,8 @@ class ProcessorConfig(metaclass=Checked):
         concurrency: replicas; of a pair the larger. Left out, one for each GPU of the cluster.
         should_continue_on_error: False ends the job at the first row that fails; left out, and
             with True, errors are values of `__inference_error__`.
-        chat_template_stage: a bool, a mapping or a `ChatTemplateStageConfig`; not enabled, a
-            column `messages` is not read.
-        tokenize_stage: the same of `TokenizerStageConfig`; not enabled, a column
-            `tokenized_prompt` is asked before a column `prompt`.
-        detokenize_stage: the same of `DetokenizeStageConfig`; no effect.
-        prepare_multimodal_stage: the same of `PrepareMultimodalStageConfig`; no effect, and only
-            with vLLM, which reads images in any case.
+        chat_template_stage: a bool, a mapping or a `ChatTemplateStageConfig`, as the following
+            ones with configs of their own, which say what is decided by them.
         accelerator_type: engines run on hosts with this accelerator alone.
         placement_group_config: what one replica reserves: its bundles, added up, or as they are
             where the ranks of an engine are actors of Ray.
@@ -130,10 +124,8 @@ class ProcessorConfig(metaclass=Checked):
             raise ConfigError(f"engine_kwargs must be a mapping, got {self.engine_kwargs!r}")
         _of_adapters(self)
         engine, backend, _ = _engines(self)
-        if (
-            _stages(self)["prepare_multimodal_stage"].enabled
-            and not type_of(backend).takes_vllm_options
-        ):
+        reads_images = type_of(backend).takes_vllm_options
+        if _stages(self)["prepare_multimodal_stage"].enabled and not reads_images:
             raise ConfigError("prepare_multimodal_stage needs backend='vllm', which reads images")
         _pool(self, engine, backend)
 
@@ -147,11 +139,7 @@ class vLLMEngineProcessorConfig(ProcessorConfig):  # noqa: N801 - the name of ra
 def stage_config(
     config: ProcessorConfig, chat_template_kwargs: Mapping[str, Any] | None
 ) -> StageConfig:
-    """Return the options of the stage that a processor with these options runs.
-
-    Raises:
-        ConfigError: an option of the stage is out of range.
-    """
+    """Return the options of the stage that a processor with these options runs."""
     engine, backend, ignored = _engines(config)
     stages = _stages(config)
     _log_ignored(config, stages, ignored)
@@ -204,16 +192,32 @@ def _of_adapters(config: ProcessorConfig) -> dict[str, Any]:
 
 
 def _stages(config: ProcessorConfig) -> dict[str, ProcessorStageConfig]:
-    return {
-        name: read_stage(
-            getattr(config, name),
-            kind,
-            name=name,
-            model_source=config.model_source,
-            is_default=name != "prepare_multimodal_stage",
-        )
-        for name, kind in _STAGES.items()
-    }
+    """Return the options of each stage, which may be a bool, a mapping or a config."""
+    stages = {}
+    for name, kind in _STAGES.items():
+        stage = getattr(config, name)
+        if stage is None:
+            stage = name != "prepare_multimodal_stage"
+        if isinstance(stage, bool):
+            stage = {"enabled": stage}
+        if isinstance(stage, Mapping):
+            try:
+                stage = kind(**stage)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
+        if not isinstance(stage, kind):
+            raise ConfigError(
+                f"{name} must be a bool, a mapping or a raybatch.llm.{kind.__name__}, got {stage!r}"
+            )
+        own = getattr(stage, "model_source", None)
+        if own not in (None, config.model_source):
+            raise ConfigError(
+                f"{name}.model_source is {own!r}, and prompts and texts are those of the model "
+                f"itself, {config.model_source!r}; leave it out, and give another template as "
+                "chat_template"
+            )
+        stages[name] = stage
+    return stages
 
 
 def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list[str]]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -72,51 +73,34 @@ def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTok
     return table.append_column("prompt", pa.array(texts, pa.string()))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Processor:
-    """Maps a Ray dataset: preprocess, answer, postprocess; build it with `build_processor`.
+    """Maps a Ray dataset: preprocess, answer, postprocess; build it with `build_processor`."""
 
-    Args:
-        postprocess: of row batches, after it; None leaves them as they are.
-    """
-
-    def __init__(
-        self,
-        config: ProcessorConfig,
-        stage: type[StageFeeder],
-        *,
-        preprocess: Preprocess,
-        postprocess: Postprocess | None,
-        preprocess_map_kwargs: Mapping[str, Any],
-        postprocess_map_kwargs: Mapping[str, Any],
-    ) -> None:
-        self.config = config
-        self._stage = stage
-        self.preprocess = preprocess
-        self.postprocess = postprocess
-        self._preprocess_map_kwargs = dict(preprocess_map_kwargs)
-        self._postprocess_map_kwargs = dict(postprocess_map_kwargs)
+    config: ProcessorConfig
+    stage: type[StageFeeder]
+    preprocess: Preprocess
+    postprocess: Postprocess | None
+    preprocess_map_kwargs: Mapping[str, Any]
+    postprocess_map_kwargs: Mapping[str, Any]
 
     def __call__(self, dataset: Any) -> Any:  # noqa: ANN401 - Ray has no types
-        """Return the dataset to come; nothing runs before it is consumed.
-
-        Raises:
-            ConfigError: it is no dataset of Ray Data.
-        """
+        """Return the dataset of Ray Data to come; nothing runs before it is consumed."""
         if not hasattr(dataset, "map_batches"):
             raise ConfigError(
                 f"a processor maps a dataset of Ray Data, got {type(dataset).__name__}; make one "
                 "of rows with ray.data.from_items(rows)"
             )
         dataset = dataset.map_batches(
-            self.preprocess.__call__, batch_format="pyarrow", **self._preprocess_map_kwargs
+            self.preprocess.__call__, batch_format="pyarrow", **self.preprocess_map_kwargs
         )
         runtime_env = self.config.runtime_env
         placed = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
-        dataset = dataset.map_batches(self._stage, **self._stage.map_options(), **placed)
+        dataset = dataset.map_batches(self.stage, **self.stage.map_options(), **placed)
         if self.postprocess is None:
             return dataset
         return dataset.map_batches(
-            self.postprocess.__call__, batch_format="pyarrow", **self._postprocess_map_kwargs
+            self.postprocess.__call__, batch_format="pyarrow", **self.postprocess_map_kwargs
         )
 
     def list_stage_names(self) -> list[str]:
@@ -124,18 +108,14 @@ class Processor:
         return ["LLMStage"]
 
     def get_stage_by_name(self, name: str) -> type[StageFeeder]:
-        """Return a stage.
-
-        Raises:
-            ConfigError: there is none of that name.
-        """
+        """Return a stage; a name that it has not is a ConfigError."""
         if name != "LLMStage":
             raise ConfigError(f"no stage {name!r}{did_you_mean(name, self.list_stage_names())}")
-        return self._stage
+        return self.stage
 
     def log_input_column_names(self) -> None:
         """Log which columns the rows must have after preprocess."""
-        config = self._stage.config
+        config = self.stage.config
         names = config.conventional_columns
         needed = "; ".join(f"{name}: {_INPUT_COLUMNS[name]}" for name in names)
         if config.query is not None:
@@ -200,8 +180,8 @@ def build_processor(
     stage = build_stage(stage_config(config, chat_template_kwargs), feeder=ProcessorFeeder)
     task = stage.config.task
     return Processor(
-        config,
-        stage,
+        config=config,
+        stage=stage,
         preprocess=Preprocess(
             preprocess,
             model=config.model_source,

@@ -51,21 +51,6 @@ _KINDS = (bool, int, float, str, bytes, datetime, date)
 _PLAIN = frozenset({*_KINDS, type(None)})
 
 
-def converted(row: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
-    """Return what a function made of a row, with the values that columns hold.
-
-    Raises:
-        ValueError: a value has no such form; names the column.
-    """
-    values = {}
-    for name, value in row.items():
-        try:
-            values[name] = convert(name, value)
-        except Exception as error:  # whatever PIL raises of a broken image, too
-            raise ValueError(f"column {name!r}: {error}") from error
-    return values
-
-
 def requested_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
     """Return what a column that a stage reads holds for a value."""
     return media(value) if name == MEDIA_COLUMN else plain_value(name, value)
@@ -100,16 +85,14 @@ def replace(
 ) -> dict[str, Column]:
     """Return the columns of the rows that replace those of a table; a failed one keeps its values.
 
-    Args:
-        returned: what replaces each.
-        is_merge: a row without a name keeps its value; else it has null.
+    With `is_merge` a row without a name keeps its value as well; else it has null.
     """
     columns: dict[str, Column] = {}
     good = [i for i, row in enumerate(returned) if row is not None]
     for name in _names(returned):
         column = _column(name, table)
         # freshly read values: a function may have changed a list in place
-        old = _values(name, column, convert)
+        old = [_value_or_error(name, value, convert) for value in python_values(column)]
         missing = old if is_merge else [None] * len(old)
         values = [row.get(name, missing[i]) for i, row in enumerate(returned) if row is not None]
         if is_same(values, [old[i] for i in good]):
@@ -131,7 +114,7 @@ def replace_failed(
         handed = _value_or_error(name, imagined.get(name), plain_value)
         if name not in imagined or not is_same(value, handed):
             array = _array(name, [value], like=_TYPES.get(name, column.type))
-            old = _values(name, column, plain_value)
+            old = [_value_or_error(name, v, plain_value) for v in python_values(column)]
             columns[name] = _with_failed(name, array.slice(0, 0), column, old, good=[])
     return columns
 
@@ -155,12 +138,8 @@ def _column(name: str, table: pa.Table) -> pa.ChunkedArray:
     return pa.chunked_array([pa.nulls(table.num_rows, _TYPES.get(name, pa.null()))])
 
 
-def _values(name: str, column: pa.ChunkedArray, convert: Convert) -> list[Any]:
-    """Return the values of a column in the form that a function's values have, or their errors."""
-    return [_value_or_error(name, value, convert) for value in python_values(column)]
-
-
 def _value_or_error(name: str, value: Any, convert: Convert) -> Any:  # noqa: ANN401
+    """Return a value in the form that a function's values have, or its error."""
     try:
         return convert(name, value)
     except Exception as error:  # such a row has failed, or the function does not return the column
@@ -196,11 +175,7 @@ def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Arr
 
 
 def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
-    """Return values as an array, of the type `like` where that holds them as they are.
-
-    Raises:
-        ConfigError: they have no common type.
-    """
+    """Return values as an array, of the type `like` where that holds them as they are."""
     if (kept := _of_type(like, values)) is not None:
         return kept
     try:
@@ -231,11 +206,6 @@ def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
     return None
 
 
-def is_nested(value: object) -> bool:
-    """Return whether a value is one that a function can change in place."""
-    return isinstance(value, list | Mapping)
-
-
 def copied(value: Any) -> Any:  # noqa: ANN401 - data of a row
     """Return a value with copies of the lists and mappings in it; all else is shared."""
     if isinstance(value, Mapping):
@@ -252,16 +222,15 @@ def is_same(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
 
     Tuples count as lists, NaN as NaN, a subclass as its base, and a mapping as the pairs of an
     Arrow map; a key that is not there counts as None.
-
-    Args:
-        held: as read from Arrow. Keys that only this has must be None.
     """
     if value is None or held is None or value is held:
         return value is held
     if isinstance(value, Mapping):
-        if isinstance(held, Mapping):
-            return _has_same_items(value, held)
-        return isinstance(held, list) and is_same(list(value.items()), held)
+        if not isinstance(held, Mapping):
+            return isinstance(held, list) and is_same(list(value.items()), held)
+        if any(held[key] is not None for key in held.keys() - value.keys()):
+            return False
+        return all(key in held and is_same(item, held[key]) for key, item in value.items())
     if isinstance(value, list | tuple):
         return isinstance(held, list | tuple) and _are_same(value, held)
     if isinstance(value, np.ndarray) or isinstance(held, np.ndarray):
@@ -272,12 +241,6 @@ def is_same(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
         return bool(value == held) or bool(value != value and held != held)
     except (ValueError, RuntimeError):  # a comparison that is no truth value
         return False
-
-
-def _has_same_items(value: Mapping[Any, Any], held: Mapping[Any, Any]) -> bool:
-    if any(held[key] is not None for key in held.keys() - value.keys()):
-        return False
-    return all(key in held and is_same(item, held[key]) for key, item in value.items())
 
 
 def _are_same(values: Sequence[Any], held: Sequence[Any]) -> bool:
@@ -294,9 +257,8 @@ def _are_same(values: Sequence[Any], held: Sequence[Any]) -> bool:
 
 
 def _is_same_array(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
-    if not isinstance(value, np.ndarray) or not isinstance(held, np.ndarray):
-        return False
-    if value.dtype != held.dtype or value.shape != held.shape:
+    are_arrays = isinstance(value, np.ndarray) and isinstance(held, np.ndarray)
+    if not are_arrays or value.dtype != held.dtype or value.shape != held.shape:
         return False
     if value.dtype == object:
         return _are_same(value.tolist(), held.tolist())
@@ -313,15 +275,8 @@ def drop_leftovers(
     """Drop the columns of an earlier processor: its outputs, and inputs that are not used again.
 
     Outputs that have the names of data (numbers, and what parsers find) stay; a stage that writes
-    them again refuses them.
-
-    Args:
-        returned: what `preprocess` returned for each row; None for a row with an error.
-        prompt_columns: those that the stage asks, the first of them that is there; none where it
-            asks pairs of query and document.
-
-    Raises:
-        ConfigError: there are no prompts but the earlier processor's, or several may be meant.
+    them again refuses them. There must be new prompts, the same for all rows, of those columns that
+    the stage asks; a stage of pairs asks none.
     """
     names = _names(returned).keys()
     asked = _asked(before, returned, prompt_columns)

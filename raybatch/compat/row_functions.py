@@ -15,10 +15,8 @@ from raybatch.compat.row_columns import (
     SAMPLING_COLUMN,
     Convert,
     Row,
-    converted,
     copied,
     drop_leftovers,
-    is_nested,
     is_same,
     merge,
     plain_value,
@@ -60,11 +58,9 @@ _EXAMPLES: Mapping[Task, Mapping[str, Any]] = {
     "classify": {"embeddings": [1.0]},
     "score": {"score": 1.0},
 }
-_EXAMPLE_ENDS: Mapping[str, Any] = {
-    "num_input_tokens": 1,
-    "finish_reason": "stop",
-    ERROR_COLUMN: "",
-}
+_EXAMPLE_ENDS = {"num_input_tokens": 1, "finish_reason": "stop", ERROR_COLUMN: ""}
+# what a function can change in place
+_NESTED = (list, Mapping)
 _GONE: Mapping[str, str] = {
     "batch_uuid": "rows do not run in batches; row_id names a row",
     "generated_text": "the task makes numbers, in embeddings or score",
@@ -90,10 +86,8 @@ class Preprocess:
     them all, and can return their values, under other names or under the same.
 
     Args:
-        function: of the user; None merges nothing.
         model: of the stage, which the column `model` may name.
-        prompt_columns: those that the stage asks, the first of them that is there; none where it
-            asks pairs of query and document.
+        prompt_columns: those that the stage asks, the first of them that is there.
     """
 
     def __init__(
@@ -114,12 +108,7 @@ class Preprocess:
         self._supported = {*self._columns, *([MEDIA_COLUMN] if has_images else [])}
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the table with the merged columns.
-
-        Raises:
-            ConfigError: a row asks for something that there is not, or the rows of an earlier
-                processor come with its prompts and no new ones.
-        """
+        """Return the table with the merged columns; what nothing here can do is a ConfigError."""
         is_chained = ERROR_COLUMN in table.column_names
         errors = [""] * table.num_rows
         if is_chained:
@@ -143,7 +132,7 @@ class Preprocess:
         """Return what the function returns, with what it sets in its row at any depth."""
         assert self._function is not None, "without a function nothing is merged"
         before = dict(row)
-        nested = {name: copied(value) for name, value in row.items() if is_nested(value)}
+        nested = {name: copied(value) for name, value in row.items() if isinstance(value, _NESTED)}
         returned: Any = self._function(row)
         if isinstance(returned, Mapping):
             is_set = {
@@ -225,9 +214,8 @@ def _shaped(value: Any, table: pa.Table, name: str) -> Any:  # noqa: ANN401 - of
 def _unbounded(row: Mapping[str, Any], held: Any) -> Mapping[str, Any]:  # noqa: ANN401
     """Say "no bound" of the output in a number, where None would be "not said" further on.
 
-    Args:
-        held: sampling options of the row before it. A struct of Arrow has all keys in all rows, so
-            that a None among all of them may only mean "not there".
+    `held` are options of the row before it: a struct of Arrow has all keys in all rows, so that a
+    None among all of them may only mean "not there".
     """
     options = row.get(SAMPLING_COLUMN)
     if not isinstance(options, Mapping) or options.get("max_tokens", 0) is not None:
@@ -263,17 +251,21 @@ def _checked(returned: object, convert: Convert) -> dict[str, Any]:
     if not isinstance(returned, Mapping):
         raise TypeError(f"the function must return a dict, got {type(returned).__name__}")
     _check_encodable(returned)
-    return converted(returned, convert)
+    values = {}
+    for name, value in returned.items():
+        try:
+            values[name] = convert(name, value)
+        except Exception as error:  # whatever PIL raises of a broken image, too
+            raise ValueError(f"column {name!r}: {error}") from error
+    return values
 
 
 def _check_encodable(value: object) -> None:
     """Raise UnicodeEncodeError for a text with lone surrogates, which Arrow cannot hold."""
-    if isinstance(value, str):
-        if not value.isascii():
-            value.encode()
+    if isinstance(value, str) and not value.isascii():
+        value.encode()
     elif isinstance(value, Mapping):
-        for item in value.values():
-            _check_encodable(item)
+        _check_encodable(list(value.values()))
     elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
         for item in value:
             _check_encodable(item)

@@ -21,17 +21,15 @@ _INTS_PER_VIEW = 4
 
 
 def to_table(batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data hands over
-    """Return a row batch (numpy columns, pandas or pyarrow) as a table.
-
-    Raises:
-        TypeError: the batch is of another kind.
-    """
+    """Return a row batch (numpy columns, pandas or pyarrow) as a table; others are a TypeError."""
     if isinstance(batch, pa.Table):
         return batch
     if isinstance(batch, Mapping):
         return pa.table({str(name): _to_array(name, values) for name, values in batch.items()})
     if hasattr(batch, "iloc"):
-        return _block_accessor().for_block(batch).to_arrow()
+        from ray.data.block import BlockAccessor  # slow to load, and Arrow does without
+
+        return BlockAccessor.for_block(batch).to_arrow()
     raise TypeError(f"a row batch must be numpy columns, pandas or pyarrow, got {type(batch)}")
 
 
@@ -44,13 +42,9 @@ def _to_array(name: str, values: Any) -> pa.Array | pa.ChunkedArray:  # noqa: AN
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
             if (maps := _to_maps(column)) is not None:
                 return maps
-    return _block_accessor().batch_to_arrow_block({name: values}).column(0)
+    from ray.data.block import BlockAccessor  # as above
 
-
-def _block_accessor() -> Any:  # noqa: ANN401 - Ray has no types
-    from ray.data.block import BlockAccessor  # slow to load, and Arrow does without
-
-    return BlockAccessor
+    return BlockAccessor.batch_to_arrow_block({name: values}).column(0)
 
 
 def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:

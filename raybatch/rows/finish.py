@@ -10,7 +10,7 @@ from raybatch.actors.wire.arrow_arrays import vector_lists
 from raybatch.actors.wire.columns import decode_completions
 from raybatch.errors import RaybatchError
 from raybatch.records.parsed_text import ParsedText
-from raybatch.records.types import Completion, Sampling, TokenIds, Vector
+from raybatch.records.types import Completion, Sampling, TokenIds
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import ERROR_COLUMN, NUMBERS, OutputSchema, describe_error
@@ -21,24 +21,15 @@ _T = TypeVar("_T")
 
 
 class Sample(NamedTuple):
-    """One finished sample of a row.
-
-    Args:
-        num_input_tokens: as the backend counts the prompt; None where that is the stage's count.
-        num_generated_tokens: as the backend counts; None where `token_ids` says it.
-    """
+    """One finished sample of a row; without an answer where it has failed, or nobody was asked."""
 
     text: str | None
     token_ids: TokenIds | None
     finish_reason: str
     error: str = ""
-    num_cached_tokens: int | None = None
-    logprobs: Any = None
     attempts: int = 0
-    num_input_tokens: int | None = None
-    num_generated_tokens: int | None = None
-    vector: Vector | None = None
-    parsed: ParsedText | None = None
+    num_cached_tokens: int = 0
+    answer: Completion | None = None
 
 
 def finish_rows(
@@ -46,11 +37,8 @@ def finish_rows(
 ) -> pa.Table:
     """Return the user's columns with the output columns; every row in has one row out.
 
-    A copy counts all tokens of its prompt as cached. `results` are those of the pool for all
-    requests, in the order of requests and samples.
-
-    Raises:
-        RaybatchError: the pool returned another number of samples than requested.
+    A copy counts all tokens of its prompt as cached. `results` are in the order of requests and
+    samples; another number of samples than requested is a RaybatchError.
     """
     prompts = prepared.prompts
     samples = [_unasked(prompt) * output.num_samples for prompt in prompts]
@@ -112,13 +100,9 @@ def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sam
         text=str(text),
         token_ids=completion.token_ids,
         finish_reason=completion.finish_reason,
-        num_cached_tokens=completion.num_cached_tokens,
-        logprobs=completion.logprobs,
         attempts=attempts,
-        num_input_tokens=completion.num_input_tokens,
-        num_generated_tokens=completion.num_generated_tokens,
-        vector=completion.vector,
-        parsed=completion.parsed or ParsedText(),
+        num_cached_tokens=completion.num_cached_tokens,
+        answer=completion,
     )
 
 
@@ -167,6 +151,7 @@ def _columns(
         return [[value_of(sample) for sample in row] for row in samples]
 
     firsts = [row[0] for row in samples]
+    vectors = [None if first.answer is None else first.answer.vector for first in firsts]
     columns: dict[str, Any] = {
         "row_id": list(row_ids),
         "generated_text": per_sample(lambda s: s.text),
@@ -175,16 +160,16 @@ def _columns(
             _num_input(p, first) for p, first in zip(prompts, firsts, strict=True)
         ],
         "num_generated_tokens": per_sample(_num_generated),
-        "num_cached_tokens": [first.num_cached_tokens or 0 for first in firsts],
+        "num_cached_tokens": [first.num_cached_tokens for first in firsts],
         "finish_reason": per_sample(lambda s: s.finish_reason),
         "attempts": [max(s.attempts for s in row) for row in samples],
         ERROR_COLUMN: [next((s.error for s in row if s.error), "") for row in samples],
     }
     if output.task == "score":
-        columns["score"] = [None if s.vector is None else s.vector[0] for s in firsts]
+        columns["score"] = [None if vector is None else vector[0] for vector in vectors]
     elif output.task != "generate":
         name, kind = NUMBERS[output.task]
-        columns[name] = vector_lists([s.vector for s in firsts]).cast(kind)
+        columns[name] = vector_lists(vectors).cast(kind)
     if output.has_logprobs:
         columns["logprobs"] = per_sample(_logprobs)
     for name in output.parsed:
@@ -193,22 +178,22 @@ def _columns(
 
 
 def _num_input(prompt: Prompt, sample: Sample) -> int | None:
-    if sample.num_input_tokens is not None:
-        return sample.num_input_tokens
+    if sample.answer is not None and sample.answer.num_input_tokens is not None:
+        return sample.answer.num_input_tokens
     return None if prompt.token_ids is None else len(prompt.token_ids)
 
 
 def _num_generated(sample: Sample) -> int:
-    if sample.num_generated_tokens is not None:
-        return sample.num_generated_tokens
+    if sample.answer is not None and sample.answer.num_generated_tokens is not None:
+        return sample.answer.num_generated_tokens
     return 0 if sample.token_ids is None else len(sample.token_ids)
 
 
 def _logprobs(sample: Sample) -> list[dict[str, Any]] | None:
-    if sample.logprobs is None:
+    if sample.answer is None or sample.answer.logprobs is None:
         return None
-    return [{"token_ids": ids, "logprobs": logs} for ids, logs in sample.logprobs]
+    return [{"token_ids": ids, "logprobs": logs} for ids, logs in sample.answer.logprobs]
 
 
 def _parsed(name: str, sample: Sample) -> Any:  # noqa: ANN401
-    return None if sample.parsed is None else sample.parsed.columns()[name]
+    return sample.answer and (sample.answer.parsed or ParsedText()).columns()[name]

@@ -27,63 +27,52 @@ _PNG_MODES = frozenset({"1", "I", "I;16", "L", "LA", "P", "RGB", "RGBA"})
 _PLAIN = (str, bytes, bool, int, float, date, time, timedelta, Decimal, UUID)
 
 
-class ImageFiles:
-    """Reads the files of images.
+def read_image(source: Any, *, folder: str | None, max_bytes: int) -> bytes:  # noqa: ANN401
+    """Return the file of an image: bytes, a data: URL, a path, of PIL, or in a struct.
 
-    Args:
-        folder: below which files may be read, vLLM's `allowed_local_media_path`; None reads none.
+    Paths are read below `folder` alone (vLLM's `allowed_local_media_path`); None reads none.
+
+    Raises:
+        InvalidPrompt: it is none of them, or cannot be read.
     """
+    source = _held(source)
+    image = _from_text(source, folder, max_bytes) if isinstance(source, str) else source
+    if not isinstance(image, bytes):
+        raise InvalidPrompt(f"an image is bytes or a data: URL, got {type(image).__name__}")
+    if not image:
+        raise InvalidPrompt("an image is empty")
+    return image
 
-    def __init__(self, *, folder: str | None, max_bytes: int) -> None:
-        self._folder = folder
-        self._max_bytes = max_bytes
 
-    def read(self, source: Any) -> bytes:  # noqa: ANN401 - data of a row
-        """Return the file of an image.
-
-        Args:
-            source: bytes, a data: URL, a path, an image of PIL, or a struct with bytes and path.
-
-        Raises:
-            InvalidPrompt: it is none of them, or cannot be read.
-        """
-        source = _held(source)
-        image = self._from_text(source) if isinstance(source, str) else source
-        if not isinstance(image, bytes):
-            raise InvalidPrompt(f"an image is bytes or a data: URL, got {type(image).__name__}")
-        if not image:
-            raise InvalidPrompt("an image is empty")
-        return image
-
-    def _from_text(self, text: str) -> bytes:
-        if text.startswith("data:"):
-            head, _, data = text.partition(",")
-            if not head.endswith(";base64"):
-                raise InvalidPrompt(f"a data: URL of an image must be base64, got {head[:80]!r}")
-            try:
-                return base64.b64decode(data, validate=True)
-            except binascii.Error as error:
-                raise InvalidPrompt(f"a data: URL of an image is no base64: {error}") from error
-        scheme = urlsplit(text).scheme
-        if scheme not in ("", "file"):
-            raise InvalidPrompt(
-                f"images are not fetched, got a URL with {scheme[:20]}:; load them in a step "
-                "before, into a column of bytes"
-            )
-        if not self._folder:
-            raise InvalidPrompt(
-                "images of the file system are read below engine_kwargs.allowed_local_media_path, "
-                "which is not set"
-            )
-        real = Path(unquote(urlsplit(text).path) if scheme else text).resolve()
-        if not real.is_relative_to(Path(self._folder).resolve()):
-            raise InvalidPrompt("an image lies outside of allowed_local_media_path")
+def _from_text(text: str, folder: str | None, max_bytes: int) -> bytes:
+    if text.startswith("data:"):
+        head, _, data = text.partition(",")
+        if not head.endswith(";base64"):
+            raise InvalidPrompt(f"a data: URL of an image must be base64, got {head[:80]!r}")
         try:
-            if real.stat().st_size > self._max_bytes:
-                raise InvalidPrompt("an image is larger than max_row_bytes")
-            return real.read_bytes()
-        except OSError as error:
-            raise InvalidPrompt(f"an image cannot be read: {error_text(error)}") from error
+            return base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise InvalidPrompt(f"a data: URL of an image is no base64: {error}") from error
+    scheme = urlsplit(text).scheme
+    if scheme not in ("", "file"):
+        raise InvalidPrompt(
+            f"images are not fetched, got a URL with {scheme[:20]}:; load them in a step "
+            "before, into a column of bytes"
+        )
+    if not folder:
+        raise InvalidPrompt(
+            "images of the file system are read below engine_kwargs.allowed_local_media_path, "
+            "which is not set"
+        )
+    real = Path(unquote(urlsplit(text).path) if scheme else text).resolve()
+    if not real.is_relative_to(Path(folder).resolve()):
+        raise InvalidPrompt("an image lies outside of allowed_local_media_path")
+    try:
+        if real.stat().st_size > max_bytes:
+            raise InvalidPrompt("an image is larger than max_row_bytes")
+        return real.read_bytes()
+    except OSError as error:
+        raise InvalidPrompt(f"an image cannot be read: {error_text(error)}") from error
 
 
 def is_picture(value: object) -> bool:
@@ -108,8 +97,7 @@ def data_url(image: bytes) -> str:
 def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data of a row
     """Return a value with files in place of images of PIL and lists in place of arrays.
 
-    Raises:
-        TypeError: there is something in it, at any depth, that has no form in JSON.
+    What has no form in JSON, at any depth, is a TypeError.
     """
     if value is None or isinstance(value, _PLAIN):
         return value
@@ -132,13 +120,9 @@ def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data 
 
 
 def images_in(value: Any) -> list[Any] | None:  # noqa: ANN401 - data of a row
-    """Return the images of a value; None where it has none.
+    """Return the images of a value; None where it has none. Others than images are a TypeError.
 
-    Args:
-        value: a mapping of kinds to media, as ray.data.llm has them; an image or a list of images.
-
-    Raises:
-        TypeError: there are others than images.
+    The value is a mapping of kinds to media, as in ray.data.llm, an image or a list of images.
     """
     if isinstance(value, Mapping) and not {"bytes", "path"} & value.keys():
         if others := [kind for kind, of in value.items() if kind != "image" and of is not None]:
@@ -150,11 +134,7 @@ def images_in(value: Any) -> list[Any] | None:  # noqa: ANN401 - data of a row
 
 
 def media(value: Any) -> dict[str, Any] | None:  # noqa: ANN401 - data of a row
-    """Return media of a row in the one form that a column of them has, `MEDIA_TYPE`.
-
-    Raises:
-        TypeError: there are others than images.
-    """
+    """Return media of a row in the one form that a column of them has, `MEDIA_TYPE`."""
     if value is None:
         return None
     images = images_in(value)

@@ -4,9 +4,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from raybatch.models.source import resolve_model
 from raybatch.records.payload import with_images
 from raybatch.records.types import TokenIds
 from raybatch.rows.batches import python_values
-from raybatch.rows.image_files import ImageFiles, data_url, images_in
+from raybatch.rows.image_files import data_url, images_in, read_image
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.text.chat import InvalidPrompt
@@ -47,24 +46,16 @@ class ImageReader:
         # others read text, and what is pooled is text
         self._is_on = config.task == "generate" and facts.reads_images
         kwargs = dict(config.backend.options.get("engine_kwargs") or {})
-        self._files = ImageFiles(
-            folder=kwargs.get("allowed_local_media_path"), max_bytes=config.max_row_bytes
-        )
-        self._tokens = ImageTokens(
-            config.model,
-            vocab_size=vocab_size,
-            processor_options=kwargs.get("mm_processor_kwargs") or {},
-        )
-
-    def column(self, table: pa.Table) -> str | None:
-        """Return the column of images that is read."""
-        name = self._config.conventional_images
-        is_there = name is not None and name in table.column_names
-        return name if self._config.images is None and is_there else self._config.images
+        folder = kwargs.get("allowed_local_media_path")
+        self._read = partial(read_image, folder=folder, max_bytes=config.max_row_bytes)
+        options = kwargs.get("mm_processor_kwargs") or {}
+        self._tokens = ImageTokens(config.model, vocab_size, options)
 
     def of_rows(self, table: pa.Table) -> Iterator[Images | Exception]:
         """Yield the images that a column has for each row, or what is wrong with them."""
-        column = self.column(table)
+        column, usual = self._config.images, self._config.conventional_images
+        if column is None and usual in table.column_names:
+            column = usual
         if column is None:
             yield from [()] * table.num_rows
             return
@@ -72,19 +63,15 @@ class ImageReader:
             try:
                 if isinstance(value, Exception):
                     raise InvalidPrompt(str(value))
-                yield [self._files.read(source) for source in images_in(value) or ()]
+                yield [self._read(source) for source in images_in(value) or ()]
             except Exception as error:  # a value of a row may be anything
                 yield error
 
     def take_out(self, messages: Any, of_column: Images = ()) -> tuple[Any, list[bytes]]:  # noqa: ANN401
         """Return messages with bare parts for images, and the images in their order.
 
-        Args:
-            of_column: for parts that have none of their own. Where there is no such part, they come
-                before the text of the last message.
-
-        Raises:
-            InvalidPrompt: an image cannot be read, or there are too many or too few.
+        Those of the column are for parts that have none; without such parts they come before the
+        text of the last message. An unreadable image, or too many or too few, are an InvalidPrompt.
         """
         is_list = isinstance(messages, Sequence | np.ndarray) and not isinstance(messages, str)
         if not self._is_on or not is_list or not len(messages):
@@ -102,8 +89,7 @@ class ImageReader:
     def put_in(self, encoded: Encoded, images: Images) -> Encoded:
         """Return a prompt with images: in its payload, and as stand-ins among its tokens.
 
-        Raises:
-            InvalidPrompt: an image cannot be read, or the prompt can have none.
+        A text for an endpoint can have none, and is an InvalidPrompt.
         """
         if not images:
             return encoded
@@ -140,22 +126,16 @@ class ImageReader:
                 continue
             if source is None and not left:
                 raise InvalidPrompt("a part of the messages is an image, and the row has none")
-            images.append(left.pop(0) if source is None else self._files.read(source))
+            images.append(left.pop(0) if source is None else self._read(source))
             parts.append(IMAGE_PART)
         return {**message, "content": parts}
 
 
 def _filled(messages: Sequence[Any], images: Images) -> list[Any]:
     """Return messages whose bare parts are images as an endpoint takes them."""
-    left = iter(images)
-
-    def filled(part: Any) -> Any:  # noqa: ANN401 - of a message
-        if part != IMAGE_PART:
-            return part
-        return {"type": "image_url", "image_url": {"url": data_url(next(left))}}
-
+    urls = ({"type": "image_url", "image_url": {"url": data_url(image)}} for image in images)
     return [
-        {**m, "content": [filled(part) for part in m["content"]]}
+        {**m, "content": [next(urls) if part == IMAGE_PART else part for part in m["content"]]}
         if isinstance(m, Mapping) and isinstance(m.get("content"), list)
         else m
         for m in messages
@@ -184,20 +164,14 @@ def _before_text(message: Any, num_images: int) -> Any:  # noqa: ANN401 - data o
 class ImageTokens:
     """What a model makes of images, as far as its files tell."""
 
-    def __init__(
-        self, model: str, *, vocab_size: int, processor_options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: str, vocab_size: int, processor_options: Mapping[str, Any]) -> None:
         self._model = model
         # a tokenizer may have tokens at its end that the model has not
         self._below = min(vocab_size, _STAND_INS)
         self._processor_options = processor_options
 
     def stand_ins(self, image: bytes) -> TokenIds:
-        """Return as many tokens as an image takes, int32; other images have other ones.
-
-        Raises:
-            InvalidPrompt: the image cannot be read.
-        """
+        """Return as many tokens as an image takes, int32; other images have other ones."""
         seed = int.from_bytes(hashlib.blake2b(image, digest_size=16).digest(), "little")
         chance = np.random.Generator(np.random.PCG64(seed))
         return chance.integers(0, self._below, self._count(image), np.int32)
@@ -220,7 +194,8 @@ class ImageTokens:
         try:
             from transformers import AutoProcessor
 
-            processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
+            folder = resolve_model(self._model)
+            processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
 
             def count(height: int, width: int) -> int:
                 options = {"image_sizes": [(height, width)], **self._processor_options}
@@ -240,11 +215,9 @@ class ImageTokens:
     def placeholders(self) -> list[int]:
         """The token that a chat template writes for an image, as far as the model's config says."""
         try:
-            config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+            config = json.loads(
+                (resolve_model(self._model) / "config.json").read_text(encoding="utf-8")
+            )
         except (OSError, ValueError, ConfigError):
             return []
         return [config[name] for name in _PLACEHOLDERS if isinstance(config.get(name), int)]
-
-    @cached_property
-    def _folder(self) -> Path:
-        return resolve_model(self._model)

@@ -1,7 +1,4 @@
-"""The columns by which the plan of a job travels with its rows, as far as the feeders.
-
-They are added to the user's columns and taken off by their reader; none is written.
-"""
+"""Columns by which the plan of a job travels with its rows to the feeders; none is written."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

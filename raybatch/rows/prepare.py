@@ -46,12 +46,8 @@ class Prepared:
     def of_results(self, results: pa.Table) -> tuple[list[int], "Prepared", pa.Table]:
         """Return the rows that some results are of, and their copies, as a smaller batch.
 
-        Args:
-            results: of some of the requests, each with all its samples.
-
-        Returns:
-            Positions of the rows in this row batch, ascending; the rows; and the results by their
-            new numbers.
+        `results` are of some of the requests, each with all its samples. With the batch come the
+        positions of its rows in this one, ascending, and the results by their new numbers.
         """
         column = results.schema.get_field_index("row")
         requests, renumbered = np.unique(results.column(column).to_numpy(), return_inverse=True)
@@ -98,7 +94,7 @@ def prepare(
     """
     prompts = None if planned is None else planned.prompts
     if prompts is None:
-        prompts = _read(table, reader, _errors_before(table, config, input_errors))
+        prompts = _read(table, reader, config, input_errors)
     samplings: list[Sampling | str] = [POOLED] * table.num_rows
     if config.task == "generate":
         samplings = row_samplings(
@@ -164,10 +160,7 @@ def _planned_columns(
 def find_copies(
     rows: Sequence[int], prompts: Sequence[Prompt], samplings: Sequence[Sampling]
 ) -> dict[int, int]:
-    """Return the rows whose result is that of an earlier row, to that row.
-
-    Only where neither chance nor the row's id takes part in the result.
-    """
+    """Return the rows whose result is that of an earlier row, to that row; chance plays no part."""
     first: dict[tuple[Sampling, bytes, str | None], int] = {}
     copies = {}
     for row, sampling in zip(rows, samplings, strict=True):
@@ -185,32 +178,20 @@ def is_deterministic(sampling: Sampling) -> bool:
 
 
 def _read(
-    table: pa.Table, reader: PromptReader, input_errors: Sequence[str] | None
+    table: pa.Table, reader: PromptReader, config: StageConfig, input_errors: Sequence[str] | None
 ) -> Sequence[Prompt]:
-    if input_errors is None:
-        return reader.read(table)
-    if all(input_errors):
-        # the columns that the rows would have had are unknown
-        return [Prompt(None, error) for error in input_errors]
-    good = [table.slice(row, 1) for row, error in enumerate(input_errors) if not error]
-    prompts = iter(reader.read(table if len(good) == table.num_rows else pa.concat_tables(good)))
-    return [Prompt(None, error) if error else next(prompts) for error in input_errors]
-
-
-def _errors_before(
-    table: pa.Table, config: StageConfig, input_errors: Sequence[str] | None
-) -> Sequence[str] | None:
-    """Return per row what keeps it from being read, "" for nothing; None where nothing does."""
-    large = large_rows(table, max_bytes=config.max_row_bytes)
-    if not large:
-        return input_errors
     errors = [""] * table.num_rows if input_errors is None else list(input_errors)
-    for row, num_bytes in large.items():
+    for row, num_bytes in large_rows(table, max_bytes=config.max_row_bytes).items():
         errors[row] = errors[row] or (
             f"RowTooLarge: the columns of the row take {num_bytes:,} bytes, and max_row_bytes is "
             f"{config.max_row_bytes:,}"
         )
-    return errors
+    if not any(errors) and (errors or input_errors is None):
+        return reader.read(table)
+    good = [table.slice(row, 1) for row, error in enumerate(errors) if not error]
+    # without a good row the columns that the rows would have had are unknown
+    prompts = iter(reader.read(pa.concat_tables(good)) if good else ())
+    return [Prompt(None, error) if error else next(prompts) for error in errors]
 
 
 def _checked(

@@ -101,11 +101,7 @@ def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -
 def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[Prompt]:
     """Make a prompt of each value; what a row or a user's function raises is the row's error.
 
-    Args:
-        values: of each row; an exception is the row's error, and so is one in a tuple of values.
-
-    Raises:
-        ConfigError: of `make`, which no row can go on with.
+    So is an exception that is a value or in a tuple of them. No row can go on with a ConfigError.
     """
     prompts: list[Prompt] = []
     for value in values:

@@ -11,15 +11,11 @@ from raybatch.rows.template import PromptTemplate, is_text_like
 
 # What Ray makes of values without a common Arrow type: another batch may hold plain ones.
 _OBJECTS = "ray.data.arrow_pickled_object"
+_LISTS = "list large_list fixed_size_list list_view large_list_view"
 
 
 def check_inputs(schema: pa.Schema, config: StageConfig) -> None:
-    """Raise ConfigError where no row can be read, whatever its values are.
-
-    Raises:
-        ConfigError: a column is missing, or of a type that is no prompt; says which and the way
-            out.
-    """
+    """Raise ConfigError where no row can be read: a column is missing, or its type is no prompt."""
     conventional = conventional_column(schema, config)
     if not _names_prompt(config) and conventional is None:
         raise ConfigError(
@@ -134,18 +130,14 @@ def _way_to_text(kind: pa.DataType) -> str:
     return "make text of it before this stage"
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return is_any_type(kind, "list large_list fixed_size_list list_view large_list_view")
-
-
 def _is_ids(kind: pa.DataType) -> bool:
     """Floats are what a numpy batch makes of ids beside a null."""
     if pa.types.is_null(kind) or isinstance(kind, pa.BaseExtensionType):
         return True  # Ray's tensors among them, whose rows are checked
-    return _is_list(kind) and is_any_type(kind.value_type, "integer floating null")
+    return is_any_type(kind, _LISTS) and is_any_type(kind.value_type, "integer floating null")
 
 
 def _is_messages(kind: pa.DataType) -> bool:
-    if _is_list(kind):
+    if is_any_type(kind, _LISTS):
         return is_any_type(kind.value_type, "struct map null")
     return is_any_type(kind, "null string large_string string_view")

@@ -45,12 +45,9 @@ logger = logging.getLogger(__name__)
 class PromptReader:
     """Reads the prompts of a stage from row batches; built once per feeder.
 
-    Args:
-        config: of the stage. Without `prompt`, `messages` and `tokenized_prompt` the first of
-            its `conventional_columns` that is there is taken, `prompt` as a template of its own.
-
-    Raises:
-        ConfigError: the stage needs a chat template and the model has none.
+    Without `prompt`, `messages` and `tokenized_prompt` the first of the `conventional_columns` that
+    is there is taken, `prompt` as a template of its own. A model that lacks the chat template it
+    needs is a ConfigError.
     """
 
     def __init__(self, config: StageConfig, tokenizer: PromptTokenizer) -> None:
@@ -89,11 +86,7 @@ class PromptReader:
             )
 
     def read(self, table: pa.Table) -> Sequence[Prompt]:
-        """Return the prompt of each row, with its options of pooling and its adapter.
-
-        Raises:
-            ConfigError: a column that the stage reads is not there, or of no use as a prompt.
-        """
+        """Return the prompt of each row, with its options of pooling and its adapter."""
         config = self._config
         check_inputs(table.schema, config)
         prompts: Sequence[Prompt] = self._read(

@@ -6,10 +6,10 @@ effect are dropped, others refused. The rest travels in the payload of requests.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -29,7 +29,10 @@ from raybatch.text.chat import InvalidPrompt
 
 # option of a chat template, and field of a request to an endpoint
 TOOLS = "tools"
+_OPTIONS = "options of the chat template"
 
+_S = TypeVar("_S")
+_T = TypeVar("_T")
 _NAMES = tuple(f.name for f in fields(Sampling))
 # options beside which any other that is valid alone is valid
 _ALONE = Sampling()
@@ -90,14 +93,20 @@ def row_samplings(
         readers.insert(0, (sampling_column, None))
     if not readers:
         return [sampling] * table.num_rows
-    known: dict[object, Sampling | str] = {}
-    samplings: list[Sampling | str] = []
-    for row in zip(*(python_values(table.column(column)) for column, _ in readers), strict=True):
-        key = repr(row)
+    rows = zip(*(python_values(table.column(column)) for column, _ in readers), strict=True)
+    return _made_once(rows, lambda row: _replaced(sampling, readers, row, fixed))
+
+
+def _made_once(values: Iterable[_S], make: Callable[[_S], _T]) -> list[_T]:
+    """Return what is made of each value, with one record for equal ones."""
+    known: dict[str, _T] = {}
+    made = []
+    for value in values:
+        key = repr(value)
         if key not in known:
-            known[key] = _replaced(sampling, readers, row, fixed)
-        samplings.append(known[key])
-    return samplings
+            known[key] = make(value)
+        made.append(known[key])
+    return made
 
 
 def _replaced(
@@ -123,11 +132,7 @@ def _replaced(
 def _changes(
     sampling: Sampling, name: str | None, value: object, fixed: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the options that one value of a row sets; `name` is None for a JSON value.
-
-    Raises:
-        ConfigError: an option is unknown or out of range on its own.
-    """
+    """Return the options that one value of a row sets; `name` is None for a JSON value."""
     if name is None:
         given = _json_options(value, "sampling options")
         options = _supported({n: option for n, option in given.items() if option is not None})
@@ -146,11 +151,7 @@ def _changes(
 
 
 def _supported(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those that change nothing here.
-
-    Raises:
-        ConfigError: an option of vLLM that would change the answer, and that is not supported.
-    """
+    """Return the options without those that change nothing here; refuse those that nothing does."""
     kept = {}
     for name, value in options.items():
         if name in _NO_EFFECT:
@@ -217,11 +218,7 @@ def _json_options(value: object, what: str) -> Mapping[str, Any]:
 
 
 def _json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the value of a cell that holds JSON text, or values; None for null or an empty text.
-
-    Raises:
-        ValueError: the text is no JSON, or the value could not be read.
-    """
+    """Return the value of a cell with JSON text, or values; None for null or an empty text."""
     if isinstance(value, Exception):
         raise ConfigError(f"the value cannot be read: {value}")
     if not isinstance(value, str | bytes):
@@ -235,14 +232,10 @@ def _json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
 def read_template_options(
     table: pa.Table, config: StageConfig
 ) -> Sequence[Mapping[str, Any] | Exception]:
-    """Return the options of the chat template that come with each row, or what is wrong with them.
-
-    Raises:
-        ConfigError: a column is not there.
-    """
+    """Return the options of the chat template of each row, or what is wrong with them."""
     options: list[dict[str, Any] | Exception] = [{} for _ in range(table.num_rows)]
-    columns = (config.chat_template_kwargs_column, _parse_options), (config.tools, _parse_tools)
-    for column, parse in columns:
+    columns = {_OPTIONS: config.chat_template_kwargs_column, TOOLS: config.tools}
+    for kind, column in columns.items():
         if not isinstance(column, str):
             continue
         for row, value in enumerate(python_values(column_of(table, column))):
@@ -252,46 +245,35 @@ def read_template_options(
             try:
                 if isinstance(value, Exception):
                     raise value
-                of_row |= parse(value)
+                of_row |= _parse_template_options(value, kind)
             except Exception as error:  # a value that Ray has pickled may raise anything
                 options[row] = error
     return options
 
 
 def chat_payload(options: Mapping[str, Any]) -> str:
-    """Return what a parser has to know of a chat, JSON.
-
-    Raises:
-        InvalidPrompt: an option is no JSON.
-    """
+    """Return what a parser has to know of a chat, JSON."""
     try:
         return json.dumps({CHAT: dict(options)})
     except (TypeError, ValueError) as error:
-        raise InvalidPrompt(f"options of the chat template are no JSON: {error}") from error
+        raise InvalidPrompt(f"{_OPTIONS} are no JSON: {error}") from error
 
 
-def _parse_tools(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
-    tools = _parse_json(value, "tools")
-    if tools is None:
-        return {}
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidPrompt(f"tools must be a list of objects, got {value!r:.200}")
-    return {TOOLS: tools} if tools else {}
-
-
-def _parse_options(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
-    options = _parse_json(value, "options of the chat template")
-    if not isinstance(options, Mapping | None):
-        raise InvalidPrompt(f"options of the chat template are no JSON object: {value!r}")
-    return {name: option for name, option in (options or {}).items() if option is not None}
-
-
-def _parse_json(value: object, what: str) -> Any:  # noqa: ANN401 - data of a row
+def _parse_template_options(value: Any, kind: str) -> dict[str, Any]:  # noqa: ANN401 - data of a row
     try:
         parsed = _json_value(value)
     except ValueError as error:
-        raise InvalidPrompt(f"{what} are no JSON: {error}") from error
-    return parsed if isinstance(value, str | bytes) else _without_nulls(parsed)
+        raise InvalidPrompt(f"{kind} are no JSON: {error}") from error
+    if not isinstance(value, str | bytes):
+        parsed = _without_nulls(parsed)
+    if kind == TOOLS:
+        tools = [] if parsed is None else parsed
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise InvalidPrompt(f"tools must be a list of objects, got {value!r:.200}")
+        return {TOOLS: tools} if tools else {}
+    if not isinstance(parsed, Mapping | None):
+        raise InvalidPrompt(f"{kind} are no JSON object: {value!r}")
+    return {name: option for name, option in (parsed or {}).items() if option is not None}
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
@@ -308,25 +290,20 @@ def with_pooling(
 ) -> Sequence[Prompt]:
     """Return the prompts of rows with their options of pooling; a bad value makes an error row.
 
-    Args:
-        column: of JSON texts or structs with options that win over them; None for none.
+    The column has JSON texts or structs with options that win over those of the stage.
     """
     if column is None:
         options = pooling.given()
         return [_with_pooling(prompt, options) for prompt in prompts] if options else prompts
 
-    parsed: dict[str, Mapping[str, Any] | str] = {}
-    pooled = []
-    for prompt, value in zip(prompts, python_values(column_of(table, column)), strict=True):
-        key = repr(value)
-        if key not in parsed:
-            try:
-                of_row = _json_options(value, "pooling options")
-                parsed[key] = pooling_of(of_row, default=pooling).given()
-            except (ConfigError, ValueError) as error:
-                parsed[key] = describe_error("InvalidPooling", f"column {column!r}: {error}")
-        pooled.append(_with_pooling(prompt, parsed[key]))
-    return pooled
+    def options_of(value: object) -> Mapping[str, Any] | str:
+        try:
+            return pooling_of(_json_options(value, "pooling options"), default=pooling).given()
+        except (ConfigError, ValueError) as error:
+            return describe_error("InvalidPooling", f"column {column!r}: {error}")
+
+    of_rows = _made_once(python_values(column_of(table, column)), options_of)
+    return [_with_pooling(prompt, of_row) for prompt, of_row in zip(prompts, of_rows, strict=True)]
 
 
 def _with_pooling(prompt: Prompt, options: Mapping[str, Any] | str) -> Prompt:

@@ -53,13 +53,11 @@ _STATUS_OF_REASON: Mapping[str | None, Status] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputSchema:
-    """Names and types of the columns that one stage adds.
+    """Names and types of the columns that one stage adds; numbers in place of texts by its task.
 
     Args:
         num_samples: samples per row; above 1 the columns of a sample become lists.
         prefix: put before every name, for a second stage over the same rows.
-        task: of the stage; where nothing is generated, the columns of generated text make room for
-            the numbers.
         parsed: which of `PARSED_COLUMNS` to add.
     """
 
@@ -132,12 +130,7 @@ class OutputSchema:
 
 
 def row_status(finish_reason: str | None, error: str) -> Status:
-    """Return the status of a row (or of one of its samples) from its two columns.
-
-    Example:
-        >>> row_status("length", "")
-        'truncated'
-    """
+    """Return the status of a row (or of one of its samples) from its two columns."""
     if error:
         return _STATUS_OF_ERROR.get(error_class(error), "error")
     return _STATUS_OF_REASON.get(finish_reason, "ok")

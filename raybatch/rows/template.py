@@ -72,21 +72,12 @@ class PromptTemplate:
                 )
 
     def render(self, row: Mapping[str, object]) -> str:
-        """Return the prompt of one row.
-
-        Raises:
-            ConfigError: the row has no such column.
-            InvalidPrompt: a value is null, not valid UTF-8, or of a type that is no text.
-        """
+        """Return the prompt of one row; a value that is no text is an InvalidPrompt."""
         self.check(row)
         return self._fill([row[name] for name in self.fields])
 
     def render_column(self, table: pa.Table) -> list[str | PromptError]:
-        """Return the prompt of every row of a table, or what is wrong with it.
-
-        Raises:
-            ConfigError: the table lacks a column.
-        """
+        """Return the prompt of every row of a table, or what is wrong with it."""
         prompts: list[str | PromptError] = []
         for values in self._values(table):
             try:
@@ -102,11 +93,7 @@ class PromptTemplate:
         return tuple((piece.literal, piece.field) for piece in self._pieces) + ends
 
     def field_texts(self, table: pa.Table) -> Iterator[tuple[str, ...] | None]:
-        """Yield the text of each of `fields` for every row of a table; None for a bad row.
-
-        Raises:
-            ConfigError: the table lacks a column.
-        """
+        """Yield the text of each of `fields` for every row of a table; None for a bad row."""
         formats = {piece.field: piece.format_spec for piece in reversed(self._pieces)}
         for values in self._values(table):
             try:

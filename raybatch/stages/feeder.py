@@ -43,11 +43,7 @@ _CPUS_PER_FEEDER = 0
 
 
 class PreparedBatch(NamedTuple):
-    """A row batch as the pool takes it: `watch` is of its requests, None where they are of no unit.
-
-    Args:
-        prompt_errors: why each row is no request, "" for no error.
-    """
+    """A row batch as the pool takes it; a row that is no request has an error text, others ""."""
 
     prepared: Prepared
     prompt_errors: list[str]
@@ -94,12 +90,7 @@ class StageFeeder:
             self._failure = error
 
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
-        """Return the row batch with the answers; one row out per row in, in the same order.
-
-        Raises:
-            ConfigError: a column is missing, or collides with an output column.
-            RowError: a row failed and the stage has on_error="raise".
-        """
+        """Return the row batch with the answers; one row out per row in, in the same order."""
         self._no_cpu_hint.stop()
         with message_kept():
             return await self._map(to_table(batch))
@@ -115,11 +106,7 @@ class StageFeeder:
         changes: Mapping[str, Any] | None = None,
         watch: PlacedWatch | None = None,
     ) -> PreparedBatch:
-        """Render, tokenize and check rows, which may carry the columns of a plan.
-
-        Args:
-            changes: of the sampling options, where the rows are retried.
-        """
+        """Render, tokenize and check rows; `changes` are of the sampling where they are retried."""
         if self._failure is not None:
             raise self._failure
         table, planned = take_off(table)
@@ -172,20 +159,24 @@ class StageFeeder:
     def map_options(cls, *, batch_size: int | None = _ROWS_PER_CALL) -> dict[str, Any]:
         """Return the keyword arguments of `map_batches` that keep the engines full.
 
-        Args:
-            batch_size: rows of one call; None takes Ray blocks as they are.
+        A call has `batch_size` rows; None takes Ray blocks as they are.
 
         Example:
             >>> ds.map_batches(stage, **stage.map_options())  # doctest: +SKIP
         """
-        from ray.data import ActorPoolStrategy  # slow to load, and a local run does without
+        import ray  # slow to load, and a local run does without
+        from ray.data import ActorPoolStrategy
 
+        replicas = cls.config.pool.replicas
+        if replicas is None:
+            replicas = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
+        size = max(1, -(-replicas // _REPLICAS_PER_FEEDER))
         return {
             "batch_format": "pyarrow",
             "batch_size": batch_size,
             "num_cpus": _CPUS_PER_FEEDER,
             "compute": ActorPoolStrategy(
-                size=_num_feeders(cls.config), max_concurrent_calls_per_actor=CALLS_PER_FEEDER
+                size=size, max_concurrent_calls_per_actor=CALLS_PER_FEEDER
             ),
         }
 
@@ -196,10 +187,7 @@ class StageFeeder:
 
     @classmethod
     def stats(cls, *, again: bool = False) -> PoolStats:
-        """Return the state of the pool and what it did for this stage; jobs count by themselves.
-
-        With `again` it counts rows that waves have retried, and no others.
-        """
+        """Return what the pool did for this stage; `again` counts rows that waves have retried."""
         return cls.pool.stats(retry_client(cls.client) if again else cls.client)
 
     @classmethod
@@ -222,10 +210,7 @@ class StageFeeder:
 
     @classmethod
     def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":
-        """Return the same stage with the same pool, as one run needs it: counted by itself.
-
-        `id_column` is in place of the stage's; None keeps that.
-        """
+        """Return the same stage and pool, counted by itself; None keeps the id column."""
         config = cls.config if id_column is None else replace(cls.config, id_column=id_column)
         client = f"run-{uuid.uuid4().hex[:12]}"
         return type(cls.__name__, (cls,), {"config": config, "client": client})
@@ -258,15 +243,6 @@ class StageFeeder:
 
     def _errors_of(self, finished: pa.Table) -> list[str]:
         return finished.column(self.config.output_prefix + ERROR_COLUMN).to_pylist()  # type: ignore[no-any-return]
-
-
-def _num_feeders(config: StageConfig) -> int:
-    import ray  # for the same reason
-
-    num_replicas = config.pool.replicas
-    if num_replicas is None:
-        num_replicas = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
-    return max(1, -(-num_replicas // _REPLICAS_PER_FEEDER))
 
 
 def retry_client(client: str) -> str:

@@ -73,16 +73,11 @@ class PlacedRows:
         watch = None if unit is None else unit.at(positions)
         return cls(table=table, places=columns, name=name, watch=watch)
 
-    def name_in_wave(self, number: int) -> str:
-        """Return the name of the call that retries some of these rows."""
-        return f"{self.name}-{number}"
-
 
 class PlacedFeeder(StageFeeder):
     """A stage that adds to finished rows where they belong, as the journal does.
 
-    Attributes:
-        waves: rules by which rows are retried, one after the other.
+    Rows are retried by the rules `waves`, one after the other.
     """
 
     waves: ClassVar[tuple[WaveConfig, ...]] = ()
@@ -99,7 +94,7 @@ class PlacedFeeder(StageFeeder):
         rows.batch = batch = await self._prepare(rows.table, watch=rows.watch)
         finished = await self._answer(batch, name=rows.name)
         for number, wave in enumerate(self.waves):
-            name = rows.name_in_wave(number)
+            name = _name_in_wave(rows, number)
             finished = await self._retry(rows.table, finished, wave, name, given_up)
         return with_columns(finished, _journal_columns(rows, batch))
 
@@ -107,7 +102,7 @@ class PlacedFeeder(StageFeeder):
         """Let the pool forget rows that no later feeder will ask for."""
         self.pool.forget([rows.name for rows in calls], client=self.client)
         for number in range(len(self.waves)):
-            names = [rows.name_in_wave(number) for rows in calls]
+            names = [_name_in_wave(rows, number) for rows in calls]
             self.pool.forget(names, client=retry_client(self.client))
 
     async def _placed_so_far(self, rows: PlacedRows) -> pa.Table | None:
@@ -162,6 +157,10 @@ class PlacedFeeder(StageFeeder):
         return pa.concat_tables([finished, again]).take(source)
 
 
+def _name_in_wave(rows: PlacedRows, number: int) -> str:
+    return f"{rows.name}-{number}"
+
+
 def _journal_columns(
     rows: PlacedRows, batch: PreparedBatch
 ) -> dict[str, pa.Array | pa.ChunkedArray]:
@@ -171,11 +170,7 @@ def _journal_columns(
 
 
 class UnitFeeder(PlacedFeeder):
-    """A stage that writes.
-
-    Attributes:
-        flush_every_s: finished rows of a unit that is not complete are kept so often.
-    """
+    """A stage that writes; finished rows of an open unit are kept every `flush_every_s` seconds."""
 
     writer: ClassVar[UnitWriter]
     flush_every_s: ClassVar[float]
@@ -186,12 +181,7 @@ class UnitFeeder(PlacedFeeder):
         self._is_stopped = False
 
     async def _map(self, table: pa.Table) -> pa.Table:
-        """Answer the units of a block, write them, and return a receipt for each.
-
-        Raises:
-            ConfigError: the sink cannot be written.
-            RowError: a row failed and the stage has on_error="raise".
-        """
+        """Answer the units of a block, write them, and return a receipt for each."""
         table = table.sort_by(RANK)
         units, _ = places(table)
         starts = np.flatnonzero(np.diff(units, prepend=-1)).tolist()
@@ -207,12 +197,9 @@ class UnitFeeder(PlacedFeeder):
             if await self._has_to_stop():
                 return None
             started = time.time()
-            receipt = await asyncio.to_thread(self.writer.receipt_of, unit)
-            if receipt is None:
-                receipt = await self._write(unit, rows)
-        if receipt is None:
-            return None
-        return UnitReceipt.of(receipt, started=started, ended=time.time())
+            written = await asyncio.to_thread(self.writer.receipt_of, unit)
+            receipt = written or await self._write(unit, rows)
+        return None if receipt is None else UnitReceipt.of(receipt, started=started)
 
     async def _write(self, unit: int, rows: pa.Table) -> Receipt | None:
         receipt = None
@@ -241,16 +228,17 @@ class UnitFeeder(PlacedFeeder):
 
         A call that the pool still has from a feeder that died is made again as it was.
         """
-        open_calls = []
+        open_calls, known_positions = [], known.column(POS).to_numpy()
         for call in _calls(rows):
             placed = PlacedRows.of(call, watch)
-            left = _unknown(call, known)
-            if not left.num_rows:
+            is_open = ~np.isin(placed.places[POS].to_numpy(), known_positions)
+            if not is_open.any():
                 continue
-            is_whole = left.num_rows == call.num_rows or await self.pool.has_named(
-                client=self.client, name=placed.name
-            )
-            open_calls.append(placed if is_whole else PlacedRows.of(left, watch, name=placed.name))
+            has_named = self.pool.has_named
+            if not is_open.all() and not await has_named(client=self.client, name=placed.name):
+                left = call.filter(pa.array(is_open))
+                placed = PlacedRows.of(left, watch, name=placed.name)
+            open_calls.append(placed)
         return open_calls
 
     async def _has_to_stop(self) -> bool:
@@ -261,10 +249,9 @@ class UnitFeeder(PlacedFeeder):
     async def _finish_unit(
         self, watch: UnitWatch, calls: Sequence[PlacedRows], known: pa.Table
     ) -> pa.Table | None:
-        """Generate the rows of a unit; what there is of them is kept from time to time.
+        """Return the rows of a unit; what there is of them is kept from time to time.
 
-        Returns:
-            All rows; None where the run stops before, and finished rows are in the journal.
+        None says that the run stops before, and finished rows are in the journal.
         """
         before = frozenset(known.column(POS).to_pylist())
         finished, kept, kept_s = [known], set(before), time.monotonic()
@@ -272,12 +259,10 @@ class UnitFeeder(PlacedFeeder):
         pending = {asyncio.ensure_future(self._answer_placed(call)): call for call in calls}
         try:
             while pending:
-                done, _ = await asyncio.wait(
-                    pending, timeout=wake_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                first = asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait(pending, timeout=wake_s, return_when=first)
                 finished += [_without(call.result(), before) for call in done]
-                for call in done:
-                    del pending[call]
+                pending = {call: rows for call, rows in pending.items() if call not in done}
                 stops = bool(pending) and await self._has_to_stop()
                 is_due = time.monotonic() >= kept_s + self.flush_every_s
                 if pending and (is_due or stops):
@@ -301,15 +286,10 @@ class UnitFeeder(PlacedFeeder):
     async def _keep(
         self, unit: int, finished: Sequence[pa.Table], pending: Iterable[PlacedRows], kept: Set[int]
     ) -> set[int]:
-        """Write to the journal what is finished, also of calls that wait for other rows.
-
-        Returns:
-            Positions that came to it.
-        """
+        """Write what is finished to the journal, also of open calls; return the new positions."""
         so_far = await asyncio.gather(*(self._placed_so_far(rows) for rows in pending))
         tables = [table for table in (*finished, *so_far) if table is not None]
-        tables = [_without(table, kept) for table in tables]
-        new = self.writer.joined(tables)
+        new = self.writer.joined([_without(table, kept) for table in tables])
         if new.num_rows:
             await asyncio.to_thread(self.writer.flush, unit, new)
         return set(new.column(POS).to_pylist())
@@ -323,15 +303,6 @@ async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     except BaseException as error:
         await end_calls(tasks, error)
         raise
-
-
-def _unknown(rows: pa.Table, known: pa.Table) -> pa.Table:
-    """Return planned rows that are not in the journal."""
-    if not known.num_rows:
-        return rows
-    _, positions = places(rows)
-    is_known = np.isin(positions, known.column(POS).to_numpy())
-    return rows.filter(pa.array(~is_known))
 
 
 def _without(finished: pa.Table, kept: Set[int]) -> pa.Table:

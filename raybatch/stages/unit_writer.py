@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -64,8 +65,8 @@ class UnitReceipt(TokenCounts):
     pid: int
 
     @classmethod
-    def of(cls, receipt: Receipt, *, started: float, ended: float) -> "UnitReceipt":
-        """Return the receipt of a unit that this process has written, or found written."""
+    def of(cls, receipt: Receipt, *, started: float) -> "UnitReceipt":
+        """Return the receipt of a unit that this process has now written, or found written."""
         counts = receipt.counts
         return cls(
             unit=receipt.unit,
@@ -74,7 +75,7 @@ class UnitReceipt(TokenCounts):
             num_errors=sum(error.num_rows for error in counts.errors.values()),
             **token_counts(counts),
             started=started,
-            ended=ended,
+            ended=time.time(),
             host=socket.gethostname(),
             pid=os.getpid(),
         )
@@ -105,33 +106,22 @@ class UnitWriter:
     def receipt_of(self, unit: int) -> Receipt | None:
         """Return the receipt of a unit that is written already; None where it is not."""
         of = partitioned_receipt_of if self.stored.partition_by else receipt_of
-        return of(*self._target(unit), self.stored.hash)
+        return of(*self.target(unit), self.stored.hash)
 
     def journal_of(self, unit: int) -> pa.Table:
         """Return finished rows of a unit that an earlier attempt left, as the journal has them."""
         plan_hash = self.stored.hash
-        return read_fragments(*self._target(unit), self._row_schema, plan_hash=plan_hash)
-
-    def strikes_of(self, unit: int) -> Strikes:
-        """Return the rows of a unit that engines have died with in earlier attempts."""
-        return read_strikes(*self._target(unit), plan_hash=self.stored.hash)
+        return read_fragments(*self.target(unit), self._row_schema, plan_hash=plan_hash)
 
     def keep_strikes(self, unit: int, strikes: Strikes) -> None:
         """Keep rows of a unit that engines have died with, for later attempts."""
         with error_context(self._error_context):
-            write_strikes(*self._target(unit), strikes, plan_hash=self.stored.hash)
-
-    def begun_of(self, unit: int) -> Begun:
-        """Return the tokens that earlier attempts have of rows that they did not finish."""
-        known, plan_hash = Begun(), self.stored.hash
-        for tokens in read_begun(*self._target(unit), BEGUN_SCHEMA, plan_hash=plan_hash):
-            known.add(tokens)
-        return known
+            write_strikes(*self.target(unit), strikes, plan_hash=self.stored.hash)
 
     def keep_begun(self, unit: int, tokens: pa.RecordBatch) -> None:
         """Keep tokens of rows that are not finished, by position in the unit."""
         with error_context(self._error_context):
-            write_begun(*self._target(unit), tokens, **self._of_attempt())
+            write_begun(*self.target(unit), tokens, **self._of_attempt())
 
     def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
         """Return finished rows as the journal has them."""
@@ -141,14 +131,14 @@ class UnitWriter:
     def flush(self, unit: int, finished: pa.Table) -> None:
         """Keep finished rows of a unit that is not complete."""
         with error_context(self._error_context):
-            write_fragment(*self._target(unit), finished, **self._of_attempt())
+            write_fragment(*self.target(unit), finished, **self._of_attempt())
 
     def deliver(self, unit: int, finished: pa.Table) -> Receipt | None:
         """Write a unit and return its receipt; where rows are missing keep these, and return None.
 
         Those in the journal may be among the rows.
         """
-        num_rows = int(self._plan.unit_rows[unit])
+        num_rows = self.target(unit)[1].num_rows
         with error_context(self._error_context):
             if finished.num_rows < num_rows:
                 self.flush(unit, finished)
@@ -166,7 +156,7 @@ class UnitWriter:
             "attempt": self.attempt,
             "part_format": replace(PARQUET, encode=self._encode),
         }
-        target = self._target(unit)
+        target = self.target(unit)
         unwritten = [] if self.output is None else [SPECIAL]
         if by := self.stored.partition_by:
             options |= {"by": by, "count": self._counts, "unwritten": unwritten}
@@ -201,12 +191,9 @@ class UnitWriter:
         attempt = f"{self.attempt}-{uuid.uuid4().hex[:8]}"
         return {"plan_hash": self.stored.hash, "attempt": attempt}
 
-    @property
-    def _plan(self) -> UnitPlan:
-        return plan_units(self.sink, self.stored)
-
-    def _target(self, unit: int) -> tuple[Store, Unit]:
-        return self.store, self._plan.unit(unit)
+    def target(self, unit: int) -> tuple[Store, Unit]:
+        """Return where a unit is written."""
+        return self.store, plan_units(self.sink, self.stored).unit(unit)
 
     @property
     def _row_schema(self) -> pa.Schema:
@@ -240,42 +227,32 @@ def plan_units(sink: str, stored: StoredPlan) -> UnitPlan:
 
 
 class UnitWatch:
-    """What earlier runs of a unit know of its rows, and what this run learns.
-
-    Attributes:
-        begun: tokens of rows that they did not finish, by position.
-    """
+    """What earlier runs of a unit know of its rows by position, and what this run learns."""
 
     def __init__(self, writer: UnitWriter, unit: int) -> None:
-        self._writer = writer
+        self.writer = writer
         self.unit = unit
-        self.strikes = writer.strikes_of(unit)
-        self.begun = writer.begun_of(unit)
+        target, plan_hash = writer.target(unit), writer.stored.hash
+        self.strikes = read_strikes(*target, plan_hash=plan_hash)
+        self.begun = Begun()
+        for tokens in read_begun(*target, BEGUN_SCHEMA, plan_hash=plan_hash):
+            self.begun.add(tokens)
         self.begun.take_new()
 
     def at(self, positions: npt.NDArray[np.int64]) -> "PlacedWatch":
         """Return what is known of some rows of the unit."""
         return PlacedWatch(unit=self, positions=positions)
 
-    async def note(self, strikes: Strikes) -> None:
-        """Keep deaths for later runs."""
-        self.strikes |= strikes
-        await asyncio.to_thread(self._writer.keep_strikes, self.unit, strikes)
-
     async def flush(self) -> None:
         """Keep the tokens that rows have gained since the last time."""
         tokens = self.begun.take_new()
         if tokens is not None:
-            await asyncio.to_thread(self._writer.keep_begun, self.unit, tokens)
+            await asyncio.to_thread(self.writer.keep_begun, self.unit, tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlacedWatch:
-    """Follows some rows of a unit, as a pool wants it.
-
-    Args:
-        positions: int64 [rows], in the unit.
-    """
+    """Follows some rows of a unit, as a pool wants it; by positions in the unit, int64 [rows]."""
 
     unit: UnitWatch
     positions: npt.NDArray[np.int64]
@@ -307,7 +284,9 @@ class PlacedWatch:
         places = {int(self.positions[one.row]): one for one in crashes}
         given_up = frozenset(pos for pos, one in places.items() if one.is_given_up)
         counts = {pos: one.num_crashes for pos, one in places.items()}
-        await self.unit.note(Strikes(crashes=counts, given_up=given_up))
+        strikes = Strikes(crashes=counts, given_up=given_up)
+        self.unit.strikes |= strikes
+        await asyncio.to_thread(self.unit.writer.keep_strikes, self.unit.unit, strikes)
 
     def note_begun(self, begun: pa.RecordBatch) -> None:
         self.unit.begun.add(_with_rows(begun, self.positions[begun.column(PLACE).to_numpy()]))

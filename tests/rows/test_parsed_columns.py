@@ -10,11 +10,11 @@ from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import fingerprint, output_columns, output_schema
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.types import Completion, Sampling
-from raybatch.rows.endpoint import EndpointTokenizer
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import PARSED_COLUMNS, OutputSchema
+from raybatch.rows.stage_model import EndpointTokenizer
 from raybatch.stages.llm_stage import LLMStage
 
 TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
