@@ -25,15 +25,11 @@ def vllm_config(
 ) -> tuple[EngineConfig, BackendConfig, list[str]]:
     """Return the options of an engine of vLLM, and the names of those that have no effect.
 
-    The `engine_kwargs` of the backend win; the options may name the model once more. An unknown
-    option, or one that is decided elsewhere, is a ConfigError.
+    The `engine_kwargs` of the backend win; the options may name the model once more.
     """
     told = {"task_type": backend.task, "model": model}
-    engine_kwargs = {
-        n: value for n, value in engine_kwargs.items() if n not in told or value != told[n]
-    }
-    values: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    engine_kwargs = {n: v for n, v in engine_kwargs.items() if n not in told or v != told[n]}
+    values, others = dict[str, Any](), dict[str, Any]()
     for name, value in engine_kwargs.items():
         meaning = MEANINGS.get(name, Meaning())
         if meaning.ours is not None and name not in _OF_VLLM:
@@ -41,11 +37,8 @@ def vllm_config(
         if not meaning.is_ours_alone and name not in _OF_SERVER:
             others[name] = value
     engine = EngineConfig(**{name: value for name, value in values.items() if value is not None})
-    options = {
-        **backend.options,
-        "engine_kwargs": {**others, **backend.options.get("engine_kwargs", {})},
-    }
-    backend = replace(backend, options=options)
+    others |= backend.options.get("engine_kwargs", {})
+    backend = replace(backend, options={**backend.options, "engine_kwargs": others})
     check_options(backend, engine)
     return engine, backend, [f"engine_kwargs.{n}" for n in _OF_SERVER if n in engine_kwargs]
 

@@ -136,9 +136,7 @@ class vLLMEngineProcessorConfig(ProcessorConfig):  # noqa: N801 - the name of ra
     _default_backend: ClassVar[str] = "vllm"
 
 
-def stage_config(
-    config: ProcessorConfig, chat_template_kwargs: Mapping[str, Any] | None
-) -> StageConfig:
+def stage_config(config: ProcessorConfig, template_kwargs: Mapping[str, Any] | None) -> StageConfig:
     """Return the options of the stage that a processor with these options runs."""
     engine, backend, ignored = _engines(config)
     stages = _stages(config)
@@ -159,7 +157,7 @@ def stage_config(
         "input_error_column": INPUT_ERROR_COLUMN,
         "chat": False,
         "chat_template": chat.chat_template,
-        "chat_template_kwargs": _template_kwargs(chat, chat_template_kwargs),
+        "chat_template_kwargs": _template_kwargs(chat, template_kwargs),
         "prompt_column_special_tokens": "allow",
         # the first of these that is there is asked
         "conventional_columns": ("messages", *prompts) if chat.enabled else prompts,

@@ -58,8 +58,7 @@ class ProcessorFeeder(StageFeeder):
 def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTokenizer) -> pa.Table:
     """Return the table with `prompt_token_ids`, and their text where it has no column `prompt`.
 
-    A prompt that failed before it had tokens is null in both columns; images are in them as their
-    chat template marks their places.
+    Images are in them as their chat template marks their places.
     """
     ids = [p.token_ids if p.asked_ids is None else p.asked_ids for p in prompts]
     table = table.append_column(PROMPT_IDS_COLUMN, pa.array(ids, pa.list_(pa.int32())))
@@ -73,7 +72,7 @@ def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTok
     return table.append_column("prompt", pa.array(texts, pa.string()))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Processor:
     """Maps a Ray dataset: preprocess, answer, postprocess; build it with `build_processor`."""
 
@@ -91,17 +90,15 @@ class Processor:
                 f"a processor maps a dataset of Ray Data, got {type(dataset).__name__}; make one "
                 "of rows with ray.data.from_items(rows)"
             )
-        dataset = dataset.map_batches(
-            self.preprocess.__call__, batch_format="pyarrow", **self.preprocess_map_kwargs
-        )
+        arrow = {"batch_format": "pyarrow"}
+        before, after = self.preprocess_map_kwargs, self.postprocess_map_kwargs
+        dataset = dataset.map_batches(self.preprocess.__call__, **arrow, **before)
         runtime_env = self.config.runtime_env
         placed = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
         dataset = dataset.map_batches(self.stage, **self.stage.map_options(), **placed)
         if self.postprocess is None:
             return dataset
-        return dataset.map_batches(
-            self.postprocess.__call__, batch_format="pyarrow", **self.postprocess_map_kwargs
-        )
+        return dataset.map_batches(self.postprocess.__call__, **arrow, **after)
 
     def list_stage_names(self) -> list[str]:
         """Return the names of the stages between preprocess and postprocess."""
@@ -116,10 +113,10 @@ class Processor:
     def log_input_column_names(self) -> None:
         """Log which columns the rows must have after preprocess."""
         config = self.stage.config
-        names = config.conventional_columns
-        needed = "; ".join(f"{name}: {_INPUT_COLUMNS[name]}" for name in names)
-        if config.query is not None:
-            needed = "query and document: two texts"
+        needed = "query and document: two texts"
+        if config.query is None:
+            named = config.conventional_columns
+            needed = "; ".join(f"{name}: {_INPUT_COLUMNS[name]}" for name in named)
         read = (config.sampling_column, config.pooling_column, config.lora_column)
         optional = "; ".join(f"{name}: {_OPTIONAL_COLUMNS[name]}" for name in read if name)
         logger.info("one of the input columns %s. Optional input columns: %s", needed, optional)

@@ -77,16 +77,9 @@ def merge(table: pa.Table, returned: Sequence[Row]) -> pa.Table:
 
 
 def replace(
-    table: pa.Table,
-    returned: Sequence[Row],
-    convert: Convert = plain_value,
-    *,
-    is_merge: bool = False,
+    table: pa.Table, returned: Sequence[Row], convert: Convert = plain_value, is_merge: bool = False
 ) -> dict[str, Column]:
-    """Return the columns of the rows that replace those of a table; a failed one keeps its values.
-
-    With `is_merge` a row without a name keeps its value as well; else it has null.
-    """
+    """Return the columns of rows that replace others or are merged into them, if not failed."""
     columns: dict[str, Column] = {}
     good = [i for i, row in enumerate(returned) if row is not None]
     for name in _names(returned):
@@ -195,12 +188,10 @@ def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
 
 
 def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
-    """Return values as an array of a type; None where that would make others of them.
-
-    Arrow makes 1 of 1.5 and a date of a datetime without a word.
-    """
+    """Return values as an array of a type; None where that would make others of them."""
     with suppress(*_NO_FORM):
         array = pa.array(values, kind)
+        # Arrow makes 1 of 1.5 and a date of a datetime without a word
         if is_same(values, python_values(array)):
             return array
     return None

@@ -214,8 +214,8 @@ def _shaped(value: Any, table: pa.Table, name: str) -> Any:  # noqa: ANN401 - of
 def _unbounded(row: Mapping[str, Any], held: Any) -> Mapping[str, Any]:  # noqa: ANN401
     """Say "no bound" of the output in a number, where None would be "not said" further on.
 
-    `held` are options of the row before it: a struct of Arrow has all keys in all rows, so that a
-    None among all of them may only mean "not there".
+    A struct of Arrow has all keys in all rows: a None in the options that were held before, among
+    all of them, may only mean "not there".
     """
     options = row.get(SAMPLING_COLUMN)
     if not isinstance(options, Mapping) or options.get("max_tokens", 0) is not None:

@@ -23,9 +23,8 @@ class Checked(type):
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         for name in options:
             if name not in known:
-                raise ConfigError(
-                    f"{cls.__name__}: unknown option {name!r}{did_you_mean(name, known)}"
-                )
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"{cls.__name__}: unknown option {name!r}{hint}")
         return super().__call__(*args, **options)
 
 

@@ -76,9 +76,8 @@ def _value_or_error(scalar: pa.Scalar) -> Any:  # noqa: ANN401 - any value
     try:
         return scalar.as_py()
     except UNREADABLE as error:
-        if pa.types.is_timestamp(scalar.type):
-            return ValueError(f"{scalar.type}: {error}")
-        return error
+        is_time = pa.types.is_timestamp(scalar.type)
+        return ValueError(f"{scalar.type}: {error}") if is_time else error
 
 
 def python_rows(table: pa.Table) -> list[dict[str, Any] | Exception]:
@@ -120,7 +119,7 @@ def _bytes_of(values: pa.Array) -> int:
     kind = values.type
     if isinstance(kind, pa.BaseExtensionType):
         return _bytes_of(values.storage)
-    if is_any_type(kind, "string_view binary_view"):
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return _view_bytes(values)
     if pa.types.is_dictionary(kind):
         try:

@@ -30,10 +30,8 @@ _PLAIN = (str, bytes, bool, int, float, date, time, timedelta, Decimal, UUID)
 def read_image(source: Any, *, folder: str | None, max_bytes: int) -> bytes:  # noqa: ANN401
     """Return the file of an image: bytes, a data: URL, a path, of PIL, or in a struct.
 
-    Paths are read below `folder` alone (vLLM's `allowed_local_media_path`); None reads none.
-
-    Raises:
-        InvalidPrompt: it is none of them, or cannot be read.
+    Paths are read below `folder` alone (vLLM's `allowed_local_media_path`); None reads none. What
+    is none of them, or cannot be read, is an InvalidPrompt.
     """
     source = _held(source)
     image = _from_text(source, folder, max_bytes) if isinstance(source, str) else source
@@ -95,10 +93,7 @@ def data_url(image: bytes) -> str:
 
 
 def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data of a row
-    """Return a value with files in place of images of PIL and lists in place of arrays.
-
-    What has no form in JSON, at any depth, is a TypeError.
-    """
+    """Return a value as JSON can have it: files for images of PIL, and lists for arrays."""
     if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
@@ -106,8 +101,8 @@ def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data 
             raise TypeError(f"the key {bad[0]!r} has no form in JSON; make a text of it")
         return {key: plain(item, has_urls=has_urls) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [plain(item, has_urls=has_urls) for item in value]
-        return items if isinstance(value, list) else tuple(items)
+        make = list if isinstance(value, list) else tuple
+        return make(plain(item, has_urls=has_urls) for item in value)
     if is_picture(value):
         return data_url(file_of(value)) if has_urls else file_of(value)
     if hasattr(value, "tolist"):
@@ -120,10 +115,7 @@ def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data 
 
 
 def images_in(value: Any) -> list[Any] | None:  # noqa: ANN401 - data of a row
-    """Return the images of a value; None where it has none. Others than images are a TypeError.
-
-    The value is a mapping of kinds to media, as in ray.data.llm, an image or a list of images.
-    """
+    """Return the images of media in any form of ray.data.llm, one or a list; None without any."""
     if isinstance(value, Mapping) and not {"bytes", "path"} & value.keys():
         if others := [kind for kind, of in value.items() if kind != "image" and of is not None]:
             raise TypeError(f"of media only images are read, got {', '.join(map(str, others))}")

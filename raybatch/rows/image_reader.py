@@ -71,7 +71,7 @@ class ImageReader:
         """Return messages with bare parts for images, and the images in their order.
 
         Those of the column are for parts that have none; without such parts they come before the
-        text of the last message. An unreadable image, or too many or too few, are an InvalidPrompt.
+        text of the last message.
         """
         is_list = isinstance(messages, Sequence | np.ndarray) and not isinstance(messages, str)
         if not self._is_on or not is_list or not len(messages):
@@ -87,10 +87,7 @@ class ImageReader:
         return (_filled(changed, images), []) if self._is_endpoint else (changed, images)
 
     def put_in(self, encoded: Encoded, images: Images) -> Encoded:
-        """Return a prompt with images: in its payload, and as stand-ins among its tokens.
-
-        A text for an endpoint can have none, and is an InvalidPrompt.
-        """
+        """Return a prompt with images: in its payload, and as stand-ins among its tokens."""
         if not images:
             return encoded
         if self._is_endpoint:
@@ -105,9 +102,8 @@ class ImageReader:
             # their places are unknown: nothing is shared with rows of other images
             parts = [*stand_ins, ids]
         payload = with_images(encoded.payload, ids, images)
-        return encoded._replace(
-            token_ids=np.concatenate(parts), payload=payload, num_images=len(images), asked_ids=ids
-        )
+        tokens, num = np.concatenate(parts), len(images)
+        return encoded._replace(token_ids=tokens, payload=payload, num_images=num, asked_ids=ids)
 
     def _without_images(self, message: Any, left: list[bytes], images: list[bytes]) -> Any:  # noqa: ANN401
         """Return a message with bare parts; its images are added to `images`."""

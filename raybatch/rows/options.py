@@ -285,9 +285,8 @@ def _check_overrides(config: StageConfig) -> None:
     names = {f.name for f in fields(Sampling)}
     for name, column in config.overrides.items():
         if name not in names:
-            raise ConfigError(
-                f"overrides: unknown sampling option {name!r}{did_you_mean(name, names)}"
-            )
+            hint = did_you_mean(name, names)
+            raise ConfigError(f"overrides: unknown sampling option {name!r}{hint}")
         if name in FIXED_PER_STAGE:
             raise ConfigError(
                 f"overrides: {name} decides the type of the output columns and is one value for "
@@ -300,14 +299,13 @@ def _check_overrides(config: StageConfig) -> None:
 def _check_task(config: StageConfig) -> None:
     if (config.query is None) != (config.document is None):
         raise ConfigError("query and document go together; give both of them")
+    task = config.task
     for name in ("query", "document"):
-        if config.task != "score" and getattr(config, name) is not None:
-            raise ConfigError(
-                f"{name} is an option of task 'score', and the task is {config.task!r}"
-            )
+        if task != "score" and getattr(config, name) is not None:
+            raise ConfigError(f"{name} is an option of task 'score', and the task is {task!r}")
     if config.query is not None and config.system is not None:
         raise ConfigError("system has no effect on query and document; leave it out")
-    if config.task == "generate":
+    if task == "generate":
         if config.pooling != Pooling() or config.pooling_column is not None:
             raise ConfigError(
                 "pooling and pooling_column are options of the tasks embed, classify and score; "

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,9 +89,6 @@ def prepare(
         input_errors: per row what went wrong before this stage, "" for nothing.
         changes: sampling options that win over all others.
         refused: rows that are no requests, each with its error.
-
-    Raises:
-        ConfigError: a column that the stage reads is not there.
     """
     prompts = None if planned is None else planned.prompts
     if prompts is None:
@@ -106,10 +104,8 @@ def prepare(
         )
     if changes is not None:
         samplings = [s if isinstance(s, str) else replace(s, **changes) for s in samplings]
-    prompts = [
-        _checked(prompt, sampling, config, max_model_len)
-        for prompt, sampling in zip(prompts, samplings, strict=True)
-    ]
+    checked = partial(_checked, config=config, max_model_len=max_model_len)
+    prompts = [checked(*pair) for pair in zip(prompts, samplings, strict=True)]
     row_ids, prompts = _identify(table, config, prompts)
     for row, error in (refused or {}).items():
         prompts[row] = prompts[row]._replace(error=prompts[row].error or error)
@@ -216,9 +212,8 @@ def _identify(
     if config.id_column is None:
         return contents, list(prompts)
     ids, errors = column_row_ids(column_of(table, config.id_column))
-    return [
-        content if row_id is None else row_id for row_id, content in zip(ids, contents, strict=True)
-    ], [
+    row_ids = [content if i is None else i for i, content in zip(ids, contents, strict=True)]
+    return row_ids, [
         prompt._replace(error=error) if error and not prompt.error else prompt
         for prompt, error in zip(prompts, errors, strict=True)
     ]

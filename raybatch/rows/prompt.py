@@ -50,10 +50,7 @@ class Prompt(NamedTuple):
 def fit_prompt(
     prompt: Prompt, *, max_tokens: int, max_model_len: int | None, on_too_long: OnTooLong
 ) -> Prompt:
-    """Return the prompt cut or refused as the stage asks, unless one token can follow it.
-
-    A cut one leaves room for `max_tokens` where the context is longer than that.
-    """
+    """Return a prompt that one token can follow, cut (for `max_tokens` if it can be) or refused."""
     ids = prompt.token_ids
     if max_model_len is None or ids is None or prompt.error or len(ids) < max_model_len:
         return prompt

@@ -21,8 +21,7 @@ def check_inputs(schema: pa.Schema, config: StageConfig) -> None:
         raise ConfigError(
             "the stage has no prompt: set prompt=, messages= or tokenized_prompt= "
             "(--prompt or --messages-column in a shell), or name a column so, or return one from "
-            "preprocess; "
-            f"the dataset has {_listed(schema.names)}"
+            f"preprocess; the dataset has {_listed(schema.names)}"
         )
     if isinstance(config.tools, str) and conventional not in (None, "messages"):
         raise ConfigError(

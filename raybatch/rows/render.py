@@ -89,11 +89,10 @@ class PromptReader:
         """Return the prompt of each row, with its options of pooling and its adapter."""
         config = self._config
         check_inputs(table.schema, config)
-        prompts: Sequence[Prompt] = self._read(
-            table, config, conventional_column(table.schema, config)
-        )
-        prompts = with_pooling(prompts, table, pooling=config.pooling, column=config.pooling_column)
-        return self._adapters.on(prompts, table)
+        prompts = self._read(table, config, conventional_column(table.schema, config))
+        pooling, column = config.pooling, config.pooling_column
+        pooled = with_pooling(prompts, table, pooling=pooling, column=column)
+        return self._adapters.on(pooled, table)
 
     def _read(self, table: pa.Table, config: StageConfig, conventional: str | None) -> list[Prompt]:
         if config.prompt is not None:
@@ -109,9 +108,7 @@ class PromptReader:
             return self._from_column(table, name)
         return self._from_messages(table)
 
-    def _from_template(
-        self, text: str, table: pa.Table, special_tokens: SpecialTokens
-    ) -> list[Prompt]:
+    def _from_template(self, text: str, table: pa.Table, mode: SpecialTokens) -> list[Prompt]:
         template = PromptTemplate(text)
         num_special = self._count_special(template)
 
@@ -122,7 +119,7 @@ class PromptReader:
                 return self._encode_messages(messages, num_special, images=images)
             if not text:  # the tokens that some tokenizers put around it ask nothing
                 raise InvalidPrompt("the prompt is empty, and no chat template adds anything to it")
-            encoded = self._tokenizer.read(text, special_tokens=special_tokens).without(num_special)
+            encoded = self._tokenizer.read(text, special_tokens=mode).without(num_special)
             if self._config.task != "generate":
                 encoded = with_frame(encoded, self._tokenizer)
             return self._images.put_in(encoded, images)

@@ -288,10 +288,7 @@ def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
 def with_pooling(
     prompts: Sequence[Prompt], table: pa.Table, *, pooling: Pooling, column: str | None
 ) -> Sequence[Prompt]:
-    """Return the prompts of rows with their options of pooling; a bad value makes an error row.
-
-    The column has JSON texts or structs with options that win over those of the stage.
-    """
+    """Return prompts with options of pooling, those of a column first; a bad value is an error."""
     if column is None:
         options = pooling.given()
         return [_with_pooling(prompt, options) for prompt in prompts] if options else prompts

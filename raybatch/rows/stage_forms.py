@@ -15,11 +15,10 @@ _OUTER: Mapping[str, Any] = {"sampling": Sampling, "engine": EngineConfig, "pool
 
 
 def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> StageConfig:
-    """Build the options of a stage; the nested ones may be mappings.
+    """Build the options of a stage; the nested ones may be mappings, and None stands for a default.
 
     Args:
-        model: path, hub id or URI.
-        given: options of `StageConfig`, `task` and `seed`; None stands for the default.
+        given: options of `StageConfig`, `task` and `seed`.
         where: what the options belong to, for error messages.
 
     Raises:
@@ -38,9 +37,8 @@ def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> S
         if isinstance(value, cls):
             continue
         if not isinstance(value, Mapping):
-            raise ConfigError(
-                f"{where}: {name} must be a {cls.__name__} or a mapping, got {value!r}"
-            )
+            what = f"{where}: {name} must be a {cls.__name__} or a mapping"
+            raise ConfigError(f"{what}, got {value!r}")
         listed = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
         values[name] = from_mapping(cls, listed, where=f"{where}: {name}")
     if task != "generate":

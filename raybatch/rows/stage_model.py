@@ -34,8 +34,7 @@ TRIPLE_BYTES = 3
 def find_model(config: StageConfig) -> Path | None:
     """Return the folder of the stage's model, downloading it where needed.
 
-    Of an endpoint's model it has the tokenizer alone; None where the options name none. A model
-    that is not there is a ConfigError.
+    Of an endpoint's model it has the tokenizer alone; None where the options name none.
     """
     facts = type_of(config.backend)
     if facts.is_endpoint:

@@ -21,9 +21,7 @@ from raybatch.text.chat import InvalidPrompt, PromptError
 
 _DATES = (datetime.datetime, datetime.date, datetime.time)
 _CONVERTIBLE = (str, bool, int, float, decimal.Decimal, *_DATES)
-_TEXT_LIKE = (
-    "string large_string string_view integer floating boolean decimal date time timestamp null"
-)
+_TEXTS = "string large_string string_view integer floating boolean decimal date time timestamp null"
 
 # what a number or a text may ask for: fill, align, sign, width, grouping, precision, type
 _FORMAT_SPEC = re.compile(
@@ -148,7 +146,7 @@ def _read_column(column: pa.ChunkedArray) -> list[object]:
 
 def is_text_like(kind: pa.DataType) -> bool:
     """Return whether values of this type can be filled into a prompt."""
-    return not isinstance(kind, pa.BaseExtensionType) and is_any_type(kind, _TEXT_LIKE)
+    return not isinstance(kind, pa.BaseExtensionType) and is_any_type(kind, _TEXTS)
 
 
 def _text_or_bytes(raw: bytes | None) -> str | bytes | None:

@@ -38,8 +38,6 @@ _REPLICAS_PER_FEEDER = 8
 _ROWS_PER_CALL = 256
 # for the journals of units that fail together
 _KEEP_S = 10.0
-# beside engines that hold CPUs, a part of one would keep the last whole one from reading tasks
-_CPUS_PER_FEEDER = 0
 
 
 class PreparedBatch(NamedTuple):
@@ -174,7 +172,8 @@ class StageFeeder:
         return {
             "batch_format": "pyarrow",
             "batch_size": batch_size,
-            "num_cpus": _CPUS_PER_FEEDER,
+            # beside engines that hold CPUs, a part of one would keep the last from reading tasks
+            "num_cpus": 0,
             "compute": ActorPoolStrategy(
                 size=size, max_concurrent_calls_per_actor=CALLS_PER_FEEDER
             ),
@@ -194,12 +193,8 @@ class StageFeeder:
     def settled(cls, *, began_with: str | None = None, connect: bool = True) -> "type[StageFeeder]":
         """Return the same stage with a backend that is decided, by what its engines will have.
 
-        Args:
-            began_with: kind of the backend that answered the first rows of the same output.
-            connect: to a cluster where there is no connection; else the options alone decide then.
-
-        Raises:
-            ConfigError: the backend cannot be decided, or has not what the stage asks for.
+        It stays the kind that an output `began_with`. Without a connection to a cluster, and
+        without `connect`, the options alone decide. Nothing to decide for is a ConfigError.
         """
         if cls.config.backend.is_decided:
             return cls

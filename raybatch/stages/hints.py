@@ -99,9 +99,7 @@ class AllFailedAlarm:
     """Logs one line where every row so far has failed: the template or function is at fault."""
 
     def __init__(self) -> None:
-        self._is_settled = False
-        self._num_failed = 0
-        self._first_error = ""
+        self._is_settled, self._num_failed, self._first_error = False, 0, ""
 
     def see(self, errors: Sequence[str]) -> None:
         """Take the errors of the rows of one call, "" for a good row."""
@@ -110,8 +108,8 @@ class AllFailedAlarm:
             return
         self._first_error = self._first_error or errors[0]
         self._num_failed += len(errors)
-        if self._num_failed >= _ROWS_BEFORE_ALARM:
-            self._is_settled = True
+        self._is_settled = self._num_failed >= _ROWS_BEFORE_ALARM
+        if self._is_settled:
             # ASCII: the message may hold data of the user, and a terminal obeys some of it
             logger.warning(
                 "EVERY ONE of the first %d rows failed, and the job goes on; the first error: %a. "

@@ -48,16 +48,10 @@ def LLMStage(  # noqa: N802 - it returns a class
 LLMStage.__signature__ = signature_of(LLMStage, StageConfig)  # type: ignore[attr-defined]
 
 
-def build_stage(
-    config: StageConfig, *, feeder: type[StageFeeder] = StageFeeder
-) -> type[StageFeeder]:
+def build_stage(config: StageConfig, feeder: type[StageFeeder] = StageFeeder) -> type[StageFeeder]:
     """Return the class of a stage with these options, a kind of `feeder`."""
     check_endpoint(config)
     referenced_columns(config)  # parses the templates: a bad one is an error here, not in a feeder
-    spec = PoolSpec(
-        model=config.model, backend=config.backend, engine=config.engine, pool=config.pool
-    )
-    client = f"stage-{uuid.uuid4().hex[:12]}"
-    return type(
-        "LLMStage", (feeder,), {"config": config, "pool": PoolHandle(spec), "client": client}
-    )
+    options = {name: getattr(config, name) for name in ("model", "backend", "engine", "pool")}
+    pool, client = PoolHandle(PoolSpec(**options)), f"stage-{uuid.uuid4().hex[:12]}"
+    return type("LLMStage", (feeder,), {"config": config, "pool": pool, "client": client})

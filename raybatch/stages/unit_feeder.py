@@ -75,10 +75,7 @@ class PlacedRows:
 
 
 class PlacedFeeder(StageFeeder):
-    """A stage that adds to finished rows where they belong, as the journal does.
-
-    Rows are retried by the rules `waves`, one after the other.
-    """
+    """A stage that adds to finished rows where they belong; `waves` are rules to retry them."""
 
     waves: ClassVar[tuple[WaveConfig, ...]] = ()
 
@@ -106,10 +103,7 @@ class PlacedFeeder(StageFeeder):
             self.pool.forget(names, client=retry_client(self.client))
 
     async def _placed_so_far(self, rows: PlacedRows) -> pa.Table | None:
-        """Return the finished ones of rows that are being answered, each once; None without any.
-
-        Those that a wave would retry are left out.
-        """
+        """Return the finished ones of rows at work, each once, which no wave would retry."""
         batch = rows.batch
         if batch is None or not batch.prepared.rows:
             return None
@@ -130,10 +124,7 @@ class PlacedFeeder(StageFeeder):
     async def _retry(
         self, table: pa.Table, finished: pa.Table, wave: WaveConfig, name: str, given_up: Set[int]
     ) -> pa.Table:
-        """Return finished rows where those that the rule is for have a new result.
-
-        A row that has text keeps it where the new result is an error.
-        """
+        """Return rows with new results; a row that has text keeps it where the new one failed."""
         statuses = row_statuses(finished, self.config.output)
         wanted = [i for i, s in enumerate(statuses) if s in wave.on and i not in given_up]
         chosen = np.array(wanted, np.int64)
@@ -146,11 +137,9 @@ class PlacedFeeder(StageFeeder):
         before = finished.column(column).take(chosen)
         attempts = pc.add(again.column(column), before).cast(pa.int32())
         again = again.set_column(place, again.schema.field(column), attempts)
+        pairs = zip(wanted, row_statuses(again, self.config.output), strict=True)
         is_taken = np.array(
-            [
-                new in GOOD_STATUSES or statuses[i] not in GOOD_STATUSES
-                for i, new in zip(wanted, row_statuses(again, self.config.output), strict=True)
-            ]
+            [new in GOOD_STATUSES or statuses[i] not in GOOD_STATUSES for i, new in pairs]
         )
         source = np.arange(finished.num_rows)
         source[chosen[is_taken]] = finished.num_rows + np.flatnonzero(is_taken)
@@ -161,9 +150,7 @@ def _name_in_wave(rows: PlacedRows, number: int) -> str:
     return f"{rows.name}-{number}"
 
 
-def _journal_columns(
-    rows: PlacedRows, batch: PreparedBatch
-) -> dict[str, pa.Array | pa.ChunkedArray]:
+def _journal_columns(rows: PlacedRows, batch: PreparedBatch) -> dict[str, Any]:
     """Return the columns that finished rows have in the journal beside those of the output."""
     special = [prompt.num_special for prompt in batch.prepared.prompts]
     return {**rows.places, SPECIAL: pa.array(special, pa.int64())}
@@ -224,16 +211,14 @@ class UnitFeeder(PlacedFeeder):
     async def _open_calls(
         self, rows: pa.Table, known: pa.Table, watch: UnitWatch
     ) -> list[PlacedRows]:
-        """Return the calls of a unit without rows that are in the journal.
-
-        A call that the pool still has from a feeder that died is made again as it was.
-        """
+        """Return the calls of a unit, without rows that are in the journal."""
         open_calls, known_positions = [], known.column(POS).to_numpy()
         for call in _calls(rows):
             placed = PlacedRows.of(call, watch)
             is_open = ~np.isin(placed.places[POS].to_numpy(), known_positions)
             if not is_open.any():
                 continue
+            # one that the pool still has from a feeder that died is made again as it was
             has_named = self.pool.has_named
             if not is_open.all() and not await has_named(client=self.client, name=placed.name):
                 left = call.filter(pa.array(is_open))
@@ -249,10 +234,7 @@ class UnitFeeder(PlacedFeeder):
     async def _finish_unit(
         self, watch: UnitWatch, calls: Sequence[PlacedRows], known: pa.Table
     ) -> pa.Table | None:
-        """Return the rows of a unit; what there is of them is kept from time to time.
-
-        None says that the run stops before, and finished rows are in the journal.
-        """
+        """Return the rows of a unit, kept from time to time; None where the run stops before."""
         before = frozenset(known.column(POS).to_pylist())
         finished, kept, kept_s = [known], set(before), time.monotonic()
         wake_s = min(_WAKE_S, self.flush_every_s)

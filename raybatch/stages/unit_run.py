@@ -36,10 +36,7 @@ class RunObserver(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeederRunner:
-    """Runs planned rows through the feeders of a stage; see `planned.UnitRunner`.
-
-    A local run has feeders as objects of this process; with Ray they are actors.
-    """
+    """Runs planned rows through the feeders of a stage, local ones or actors of Ray."""
 
     stage: type[StageFeeder]
     sink: str

@@ -134,10 +134,7 @@ class UnitWriter:
             write_fragment(*self.target(unit), finished, **self._of_attempt())
 
     def deliver(self, unit: int, finished: pa.Table) -> Receipt | None:
-        """Write a unit and return its receipt; where rows are missing keep these, and return None.
-
-        Those in the journal may be among the rows.
-        """
+        """Write a unit and return its receipt; keep rows and return None where some are missing."""
         num_rows = self.target(unit)[1].num_rows
         with error_context(self._error_context):
             if finished.num_rows < num_rows:
@@ -292,8 +289,8 @@ class PlacedWatch:
         self.unit.begun.add(_with_rows(begun, self.positions[begun.column(PLACE).to_numpy()]))
 
 
-def _with_rows(
-    batch: pa.RecordBatch, rows: Sequence[int] | npt.NDArray[np.int64]
-) -> pa.RecordBatch:
+def _with_rows(batch: pa.RecordBatch, rows: npt.ArrayLike) -> pa.RecordBatch:
     place = batch.schema.get_field_index(PLACE)
-    return batch.set_column(place, batch.schema.field(place), pa.array(rows, pa.int32()))
+    return batch.set_column(
+        place, batch.schema.field(place), pa.array(np.asarray(rows), pa.int32())
+    )
