@@ -7,16 +7,14 @@ docs/how-to/move-from-ray-data-llm.md says what is the same and what is not.
 
 from raybatch.compat.options import ProcessorConfig, vLLMEngineProcessorConfig
 from raybatch.compat.processor import Processor, build_processor
-from raybatch.compat.refused_processors import (
-    HttpRequestProcessorConfig,
-    HttpRequestStageConfig,
-    ServeDeploymentProcessorConfig,
-    SGLangEngineProcessorConfig,
-)
 from raybatch.compat.stage_options import (
     ChatTemplateStageConfig,
     DetokenizeStageConfig,
+    HttpRequestProcessorConfig,
+    HttpRequestStageConfig,
     PrepareMultimodalStageConfig,
+    ServeDeploymentProcessorConfig,
+    SGLangEngineProcessorConfig,
     TokenizerStageConfig,
 )
 

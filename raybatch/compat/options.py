@@ -1,14 +1,19 @@
 """The options of ray.data.llm's processors, and the stage that they stand for."""
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, ClassVar
 
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import check_options, type_of
-from raybatch.compat.chaining import ADAPTER_COLUMN, MEDIA_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
+from raybatch.compat.engine_options import engine_config, reserved_by, vllm_config
+from raybatch.compat.row_columns import (
+    ADAPTER_COLUMN,
+    MEDIA_COLUMN,
+    POOLING_COLUMN,
+    SAMPLING_COLUMN,
+)
 from raybatch.compat.row_functions import INPUT_ERROR_COLUMN
 from raybatch.compat.stage_options import (
     ChatTemplateStageConfig,
@@ -18,90 +23,13 @@ from raybatch.compat.stage_options import (
     PrepareMultimodalStageConfig,
     ProcessorStageConfig,
     TokenizerStageConfig,
-    read_stage,
     replicas_of,
 )
-from raybatch.compat.vllm_options import engine_config, vllm_config
-from raybatch.config import (
-    BackendConfig,
-    EngineConfig,
-    PoolConfig,
-    Strategy,
-    check_bundles,
-    from_mapping,
-)
-from raybatch.errors import ConfigError, did_you_mean
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
+from raybatch.errors import ConfigError
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.options import StageConfig
 from raybatch.rows.stage_forms import build_stage_config
-
-_NAMES = ("bundles", "bundle_per_worker", "strategy")
-
-
-def reserved_by(
-    group: Mapping[str, Any], *, num_ranks: int, are_actors: bool = False
-) -> dict[str, Any]:
-    """Return the options of `PoolConfig` that reserve what the bundles of a group say.
-
-    Ranks that are actors of Ray run in these bundles, on whatever hosts. Otherwise all ranks of an
-    engine run on one host, in one actor and the processes that end with it: the bundles are added
-    up, there is no group, and nothing has to be released.
-
-    Args:
-        group: as ray.data.llm takes it.
-        num_ranks: of one engine, for which `bundle_per_worker` is repeated.
-        are_actors: the ranks are.
-
-    Raises:
-        ConfigError: an unknown name or value, or ranks that are to be spread over hosts and are
-            processes of one.
-    """
-    where = "placement_group_config"
-    if not isinstance(group, Mapping):
-        raise ConfigError(f"{where} must be a mapping, got {group!r}")
-    for name in group:
-        if name not in _NAMES:
-            raise ConfigError(f"{where}: unknown option {name!r}{did_you_mean(str(name), _NAMES)}")
-    bundles = _bundles(group, num_ranks)
-    strategy = group.get("strategy", "PACK")
-    if strategy not in get_args(Strategy):
-        raise ConfigError(
-            f"{where}.strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}"
-        )
-    if are_actors:
-        # Ray refuses bundles of nothing
-        kept = [{n: amount for n, amount in bundle.items() if amount} for bundle in bundles]
-        return {"bundles": kept, "strategy": strategy}
-    if strategy in ("SPREAD", "STRICT_SPREAD") and len(bundles) > 1:
-        raise ConfigError(
-            f"{where}.strategy {strategy!r} spreads the ranks of one engine over hosts, and these "
-            "are processes of one host; set engine_kwargs.distributed_executor_backend='ray', or "
-            "leave the strategy out"
-        )
-    return _added_up(bundles)
-
-
-def _bundles(group: Mapping[str, Any], num_ranks: int) -> list[dict[str, float]]:
-    given = [name for name in ("bundles", "bundle_per_worker") if group.get(name) is not None]
-    if len(given) != 1:
-        raise ConfigError("placement_group_config must have one of bundles and bundle_per_worker")
-    (name,) = given
-    bundles = group[name] if name == "bundles" else [group[name]] * num_ranks
-    check_bundles(bundles, where=f"placement_group_config.{name}", is_zero_allowed=True)
-    return [dict(bundle) for bundle in bundles]
-
-
-def _added_up(bundles: list[dict[str, float]]) -> dict[str, Any]:
-    total: Counter[str] = Counter()
-    for bundle in bundles:
-        total.update(bundle)
-    num_cpus, num_gpus = total.pop("CPU", 0), total.pop("GPU", 0)
-    return {
-        "num_cpus_per_replica": float(num_cpus),
-        "num_gpus_per_replica": float(num_gpus),
-        "resources": {name: amount for name, amount in total.items() if amount},
-    }
-
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +63,8 @@ class ProcessorConfig(metaclass=Checked):
         concurrency: replicas; of a pair the larger. Left out, one for each GPU of the cluster.
         should_continue_on_error: False ends the job at the first row that fails; left out, and
             with True, errors are values of `__inference_error__`.
-        chat_template_stage: a bool, a mapping or a `ChatTemplateStageConfig`; not enabled, a
-            column `messages` is not read.
-        tokenize_stage: the same of `TokenizerStageConfig`; not enabled, a column
-            `tokenized_prompt` is asked before a column `prompt`.
-        detokenize_stage: the same of `DetokenizeStageConfig`; no effect.
-        prepare_multimodal_stage: the same of `PrepareMultimodalStageConfig`; no effect, and only
-            with vLLM, which reads images in any case.
+        chat_template_stage: a bool, a mapping or a `ChatTemplateStageConfig`, as the following
+            ones with configs of their own, which say what is decided by them.
         accelerator_type: engines run on hosts with this accelerator alone.
         placement_group_config: what one replica reserves: its bundles, added up, or as they are
             where the ranks of an engine are actors of Ray.
@@ -160,6 +83,8 @@ class ProcessorConfig(metaclass=Checked):
     Raises:
         ConfigError: an unknown option (with a suggestion), or one that asks for more than there is.
     """
+
+    _default_backend: ClassVar[str] = "native"
 
     model_source: str
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -184,82 +109,61 @@ class ProcessorConfig(metaclass=Checked):
     backend: BackendConfig | Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        for name in ("should_continue_on_error", "log_engine_metrics"):
+            value = getattr(self, name)
+            if not isinstance(value, bool | None):
+                raise ConfigError(f"{name} must be true or false, got {value!r}")
+        for name in _WITHOUT_EFFECT:
+            value = getattr(self, name)
+            # a bool is an int, and which of them it must be was looked at
+            if not isinstance(value, int | None):
+                raise ConfigError(f"{name} must be a whole number, got {value!r}")
         if self.concurrency is not None:
             replicas_of(self.concurrency)
         if not isinstance(self.engine_kwargs, Mapping):
             raise ConfigError(f"engine_kwargs must be a mapping, got {self.engine_kwargs!r}")
         _of_adapters(self)
         engine, backend, _ = _engines(self)
-        has_images = _stages(self)["prepare_multimodal_stage"].enabled
-        if has_images and not type_of(backend).takes_vllm_options:
+        reads_images = type_of(backend).takes_vllm_options
+        if _stages(self)["prepare_multimodal_stage"].enabled and not reads_images:
             raise ConfigError("prepare_multimodal_stage needs backend='vllm', which reads images")
         _pool(self, engine, backend)
-
-    def default_backend(self) -> BackendConfig:
-        """Return what a replica runs where `backend` is left out."""
-        return BackendConfig(kind="native")
 
 
 class vLLMEngineProcessorConfig(ProcessorConfig):  # noqa: N801 - the name of ray.data.llm
     """`ProcessorConfig` whose engines are vLLM's unless `backend` says another."""
 
-    def default_backend(self) -> BackendConfig:
-        """Return what a replica runs where `backend` is left out."""
-        return BackendConfig(kind="vllm")
+    _default_backend: ClassVar[str] = "vllm"
 
 
-def stage_config(
-    config: ProcessorConfig, chat_template_kwargs: Mapping[str, Any] | None
-) -> StageConfig:
-    """Return the options of the stage that a processor with these options runs.
-
-    Args:
-        config: of the processor.
-        chat_template_kwargs: as `build_processor` got them.
-
-    Raises:
-        ConfigError: an option of the stage is out of range.
-    """
+def stage_config(config: ProcessorConfig, template_kwargs: Mapping[str, Any] | None) -> StageConfig:
+    """Return the options of the stage that a processor with these options runs."""
     engine, backend, ignored = _engines(config)
     stages = _stages(config)
     _log_ignored(config, stages, ignored)
     chat = stages["chat_template_stage"]
     assert isinstance(chat, ChatTemplateStageConfig), "the table of stages says so"
+    prompts = ("prompt", "tokenized_prompt")
+    if not stages["tokenize_stage"].enabled:
+        prompts = ("tokenized_prompt", "prompt")
+    reads_images = type_of(backend).takes_vllm_options and config.task_type == "generate"
     options = {
         "engine": engine,
         "pool": _pool(config, engine, backend),
         "backend": backend,
         **_of_task(config),
         **_of_adapters(config),
-        "conventional_images": MEDIA_COLUMN if _reads_images(config, backend) else None,
+        "conventional_images": MEDIA_COLUMN if reads_images else None,
         "input_error_column": INPUT_ERROR_COLUMN,
         "chat": False,
         "chat_template": chat.chat_template,
-        "chat_template_kwargs": _template_kwargs(chat, chat_template_kwargs),
+        "chat_template_kwargs": _template_kwargs(chat, template_kwargs),
         "prompt_column_special_tokens": "allow",
-        "conventional_columns": _prompt_columns(
-            is_chat=chat.enabled, is_tokenized=stages["tokenize_stage"].enabled
-        ),
+        # the first of these that is there is asked
+        "conventional_columns": ("messages", *prompts) if chat.enabled else prompts,
         "on_error": "raise" if config.should_continue_on_error is False else "row",
     }
     return build_stage_config(config.model_source, options, where="build_processor")
-
-
-def _check_types(config: ProcessorConfig) -> None:
-    for name in ("should_continue_on_error", "log_engine_metrics"):
-        value = getattr(config, name)
-        if not isinstance(value, bool | None):
-            raise ConfigError(f"{name} must be true or false, got {value!r}")
-    for name in _WITHOUT_EFFECT:
-        value = getattr(config, name)
-        # a bool is an int, and which of them it must be was looked at
-        if not isinstance(value, int | None):
-            raise ConfigError(f"{name} must be a whole number, got {value!r}")
-
-
-def _reads_images(config: ProcessorConfig, backend: BackendConfig) -> bool:
-    return type_of(backend).takes_vllm_options and config.task_type == "generate"
 
 
 def _of_task(config: ProcessorConfig) -> dict[str, Any]:
@@ -286,21 +190,37 @@ def _of_adapters(config: ProcessorConfig) -> dict[str, Any]:
 
 
 def _stages(config: ProcessorConfig) -> dict[str, ProcessorStageConfig]:
-    return {
-        name: read_stage(
-            getattr(config, name),
-            kind,
-            name=name,
-            model_source=config.model_source,
-            is_default=name != "prepare_multimodal_stage",
-        )
-        for name, kind in _STAGES.items()
-    }
+    """Return the options of each stage, which may be a bool, a mapping or a config."""
+    stages = {}
+    for name, kind in _STAGES.items():
+        stage = getattr(config, name)
+        if stage is None:
+            stage = name != "prepare_multimodal_stage"
+        if isinstance(stage, bool):
+            stage = {"enabled": stage}
+        if isinstance(stage, Mapping):
+            try:
+                stage = kind(**stage)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
+        if not isinstance(stage, kind):
+            raise ConfigError(
+                f"{name} must be a bool, a mapping or a raybatch.llm.{kind.__name__}, got {stage!r}"
+            )
+        own = getattr(stage, "model_source", None)
+        if own not in (None, config.model_source):
+            raise ConfigError(
+                f"{name}.model_source is {own!r}, and prompts and texts are those of the model "
+                f"itself, {config.model_source!r}; leave it out, and give another template as "
+                "chat_template"
+            )
+        stages[name] = stage
+    return stages
 
 
 def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list[str]]:
     """Return the options of engine and backend, and the names of those without effect."""
-    backend = config.default_backend() if config.backend is None else config.backend
+    backend = config._default_backend if config.backend is None else config.backend
     if isinstance(backend, str):
         backend = {"kind": backend}
     if isinstance(backend, Mapping):
@@ -325,12 +245,10 @@ def _engines(config: ProcessorConfig) -> tuple[EngineConfig, BackendConfig, list
 
 def _pool(config: ProcessorConfig, engine: EngineConfig, backend: BackendConfig) -> PoolConfig:
     """Return the pool with what the options of ray.data.llm say of it."""
-    changes: dict[str, Any] = {}
+    names = ("accelerator_type", "runtime_env")
+    changes = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if config.concurrency is not None:
         changes["replicas"] = replicas_of(config.concurrency)
-    for name in ("accelerator_type", "runtime_env"):
-        if getattr(config, name) is not None:
-            changes[name] = getattr(config, name)
     if config.placement_group_config is not None:
         changes |= reserved_by(
             config.placement_group_config,
@@ -366,23 +284,15 @@ def _template_kwargs(
     return dict(own or given or {})
 
 
-def _prompt_columns(*, is_chat: bool, is_tokenized: bool) -> tuple[str, ...]:
-    """Return where prompts are looked for: the first of these columns that is there is asked."""
-    plain = ("prompt", "tokenized_prompt") if is_tokenized else ("tokenized_prompt", "prompt")
-    return ("messages", *plain) if is_chat else plain
-
-
 def _log_ignored(
     config: ProcessorConfig, stages: Mapping[str, ProcessorStageConfig], ignored: list[str]
 ) -> None:
     given = [name for name in _WITHOUT_EFFECT if getattr(config, name) is not None]
-    given += [
-        f"{name}.{option}" for name, stage in stages.items() for option in stage.without_effect()
-    ]
-    if not stages["detokenize_stage"].enabled:
-        given.append("detokenize_stage")
-    if stages["prepare_multimodal_stage"].enabled:
-        given.append("prepare_multimodal_stage")
+    for name, stage in stages.items():
+        given += [f"{name}.{option}" for option in stage.without_effect()]
+    # they are always on, and always off
+    for name, is_usual in (("detokenize_stage", True), ("prepare_multimodal_stage", False)):
+        given += [name] if stages[name].enabled != is_usual else []
     if given or ignored:
         logger.warning(
             "options without effect, because rows do not wait for batches and the engine decides "

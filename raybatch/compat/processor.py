@@ -2,22 +2,22 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from raybatch.backends.registry import type_of
-from raybatch.compat.chaining import (
+from raybatch.compat.options import ProcessorConfig, stage_config
+from raybatch.compat.row_columns import (
     ADAPTER_COLUMN,
     POOLING_COLUMN,
     PROMPT_IDS_COLUMN,
     SAMPLING_COLUMN,
 )
-from raybatch.compat.options import ProcessorConfig, stage_config
 from raybatch.compat.row_functions import Postprocess, Preprocess, RowFunction
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.records.types import TokenIds
-from raybatch.rows.finish import AnsweredRows
+from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import build_stage
@@ -48,107 +48,75 @@ class ProcessorFeeder(StageFeeder):
             )
         super()._check_columns(schema)
 
-    def _finish(self, answered: AnsweredRows) -> pa.Table:
-        prompts = answered.prompts
+    def _finish(self, prepared: Prepared, results: pa.Table) -> pa.Table:
+        prompts = prepared.prompts
         if type_of(self.config.backend).is_endpoint:  # which renders and tokenizes payloads itself
             prompts = [p if p.payload is None else Prompt(None) for p in prompts]
-        return add_prompts(super()._finish(answered), prompts, self._tokenizer)
+        return add_prompts(super()._finish(prepared, results), prompts, self._tokenizer)
 
 
 def add_prompts(table: pa.Table, prompts: Sequence[Prompt], tokenizer: PromptTokenizer) -> pa.Table:
     """Return the table with `prompt_token_ids`, and their text where it has no column `prompt`.
 
-    Args:
-        table: of answered rows; read only.
-        prompts: of its rows; one that failed before it had tokens is null in both columns. Images
-            are in them as their chat template marks their places.
+    Images are in them as their chat template marks their places.
     """
     ids = [p.token_ids if p.asked_ids is None else p.asked_ids for p in prompts]
     table = table.append_column(PROMPT_IDS_COLUMN, pa.array(ids, pa.list_(pa.int32())))
     if "prompt" in table.column_names:
         return table
-    return table.append_column("prompt", pa.array(_texts(ids, tokenizer), pa.string()))
-
-
-def _texts(ids: Sequence[TokenIds | None], tokenizer: PromptTokenizer) -> list[str | None]:
     try:
-        texts = iter(tokenizer.decode_batch([one for one in ids if one is not None], False))
+        decoded = iter(tokenizer.decode_batch([one for one in ids if one is not None], False))
+        texts = [None if one is None else next(decoded) for one in ids]
     except Exception:  # a tokenizer may raise anything, and the ids alone are the prompt
-        return [None] * len(ids)
-    return [None if one is None else next(texts) for one in ids]
+        texts = [None] * len(ids)
+    return table.append_column("prompt", pa.array(texts, pa.string()))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Processor:
-    """Maps a Ray dataset: preprocess, answer, postprocess; build it with `build_processor`.
+    """Maps a Ray dataset: preprocess, answer, postprocess; build it with `build_processor`."""
 
-    Args:
-        postprocess: of row batches, after it; None leaves them as they are.
-    """
-
-    def __init__(
-        self,
-        config: ProcessorConfig,
-        stage: type[StageFeeder],
-        *,
-        preprocess: Preprocess,
-        postprocess: Postprocess | None,
-        preprocess_map_kwargs: Mapping[str, Any],
-        postprocess_map_kwargs: Mapping[str, Any],
-    ) -> None:
-        self.config = config
-        self._stage = stage
-        self.preprocess = preprocess
-        self.postprocess = postprocess
-        self._preprocess_map_kwargs = dict(preprocess_map_kwargs)
-        self._postprocess_map_kwargs = dict(postprocess_map_kwargs)
+    config: ProcessorConfig
+    stage: type[StageFeeder]
+    preprocess: Preprocess
+    postprocess: Postprocess | None
+    preprocess_map_kwargs: Mapping[str, Any]
+    postprocess_map_kwargs: Mapping[str, Any]
 
     def __call__(self, dataset: Any) -> Any:  # noqa: ANN401 - Ray has no types
-        """Return the dataset to come; nothing runs before it is consumed.
-
-        Raises:
-            ConfigError: it is no dataset of Ray Data.
-        """
+        """Return the dataset of Ray Data to come; nothing runs before it is consumed."""
         if not hasattr(dataset, "map_batches"):
             raise ConfigError(
                 f"a processor maps a dataset of Ray Data, got {type(dataset).__name__}; make one "
                 "of rows with ray.data.from_items(rows)"
             )
-        dataset = dataset.map_batches(
-            self.preprocess.__call__, batch_format="pyarrow", **self._preprocess_map_kwargs
-        )
-        dataset = dataset.map_batches(self._stage, **self._feeder_options())
-        if self.postprocess is None:
-            return dataset
-        return dataset.map_batches(
-            self.postprocess.__call__, batch_format="pyarrow", **self._postprocess_map_kwargs
-        )
-
-    def _feeder_options(self) -> dict[str, Any]:
+        arrow = {"batch_format": "pyarrow"}
+        before, after = self.preprocess_map_kwargs, self.postprocess_map_kwargs
+        dataset = dataset.map_batches(self.preprocess.__call__, **arrow, **before)
         runtime_env = self.config.runtime_env
         placed = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
-        return {**self._stage.map_options(), **placed}
+        dataset = dataset.map_batches(self.stage, **self.stage.map_options(), **placed)
+        if self.postprocess is None:
+            return dataset
+        return dataset.map_batches(self.postprocess.__call__, **arrow, **after)
 
     def list_stage_names(self) -> list[str]:
         """Return the names of the stages between preprocess and postprocess."""
         return ["LLMStage"]
 
     def get_stage_by_name(self, name: str) -> type[StageFeeder]:
-        """Return a stage.
-
-        Raises:
-            ConfigError: there is none of that name.
-        """
+        """Return a stage; a name that it has not is a ConfigError."""
         if name != "LLMStage":
             raise ConfigError(f"no stage {name!r}{did_you_mean(name, self.list_stage_names())}")
-        return self._stage
+        return self.stage
 
     def log_input_column_names(self) -> None:
         """Log which columns the rows must have after preprocess."""
-        config = self._stage.config
-        names = config.conventional_columns
-        needed = "; ".join(f"{name}: {_INPUT_COLUMNS[name]}" for name in names)
-        if config.query is not None:
-            needed = "query and document: two texts"
+        config = self.stage.config
+        needed = "query and document: two texts"
+        if config.query is None:
+            named = config.conventional_columns
+            needed = "; ".join(f"{name}: {_INPUT_COLUMNS[name]}" for name in named)
         read = (config.sampling_column, config.pooling_column, config.lora_column)
         optional = "; ".join(f"{name}: {_OPTIONAL_COLUMNS[name]}" for name in read if name)
         logger.info("one of the input columns %s. Optional input columns: %s", needed, optional)
@@ -195,16 +163,22 @@ def build_processor(
         if name != "chat_template_kwargs":
             hint = did_you_mean(name, ["chat_template_kwargs"])
             raise ConfigError(f"builder_kwargs: unknown option {name!r}{hint}")
-    _check_functions(preprocess=preprocess, postprocess=postprocess)
-    _check_mappings(
-        preprocess_map_kwargs=preprocess_map_kwargs, postprocess_map_kwargs=postprocess_map_kwargs
-    )
+    for name, function in (("preprocess", preprocess), ("postprocess", postprocess)):
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} must be a function of the row, got {function!r:.200}")
+    map_kwargs: dict[str, Any] = {
+        "preprocess_map_kwargs": preprocess_map_kwargs,
+        "postprocess_map_kwargs": postprocess_map_kwargs,
+    }
+    for name, options in map_kwargs.items():
+        if not isinstance(options, Mapping | None):
+            raise ConfigError(f"{name} must be a mapping, got {options!r:.200}")
     chat_template_kwargs = (builder_kwargs or {}).get("chat_template_kwargs")
     stage = build_stage(stage_config(config, chat_template_kwargs), feeder=ProcessorFeeder)
     task = stage.config.task
     return Processor(
-        config,
-        stage,
+        config=config,
+        stage=stage,
         preprocess=Preprocess(
             preprocess,
             model=config.model_source,
@@ -214,18 +188,5 @@ def build_processor(
             has_images=stage.config.conventional_images is not None,
         ),
         postprocess=None if postprocess is None else Postprocess(postprocess, task=task),
-        preprocess_map_kwargs=preprocess_map_kwargs or {},
-        postprocess_map_kwargs=postprocess_map_kwargs or {},
+        **{name: options or {} for name, options in map_kwargs.items()},
     )
-
-
-def _check_functions(**functions: object) -> None:
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise ConfigError(f"{name} must be a function of the row, got {function!r:.200}")
-
-
-def _check_mappings(**mappings: object) -> None:
-    for name, options in mappings.items():
-        if not isinstance(options, Mapping | None):
-            raise ConfigError(f"{name} must be a mapping, got {options!r:.200}")

@@ -4,20 +4,30 @@ A column that a function hands through stays as it is, so values are compared as
 1, 1.0 and True are three.
 """
 
-import datetime
 import json
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from datetime import date, datetime
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
-from raybatch.compat.chaining import MEDIA_COLUMN, POOLING_COLUMN, SAMPLING_COLUMN
 from raybatch.errors import ConfigError
-from raybatch.rows.batches import python_values
+from raybatch.rows.batches import is_any_type, python_values
 from raybatch.rows.image_files import MEDIA_TYPE, data_url, media, plain
+from raybatch.rows.options import PROMPT_COLUMNS
+from raybatch.rows.schema import OutputSchema
+
+SAMPLING_COLUMN = "sampling_params"
+POOLING_COLUMN = "pooling_params"
+# of an adapter
+ADAPTER_COLUMN = "model"
+# of images, as ray.data.llm calls it
+MEDIA_COLUMN = "multimodal_data"
+# the prompts of a processor, in tokens
+PROMPT_IDS_COLUMN = "prompt_token_ids"
 
 # what a function has made of a row; None where it has failed
 Row = Mapping[str, Any] | None
@@ -25,9 +35,9 @@ Column: TypeAlias = pa.Array | pa.ChunkedArray
 # from the name of a column and a value that a function has for it, to what the column holds
 Convert = Callable[[str, Any], Any]
 
-_OPTIONS = (SAMPLING_COLUMN, POOLING_COLUMN)
+_OPTIONS = {SAMPLING_COLUMN, POOLING_COLUMN}
 _MESSAGES = "messages"
-# the same for all row batches, whatever they have
+# of options and media: the same for all row batches, whatever they have
 _TYPES: Mapping[str, pa.DataType] = {
     SAMPLING_COLUMN: pa.string(),
     POOLING_COLUMN: pa.string(),
@@ -36,24 +46,9 @@ _TYPES: Mapping[str, pa.DataType] = {
 # what Arrow raises of values that are not of a type
 _NO_FORM = (pa.ArrowException, OverflowError, TypeError, ValueError)
 # bool is an int and a datetime is a date for Python: what is special comes first
-_KINDS = (bool, int, float, str, bytes, datetime.datetime, datetime.date)
+_KINDS = (bool, int, float, str, bytes, datetime, date)
 # whose comparison says all, where their types are the same
 _PLAIN = frozenset({*_KINDS, type(None)})
-
-
-def converted(row: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
-    """Return what a function made of a row, with the values that columns hold.
-
-    Raises:
-        ValueError: a value has no such form; names the column.
-    """
-    values = {}
-    for name, value in row.items():
-        try:
-            values[name] = convert(name, value)
-        except Exception as error:  # whatever PIL raises of a broken image, too
-            raise ValueError(f"column {name!r}: {error}") from error
-    return values
 
 
 def requested_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
@@ -73,30 +68,32 @@ def plain_value(name: str, value: Any) -> Any:  # noqa: ANN401 - data of a row
 
 def merge(table: pa.Table, returned: Sequence[Row]) -> pa.Table:
     """Return the table with what was returned of its rows; a failed row keeps what it had."""
-    for name in _names(returned):
-        column = _column(name, table)
-        old = _values(name, column, requested_value)
-        new = [None if row is None else row.get(name, old[i]) for i, row in enumerate(returned)]
-        merged = _changed(name, column, old, new, returned)
+    for name, column in replace(table, returned, requested_value, is_merge=True).items():
         if name in table.column_names:
-            table = table.set_column(table.column_names.index(name), name, merged)
+            table = table.set_column(table.column_names.index(name), name, column)
         else:
-            table = table.append_column(name, merged)
+            table = table.append_column(name, column)
     return table
 
 
-def replace(table: pa.Table, returned: Sequence[Row]) -> dict[str, Column]:
-    """Return the columns of the rows that replace those of a table; a failed one keeps its values.
-
-    Args:
-        returned: what replaces each; at least one is there.
-    """
-    columns = {}
+def replace(
+    table: pa.Table, returned: Sequence[Row], convert: Convert = plain_value, is_merge: bool = False
+) -> dict[str, Column]:
+    """Return the columns of rows that replace others or are merged into them, if not failed."""
+    columns: dict[str, Column] = {}
+    good = [i for i, row in enumerate(returned) if row is not None]
     for name in _names(returned):
         column = _column(name, table)
-        old = _values(name, column, plain_value)
-        new = [None if row is None else row.get(name) for row in returned]
-        columns[name] = _changed(name, column, old, new, returned)
+        # freshly read values: a function may have changed a list in place
+        old = [_value_or_error(name, value, convert) for value in python_values(column)]
+        missing = old if is_merge else [None] * len(old)
+        values = [row.get(name, missing[i]) for i, row in enumerate(returned) if row is not None]
+        if is_same(values, [old[i] for i in good]):
+            columns[name] = column
+            continue
+        columns[name] = array = _array(name, values, like=_TYPES.get(name, column.type))
+        if len(good) < len(old):
+            columns[name] = _with_failed(name, array, column, old, good=good)
     return columns
 
 
@@ -110,7 +107,7 @@ def replace_failed(
         handed = _value_or_error(name, imagined.get(name), plain_value)
         if name not in imagined or not is_same(value, handed):
             array = _array(name, [value], like=_TYPES.get(name, column.type))
-            old = _values(name, column, plain_value)
+            old = [_value_or_error(name, v, plain_value) for v in python_values(column)]
             columns[name] = _with_failed(name, array.slice(0, 0), column, old, good=[])
     return columns
 
@@ -122,9 +119,9 @@ def json_text(value: Any) -> str | None:  # noqa: ANN401 - data of a row
     return json.dumps(value, default=lambda v: data_url(v) if isinstance(v, bytes) else str(v))
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
+def _names(rows: Sequence[Row]) -> dict[str, None]:
     """Return the names of all columns, in the order of their first rows."""
-    return list(dict.fromkeys(name for row in rows if row is not None for name in row))
+    return dict.fromkeys(name for row in rows if row is not None for name in row)
 
 
 def _column(name: str, table: pa.Table) -> pa.ChunkedArray:
@@ -134,33 +131,12 @@ def _column(name: str, table: pa.Table) -> pa.ChunkedArray:
     return pa.chunked_array([pa.nulls(table.num_rows, _TYPES.get(name, pa.null()))])
 
 
-def _values(name: str, column: pa.ChunkedArray, convert: Convert) -> list[Any]:
-    """Return the values of a column in the form that a function's values have, or their errors."""
-    return [_value_or_error(name, value, convert) for value in python_values(column)]
-
-
 def _value_or_error(name: str, value: Any, convert: Convert) -> Any:  # noqa: ANN401
+    """Return a value in the form that a function's values have, or its error."""
     try:
         return convert(name, value)
     except Exception as error:  # such a row has failed, or the function does not return the column
         return error
-
-
-def _changed(
-    name: str,
-    column: pa.ChunkedArray,
-    old: Sequence[Any],
-    new: Sequence[Any],
-    returned: Sequence[Row],
-) -> Column:
-    """Return a column with new values in good rows; their type is that of the whole column."""
-    good = [i for i, row in enumerate(returned) if row is not None]
-    values = [new[i] for i in good]
-    # freshly read values: a function may have changed a list in place
-    if is_same(values, [old[i] for i in good]):
-        return column
-    array = _array(name, values, like=_TYPES.get(name, column.type))
-    return array if len(good) == len(new) else _with_failed(name, array, column, old, good=good)
 
 
 def _with_failed(
@@ -180,7 +156,10 @@ def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Arr
         return held
     with suppress(*_NO_FORM):
         cast = held.cast(kind)
-        if not _is_cut(kind) or is_same(python_values(cast.cast(held.type)), python_values(held)):
+        # 5 becomes True, a time a date
+        if not is_any_type(kind, "boolean date time") or is_same(
+            python_values(cast.cast(held.type)), python_values(held)
+        ):
             return cast
     if name == _MESSAGES and pa.types.is_string(kind) and not isinstance(value, Exception):
         value = json_text(value)
@@ -188,21 +167,15 @@ def _in_type(name: str, held: pa.Array, value: Any, kind: pa.DataType) -> pa.Arr
     return pa.nulls(1, kind) if array is None else array
 
 
-def _is_cut(kind: pa.DataType) -> bool:
-    """Return whether a cast to a type may drop most of a value: 5 becomes True, a time a date."""
-    return bool(pa.types.is_boolean(kind) or pa.types.is_date(kind) or pa.types.is_time(kind))
-
-
 def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
-    """Return values as an array, of the type `like` where that holds them as they are.
-
-    Raises:
-        ConfigError: they have no common type.
-    """
+    """Return values as an array, of the type `like` where that holds them as they are."""
     if (kept := _of_type(like, values)) is not None:
         return kept
     try:
-        inferred = _inferred(values)
+        inferred = pa.array(values)
+        # the other way round, Arrow says it itself
+        if pa.types.is_date(inferred.type) and any(isinstance(v, datetime) for v in values):
+            raise TypeError("a datetime after a date")
     except _NO_FORM as error:
         if name == _MESSAGES:  # contents of several kinds have no common Arrow type
             return pa.array([json_text(value) for value in values], pa.string())
@@ -215,28 +188,13 @@ def _array(name: str, values: Sequence[Any], *, like: pa.DataType) -> Column:
 
 
 def _of_type(kind: pa.DataType, values: Sequence[Any]) -> Column | None:
-    """Return values as an array of a type; None where that would make others of them.
-
-    Arrow makes 1 of 1.5 and a date of a datetime without a word.
-    """
+    """Return values as an array of a type; None where that would make others of them."""
     with suppress(*_NO_FORM):
         array = pa.array(values, kind)
+        # Arrow makes 1 of 1.5 and a date of a datetime without a word
         if is_same(values, python_values(array)):
             return array
     return None
-
-
-def _inferred(values: Sequence[Any]) -> Column:
-    array = pa.array(values)
-    # the other way round, Arrow says it itself
-    if pa.types.is_date(array.type) and any(isinstance(v, datetime.datetime) for v in values):
-        raise TypeError("a datetime after a date")
-    return array
-
-
-def is_nested(value: object) -> bool:
-    """Return whether a value is one that a function can change in place."""
-    return isinstance(value, list | Mapping)
 
 
 def copied(value: Any) -> Any:  # noqa: ANN401 - data of a row
@@ -255,16 +213,15 @@ def is_same(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
 
     Tuples count as lists, NaN as NaN, a subclass as its base, and a mapping as the pairs of an
     Arrow map; a key that is not there counts as None.
-
-    Args:
-        held: as read from Arrow. Keys that only this has must be None.
     """
     if value is None or held is None or value is held:
         return value is held
     if isinstance(value, Mapping):
-        if isinstance(held, Mapping):
-            return _has_same_items(value, held)
-        return isinstance(held, list) and is_same(list(value.items()), held)
+        if not isinstance(held, Mapping):
+            return isinstance(held, list) and is_same(list(value.items()), held)
+        if any(held[key] is not None for key in held.keys() - value.keys()):
+            return False
+        return all(key in held and is_same(item, held[key]) for key, item in value.items())
     if isinstance(value, list | tuple):
         return isinstance(held, list | tuple) and _are_same(value, held)
     if isinstance(value, np.ndarray) or isinstance(held, np.ndarray):
@@ -275,12 +232,6 @@ def is_same(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
         return bool(value == held) or bool(value != value and held != held)
     except (ValueError, RuntimeError):  # a comparison that is no truth value
         return False
-
-
-def _has_same_items(value: Mapping[Any, Any], held: Mapping[Any, Any]) -> bool:
-    if any(held[key] is not None for key in held.keys() - value.keys()):
-        return False
-    return all(key in held and is_same(item, held[key]) for key, item in value.items())
 
 
 def _are_same(values: Sequence[Any], held: Sequence[Any]) -> bool:
@@ -297,9 +248,8 @@ def _are_same(values: Sequence[Any], held: Sequence[Any]) -> bool:
 
 
 def _is_same_array(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a row
-    if not isinstance(value, np.ndarray) or not isinstance(held, np.ndarray):
-        return False
-    if value.dtype != held.dtype or value.shape != held.shape:
+    are_arrays = isinstance(value, np.ndarray) and isinstance(held, np.ndarray)
+    if not are_arrays or value.dtype != held.dtype or value.shape != held.shape:
         return False
     if value.dtype == object:
         return _are_same(value.tolist(), held.tolist())
@@ -308,3 +258,62 @@ def _is_same_array(value: Any, held: Any) -> bool:  # noqa: ANN401 - data of a r
 
 def _kind(value: object) -> type:
     return next((kind for kind in _KINDS if isinstance(value, kind)), type(value))
+
+
+def drop_leftovers(
+    table: pa.Table, before: pa.Table, returned: Sequence[Row], *, prompt_columns: Sequence[str]
+) -> pa.Table:
+    """Drop the columns of an earlier processor: its outputs, and inputs that are not used again.
+
+    Outputs that have the names of data (numbers, and what parsers find) stay; a stage that writes
+    them again refuses them. There must be new prompts, the same for all rows, of those columns that
+    the stage asks; a stage of pairs asks none.
+    """
+    names = _names(returned).keys()
+    asked = _asked(before, returned, prompt_columns)
+    for name in prompt_columns:
+        is_other = name in names and name not in asked
+        if is_other and not table.column(name).equals(before.column(name)):
+            raise ConfigError(
+                f"preprocess returns {_listed(asked)} and changes {name!r}, which an earlier "
+                "processor was asked: both may be meant; return only the one to ask"
+            )
+    # to a stage that asks pairs, a prompt that it is handed is data
+    handed = _TYPES.keys() if prompt_columns else {*PROMPT_COLUMNS, *_TYPES}
+    inputs = {*(prompt_columns or PROMPT_COLUMNS), *_TYPES} - {*asked} - (handed & names)
+    leftovers = {*OutputSchema(has_logprobs=True).arrow().names, PROMPT_IDS_COLUMN, *inputs}
+    return table.drop_columns([name for name in table.column_names if name in leftovers])
+
+
+def _asked(
+    before: pa.Table, returned: Sequence[Row], prompt_columns: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the prompts to ask, by their names alone: values differ from row batch to row batch.
+
+    A prompt that an earlier processor had is asked again where it is the only one, or the first
+    that the stage asks. Beside a new one, as in {**row, "prompt": ...}, it is only handed through.
+    """
+    old = _prompts_in(before.column_names, prompt_columns)
+    if not old:
+        return _prompts_in(_names(returned), prompt_columns)
+    rows = [_prompts_in(row, prompt_columns) for row in returned if row is not None]
+    choices = {tuple(name for name in names if name not in old) or names for names in rows}
+    if len(choices) > 1:
+        several = " for some rows, and for others ".join(_listed(c) for c in sorted(choices))
+        raise ConfigError(f"preprocess returns {several}; return the same prompt for every row")
+    (asked,) = choices or {()}
+    if choices and not asked:
+        raise ConfigError(
+            f"the column {old[0]!r} holds what an earlier processor was asked; to ask it again, "
+            f"return it from preprocess, as in lambda row: {{{old[0]!r}: row[{old[0]!r}]}}; else "
+            "return new messages, prompt or tokenized_prompt"
+        )
+    return asked[:1] if asked and asked[0] in old else asked
+
+
+def _prompts_in(names: Collection[str], prompt_columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in prompt_columns if name in names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names)) or "no prompt"

@@ -8,20 +8,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from raybatch.compat.chaining import (
+from raybatch.compat.row_columns import (
     ADAPTER_COLUMN,
     MEDIA_COLUMN,
     POOLING_COLUMN,
-    PROMPT_COLUMNS,
     SAMPLING_COLUMN,
-    drop_leftovers,
-)
-from raybatch.compat.row_columns import (
     Convert,
     Row,
-    converted,
     copied,
-    is_nested,
+    drop_leftovers,
     is_same,
     merge,
     plain_value,
@@ -32,6 +27,7 @@ from raybatch.compat.row_columns import (
 from raybatch.errors import ConfigError, error_text
 from raybatch.records.types import UNBOUNDED_TOKENS, Task
 from raybatch.rows.batches import python_rows, python_values
+from raybatch.rows.options import PROMPT_COLUMNS
 from raybatch.rows.schema import ERROR_COLUMN, describe_error
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -56,17 +52,15 @@ _ASKING_COLUMNS: Mapping[str, str] = {
 }
 
 # What a good row holds at least, for a batch in which every row has failed.
-_EXAMPLE_NUMBERS: Mapping[Task, Mapping[str, Any]] = {
+_EXAMPLES: Mapping[Task, Mapping[str, Any]] = {
     "generate": {"generated_text": "", "generated_tokens": []},
     "embed": {"embeddings": [1.0]},
     "classify": {"embeddings": [1.0]},
     "score": {"score": 1.0},
 }
-_EXAMPLE_ANSWER: Mapping[str, Any] = {
-    "num_input_tokens": 1,
-    "finish_reason": "stop",
-    ERROR_COLUMN: "",
-}
+_EXAMPLE_ENDS = {"num_input_tokens": 1, "finish_reason": "stop", ERROR_COLUMN: ""}
+# what a function can change in place
+_NESTED = (list, Mapping)
 _GONE: Mapping[str, str] = {
     "batch_uuid": "rows do not run in batches; row_id names a row",
     "generated_text": "the task makes numbers, in embeddings or score",
@@ -92,10 +86,8 @@ class Preprocess:
     them all, and can return their values, under other names or under the same.
 
     Args:
-        function: of the user; None merges nothing.
         model: of the stage, which the column `model` may name.
-        prompt_columns: those that the stage asks, the first of them that is there; none where it
-            asks pairs of query and document.
+        prompt_columns: those that the stage asks, the first of them that is there.
     """
 
     def __init__(
@@ -116,12 +108,7 @@ class Preprocess:
         self._supported = {*self._columns, *([MEDIA_COLUMN] if has_images else [])}
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the table with the merged columns.
-
-        Raises:
-            ConfigError: a row asks for something that there is not, or the rows of an earlier
-                processor come with its prompts and no new ones.
-        """
+        """Return the table with the merged columns; what nothing here can do is a ConfigError."""
         is_chained = ERROR_COLUMN in table.column_names
         errors = [""] * table.num_rows
         if is_chained:
@@ -130,8 +117,7 @@ class Preprocess:
         before = table
         returned: list[Row] = [None if error else {} for error in errors]
         if self._function is not None:
-            function = _merging(self._function)
-            returned, errors = _map_good(table, errors, function, "PreprocessError")
+            returned, errors = _map_good(table, errors, self._merged, "PreprocessError")
             table = merge(table, returned)
         if is_chained:
             columns = self._prompt_columns
@@ -141,6 +127,23 @@ class Preprocess:
             if name not in table.column_names:
                 table = table.append_column(name, pa.nulls(table.num_rows, pa.string()))
         return table.append_column(INPUT_ERROR_COLUMN, pa.array(errors, pa.string()))
+
+    def _merged(self, row: dict[str, Any]) -> Mapping[str, Any]:
+        """Return what the function returns, with what it sets in its row at any depth."""
+        assert self._function is not None, "without a function nothing is merged"
+        before = dict(row)
+        nested = {name: copied(value) for name, value in row.items() if isinstance(value, _NESTED)}
+        returned: Any = self._function(row)
+        if isinstance(returned, Mapping):
+            is_set = {
+                name: value
+                for name, value in row.items()
+                if name not in before
+                or value is not before[name]
+                or (name in nested and not is_same(value, nested[name]))
+            }
+            returned = _unbounded({**is_set, **returned}, nested.get(SAMPLING_COLUMN))
+        return _checked(returned, requested_value)
 
     def _check_supported(self, table: pa.Table) -> None:
         for name, way_out in _ASKING_COLUMNS.items():
@@ -192,9 +195,9 @@ class Postprocess:
         rows = python_rows(table.slice(0, 1))
         if not rows or isinstance(rows[0], Exception):
             return every
-        example = {**_EXAMPLE_NUMBERS[self._task], **_EXAMPLE_ANSWER}
+        example = {**_EXAMPLES[self._task], **_EXAMPLE_ENDS}
         imagined = {**rows[0], **{n: _shaped(value, table, n) for n, value in example.items()}}
-        (returned,), _ = _map_rows([imagined], self._show, "PostprocessError")
+        returned, _ = _map_row(imagined, self._show, "PostprocessError")
         return every if returned is None else replace_failed(table, imagined, returned)
 
 
@@ -208,34 +211,11 @@ def _shaped(value: Any, table: pa.Table, name: str) -> Any:  # noqa: ANN401 - of
     return [value] if depth > isinstance(value, list) else value
 
 
-def _merging(function: RowFunction) -> RowFunction:
-    """Return the function with what it sets in its row, at any depth, among what it returns."""
-
-    def merged(row: dict[str, Any]) -> Mapping[str, Any]:
-        before = dict(row)
-        nested = {name: copied(value) for name, value in row.items() if is_nested(value)}
-        returned: Any = function(row)
-        is_set = [
-            name
-            for name, value in row.items()
-            if name not in before
-            or value is not before[name]
-            or (name in nested and not is_same(value, nested[name]))
-        ]
-        if isinstance(returned, Mapping):
-            returned = {**{name: row[name] for name in is_set}, **returned}
-            returned = _unbounded(returned, nested.get(SAMPLING_COLUMN))
-        return _checked(returned, requested_value)
-
-    return merged
-
-
 def _unbounded(row: Mapping[str, Any], held: Any) -> Mapping[str, Any]:  # noqa: ANN401
     """Say "no bound" of the output in a number, where None would be "not said" further on.
 
-    Args:
-        held: sampling options of the row before it. A struct of Arrow has all keys in all rows, so
-            that a None among all of them may only mean "not there".
+    A struct of Arrow has all keys in all rows: a None in the options that were held before, among
+    all of them, may only mean "not there".
     """
     options = row.get(SAMPLING_COLUMN)
     if not isinstance(options, Mapping) or options.get("max_tokens", 0) is not None:
@@ -250,33 +230,20 @@ def _map_good(
     table: pa.Table, errors: Sequence[str], function: RowFunction, kind: str
 ) -> tuple[list[Row], list[str]]:
     """Map the rows without an error; return None for the others, and the errors of all."""
-    rows = python_rows(table)
-    good = [i for i, error in enumerate(errors) if not error]
-    mapped, failures = _map_rows([rows[i] for i in good], function, kind)
-    returned: list[Row] = [None] * len(rows)
-    all_errors = list(errors)
-    for i, row, failure in zip(good, mapped, failures, strict=True):
-        returned[i], all_errors[i] = row, failure
-    return returned, all_errors
+    pairs = [
+        (None, error) if error else _map_row(row, function, kind)
+        for row, error in zip(python_rows(table), errors, strict=True)
+    ]
+    return [row for row, _ in pairs], [error for _, error in pairs]
 
 
-def _map_rows(
-    rows: Sequence[dict[str, Any] | Exception], function: RowFunction, kind: str
-) -> tuple[list[Row], list[str]]:
-    returned: list[Row] = []
-    errors: list[str] = []
-    for row in rows:
-        try:
-            if isinstance(row, Exception):
-                raise row
-            result = function(dict(row))
-        except Exception as error:  # the function is the user's, and so are its values
-            returned.append(None)
-            errors.append(describe_error(kind, error_text(error)))
-        else:
-            returned.append(result)
-            errors.append("")
-    return returned, errors
+def _map_row(row: dict[str, Any] | Exception, function: RowFunction, kind: str) -> tuple[Row, str]:
+    try:
+        if isinstance(row, Exception):
+            raise row
+        return function(dict(row)), ""
+    except Exception as error:  # the function is the user's, and so are its values
+        return None, describe_error(kind, error_text(error))
 
 
 def _checked(returned: object, convert: Convert) -> dict[str, Any]:
@@ -284,17 +251,21 @@ def _checked(returned: object, convert: Convert) -> dict[str, Any]:
     if not isinstance(returned, Mapping):
         raise TypeError(f"the function must return a dict, got {type(returned).__name__}")
     _check_encodable(returned)
-    return converted(returned, convert)
+    values = {}
+    for name, value in returned.items():
+        try:
+            values[name] = convert(name, value)
+        except Exception as error:  # whatever PIL raises of a broken image, too
+            raise ValueError(f"column {name!r}: {error}") from error
+    return values
 
 
 def _check_encodable(value: object) -> None:
     """Raise UnicodeEncodeError for a text with lone surrogates, which Arrow cannot hold."""
-    if isinstance(value, str):
-        if not value.isascii():
-            value.encode()
+    if isinstance(value, str) and not value.isascii():
+        value.encode()
     elif isinstance(value, Mapping):
-        for item in value.values():
-            _check_encodable(item)
+        _check_encodable(list(value.values()))
     elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
         for item in value:
             _check_encodable(item)

@@ -1,11 +1,12 @@
 """The nested stage configs of ray.data.llm: there each stage is a pool of actors, here a function.
 
-What decides a prompt or a text is taken over; what only shapes those actors has no effect.
+What decides a prompt or a text is taken over; what only shapes those actors has no effect. Configs
+for what runs otherwise here say how when they are made.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from raybatch.errors import ConfigError, did_you_mean
 
@@ -22,9 +23,8 @@ class Checked(type):
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         for name in options:
             if name not in known:
-                raise ConfigError(
-                    f"{cls.__name__}: unknown option {name!r}{did_you_mean(name, known)}"
-                )
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"{cls.__name__}: unknown option {name!r}{hint}")
         return super().__call__(*args, **options)
 
 
@@ -68,10 +68,8 @@ class ProcessorStageConfig(metaclass=Checked):
 class ChatTemplateStageConfig(ProcessorStageConfig):
     """How `messages` become a prompt; not enabled, a column `messages` is not read.
 
-    Args:
-        model_source: only the model of the processor.
-        chat_template: in place of the model's own.
-        chat_template_kwargs: options of the template, such as enable_thinking.
+    The template and its options, such as enable_thinking, are in place of the model's own;
+    `model_source` can only be the model of the processor.
     """
 
     model_source: str | None = None
@@ -81,35 +79,21 @@ class ChatTemplateStageConfig(ProcessorStageConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerStageConfig(ProcessorStageConfig):
-    """Not enabled, a column `tokenized_prompt` is asked before a column `prompt`.
-
-    Args:
-        model_source: only the model of the processor.
-    """
+    """Not enabled, a column `tokenized_prompt` is asked before a column `prompt`."""
 
     model_source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetokenizeStageConfig(ProcessorStageConfig):
-    """No effect: `generated_text` is always there, without the stop string that ended it.
-
-    Args:
-        model_source: only the model of the processor.
-    """
+    """No effect: `generated_text` is always there, without the stop string that ended it."""
 
     model_source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareMultimodalStageConfig(ProcessorStageConfig):
-    """No effect: with vLLM images of messages are read in any case, and no other backend reads any.
-
-    Args:
-        model_config_kwargs: of vLLM's model config.
-        chat_template_content_format: "string" or "openai".
-        apply_sys_msg_formatting: whether system messages are formatted.
-    """
+    """No effect: with vLLM images of messages are always read, and no other backend reads any."""
 
     _IDLE: ClassVar[tuple[str, ...]] = (
         *_OF_ACTORS,
@@ -123,52 +107,8 @@ class PrepareMultimodalStageConfig(ProcessorStageConfig):
     apply_sys_msg_formatting: bool | None = False
 
 
-_Stage = TypeVar("_Stage", bound=ProcessorStageConfig)
-
-
-def read_stage(
-    value: object, kind: type[_Stage], *, name: str, model_source: str, is_default: bool = True
-) -> _Stage:
-    """Return the options of a stage from what ray.data.llm takes: a bool, a mapping or a config.
-
-    Args:
-        value: as the user gave it; None stands for `is_default`.
-        kind: of config.
-        name: of the option, for error messages.
-        model_source: of the processor.
-        is_default: whether the stage is enabled where nothing is said.
-
-    Raises:
-        ConfigError: another type, an unknown option, or another model than the processor's.
-    """
-    if value is None:
-        value = is_default
-    if isinstance(value, bool):
-        return kind(enabled=value)
-    if isinstance(value, Mapping):
-        try:
-            value = kind(**value)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
-    if not isinstance(value, kind):
-        raise ConfigError(
-            f"{name} must be a bool, a mapping or a raybatch.llm.{kind.__name__}, got {value!r}"
-        )
-    own = getattr(value, "model_source", None)
-    if own is not None and own != model_source:
-        raise ConfigError(
-            f"{name}.model_source is {own!r}, and prompts and texts are those of the model itself, "
-            f"{model_source!r}; leave it out, and give another template as chat_template"
-        )
-    return value
-
-
 def replicas_of(concurrency: object) -> int:
-    """Return how many replicas ray.data.llm may start: the number, or the larger one of a pair.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return how many replicas ray.data.llm may start: the number, or the larger one of a pair."""
     sizes = concurrency if isinstance(concurrency, tuple | list) else (concurrency, concurrency)
     is_valid = len(sizes) == 2 and all(type(n) is int and n >= 1 for n in sizes)
     if not is_valid or sizes[0] > sizes[1]:
@@ -176,3 +116,47 @@ def replicas_of(concurrency: object) -> int:
             f"concurrency must be a number of at least 1 or a pair (min, max), got {concurrency!r}"
         )
     return int(sizes[1])
+
+
+_ENDPOINT = (
+    'ProcessorConfig(model_source=..., backend={"kind": "openai", "options": {"base_url": ...}}), '
+    "which sends messages or prompts to an endpoint of OpenAI's API and takes care of rate limits "
+    "and retries (docs/how-to/endpoints.md)"
+)
+
+
+class _Refused(type):
+    """Makes a call of the class an error that names what to use."""
+
+    instead: str
+
+    def __call__(cls, *args: object, **options: object) -> Any:  # noqa: ANN401
+        raise ConfigError(f"{cls.__name__} is not supported; use {cls.instead}")
+
+
+class HttpRequestProcessorConfig(metaclass=_Refused):
+    """Refused: requests to an endpoint are a backend of any stage."""
+
+    instead = _ENDPOINT
+
+
+class HttpRequestStageConfig(metaclass=_Refused):
+    """Refused, as `HttpRequestProcessorConfig`."""
+
+    instead = _ENDPOINT
+
+
+class ServeDeploymentProcessorConfig(metaclass=_Refused):
+    """Refused: processors with the same model and options share their engines anyway."""
+
+    instead = (
+        "vLLMEngineProcessorConfig: processors with the same model and options share their engines "
+        "within one driver; a server of Ray Serve LLM that runs already is an endpoint: "
+        f"{_ENDPOINT}"
+    )
+
+
+class SGLangEngineProcessorConfig(metaclass=_Refused):
+    """Refused: SGLang does not run inside a replica."""
+
+    instead = f"vLLMEngineProcessorConfig, or a server of SGLang as an endpoint: {_ENDPOINT}"

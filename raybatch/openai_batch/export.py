@@ -113,10 +113,9 @@ def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:
                 yield error_text(error)
         return
     assert export.prompt is not None, "an export has a prompt or messages"
-    texts, problems = PromptTemplate(export.prompt).render_column(table)
-    for text, problem in zip(texts, problems, strict=True):
-        if text is None:
-            yield problem
+    for text in PromptTemplate(export.prompt).render_column(table):
+        if isinstance(text, PromptError):
+            yield error_text(text)
         elif export.endpoint == "chat":
             yield {"messages": _messages([{"role": "user", "content": text}], export.system)}
         else:

@@ -6,7 +6,6 @@ objects, time zones are gone, and strings that are not UTF-8 stop the job in Ray
 `LLMStage.apply` asks for Arrow, therefore.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,8 +14,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.errors import ConfigError
-
 # texts that are not UTF-8, dates that Python cannot hold, time zones that nobody knows
 UNREADABLE = (UnicodeDecodeError, ValueError, OverflowError, KeyError)
 # what stands for a text or bytes in a view: its length, and where it is
@@ -24,17 +21,15 @@ _INTS_PER_VIEW = 4
 
 
 def to_table(batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data hands over
-    """Return a row batch (numpy columns, pandas or pyarrow) as a table.
-
-    Raises:
-        TypeError: the batch is of another kind.
-    """
+    """Return a row batch (numpy columns, pandas or pyarrow) as a table; others are a TypeError."""
     if isinstance(batch, pa.Table):
         return batch
     if isinstance(batch, Mapping):
         return pa.table({str(name): _to_array(name, values) for name, values in batch.items()})
     if hasattr(batch, "iloc"):
-        return _block_accessor().for_block(batch).to_arrow()
+        from ray.data.block import BlockAccessor  # slow to load, and Arrow does without
+
+        return BlockAccessor.for_block(batch).to_arrow()
     raise TypeError(f"a row batch must be numpy columns, pandas or pyarrow, got {type(batch)}")
 
 
@@ -47,45 +42,26 @@ def _to_array(name: str, values: Any) -> pa.Array | pa.ChunkedArray:  # noqa: AN
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
             if (maps := _to_maps(column)) is not None:
                 return maps
-    return _block_accessor().batch_to_arrow_block({name: values}).column(0)
+    from ray.data.block import BlockAccessor  # as above
 
-
-def _block_accessor() -> Any:  # noqa: ANN401 - Ray has no types
-    from ray.data.block import BlockAccessor  # slow to load, and Arrow does without
-
-    return BlockAccessor
+    return BlockAccessor.batch_to_arrow_block({name: values}).column(0)
 
 
 def _to_maps(column: npt.NDArray[Any]) -> pa.Array | None:
     """Return lists of (key, item) pairs as an Arrow map; None where the values are others."""
     rows = [row for row in column if row is not None]
-    is_map = all(isinstance(row, list) for row in rows) and all(
-        isinstance(pair, tuple) and len(pair) == 2 for row in rows for pair in row
-    )
-    if not is_map:
+    if not all(isinstance(row, list) for row in rows):
         return None
-    keys = pa.array([key for row in rows for key, _ in row])
-    items = pa.array([item for row in rows for _, item in row])
+    pairs = [pair for row in rows for pair in row]
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        return None
+    keys, items = (pa.array([pair[i] for pair in pairs]) for i in (0, 1))
     return pa.array(column, pa.map_(keys.type, items.type))
 
 
-def json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the value of a cell that holds JSON text, or values; None for null or an empty text.
-
-    Args:
-        value: as `python_values` returns it.
-
-    Raises:
-        ValueError: the text is no JSON, or the value could not be read.
-    """
-    if isinstance(value, Exception):
-        raise ConfigError(f"the value cannot be read: {value}")
-    if isinstance(value, str | bytes):
-        try:
-            return json.loads(value) if value else None
-        except RecursionError as error:
-            raise ConfigError("the JSON is nested too deeply") from error
-    return value
+def is_any_type(kind: pa.DataType, names: str) -> bool:
+    """Return whether a type is one of some, named as in `pa.types.is_...`, blanks between them."""
+    return any(getattr(pa.types, f"is_{name}")(kind) for name in names.split())
 
 
 def python_values(column: pa.ChunkedArray | pa.Array) -> list[Any]:
@@ -100,20 +76,19 @@ def _value_or_error(scalar: pa.Scalar) -> Any:  # noqa: ANN401 - any value
     try:
         return scalar.as_py()
     except UNREADABLE as error:
-        if pa.types.is_timestamp(scalar.type):
-            return ValueError(f"{scalar.type}: {error}")
-        return error
+        is_time = pa.types.is_timestamp(scalar.type)
+        return ValueError(f"{scalar.type}: {error}") if is_time else error
 
 
 def python_rows(table: pa.Table) -> list[dict[str, Any] | Exception]:
     """Return the rows as dicts; a row with a value that Python cannot hold is that exception."""
     names = table.column_names
-    columns = [python_values(table.column(name)) for name in names]
-    rows: list[dict[str, Any] | Exception] = []
-    for values in zip(*columns, strict=True):
-        bad = next((v for v in values if isinstance(v, Exception)), None)
-        rows.append(bad if bad is not None else dict(zip(names, values, strict=True)))
-    return rows if names else [{} for _ in range(table.num_rows)]
+    if not names:
+        return [{} for _ in range(table.num_rows)]
+    return [
+        next((v for v in values if isinstance(v, Exception)), dict(zip(names, values, strict=True)))
+        for values in zip(*map(python_values, table.columns), strict=True)
+    ]
 
 
 def large_rows(table: pa.Table, *, max_bytes: int) -> dict[int, int]:
@@ -124,22 +99,19 @@ def large_rows(table: pa.Table, *, max_bytes: int) -> dict[int, int]:
     # the buffers of some types are shared by all rows, so this is at least what any row takes
     if table.nbytes <= max_bytes:
         return {}
-    return dict(_large_rows(table, 0, table.num_rows, max_bytes))
+    return dict(_large_rows(table, 0, max_bytes))
 
 
-def _large_rows(
-    table: pa.Table, start: int, stop: int, max_bytes: int
-) -> Iterator[tuple[int, int]]:
-    rows = table.slice(start, stop - start)
+def _large_rows(rows: pa.Table, start: int, max_bytes: int) -> Iterator[tuple[int, int]]:
     num_bytes = sum(_bytes_of(chunk) for column in rows.columns for chunk in column.chunks)
-    if num_bytes <= max_bytes or start == stop:
+    if num_bytes <= max_bytes or not rows.num_rows:
         return
-    if stop - start == 1:
+    if rows.num_rows == 1:
         yield start, num_bytes
         return
-    middle = (start + stop) // 2
-    yield from _large_rows(table, start, middle, max_bytes)
-    yield from _large_rows(table, middle, stop, max_bytes)
+    middle = rows.num_rows // 2
+    yield from _large_rows(rows.slice(0, middle), start, max_bytes)
+    yield from _large_rows(rows.slice(middle), start + middle, max_bytes)
 
 
 def _bytes_of(values: pa.Array) -> int:
@@ -150,7 +122,12 @@ def _bytes_of(values: pa.Array) -> int:
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return _view_bytes(values)
     if pa.types.is_dictionary(kind):
-        return int(values.indices.nbytes) + _dictionary_bytes(values)
+        try:
+            lengths = pc.binary_length(values.dictionary).take(values.indices)
+        except pa.ArrowNotImplementedError:
+            return int(values.indices.nbytes)  # of no text, so its values are small
+        texts = pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
+        return int(values.indices.nbytes) + texts
     if pa.types.is_struct(kind):
         return sum(map(_bytes_of, values.flatten()))
     if pa.types.is_map(kind):
@@ -171,14 +148,6 @@ def _view_bytes(values: pa.Array) -> int:
     return int(chosen[is_valid].sum(dtype=np.int64))
 
 
-def _dictionary_bytes(values: pa.DictionaryArray) -> int:
-    try:
-        lengths = pc.binary_length(values.dictionary)
-    except pa.ArrowNotImplementedError:
-        return 0  # of no text, so its values are small
-    return pc.sum(pc.cast(lengths.take(values.indices), pa.int64())).as_py() or 0
-
-
 def as_movable(table: pa.Table) -> pa.Table:
     """Return the table with views of text and bytes as plain columns, also inside other types.
 
@@ -196,18 +165,17 @@ def movable_schema(schema: pa.Schema) -> pa.Schema:
 def _movable(field: pa.Field) -> pa.Field:
     kind = field.type
     if pa.types.is_string_view(kind):
-        return field.with_type(pa.large_string())
-    if pa.types.is_binary_view(kind):
-        return field.with_type(pa.large_binary())
-    if pa.types.is_struct(kind):
-        return field.with_type(pa.struct([_movable(child) for child in kind]))
-    if pa.types.is_map(kind):
+        kind = pa.large_string()
+    elif pa.types.is_binary_view(kind):
+        kind = pa.large_binary()
+    elif pa.types.is_struct(kind):
+        kind = pa.struct([_movable(child) for child in kind])
+    elif pa.types.is_map(kind):
         key, item = _movable(kind.key_field), _movable(kind.item_field)
-        return field.with_type(pa.map_(key, item, keys_sorted=kind.keys_sorted))
-    if pa.types.is_fixed_size_list(kind):
-        return field.with_type(pa.list_(_movable(kind.value_field), kind.list_size))
-    if pa.types.is_large_list(kind):
-        return field.with_type(pa.large_list(_movable(kind.value_field)))
-    if pa.types.is_list(kind):
-        return field.with_type(pa.list_(_movable(kind.value_field)))
-    return field
+        kind = pa.map_(key, item, keys_sorted=kind.keys_sorted)
+    elif pa.types.is_fixed_size_list(kind):
+        kind = pa.list_(_movable(kind.value_field), kind.list_size)
+    elif is_any_type(kind, "list large_list"):
+        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        kind = make(_movable(kind.value_field))
+    return field.with_type(kind)

@@ -1,7 +1,4 @@
-"""Files of images: read from what rows hold, and made of images that a user's function returns.
-
-Nothing is fetched.
-"""
+"""Files of images, of what rows hold or a user's function returns; nothing is fetched."""
 
 import base64
 import binascii
@@ -30,74 +27,50 @@ _PNG_MODES = frozenset({"1", "I", "I;16", "L", "LA", "P", "RGB", "RGBA"})
 _PLAIN = (str, bytes, bool, int, float, date, time, timedelta, Decimal, UUID)
 
 
-class ImageFiles:
-    """Reads the files of images.
+def read_image(source: Any, *, folder: str | None, max_bytes: int) -> bytes:  # noqa: ANN401
+    """Return the file of an image: bytes, a data: URL, a path, of PIL, or in a struct.
 
-    Args:
-        folder: below which files may be read, vLLM's `allowed_local_media_path`; None reads none.
+    Paths are read below `folder` alone (vLLM's `allowed_local_media_path`); None reads none. What
+    is none of them, or cannot be read, is an InvalidPrompt.
     """
+    source = _held(source)
+    image = _from_text(source, folder, max_bytes) if isinstance(source, str) else source
+    if not isinstance(image, bytes):
+        raise InvalidPrompt(f"an image is bytes or a data: URL, got {type(image).__name__}")
+    if not image:
+        raise InvalidPrompt("an image is empty")
+    return image
 
-    def __init__(self, *, folder: str | None, max_bytes: int) -> None:
-        self._folder = folder
-        self._max_bytes = max_bytes
 
-    def read(self, source: Any) -> bytes:  # noqa: ANN401 - data of a row
-        """Return the file of an image.
-
-        Args:
-            source: bytes, a data: URL, a path, an image of PIL, or a struct with bytes and path.
-
-        Raises:
-            InvalidPrompt: it is none of them, or cannot be read.
-        """
-        if isinstance(source, Mapping):  # as datasets of Hugging Face have them
-            data, path = source.get("bytes"), source.get("path")
-            return self.read(path if data is None else data)
-        if isinstance(source, bytes):
-            image = source
-        elif isinstance(source, str):
-            image = self._from_text(source)
-        elif is_picture(source):
-            image = file_of(source)
-        else:
-            raise InvalidPrompt(f"an image is bytes or a data: URL, got {type(source).__name__}")
-        if not image:
-            raise InvalidPrompt("an image is empty")
-        return image
-
-    def _from_text(self, text: str) -> bytes:
-        if text.startswith("data:"):
-            head, _, data = text.partition(",")
-            if not head.endswith(";base64"):
-                raise InvalidPrompt(f"a data: URL of an image must be base64, got {head[:80]!r}")
-            try:
-                return base64.b64decode(data, validate=True)
-            except binascii.Error as error:
-                raise InvalidPrompt(f"a data: URL of an image is no base64: {error}") from error
-        scheme = urlsplit(text).scheme
-        if scheme not in ("", "file"):
-            raise InvalidPrompt(
-                f"images are not fetched, got a URL with {scheme[:20]}:; load them in a step "
-                "before, into a column of bytes"
-            )
-        path = unquote(urlsplit(text).path) if scheme else text
-        return self._read_file(Path(path))
-
-    def _read_file(self, path: Path) -> bytes:
-        if not self._folder:
-            raise InvalidPrompt(
-                "images of the file system are read below engine_kwargs.allowed_local_media_path, "
-                "which is not set"
-            )
-        real = path.resolve()
-        if not real.is_relative_to(Path(self._folder).resolve()):
-            raise InvalidPrompt("an image lies outside of allowed_local_media_path")
+def _from_text(text: str, folder: str | None, max_bytes: int) -> bytes:
+    if text.startswith("data:"):
+        head, _, data = text.partition(",")
+        if not head.endswith(";base64"):
+            raise InvalidPrompt(f"a data: URL of an image must be base64, got {head[:80]!r}")
         try:
-            if real.stat().st_size > self._max_bytes:
-                raise InvalidPrompt("an image is larger than max_row_bytes")
-            return real.read_bytes()
-        except OSError as error:
-            raise InvalidPrompt(f"an image cannot be read: {error_text(error)}") from error
+            return base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise InvalidPrompt(f"a data: URL of an image is no base64: {error}") from error
+    scheme = urlsplit(text).scheme
+    if scheme not in ("", "file"):
+        raise InvalidPrompt(
+            f"images are not fetched, got a URL with {scheme[:20]}:; load them in a step "
+            "before, into a column of bytes"
+        )
+    if not folder:
+        raise InvalidPrompt(
+            "images of the file system are read below engine_kwargs.allowed_local_media_path, "
+            "which is not set"
+        )
+    real = Path(unquote(urlsplit(text).path) if scheme else text).resolve()
+    if not real.is_relative_to(Path(folder).resolve()):
+        raise InvalidPrompt("an image lies outside of allowed_local_media_path")
+    try:
+        if real.stat().st_size > max_bytes:
+            raise InvalidPrompt("an image is larger than max_row_bytes")
+        return real.read_bytes()
+    except OSError as error:
+        raise InvalidPrompt(f"an image cannot be read: {error_text(error)}") from error
 
 
 def is_picture(value: object) -> bool:
@@ -120,11 +93,7 @@ def data_url(image: bytes) -> str:
 
 
 def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data of a row
-    """Return a value with files in place of images of PIL and lists in place of arrays.
-
-    Raises:
-        TypeError: there is something in it, at any depth, that has no form in JSON.
-    """
+    """Return a value as JSON can have it: files for images of PIL, and lists for arrays."""
     if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
@@ -132,54 +101,51 @@ def plain(value: Any, *, has_urls: bool = False) -> Any:  # noqa: ANN401 - data 
             raise TypeError(f"the key {bad[0]!r} has no form in JSON; make a text of it")
         return {key: plain(item, has_urls=has_urls) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [plain(item, has_urls=has_urls) for item in value]
-        return items if isinstance(value, list) else tuple(items)
+        make = list if isinstance(value, list) else tuple
+        return make(plain(item, has_urls=has_urls) for item in value)
     if is_picture(value):
         return data_url(file_of(value)) if has_urls else file_of(value)
     if hasattr(value, "tolist"):
         return plain(value.tolist(), has_urls=has_urls)
-    raise TypeError(_told(value))
+    if isinstance(value, type):
+        way = " (take its model_json_schema())" if hasattr(value, "model_json_schema") else ""
+        raise TypeError(f"the class {value.__name__} has no form in JSON{way}")
+    kind = type(value).__name__
+    raise TypeError(f"{kind} has no form in JSON; make texts, numbers, lists or dicts of it")
+
+
+def images_in(value: Any) -> list[Any] | None:  # noqa: ANN401 - data of a row
+    """Return the images of media in any form of ray.data.llm, one or a list; None without any."""
+    if isinstance(value, Mapping) and not {"bytes", "path"} & value.keys():
+        if others := [kind for kind, of in value.items() if kind != "image" and of is not None]:
+            raise TypeError(f"of media only images are read, got {', '.join(map(str, others))}")
+        value = value.get("image")
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.tolist()
+    return list(value) if isinstance(value, list | tuple) else None if value is None else [value]
 
 
 def media(value: Any) -> dict[str, Any] | None:  # noqa: ANN401 - data of a row
-    """Return media of a row in the one form that a column of them has, `MEDIA_TYPE`.
-
-    Args:
-        value: a mapping of kinds to media, as ray.data.llm has them; an image or a list of images.
-
-    Raises:
-        TypeError: there are others than images.
-    """
+    """Return media of a row in the one form that a column of them has, `MEDIA_TYPE`."""
     if value is None:
         return None
-    has_kinds = isinstance(value, Mapping) and not {"bytes", "path"} & value.keys()
-    kinds = value if has_kinds else {"image": value}
-    if others := [kind for kind, of in kinds.items() if kind != "image" and of is not None]:
-        raise TypeError(f"of media only images are read, got {', '.join(map(str, others))}")
-    images = kinds.get("image")
-    if isinstance(images, np.ndarray) and images.dtype == object:
-        images = images.tolist()
-    if images is not None and not isinstance(images, list | tuple):
-        images = [images]
-    return {"image": None if images is None else [_image(image) for image in images]}
+    images = images_in(value)
+    return {"image": None if images is None else [_struct_of(image) for image in images]}
 
 
-def _image(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
-    if isinstance(value, Mapping):
-        data = value.get("bytes")
-        return _image(value.get("path") if data is None else data)
-    if isinstance(value, str):
-        return {"bytes": None, "path": value}
-    file = file_of(value) if is_picture(value) else value
+def _struct_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
+    file = _held(value)
+    if isinstance(file, str):
+        return {"bytes": None, "path": file}
     if not isinstance(file, bytes):
-        kind = type(value).__name__
+        kind = type(file).__name__
         raise TypeError(f"an image is bytes, a data: URL or an image of PIL, got {kind}")
     return {"bytes": file, "path": None}
 
 
-def _told(value: object) -> str:
-    if isinstance(value, type):
-        way = " (take its model_json_schema())" if hasattr(value, "model_json_schema") else ""
-        return f"the class {value.__name__} has no form in JSON{way}"
-    kind = type(value).__name__
-    return f"{kind} has no form in JSON; make texts, numbers, lists or dicts of it"
+def _held(value: Any) -> Any:  # noqa: ANN401 - data of a row
+    """Return the file or the text of an image in a struct or of PIL; anything else as it is."""
+    if isinstance(value, Mapping):  # as datasets of Hugging Face have them
+        data = value.get("bytes")
+        return _held(value.get("path") if data is None else data)
+    return file_of(value) if is_picture(value) else value

@@ -1,15 +1,11 @@
-"""Images of rows: out of messages and columns, into the payload, with stand-ins for the plan.
-
-Nothing is fetched.
-"""
+"""Images of rows: out of messages and columns, into the payload, with stand-ins for the plan."""
 
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +17,7 @@ from raybatch.models.source import resolve_model
 from raybatch.records.payload import with_images
 from raybatch.records.types import TokenIds
 from raybatch.rows.batches import python_values
-from raybatch.rows.image_files import ImageFiles, data_url
+from raybatch.rows.image_files import data_url, images_in, read_image
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.text.chat import InvalidPrompt
@@ -50,18 +46,16 @@ class ImageReader:
         # others read text, and what is pooled is text
         self._is_on = config.task == "generate" and facts.reads_images
         kwargs = dict(config.backend.options.get("engine_kwargs") or {})
-        self._files = ImageFiles(
-            folder=kwargs.get("allowed_local_media_path"), max_bytes=config.max_row_bytes
-        )
-        self._tokens = ImageTokens(
-            config.model,
-            vocab_size=vocab_size,
-            processor_options=kwargs.get("mm_processor_kwargs") or {},
-        )
+        folder = kwargs.get("allowed_local_media_path")
+        self._read = partial(read_image, folder=folder, max_bytes=config.max_row_bytes)
+        options = kwargs.get("mm_processor_kwargs") or {}
+        self._tokens = ImageTokens(config.model, vocab_size, options)
 
     def of_rows(self, table: pa.Table) -> Iterator[Images | Exception]:
         """Yield the images that a column has for each row, or what is wrong with them."""
-        column = self._column(table)
+        column, usual = self._config.images, self._config.conventional_images
+        if column is None and usual in table.column_names:
+            column = usual
         if column is None:
             yield from [()] * table.num_rows
             return
@@ -69,23 +63,15 @@ class ImageReader:
             try:
                 if isinstance(value, Exception):
                     raise InvalidPrompt(str(value))
-                yield [self._files.read(source) for source in _listed(_of_modality(value))]
+                yield [self._read(source) for source in images_in(value) or ()]
             except Exception as error:  # a value of a row may be anything
                 yield error
-
-    def has_column(self, table: pa.Table) -> bool:
-        """Return whether a column of images is read."""
-        return self._column(table) is not None
 
     def take_out(self, messages: Any, of_column: Images = ()) -> tuple[Any, list[bytes]]:  # noqa: ANN401
         """Return messages with bare parts for images, and the images in their order.
 
-        Args:
-            of_column: for parts that have none of their own. Where there is no such part, they come
-                before the text of the last message.
-
-        Raises:
-            InvalidPrompt: an image cannot be read, or there are too many or too few.
+        Those of the column are for parts that have none; without such parts they come before the
+        text of the last message.
         """
         is_list = isinstance(messages, Sequence | np.ndarray) and not isinstance(messages, str)
         if not self._is_on or not is_list or not len(messages):
@@ -101,11 +87,7 @@ class ImageReader:
         return (_filled(changed, images), []) if self._is_endpoint else (changed, images)
 
     def put_in(self, encoded: Encoded, images: Images) -> Encoded:
-        """Return a prompt with images: in its payload, and as stand-ins among its tokens.
-
-        Raises:
-            InvalidPrompt: an image cannot be read, or the prompt can have none.
-        """
+        """Return a prompt with images: in its payload, and as stand-ins among its tokens."""
         if not images:
             return encoded
         if self._is_endpoint:
@@ -120,14 +102,8 @@ class ImageReader:
             # their places are unknown: nothing is shared with rows of other images
             parts = [*stand_ins, ids]
         payload = with_images(encoded.payload, ids, images)
-        return encoded._replace(
-            token_ids=np.concatenate(parts), payload=payload, num_images=len(images), asked_ids=ids
-        )
-
-    def _column(self, table: pa.Table) -> str | None:
-        name = self._config.conventional_images
-        is_there = name is not None and name in table.column_names
-        return name if self._config.images is None and is_there else self._config.images
+        tokens, num = np.concatenate(parts), len(images)
+        return encoded._replace(token_ids=tokens, payload=payload, num_images=num, asked_ids=ids)
 
     def _without_images(self, message: Any, left: list[bytes], images: list[bytes]) -> Any:  # noqa: ANN401
         """Return a message with bare parts; its images are added to `images`."""
@@ -138,53 +114,28 @@ class ImageReader:
             return message
         parts: list[Any] = []
         for part in content:
-            if not isinstance(part, Mapping) or part.get("type") not in _KINDS:
-                parts.append(part)
-                continue
-            source = _source(part)
-            if self._is_endpoint and source is not None:
-                # it fetches by itself
+            is_image = isinstance(part, Mapping) and part.get("type") in _KINDS
+            source = _source(part) if is_image else None
+            # an endpoint fetches by itself
+            if not is_image or (self._is_endpoint and source is not None):
                 parts.append(part)
                 continue
             if source is None and not left:
                 raise InvalidPrompt("a part of the messages is an image, and the row has none")
-            images.append(left.pop(0) if source is None else self._files.read(source))
-            parts.append(dict(IMAGE_PART))
+            images.append(left.pop(0) if source is None else self._read(source))
+            parts.append(IMAGE_PART)
         return {**message, "content": parts}
 
 
 def _filled(messages: Sequence[Any], images: Images) -> list[Any]:
     """Return messages whose bare parts are images as an endpoint takes them."""
-    left = iter(images)
-
-    def filled(part: Any) -> Any:  # noqa: ANN401 - of a message
-        if part != IMAGE_PART:
-            return part
-        return {"type": "image_url", "image_url": {"url": data_url(next(left))}}
-
+    urls = ({"type": "image_url", "image_url": {"url": data_url(image)}} for image in images)
     return [
-        {**m, "content": [filled(part) for part in m["content"]]}
+        {**m, "content": [next(urls) if part == IMAGE_PART else part for part in m["content"]]}
         if isinstance(m, Mapping) and isinstance(m.get("content"), list)
         else m
         for m in messages
     ]
-
-
-def _of_modality(value: Any) -> Any:  # noqa: ANN401 - data of a row
-    """Return the images of a value that names kinds of media, as ray.data.llm has them."""
-    if not isinstance(value, Mapping) or "bytes" in value or "path" in value:
-        return value
-    if others := [name for name, of in value.items() if name != "image" and of is not None]:
-        raise InvalidPrompt(f"of media only images are read, got {', '.join(map(str, others))}")
-    return value.get("image")
-
-
-def _listed(value: Any) -> list[Any]:  # noqa: ANN401 - data of a row
-    if value is None:
-        return []
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _source(part: Mapping[str, Any]) -> Any:  # noqa: ANN401 - data of a row
@@ -203,26 +154,20 @@ def _before_text(message: Any, num_images: int) -> Any:  # noqa: ANN401 - data o
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(texts, list):
         return message
-    return {**message, "content": [*(dict(IMAGE_PART) for _ in range(num_images)), *texts]}
+    return {**message, "content": [IMAGE_PART] * num_images + texts}
 
 
 class ImageTokens:
     """What a model makes of images, as far as its files tell."""
 
-    def __init__(
-        self, model: str, *, vocab_size: int, processor_options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: str, vocab_size: int, processor_options: Mapping[str, Any]) -> None:
         self._model = model
         # a tokenizer may have tokens at its end that the model has not
         self._below = min(vocab_size, _STAND_INS)
         self._processor_options = processor_options
 
     def stand_ins(self, image: bytes) -> TokenIds:
-        """Return as many tokens as an image takes, int32; other images have other ones.
-
-        Raises:
-            InvalidPrompt: the image cannot be read.
-        """
+        """Return as many tokens as an image takes, int32; other images have other ones."""
         seed = int.from_bytes(hashlib.blake2b(image, digest_size=16).digest(), "little")
         chance = np.random.Generator(np.random.PCG64(seed))
         return chance.integers(0, self._below, self._count(image), np.int32)
@@ -241,18 +186,16 @@ class ImageTokens:
 
     @cached_property
     def _num_tokens(self) -> Callable[[int, int], int]:
-        """A function from the size of an image to its tokens: the processor of the model."""
+        """From the height and width of an image to its tokens: the processor of the model."""
         try:
             from transformers import AutoProcessor
 
-            processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
+            folder = resolve_model(self._model)
+            processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
 
             def count(height: int, width: int) -> int:
-                sizes = [(height, width)]
-                counts = processor._get_num_multimodal_tokens(
-                    image_sizes=sizes, **self._processor_options
-                )
-                return int(counts.num_image_tokens[0])
+                options = {"image_sizes": [(height, width)], **self._processor_options}
+                return int(processor._get_num_multimodal_tokens(**options).num_image_tokens[0])
 
             count(64, 64)
         except Exception as error:  # processors need packages of their own, and few can count
@@ -268,11 +211,9 @@ class ImageTokens:
     def placeholders(self) -> list[int]:
         """The token that a chat template writes for an image, as far as the model's config says."""
         try:
-            config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+            config = json.loads(
+                (resolve_model(self._model) / "config.json").read_text(encoding="utf-8")
+            )
         except (OSError, ValueError, ConfigError):
             return []
         return [config[name] for name in _PLACEHOLDERS if isinstance(config.get(name), int)]
-
-    @cached_property
-    def _folder(self) -> Path:
-        return resolve_model(self._model)

@@ -164,7 +164,19 @@ class StageConfig:
     """Where `images` names none, a column of this name has the images."""
 
     def __post_init__(self) -> None:
-        _check_stage(self)
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a path or a hub id, got {self.model!r}")
+        if self.chat not in (True, False, "auto"):
+            raise ConfigError(f"chat must be True, False or 'auto', got {self.chat!r}")
+        _check_inputs(self)
+        _check_tools(self)
+        _check_images(self)
+        _check_chat_template(self.chat_template)
+        check_options(self.backend, self.engine)
+        check_pool(self.pool, self.backend, self.engine)
+        _check_overrides(self)
+        _check_task(self)
+        _check_adapters(self)
 
     @property
     def task(self) -> Task:
@@ -188,28 +200,6 @@ class StageConfig:
         )
 
 
-def _check_stage(config: StageConfig) -> None:
-    """Refuse options of a stage that are out of range or do not go together.
-
-    Args:
-        config: that is being built.
-
-    Raises:
-        ConfigError: the first of them.
-    """
-    if not isinstance(config.model, str) or not config.model:
-        raise ConfigError(f"model must be a path or a hub id, got {config.model!r}")
-    if config.chat not in (True, False, "auto"):
-        raise ConfigError(f"chat must be True, False or 'auto', got {config.chat!r}")
-    _check_inputs(config)
-    _check_chat_template(config.chat_template)
-    check_options(config.backend, config.engine)
-    check_pool(config.pool, config.backend, config.engine)
-    _check_overrides(config)
-    _check_task(config)
-    _check_adapters(config)
-
-
 def _check_inputs(config: StageConfig) -> None:
     given = [name for name in (*PROMPT_OPTIONS, "query") if getattr(config, name) is not None]
     if len(given) > 1:
@@ -222,20 +212,16 @@ def _check_inputs(config: StageConfig) -> None:
         raise ConfigError(
             f"tokenized_prompt must be the name of a column, got {config.tokenized_prompt!r}"
         )
-    is_messages = (
-        config.messages is None
-        or isinstance(config.messages, str | Sequence)
-        or callable(config.messages)
-    )
-    if not is_messages:
+    if not isinstance(config.messages, str | Sequence | None) and not callable(config.messages):
         raise ConfigError(
             "messages must be the name of a column, a function of the row, or a list of "
             f"messages with templates, got {config.messages!r}"
         )
-    if config.system is not None and config.tokenized_prompt is not None:
-        raise ConfigError("system has no effect on tokenized_prompt; leave one of them out")
-    if config.system is not None and config.chat is False:
-        raise ConfigError("system needs a chat template; leave chat=False out")
+    if config.system is not None:
+        if config.tokenized_prompt is not None:
+            raise ConfigError("system has no effect on tokenized_prompt; leave one of them out")
+        if config.chat is False:
+            raise ConfigError("system needs a chat template; leave chat=False out")
     if config.messages is not None and config.chat is False:
         raise ConfigError("messages need a chat template; leave chat=False out")
     if config.chat_template_kwargs_column is not None and not isinstance(config.messages, str):
@@ -243,8 +229,6 @@ def _check_inputs(config: StageConfig) -> None:
             "chat_template_kwargs_column is read beside a column of messages; set messages to the "
             "name of one"
         )
-    _check_tools(config)
-    _check_images(config)
 
 
 def _check_images(config: StageConfig) -> None:
@@ -262,11 +246,6 @@ def _check_images(config: StageConfig) -> None:
             "images are read beside a prompt, a column of messages or token ids; a function puts "
             "them into the messages that it returns"
         )
-
-
-def _kind(config: StageConfig) -> str:
-    """Return what the options are checked for: a backend that is left out may be the native one."""
-    return config.backend.kind if config.backend.is_decided else "native"
 
 
 def _check_tools(config: StageConfig) -> None:
@@ -306,9 +285,8 @@ def _check_overrides(config: StageConfig) -> None:
     names = {f.name for f in fields(Sampling)}
     for name, column in config.overrides.items():
         if name not in names:
-            raise ConfigError(
-                f"overrides: unknown sampling option {name!r}{did_you_mean(name, names)}"
-            )
+            hint = did_you_mean(name, names)
+            raise ConfigError(f"overrides: unknown sampling option {name!r}{hint}")
         if name in FIXED_PER_STAGE:
             raise ConfigError(
                 f"overrides: {name} decides the type of the output columns and is one value for "
@@ -321,14 +299,13 @@ def _check_overrides(config: StageConfig) -> None:
 def _check_task(config: StageConfig) -> None:
     if (config.query is None) != (config.document is None):
         raise ConfigError("query and document go together; give both of them")
+    task = config.task
     for name in ("query", "document"):
-        if config.task != "score" and getattr(config, name) is not None:
-            raise ConfigError(
-                f"{name} is an option of task 'score', and the task is {config.task!r}"
-            )
+        if task != "score" and getattr(config, name) is not None:
+            raise ConfigError(f"{name} is an option of task 'score', and the task is {task!r}")
     if config.query is not None and config.system is not None:
         raise ConfigError("system has no effect on query and document; leave it out")
-    if config.task == "generate":
+    if task == "generate":
         if config.pooling != Pooling() or config.pooling_column is not None:
             raise ConfigError(
                 "pooling and pooling_column are options of the tasks embed, classify and score; "
@@ -354,14 +331,19 @@ def _check_adapters(config: StageConfig) -> None:
         if config.lora_path is not None:
             raise ConfigError("lora_path is where the adapters of lora_column lie; set lora_column")
         return
-    kwargs = config.backend.options.get("engine_kwargs") or {}
     facts = type_of(config.backend)
     if not facts.has_adapters:
         raise ConfigError(
             f"lora_column: the {_kind(config)} backend has no adapters; set backend='vllm'"
         )
+    kwargs = config.backend.options.get("engine_kwargs") or {}
     if facts.takes_vllm_options and not kwargs.get("enable_lora"):
         raise ConfigError(
             "lora_column needs engines that take adapters; set enable_lora in the engine_kwargs of "
             "the backend (with max_loras and max_lora_rank)"
         )
+
+
+def _kind(config: StageConfig) -> str:
+    """Return what the options are checked for: a backend that is left out may be the native one."""
+    return config.backend.kind if config.backend.is_decided else "native"

@@ -1,7 +1,4 @@
-"""The columns by which the plan of a job travels with its rows, as far as the feeders.
-
-They are added to the user's columns and taken off by their reader; none is written.
-"""
+"""Columns by which the plan of a job travels with its rows to the feeders; none is written."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +9,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.errors import ConfigError
-from raybatch.records.types import TokenIds
 from raybatch.rows.prompt import Prompt
 
 _MARK = "__rb_plan_"
@@ -20,14 +16,15 @@ _MARK = "__rb_plan_"
 RANK = f"{_MARK}rank"
 ROW = f"{_MARK}row"
 _POSITION_BITS = 32
-_GROUP = f"{_MARK}group"
-_PREFIX_LEN = f"{_MARK}prefix_len"
-_EXPECTED = f"{_MARK}expected"
+_GROUP, _PREFIX_LEN, _EXPECTED = (f"{_MARK}{name}" for name in ("group", "prefix_len", "expected"))
 _PROMPT = f"{_MARK}prompt"
-_ERROR = f"{_MARK}error"
-_FILTERED = f"{_MARK}filtered"
-_SPECIAL = f"{_MARK}special"
-_PAYLOAD = f"{_MARK}payload"
+# of a prompt beside its tokens: its field, the column and its type
+_PROMPT_FIELDS = (
+    ("error", f"{_MARK}error", pa.large_string()),
+    ("is_filtered", f"{_MARK}filtered", pa.bool_()),
+    ("num_special", f"{_MARK}special", pa.int64()),
+    ("payload", f"{_MARK}payload", pa.large_string()),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +59,7 @@ def plan_columns(
     prefix_lens: pa.ChunkedArray | pa.Array,
     expected_lens: pa.ChunkedArray | pa.Array,
 ) -> dict[str, pa.ChunkedArray | pa.Array]:
-    """Return the columns of a plan.
-
-    Args:
-        group_ids: int64, null for a row that is alone.
-        prefix_lens: int32.
-        expected_lens: int32, null where nothing is known.
-    """
+    """Return the columns of a plan: int64, null for a row that is alone; int32; int32 or null."""
     return {_GROUP: group_ids, _PREFIX_LEN: prefix_lens, _EXPECTED: expected_lens}
 
 
@@ -97,12 +88,17 @@ def take_groups(table: pa.Table) -> npt.NDArray[np.int64]:
 
 def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
     """Return columns of prompts that need not be rendered again."""
-    return {
-        _PROMPT: _token_lists([prompt.token_ids for prompt in prompts]),
-        _ERROR: pa.array([prompt.error for prompt in prompts], pa.large_string()),
-        _FILTERED: pa.array([prompt.is_filtered for prompt in prompts], pa.bool_()),
-        _SPECIAL: pa.array([prompt.num_special for prompt in prompts], pa.int64()),
-        _PAYLOAD: pa.array([prompt.payload for prompt in prompts], pa.large_string()),
+    token_ids = [prompt.token_ids for prompt in prompts]
+    lengths = [0 if ids is None else len(ids) for ids in token_ids]
+    known = [ids for ids in token_ids if ids is not None]
+    lists = pa.LargeListArray.from_arrays(
+        pa.array(np.cumsum([0, *lengths], dtype=np.int64)),
+        pa.array(np.concatenate([np.zeros(0, np.int32), *known])),
+        mask=pa.array([ids is None for ids in token_ids], pa.bool_()),
+    )
+    return {_PROMPT: lists} | {
+        column: pa.array([getattr(prompt, name) for prompt in prompts], kind)
+        for name, column, kind in _PROMPT_FIELDS
     }
 
 
@@ -131,27 +127,8 @@ def _prompts(table: pa.Table) -> list[Prompt]:
     lists = lists.chunk(0) if lists.num_chunks == 1 else lists.combine_chunks()
     tokens, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
     is_null = lists.is_null().to_numpy(zero_copy_only=False)
-    errors = table.column(_ERROR).to_pylist()
-    filtered = table.column(_FILTERED).to_pylist()
-    special = table.column(_SPECIAL).to_pylist()
-    payloads = table.column(_PAYLOAD).to_pylist()
+    others = [table.column(column).to_pylist() for _, column, _ in _PROMPT_FIELDS]
     return [
-        Prompt(
-            None if is_null[row] else tokens[offsets[row] : offsets[row + 1]],
-            errors[row],
-            filtered[row],
-            special[row],
-            payloads[row],
-        )
-        for row in range(table.num_rows)
+        Prompt(None if is_null[row] else tokens[offsets[row] : offsets[row + 1]], *values)
+        for row, values in enumerate(zip(*others, strict=True))
     ]
-
-
-def _token_lists(prompts: Sequence[TokenIds | None]) -> pa.LargeListArray:
-    lengths = [0 if ids is None else len(ids) for ids in prompts]
-    known = [ids for ids in prompts if ids is not None]
-    return pa.LargeListArray.from_arrays(
-        pa.array(np.cumsum([0, *lengths], dtype=np.int64)),
-        pa.array(np.concatenate([np.zeros(0, np.int32), *known])),
-        mask=pa.array([ids is None for ids in prompts], pa.bool_()),
-    )

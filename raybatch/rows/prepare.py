@@ -1,22 +1,24 @@
 """From a row batch to the requests of the pool: row ids, prompts, options, copies and seeds."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from raybatch.actors.wire.columns import request_table
-from raybatch.records.types import Sampling, TokenIds
+from raybatch.records.types import Sampling
 from raybatch.rows.batches import large_rows, python_values
 from raybatch.rows.options import StageConfig
-from raybatch.rows.overrides import row_samplings
 from raybatch.rows.plan_columns import PlannedRows
 from raybatch.rows.prompt import POOLED, Prompt, fit_pooled, fit_prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
+from raybatch.rows.row_options import row_samplings
 from raybatch.rows.schema import describe_error
 
 
@@ -25,18 +27,48 @@ class Prepared:
     """A row batch, ready for the pool.
 
     Args:
+        table: the user's columns alone.
+        group_ids: prefix group of each row; None where nothing is planned.
         rows: position in the row batch of each request.
         copies: rows that are no requests because an earlier one is identical, to that one.
         samplings: the different options, which the request table points into.
     """
 
+    table: pa.Table
     row_ids: Sequence[str]
     prompts: Sequence[Prompt]
+    group_ids: Sequence[int | None] | None = None
     rows: Sequence[int]
     copies: Mapping[int, int]
     requests: pa.Table
     samplings: Sequence[Sampling]
     request_samplings: Sequence[Sampling]
+
+    def of_results(self, results: pa.Table) -> tuple[list[int], "Prepared", pa.Table]:
+        """Return the rows that some results are of, and their copies, as a smaller batch.
+
+        `results` are of some of the requests, each with all its samples. With the batch come the
+        positions of its rows in this one, ascending, and the results by their new numbers.
+        """
+        column = results.schema.get_field_index("row")
+        requests, renumbered = np.unique(results.column(column).to_numpy(), return_inverse=True)
+        originals = [self.rows[request] for request in requests]
+        copies = {c: row for c, row in self.copies.items() if row in set(originals)}
+        rows = sorted([*originals, *copies])
+        place = {row: i for i, row in enumerate(rows)}
+        numbers = pa.array(renumbered.astype(np.int32))
+        part = replace(
+            self,
+            table=self.table.take(pa.array(rows, pa.int64())),
+            row_ids=[self.row_ids[row] for row in rows],
+            prompts=[self.prompts[row] for row in rows],
+            group_ids=None if self.group_ids is None else [self.group_ids[row] for row in rows],
+            rows=[place[row] for row in originals],
+            copies={place[copy]: place[row] for copy, row in copies.items()},
+            requests=self.requests.take(requests),
+            request_samplings=[self.request_samplings[request] for request in requests],
+        )
+        return rows, part, results.set_column(column, results.schema.field(column), numbers)
 
 
 def prepare(
@@ -53,25 +85,27 @@ def prepare(
     """Render, tokenize and check every row; what is wrong with a row is in its prompt.
 
     Args:
-        table: read only.
         max_model_len: longest prompt plus output; None knows no limit.
         input_errors: per row what went wrong before this stage, "" for nothing.
         changes: sampling options that win over all others.
         refused: rows that are no requests, each with its error.
-
-    Raises:
-        ConfigError: a column that the stage reads is not there.
     """
     prompts = None if planned is None else planned.prompts
     if prompts is None:
-        prompts = _read(table, reader, _errors_before(table, config, input_errors))
-    samplings = _samplings(table, config)
+        prompts = _read(table, reader, config, input_errors)
+    samplings: list[Sampling | str] = [POOLED] * table.num_rows
+    if config.task == "generate":
+        samplings = row_samplings(
+            table,
+            config.sampling,
+            overrides=config.overrides,
+            sampling_column=config.sampling_column,
+            fixed=config.fixed_options,
+        )
     if changes is not None:
         samplings = [s if isinstance(s, str) else replace(s, **changes) for s in samplings]
-    prompts = [
-        _checked(prompt, sampling, config, max_model_len)
-        for prompt, sampling in zip(prompts, samplings, strict=True)
-    ]
+    checked = partial(_checked, config=config, max_model_len=max_model_len)
+    prompts = [checked(*pair) for pair in zip(prompts, samplings, strict=True)]
     row_ids, prompts = _identify(table, config, prompts)
     for row, error in (refused or {}).items():
         prompts[row] = prompts[row]._replace(error=prompts[row].error or error)
@@ -80,16 +114,17 @@ def prepare(
     copies = find_copies(rows, prompts, fitting) if config.dedup else {}
     fitting = [sampling for row, sampling in zip(rows, fitting, strict=True) if row not in copies]
     rows = [row for row in rows if row not in copies]
-    distinct = list(dict.fromkeys(fitting))
-    index = {sampling: i for i, sampling in enumerate(distinct)}
+    index = {sampling: i for i, sampling in enumerate(dict.fromkeys(fitting))}
     request_ids = [row_ids[row] for row in rows]
     seeds = [row_seed(s.seed, row_id) for s, row_id in zip(fitting, request_ids, strict=True)]
     return Prepared(
+        table=table,
         row_ids=row_ids,
         prompts=prompts,
+        group_ids=None if planned is None else planned.group_ids,
         rows=rows,
         copies=copies,
-        samplings=distinct,
+        samplings=list(index),
         request_samplings=fitting,
         requests=request_table(
             request_ids,
@@ -121,10 +156,7 @@ def _planned_columns(
 def find_copies(
     rows: Sequence[int], prompts: Sequence[Prompt], samplings: Sequence[Sampling]
 ) -> dict[int, int]:
-    """Return the rows whose result is that of an earlier row, to that row.
-
-    Only where neither chance nor the row's id takes part in the result.
-    """
+    """Return the rows whose result is that of an earlier row, to that row; chance plays no part."""
     first: dict[tuple[Sampling, bytes, str | None], int] = {}
     copies = {}
     for row, sampling in zip(rows, samplings, strict=True):
@@ -141,45 +173,21 @@ def is_deterministic(sampling: Sampling) -> bool:
     return sampling.temperature == 0
 
 
-def _samplings(table: pa.Table, config: StageConfig) -> list[Sampling | str]:
-    if config.task != "generate":
-        return [POOLED] * table.num_rows
-    return row_samplings(
-        table,
-        config.sampling,
-        overrides=config.overrides,
-        sampling_column=config.sampling_column,
-        fixed=config.fixed_options,
-    )
-
-
 def _read(
-    table: pa.Table, reader: PromptReader, input_errors: Sequence[str] | None
+    table: pa.Table, reader: PromptReader, config: StageConfig, input_errors: Sequence[str] | None
 ) -> Sequence[Prompt]:
-    if input_errors is None:
-        return reader.read(table)
-    if all(input_errors):
-        # the columns that the rows would have had are unknown
-        return [Prompt(None, error) for error in input_errors]
-    good = [table.slice(row, 1) for row, error in enumerate(input_errors) if not error]
-    prompts = iter(reader.read(table if len(good) == table.num_rows else pa.concat_tables(good)))
-    return [Prompt(None, error) if error else next(prompts) for error in input_errors]
-
-
-def _errors_before(
-    table: pa.Table, config: StageConfig, input_errors: Sequence[str] | None
-) -> Sequence[str] | None:
-    """Return per row what keeps it from being read, "" for nothing; None where nothing does."""
-    large = large_rows(table, max_bytes=config.max_row_bytes)
-    if not large:
-        return input_errors
     errors = [""] * table.num_rows if input_errors is None else list(input_errors)
-    for row, num_bytes in large.items():
+    for row, num_bytes in large_rows(table, max_bytes=config.max_row_bytes).items():
         errors[row] = errors[row] or (
             f"RowTooLarge: the columns of the row take {num_bytes:,} bytes, and max_row_bytes is "
             f"{config.max_row_bytes:,}"
         )
-    return errors
+    if not any(errors) and (errors or input_errors is None):
+        return reader.read(table)
+    good = [table.slice(row, 1) for row, error in enumerate(errors) if not error]
+    # without a good row the columns that the rows would have had are unknown
+    prompts = iter(reader.read(pa.concat_tables(good)) if good else ())
+    return [Prompt(None, error) if error else next(prompts) for error in errors]
 
 
 def _checked(
@@ -200,13 +208,11 @@ def _checked(
 def _identify(
     table: pa.Table, config: StageConfig, prompts: Sequence[Prompt]
 ) -> tuple[list[str], list[Prompt]]:
-    contents = content_row_ids([p.token_ids for p in prompts], [p.error for p in prompts])
+    contents = _content_row_ids(prompts)
     if config.id_column is None:
         return contents, list(prompts)
     ids, errors = column_row_ids(column_of(table, config.id_column))
-    row_ids = [
-        content if row_id is None else row_id for row_id, content in zip(ids, contents, strict=True)
-    ]
+    row_ids = [content if i is None else i for i, content in zip(ids, contents, strict=True)]
     return row_ids, [
         prompt._replace(error=error) if error and not prompt.error else prompt
         for prompt, error in zip(prompts, errors, strict=True)
@@ -225,10 +231,7 @@ def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None
 
 
 def row_seed(seed: int, row_id: str) -> int:
-    """Return the 64-bit seed of a row; nothing about its placement takes part.
-
-    Complexity: one hash of the id.
-    """
+    """Return the 64-bit seed of a row; nothing about its placement takes part."""
     digest = hashlib.blake2b(f"{seed}\x00{row_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -238,28 +241,25 @@ def column_row_ids(column: pa.ChunkedArray) -> tuple[list[str | None], list[str]
     ids: list[str | None] = []
     errors: list[str] = []
     for value in python_values(column):
-        if value is None or isinstance(value, Exception):
-            ids.append(None)
-            cause = "the id is null" if value is None else value
-            errors.append(describe_error("InvalidRowId", cause))
-        else:
-            ids.append(value.hex() if isinstance(value, bytes) else str(value))
-            errors.append("")
+        is_bad = value is None or isinstance(value, Exception)
+        cause = "the id is null" if value is None else value
+        errors.append(describe_error("InvalidRowId", cause) if is_bad else "")
+        ids.append(None if is_bad else value.hex() if isinstance(value, bytes) else str(value))
     return ids, errors
 
 
-def content_row_ids(prompts: Sequence[TokenIds | None], errors: Sequence[str]) -> list[str]:
+def _content_row_ids(prompts: Sequence[Prompt]) -> list[str]:
     """Return ids made of the content: a hash of the prompt, and a count of its repetitions.
 
     They do not depend on order, layout or cluster size, except that the count starts again in
     every row batch: equal prompts in two batches have one id. `id_column` gives unique ids.
     """
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     ids: list[str] = []
-    for prompt, error in zip(prompts, errors, strict=True):
-        content = error.encode() if prompt is None else prompt.tobytes()
+    for prompt in prompts:
+        tokens = prompt.token_ids
+        content = prompt.error.encode() if tokens is None else tokens.tobytes()
         digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-        occurrence = seen.get(digest, 0)
-        seen[digest] = occurrence + 1
-        ids.append(f"{digest}-{occurrence}")
+        ids.append(f"{digest}-{seen[digest]}")
+        seen[digest] += 1
     return ids

@@ -16,6 +16,7 @@ from raybatch.text.tokenizer import Encoded
 
 # of every row that is pooled: a backend ends it with its one vector
 POOLED = Sampling(max_tokens=1)
+_WAY_OUT = "set on_too_long to cut or drop such rows, or cut them before"
 
 
 class Prompt(NamedTuple):
@@ -49,23 +50,17 @@ class Prompt(NamedTuple):
 def fit_prompt(
     prompt: Prompt, *, max_tokens: int, max_model_len: int | None, on_too_long: OnTooLong
 ) -> Prompt:
-    """Return the prompt as it fits the context, cut or refused as the stage asks.
-
-    A prompt fits if one token can follow it; a cut one leaves room for `max_tokens` where the
-    context is longer than that.
-    """
+    """Return a prompt that one token can follow, cut (for `max_tokens` if it can be) or refused."""
     ids = prompt.token_ids
     if max_model_len is None or ids is None or prompt.error or len(ids) < max_model_len:
         return prompt
     if on_too_long == "drop":
         return prompt._replace(is_filtered=True)
     if on_too_long == "error" or prompt.num_images:
-        way_out = "set on_too_long to cut or drop such rows, or cut them before"
-        if prompt.num_images:
-            way_out = "a prompt with images is never cut; set on_too_long='drop' to drop such rows"
+        of_images = "a prompt with images is never cut; set on_too_long='drop' to drop such rows"
         error = (
             f"PromptTooLong: {len(ids)} prompt tokens leave no room in a context of "
-            f"{max_model_len}; {way_out}"
+            f"{max_model_len}; {of_images if prompt.num_images else _WAY_OUT}"
         )
         return prompt._replace(error=error)
     room = max_model_len - max_tokens if max_tokens < max_model_len else 1
@@ -89,44 +84,30 @@ def fit_pooled(prompt: Prompt, *, max_len: int | None, on_too_long: OnTooLong) -
     if on_too_long == "drop":
         return prompt._replace(is_filtered=True)
     if on_too_long == "error" or border > max_len or stop - start <= excess:
-        longest = max(len(ids) - border, border)
-        way_out = "set on_too_long to cut or drop such rows, or cut them before"
-        if border > max_len:
-            way_out = "a query is never cut: shorten it, or leave the row out"
-        return prompt._replace(
-            error=f"PromptTooLong: {longest} prompt tokens in a context of {max_len}; {way_out}"
+        of_query = "a query is never cut: shorten it, or leave the row out"
+        error = (
+            f"PromptTooLong: {max(len(ids) - border, border)} prompt tokens in a context of "
+            f"{max_len}; {of_query if border > max_len else _WAY_OUT}"
         )
-    cut = slice(start, start + excess) if on_too_long == "truncate_left" else None
-    cut = cut or slice(stop - excess, stop)
+        return prompt._replace(error=error)
+    first = start if on_too_long == "truncate_left" else stop - excess
     # its bounds are not those of the prompt that is left
-    return prompt._replace(token_ids=np.delete(ids, cut), cuttable=None)
+    return prompt._replace(token_ids=np.delete(ids, slice(first, first + excess)), cuttable=None)
 
 
 def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[Prompt]:
     """Make a prompt of each value; what a row or a user's function raises is the row's error.
 
-    Args:
-        values: of each row; an exception is the row's error.
-
-    Raises:
-        ConfigError: of `make`, which no row can go on with.
+    So is an exception that is a value or in a tuple of them. No row can go on with a ConfigError.
     """
     prompts: list[Prompt] = []
     for value in values:
         try:
-            if isinstance(value, Exception):
-                raise InvalidPrompt(str(value))
-            encoded = make(value)
-            prompts.append(
-                Prompt(
-                    encoded.token_ids,
-                    num_special=encoded.num_special,
-                    payload=encoded.payload,
-                    cuttable=encoded.cuttable,
-                    num_images=encoded.num_images,
-                    asked_ids=encoded.asked_ids,
-                )
-            )
+            parts = value if isinstance(value, tuple) else (value,)
+            bad = next((part for part in parts if isinstance(part, Exception)), None)
+            if bad is not None:
+                raise bad if isinstance(bad, PromptError) else InvalidPrompt(str(bad))
+            prompts.append(Prompt(**make(value)._asdict()))
         except PromptError as error:
             prompts.append(Prompt(None, error_text(error)))
         except ConfigError:

@@ -6,8 +6,7 @@ gets those that the tokenizer adds, and nothing is encoded twice.
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,18 @@ from raybatch.rows.batches import python_rows, python_values
 from raybatch.rows.image_reader import ImageReader, Images
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt import Prompt, make_prompts
-from raybatch.rows.prompt_inputs import check_inputs, column_of, conventional_column
+from raybatch.rows.prompt_inputs import (
+    check_inputs,
+    column_of,
+    conventional_column,
+    ids_column,
+    messages_column,
+)
 from raybatch.rows.row_options import (
     TOOLS,
     Adapters,
     chat_payload,
     read_template_options,
-    stage_template_options,
-    template_columns,
     with_pooling,
 )
 from raybatch.rows.template import PromptTemplate
@@ -41,12 +44,9 @@ logger = logging.getLogger(__name__)
 class PromptReader:
     """Reads the prompts of a stage from row batches; built once per feeder.
 
-    Args:
-        config: of the stage. Without `prompt`, `messages` and `tokenized_prompt` the first of
-            its `conventional_columns` that is there is taken, `prompt` as a template of its own.
-
-    Raises:
-        ConfigError: the stage needs a chat template and the model has none.
+    Without `prompt`, `messages` and `tokenized_prompt` the first of the `conventional_columns` that
+    is there is taken, `prompt` as a template of its own. A model that lacks the chat template it
+    needs is a ConfigError.
     """
 
     def __init__(self, config: StageConfig, tokenizer: PromptTokenizer) -> None:
@@ -62,10 +62,13 @@ class PromptReader:
                 f"model {config.model!r} has no chat template, which messages, system and "
                 "chat=True need; use prompt= with chat=False for plain text"
             )
-        self._read_pair = None if config.query is None else _pair_reader(config, tokenizer)
+        form = type_of(config.backend).score_form
+        self._pair_form = None if config.query is None else form(config.backend, config.model)
         self._images = ImageReader(config, tokenizer.vocab_size)
         self._adapters = Adapters(config)
-        self._stage_options = stage_template_options(config)
+        # the name of a column stands for tools of each row
+        tools = None if isinstance(config.tools, str) else config.tools
+        self._stage_options = {} if tools is None else {TOOLS: tools}
         self._is_parsed = not type_of(config.backend).is_endpoint and bool(config.output.parsed)
         template = config.chat_template
         if config.tools is not None and not tokenizer.template_reads(TOOLS, chat_template=template):
@@ -82,44 +85,31 @@ class PromptReader:
             )
 
     def read(self, table: pa.Table) -> Sequence[Prompt]:
-        """Return the prompt of each row, with its options of pooling and its adapter.
-
-        Raises:
-            ConfigError: a column that the stage reads is not there, or of no use as a prompt.
-        """
+        """Return the prompt of each row, with its options of pooling and its adapter."""
         config = self._config
         check_inputs(table.schema, config)
-        prompts = self._read(table)
-        prompts = with_pooling(prompts, table, pooling=config.pooling, column=config.pooling_column)
-        return self._adapters.on(prompts, table)
+        prompts = self._read(table, config, conventional_column(table.schema, config))
+        pooling, column = config.pooling, config.pooling_column
+        pooled = with_pooling(prompts, table, pooling=pooling, column=column)
+        return self._adapters.on(pooled, table)
 
-    def _read(self, table: pa.Table) -> Sequence[Prompt]:
-        config = self._config
+    def _read(self, table: pa.Table, config: StageConfig, conventional: str | None) -> list[Prompt]:
         if config.prompt is not None:
-            template = PromptTemplate(config.prompt)
-            return self._from_template(template, table, config.special_tokens)
-        if self._read_pair is not None and config.query is not None and config.document is not None:
-            return self._from_pairs(table, config.query, config.document, self._read_pair)
-        if config.messages is not None:
-            return self._from_messages(table)
-        if config.tokenized_prompt is not None:
-            return self._from_ids(table, config.tokenized_prompt)
-        name = conventional_column(table.schema, config)
-        assert name is not None, "check_inputs has refused a table without prompts"
-        return self._from_convention(table, name)
-
-    def _from_convention(self, table: pa.Table, name: str) -> list[Prompt]:
-        if name == "prompt":
-            mode = self._config.prompt_column_special_tokens or self._config.special_tokens
-            return self._from_template(PromptTemplate("{prompt}"), table, mode)
-        if name == "tokenized_prompt":
+            return self._from_template(config.prompt, table, config.special_tokens)
+        if conventional == "prompt":
+            mode = config.prompt_column_special_tokens or config.special_tokens
+            return self._from_template("{prompt}", table, mode)
+        if config.query is not None and config.document is not None:
+            return self._from_pairs(table, config.query, config.document)
+        if (name := ids_column(config, conventional)) is not None:
             return self._from_ids(table, name)
-        return self._from_column(table, name)
+        if (name := messages_column(config, conventional)) is not None:
+            return self._from_column(table, name)
+        return self._from_messages(table)
 
-    def _from_template(
-        self, template: PromptTemplate, table: pa.Table, special_tokens: SpecialTokens
-    ) -> list[Prompt]:
-        num_special = self._count_special(literal for literal, _ in template.layout)
+    def _from_template(self, text: str, table: pa.Table, mode: SpecialTokens) -> list[Prompt]:
+        template = PromptTemplate(text)
+        num_special = self._count_special(template)
 
         def encode(row: tuple[str, Images]) -> Encoded:
             text, images = row
@@ -128,43 +118,37 @@ class PromptReader:
                 return self._encode_messages(messages, num_special, images=images)
             if not text:  # the tokens that some tokenizers put around it ask nothing
                 raise InvalidPrompt("the prompt is empty, and no chat template adds anything to it")
-            encoded = self._tokenizer.read(text, special_tokens=special_tokens).without(num_special)
+            encoded = self._tokenizer.read(text, special_tokens=mode).without(num_special)
             if self._config.task != "generate":
                 encoded = with_frame(encoded, self._tokenizer)
             return self._images.put_in(encoded, images)
 
-        texts, errors = template.render_column(table)
-        images = self._images.of_rows(table)
-        rows = ((text, of_row) for text, of_row in zip(texts, images, strict=True))
-        encoded = iter(
-            make_prompts((_or_failed(row) for row in rows if row[0] is not None), encode)
-        )
-        return [Prompt(None, error) if error else next(encoded) for error in errors]
+        rows = zip(template.render_column(table), self._images.of_rows(table), strict=True)
+        return make_prompts(rows, encode)
 
-    def _from_pairs(
-        self, table: pa.Table, query: str, document: str, read: Callable[[str, str], Encoded]
-    ) -> list[Prompt]:
+    def _from_pairs(self, table: pa.Table, query: str, document: str) -> list[Prompt]:
+        tokenizer, form, mode = self._tokenizer, self._pair_form, self._config.special_tokens
+        assert isinstance(tokenizer, Tokenizer), "an endpoint has no task of pairs"
+        assert form is not None, "there is a query"
         templates = [PromptTemplate(query), PromptTemplate(document)]
-        num_special = self._count_special(literal for t in templates for literal, _ in t.layout)
-        (queries, errors), (documents, others) = (t.render_column(table) for t in templates)
-        errors = [one or other for one, other in zip(errors, others, strict=True)]
+        num_special = self._count_special(*templates)
 
-        pairs = zip(queries, documents, strict=True)
-        good = ((one, other) for one, other in pairs if one is not None and other is not None)
-        encoded = iter(make_prompts(good, lambda pair: read(*pair).without(num_special)))
-        return [Prompt(None, error) if error else next(encoded) for error in errors]
+        def encode(pair: tuple[str, str]) -> Encoded:
+            encoded = read_pair(tokenizer, *pair, form=form, special_tokens=mode)
+            return encoded.without(num_special)
+
+        return make_prompts(zip(*(t.render_column(table) for t in templates), strict=True), encode)
 
     def _from_messages(self, table: pa.Table) -> list[Prompt]:
         messages = self._config.messages
-        if isinstance(messages, str):
-            return self._from_column(table, messages)
         if callable(messages):
             make = messages
             return make_prompts(python_rows(table), lambda row: self._encode_messages(make(row)))
-        assert messages is not None, "read() asks for messages only where they are set"
+        assert messages is not None, "check_inputs has refused a table without prompts"
+        assert not isinstance(messages, str), "a column is read otherwise"
         templates = [(m, PromptTemplate(m["content"])) for m in messages]
         fields = sorted(set().union(*(t.fields for _, t in templates)))
-        num_special = self._count_special(literal for _, t in templates for literal, _ in t.layout)
+        num_special = self._count_special(*(template for _, template in templates))
         return make_prompts(
             python_rows(table.select(fields)),
             lambda row: self._encode_messages(
@@ -173,31 +157,23 @@ class PromptReader:
         )
 
     def _from_column(self, table: pa.Table, name: str) -> list[Prompt]:
-        values = python_values(column_of(table, name))
-        if not template_columns(self._config) and not self._images.has_column(table):
-            return make_prompts(values, self._encode_messages)
-
         def encode(row: tuple[Any, Any, Any]) -> Encoded:
             messages, options, images = row
             return self._encode_messages(messages, template_options=options, images=images)
 
-        images = self._images.of_rows(table)
+        values, images = python_values(column_of(table, name)), self._images.of_rows(table)
         rows = zip(values, read_template_options(table, self._config), images, strict=True)
-        return make_prompts((_or_failed(row) for row in rows), encode)
+        return make_prompts(rows, encode)
 
     def _from_ids(self, table: pa.Table, name: str) -> list[Prompt]:
-        values = python_values(column_of(table, name))
-        if not self._images.has_column(table):
-            return make_prompts(values, self._check_ids)
-        rows = zip(values, self._images.of_rows(table), strict=True)
-        return make_prompts(
-            (_or_failed(row) for row in rows),
-            lambda row: self._images.put_in(self._check_ids(row[0]), row[1]),
-        )
+        rows = zip(python_values(column_of(table, name)), self._images.of_rows(table), strict=True)
+        put_in = self._images.put_in
+        return make_prompts(rows, lambda row: put_in(self._check_ids(row[0]), row[1]))
 
-    def _count_special(self, literals: Iterable[str]) -> int:
+    def _count_special(self, *templates: PromptTemplate) -> int:
         """Return the special tokens that texts of the job itself hold."""
-        return sum(map(self._tokenizer.count_special, literals))
+        count = self._tokenizer.count_special
+        return sum(count(literal) for template in templates for literal, _ in template.layout)
 
     def _check_ids(self, value: object) -> Encoded:
         if value is None:
@@ -226,13 +202,16 @@ class PromptReader:
         """Return the prompt of messages; `num_special` special tokens in them are the job's own."""
         config = self._config
         if isinstance(messages, str):
-            messages = _parse_messages(messages)
+            try:
+                messages = json.loads(messages)
+            except ValueError as error:
+                raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error
         messages, images = self._images.take_out(messages, images)
         if config.system is not None and isinstance(messages, Sequence) and messages:
             first = messages[0]
             if not (isinstance(first, Mapping) and first.get("role") == "system"):
                 messages = [{"role": "system", "content": config.system}, *messages]
-                num_special += self._count_special([config.system])
+                num_special += self._tokenizer.count_special(config.system)
         options = {**self._stage_options, **(template_options or {})}
         encoded = self._tokenizer.read_chat(
             messages,
@@ -246,22 +225,3 @@ class PromptReader:
             payload = chat_payload({**config.chat_template_kwargs, **options})
             encoded = encoded._replace(payload=payload)
         return self._images.put_in(encoded, images)
-
-
-def _or_failed(row: tuple[Any, ...]) -> Any:  # noqa: ANN401 - data of a row
-    """Return the values of a row, or the first of them that is an exception."""
-    return next((value for value in row if isinstance(value, Exception)), row)
-
-
-def _pair_reader(config: StageConfig, tokenizer: PromptTokenizer) -> Callable[[str, str], Encoded]:
-    """Return what makes one prompt of a query and a document, as the model reads them."""
-    assert isinstance(tokenizer, Tokenizer), "an endpoint has no task of pairs"
-    form = type_of(config.backend).score_form(config.backend, config.model)
-    return partial(read_pair, tokenizer, form=form, special_tokens=config.special_tokens)
-
-
-def _parse_messages(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise InvalidPrompt(f"messages are a text and not JSON: {error}") from error

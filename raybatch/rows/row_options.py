@@ -1,21 +1,27 @@
-"""Options that columns set for single rows and that travel in the payload of their requests.
+"""Options that columns set for single rows: of sampling, chat templates, pooling and adapters.
 
-Tools and other options of the chat template, options of pooling, and the LoRA adapter.
+Those of sampling replace the stage's, with the names of vLLM's `SamplingParams`; options without
+effect are dropped, others refused. The rest travels in the payload of requests.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from raybatch.backends.registry import type_of
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, did_you_mean
 from raybatch.models.source import adapter_source, check_adapter
 from raybatch.records.payload import CHAT, LORA, POOLING, add_payload
 from raybatch.records.pooling import Pooling, pooling_of
-from raybatch.rows.batches import json_value, python_values
-from raybatch.rows.options import StageConfig
+from raybatch.records.structured_outputs import structured_text
+from raybatch.records.types import FLAG_OPTIONS, WHOLE_OPTIONS, Sampling
+from raybatch.rows.batches import python_values
+from raybatch.rows.options import FIXED_PER_STAGE, StageConfig
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.schema import describe_error
@@ -23,30 +29,215 @@ from raybatch.text.chat import InvalidPrompt
 
 # option of a chat template, and field of a request to an endpoint
 TOOLS = "tools"
+_OPTIONS = "options of the chat template"
+
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+_NAMES = tuple(f.name for f in fields(Sampling))
+# options beside which any other that is valid alone is valid
+_ALONE = Sampling()
+_NO_BOUND = 1 << 62
+logger = logging.getLogger(__name__)
+
+# how vLLM hands tokens and texts over, which is the stage's business here
+_NO_EFFECT = frozenset(
+    {
+        "detokenize",
+        "flat_logprobs",
+        "output_kind",
+        "output_text_buffer_length",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "stream_interval",
+    }
+)
+# options that decide an answer and that nothing here does, with the value that asks for nothing
+_REFUSED: Mapping[str, Any] = {
+    "allowed_token_ids": None,
+    "bad_words": [],
+    "extra_args": {},
+    "logit_bias": {},
+    "logprob_token_ids": [],
+    "prompt_logprob_start": None,
+    "prompt_logprob_token_ids": None,
+    "prompt_logprobs": None,
+    "repetition_detection": None,
+    "routed_experts_prompt_start": 0,
+    "spaces_between_special_tokens": True,
+    "thinking_token_budget": None,
+    "trace_decode_token_ids": None,
+    "watermarking": False,
+}
+_RENAMED = {"guided_decoding": "structured_outputs"}
 
 
-def template_columns(config: StageConfig) -> dict[str, str]:
-    """Return the columns with options of the chat template, by what they hold."""
-    columns = {"options": config.chat_template_kwargs_column, TOOLS: config.tools}
-    return {name: column for name, column in columns.items() if isinstance(column, str)}
+def row_samplings(
+    table: pa.Table,
+    sampling: Sampling,
+    *,
+    overrides: Mapping[str, str],
+    sampling_column: str | None,
+    fixed: Sequence[str] = FIXED_PER_STAGE,
+) -> list[Sampling | str]:
+    """Return the sampling options of each row, or the error text of a row with a bad value.
+
+    Args:
+        sampling: of the stage; a null takes its value. Equal rows share one record.
+        overrides: sampling option to the typed column that replaces it.
+        sampling_column: a column of JSON texts or structs with several options at once. Arrow
+            structs turn absent options into null and ints into floats: null is the default and a
+            whole number is an int, therefore.
+    """
+    readers: list[tuple[str, str | None]] = [(column, name) for name, column in overrides.items()]
+    if sampling_column is not None:
+        readers.insert(0, (sampling_column, None))
+    if not readers:
+        return [sampling] * table.num_rows
+    rows = zip(*(python_values(table.column(column)) for column, _ in readers), strict=True)
+    return _made_once(rows, lambda row: _replaced(sampling, readers, row, fixed))
 
 
-def stage_template_options(config: StageConfig) -> dict[str, Any]:
-    """Return the options of the chat template that are tools of the stage."""
-    return {} if config.tools is None or isinstance(config.tools, str) else {TOOLS: config.tools}
+def _made_once(values: Iterable[_S], make: Callable[[_S], _T]) -> list[_T]:
+    """Return what is made of each value, with one record for equal ones."""
+    known: dict[str, _T] = {}
+    made = []
+    for value in values:
+        key = repr(value)
+        if key not in known:
+            known[key] = make(value)
+        made.append(known[key])
+    return made
+
+
+def _replaced(
+    sampling: Sampling,
+    readers: Sequence[tuple[str, str | None]],
+    values: Sequence[Any],
+    fixed: Sequence[str],
+) -> Sampling | str:
+    """Return the stage's options with those of one row, the typed columns last."""
+    changes: dict[str, Any] = {}
+    for (column, name), value in zip(readers, values, strict=True):
+        try:
+            changes.update(_changes(sampling, name, value, fixed))
+        except (ConfigError, ValueError, TypeError) as error:
+            return describe_error("InvalidSampling", f"column {column!r}: {error}")
+    try:
+        return replace(sampling, **changes) if changes else sampling
+    except ConfigError as error:  # of two options that do not fit together
+        columns = ", ".join(repr(column) for column, _ in readers)
+        return describe_error("InvalidSampling", f"columns {columns}: {error}")
+
+
+def _changes(
+    sampling: Sampling, name: str | None, value: object, fixed: Sequence[str]
+) -> dict[str, Any]:
+    """Return the options that one value of a row sets; `name` is None for a JSON value."""
+    if name is None:
+        given = _json_options(value, "sampling options")
+        options = _supported({n: option for n, option in given.items() if option is not None})
+    else:
+        options = {} if value is None else {name: value}
+    changes = {option: _coerce(option, item) for option, item in options.items()}
+    for option in fixed:
+        if option in changes and changes[option] != getattr(sampling, option):
+            raise ConfigError(
+                f"{option} is one value for the whole stage ({getattr(sampling, option)!r}), "
+                f"the row asks for {changes[option]!r}; set it in the sampling of the stage"
+            )
+    for option, item in changes.items():
+        replace(_ALONE, **{"max_tokens": _NO_BOUND, option: item})
+    return changes
+
+
+def _supported(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options without those that change nothing here; refuse those that nothing does."""
+    kept = {}
+    for name, value in options.items():
+        if name in _NO_EFFECT:
+            warn_once(name)
+        elif name in _RENAMED:
+            raise ConfigError(f"{name} has another name in vLLM now: {_RENAMED[name]}")
+        elif name not in _REFUSED:
+            kept[name] = value
+        elif value != _REFUSED[name]:
+            raise ConfigError(f"{name} is an option of vLLM that is not supported; leave it out")
+    return kept
+
+
+@cache
+def warn_once(name: str) -> None:
+    """Log that an option has no effect, once in this process."""
+    logger.warning("the sampling option %s has no effect: texts and tokens are always there", name)
+
+
+def _coerce(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return `value` in the type of the option; raise ConfigError where it has another meaning."""
+    if name not in _NAMES:
+        raise ConfigError(f"unknown sampling option {name!r}{did_you_mean(name, _NAMES)}")
+    if isinstance(value, Exception):
+        raise ConfigError(f"{name} cannot be read: {value}")
+    if name in FLAG_OPTIONS:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true or false, got {value!r}")
+        return value
+    if name == "structured_outputs":
+        return structured_text(value)
+    if name in ("stop", "stop_token_ids"):
+        items = list(value) if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(item, str if name == "stop" else int | float) for item in items):
+            raise ConfigError(f"{name} must be a list, got {value!r}")
+        return tuple(items if name == "stop" else [_whole(name, item) for item in items])
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    if name not in WHOLE_OPTIONS:
+        return _number(name, value)
+    whole = _whole(name, value)
+    # vLLM writes "all tokens" as 0 or -1.
+    return None if name == "top_k" and whole in (0, -1) else whole
+
+
+def _number(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ConfigError(f"{name} is larger than any number of its kind") from error
+
+
+def _whole(name: str, value: float) -> int:
+    if isinstance(value, bool) or value != value or not _number(name, value).is_integer():
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _json_options(value: object, what: str) -> Mapping[str, Any]:
+    options = _json_value(value)
+    if not isinstance(options, Mapping | None):
+        raise ConfigError(f"{what} must be a JSON object, got {value!r}")
+    return options or {}
+
+
+def _json_value(value: object) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the value of a cell with JSON text, or values; None for null or an empty text."""
+    if isinstance(value, Exception):
+        raise ConfigError(f"the value cannot be read: {value}")
+    if not isinstance(value, str | bytes):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except RecursionError as error:
+        raise ConfigError("the JSON is nested too deeply") from error
 
 
 def read_template_options(
     table: pa.Table, config: StageConfig
 ) -> Sequence[Mapping[str, Any] | Exception]:
-    """Return the options of the chat template that come with each row, or what is wrong with them.
-
-    Raises:
-        ConfigError: a column is not there.
-    """
+    """Return the options of the chat template of each row, or what is wrong with them."""
     options: list[dict[str, Any] | Exception] = [{} for _ in range(table.num_rows)]
-    for kind, column in template_columns(config).items():
-        parse = _parse_tools if kind == TOOLS else _parse_options
+    columns = {_OPTIONS: config.chat_template_kwargs_column, TOOLS: config.tools}
+    for kind, column in columns.items():
+        if not isinstance(column, str):
+            continue
         for row, value in enumerate(python_values(column_of(table, column))):
             of_row = options[row]
             if isinstance(of_row, Exception):
@@ -54,48 +245,35 @@ def read_template_options(
             try:
                 if isinstance(value, Exception):
                     raise value
-                of_row |= parse(value)
+                of_row |= _parse_template_options(value, kind)
             except Exception as error:  # a value that Ray has pickled may raise anything
                 options[row] = error
     return options
 
 
 def chat_payload(options: Mapping[str, Any]) -> str:
-    """Return what a parser has to know of a chat, JSON.
-
-    Raises:
-        InvalidPrompt: an option is no JSON.
-    """
+    """Return what a parser has to know of a chat, JSON."""
     try:
         return json.dumps({CHAT: dict(options)})
     except (TypeError, ValueError) as error:
-        raise InvalidPrompt(f"options of the chat template are no JSON: {error}") from error
+        raise InvalidPrompt(f"{_OPTIONS} are no JSON: {error}") from error
 
 
-def _parse_tools(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
-    tools = _parse_json(value, "tools")
-    if tools is None:
-        return {}
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidPrompt(f"tools must be a list of objects, got {value!r:.200}")
-    return {TOOLS: tools} if tools else {}
-
-
-def _parse_options(value: Any) -> dict[str, Any]:  # noqa: ANN401 - data of a row
-    options = _parse_json(value, "options of the chat template")
-    if options is None:
-        return {}
-    if not isinstance(options, Mapping):
-        raise InvalidPrompt(f"options of the chat template are no JSON object: {value!r}")
-    return {name: option for name, option in options.items() if option is not None}
-
-
-def _parse_json(value: object, what: str) -> Any:  # noqa: ANN401 - data of a row
+def _parse_template_options(value: Any, kind: str) -> dict[str, Any]:  # noqa: ANN401 - data of a row
     try:
-        parsed = json_value(value)
+        parsed = _json_value(value)
     except ValueError as error:
-        raise InvalidPrompt(f"{what} are no JSON: {error}") from error
-    return parsed if isinstance(value, str | bytes) else _without_nulls(parsed)
+        raise InvalidPrompt(f"{kind} are no JSON: {error}") from error
+    if not isinstance(value, str | bytes):
+        parsed = _without_nulls(parsed)
+    if kind == TOOLS:
+        tools = [] if parsed is None else parsed
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise InvalidPrompt(f"tools must be a list of objects, got {value!r:.200}")
+        return {TOOLS: tools} if tools else {}
+    if not isinstance(parsed, Mapping | None):
+        raise InvalidPrompt(f"{kind} are no JSON object: {value!r}")
+    return {name: option for name, option in (parsed or {}).items() if option is not None}
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
@@ -110,37 +288,22 @@ def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - data of a row
 def with_pooling(
     prompts: Sequence[Prompt], table: pa.Table, *, pooling: Pooling, column: str | None
 ) -> Sequence[Prompt]:
-    """Return the prompts of rows with their options of pooling; a bad value makes an error row.
-
-    Args:
-        column: of JSON texts or structs with options that win over them; None for none.
-    """
+    """Return prompts with options of pooling, those of a column first; a bad value is an error."""
     if column is None:
         options = pooling.given()
-        return [_with_options(prompt, options) for prompt in prompts] if options else prompts
-    parsed: dict[str, Mapping[str, Any] | str] = {}
-    pooled = []
-    for prompt, value in zip(prompts, python_values(column_of(table, column)), strict=True):
-        key = repr(value)
-        if key not in parsed:
-            parsed[key] = _parse_pooling(value, pooling, column)
-        pooled.append(_with_options(prompt, parsed[key]))
-    return pooled
+        return [_with_pooling(prompt, options) for prompt in prompts] if options else prompts
+
+    def options_of(value: object) -> Mapping[str, Any] | str:
+        try:
+            return pooling_of(_json_options(value, "pooling options"), default=pooling).given()
+        except (ConfigError, ValueError) as error:
+            return describe_error("InvalidPooling", f"column {column!r}: {error}")
+
+    of_rows = _made_once(python_values(column_of(table, column)), options_of)
+    return [_with_pooling(prompt, of_row) for prompt, of_row in zip(prompts, of_rows, strict=True)]
 
 
-def _parse_pooling(value: object, pooling: Pooling, column: str) -> Mapping[str, Any] | str:
-    """Return the options of a row, or the text of its error; without any it has the stage's."""
-    try:
-        options = json_value(value)
-        options = {} if options is None else options
-        if not isinstance(options, Mapping):
-            raise ConfigError(f"pooling options must be a JSON object, got {value!r}")
-        return pooling_of(options, default=pooling).given()
-    except (ConfigError, ValueError) as error:
-        return describe_error("InvalidPooling", f"column {column!r}: {error}")
-
-
-def _with_options(prompt: Prompt, options: Mapping[str, Any] | str) -> Prompt:
+def _with_pooling(prompt: Prompt, options: Mapping[str, Any] | str) -> Prompt:
     if prompt.error or not options:
         return prompt
     if isinstance(options, str):

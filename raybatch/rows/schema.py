@@ -34,30 +34,30 @@ NUMBERS: Mapping[str, tuple[str, pa.DataType]] = {
 
 GOOD_STATUSES: tuple[Status, ...] = ("ok", "truncated", "filtered")
 
+_INVALID = (
+    "InvalidPrompt InvalidSampling InvalidPooling UnknownAdapter InvalidRowId RowTooLarge "
+    "RenderError TokenizeError"
+)
 _STATUS_OF_ERROR: Mapping[str, Status] = {
+    **dict.fromkeys(_INVALID.split(), "invalid"),
     "PromptTooLong": "too_long",
     "CapacityError": "too_long",
-    "InvalidPrompt": "invalid",
-    "InvalidSampling": "invalid",
-    "InvalidPooling": "invalid",
-    "UnknownAdapter": "invalid",
-    "InvalidRowId": "invalid",
-    "RowTooLarge": "invalid",
-    "RenderError": "invalid",
-    "TokenizeError": "invalid",
     "ReplicaCrash": "crashed",
+}
+_STATUS_OF_REASON: Mapping[str | None, Status] = {
+    "length": "truncated",
+    "capacity": "too_long",
+    "filtered": "filtered",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputSchema:
-    """Names and types of the columns that one stage adds.
+    """Names and types of the columns that one stage adds; numbers in place of texts by its task.
 
     Args:
         num_samples: samples per row; above 1 the columns of a sample become lists.
         prefix: put before every name, for a second stage over the same rows.
-        task: of the stage; where nothing is generated, the columns of generated text make room for
-            the numbers.
         parsed: which of `PARSED_COLUMNS` to add.
     """
 
@@ -91,22 +91,17 @@ class OutputSchema:
             "finish_reason": per_sample(pa.string()),
             "group_id": pa.int64(),
             "attempts": pa.int32(),
+            **({"logprobs": per_sample(LOGPROBS_TYPE)} if self.has_logprobs else {}),
+            **{name: per_sample(PARSED_COLUMNS[name]) for name in self.parsed},
+            ERROR_COLUMN: pa.string(),
         }
-        if self.has_logprobs:
-            columns["logprobs"] = per_sample(LOGPROBS_TYPE)
-        columns |= {name: per_sample(PARSED_COLUMNS[name]) for name in self.parsed}
-        columns[ERROR_COLUMN] = pa.string()
         return pa.schema([(self.prefix + name, kind) for name, kind in columns.items()])
 
     def attach(self, user: pa.Table, columns: Mapping[str, Iterable[object]]) -> pa.Table:
         """Return the user's columns, untouched, followed by the added ones.
 
-        A user column named as the row id is replaced by it: only the column that the stage reads
-        the ids from can have that name (see `check_collisions`).
-
-        Args:
-            user: read only.
-            columns: every name of `arrow()` without the prefix, to one value per row.
+        Only the column that the ids are read from can be named as the row id (`check_collisions`),
+        which replaces it. `columns` has every name of `arrow()` without the prefix.
         """
         row_id = self.prefix + ROW_ID
         table = user.drop_columns([row_id]) if row_id in user.column_names else user
@@ -121,34 +116,24 @@ class OutputSchema:
         for name in self.arrow().names:
             if name not in user.names:
                 continue
-            if name == id_column and name == self.prefix + ROW_ID:
-                if user.field(name).type == pa.string():
-                    continue
+            if name != id_column or name != self.prefix + ROW_ID:
                 raise ConfigError(
-                    f"the id column {name!r} is {user.field(name).type} and the output column of "
-                    "that name is a string; rename it, or set output_prefix"
+                    f"the input already has a column {name!r}, which the stage writes; rename it "
+                    f"(ds.rename_columns), or set output_prefix where the stage has that option "
+                    f"(for example LLMStage(..., output_prefix='answer_'))"
                 )
-            raise ConfigError(
-                f"the input already has a column {name!r}, which the stage writes; rename it "
-                f"(ds.rename_columns), or set output_prefix where the stage has that option (for "
-                f"example LLMStage(..., output_prefix='answer_'))"
-            )
+            if (kind := user.field(name).type) != pa.string():
+                raise ConfigError(
+                    f"the id column {name!r} is {kind} and the output column of that name is a "
+                    "string; rename it, or set output_prefix"
+                )
 
 
 def row_status(finish_reason: str | None, error: str) -> Status:
-    """Return the status of a row (or of one of its samples) from its two columns.
-
-    Example:
-        >>> row_status("length", "")
-        'truncated'
-    """
+    """Return the status of a row (or of one of its samples) from its two columns."""
     if error:
         return _STATUS_OF_ERROR.get(error_class(error), "error")
-    if finish_reason == "length":
-        return "truncated"
-    if finish_reason == "capacity":
-        return "too_long"
-    return "filtered" if finish_reason == "filtered" else "ok"
+    return _STATUS_OF_REASON.get(finish_reason, "ok")
 
 
 def error_class(error: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from raybatch.backends.vllm.args import VllmOptions
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
@@ -11,15 +11,14 @@ from raybatch.records.pooling import pooling_of
 from raybatch.records.types import Sampling
 from raybatch.rows.options import PROMPT_OPTIONS, StageConfig
 
-_T = TypeVar("_T")
+_OUTER: Mapping[str, Any] = {"sampling": Sampling, "engine": EngineConfig, "pool": PoolConfig}
 
 
 def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> StageConfig:
-    """Build the options of a stage; the nested ones may be mappings.
+    """Build the options of a stage; the nested ones may be mappings, and None stands for a default.
 
     Args:
-        model: path, hub id or URI.
-        given: options of `StageConfig`, `task` and `seed`; None stands for the default.
+        given: options of `StageConfig`, `task` and `seed`.
         where: what the options belong to, for error messages.
 
     Raises:
@@ -30,20 +29,24 @@ def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> S
         if name not in known:
             raise ConfigError(f"{where}: unknown option {name!r}{_suggestion(name, known)}")
     values = {name: value for name, value in given.items() if value is not None}
-    seed = values.pop("seed", None)
-    values["sampling"] = _nested(Sampling, values.get("sampling"), where=f"{where}: sampling")
-    values["engine"] = _nested(EngineConfig, values.get("engine"), where=f"{where}: engine")
-    values["pool"] = _nested(PoolConfig, values.get("pool"), where=f"{where}: pool")
-    backend = values.get("backend")
-    if isinstance(backend, str):
-        backend = {"kind": backend}
-    backend = _nested(BackendConfig, backend, where=f"{where}: backend")
-    if (task := values.pop("task", "generate")) != "generate":
-        backend = replace(backend, task=task)
-    values["backend"] = backend
+    seed, task = values.pop("seed", None), values.pop("task", "generate")
+    if isinstance(values.get("backend"), str):
+        values["backend"] = {"kind": values["backend"]}
+    for name, cls in {**_OUTER, "backend": BackendConfig}.items():
+        value = values.setdefault(name, {})
+        if isinstance(value, cls):
+            continue
+        if not isinstance(value, Mapping):
+            what = f"{where}: {name} must be a {cls.__name__} or a mapping"
+            raise ConfigError(f"{what}, got {value!r}")
+        listed = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+        values[name] = from_mapping(cls, listed, where=f"{where}: {name}")
+    if task != "generate":
+        values["backend"] = replace(values["backend"], task=task)
     if isinstance(values.get("pooling"), Mapping):
         values["pooling"] = pooling_of(values["pooling"])
-    if backend.task == "score" and not any(name in values for name in (*PROMPT_OPTIONS, "query")):
+    is_score = values["backend"].task == "score"
+    if is_score and not any(name in values for name in (*PROMPT_OPTIONS, "query")):
         values |= {"query": "{query}", "document": "{document}"}
     if seed is not None:
         values["sampling"] = replace(values["sampling"], seed=seed)
@@ -52,22 +55,7 @@ def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> S
 
 def _suggestion(name: str, known: set[str]) -> str:
     """Say which option may be meant; those that lie deeper are named with where they lie."""
-    nested = {
-        f.name: f"{option}.{f.name}"
-        for option, cls in (("pool", PoolConfig), ("engine", EngineConfig), ("sampling", Sampling))
-        for f in fields(cls)
-    }
+    nested = {f.name: f"{option}.{f.name}" for option, cls in _OUTER.items() for f in fields(cls)}
     nested |= {f.name: f"backend.options.{f.name}" for f in fields(VllmOptions)}
     nearest = nearest_name(name, [*nested, *known])
     return "" if nearest is None else f" (did you mean {nested.get(nearest, nearest)!r}?)"
-
-
-def _nested(cls: type[_T], value: object, *, where: str) -> _T:
-    if isinstance(value, cls):
-        return value
-    if value is None:
-        return cls()
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must be a {cls.__name__} or a mapping, got {value!r}")
-    listed = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
-    return from_mapping(cls, listed, where=where)

@@ -10,25 +10,18 @@ import math
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from raybatch.errors import ConfigError, did_you_mean, error_text
-from raybatch.rows.batches import UNREADABLE, python_values
+from raybatch.errors import ConfigError, did_you_mean
+from raybatch.rows.batches import UNREADABLE, is_any_type, python_values
 from raybatch.text.chat import InvalidPrompt, PromptError
 
-_CONVERTIBLE = (
-    str,
-    bool,
-    int,
-    float,
-    decimal.Decimal,
-    datetime.datetime,
-    datetime.date,
-    datetime.time,
-)
+_DATES = (datetime.datetime, datetime.date, datetime.time)
+_CONVERTIBLE = (str, bool, int, float, decimal.Decimal, *_DATES)
+_TEXTS = "string large_string string_view integer floating boolean decimal date time timestamp null"
 
 # what a number or a text may ask for: fill, align, sign, width, grouping, precision, type
 _FORMAT_SPEC = re.compile(
@@ -38,8 +31,7 @@ _FORMAT_SPEC = re.compile(
 _MAX_FORMAT_DIGITS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Literal text, then a field unless this is the end of the template."""
 
     literal: str
@@ -78,34 +70,19 @@ class PromptTemplate:
                 )
 
     def render(self, row: Mapping[str, object]) -> str:
-        """Return the prompt of one row.
-
-        Raises:
-            ConfigError: the row has no such column.
-            InvalidPrompt: a value is null, not valid UTF-8, or of a type that is no text.
-        """
+        """Return the prompt of one row; a value that is no text is an InvalidPrompt."""
         self.check(row)
         return self._fill([row[name] for name in self.fields])
 
-    def render_column(self, table: pa.Table) -> tuple[list[str | None], list[str]]:
-        """Render every row of a table.
-
-        Returns:
-            The prompts, None for a bad row; and the errors, "" for a good one.
-
-        Raises:
-            ConfigError: the table lacks a column.
-        """
-        prompts: list[str | None] = []
-        errors: list[str] = []
+    def render_column(self, table: pa.Table) -> list[str | PromptError]:
+        """Return the prompt of every row of a table, or what is wrong with it."""
+        prompts: list[str | PromptError] = []
         for values in self._values(table):
             try:
                 prompts.append(self._fill(values))
-                errors.append("")
             except PromptError as error:
-                prompts.append(None)
-                errors.append(error_text(error))
-        return prompts, errors
+                prompts.append(error)
+        return prompts
 
     @property
     def layout(self) -> tuple[tuple[str, str | None], ...]:
@@ -114,11 +91,7 @@ class PromptTemplate:
         return tuple((piece.literal, piece.field) for piece in self._pieces) + ends
 
     def field_texts(self, table: pa.Table) -> Iterator[tuple[str, ...] | None]:
-        """Yield the text of each of `fields` for every row of a table; None for a bad row.
-
-        Raises:
-            ConfigError: the table lacks a column.
-        """
+        """Yield the text of each of `fields` for every row of a table; None for a bad row."""
         formats = {piece.field: piece.format_spec for piece in reversed(self._pieces)}
         for values in self._values(table):
             try:
@@ -137,19 +110,16 @@ class PromptTemplate:
         return zip(*columns, strict=True) if columns else [()] * table.num_rows
 
     def _fill(self, row: Sequence[object]) -> str:
-        values = {
-            name: _check_value(name, value) for name, value in zip(self.fields, row, strict=True)
-        }
+        values = {n: _check_value(n, value) for n, value in zip(self.fields, row, strict=True)}
         parts = []
-        for piece in self._pieces:
-            parts.append(piece.literal)
-            if piece.field is not None:
-                parts.append(_format(piece.field, values[piece.field], piece.format_spec))
+        for literal, field, format_spec in self._pieces:
+            parts.append(literal)
+            if field is not None:
+                parts.append(_format(field, values[field], format_spec))
         return "".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unread:
+class _Unread(NamedTuple):
     """Stands for a value of a type that is never decoded."""
 
     type_name: str
@@ -159,8 +129,7 @@ def _read_column(column: pa.ChunkedArray) -> list[object]:
     """Return a column's values; a string that is not valid UTF-8 comes back as bytes.
 
     A date that Python cannot hold, or whose time zone it does not know, comes back as its
-    exception.
-    Only plain types are decoded: decoding a value of an extension type can run code.
+    exception. Only plain types are decoded: decoding a value of an extension type can run code.
     """
     if pa.types.is_dictionary(column.type) and is_text_like(column.type.value_type):
         column = column.cast(column.type.value_type)
@@ -175,31 +144,14 @@ def _read_column(column: pa.ChunkedArray) -> list[object]:
         return python_values(column)
 
 
-def is_text_like(arrow_type: pa.DataType) -> bool:
+def is_text_like(kind: pa.DataType) -> bool:
     """Return whether values of this type can be filled into a prompt."""
-    return not isinstance(arrow_type, pa.BaseExtensionType) and any(
-        is_kind(arrow_type)
-        for is_kind in (
-            pa.types.is_string,
-            pa.types.is_large_string,
-            pa.types.is_string_view,
-            pa.types.is_integer,
-            pa.types.is_floating,
-            pa.types.is_boolean,
-            pa.types.is_decimal,
-            pa.types.is_date,
-            pa.types.is_time,
-            pa.types.is_timestamp,
-            pa.types.is_null,
-        )
-    )
+    return not isinstance(kind, pa.BaseExtensionType) and is_any_type(kind, _TEXTS)
 
 
 def _text_or_bytes(raw: bytes | None) -> str | bytes | None:
-    if raw is None:
-        return None
     try:
-        return raw.decode("utf-8")
+        return None if raw is None else raw.decode("utf-8")
     except UnicodeDecodeError:
         return raw
 
@@ -236,23 +188,21 @@ def _format(name: str, value: object, format_spec: str) -> str:
         ) from error
 
 
-def _parse(text: str) -> tuple[_Piece, ...]:
+def _parse(text: str) -> list[_Piece]:
     try:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
         raise ConfigError(
             f"prompt template {text!r}: {error}; write {{{{ and }}}} for braces in the text"
         ) from error
-    pieces = []
-    for literal, field, format_spec, conversion in parsed:
+    for _, field, format_spec, conversion in parsed:
         if field is not None:
-            _check_field(text, field, format_spec or "", conversion)
-        pieces.append(_Piece(literal, field, format_spec or ""))
-    return tuple(pieces)
+            where = f"prompt template {text!r}: field {field!r}"
+            _check_field(where, field, format_spec or "", conversion)
+    return [_Piece(literal, field, spec or "") for literal, field, spec, _ in parsed]
 
 
-def _check_field(text: str, field: str, format_spec: str, conversion: str | None) -> None:
-    where = f"prompt template {text!r}: field {field!r}"
+def _check_field(where: str, field: str, format_spec: str, conversion: str | None) -> None:
     if not field or field.isdigit():
         raise ConfigError(f"{where} must be the name of a column; write {{{{ }}}} for braces")
     if "." in field or "[" in field or conversion:

@@ -8,7 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 
@@ -20,17 +20,16 @@ from raybatch.durable.journal import ROW
 from raybatch.errors import ReplicaError, RowError
 from raybatch.records.types import PoolStats
 from raybatch.rows.batches import to_table
-from raybatch.rows.finish import AnsweredRows, finish_rows
+from raybatch.rows.finish import finish_rows
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import take_off
-from raybatch.rows.prepare import prepare
+from raybatch.rows.prepare import Prepared, prepare
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
 from raybatch.rows.schema import ERROR_COLUMN, ROW_ID, error_class
 from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
 from raybatch.stages.hints import AllFailedAlarm, FewRowsHint, NoCpuHint
-from raybatch.stages.prepared_batch import PreparedBatch
-from raybatch.stages.unit_watch import PlacedWatch
+from raybatch.stages.unit_writer import PlacedWatch
 
 # What feeds well: small row batches, many of them in flight. A feeder only renders, tokenizes and
 # waits: it keeps up with some 800,000 prompt tokens per second, more than several engines take.
@@ -39,8 +38,15 @@ _REPLICAS_PER_FEEDER = 8
 _ROWS_PER_CALL = 256
 # for the journals of units that fail together
 _KEEP_S = 10.0
-# beside engines that hold CPUs, a part of one would keep the last whole one from reading tasks
-_CPUS_PER_FEEDER = 0
+
+
+class PreparedBatch(NamedTuple):
+    """A row batch as the pool takes it; a row that is no request has an error text, others ""."""
+
+    prepared: Prepared
+    prompt_errors: list[str]
+    client: str
+    watch: PlacedWatch | None
 
 
 class StageFeeder:
@@ -82,12 +88,7 @@ class StageFeeder:
             self._failure = error
 
     async def __call__(self, batch: Any) -> pa.Table:  # noqa: ANN401 - whatever Ray Data has
-        """Return the row batch with the answers; one row out per row in, in the same order.
-
-        Raises:
-            ConfigError: a column is missing, or collides with an output column.
-            RowError: a row failed and the stage has on_error="raise".
-        """
+        """Return the row batch with the answers; one row out per row in, in the same order."""
         self._no_cpu_hint.stop()
         with message_kept():
             return await self._map(to_table(batch))
@@ -103,12 +104,7 @@ class StageFeeder:
         changes: Mapping[str, Any] | None = None,
         watch: PlacedWatch | None = None,
     ) -> PreparedBatch:
-        """Render, tokenize and check rows.
-
-        Args:
-            table: may carry the columns of a plan.
-            changes: of the sampling options, where the rows are retried.
-        """
+        """Render, tokenize and check rows; `changes` are of the sampling where they are retried."""
         if self._failure is not None:
             raise self._failure
         table, planned = take_off(table)
@@ -128,29 +124,19 @@ class StageFeeder:
             changes=changes,
             refused=None if watch is None else watch.given_up(),
         )
-        batch = PreparedBatch(
-            table=table,
-            prepared=prepared,
-            group_ids=None if planned is None else planned.group_ids,
-            # retried rows are no further rows of the run
-            client=self.client if changes is None else retry_client(self.client),
-            watch=None if watch is None else watch.take(prepared.rows),
-        )
-        self._raise_first(prepared.row_ids, batch.prompt_errors)
-        self._all_failed_alarm.see(batch.prompt_errors)
+        errors = [prompt.error for prompt in prepared.prompts]
+        # retried rows are no further rows of the run
+        client = self.client if changes is None else retry_client(self.client)
+        self._raise_first(prepared.row_ids, errors)
+        self._all_failed_alarm.see(errors)
         await self.pool.note_outside(
-            table.num_rows - len(prepared.rows),
-            _error_classes(batch.prompt_errors),
-            client=batch.client,
+            table.num_rows - len(prepared.rows), _error_classes(errors), client=client
         )
-        return batch
+        asked = None if watch is None else watch.take(prepared.rows)
+        return PreparedBatch(prepared, errors, client, asked)
 
     async def _answer(self, batch: PreparedBatch, *, name: str = "") -> pa.Table:
-        """Return prepared rows with their answers.
-
-        Args:
-            name: of the call in the pool, see `PoolHandle.generate`.
-        """
+        """Return prepared rows with their answers; for `name` see `PoolHandle.generate`."""
         prepared, results = batch.prepared, RESULT_SCHEMA.empty_table()
         if prepared.rows:
             results = await self.pool.generate(
@@ -160,7 +146,7 @@ class StageFeeder:
                 name=name,
                 watch=batch.watch,
             )
-        finished = await asyncio.to_thread(self._finish, batch.with_all(results))
+        finished = await asyncio.to_thread(self._finish, prepared, results)
         # the others are counted by the engines, or were before
         counted = [*batch.prompt_errors, *results.column("error").to_pylist()]
         errors = _error_classes(self._errors_of(finished)) - _error_classes(counted)
@@ -171,20 +157,25 @@ class StageFeeder:
     def map_options(cls, *, batch_size: int | None = _ROWS_PER_CALL) -> dict[str, Any]:
         """Return the keyword arguments of `map_batches` that keep the engines full.
 
-        Args:
-            batch_size: rows of one call; None takes Ray blocks as they are.
+        A call has `batch_size` rows; None takes Ray blocks as they are.
 
         Example:
             >>> ds.map_batches(stage, **stage.map_options())  # doctest: +SKIP
         """
-        from ray.data import ActorPoolStrategy  # slow to load, and a local run does without
+        import ray  # slow to load, and a local run does without
+        from ray.data import ActorPoolStrategy
 
+        replicas = cls.config.pool.replicas
+        if replicas is None:
+            replicas = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
+        size = max(1, -(-replicas // _REPLICAS_PER_FEEDER))
         return {
             "batch_format": "pyarrow",
             "batch_size": batch_size,
-            "num_cpus": _CPUS_PER_FEEDER,
+            # beside engines that hold CPUs, a part of one would keep the last from reading tasks
+            "num_cpus": 0,
             "compute": ActorPoolStrategy(
-                size=_num_feeders(cls.config), max_concurrent_calls_per_actor=CALLS_PER_FEEDER
+                size=size, max_concurrent_calls_per_actor=CALLS_PER_FEEDER
             ),
         }
 
@@ -195,23 +186,15 @@ class StageFeeder:
 
     @classmethod
     def stats(cls, *, again: bool = False) -> PoolStats:
-        """Return the state of the pool and what it did for this stage; jobs count by themselves.
-
-        Args:
-            again: count rows that waves have retried, and no others.
-        """
+        """Return what the pool did for this stage; `again` counts rows that waves have retried."""
         return cls.pool.stats(retry_client(cls.client) if again else cls.client)
 
     @classmethod
     def settled(cls, *, began_with: str | None = None, connect: bool = True) -> "type[StageFeeder]":
         """Return the same stage with a backend that is decided, by what its engines will have.
 
-        Args:
-            began_with: kind of the backend that answered the first rows of the same output.
-            connect: to a cluster where there is no connection; else the options alone decide then.
-
-        Raises:
-            ConfigError: the backend cannot be decided, or has not what the stage asks for.
+        It stays the kind that an output `began_with`. Without a connection to a cluster, and
+        without `connect`, the options alone decide. Nothing to decide for is a ConfigError.
         """
         if cls.config.backend.is_decided:
             return cls
@@ -222,11 +205,7 @@ class StageFeeder:
 
     @classmethod
     def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":
-        """Return the same stage with the same pool, as one run needs it: counted by itself.
-
-        Args:
-            id_column: in place of the stage's; None keeps that.
-        """
+        """Return the same stage and pool, counted by itself; None keeps the id column."""
         config = cls.config if id_column is None else replace(cls.config, id_column=id_column)
         client = f"run-{uuid.uuid4().hex[:12]}"
         return type(cls.__name__, (cls,), {"config": config, "client": client})
@@ -244,30 +223,21 @@ class StageFeeder:
             return self.config
         return replace(self.config, id_column=ROW_ID)
 
-    def _finish(self, answered: AnsweredRows) -> pa.Table:
-        finished = finish_rows(answered, tokenizer=self._tokenizer, output=self.config.output)
-        self._raise_first(answered.row_ids, self._errors_of(finished))
+    def _finish(self, prepared: Prepared, results: pa.Table) -> pa.Table:
+        output = self.config.output
+        finished = finish_rows(prepared, results, tokenizer=self._tokenizer, output=output)
+        self._raise_first(prepared.row_ids, self._errors_of(finished))
         return finished
 
     def _raise_first(self, row_ids: Sequence[str], errors: Sequence[str]) -> None:
         """Raise RowError for the first row with an error, where the stage is to end with it."""
-        if self.config.on_error != "raise":
-            return
-        for row_id, error in zip(row_ids, errors, strict=True):
-            if error:
-                raise RowError(f"row {row_id!r}: {error}")
+        if self.config.on_error == "raise":
+            for row_id, error in zip(row_ids, errors, strict=True):
+                if error:
+                    raise RowError(f"row {row_id!r}: {error}")
 
     def _errors_of(self, finished: pa.Table) -> list[str]:
         return finished.column(self.config.output_prefix + ERROR_COLUMN).to_pylist()  # type: ignore[no-any-return]
-
-
-def _num_feeders(config: StageConfig) -> int:
-    import ray  # for the same reason
-
-    num_replicas = config.pool.replicas
-    if num_replicas is None:
-        num_replicas = int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
-    return max(1, -(-num_replicas // _REPLICAS_PER_FEEDER))
 
 
 def retry_client(client: str) -> str:

@@ -1,7 +1,4 @@
-"""Warnings that a feeder logs once.
-
-Ray forwards the log lines of its workers to the driver's terminal.
-"""
+"""Warnings that a feeder logs once; Ray forwards its log to the driver's terminal."""
 
 import logging
 import threading
@@ -24,17 +21,11 @@ _MAX_ERROR_LENGTH = 300
 
 
 class FewRowsHint:
-    """Logs one line where Ray hands a feeder so few rows at once that engines wait for more.
-
-    Args:
-        calls_per_feeder: calls in flight where the dataset is mapped as it should be.
-    """
+    """Logs one line where Ray hands a feeder so few rows at once that engines wait for more."""
 
     def __init__(self, calls_per_feeder: int) -> None:
         self._calls_per_feeder = calls_per_feeder
-        self._num_calls = 0
-        self._num_rows = 0
-        self._most_rows = 0
+        self._num_calls = self._num_rows = self._most_rows = 0
 
     @contextmanager
     def holding(self, num_rows: int) -> Iterator[None]:
@@ -56,23 +47,26 @@ class FewRowsHint:
                 )
 
 
+def free_cpus() -> float:
+    """Return the CPUs of the cluster that nobody holds."""
+    import ray  # slow to load, and only an actor asks
+
+    return float(ray.available_resources().get("CPU", 0))
+
+
 class NoCpuHint:
     """Logs one line where no rows come and feeders may hold the CPUs of the tasks before them.
 
     Ray Data gives every actor of a plain `map_batches` one CPU: two such stages leave none of two
-    CPUs for reading, and the job waits for ever.
-
-    Args:
-        free_cpus: returns the CPUs of the cluster that nobody holds.
-        waits_s: seconds without rows before the first look, and between two looks.
+    CPUs for reading, and the job waits for ever. It looks after seconds without rows, `waits_s`.
     """
 
     def __init__(
         self,
-        free_cpus: Callable[[], float] | None = None,
+        free_cpus: Callable[[], float] = free_cpus,
         waits_s: Sequence[float] = _WAITS_FOR_ROWS_S,
     ) -> None:
-        self._free_cpus = free_cpus or _free_cpus
+        self._free_cpus = free_cpus
         self._waits_s = waits_s
         self._has_rows = threading.Event()
 
@@ -105,21 +99,17 @@ class AllFailedAlarm:
     """Logs one line where every row so far has failed: the template or function is at fault."""
 
     def __init__(self) -> None:
-        self._is_settled = False
-        self._num_failed = 0
-        self._first_error = ""
+        self._is_settled, self._num_failed, self._first_error = False, 0, ""
 
     def see(self, errors: Sequence[str]) -> None:
         """Take the errors of the rows of one call, "" for a good row."""
+        self._is_settled = self._is_settled or not all(errors)
         if self._is_settled or not errors:
-            return
-        if not all(errors):
-            self._is_settled = True
             return
         self._first_error = self._first_error or errors[0]
         self._num_failed += len(errors)
-        if self._num_failed >= _ROWS_BEFORE_ALARM:
-            self._is_settled = True
+        self._is_settled = self._num_failed >= _ROWS_BEFORE_ALARM
+        if self._is_settled:
             # ASCII: the message may hold data of the user, and a terminal obeys some of it
             logger.warning(
                 "EVERY ONE of the first %d rows failed, and the job goes on; the first error: %a. "
@@ -136,12 +126,5 @@ def own_cpus() -> float:
     if ray is None:
         return 0.0
     context = ray.get_runtime_context()
-    if context.get_actor_id() is None:
-        return 0.0
-    return float(context.get_assigned_resources().get("CPU", 0))
-
-
-def _free_cpus() -> float:
-    import ray  # slow to load, and only an actor asks
-
-    return float(ray.available_resources().get("CPU", 0))
+    held = {} if context.get_actor_id() is None else context.get_assigned_resources()
+    return float(held.get("CPU", 0))

@@ -7,10 +7,10 @@ from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config.option import signature_of
 from raybatch.records.types import Task
-from raybatch.rows.endpoint import check_endpoint
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import referenced_columns
 from raybatch.rows.stage_forms import build_stage_config
+from raybatch.rows.stage_model import check_endpoint
 from raybatch.stages.feeder import StageFeeder
 
 
@@ -48,21 +48,10 @@ def LLMStage(  # noqa: N802 - it returns a class
 LLMStage.__signature__ = signature_of(LLMStage, StageConfig)  # type: ignore[attr-defined]
 
 
-def build_stage(
-    config: StageConfig, *, feeder: type[StageFeeder] = StageFeeder
-) -> type[StageFeeder]:
-    """Return the class of a stage with these options.
-
-    Args:
-        config: of the stage.
-        feeder: what it is a kind of.
-    """
+def build_stage(config: StageConfig, feeder: type[StageFeeder] = StageFeeder) -> type[StageFeeder]:
+    """Return the class of a stage with these options, a kind of `feeder`."""
     check_endpoint(config)
     referenced_columns(config)  # parses the templates: a bad one is an error here, not in a feeder
-    spec = PoolSpec(
-        model=config.model, backend=config.backend, engine=config.engine, pool=config.pool
-    )
-    client = f"stage-{uuid.uuid4().hex[:12]}"
-    return type(
-        "LLMStage", (feeder,), {"config": config, "pool": PoolHandle(spec), "client": client}
-    )
+    options = {name: getattr(config, name) for name in ("model", "backend", "engine", "pool")}
+    pool, client = PoolHandle(PoolSpec(**options)), f"stage-{uuid.uuid4().hex[:12]}"
+    return type("LLMStage", (feeder,), {"config": config, "pool": pool, "client": client})

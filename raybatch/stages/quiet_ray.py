@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 # The pool reports a worker that died, with the rows that it had; a task that is tried again tells
@@ -21,7 +21,6 @@ NOISE = "|".join(
         r"^ +@ +0x[0-9a-f]+",
     )
 )
-_VARIABLE = "RAY_DEDUP_LOGS_SKIP_REGEX"
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
@@ -39,21 +38,19 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 def skip_noise_of_workers() -> None:
     """Tell Ray which lines of its processes not to print; to be called before Ray is imported."""
-    os.environ.setdefault(_VARIABLE, NOISE)
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", NOISE)
 
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
     """Pass on what this process writes to standard error, except what Ray's core writes.
 
-    Ray's core writes to the file descriptor, past `sys.stderr`, into the middle of a display. What
-    Python writes goes to where it went.
+    That goes to the file descriptor, past `sys.stderr`, into the middle of a display.
     """
     stderr = sys.stderr
-    try:
+    is_usual = False
+    with suppress(OSError, ValueError, AttributeError):
         is_usual = stderr.fileno() == 2
-    except (OSError, ValueError, AttributeError):
-        is_usual = False
     if not is_usual:
         yield
         return

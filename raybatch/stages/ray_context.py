@@ -43,11 +43,7 @@ def start_ray() -> None:
 
 
 def ray_results(rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, None, None]:  # noqa: ANN401
-    """Yield what feeders return, as it comes.
-
-    Args:
-        rows: a dataset of Ray, or tables.
-    """
+    """Yield what feeders return for a dataset of Ray, or for tables, as it comes."""
     dataset = ray.data.from_arrow(list(rows)) if isinstance(rows, Sequence) else rows
     settle_context(dataset)
     dataset.context.enable_progress_bars = False

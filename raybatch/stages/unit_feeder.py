@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -23,10 +23,15 @@ from raybatch.errors import ReplicaError
 from raybatch.planning.tally import row_statuses
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
-from raybatch.stages.feeder import StageFeeder, end_calls, retry_client
-from raybatch.stages.prepared_batch import PreparedBatch
-from raybatch.stages.unit_watch import PlacedWatch, UnitWatch
-from raybatch.stages.unit_writer import RECEIPT_SCHEMA, SPECIAL, UnitReceipt, UnitWriter
+from raybatch.stages.feeder import PreparedBatch, StageFeeder, end_calls, retry_client
+from raybatch.stages.unit_writer import (
+    RECEIPT_SCHEMA,
+    SPECIAL,
+    PlacedWatch,
+    UnitReceipt,
+    UnitWatch,
+    UnitWriter,
+)
 
 # units whose rows a feeder has handed to the pool
 _UNITS_IN_FLIGHT = 16
@@ -39,6 +44,7 @@ _WAKE_S = 1.0
 _T = TypeVar("_T")
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class PlacedRows:
     """Planned rows of one call of the pool, and how far they are.
 
@@ -46,57 +52,30 @@ class PlacedRows:
         places: columns of the journal, position in the unit and number in the source.
         name: of the call in the pool, the same for whoever answers these rows after a process died.
         watch: of the rows; None where they are of no unit.
-
-    Attributes:
         batch: the rows as the pool has them; None while they are being prepared.
         num_seen: results that `PlacedFeeder` has looked at before the call ends.
     """
 
-    def __init__(
-        self,
-        table: pa.Table,
-        places: Mapping[str, pa.ChunkedArray],
-        *,
-        name: str,
-        watch: PlacedWatch | None,
-    ) -> None:
-        self.table = table
-        self.places = places
-        self.name = name
-        self.watch = watch
-        self.batch: PreparedBatch | None = None
-        self.num_seen = 0
+    table: pa.Table
+    places: Mapping[str, pa.ChunkedArray]
+    name: str
+    watch: PlacedWatch | None
+    batch: PreparedBatch | None = None
+    num_seen: int = 0
 
     @classmethod
     def of(cls, table: pa.Table, unit: UnitWatch | None = None, *, name: str = "") -> "PlacedRows":
-        """Read the places from the columns of the plan.
-
-        Args:
-            unit: that they are of, where they are of one.
-            name: where the rows are some of a call that has a name.
-        """
+        """Read the places from the columns of the plan; rows of a named call keep its name."""
         units, positions = places(table)
         place_bytes = units.tobytes() + positions.tobytes()
         name = name or hashlib.blake2b(place_bytes, digest_size=16).hexdigest()
         columns = {POS: pa.chunked_array([positions]), journal.ROW: table.column(ROW)}
         watch = None if unit is None else unit.at(positions)
-        return cls(table, columns, name=name, watch=watch)
-
-    def given_up(self) -> Set[int]:
-        """Return the rows that are not tried any more."""
-        return frozenset() if self.watch is None else self.watch.given_up().keys()
-
-    def name_in_wave(self, number: int) -> str:
-        """Return the name of the call that retries some of these rows."""
-        return f"{self.name}-{number}"
+        return cls(table=table, places=columns, name=name, watch=watch)
 
 
 class PlacedFeeder(StageFeeder):
-    """A stage that adds to finished rows where they belong, as the journal does.
-
-    Attributes:
-        waves: rules by which rows are retried, one after the other.
-    """
+    """A stage that adds to finished rows where they belong; `waves` are rules to retry them."""
 
     waves: ClassVar[tuple[WaveConfig, ...]] = ()
 
@@ -108,11 +87,11 @@ class PlacedFeeder(StageFeeder):
 
     async def _answer_placed(self, rows: PlacedRows) -> pa.Table:
         # no wave retries what was too much for engines in earlier runs
-        given_up = rows.given_up()
+        given_up = frozenset() if rows.watch is None else frozenset(rows.watch.given_up())
         rows.batch = batch = await self._prepare(rows.table, watch=rows.watch)
         finished = await self._answer(batch, name=rows.name)
         for number, wave in enumerate(self.waves):
-            name = rows.name_in_wave(number)
+            name = _name_in_wave(rows, number)
             finished = await self._retry(rows.table, finished, wave, name, given_up)
         return with_columns(finished, _journal_columns(rows, batch))
 
@@ -120,15 +99,11 @@ class PlacedFeeder(StageFeeder):
         """Let the pool forget rows that no later feeder will ask for."""
         self.pool.forget([rows.name for rows in calls], client=self.client)
         for number in range(len(self.waves)):
-            names = [rows.name_in_wave(number) for rows in calls]
+            names = [_name_in_wave(rows, number) for rows in calls]
             self.pool.forget(names, client=retry_client(self.client))
 
     async def _placed_so_far(self, rows: PlacedRows) -> pa.Table | None:
-        """Return the finished ones of rows that are being answered, each once.
-
-        Returns:
-            The rows; None where there are none. Those that a wave would retry are left out.
-        """
+        """Return the finished ones of rows at work, each once, which no wave would retry."""
         batch = rows.batch
         if batch is None or not batch.prepared.rows:
             return None
@@ -137,8 +112,8 @@ class PlacedFeeder(StageFeeder):
         )
         if not results.num_rows:
             return None
-        positions, answered = batch.with_some(results)
-        finished = await asyncio.to_thread(self._finish, answered)
+        positions, prepared, results = batch.prepared.of_results(results)
+        finished = await asyncio.to_thread(self._finish, prepared, results)
         statuses = row_statuses(finished, self.config.output)
         again = {status for wave in self.waves for status in wave.on}
         is_final = pa.array([status not in again for status in statuses], pa.bool_())
@@ -149,10 +124,7 @@ class PlacedFeeder(StageFeeder):
     async def _retry(
         self, table: pa.Table, finished: pa.Table, wave: WaveConfig, name: str, given_up: Set[int]
     ) -> pa.Table:
-        """Return finished rows where those that the rule is for have a new result.
-
-        A row that has text keeps it where the new result is an error.
-        """
+        """Return rows with new results; a row that has text keeps it where the new one failed."""
         statuses = row_statuses(finished, self.config.output)
         wanted = [i for i, s in enumerate(statuses) if s in wave.on and i not in given_up]
         chosen = np.array(wanted, np.int64)
@@ -165,30 +137,27 @@ class PlacedFeeder(StageFeeder):
         before = finished.column(column).take(chosen)
         attempts = pc.add(again.column(column), before).cast(pa.int32())
         again = again.set_column(place, again.schema.field(column), attempts)
+        pairs = zip(wanted, row_statuses(again, self.config.output), strict=True)
         is_taken = np.array(
-            [
-                new in GOOD_STATUSES or statuses[i] not in GOOD_STATUSES
-                for i, new in zip(wanted, row_statuses(again, self.config.output), strict=True)
-            ]
+            [new in GOOD_STATUSES or statuses[i] not in GOOD_STATUSES for i, new in pairs]
         )
         source = np.arange(finished.num_rows)
         source[chosen[is_taken]] = finished.num_rows + np.flatnonzero(is_taken)
         return pa.concat_tables([finished, again]).take(source)
 
 
-def _journal_columns(
-    rows: PlacedRows, batch: PreparedBatch
-) -> dict[str, pa.Array | pa.ChunkedArray]:
+def _name_in_wave(rows: PlacedRows, number: int) -> str:
+    return f"{rows.name}-{number}"
+
+
+def _journal_columns(rows: PlacedRows, batch: PreparedBatch) -> dict[str, Any]:
     """Return the columns that finished rows have in the journal beside those of the output."""
-    return {**rows.places, SPECIAL: pa.array(batch.num_special, pa.int64())}
+    special = [prompt.num_special for prompt in batch.prepared.prompts]
+    return {**rows.places, SPECIAL: pa.array(special, pa.int64())}
 
 
 class UnitFeeder(PlacedFeeder):
-    """A stage that writes.
-
-    Attributes:
-        flush_every_s: finished rows of a unit that is not complete are kept so often.
-    """
+    """A stage that writes; finished rows of an open unit are kept every `flush_every_s` seconds."""
 
     writer: ClassVar[UnitWriter]
     flush_every_s: ClassVar[float]
@@ -199,12 +168,7 @@ class UnitFeeder(PlacedFeeder):
         self._is_stopped = False
 
     async def _map(self, table: pa.Table) -> pa.Table:
-        """Answer the units of a block, write them, and return a receipt for each.
-
-        Raises:
-            ConfigError: the sink cannot be written.
-            RowError: a row failed and the stage has on_error="raise".
-        """
+        """Answer the units of a block, write them, and return a receipt for each."""
         table = table.sort_by(RANK)
         units, _ = places(table)
         starts = np.flatnonzero(np.diff(units, prepend=-1)).tolist()
@@ -220,12 +184,9 @@ class UnitFeeder(PlacedFeeder):
             if await self._has_to_stop():
                 return None
             started = time.time()
-            receipt = await asyncio.to_thread(self.writer.receipt_of, unit)
-            if receipt is None:
-                receipt = await self._write(unit, rows)
-        if receipt is None:
-            return None
-        return UnitReceipt.of(receipt, started=started, ended=time.time())
+            written = await asyncio.to_thread(self.writer.receipt_of, unit)
+            receipt = written or await self._write(unit, rows)
+        return None if receipt is None else UnitReceipt.of(receipt, started=started)
 
     async def _write(self, unit: int, rows: pa.Table) -> Receipt | None:
         receipt = None
@@ -234,7 +195,7 @@ class UnitFeeder(PlacedFeeder):
         self.pool.note_unit(number, "started", client=self.client)
         try:
             known = await asyncio.to_thread(self.writer.journal_of, unit)
-            watch = await asyncio.to_thread(UnitWatch.read, self.writer, unit)
+            watch = await asyncio.to_thread(UnitWatch, self.writer, unit)
             calls = await self._open_calls(rows, known, watch)
             finished = await self._finish_unit(watch, calls, known)
             if finished is not None:
@@ -250,20 +211,19 @@ class UnitFeeder(PlacedFeeder):
     async def _open_calls(
         self, rows: pa.Table, known: pa.Table, watch: UnitWatch
     ) -> list[PlacedRows]:
-        """Return the calls of a unit without rows that are in the journal.
-
-        A call that the pool still has from a feeder that died is made again as it was.
-        """
-        open_calls = []
+        """Return the calls of a unit, without rows that are in the journal."""
+        open_calls, known_positions = [], known.column(POS).to_numpy()
         for call in _calls(rows):
             placed = PlacedRows.of(call, watch)
-            left = _unknown(call, known)
-            if not left.num_rows:
+            is_open = ~np.isin(placed.places[POS].to_numpy(), known_positions)
+            if not is_open.any():
                 continue
-            is_whole = left.num_rows == call.num_rows or await self.pool.has_named(
-                client=self.client, name=placed.name
-            )
-            open_calls.append(placed if is_whole else PlacedRows.of(left, watch, name=placed.name))
+            # one that the pool still has from a feeder that died is made again as it was
+            has_named = self.pool.has_named
+            if not is_open.all() and not await has_named(client=self.client, name=placed.name):
+                left = call.filter(pa.array(is_open))
+                placed = PlacedRows.of(left, watch, name=placed.name)
+            open_calls.append(placed)
         return open_calls
 
     async def _has_to_stop(self) -> bool:
@@ -274,23 +234,17 @@ class UnitFeeder(PlacedFeeder):
     async def _finish_unit(
         self, watch: UnitWatch, calls: Sequence[PlacedRows], known: pa.Table
     ) -> pa.Table | None:
-        """Generate the rows of a unit; what there is of them is kept from time to time.
-
-        Returns:
-            All rows; None where the run stops before, and finished rows are in the journal.
-        """
+        """Return the rows of a unit, kept from time to time; None where the run stops before."""
         before = frozenset(known.column(POS).to_pylist())
         finished, kept, kept_s = [known], set(before), time.monotonic()
         wake_s = min(_WAKE_S, self.flush_every_s)
         pending = {asyncio.ensure_future(self._answer_placed(call)): call for call in calls}
         try:
             while pending:
-                done, _ = await asyncio.wait(
-                    pending, timeout=wake_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                first = asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait(pending, timeout=wake_s, return_when=first)
                 finished += [_without(call.result(), before) for call in done]
-                for call in done:
-                    del pending[call]
+                pending = {call: rows for call, rows in pending.items() if call not in done}
                 stops = bool(pending) and await self._has_to_stop()
                 is_due = time.monotonic() >= kept_s + self.flush_every_s
                 if pending and (is_due or stops):
@@ -314,15 +268,10 @@ class UnitFeeder(PlacedFeeder):
     async def _keep(
         self, unit: int, finished: Sequence[pa.Table], pending: Iterable[PlacedRows], kept: Set[int]
     ) -> set[int]:
-        """Write to the journal what is finished, also of calls that wait for other rows.
-
-        Returns:
-            Positions that came to it.
-        """
+        """Write what is finished to the journal, also of open calls; return the new positions."""
         so_far = await asyncio.gather(*(self._placed_so_far(rows) for rows in pending))
         tables = [table for table in (*finished, *so_far) if table is not None]
-        tables = [_without(table, kept) for table in tables]
-        new = self.writer.joined(tables)
+        new = self.writer.joined([_without(table, kept) for table in tables])
         if new.num_rows:
             await asyncio.to_thread(self.writer.flush, unit, new)
         return set(new.column(POS).to_pylist())
@@ -336,15 +285,6 @@ async def _all_of(runs: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     except BaseException as error:
         await end_calls(tasks, error)
         raise
-
-
-def _unknown(rows: pa.Table, known: pa.Table) -> pa.Table:
-    """Return planned rows that are not in the journal."""
-    if not known.num_rows:
-        return rows
-    _, positions = places(rows)
-    is_known = np.isin(positions, known.column(POS).to_numpy())
-    return rows.filter(pa.array(~is_known))
 
 
 def _without(finished: pa.Table, kept: Set[int]) -> pa.Table:

@@ -36,11 +36,7 @@ class RunObserver(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeederRunner:
-    """Runs planned rows through the feeders of a stage; see `planned.UnitRunner`.
-
-    Args:
-        is_local: feeders are objects of this process; with Ray they are actors.
-    """
+    """Runs planned rows through the feeders of a stage, local ones or actors of Ray."""
 
     stage: type[StageFeeder]
     sink: str
@@ -60,9 +56,8 @@ class FeederRunner:
         return ~done[stored.first_unit : stored.first_unit + stored.num_units]
 
     def run(self, stored: StoredPlan, rows: Any) -> None:  # noqa: ANN401 - Ray has no types
-        feeder = self._feeder(
-            UnitFeeder, writer=self._writer(stored), flush_every_s=self.flush_every_s
-        )
+        writer = self._writer(stored)
+        feeder = self._feeder(UnitFeeder, writer=writer, flush_every_s=self.flush_every_s)
         # an error of the observer ends the calls that are in flight
         with closing(self._results(rows, feeder)) as results:
             for receipts in results:
@@ -81,8 +76,7 @@ class FeederRunner:
             rows = writer.joined([finished.filter(pa.array(units == unit))])
             receipt = writer.deliver(unit, rows)
             if receipt is not None:
-                done = UnitReceipt.of(receipt, started=started, ended=time.time())
-                self.observer.unit_done(done)
+                self.observer.unit_done(UnitReceipt.of(receipt, started=started))
 
     def write_nothing(self, stored: StoredPlan) -> None:
         """Write the one part of an input without rows, so that readers find the columns."""
@@ -97,14 +91,8 @@ class FeederRunner:
         return ray_results(rows, feeder)
 
     def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
-        stage = self.stage
-        of_stage = {
-            "config": stage.config,
-            "pool": stage.pool,
-            "client": stage.client,
-            "waves": self.waves,
-        }
-        return type(base.__name__, (base,), of_stage | attributes)
+        of_stage = {name: getattr(self.stage, name) for name in ("config", "pool", "client")}
+        return type(base.__name__, (base,), {**of_stage, "waves": self.waves, **attributes})
 
     def _writer(self, stored: StoredPlan) -> UnitWriter:
         return UnitWriter(

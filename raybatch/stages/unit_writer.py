@@ -1,20 +1,26 @@
 """Writes finished rows below the sink of a job, unit by unit, each exactly once; and receipts."""
 
+import asyncio
 import os
 import socket
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire.begun import BEGUN_SCHEMA, Begun
+from raybatch.actors.wire.columns import crash_error
+from raybatch.actors.wire.records import RowCrashes
 from raybatch.durable.attempts import Strikes, read_strikes, write_strikes
 from raybatch.durable.commit import commit_unit, receipt_of
 from raybatch.durable.journal import (
+    PLACE,
     POS,
     ROW,
     journal_schema,
@@ -28,7 +34,7 @@ from raybatch.durable.partitioned import commit_partitioned, partitioned_receipt
 from raybatch.durable.parts import PARQUET
 from raybatch.durable.storage import error_context
 from raybatch.durable.stores.protocols import Store
-from raybatch.durable.units import Receipt, UnitCounts, UnitPlan
+from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan
 from raybatch.planning.store import read_units
 from raybatch.planning.stored import StoredPlan
 from raybatch.planning.tally import unit_counts
@@ -59,8 +65,8 @@ class UnitReceipt(TokenCounts):
     pid: int
 
     @classmethod
-    def of(cls, receipt: Receipt, *, started: float, ended: float) -> "UnitReceipt":
-        """Return the receipt of a unit that this process has written, or found written."""
+    def of(cls, receipt: Receipt, *, started: float) -> "UnitReceipt":
+        """Return the receipt of a unit that this process has now written, or found written."""
         counts = receipt.counts
         return cls(
             unit=receipt.unit,
@@ -69,22 +75,15 @@ class UnitReceipt(TokenCounts):
             num_errors=sum(error.num_rows for error in counts.errors.values()),
             **token_counts(counts),
             started=started,
-            ended=ended,
+            ended=time.time(),
             host=socket.gethostname(),
             pid=os.getpid(),
         )
 
 
-_ARROW_TYPES: Mapping[Any, pa.DataType] = {
-    bool: pa.bool_(),
-    float: pa.float64(),
-    int: pa.int64(),
-    str: pa.string(),
-}
+_TYPES: dict[Any, Any] = {bool: pa.bool_(), float: pa.float64(), int: pa.int64(), str: pa.string()}
 # receipts as Ray carries them
-RECEIPT_SCHEMA = pa.schema(
-    [(field.name, _ARROW_TYPES[field.type]) for field in fields(UnitReceipt)]
-)
+RECEIPT_SCHEMA = pa.schema([(field.name, _TYPES[field.type]) for field in fields(UnitReceipt)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,41 +106,22 @@ class UnitWriter:
     def receipt_of(self, unit: int) -> Receipt | None:
         """Return the receipt of a unit that is written already; None where it is not."""
         of = partitioned_receipt_of if self.stored.partition_by else receipt_of
-        return of(self.store, self._plan.unit(unit), self.stored.hash)
+        return of(*self.target(unit), self.stored.hash)
 
     def journal_of(self, unit: int) -> pa.Table:
         """Return finished rows of a unit that an earlier attempt left, as the journal has them."""
-        return read_fragments(
-            self.store, self._plan.unit(unit), self._row_schema, plan_hash=self.stored.hash
-        )
-
-    def strikes_of(self, unit: int) -> Strikes:
-        """Return the rows of a unit that engines have died with in earlier attempts."""
-        return read_strikes(self.store, self._plan.unit(unit), plan_hash=self.stored.hash)
+        plan_hash = self.stored.hash
+        return read_fragments(*self.target(unit), self._row_schema, plan_hash=plan_hash)
 
     def keep_strikes(self, unit: int, strikes: Strikes) -> None:
         """Keep rows of a unit that engines have died with, for later attempts."""
         with error_context(self._error_context):
-            write_strikes(self.store, self._plan.unit(unit), strikes, plan_hash=self.stored.hash)
-
-    def begun_of(self, unit: int) -> Begun:
-        """Return the tokens that earlier attempts have of rows that they did not finish."""
-        known = Begun()
-        place = self._plan.unit(unit)
-        for tokens in read_begun(self.store, place, BEGUN_SCHEMA, plan_hash=self.stored.hash):
-            known.add(tokens)
-        return known
+            write_strikes(*self.target(unit), strikes, plan_hash=self.stored.hash)
 
     def keep_begun(self, unit: int, tokens: pa.RecordBatch) -> None:
         """Keep tokens of rows that are not finished, by position in the unit."""
         with error_context(self._error_context):
-            write_begun(
-                self.store,
-                self._plan.unit(unit),
-                tokens,
-                plan_hash=self.stored.hash,
-                attempt=self._unique_attempt(),
-            )
+            write_begun(*self.target(unit), tokens, **self._of_attempt())
 
     def joined(self, finished: Sequence[pa.Table]) -> pa.Table:
         """Return finished rows as the journal has them."""
@@ -151,24 +131,11 @@ class UnitWriter:
     def flush(self, unit: int, finished: pa.Table) -> None:
         """Keep finished rows of a unit that is not complete."""
         with error_context(self._error_context):
-            write_fragment(
-                self.store,
-                self._plan.unit(unit),
-                finished,
-                plan_hash=self.stored.hash,
-                attempt=self._unique_attempt(),
-            )
+            write_fragment(*self.target(unit), finished, **self._of_attempt())
 
     def deliver(self, unit: int, finished: pa.Table) -> Receipt | None:
-        """Write a unit, or where rows are missing keep these until the others come.
-
-        Args:
-            finished: rows of it as the journal has them; those in the journal may be among them.
-
-        Returns:
-            The receipt; None where rows are missing.
-        """
-        num_rows = int(self._plan.unit_rows[unit])
+        """Write a unit and return its receipt; keep rows and return None where some are missing."""
+        num_rows = self.target(unit)[1].num_rows
         with error_context(self._error_context):
             if finished.num_rows < num_rows:
                 self.flush(unit, finished)
@@ -186,7 +153,7 @@ class UnitWriter:
             "attempt": self.attempt,
             "part_format": replace(PARQUET, encode=self._encode),
         }
-        target = self.store, self._plan.unit(unit)
+        target = self.target(unit)
         unwritten = [] if self.output is None else [SPECIAL]
         if by := self.stored.partition_by:
             options |= {"by": by, "count": self._counts, "unwritten": unwritten}
@@ -216,13 +183,14 @@ class UnitWriter:
             return finished
         return finished.append_column(SPECIAL, pa.array(np.zeros(finished.num_rows, np.int64)))
 
-    def _unique_attempt(self) -> str:
-        """Return a name that no other attempt has, of this run or another."""
-        return f"{self.attempt}-{uuid.uuid4().hex[:8]}"
+    def _of_attempt(self) -> dict[str, Any]:
+        """Return the plan, and a name that no other attempt has, of this run or another."""
+        attempt = f"{self.attempt}-{uuid.uuid4().hex[:8]}"
+        return {"plan_hash": self.stored.hash, "attempt": attempt}
 
-    @property
-    def _plan(self) -> UnitPlan:
-        return plan_units(self.sink, self.stored)
+    def target(self, unit: int) -> tuple[Store, Unit]:
+        """Return where a unit is written."""
+        return self.store, plan_units(self.sink, self.stored).unit(unit)
 
     @property
     def _row_schema(self) -> pa.Schema:
@@ -253,3 +221,76 @@ def settle_schema(store: Store, schema: pa.Schema) -> pa.Schema:
 def plan_units(sink: str, stored: StoredPlan) -> UnitPlan:
     """Return the units of a plan, which never change; a process reads them once."""
     return read_units(sink, stored)
+
+
+class UnitWatch:
+    """What earlier runs of a unit know of its rows by position, and what this run learns."""
+
+    def __init__(self, writer: UnitWriter, unit: int) -> None:
+        self.writer = writer
+        self.unit = unit
+        target, plan_hash = writer.target(unit), writer.stored.hash
+        self.strikes = read_strikes(*target, plan_hash=plan_hash)
+        self.begun = Begun()
+        for tokens in read_begun(*target, BEGUN_SCHEMA, plan_hash=plan_hash):
+            self.begun.add(tokens)
+        self.begun.take_new()
+
+    def at(self, positions: npt.NDArray[np.int64]) -> "PlacedWatch":
+        """Return what is known of some rows of the unit."""
+        return PlacedWatch(unit=self, positions=positions)
+
+    async def flush(self) -> None:
+        """Keep the tokens that rows have gained since the last time."""
+        tokens = self.begun.take_new()
+        if tokens is not None:
+            await asyncio.to_thread(self.writer.keep_begun, self.unit, tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlacedWatch:
+    """Follows some rows of a unit, as a pool wants it; by positions in the unit, int64 [rows]."""
+
+    unit: UnitWatch
+    positions: npt.NDArray[np.int64]
+
+    def take(self, rows: Sequence[int]) -> "PlacedWatch":
+        """Return the same for some of these rows."""
+        return self.unit.at(self.positions[np.asarray(rows, np.intp)])
+
+    def given_up(self) -> dict[int, str]:
+        """Return the rows that are not tried any more, each with its error."""
+        known = self.unit.strikes
+        places = enumerate(self.positions.tolist())
+        return {row: crash_error(known.crashes[p]) for row, p in places if p in known.given_up}
+
+    @property
+    def crashes(self) -> npt.NDArray[np.int16]:
+        known = self.unit.strikes.crashes
+        return np.array([known.get(pos, 0) for pos in self.positions.tolist()], np.int16)
+
+    @property
+    def begun(self) -> pa.RecordBatch | None:
+        row_at = {pos: row for row, pos in enumerate(self.positions.tolist())}
+        known = self.unit.begun.of(row_at.keys())
+        if known is None:
+            return None
+        return _with_rows(known, [row_at[pos] for pos in known.column(PLACE).to_pylist()])
+
+    async def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
+        places = {int(self.positions[one.row]): one for one in crashes}
+        given_up = frozenset(pos for pos, one in places.items() if one.is_given_up)
+        counts = {pos: one.num_crashes for pos, one in places.items()}
+        strikes = Strikes(crashes=counts, given_up=given_up)
+        self.unit.strikes |= strikes
+        await asyncio.to_thread(self.unit.writer.keep_strikes, self.unit.unit, strikes)
+
+    def note_begun(self, begun: pa.RecordBatch) -> None:
+        self.unit.begun.add(_with_rows(begun, self.positions[begun.column(PLACE).to_numpy()]))
+
+
+def _with_rows(batch: pa.RecordBatch, rows: npt.ArrayLike) -> pa.RecordBatch:
+    place = batch.schema.get_field_index(PLACE)
+    return batch.set_column(
+        place, batch.schema.field(place), pa.array(np.asarray(rows), pa.int32())
+    )

@@ -9,7 +9,7 @@ from raybatch.actors.wire.columns import LOGPROBS_TYPE
 from raybatch.compat.row_functions import Preprocess
 from raybatch.errors import ConfigError
 from raybatch.llm import ChatTemplateStageConfig, ProcessorConfig, TokenizerStageConfig
-from raybatch.rows.overrides import warn_once
+from raybatch.rows.row_options import warn_once
 from raybatch.rows.schema import ERROR_COLUMN
 from tests.migration.support import LocalRun, user
 from tests.stages.support import ASSISTANT, USER, make_tokenizer

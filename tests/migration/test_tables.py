@@ -10,7 +10,7 @@ import pytest
 
 from raybatch import llm
 from raybatch.records.types import Sampling
-from raybatch.rows.overrides import _NO_EFFECT, _REFUSED
+from raybatch.rows.row_options import _NO_EFFECT, _REFUSED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own imports warn
 

@@ -12,12 +12,18 @@ from raybatch.backends.openai.options import openai_options
 from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import fingerprint
 from raybatch.records.types import Sampling
-from raybatch.rows.endpoint import EndpointTokenizer, text_of_triples, triples
 from raybatch.rows.plan_columns import prompt_columns, take_off, with_columns
 from raybatch.rows.prepare import find_copies, prepare
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.render import PromptReader
-from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
+from raybatch.rows.stage_model import (
+    EndpointTokenizer,
+    find_model,
+    load_tokenizer,
+    max_model_len,
+    text_of_triples,
+    triples,
+)
 from raybatch.stages.llm_stage import LLMStage
 from raybatch.text.chat import InvalidPrompt
 from raybatch.text.tokenizer import Tokenizer

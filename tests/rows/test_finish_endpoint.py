@@ -6,10 +6,11 @@ import pyarrow as pa
 from raybatch.actors.wire.columns import combine_results, encode_completions
 from raybatch.backends.openai.options import openai_options
 from raybatch.records.types import Completion, Sampling
-from raybatch.rows.endpoint import EndpointTokenizer, triples
-from raybatch.rows.finish import AnsweredRows, finish_rows
+from raybatch.rows.finish import finish_rows
+from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import OutputSchema
+from raybatch.rows.stage_model import EndpointTokenizer, triples
 
 TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
 USER = pa.table({"text": ["same", "same"]})
@@ -19,17 +20,19 @@ def finish(completions, **options):
     prompts = [Prompt(triples("a long prompt"), payload="{}") for _ in range(2)]
     sampling = Sampling(n=options.pop("n", 1))
     batch = encode_completions([0] * len(completions), completions)
-    answered = AnsweredRows(
+    prepared = Prepared(
         table=USER,
         row_ids=["0", "1"],
         prompts=prompts,
         rows=[0],
         copies={1: 0},
+        requests=pa.table({}),
         samplings=[sampling],
-        results=combine_results([batch], np.ones(1, np.int16)),
+        request_samplings=[sampling],
     )
+    results = combine_results([batch], np.ones(1, np.int16))
     output = OutputSchema(num_samples=sampling.n)
-    return finish_rows(answered, tokenizer=TOKENIZER, output=output).to_pylist()
+    return finish_rows(prepared, results, tokenizer=TOKENIZER, output=output).to_pylist()
 
 
 def sample(index=0, **fields):

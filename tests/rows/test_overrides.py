@@ -2,7 +2,7 @@ import pyarrow as pa
 import pytest
 
 from raybatch.records.types import Sampling
-from raybatch.rows.overrides import row_samplings
+from raybatch.rows.row_options import row_samplings
 
 BASE = Sampling(max_tokens=16, temperature=1.0)
 

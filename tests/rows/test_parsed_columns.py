@@ -10,10 +10,11 @@ from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import fingerprint, output_columns, output_schema
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.types import Completion, Sampling
-from raybatch.rows.endpoint import EndpointTokenizer
-from raybatch.rows.finish import AnsweredRows, finish_rows
+from raybatch.rows.finish import finish_rows
+from raybatch.rows.prepare import Prepared
 from raybatch.rows.prompt import Prompt
 from raybatch.rows.schema import PARSED_COLUMNS, OutputSchema
+from raybatch.rows.stage_model import EndpointTokenizer
 from raybatch.stages.llm_stage import LLMStage
 
 TOKENIZER = EndpointTokenizer(openai_options({"base_url": "http://localhost/v1"}))
@@ -23,19 +24,21 @@ PARSED = ParsedText(reasoning="hm", tool_calls=(CALL,), error="ValueError: no")
 
 
 def finish(completions, *, num_samples=1, parsed=tuple(PARSED_COLUMNS)):
-    answered = AnsweredRows(
+    prepared = Prepared(
         table=pa.table({"text": ["a"]}),
         row_ids=["0"],
         prompts=[Prompt(np.zeros(1, np.int32))],
         rows=[0],
         copies={},
+        requests=pa.table({}),
         samplings=[Sampling(n=num_samples)],
-        results=combine_results(
-            [encode_completions([0] * len(completions), completions)], np.ones(1, np.int16)
-        ),
+        request_samplings=[Sampling(n=num_samples)],
+    )
+    results = combine_results(
+        [encode_completions([0] * len(completions), completions)], np.ones(1, np.int16)
     )
     output = OutputSchema(num_samples=num_samples, parsed=parsed)
-    (row,) = finish_rows(answered, tokenizer=TOKENIZER, output=output).to_pylist()
+    (row,) = finish_rows(prepared, results, tokenizer=TOKENIZER, output=output).to_pylist()
     return row
 
 

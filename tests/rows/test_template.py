@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 from raybatch.rows.batches import python_values
 from raybatch.rows.template import PromptTemplate
 from raybatch.text.chat import InvalidPrompt
@@ -156,9 +156,19 @@ def test_a_format_that_does_not_fit_the_value_is_a_row_error():
         PromptTemplate("{x:.2f}").render({"x": "abc"})
 
 
+def rendered(text, table):
+    """Return the prompts of a table, None for a bad row; and the errors, "" for a good one."""
+    values = PromptTemplate(text).render_column(table)
+    is_bad = [isinstance(value, InvalidPrompt) for value in values]
+    return (
+        [None if bad else value for value, bad in zip(values, is_bad, strict=True)],
+        [error_text(value) if bad else "" for value, bad in zip(values, is_bad, strict=True)],
+    )
+
+
 def test_a_table_renders_row_by_row():
     table = pa.table({"a": ["x", None, "z"], "n": [1, 2, 3]})
-    assert PromptTemplate("{a}{n}").render_column(table) == (
+    assert rendered("{a}{n}", table) == (
         ["x1", None, "z3"],
         ["", "InvalidPrompt: column 'a' is null", ""],
     )
@@ -167,7 +177,7 @@ def test_a_table_renders_row_by_row():
 @pytest.mark.parametrize("arrow_type", [pa.string(), pa.large_string()], ids=str)
 def test_invalid_utf8_is_an_error_of_its_row_alone(arrow_type):
     column = invalid_utf8([b"good", b"b\xffd", None, "ü".encode()], arrow_type)
-    prompts, errors = PromptTemplate("{x}").render_column(pa.table({"x": column}))
+    prompts, errors = rendered("{x}", pa.table({"x": column}))
     assert prompts == ["good", None, None, "ü"]
     assert errors == [
         "",
@@ -179,19 +189,19 @@ def test_invalid_utf8_is_an_error_of_its_row_alone(arrow_type):
 
 def test_a_dictionary_encoded_column_is_text():
     table = pa.table({"x": pa.array(["a", "b", "a"]).dictionary_encode()})
-    assert PromptTemplate("{x}").render_column(table)[0] == ["a", "b", "a"]
+    assert rendered("{x}", table)[0] == ["a", "b", "a"]
 
 
 def test_invalid_utf8_in_a_dictionary_is_an_error_of_its_rows():
     values = invalid_utf8([b"ok", b"\xff"], pa.string())
     column = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.int32()), values)
-    prompts, _ = PromptTemplate("{x}").render_column(pa.table({"x": column}))
+    prompts, _ = rendered("{x}", pa.table({"x": column}))
     assert prompts == ["ok", None, "ok"]
 
 
 def test_a_column_of_lists_gives_row_errors():
     table = pa.table({"x": pa.array([[1], None])})
-    assert PromptTemplate("{x}").render_column(table)[1] == [
+    assert rendered("{x}", table)[1] == [
         "InvalidPrompt: column 'x' holds a list<item: int64>; a prompt takes text, numbers and "
         "dates: convert it before this stage",
         "InvalidPrompt: column 'x' is null",
@@ -200,23 +210,23 @@ def test_a_column_of_lists_gives_row_errors():
 
 def test_values_of_an_extension_type_are_never_decoded():
     column = pa.ExtensionArray.from_storage(Payload(), pa.array([b"a", None], pa.binary()))
-    _, errors = PromptTemplate("{x}").render_column(pa.table({"x": column}))
+    _, errors = rendered("{x}", pa.table({"x": column}))
     assert [error.split(":")[0] for error in errors] == ["InvalidPrompt", "InvalidPrompt"]
 
 
 def test_a_table_without_the_column_is_a_config_error():
     with pytest.raises(ConfigError, match="no column 'x'"):
-        PromptTemplate("{x}").render_column(pa.table({"y": [1]}))
+        rendered("{x}", pa.table({"y": [1]}))
 
 
 def test_an_empty_table_renders_to_nothing():
     table = pa.table({"x": pa.array([], pa.string())})
-    assert PromptTemplate("{x}").render_column(table) == ([], [])
+    assert rendered("{x}", table) == ([], [])
 
 
 def test_a_column_in_several_chunks_keeps_its_order():
     column = pa.chunked_array([["a"], [], ["b", "c"]], pa.string())
-    assert PromptTemplate("{x}").render_column(pa.table({"x": column}))[0] == ["a", "b", "c"]
+    assert rendered("{x}", pa.table({"x": column}))[0] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +235,7 @@ def test_a_column_in_several_chunks_keeps_its_order():
     ids=["date", "timestamp"],
 )
 def test_a_date_that_python_cannot_hold_is_the_rows_error(column):
-    prompts, errors = PromptTemplate("{x}").render_column(pa.table({"x": column}))
+    prompts, errors = rendered("{x}", pa.table({"x": column}))
     assert (prompts[0] is None, prompts[1], errors[0]) == (False, None, "")
     assert errors[1].startswith("InvalidPrompt: column 'x' cannot be read")
 

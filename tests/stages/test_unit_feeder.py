@@ -19,8 +19,7 @@ from raybatch.planning.shards import stretches
 from raybatch.planning.store import write_plan
 from raybatch.rows.plan_columns import place_columns, plan_columns, with_columns
 from raybatch.stages.unit_feeder import PlacedRows, UnitFeeder, _calls
-from raybatch.stages.unit_watch import UnitWatch
-from raybatch.stages.unit_writer import SPECIAL, UnitWriter
+from raybatch.stages.unit_writer import SPECIAL, UnitWatch, UnitWriter
 from tests.history.test_recorder import stored_plan
 from tests.stages.support import LocalPool, fake_stage
 
@@ -216,7 +215,7 @@ def test_the_pool_hears_how_often_engines_died_with_each_row(model, tmp_path):
 @pytest.fixture
 def watch(model, tmp_path):
     feeder = make_feeder(model, tmp_path, [4])
-    return UnitWatch.read(feeder.writer, 0), feeder.writer
+    return UnitWatch(feeder.writer, 0), feeder.writer
 
 
 def test_tokens_that_rows_have_gained_outlive_the_run(watch):
@@ -224,9 +223,9 @@ def test_tokens_that_rows_have_gained_outlive_the_run(watch):
     placed = unit.at(np.array([1, 3]))
     placed.note_begun(begun(1, [7, 8]))
     asyncio.run(unit.flush())
-    again = UnitWatch.read(writer, 0).at(np.array([3, 0]))
+    again = UnitWatch(writer, 0).at(np.array([3, 0]))
     assert [{"row": 0, "token_ids": [7, 8]}] == again.begun.select(["row", "token_ids"]).to_pylist()
-    assert UnitWatch.read(writer, 0).at(np.array([1])).begun is None
+    assert UnitWatch(writer, 0).at(np.array([1])).begun is None
 
 
 def test_deaths_outlive_the_run_and_belong_to_their_rows(watch):
@@ -234,7 +233,7 @@ def test_deaths_outlive_the_run_and_belong_to_their_rows(watch):
     placed = unit.at(np.array([1, 3]))
     deaths = [RowCrashes(0, 1, False), RowCrashes(1, 3, True)]
     asyncio.run(placed.note_crashes(deaths))
-    again = UnitWatch.read(writer, 0).at(np.array([3, 1, 0]))
+    again = UnitWatch(writer, 0).at(np.array([3, 1, 0]))
     assert [3, 1, 0] == again.crashes.tolist()
     assert {0} == again.given_up().keys()
     assert [1, 0] == again.take([1, 2]).crashes.tolist()
