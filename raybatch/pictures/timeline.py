@@ -1,16 +1,17 @@
 """Figures over time, below each other on one axis, and boxes in lanes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from raybatch.pictures.charts import ticks
-from raybatch.pictures.svg import (
+from raybatch.pictures.charts import (
     drawing,
     element,
     grid_line,
     horizontal,
     rect,
     text,
+    ticks,
     vertical,
     x_label,
     x_tick,
@@ -33,8 +34,11 @@ _MAX_TIME_TICKS = 9
 _SAME_S = 0.01
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+# begin and end, and the seconds of each kind: at work, cold start, starvation, tail
+Cell = tuple[float, float, tuple[float, float, float, float]]
+
+
+class Step(NamedTuple):
     """A value that held from one time to another."""
 
     start_s: float
@@ -58,18 +62,6 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaneRow:
-    """How the time of one engine was shared out.
-
-    Args:
-        cells: begin, end, and the seconds of each kind: at work, cold start, starvation, tail.
-    """
-
-    name: str
-    cells: tuple[tuple[float, float, tuple[float, float, float, float]], ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
     """Something that took time; those of one lane are drawn beside each other.
 
@@ -90,7 +82,7 @@ def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float] 
     """Draw figures over time, from top to bottom; a vertical line stands at each of `marks`."""
     bottom = 8 + len(bands) * (_BAND + _GAP) - _GAP
     x = _scale(total_s)
-    parts = _marks(marks, x, 4, bottom)
+    parts = [vertical(x(mark), 4, bottom, "mark") for mark in marks]
     for i, band in enumerate(bands):
         parts += _band(band, 8 + i * (_BAND + _GAP), x)
     parts += _time_axis(total_s, x, bottom)
@@ -101,19 +93,25 @@ def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float] 
     return drawing(_WIDTH, bottom + _AXIS, f"Over {duration(total_s)}: {summary}", parts)
 
 
-def draw_lanes(rows: Sequence[LaneRow], *, total_s: float, marks: Sequence[float] = ()) -> str:
+def draw_lanes(
+    rows: Mapping[str, Sequence[Cell]], *, total_s: float, marks: Sequence[float] = ()
+) -> str:
     """Draw how engines shared out their time: the height of a colour is its share of a moment."""
     if not rows:
         return ""
     bottom = 26 + len(rows) * (_LANE + _LANE_GAP)
     x = _scale(total_s)
-    parts = _legend()
-    for i, row in enumerate(rows):
+    parts, left = [], float(_LEFT)
+    for kind, name in _KINDS:
+        parts += [rect(left, 4, 12, 12, class_=kind), text(left + 17, 14, name, class_="tick")]
+        left += 32 + 7 * len(name)
+    for i, (name, cells) in enumerate(rows.items()):
         y = 26 + i * (_LANE + _LANE_GAP)
-        parts.append(text(_LEFT - 8, y + 15, row.name, class_="name", text_anchor="end"))
-        for start_s, end_s, seconds in row.cells:
+        parts.append(text(_LEFT - 8, y + 15, name, class_="name", text_anchor="end"))
+        for start_s, end_s, seconds in cells:
             parts += _cell(x(start_s), x(end_s), y, seconds)
-    parts += _marks(marks, x, 22, bottom) + _time_axis(total_s, x, bottom)
+    parts += [vertical(x(mark), 22, bottom, "mark") for mark in marks]
+    parts += _time_axis(total_s, x, bottom)
     label = f"What {count(len(rows), 'engine')} did over {duration(total_s)}"
     return drawing(_WIDTH, bottom + _AXIS, label, parts)
 
@@ -130,13 +128,13 @@ def draw_boxes(boxes: Sequence[Box], *, total_s: float, marks: Sequence[float] =
         height = _BOX * (1 + max(place for _, place in placed))
         parts.append(text(_LEFT - 8, y + 10, lane, class_="name", text_anchor="end"))
         for box, place in placed:
-            left, right = x(box.start_s), x(box.end_s)
+            left, top = x(box.start_s), y + place * _BOX
             kind = "starved" if box.is_slow else "bar"
-            top = y + place * _BOX
-            width = max(1.0, right - left - 1)
+            width = max(1.0, x(box.end_s) - left - 1)
             parts.append(rect(left, top, width, _BOX - 2, title=box.title, class_=kind))
         y += max(height, 14) + 8
-    parts += _marks(marks, x, 2, y) + _time_axis(total_s, x, y)
+    parts += [vertical(x(mark), 2, y, "mark") for mark in marks]
+    parts += _time_axis(total_s, x, y)
     return drawing(_WIDTH, y + _AXIS, f"{full(len(boxes))} boxes in time", parts)
 
 
@@ -153,7 +151,7 @@ def _packed(boxes: Sequence[Box]) -> list[tuple[Box, int]]:
 
 def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
     highest = max((step.value for step in band.steps), default=0.0)
-    marks = ticks(band.top or highest, count=2)
+    marks = ticks(band.top or highest, num=2)
     top = max(band.top or 0.0, highest, marks[-1] if band.top is None else 0.0, 1e-9)
     parts = [text(_LEFT - 50, y + 12, band.name, class_="name", text_anchor="end")]
     for value in marks:
@@ -177,41 +175,23 @@ def _connected(steps: Sequence[Step]) -> list[list[Step]]:
     """Cut steps where time passes between them."""
     runs: list[list[Step]] = []
     for step in steps:
-        if runs and step.start_s - runs[-1][-1].end_s < _SAME_S:
-            runs[-1].append(step)
-        else:
-            runs.append([step])
+        if not runs or step.start_s - runs[-1][-1].end_s >= _SAME_S:
+            runs.append([])
+        runs[-1].append(step)
     return runs
 
 
 def _cell(left: float, right: float, y: float, seconds: Sequence[float]) -> list[str]:
     length = sum(seconds)
-    if length <= 0:
-        return []
     parts, bottom = [], y + _LANE
     # a little wider than it is, so that no line is seen between neighbours
     width = max(0.6, right - left + 0.3)
-    for (kind, _), share in zip(_KINDS, (part / length for part in seconds), strict=True):
-        if share > 0.005:
-            height = _LANE * share
+    for (kind, _), part in zip(_KINDS, seconds, strict=True):
+        if length > 0 and part / length > 0.005:
+            height = _LANE * part / length
             bottom -= height
             parts.append(rect(left, bottom, width, height, class_=kind))
     return parts
-
-
-def _legend() -> list[str]:
-    parts, x = [], float(_LEFT)
-    for kind, name in _KINDS:
-        parts.append(rect(x, 4, 12, 12, class_=kind))
-        parts.append(text(x + 17, 14, name, class_="tick"))
-        x += 32 + 7 * len(name)
-    return parts
-
-
-def _marks(
-    marks: Sequence[float], x: Callable[[float], float], top: float, bottom: float
-) -> list[str]:
-    return [vertical(x(mark), top, bottom, "mark") for mark in marks]
 
 
 def _scale(total_s: float) -> Callable[[float], float]:

@@ -20,8 +20,8 @@ from raybatch.pictures.wording import duration, full, percent, printable
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.counts import TokenCounts
-from raybatch.report.history.records import History
-from raybatch.report.history.show import (
+from raybatch.report.history import History
+from raybatch.report.show import (
     end_of,
     idle_facts,
     lanes_of,
@@ -148,12 +148,12 @@ class RunReport(TokenCounts):
     @property
     def prompt_tokens_per_s(self) -> float:
         """Prompt tokens per second of engine time, cached ones included."""
-        return _rate(self.prompt_tokens, self.engines_s)
+        return self.prompt_tokens / self.engines_s if self.engines_s > 0 else 0.0
 
     @property
     def generated_tokens_per_s(self) -> float:
         """Generated tokens per second of engine time."""
-        return _rate(self.generated_tokens, self.engines_s)
+        return self.generated_tokens / self.engines_s if self.engines_s > 0 else 0.0
 
     def exit_code(self) -> int:
         """Return 0 for a finished run, 2 with error rows in it, 1 while the output is not clean."""
@@ -163,30 +163,32 @@ class RunReport(TokenCounts):
 
     def to_text(self) -> str:
         """Return the summary for people: one fact per line, printable ASCII only."""
-        facts = _facts(self) if self.plan is None else [*_facts(self), *self.plan.facts()]
-        lines = [f"{name}: {value}" for name, value in facts]
-        return "\n".join(printable(line) for line in lines)
+        facts = _facts(self) + ([] if self.plan is None else self.plan.facts())
+        return "\n".join(printable(f"{name}: {value}") for name, value in facts)
 
     def __str__(self) -> str:
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        return to_fragment(self._title, self._sections())
+        return to_fragment(f"raybatch report: {self.sink}", self._sections())
 
     def to_html(self) -> str:
         """Return one page that holds all it needs: output, time, errors, runs, and the plan."""
         planned = () if self.plan is None else (*self.plan.sections(), *self.plan.plan.sections())
-        return to_page(self._title, (*self._sections(), *planned))
-
-    @property
-    def _title(self) -> str:
-        return f"raybatch report: {self.sink}"
+        return to_page(f"raybatch report: {self.sink}", (*self._sections(), *planned))
 
     def _sections(self) -> tuple[Section, ...]:
-        sections = [_audit_section(self), _run_section(self)]
+        # facts that begin with a blank have tables of their own
+        shown = tuple(fact for fact in _facts(self) if not fact[0].startswith(" "))
+        sections = [_audit_section(self), Section(title="Run", facts=shown)]
         if self.errors:
             sections.append(_error_section(self.errors))
-        sections += _skipped_section(self.skipped)
+        if self.skipped:
+            more = len(self.skipped) - _MAX_SKIPPED
+            header = ("file", "what is wrong with it")
+            table = Table(header=header, rows=self.skipped[:_MAX_SKIPPED])
+            notes = (f"{full(more)} more are in report.json",) if more > 0 else ()
+            sections.append(Section(title="Files left out", table=table, notes=notes))
         sections += time_sections(self.history)
         sections += length_section(self.prompt_lengths, self.output_lengths)
         if self.history.runs:
@@ -236,7 +238,11 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
         tokens = _count(report.special_tokens, "special token")
         facts.append(("texts", f"{tokens} of the model in {_count(report.special_rows, 'row')}"))
     facts += [("  problem", problem) for problem in report.problems]
-    facts += _skipped_facts(report.skipped)
+    if report.skipped:
+        files = "1 file that" if len(report.skipped) == 1 else f"{len(report.skipped)} files that"
+        more = ", ..." if len(report.skipped) > _NUM_SKIPPED else ""
+        facts.append(("left out", f"{files} cannot be read{more}"))
+        facts += [(f"  {name}", reason) for name, reason in report.skipped[:_NUM_SKIPPED]]
     if report.stopped:
         facts.append(("stopped", report.stopped))
     cached = report.cached_fraction
@@ -262,10 +268,8 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
     facts = [("cost", amount_of_money(report.cost))] if report.cost else []
     speed = "not measured, too little work"
     if report.engines_s:
-        speed = (
-            f"{report.prompt_tokens_per_s:.0f} prompt tokens/s, "
-            f"{report.generated_tokens_per_s:.0f} output tokens/s"
-        )
+        prompts = f"{report.prompt_tokens_per_s:.0f} prompt tokens/s"
+        speed = f"{prompts}, {report.generated_tokens_per_s:.0f} output tokens/s"
     seconds = (
         f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
         f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
@@ -286,7 +290,6 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
 
 def _audit_section(report: RunReport) -> Section:
     """Return what was counted in the output, large."""
-    is_whole = report.rows_out == report.rows_in
     none_wanted = {
         "still to do": report.rows_todo,
         "lost": report.rows_lost,
@@ -294,7 +297,9 @@ def _audit_section(report: RunReport) -> Section:
     }
     cards = (
         Card(name="rows expected", value=full(report.rows_in)),
-        Card(name="written", value=full(report.rows_out), is_good=is_whole),
+        Card(
+            name="written", value=full(report.rows_out), is_good=report.rows_out == report.rows_in
+        ),
         *(Card(name=name, value=full(n), is_good=not n) for name, n in none_wanted.items()),
     )
     figure = Figure(title="", svg=draw_cards(cards, label="Audit"), is_wide=True)
@@ -302,54 +307,14 @@ def _audit_section(report: RunReport) -> Section:
     return Section(title="Audit of the output", facts=problems, figures=(figure,))
 
 
-def _run_section(report: RunReport) -> Section:
-    """Return the facts of the text; those that begin with a blank have a table of their own."""
-    shown = tuple(fact for fact in _facts(report) if not fact[0].startswith(" "))
-    return Section(title="Run", facts=shown)
-
-
 def _error_section(errors: tuple[ErrorCount, ...]) -> Section:
-    """Return the table of errors."""
-    rows = tuple(
-        (
-            error.error_class,
-            full(error.rows),
-            ", ".join(error.row_ids),
-            error.message[:_MAX_MESSAGE] + ("..." if len(error.message) > _MAX_MESSAGE else ""),
-        )
-        for error in errors
-    )
+    rows = []
+    for error in errors:
+        said = error.message[:_MAX_MESSAGE] + "..." * (len(error.message) > _MAX_MESSAGE)
+        rows.append((error.error_class, full(error.rows), ", ".join(error.row_ids), said))
     header = ("class", "rows", "row ids", "the first one says")
-    return Section(title="Errors", table=Table(header=header, rows=rows))
-
-
-def _skipped_section(skipped: tuple[tuple[str, str], ...]) -> tuple[Section, ...]:
-    """Return the table of files that were left out; nothing where there were none."""
-    if not skipped:
-        return ()
-    more = len(skipped) - _MAX_SKIPPED
-    return (
-        Section(
-            title="Files left out",
-            table=Table(header=("file", "what is wrong with it"), rows=skipped[:_MAX_SKIPPED]),
-            notes=(f"{full(more)} more are in report.json",) if more > 0 else (),
-        ),
-    )
-
-
-def _skipped_facts(skipped: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    if not skipped:
-        return []
-    number = "1 file that" if len(skipped) == 1 else f"{len(skipped)} files that"
-    more = ", ..." if len(skipped) > _NUM_SKIPPED else ""
-    named = [(f"  {name}", reason) for name, reason in skipped[:_NUM_SKIPPED]]
-    return [("left out", f"{number} cannot be read{more}"), *named]
+    return Section(title="Errors", table=Table(header=header, rows=tuple(rows)))
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _rate(count: int, seconds: float) -> float:
-    """Return how many there were in a second, 0 where there was no time."""
-    return count / seconds if seconds > 0 else 0.0

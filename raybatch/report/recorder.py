@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -21,7 +22,7 @@ from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.counts import token_counts
 from raybatch.records.types import PoolStats, ReplicaStats
-from raybatch.report.history.records import STOPPED
+from raybatch.report.history import STOPPED
 from raybatch.stages.unit_writer import UnitReceipt
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,10 @@ class Sampler:
     def __init__(self) -> None:
         self._first: PoolStats | None = None
         self._last: PoolStats | None = None
-        self._last_s = 0.0
-        self._sampled_s = 0.0
+        self._last_s = self._sampled_s = self._cost = 0.0
         self._preemptions = 0
-        self._cost = 0.0
-        self._busy: dict[int, float] = {}
-        self._ready: dict[int, float] = {}
+        # by rank, since the last sample
+        self._busy, self._ready = defaultdict[int, float](float), defaultdict[int, float](float)
 
     def observe(
         self, now_s: float, stats: PoolStats, cost: float = 0.0
@@ -77,8 +76,8 @@ class Sampler:
             # what a warm engine did before this run is not of this run
             old = replica if before is None else known.get(rank, ReplicaStats())
             busy_s = _growth(old.engine_s, replica.engine_s)
-            self._busy[rank] = self._busy.get(rank, 0.0) + min(busy_s, ready_s)
-            self._ready[rank] = self._ready.get(rank, 0.0) + ready_s
+            self._busy[rank] += min(busy_s, ready_s)
+            self._ready[rank] += ready_s
             self._preemptions += int(_growth(old.num_preemptions, replica.num_preemptions))
         self._first = self._first or stats
         self._last, self._last_s = stats, now_s
@@ -106,7 +105,9 @@ class Sampler:
                 [rank, self._busy[rank], ready_s] for rank, ready_s in sorted(self._ready.items())
             ],
         }
-        self._busy, self._ready, self._sampled_s = {}, {}, now_s
+        self._busy.clear()
+        self._ready.clear()
+        self._sampled_s = now_s
         return sample
 
 
@@ -166,7 +167,8 @@ class RunRecorder:
         self._store = store
         self.run_id = run_id
         self._about = about
-        self.units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=self.rows_resumed)
+        rows_resumed = int(about.get("rows_resumed", 0))
+        self.units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=rows_resumed)
         self._clock = clock
         self._log = RunLog(store, run_id, clock)
         self._began_s = clock()
@@ -208,11 +210,6 @@ class RunRecorder:
         except Exception as failure:  # it is stale soon
             logger.info("the heartbeat is left behind: %s", error_text(failure))
 
-    @property
-    def rows_resumed(self) -> int:
-        """Rows that earlier runs had written."""
-        return int(self._about.get("rows_resumed", 0))
-
     def stopping(self, limit: str) -> None:
         """Hear that no further unit starts, and of the limit or the signal that is why."""
         self.limit = limit
@@ -228,12 +225,9 @@ class RunRecorder:
         resumed = done if is_first else self.units.resumed
         logical, computed = stored.logical_tokens, stored.computed_tokens
         self._done_before = done
-        self.units = UnitsSoFar(
-            total=len(is_done),
-            done=done,
-            resumed=resumed,
-            rows_resumed=self.rows_resumed,
-            planned_hit_rate=1 - computed / logical if logical else None,
+        hit_rate = 1 - computed / logical if logical else None
+        self.units = replace(
+            self.units, total=len(is_done), done=done, resumed=resumed, planned_hit_rate=hit_rate
         )
         self._log.write(
             "planned",
@@ -278,8 +272,8 @@ class RunRecorder:
             self._log.write("sample", **sample)
 
     def _note_done(self, done: int) -> None:
-        done = min(max(done, self.units.done), self.units.total)
-        self.units = replace(self.units, done=done)
+        units = self.units
+        self.units = replace(units, done=min(max(done, units.done), units.total))
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._began_s
