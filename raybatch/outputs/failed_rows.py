@@ -13,8 +13,8 @@ from typing import Self, get_args
 import pyarrow as pa
 
 from raybatch.durable.audit import is_finished
-from raybatch.durable.layout import DATA, PLAN, part_name
-from raybatch.durable.partitioned import partition_values, read_record
+from raybatch.durable.layout import DATA, PLAN
+from raybatch.durable.partitioned import partition_values
 from raybatch.durable.parts import read_footer
 from raybatch.durable.storage import error_context, open_store
 from raybatch.durable.stores.protocols import Store
@@ -22,6 +22,7 @@ from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
+from raybatch.outputs.deep import files_of
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
@@ -40,9 +41,8 @@ _THREADS = 16
 class FailedRows(Source):
     """Rows of the parts of an output that have one of some statuses.
 
-    Args:
-        parts: the same slices with all of their rows and columns.
-        partitions: name and type of the columns whose values are in the names of the parts.
+    `parts` are the same slices with all of their rows and columns, `partitions` the columns whose
+    values are in the names of the parts.
     """
 
     parts: Source
@@ -69,14 +69,12 @@ class FailedRows(Source):
             for table in self.parts.read(range(index, index + 1), row_id_column=row_id_column):
                 is_wanted = [one in self.statuses for one in row_statuses(table, self.output)]
                 chosen = as_movable(table).filter(pa.array(is_wanted, pa.bool_()))
-                if chosen.num_rows:
-                    yield self._with_partitions(chosen, name).select(self.schema.names)
-
-    def _with_partitions(self, table: pa.Table, name: str) -> pa.Table:
-        for field, text in zip(self.partitions, partition_values(name), strict=True):
-            values = [_typed(text, field.type)] * table.num_rows
-            table = table.append_column(field, pa.array(values, field.type))
-        return table
+                if not chosen.num_rows:
+                    continue
+                for field, text in zip(self.partitions, partition_values(name), strict=True):
+                    values = [_typed(text, field.type)] * chosen.num_rows
+                    chosen = chosen.append_column(field, pa.array(values, field.type))
+                yield chosen.select(self.schema.names)
 
 
 def failed_rows(
@@ -107,10 +105,14 @@ def failed_rows(
         parts = scan_source(f"{store.uri}/{DATA}")
         numbers = _rows_of_parts(store, plan, frozenset(statuses))
     # a whole file each: how many rows of a slice failed is not known
-    slices = [(part, numbers.get(f"{DATA}/{part.name}", 0)) for part in joined(parts.slices)]
-    wanted = [(part, number) for part, number in slices if number]
+    wholes, slices = list[FileSlice](), list[FileSlice]()
+    for part in joined(parts.slices):
+        if number := numbers.get(f"{DATA}/{part.name}"):
+            num_bytes = part.num_bytes * number // max(1, part.num_rows)
+            wholes.append(part)
+            slices.append(replace(part, num_rows=number, num_bytes=num_bytes))
     dropped = set(output.arrow().names) - {id_column}
-    num_rows = sum(number for _, number in wanted)
+    num_rows = sum(part.num_rows for part in slices)
     if num_rows != sum(numbers.values()):
         raise ConfigError(
             f"{sum(numbers.values()) - num_rows} rows of {sink} lie in folders whose names begin "
@@ -120,9 +122,9 @@ def failed_rows(
     logger.info("%d rows of %s are tried again", num_rows, sink)
     return FailedRows(
         schema=pa.schema([*fields, *partitions], parts.schema.metadata),
-        slices=tuple(_with_rows(part, number) for part, number in wanted),
+        slices=tuple(slices),
         num_rows=num_rows,
-        parts=replace(parts, slices=tuple(part for part, _ in wanted)),
+        parts=replace(parts, slices=tuple(wholes)),
         output=output,
         statuses=frozenset(statuses),
         partitions=partitions,
@@ -157,11 +159,9 @@ def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> di
     """Return the parts that have rows of some statuses, with their number, from the footers."""
 
     def count(unit: int) -> dict[str, int]:
-        names = read_record(store, unit)[1] if plan.is_partitioned else [part_name(unit)]
-        counts = {name: read_footer(store, name).counts.statuses for name in names}
+        counts = {n: read_footer(store, n).counts.statuses for n in files_of(store, plan, unit)}
         return {
-            name: sum(number for status, number in counted.items() if status in statuses)
-            for name, counted in counts.items()
+            name: sum(of[status] for status in statuses & of.keys()) for name, of in counts.items()
         }
 
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -189,8 +189,3 @@ def _typed(text: str | None, kind: pa.DataType) -> object:
     if pa.types.is_integer(kind):
         return int(text)
     return date.fromisoformat(text) if pa.types.is_date(kind) else text
-
-
-def _with_rows(part: FileSlice, num_rows: int) -> FileSlice:
-    num_bytes = part.num_bytes * num_rows // max(1, part.num_rows)
-    return replace(part, num_rows=num_rows, num_bytes=num_bytes)

@@ -46,7 +46,6 @@ Ints = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
-
 # less is sorted in this process, because a shuffle of Ray takes seconds
 _MAX_DRIVER_BYTES = 256 << 20
 # blocks of the shuffle hold whole units, up to about so much
@@ -55,6 +54,10 @@ _BLOCK_ROWS, _BLOCK_BYTES = 1 << 14, 64 << 20
 _MAX_BLOCKS = 1 << 10
 # places of so many rows are read at once where the plan has no shards
 _ROWS_PER_READ = 1 << 20
+# names of parts have the order of their numbers up to a million of them
+_MAX_PARTS = 500_000
+_MAX_UNIT_BYTES = 64 << 20
+_DEFAULT_UNIT_ROWS = 1024
 _PLACES = pa.schema([(RANK, pa.int64()), (ROW, pa.int64())])
 
 
@@ -83,11 +86,6 @@ class RowCopy:
         """Return the row at which each unit of the target ends."""
         return np.cumsum(self.unit_rows)
 
-    @property
-    def num_rows_todo(self) -> int:
-        """Rows of units that are not written yet."""
-        return int(self.unit_rows[self.is_todo].sum())
-
     def reads(self) -> list[tuple[int, int]]:
         """Return stretches of rows whose places are read at once: those of a shard."""
         firsts = [first for _, first in self.stored.shards]
@@ -107,9 +105,8 @@ class RowCopy:
 
     def rows_at(self, where: pa.Table) -> pa.Table:
         """Return the rows of some places, which are sorted, with their numbers."""
-        tables = [
-            as_movable(self.schema.empty_table()).append_column(ROW, pa.array([], pa.int64()))
-        ]
+        empty = as_movable(self.schema.empty_table())
+        tables = [empty.append_column(ROW, pa.array([], pa.int64()))]
         unit, position = places(where)
         for start, stop in _runs(unit):
             part = self._part(int(unit[start])).take(position[start:stop])
@@ -130,21 +127,13 @@ class RowCopy:
 
     def write(self, rows: pa.Table) -> pa.Table:
         """Write the units of rows that are sorted by their numbers; return the units."""
-        row = rows.column(ROW).to_numpy()
-        unit = np.searchsorted(self.ends, row, side="right")
-        pos = row - (self.ends - self.unit_rows)[unit]
-        placed = rows.append_column(POS, pa.array(pos))
-        starts = _runs(unit)
-        for start, stop in starts:
-            self._deliver(int(unit[start]), placed.slice(start, stop - start))
-        return pa.table({"unit": pa.array([int(unit[start]) for start, _ in starts], pa.int64())})
+        unit = np.searchsorted(self.ends, rows.column(ROW).to_numpy(), side="right")
+        for start, stop in _runs(unit):
+            self.deliver(int(unit[start]), rows.slice(start, stop - start))
+        return pa.table({"unit": pa.array(np.unique(unit), pa.int64())})
 
-    def write_nothing(self) -> None:
-        """Write the one unit of a plan without rows."""
-        empty = self.rows_at(_PLACES.empty_table())
-        self._deliver(0, empty.append_column(POS, pa.array([], pa.int64())))
-
-    def _deliver(self, unit: int, rows: pa.Table) -> None:
+    def deliver(self, unit: int, rows: pa.Table) -> None:
+        """Write a unit, unless that was done; all rows of it are there, sorted by their numbers."""
         writer = UnitWriter(
             sink=self.sink,
             store=store_of(self.sink),
@@ -154,15 +143,17 @@ class RowCopy:
             attempt="ordered",
         )
         if writer.receipt_of(unit) is None:
-            writer.deliver(unit, writer.joined([rows]))
+            first = self.ends[unit] - self.unit_rows[unit]
+            pos = pa.array(rows.column(ROW).to_numpy() - first)
+            writer.deliver(unit, writer.joined([rows.append_column(POS, pos)]))
 
 
 def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None = None) -> None:
     """Write the units that are to be written, in this process or by Ray where they are many."""
-    num_rows = copy.num_rows_todo
+    num_rows = int(copy.unit_rows[copy.is_todo].sum())
     logger.info("bringing %d rows into the order of the input, in %s", num_rows, copy.sink)
     if not num_rows:
-        copy.write_nothing()
+        copy.deliver(0, copy.rows_at(_PLACES.empty_table()))
     elif num_rows * copy.row_bytes <= _MAX_DRIVER_BYTES:
         where = pa.concat_tables(copy.places(*rows) for rows in copy.reads())
         copy.write(copy.rows_at(where.sort_by(RANK)).sort_by(ROW))
@@ -229,12 +220,6 @@ def _runs(unit: Ints) -> list[tuple[int, int]]:
     return list(pairwise([*starts, len(unit)]))
 
 
-# names of parts have the order of their numbers up to a million of them
-_MAX_PARTS = 500_000
-_MAX_UNIT_BYTES = 64 << 20
-_DEFAULT_UNIT_ROWS = 1024
-
-
 def ordered(sink: str, into: str, *, start_ray: Callable[[], None] | None = None) -> Audit:
     """Copy a finished output into a folder of its own, its rows in the order of the input.
 
@@ -272,7 +257,6 @@ def restore_order(
     larger outputs are sorted by Ray, which spills to disk.
 
     Args:
-        sink: of the output, which stays as it is.
         into: folder that is prepared for the copy.
         subject: what the plan of the copy is of and how it is laid out, where that is not as in
             the output.

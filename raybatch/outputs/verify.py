@@ -81,23 +81,21 @@ class Verification:
             ("_SUCCESS", "yes" if self.has_success else "no"),
             ("looked at", "every value" if self.is_deep else "names and footers"),
         ]
+        verdict = "not complete, nothing is wrong so far; run the job again to go on"
+        if not self.is_clean:
+            verdict = "something is wrong, see above"
+        elif self.is_complete:
+            verdict = "complete, every row exactly once"
         lines = [f"{name:<10} {value}" for name, value in facts]
         lines += [f"problem: {text}" for text in self.problems]
         lines += [f"note: {text}" for text in self.notes]
-        return "\n".join(printable(line) for line in [*lines, f"verdict: {self._verdict()}"])
+        return "\n".join(printable(line) for line in [*lines, f"verdict: {verdict}"])
 
     def to_json(self) -> str:
         """Return every field and the verdict as a JSON object."""
         values = dataclasses.asdict(self)
         values.update(is_clean=self.is_clean, is_complete=self.is_complete)
         return json.dumps(values, indent=2, sort_keys=True)
-
-    def _verdict(self) -> str:
-        if not self.is_clean:
-            return "something is wrong, see above"
-        if self.is_complete:
-            return "complete, every row exactly once"
-        return "not complete, nothing is wrong so far; run the job again to go on"
 
 
 def verify(sink: str | Path, *, deep: bool = False) -> Verification:
