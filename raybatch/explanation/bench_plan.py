@@ -50,7 +50,6 @@ class StreamedWeights:
     pass_s: Mapping[Phase, float]
 
     def to_text(self) -> str:
-        """Return a line for people."""
         residence = self.residence
         longer = ", ".join(
             f"{phase} {1e3 * (self.pass_s[phase] - plain_s):.3g} ms "
@@ -68,10 +67,8 @@ class StreamedWeights:
 class PlanReport:
     """What `raybatch bench plan` says.
 
-    Args:
-        device: that it runs on, such as "cpu, 1 thread".
-        cpu_share: CPU seconds per second while one thread of a CPU measured, else None.
-        weights: what it costs that some layers do not stay on the device; None where all do.
+    `cpu_share` is CPU seconds per second while one thread of a CPU measured, else None; `weights`
+    are what it costs that some layers do not stay on the device, None where all do.
     """
 
     model: str
@@ -91,10 +88,9 @@ class PlanReport:
     def options(self) -> dict[str, int | None]:
         """Return the options of the engine that the plan comes to.
 
-        The token budget is what the plan asks for, and no less than what the engine has: a step
-        costs more than its layers, so that fewer tokens only pay where memory is short. Plans with
-        KV on the host do not count, which the engine keeps on the device, nor those with experts
-        there: it streams whole layers, by `device_weight_bytes`.
+        The token budget is no less than what the engine has: a step costs more than its layers, so
+        that fewer tokens only pay where memory is short. Plans with KV on the host do not count,
+        which the engine keeps on the device, nor those with experts there: it streams whole layers.
         """
         on_device = filter(None, map(_on_device, self.phases.values()))
         tokens = max((priced.plan.gate_tokens for priced in on_device), default=None)
@@ -119,7 +115,6 @@ class PlanReport:
         return to_text(f"Batch plan of {self.model}", [self._summary(), *phases])
 
     def to_json(self) -> str:
-        """Return everything, with the measurements, as one JSON object."""
         fields = asdict(self) | {
             "options": self.options(),
             "phases": {phase: _phase_json(planned) for phase, planned in self.phases.items()},
@@ -274,10 +269,9 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
 
 def _on_device(planned: PlannedBatches) -> PricedPlan | None:
     """Return the best plan that the engine can carry out; None where the device holds none."""
-    for priced in (planned.search.best, *planned.search.runners_up):
-        if priced.plan.parameter_buffers is None and not priced.plan.has_kv_on_host:
-            return priced
-    return None
+    every = (planned.search.best, *planned.search.runners_up)
+    own = (p for p in every if p.plan.parameter_buffers is None and not p.plan.has_kv_on_host)
+    return next(own, None)
 
 
 def _phase_json(planned: PlannedBatches) -> dict[str, Any]:
@@ -374,8 +368,9 @@ def plan_section(
     )
     # of one way there is nothing to compare
     table = _table([best, *result.runners_up], residence) if result.runners_up else None
-    title = f"Batch plan, {phase}"
-    return Section(title=title, facts=tuple(facts), table=table, notes=(considered,))
+    return Section(
+        title=f"Batch plan, {phase}", facts=tuple(facts), table=table, notes=(considered,)
+    )
 
 
 def _table(priced: Sequence[PricedPlan], residence: Residence | None) -> Table:

@@ -47,13 +47,10 @@ class Question:
 
     Args:
         spec: of the pool that runs it, with a backend that is decided.
-        backend_reason: why it is that one; "" where the user named it.
         kv_tokens: KV cache of one engine; None takes that of the cost model.
         kv_tokens_found: what an engine had that has run; taken where neither is known.
         measure: start an engine to measure its speed, where no cost model is kept.
-        max_rows: rows of which each order is simulated.
         lint: look for a better order of the template's fields.
-        is_local: engines run without Ray.
 
     Raises:
         ConfigError: the price is negative or not finite, or the KV cache no whole number above 0.
@@ -106,7 +103,6 @@ def explain_source(question: Question) -> Explanation:
 
 
 def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Explanation:
-    """Explain a source that has been planned."""
     job, spec = question.job, question.spec
     tokenizer = load_tokenizer(job.config, find_model(job.config))
     costs, why_not = _cost_model(question)
@@ -178,9 +174,8 @@ def explain_plan(
 ) -> Explanation:
     """Explain a plan; near-linear in rows, plus the simulation of `max_rows` rows three times.
 
-    Without `kv`, the KV cache of one engine, no orders are compared. `decode` makes texts for the
-    prefixes that are drawn. `known` are further fields of the explanation, source and model at
-    least.
+    Without `kv` no orders are compared. `decode` makes texts for the prefixes that are drawn.
+    `known` are further fields of the explanation, source and model at least.
     """
     keys, expected = planned.keys, planned.expected_tokens
     if len(expected):
@@ -267,7 +262,6 @@ def _explain_large(
 
 
 def _cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSize:
-    """Return the cache that one engine has, as a forecast sees it."""
     return CacheSize(
         num_blocks=kv_tokens // block_size,
         concurrency=min(engine.max_num_seqs, engine.max_batched_tokens),
@@ -278,7 +272,6 @@ def _cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheS
 def _with_orders(
     explanation: Explanation, orders: tuple[OrderForecast, ...], kv: KVSize
 ) -> Explanation:
-    """Return the explanation with the forecast orders, where they differ by anything."""
     if orders[0].prompt_tokens:
         return replace(explanation, kv=kv, orders=orders)
     why_not = "no engine sees a prompt"
@@ -330,11 +323,8 @@ def explain_run(
         likely = _likely_engine_s(question, planned, actual)
         plan = explain_planned(question, planned)
     except Exception as error:
-        _logger.warning(
-            "the report leaves out the plan, which could not be explained: %s",
-            error_text(error),
-            exc_info=True,
-        )
+        told = "the report leaves out the plan, which could not be explained: %s"
+        _logger.warning(told, error_text(error), exc_info=True)
         return None
     return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
 
@@ -364,7 +354,6 @@ def _crew(question: Question) -> Placement:
 
 
 def _cost_model(question: Question) -> tuple[CostModel | None, str]:
-    """Return the cost model of the pool's engines, or why there is none."""
     spec = question.spec
     if type_of(spec.backend).is_endpoint:
         return None, NO_SPEED_OF_ENDPOINTS

@@ -9,19 +9,25 @@ from raybatch.pictures.wording import amount, count, duration, full, percent
 from raybatch.planning.sidecar import FILTERED
 from raybatch.policy.cost.estimate import money
 from raybatch.policy.limits import amount_of_money
-from raybatch.prefix.forecast import OrderForecast
 
 if TYPE_CHECKING:
     from raybatch.explanation.record import Explanation
 
 
 def input_section(explanation: "Explanation") -> Section:
-    """Say what goes in and what is expected to come out."""
     profile, lengths = explanation.profile, explanation.lengths
     prompts, outputs = profile.prompt_tokens, profile.output_tokens
-    facts = [("rows", _rows(explanation))]
-    if profile.unasked:
-        facts.append(("not asked", _unasked(explanation)))
+    rows = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
+    num_saved = profile.num_asked - profile.num_generated
+    if num_copies := num_saved or profile.tree.num_duplicates:
+        rows += f", {count(num_copies, 'copy', 'copies')} of other rows among them"
+    facts = [("rows", f"{rows} (not generated again)" if num_saved else rows)]
+    if unasked := profile.unasked:
+        kinds = ", ".join(f"{full(n)} {name}" for name, n in sorted(unasked.items()))
+        text = f"{count(sum(unasked.values()), 'row')}: {kinds}"
+        if explanation.ends_at_error and any(name != FILTERED for name in unasked):
+            text += "; on_error is 'raise', so the run ends at the first row that fails"
+        facts.append(("not asked", text))
     spread = ""
     if prompts.num_values:
         median, high = (amount(prompts.quantile(share)) for share in (0.5, 0.95))
@@ -47,7 +53,6 @@ def input_section(explanation: "Explanation") -> Section:
 
 
 def sharing_section(explanation: "Explanation") -> Section:
-    """Say what prompts have in common, and draw their prefix tree."""
     profile, tree = explanation.profile, explanation.profile.tree
     has_copies = profile.num_generated < profile.num_asked
     shared, drawn = "no two prompts begin with the same block of tokens", ""
@@ -75,7 +80,6 @@ def sharing_section(explanation: "Explanation") -> Section:
 
 
 def group_section(explanation: "Explanation") -> Section:
-    """Say how rows are grouped and in what order they run."""
     profile, rows = explanation.profile, explanation.profile.group_rows
     if not explanation.is_reordered:
         off = (
@@ -113,7 +117,6 @@ def group_section(explanation: "Explanation") -> Section:
 
 
 def time_section(explanation: "Explanation") -> Section:
-    """Say how long, how much and where, or why that is not known."""
     facts = []
     if explanation.backend:
         facts.append(("backend", backend_text(explanation.backend, explanation.backend_reason)))
@@ -142,7 +145,6 @@ def time_section(explanation: "Explanation") -> Section:
 
 
 def order_section(explanation: "Explanation") -> Section:
-    """Compare orders by the prompt tokens that they compute."""
     if not explanation.orders:
         return _uncompared_section(explanation)
     main = "input" if explanation.is_off else "planned"
@@ -158,31 +160,17 @@ def order_section(explanation: "Explanation") -> Section:
         "bound": "every shared prefix once, at all depths",
     }
     header = ("order", "computed", "saved", "hit rate", "of the prompt tokens")
-    rows = tuple(
-        (
-            order.name,
-            amount(order.computed_tokens),
-            amount(order.saved_tokens),
-            _rate(order),
-            meanings[order.name],
-        )
-        for order in orders
-    )
-    bars = [
-        ShareBar(
-            name=order.name,
-            share=order.hit_rate,
-            error=order.error,
-            note=f"{amount(order.computed_tokens)} computed",
-            is_main=order.name == main,
-        )
-        for order in orders
-    ]
-    figure = Figure(
-        title="Prompt tokens that need no computing",
-        svg=draw_shares(bars, label="hit rate, share of all prompt tokens"),
-        is_wide=True,
-    )
+    rows, bars = [], []
+    for order in orders:
+        name, rate, error = order.name, order.hit_rate, order.error
+        computed, saved = amount(order.computed_tokens), amount(order.saved_tokens)
+        sign = ">= " if order.is_lower_bound else ""
+        shown = f"{sign}{percent(rate)}" + (f" +- {100 * error:.1f}" if error else "")
+        rows.append((name, computed, saved, shown, meanings[name]))
+        note, is_main = f"{computed} computed", name == main
+        bars.append(ShareBar(name=name, share=rate, error=error, note=note, is_main=is_main))
+    drawn = draw_shares(bars, label="hit rate, share of all prompt tokens")
+    figure = Figure(title="Prompt tokens that need no computing", svg=drawn, is_wide=True)
     notes, kv = [], explanation.kv
     if kv is not None:
         notes.append(f"KV cache: {kv.tokens:,} tokens of one engine ({kv.origin})")
@@ -190,9 +178,8 @@ def order_section(explanation: "Explanation") -> Section:
         notes.append(f"{count(num_too_large, 'row')} too large for this cache are left out")
     if any(order.error or order.is_lower_bound for order in orders):
         notes.append("from a sample of the rows: +- is a 95 % interval, >= a lower bound")
-    return Section(
-        title="Orders", table=Table(header=header, rows=rows), notes=tuple(notes), figures=(figure,)
-    )
+    table = Table(header=header, rows=tuple(rows))
+    return Section(title="Orders", table=table, notes=tuple(notes), figures=(figure,))
 
 
 def _uncompared_section(explanation: "Explanation") -> Section:
@@ -208,27 +195,3 @@ def _uncompared_section(explanation: "Explanation") -> Section:
     )
     why_not = f"{explanation.no_orders}, so orders are not compared"
     return Section(title="Orders", facts=(("hit rate", text),), notes=(why_not,))
-
-
-def _unasked(explanation: "Explanation") -> str:
-    unasked = explanation.profile.unasked
-    kinds = ", ".join(f"{full(n)} {name}" for name, n in sorted(unasked.items()))
-    text = f"{count(sum(unasked.values()), 'row')}: {kinds}"
-    if explanation.ends_at_error and any(name != FILTERED for name in unasked):
-        return f"{text}; on_error is 'raise', so the run ends at the first row that fails"
-    return text
-
-
-def _rows(explanation: "Explanation") -> str:
-    profile = explanation.profile
-    text = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
-    num_saved = profile.num_asked - profile.num_generated
-    if num_copies := num_saved or profile.tree.num_duplicates:
-        text += f", {count(num_copies, 'copy', 'copies')} of other rows among them"
-    return f"{text} (not generated again)" if num_saved else text
-
-
-def _rate(order: OrderForecast) -> str:
-    sign = ">= " if order.is_lower_bound else ""
-    error = f" +- {100 * order.error:.1f}" if order.error else ""
-    return f"{sign}{percent(order.hit_rate)}{error}"

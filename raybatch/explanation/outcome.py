@@ -34,22 +34,19 @@ _GROWING = {
 class RunActual:
     """What engines did; None where it was not counted.
 
+    Tokens are those of all rows and samples that engines were to see, copies of others included.
+
     Args:
-        prompt_tokens: of all rows that engines were to see, copies of others included.
         computed_tokens: those that were computed when their row started for the first time.
-        generated_tokens: of all rows and samples, copies of others included.
         num_generated: rows that were generated; the others are copies.
         kv_tokens: KV cache of one engine, the smallest one.
-        num_preemptions: times that a running sequence gave up its blocks.
         swapped_tokens: whose KV came back from host memory instead.
-        weight_copy_bytes: weights copied to the device, as not all stay there.
         num_weight_stalls: layers whose copy was waited for.
         accepted_tokens: drafted ones that were right; as many steps of a sequence were saved.
         num_group_cuts: pieces of groups beyond the first one, on other replicas.
         cut_tokens: prefix tokens that were computed again for these pieces.
         engine_s: seconds of work, summed over replicas.
-        likely_engine_s: seconds of work that the tokens really computed and generated lead to
-            expect: expected, low and high.
+        likely_engine_s: what the tokens lead to expect of it: expected, low and high.
         wall_s: from the first row at a ready engine to the last row back.
         is_warm: engines had worked before the run, and their caches were not empty.
     """
@@ -80,12 +77,10 @@ class RunActual:
 
     @property
     def saved_tokens(self) -> int:
-        """Prompt tokens that were not computed."""
         return self.prompt_tokens - self.computed_tokens
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were not computed."""
         return self.saved_tokens / max(1, self.prompt_tokens)
 
 
@@ -133,10 +128,19 @@ class PlanOutcome:
         """Return name, plan and actual of everything that can be compared."""
         plan, actual = self.plan, self.actual
         profile, time, cuts = plan.profile, plan.time, actual.num_group_cuts
-        drafts: tuple[tuple[str, str, str], ...] = ()
+        extra: list[tuple[str, str, str]] = []
         if actual.drafted_tokens:
             share = f"{amount(actual.accepted_tokens or 0)} of {amount(actual.drafted_tokens)}"
-            drafts = (("drafts that were right", "", share),)
+            extra.append(("drafts that were right", "", share))
+        if copied := actual.weight_copy_bytes:
+            mebibytes = amount(round(copied / 2**20))
+            per_token = amount(round(copied / 2**10 / max(1, actual.generated_tokens)))
+            shown = f"{mebibytes} MiB, {per_token} KiB per generated token"
+            stalls, copies = actual.num_weight_stalls or 0, actual.num_weight_copies or 0
+            extra.append(("weights copied", "", shown))
+            extra.append(("layers waited for", "", f"{amount(stalls)} of {amount(copies)}"))
+        sizes = (plan.kv.tokens if plan.kv else None, actual.kv_tokens)
+        kv, own_kv = ("not known" if one is None else f"{amount(one)} tokens" for one in sizes)
         planned = full(profile.num_asked - profile.num_generated)
         outputs, generated = profile.output_tokens.total, actual.generated_tokens
         pieces = "" if cuts is None else f"{full(profile.num_groups + cuts)} pieces"
@@ -144,12 +148,11 @@ class PlanOutcome:
             ("hit rate", percent(plan.hit_rate), percent(actual.hit_rate)),
             ("saved prompt tokens", amount(plan.saved_tokens), amount(actual.saved_tokens)),
             ("generated tokens", amount(outputs), amount(generated)),
-            *drafts,
-            *_weights(actual),
+            *extra,
             ("copies of other rows", planned, full(actual.num_rows - actual.num_generated)),
             ("order", plan.order if plan.is_reordered else "input", ""),
             ("groups", full(profile.num_groups if plan.is_reordered else 0), pieces),
-            ("KV cache", _tokens(plan.kv.tokens if plan.kv else None), _tokens(actual.kv_tokens)),
+            ("KV cache", kv, own_kv),
             ("engine time", _time(time.engine_s if time else None), _time(actual.engine_s)),
             ("time by the clock", _time(time.wall_s if time else None), _time(actual.wall_s)),
         )
@@ -179,7 +182,6 @@ class PlanOutcome:
         return tuple(lines)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what the plan foretold and what came of it, in a few lines."""
         plan, actual = self.plan, self.actual
         order = f"order {plan.order}" if plan.is_reordered else "input order"
         text = (
@@ -197,7 +199,6 @@ class PlanOutcome:
         return facts + [("  differs", text) for text in self.deviations()]
 
     def sections(self) -> tuple[Section, ...]:
-        """Return the comparison, for any kind of document."""
         bars = [
             ShareBar(name="planned", share=self.plan.hit_rate),
             ShareBar(name="actual", share=self.actual.hit_rate, is_main=True),
@@ -207,11 +208,8 @@ class PlanOutcome:
                 if order.name != "planned"
             ),
         ]
-        figure = Figure(
-            title="Prompt tokens that were not computed",
-            svg=draw_shares(bars, label="hit rate, share of all prompt tokens"),
-            is_wide=True,
-        )
+        drawn = draw_shares(bars, label="hit rate, share of all prompt tokens")
+        figure = Figure(title="Prompt tokens that were not computed", svg=drawn, is_wide=True)
         # words come last in a table; there are none here
         rows = tuple((*row, "") for row in self.rows())
         section = Section(
@@ -223,7 +221,6 @@ class PlanOutcome:
         return (section,)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return plain values, what is derived included."""
         return {
             "plan": self.plan.to_mapping(),
             "actual": dataclasses.asdict(self.actual),
@@ -260,10 +257,13 @@ class PlanOutcome:
         if actual.num_group_cuts:
             cuts, tokens = count(actual.num_group_cuts, "cut"), amount(actual.cut_tokens or 0)
             causes.append(f"{cuts} of groups over replicas: {tokens} prefix tokens more")
-        if change := self._cache_change():
-            word = "larger" if change > 0 else "smaller"
+        if plan.kv is not None and actual.kv_tokens is not None:
+            whole = plan.profile.prompt_tokens.total + plan.profile.output_tokens.total
+            change = actual.kv_tokens / plan.kv.tokens - 1
+            is_short = min(plan.kv.tokens, actual.kv_tokens) < whole
             # a larger cache finds no less
-            if (change > 0) == (more > 0):
+            if is_short and abs(change) > _AS_PLANNED and (change > 0) == (more > 0):
+                word = "larger" if change > 0 else "smaller"
                 causes.append(f"the KV cache was {percent(abs(change), 0)} {word} than planned")
         if plan.kv is None:
             causes.append("the plan did not know the size of the KV cache")
@@ -278,17 +278,6 @@ class PlanOutcome:
         if actual.num_rows - actual.num_generated != num_copies:
             causes.append("another number of rows was copied than planned")
         return causes
-
-    def _cache_change(self) -> float:
-        """Return by which share the KV cache was larger than planned; 0 where that is no matter."""
-        plan, actual = self.plan, self.actual
-        if plan.kv is None or actual.kv_tokens is None:
-            return 0.0
-        whole = plan.profile.prompt_tokens.total + plan.profile.output_tokens.total
-        if min(plan.kv.tokens, actual.kv_tokens) >= whole:
-            return 0.0
-        change = actual.kv_tokens / plan.kv.tokens - 1
-        return change if abs(change) > _AS_PLANNED else 0.0
 
     def _time_deviations(self) -> list[str]:
         time, actual = self.plan.time, self.actual
@@ -323,23 +312,6 @@ class PlanOutcome:
             planned = count(time.num_replicas, "replica")
             lines.append(f"{full(actual.num_replicas)} worked where {planned} were planned")
         return lines
-
-
-def _weights(actual: RunActual) -> tuple[tuple[str, str, str], ...]:
-    """Return what was copied of weights that do not stay on the device; nothing where all do."""
-    if not actual.weight_copy_bytes:
-        return ()
-    mebibytes = amount(round(actual.weight_copy_bytes / 2**20))
-    per_token = amount(round(actual.weight_copy_bytes / 2**10 / max(1, actual.generated_tokens)))
-    stalls, copies = amount(actual.num_weight_stalls or 0), amount(actual.num_weight_copies or 0)
-    return (
-        ("weights copied", "", f"{mebibytes} MiB, {per_token} KiB per generated token"),
-        ("layers waited for", "", f"{stalls} of {copies}"),
-    )
-
-
-def _tokens(number: int | None) -> str:
-    return "not known" if number is None else f"{amount(number)} tokens"
 
 
 def _time(seconds: float | None) -> str:

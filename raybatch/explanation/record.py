@@ -69,9 +69,6 @@ class Explanation:
         ends_at_error: the run ends at the first row that fails.
         lengths: expected outputs of the rows that engines see; None without rows.
         lengths_from: where they come from, such as "max_tokens".
-        kv: None where the size of the cache is not known.
-        orders: the orders compared; empty where they are not.
-        time: None where nothing is known of the speed.
         answer_cost: of an endpoint's answers, about: where each shared prefix is cached, and where
             none is; None where answers have no prices.
         layout: what another order of the template's fields would share; "" for nothing.

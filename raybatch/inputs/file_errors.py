@@ -62,7 +62,6 @@ def content_of(path: str) -> Iterator[None]:
 
 
 def unreadable(path: str, reason: str) -> BadFileError:
-    """Return the error of a file whose content cannot be read."""
     return BadFileError(
         f"source file {safe_text(path)} cannot be read; write it again, leave it out, or set "
         f"skip_bad_files: {reason}",

@@ -40,8 +40,8 @@ class FileSlice:
 
     Args:
         name: relative to the root of the source; part of the row ids.
-        row_groups: of a Parquet file, record batches of Arrow IPC; None reads a whole JSONL file,
-            because in a compressed one nothing can be found but from its beginning.
+        row_groups: of a Parquet file, record batches of Arrow IPC; None is a whole JSONL file, as
+            in a compressed one nothing can be found but from its beginning.
         first_row: position in the file of the slice's first row.
         num_bytes: about what its rows take in memory; of a Parquet file an estimate.
         offset: byte where the first batch of an Arrow stream begins; 0 reads from the beginning.

@@ -128,7 +128,6 @@ def read_batches(
 
 
 def _as_bytes(kind: pa.DataType) -> pa.DataType:
-    """Return the type with bytes in place of text, also inside of others."""
     if isinstance(kind, pa.BaseExtensionType):
         return _as_bytes(kind.storage_type)
     if pa.types.is_map(kind):
@@ -179,11 +178,20 @@ class _IpcSource:
 
     def messages(self) -> Iterator[Message]:
         """Yield the messages after the schema; those that a footer lists, dictionaries first."""
-        if not self.is_stream:
-            yield from self._listed_messages()
+        if self.is_stream:
+            message = self._message(0)
+            while message is not None and (message := self._message(message.stop)) is not None:
+                yield message
             return
-        message = self._message(0)
-        while message is not None and (message := self._message(message.stop)) is not None:
+        footer = self._footer()
+        with content_of(self._path):
+            table = _Table(footer)
+            # structs of 24 bytes: offset, length of the header, length of the body
+            places = [at for slot in (2, 3) for at in table.vector(slot, 24)]
+            starts = [struct.unpack_from("<q", footer, at)[0] for at in places]
+        for start in starts:
+            if (message := self._message(start)) is None:
+                raise unreadable(self._path, "its footer names a message where there is none")
             yield message
 
     def _footer(self) -> bytes:
@@ -197,19 +205,6 @@ class _IpcSource:
             reason = "it begins like an Arrow IPC file and does not end like one: cut"
             raise unreadable(self._path, reason)
         return self._bytes(start, length)
-
-    def _listed_messages(self) -> Iterator[Message]:
-        footer = self._footer()
-        with content_of(self._path):
-            table = _Table(footer)
-            # structs of 24 bytes: offset, length of the header, length of the body
-            places = [at for slot in (2, 3) for at in table.vector(slot, 24)]
-            starts = [struct.unpack_from("<q", footer, at)[0] for at in places]
-        for start in starts:
-            message = self._message(start)
-            if message is None:
-                raise unreadable(self._path, "its footer names a message where there is none")
-            yield message
 
     def _header(self, start: int) -> bytes | None:
         """Return the header of the message at `start`; None at the end mark of a stream."""
@@ -240,7 +235,7 @@ class _IpcSource:
                 records = records.child(1)
             # structs of 16 bytes: offset in the body, length
             buffers = [struct.unpack_from("<qq", header, at) for at in records.vector(2, 16)]
-            num_rows, is_compressed = records.number(0, "q"), records.has(3)
+            num_rows, is_compressed = records.number(0, "q"), records.place(3) is not None
         num_bytes = 0
         for offset, length in buffers:
             plain = length
@@ -259,31 +254,24 @@ class _IpcSource:
 
 
 class _Table:
-    """A table of a flatbuffer."""
-
     def __init__(self, data: bytes, at: int = 0) -> None:
         """Take the table that the offset at `at` leads to; by default that of the root."""
         self._data = data
         self._at = at + struct.unpack_from("<I", data, at)[0]
 
-    def has(self, slot: int) -> bool:
-        return self._place(slot) is not None
-
     def number(self, slot: int, kind: str) -> int:
         """Return a number of a `struct` format; one that is not there is 0."""
-        place = self._place(slot)
+        place = self.place(slot)
         return 0 if place is None else int(struct.unpack_from(f"<{kind}", self._data, place)[0])
 
     def child(self, slot: int) -> "_Table":
-        """Return the table that a slot points to."""
-        place = self._place(slot)
+        place = self.place(slot)
         if place is None:
             raise ValueError(f"a header lacks its part {slot}")
         return _Table(self._data, place)
 
     def vector(self, slot: int, item_bytes: int) -> range:
-        """Return the places of the items."""
-        place = self._place(slot)
+        place = self.place(slot)
         if place is None:
             return range(0)
         start = place + struct.unpack_from("<I", self._data, place)[0] + 4
@@ -292,7 +280,7 @@ class _Table:
             raise ValueError("a header names more items than it holds")
         return range(start, start + count * item_bytes, item_bytes)
 
-    def _place(self, slot: int) -> int | None:
+    def place(self, slot: int) -> int | None:
         (distance,) = struct.unpack_from("<i", self._data, self._at)
         vtable = self._at - distance
         (num_bytes,) = struct.unpack_from("<H", self._data, vtable)

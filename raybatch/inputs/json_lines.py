@@ -93,12 +93,9 @@ def scan_json_lines(
 def read_json_lines(
     path: str, schema: pa.Schema | None = None, *, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[pa.Table]:
-    """Yield the rows of one file; a text that looks like a date stays the text that it is.
+    """Yield the rows of one file, block by block; a text that looks like a date stays a text.
 
-    `schema` is that of the scan; None where the file is one block. Memory: a block.
-
-    Raises:
-        BadFileError: the file is not what it was when it was scanned.
+    `schema` is that of the scan; None where the file is one block.
     """
     num_lines = 0
     # the scan has checked how far a file grows, and `read_slice` counts the rows

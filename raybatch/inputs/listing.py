@@ -35,8 +35,7 @@ def saved_datasets(
     """Return the folders of saved datasets among some files, to their data files in order.
 
     Raises:
-        ConfigError: a folder of several splits, a dataset whose rows are not those of its files,
-            or one that lacks a file.
+        ConfigError: several splits, rows that are not those of the files, or a file that lacks.
     """
     known = set(paths)
     for path in sorted(known):
@@ -60,12 +59,19 @@ def saved_datasets(
         state = _read_json(fs, path)
         if isinstance(state, dict) and "_data_files" in state:
             _check_rows(state, path, has_columns)
-            datasets[folder] = _data_files(state, path, known)
+            entries = state["_data_files"] or []
+            stored = [one.get("filename") if isinstance(one, dict) else None for one in entries]
+            for name in stored:
+                if not isinstance(name, str) or f"{folder}/{name}" not in known:
+                    raise ConfigError(
+                        f"{safe_text(path)} names the data file {name!r}, which is not in its "
+                        "folder; copy the whole folder, or save the dataset again"
+                    )
+            datasets[folder] = [f"{folder}/{name}" for name in stored]
     return datasets
 
 
 def _check_rows(state: dict[str, Any], path: str, has_columns: bool) -> None:
-    """Raise ConfigError where the dataset has other rows or columns than its files."""
     where = f"the dataset of {safe_text(path)}"
     if any(state.get(name) for name in _INDICES):
         raise ConfigError(
@@ -79,21 +85,7 @@ def _check_rows(state: dict[str, Any], path: str, has_columns: bool) -> None:
         )
 
 
-def _data_files(state: dict[str, Any], path: str, known: set[str]) -> list[str]:
-    folder = posixpath.dirname(path)
-    entries = state["_data_files"] or []
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    for name in names:
-        if not isinstance(name, str) or f"{folder}/{name}" not in known:
-            raise ConfigError(
-                f"{safe_text(path)} names the data file {name!r}, which is not in its folder; "
-                "copy the whole folder, or save the dataset again"
-            )
-    return [f"{folder}/{name}" for name in names]
-
-
 def _read_json(fs: fsspec.AbstractFileSystem, path: str) -> object:
-    """Return the content of a JSON file; None if it is no JSON."""
     try:
         return json.loads(fs.cat_file(path))
     except ValueError:
@@ -116,7 +108,6 @@ class Root(NamedTuple):
 
     @classmethod
     def of(cls, source: str) -> "Root":
-        """Find out where a source lies."""
         fs, path = fsspec.core.url_to_fs(source)
         return cls(fs, path, glob.has_magic(path) and not fs.exists(path))
 
@@ -129,20 +120,16 @@ class Root(NamedTuple):
         return self.path[:first].rpartition("/")[0]
 
     def without_links(self) -> "Root":
-        """Return the same with the links to its folder followed."""
         folder = real_path(self.fs, self.folder or "/").rstrip("/")
         return self._replace(path=folder + self.path[len(self.folder) :])
 
     def name_of(self, path: str) -> str:
-        """Return a path relative to the folder."""
         return path.removeprefix(self.folder).lstrip("/")
 
     def is_hidden(self, path: str) -> bool:
-        """Return whether a name below the folder begins with "_" or "."."""
         return any(part.startswith(("_", ".")) for part in self.name_of(path).split("/"))
 
     def matching(self, paths: Iterable[str]) -> list[str]:
-        """Return the files that a glob matches, or that lie in a folder that it matches."""
         pattern, least = re.compile(glob_translate(self.path)), len(self.folder)
 
         def is_matched(path: str) -> bool:
@@ -169,8 +156,13 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
     if "::" in source and source.split("::")[0] not in fsspec.available_protocols():
         raise _chained(f"source {safe_text(source)}")
     root = Root.of(source)
-    if root.is_glob:
-        paths = _matching(root)
+    if root.is_glob and isinstance(root.fs, LocalFileSystem) and "**" in root.path:
+        paths = root.matching(_files_below(root.fs, root.folder))
+    elif root.is_glob:
+        found = set[str]()
+        for path, info in root.fs.glob(root.path, detail=True).items():
+            found.update(_files_below(root.fs, path) if info["type"] == "directory" else [path])
+        paths = sorted(found)
     elif root.fs.isdir(root.path):
         paths = _files_below(root.fs, root.path)
     elif root.fs.exists(root.path):
@@ -225,15 +217,6 @@ def _chained(what: str) -> ConfigError:
     return ConfigError(
         f"{what} has '::' in its path, which file systems take for a chain of protocols; rename it"
     )
-
-
-def _matching(root: Root) -> list[str]:
-    if isinstance(root.fs, LocalFileSystem) and "**" in root.path:
-        return root.matching(_files_below(root.fs, root.folder))
-    paths: set[str] = set()
-    for path, info in root.fs.glob(root.path, detail=True).items():
-        paths.update(_files_below(root.fs, path) if info["type"] == "directory" else [path])
-    return sorted(paths)
 
 
 def _files_below(fs: fsspec.AbstractFileSystem, folder: str) -> list[str]:

@@ -50,7 +50,18 @@ def open_parquet(file: Any, path: str, *, buffer_size: int = 0) -> pq.ParquetFil
         BadFileError: it is empty, cut, or no Parquet file.
         ConfigError: a column has an extension type that is not allowed.
     """
-    footer = _footer(file, path)
+    size, tail = size_of(file, path), b""
+    if size >= _TAIL_BYTES + len(_MAGIC):
+        file.seek(size - _TAIL_BYTES)
+        tail = file.read(_TAIL_BYTES)
+    if tail[4:] == b"PARE":
+        raise unreadable(path, "its footer is encrypted")
+    num_bytes = int.from_bytes(tail[:4], "little") + _TAIL_BYTES
+    if tail[4:] != _MAGIC or num_bytes > size - len(_MAGIC):
+        raise unreadable(path, "it does not end like a Parquet file: it is cut, or of another kind")
+    file.seek(size - num_bytes)
+    # with the length and the magic that follow it
+    footer = bytes(file.read(num_bytes))
     with content_of(path):
         if footer.count(_SCHEMA_KEY) > 1:
             raise unreadable(path, "its footer has two Arrow schemas, of which one may be hidden")
@@ -65,22 +76,6 @@ def open_parquet(file: Any, path: str, *, buffer_size: int = 0) -> pq.ParquetFil
     parquet = pq.ParquetFile(file, metadata=metadata, buffer_size=buffer_size)
     check_types(parquet.schema_arrow, path)
     return parquet
-
-
-def _footer(file: Any, path: str) -> bytes:  # noqa: ANN401
-    """Return the footer with the length and the magic that follow it."""
-    size = size_of(file, path)
-    tail = b""
-    if size >= _TAIL_BYTES + len(_MAGIC):
-        file.seek(size - _TAIL_BYTES)
-        tail = file.read(_TAIL_BYTES)
-    if tail[4:] == b"PARE":
-        raise unreadable(path, "its footer is encrypted")
-    num_bytes = int.from_bytes(tail[:4], "little") + _TAIL_BYTES
-    if tail[4:] != _MAGIC or num_bytes > size - len(_MAGIC):
-        raise unreadable(path, "it does not end like a Parquet file: it is cut, or of another kind")
-    file.seek(size - num_bytes)
-    return bytes(file.read(num_bytes))
 
 
 class _NoData(io.RawIOBase):
@@ -138,7 +133,6 @@ def check_row_groups(
 
 
 def bytes_of(group: pq.RowGroupMetaData, columns: Sequence[str] | None) -> int:
-    """Return the size of the pages of some columns of a row group, decompressed."""
     if columns is None:
         return int(group.total_byte_size)
     return sum(chunk.total_uncompressed_size for chunk in chunks_of(group, columns))
@@ -147,7 +141,6 @@ def bytes_of(group: pq.RowGroupMetaData, columns: Sequence[str] | None) -> int:
 def chunks_of(
     group: pq.RowGroupMetaData, columns: Sequence[str] | None
 ) -> Iterator[pq.ColumnChunkMetaData]:
-    """Yield the metadata of some columns of a row group; None takes all."""
     # a name with a dot is that of a column, or leads into one
     roots = None if columns is None else {name.partition(".")[0] for name in columns}
     for index in range(group.num_columns):
@@ -157,20 +150,15 @@ def chunks_of(
 
 
 def sampled(files: Sequence[_File]) -> list[_File]:
-    """Return a few of many files, evenly spread."""
     num_files = min(_MAX_FILES, len(files))
     return [files[i * len(files) // num_files] for i in range(num_files)]
 
 
 def row_bytes_of(path: str, *, columns: Sequence[str] | None = None) -> float:
-    """Return what a row of a Parquet file takes in memory, in bytes.
+    """Return what a row of a Parquet file takes in memory, in bytes; raises what `scan_file` does.
 
     The beginning of the first row group that has rows is decoded, and of that only the texts whose
     pages do not hold each value as it is.
-
-    Raises:
-        BadFileError: what the file holds cannot be read.
-        ConfigError: the file cannot be opened, or is not safe to read.
     """
     with (
         error_context(f"source file {safe_text(path)} cannot be opened"),
@@ -204,10 +192,9 @@ def _row_bytes(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> float:
         return row_bytes
     batches = parquet.iter_batches(_MAX_ROWS, row_groups=[filled], columns=texts, use_threads=False)
     rows = next(batches)
-    return row_bytes + sum(map(_num_bytes, rows.columns)) / max(1, int(rows.num_rows))
-
-
-def _num_bytes(column: pa.Array) -> int:
-    # prompts are made of the texts, not of the dictionary
-    is_dictionary = pa.types.is_dictionary(column.type)
-    return int((column.cast(column.type.value_type) if is_dictionary else column).nbytes)
+    for column in rows.columns:
+        # prompts are made of the texts, not of the dictionary
+        is_dictionary = pa.types.is_dictionary(column.type)
+        values = column.cast(column.type.value_type) if is_dictionary else column
+        row_bytes += values.nbytes / max(1, rows.num_rows)
+    return row_bytes

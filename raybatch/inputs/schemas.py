@@ -1,5 +1,6 @@
 """One schema for all files of a source, and tables brought into it without loss."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -23,8 +24,6 @@ _BYTES = (pa.binary(), pa.binary_view(), pa.large_binary())
 
 
 class FileSchema(NamedTuple):
-    """The schema of a file, and the file."""
-
     path: str
     schema: pa.Schema
 
@@ -42,8 +41,18 @@ def common_schema(
     Raises:
         ConfigError: a column is not there, two have one name, or the schemas do not fit together.
     """
-    for file in files:
-        _check_names(file)
+    for path, schema in files:
+        where = f"source file {safe_text(path)}"
+        if twice := [name for name, number in Counter(schema.names).items() if number > 1]:
+            raise ConfigError(
+                f"{where} has several columns named {', '.join(map(repr, sorted(twice)))}; "
+                "rename them, so that a name stands for one column"
+            )
+        if odd := [name for name in schema.names if "\0" in name]:
+            raise ConfigError(
+                f"{where} has a column {odd[0]!r} with a NUL in its name, where others end it; "
+                "rename it"
+            )
     if columns is None:
         return _merged(files, policy)
     chosen = []
@@ -80,33 +89,14 @@ def in_common_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def _check_names(file: FileSchema) -> None:
-    names = file.schema.names
-    where = f"source file {safe_text(file.path)}"
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ConfigError(
-            f"{where} has several columns named {', '.join(map(repr, twice))}; "
-            "rename them, so that a name stands for one column"
-        )
-    for name in names:
-        if "\0" in name:
-            raise ConfigError(
-                f"{where} has a column {name!r} with a NUL in its name, where others end it; "
-                "rename it"
-            )
-
-
 def _merged(files: Sequence[FileSchema], policy: SchemaPolicy) -> pa.Schema:
     if all(file.path.lower().endswith(JSON_SUFFIXES) for file in files):
         try:
             return pa.unify_schemas([file.schema for file in files], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ConfigError(f"the JSON files do not fit together: {error}") from error
-    return _same(files) if policy == "strict" else _widened_schema(files)
-
-
-def _same(files: Sequence[FileSchema]) -> pa.Schema:
+    if policy == "cast":
+        return _widened_schema(files)
     first = files[0]
     others = [file for file in files if not file.schema.equals(first.schema)]
     if not others:
@@ -180,7 +170,6 @@ def widened(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _holds(kind: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether a type of numbers holds every value of another one exactly."""
     if other not in _NUMBERS:
         return False
     # NumPy takes float64 for wide enough, which has not all whole numbers beyond 2**53

@@ -63,7 +63,6 @@ class Source:
         return {}
 
     def only(self, names: Collection[str]) -> Self:
-        """Return the files of these names."""
         slices = tuple(part for part in self.slices if part.name in names)
         return replace(self, slices=slices, num_rows=sum(part.num_rows for part in slices))
 
@@ -115,11 +114,10 @@ def scan_source(
             loss.
         skip_bad_files: leave out files that cannot be read, instead of refusing the source.
         max_row_group_bytes: that a row group or record batch may take in memory.
-        max_decompressed_bytes: that a compressed JSONL file may grow to; None allows 1 GiB, and
-            larger files a hundred times their size.
+        max_decompressed_bytes: that a compressed JSONL file may grow to; see `read_blocks`.
 
     Raises:
-        ConfigError: no file, files whose schemas differ, a broken or too large file, or a type
+        ConfigError: no file, files that do not fit together, a broken or too large one, or a type
             that may run code when it is read.
     """
     with error_context(f"source {source!r} cannot be listed"):

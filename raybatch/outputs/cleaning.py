@@ -61,7 +61,6 @@ def clean(sink: str | Path, *, older_than_s: float = WEEK_S, is_dry_run: bool = 
     it may need them.
 
     Args:
-        sink: folder that a job has written to, local or with a protocol.
         older_than_s: age from which files count as left behind.
         is_dry_run: remove nothing, say what would be.
 
@@ -89,10 +88,7 @@ def clean(sink: str | Path, *, older_than_s: float = WEEK_S, is_dry_run: bool = 
 
 
 def parse_age(age: str) -> float:
-    """Return the seconds of an age such as "30m", "12h" or "7d".
-
-    Raises:
-        ConfigError: it is no such age.
+    """Return the seconds of an age such as "30m", "12h" or "7d"; ConfigError if it is none.
 
     Example:
         >>> parse_age("2h")
@@ -105,7 +101,6 @@ def parse_age(age: str) -> float:
 
 
 def _chosen(sink: str, store: Store, older_than_s: float) -> tuple[list[str], int]:
-    """Return the files to remove, and how many more are too young."""
     plans, is_done, is_complete = read_plans(sink), np.zeros(0, bool), False
     if plans:
         units = read_all_units(sink, plans)

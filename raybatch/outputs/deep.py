@@ -46,7 +46,6 @@ class _PartChecker:
     schema: pa.Schema
 
     def problems_of(self, name: str) -> list[str]:
-        """Return what is wrong with a file; nothing where it is as it should be."""
         where, problems = f"{self.store.uri}/{name}", list[str]()
         try:
             file = pq.ParquetFile(pa.BufferReader(self.store.read(name)))
@@ -93,12 +92,10 @@ class _PartChecker:
 
 
 def files_of(store: Store, plan: UnitPlan, unit: int) -> list[str]:
-    """Return the files of a unit that is in the output."""
     return read_record(store, unit)[1] if plan.is_partitioned else [part_name(unit)]
 
 
 def _part_files(store: Store, plan: UnitPlan) -> Iterator[tuple[int, list[str]]]:
-    """Yield the units that are in the output, each with the names of its files."""
     is_done, _ = listed_units(store, plan)
     for unit in np.flatnonzero(is_done).tolist():
         with suppress(CommitError, FileNotFoundError):  # reported by the audit
@@ -141,7 +138,6 @@ def check_parts(
 
 
 def _first_schema(store: Store, plan: UnitPlan) -> pa.Schema | None:
-    """Return the schema of the first part that is one."""
     for _, names in _part_files(store, plan):
         for name in names:
             with suppress(CommitError, ValueError, OSError):

@@ -56,7 +56,6 @@ class FailedRows(Source):
         return {"statuses": ",".join(sorted(self.statuses))}
 
     def only(self, names: Collection[str]) -> Self:
-        """Return the rows of the parts of these names."""
         return replace(Source.only(self, names), parts=self.parts.only(names))
 
     def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
@@ -88,7 +87,14 @@ def failed_rows(
         ConfigError: there is no such status, the output is not finished, or the new answers would
             have other columns.
     """
-    _check_statuses(statuses)
+    for name in statuses:
+        if name not in _RETRIED:
+            raise ConfigError(
+                f"status {name!r} cannot be tried again{did_you_mean(name, _RETRIED)}; there are "
+                f"{', '.join(_RETRIED)}"
+            )
+    if not statuses:
+        raise ConfigError(f"no status of rows to try again; there are {', '.join(_RETRIED)}")
     store = open_store(sink)
     with error_context(f"output {sink!r} cannot be read"):
         if store.size(PLAN) is None:
@@ -131,17 +137,6 @@ def failed_rows(
     )
 
 
-def _check_statuses(statuses: Collection[str]) -> None:
-    for name in statuses:
-        if name not in _RETRIED:
-            raise ConfigError(
-                f"status {name!r} cannot be tried again{did_you_mean(name, _RETRIED)}; there are "
-                f"{', '.join(_RETRIED)}"
-            )
-    if not statuses:
-        raise ConfigError(f"no status of rows to try again; there are {', '.join(_RETRIED)}")
-
-
 def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) -> None:
     if before is None:
         raise ConfigError(f"the output in {sink} was not written by a job, and has no error rows")
@@ -156,8 +151,6 @@ def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) ->
 
 
 def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> dict[str, int]:
-    """Return the parts that have rows of some statuses, with their number, from the footers."""
-
     def count(unit: int) -> dict[str, int]:
         counts = {n: read_footer(store, n).counts.statuses for n in files_of(store, plan, unit)}
         return {
@@ -170,7 +163,6 @@ def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> di
 
 
 def _partitions(sink: str, stored: StoredPlan) -> tuple[pa.Field, ...]:
-    """Return the columns of the user that are not in the files of an output."""
     if len(stored.partition_types) != len(stored.partition_by):
         raise ConfigError(
             f"the plan of {sink} does not say of what types {', '.join(stored.partition_by)} were, "
@@ -181,7 +173,6 @@ def _partitions(sink: str, stored: StoredPlan) -> tuple[pa.Field, ...]:
 
 
 def _typed(text: str | None, kind: pa.DataType) -> object:
-    """Return a value of a column from the name of a folder."""
     if text is None:
         return None
     if pa.types.is_boolean(kind):

@@ -65,11 +65,8 @@ _PLACES = pa.schema([(RANK, pa.int64()), (ROW, pa.int64())])
 class RowCopy:
     """What tasks must know to copy the rows of one plan.
 
-    Args:
-        target: plan of the copy, whose units are stretches of the same rows.
-        unit_rows: int64 [U], rows of each unit of the target.
-        is_todo: bool [U], units of the target that are not written yet.
-        row_bytes: that a row takes in memory, about.
+    Units of the target, the plan of the copy, are stretches of the same rows: `unit_rows` (int64
+    [U]) of each, some not written yet (bool [U]). A row takes about `row_bytes` in memory.
     """
 
     source: str
@@ -83,15 +80,13 @@ class RowCopy:
 
     @cached_property
     def ends(self) -> Ints:
-        """Return the row at which each unit of the target ends."""
         return np.cumsum(self.unit_rows)
 
     def reads(self) -> list[tuple[int, int]]:
         """Return stretches of rows whose places are read at once: those of a shard."""
-        firsts = [first for _, first in self.stored.shards]
-        if not firsts:
-            firsts = list(range(0, self.stored.num_rows, _ROWS_PER_READ))
-        return list(zip(firsts, [*firsts[1:], self.stored.num_rows], strict=True))
+        by_size = range(0, self.stored.num_rows, _ROWS_PER_READ)
+        firsts = [first for _, first in self.stored.shards] or list(by_size)
+        return list(pairwise([*firsts, self.stored.num_rows]))
 
     def places(self, first: int, stop: int) -> pa.Table:
         """Return where rows that are to be copied stand in the source, and their numbers."""
@@ -104,29 +99,25 @@ class RowCopy:
         return pa.table([rank[row - first], row], schema=_PLACES)
 
     def rows_at(self, where: pa.Table) -> pa.Table:
-        """Return the rows of some places, which are sorted, with their numbers."""
         empty = as_movable(self.schema.empty_table())
         tables = [empty.append_column(ROW, pa.array([], pa.int64()))]
         unit, position = places(where)
+        store = store_of(self.source)
         for start, stop in _runs(unit):
-            part = self._part(int(unit[start])).take(position[start:stop])
+            name = part_name(self.stored.first_unit + int(unit[start]))
+            with error_context(f"{store.uri}/{name} cannot be read"):
+                file = pq.ParquetFile(pa.BufferReader(store.read(name)))
+                # types first: values of another type are never touched
+                if not file.schema_arrow.equals(self.schema):
+                    raise CommitError(
+                        f"{store.uri}/{name} has other columns than the first part; run `raybatch "
+                        "verify --deep`"
+                    )
+                part = as_movable(file.read(use_threads=False)).take(position[start:stop])
             tables.append(part.append_column(ROW, where.column(ROW).slice(start, stop - start)))
         return pa.concat_tables(tables)
 
-    def _part(self, unit: int) -> pa.Table:
-        store, name = store_of(self.source), part_name(self.stored.first_unit + unit)
-        with error_context(f"{store.uri}/{name} cannot be read"):
-            file = pq.ParquetFile(pa.BufferReader(store.read(name)))
-            # types first: values of another type are never touched
-            if not file.schema_arrow.equals(self.schema):
-                raise CommitError(
-                    f"{store.uri}/{name} has other columns than the first part; run `raybatch "
-                    "verify --deep`"
-                )
-            return as_movable(file.read(use_threads=False))
-
     def write(self, rows: pa.Table) -> pa.Table:
-        """Write the units of rows that are sorted by their numbers; return the units."""
         unit = np.searchsorted(self.ends, rows.column(ROW).to_numpy(), side="right")
         for start, stop in _runs(unit):
             self.deliver(int(unit[start]), rows.slice(start, stop - start))
@@ -215,7 +206,6 @@ def _block_starts(copy: RowCopy, unit_rows: Ints) -> Ints:
 
 
 def _runs(unit: Ints) -> list[tuple[int, int]]:
-    """Return the begin and end of each stretch of equal numbers."""
     starts = np.flatnonzero(np.diff(unit, prepend=-1)).tolist()
     return list(pairwise([*starts, len(unit)]))
 
@@ -258,8 +248,7 @@ def restore_order(
 
     Args:
         into: folder that is prepared for the copy.
-        subject: what the plan of the copy is of and how it is laid out, where that is not as in
-            the output.
+        subject: what the plan of the copy is of, and its layout, where not as in the output.
         start_ray: is called before Ray is used; None leaves its start to Ray.
 
     Raises:
@@ -311,7 +300,13 @@ def _open(sink: str, into: str, stored: StoredPlan, wanted: StoredPlan) -> RowCo
     about = json.dumps([stored.hash, wanted.partition_by]).encode()
     name = hashlib.blake2b(about, digest_size=8, person=b"input order").hexdigest()
     if store_of(into).size(plan_name(stored.number)) is None:
-        units = stretches(name, _unit_rows(stored, row_bytes))
+        # stretches that fit memory, not too many
+        asked = int(stored.options.get("unit_rows", _DEFAULT_UNIT_ROWS))
+        most = max(1, int(_MAX_UNIT_BYTES / max(1.0, row_bytes)))
+        size = max(min(asked, most), -(-stored.num_rows // _MAX_PARTS), 1)
+        full, rest = divmod(stored.num_rows, size)
+        sizes = [size] * full + [rest] * (rest > 0 or not full)
+        units = stretches(name, np.array(sizes, np.int64))
         target = replace(
             wanted, hash=name, num_units=units.num_units, is_reordered=False, shards=()
         )
@@ -331,12 +326,3 @@ def _open(sink: str, into: str, stored: StoredPlan, wanted: StoredPlan) -> RowCo
         schema=first.schema_arrow,
         row_bytes=row_bytes,
     )
-
-
-def _unit_rows(stored: StoredPlan, row_bytes: float) -> Ints:
-    """Return the rows of each unit of the copy: stretches that fit memory, not too many."""
-    wanted = int(stored.options.get("unit_rows", _DEFAULT_UNIT_ROWS))
-    most = max(1, int(_MAX_UNIT_BYTES / max(1.0, row_bytes)))
-    size = max(min(wanted, most), -(-stored.num_rows // _MAX_PARTS), 1)
-    full, rest = divmod(stored.num_rows, size)
-    return np.array([size] * full + [rest] * (rest > 0 or not full), np.int64)

@@ -34,8 +34,6 @@ class Verification:
             `is_deep` also those in whose place another row stands.
         duplicated_rows: written more than once; of row ids alone when `is_deep`.
         rows_to_do: whose units no run has written yet.
-        problems: what is wrong, where, and the way out.
-        notes: what is worth knowing and not wrong.
     """
 
     sink: str
@@ -112,17 +110,24 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
     store = open_store(sink)
     with error_context(f"output {sink!r} cannot be read"):
         if store.size(PLAN) is None:
-            if store.size(f"{PLAN_ORDER}/{PLAN}") is not None:
-                return _before_ordering(sink, store, is_deep=deep)
-            return _without_plan(sink, store, is_deep=deep)
+            if store.size(f"{PLAN_ORDER}/{PLAN}") is None:
+                return _without_plan(sink, store, is_deep=deep)
+            result = verify(f"{sink.rstrip('/')}/{PLAN_ORDER}", deep=deep)
+            note = f"these rows lie in {PLAN_ORDER}/, and are not in the order of the input yet"
+            return dataclasses.replace(
+                result,
+                sink=sink,
+                has_success=False,
+                problems=(*result.problems, *_parts_without_plan(store)),
+                notes=(*result.notes, note),
+            )
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
-        result = audit(store, plan)
-        success = read_success(store)
+        found, success = audit(store, plan), read_success(store)
         output = output_columns(plans[0].fingerprint)
         look = check_parts(store, plan, output) if deep else None
         damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
-    return _verification(sink, plans, plan, result, success, look, damaged)
+    return _verification(sink, plans, plan, found, success, look, damaged)
 
 
 def _verification(
@@ -170,20 +175,7 @@ def _verification(
     )
 
 
-def _before_ordering(sink: str, store: Store, *, is_deep: bool) -> Verification:
-    result = verify(f"{sink.rstrip('/')}/{PLAN_ORDER}", deep=is_deep)
-    note = f"these rows lie in {PLAN_ORDER}/, and are not in the order of the input yet"
-    return dataclasses.replace(
-        result,
-        sink=sink,
-        has_success=False,
-        problems=(*result.problems, *_parts_without_plan(store)),
-        notes=(*result.notes, note),
-    )
-
-
 def _parts_without_plan(store: Store) -> tuple[str, ...]:
-    """Return what is wrong where there are parts and no plan."""
     names = store.names(DATA)
     if not names:
         return ()
@@ -229,7 +221,6 @@ def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, result: Au
 
 
 def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:
-    """Return what has changed in the input, and what could not be looked at."""
     files = [file for stored in plans for file in stored.files]
     root = plans[0].source
     if not root or not files:

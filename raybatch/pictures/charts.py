@@ -44,12 +44,7 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareBar:
-    """One bar of a chart of shares.
-
-    Args:
-        share: between 0 and 1.
-        is_main: drawn in the main colour; the others are for comparison.
-    """
+    """One bar of a chart of shares between 0 and 1; those in the other colour are to compare."""
 
     name: str
     share: float
@@ -80,45 +75,37 @@ def drawing(width: float, height: float, label: str, children: Iterable[str]) ->
 def rect(
     x: float, y: float, width: float, height: float, *, title: str = "", **attributes: object
 ) -> str:
-    """Return a rectangle, with `title` shown under the pointer."""
     children = [element("title", children=[escape(title)])] if title else []
     return element("rect", x=x, y=y, width=width, height=height, children=children, **attributes)
 
 
 def text(x: float, y: float, content: str, **attributes: object) -> str:
-    """Return a line of text whose baseline begins at (x, y)."""
     return element("text", x=x, y=y, children=[escape(content)], **attributes)
 
 
 def horizontal(left: float, right: float, y: float, kind: str) -> str:
-    """Return a line from left to right."""
     return element("line", x1=left, x2=right, y1=y, y2=y, class_=kind)
 
 
 def vertical(x: float, top: float, bottom: float, kind: str) -> str:
-    """Return a line from top to bottom."""
     return element("line", x1=x, x2=x, y1=top, y2=bottom, class_=kind)
 
 
 def grid_line(left: float, right: float, y: float, label: str) -> list[str]:
-    """Return a line across a plot, and what its height stands for."""
     named = text(left - 6, y + 4, label, class_="tick", text_anchor="end")
     return [horizontal(left, right, y, "grid"), named]
 
 
 def x_tick(x: float, base: float, label: str) -> list[str]:
-    """Return a mark below a plot, and what its place stands for."""
     named = text(x, base + 16, label, class_="tick", text_anchor="middle")
     return [vertical(x, base, base + 4, "base"), named]
 
 
 def x_label(x: float, y: float, label: str) -> str:
-    """Return the name of a horizontal axis."""
     return text(x, y, label, class_="axis", text_anchor="middle")
 
 
 def y_label(x: float, y: float, label: str) -> str:
-    """Return the name of a vertical axis."""
     turned = f"rotate(-90 {x} {y:.0f})"
     return text(x, y, label, class_="axis", text_anchor="middle", transform=turned)
 
@@ -142,7 +129,6 @@ def draw_cards(cards: Sequence[Card], *, label: str) -> str:
 
 
 def draw_histogram(histogram: Histogram, *, x_name: str, y_name: str = "rows") -> str:
-    """Draw a histogram over a logarithmic axis."""
     edges = histogram.edges()
     filled = np.flatnonzero(histogram.counts)
     if not len(filled):
@@ -272,7 +258,6 @@ def _tree_title(box: TreeBox, num_rows: int) -> str:
 
 
 def _log_scale(first: int, stop: int) -> Callable[[int], float]:
-    """Return what maps numbers to x; 0 lies where one half would."""
     begin = np.log(max(first, 0.5))
     span = max(np.log(max(stop, 1)) - begin, 1e-9)
     return lambda number: float(_LEFT + _PLOT * (np.log(max(number, 0.5)) - begin) / span)
@@ -284,12 +269,8 @@ def _round_numbers(first: int, stop: int) -> list[int]:
         step = ticks(stop - first)[1]
         return list(range(-(-first // step) * step, stop + 1, step))
     for steps in ((1,), (1, 3), (1, 2, 5)):
-        numbers = [
-            step * 10**power
-            for power in range(14)
-            for step in steps
-            if first <= step * 10**power <= stop
-        ]
+        known = (step * 10**power for power in range(14) for step in steps)
+        numbers = [number for number in known if first <= number <= stop]
         if len(numbers) >= _MIN_TICKS:
             break
     return numbers[:: -(-len(numbers) // 6)]

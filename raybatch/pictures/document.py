@@ -77,8 +77,8 @@ def _render(title: str, sections: Sequence[Section], *, is_page: bool) -> str:
 def _environment() -> Environment:
     loader = PackageLoader("raybatch", "pictures")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    lines = Path(__file__).with_name("style.css").read_text("utf-8").splitlines()
-    style = "".join(line.strip() for line in lines)
+    sheet = Path(__file__).with_name("style.css").read_text("utf-8")
+    style = "".join(map(str.strip, sheet.splitlines()))
     environment.globals.update(zip=zip, style=style)
     return environment
 

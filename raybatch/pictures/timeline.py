@@ -39,8 +39,6 @@ Cell = tuple[float, float, tuple[float, float, float, float]]
 
 
 class Step(NamedTuple):
-    """A value that held from one time to another."""
-
     start_s: float
     end_s: float
     value: float
@@ -48,11 +46,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """One figure over time, `steps` in time order.
-
-    Args:
-        top: of the axis; None takes the highest value.
-    """
+    """One figure over time, `steps` in time order, up to `top` or to the highest value."""
 
     name: str
     steps: tuple[Step, ...]
@@ -63,12 +57,9 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """Something that took time; those of one lane are drawn beside each other.
+    """Something that took time, in a lane of that name, with a title under the pointer: user data.
 
-    Args:
-        lane: its name; user data.
-        title: shown under the pointer; user data.
-        is_slow: drawn in the colour of a warning.
+    What is slow has the colour of a warning.
     """
 
     lane: str
@@ -106,10 +97,17 @@ def draw_lanes(
         parts += [rect(left, 4, 12, 12, class_=kind), text(left + 17, 14, name, class_="tick")]
         left += 32 + 7 * len(name)
     for i, (name, cells) in enumerate(rows.items()):
-        y = 26 + i * (_LANE + _LANE_GAP)
+        y: float = 26 + i * (_LANE + _LANE_GAP)
         parts.append(text(_LEFT - 8, y + 15, name, class_="name", text_anchor="end"))
         for start_s, end_s, seconds in cells:
-            parts += _cell(x(start_s), x(end_s), y, seconds)
+            length, top = sum(seconds), y + _LANE
+            # a little wider than it is, so that no line is seen between neighbours
+            width = max(0.6, x(end_s) - x(start_s) + 0.3)
+            for (kind, _), part in zip(_KINDS, seconds, strict=True):
+                if length > 0 and part / length > 0.005:
+                    height = _LANE * part / length
+                    top -= height
+                    parts.append(rect(x(start_s), top, width, height, class_=kind))
     parts += [vertical(x(mark), 22, bottom, "mark") for mark in marks]
     parts += _time_axis(total_s, x, bottom)
     label = f"What {count(len(rows), 'engine')} did over {duration(total_s)}"
@@ -160,7 +158,13 @@ def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
             parts += grid_line(_LEFT, _WIDTH - _RIGHT, line, tick(value) + band.suffix)
     kind = "area" if band.is_main else "area other"
     base = y + _BAND
-    for run in _connected(band.steps):
+    runs: list[list[Step]] = []
+    for step in band.steps:
+        # where time passes between two steps, the area ends
+        if not runs or step.start_s - runs[-1][-1].end_s >= _SAME_S:
+            runs.append([])
+        runs[-1].append(step)
+    for run in runs:
         points = [f"M{x(run[0].start_s):.1f} {base:.1f}"]
         for step in run:
             height = base - _BAND * step.value / top
@@ -171,36 +175,12 @@ def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
     return parts
 
 
-def _connected(steps: Sequence[Step]) -> list[list[Step]]:
-    """Cut steps where time passes between them."""
-    runs: list[list[Step]] = []
-    for step in steps:
-        if not runs or step.start_s - runs[-1][-1].end_s >= _SAME_S:
-            runs.append([])
-        runs[-1].append(step)
-    return runs
-
-
-def _cell(left: float, right: float, y: float, seconds: Sequence[float]) -> list[str]:
-    length = sum(seconds)
-    parts, bottom = [], y + _LANE
-    # a little wider than it is, so that no line is seen between neighbours
-    width = max(0.6, right - left + 0.3)
-    for (kind, _), part in zip(_KINDS, seconds, strict=True):
-        if length > 0 and part / length > 0.005:
-            height = _LANE * part / length
-            bottom -= height
-            parts.append(rect(left, bottom, width, height, class_=kind))
-    return parts
-
-
 def _scale(total_s: float) -> Callable[[float], float]:
     return lambda seconds: _LEFT + _PLOT * seconds / max(total_s, 1e-9)
 
 
 def _time_axis(total_s: float, x: Callable[[float], float], bottom: float) -> list[str]:
-    fitting = (step for step in _STEPS_S if total_s / step <= _MAX_TIME_TICKS)
-    step = next(fitting, _STEPS_S[-1])
+    step = next((one for one in _STEPS_S if total_s / one <= _MAX_TIME_TICKS), _STEPS_S[-1])
     parts: list[str] = []
     for i in range(int(total_s / step) + 1):
         parts += x_tick(x(i * step), bottom, _time_label(i * step))
@@ -209,11 +189,9 @@ def _time_axis(total_s: float, x: Callable[[float], float], bottom: float) -> li
 
 
 def _time_label(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:g} s"
     hours, minutes = divmod(round(seconds / 60), 60)
-    if not hours:
-        return f"{minutes} min"
-    if hours >= 48 and not minutes:
-        return f"{hours / 24:g} d"
-    return f"{hours} h {minutes:02d}" if minutes else f"{hours} h"
+    if seconds < 120 or not hours:
+        return f"{seconds:g} s" if seconds < 120 else f"{minutes} min"
+    if minutes:
+        return f"{hours} h {minutes:02d}"
+    return f"{hours / 24:g} d" if hours >= 48 else f"{hours} h"

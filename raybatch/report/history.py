@@ -32,13 +32,8 @@ Event = Mapping[str, Any]
 class Sample(TokenCounts):
     """The state of a run at the end of a stretch of time; tokens and rows count from its start.
 
-    Args:
-        end_s: since the run began.
-        cost: of all answers since the run began, where they have prices.
-        kv: share of the KV caches that is in use.
-        restarts: of engines, since the run began.
-        preemptions: of requests, since the run began.
-        engines: rank, seconds at work and seconds ready of each engine in this stretch.
+    So do cost, restarts of engines and preemptions; `kv` is the share of the caches that is in use,
+    `engines` rank, seconds at work and seconds ready of each engine in this stretch.
     """
 
     end_s: float
@@ -55,7 +50,6 @@ class Sample(TokenCounts):
 
     @property
     def busy_s(self) -> float:
-        """Seconds at work of all engines."""
         return sum(busy_s for _, busy_s, _ in self.engines)
 
 
@@ -80,11 +74,8 @@ class RunRecord:
         seconds: from its start to the last line of its log.
         end: "finished", "incomplete", "stopped by ..." with the limit or SIGTERM, "interrupted", or
             "failed: ..."; "" where the log has no end.
-        backend_reason: why it was that one; "" where the user named it.
         executor: of its engines, "local" or "ray"; "" where the log does not say.
         units_found: units that another run had written when this one came to them.
-        median_unit_s: half of its units took no longer.
-        p95_unit_s: 95 % of its units took no longer.
         units: all units, where they are few.
         samples: of equal importance, a few hundred at most.
     """
@@ -113,12 +104,10 @@ class RunRecord:
 
     @property
     def limit(self) -> str:
-        """The limit that ended it early; "" where none did."""
         return self.end.removeprefix(STOPPED) if self.end.startswith(STOPPED) else ""
 
     @property
     def last(self) -> Sample:
-        """The last sample; one of zeros where there is none."""
         return self.samples[-1] if self.samples else Sample(end_s=0.0, seconds=0.0)
 
     @property
@@ -136,7 +125,6 @@ class History:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all runs."""
         return sum(run.seconds for run in self.runs)
 
 
@@ -177,8 +165,7 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
                 samples.add(event)
             elif event["event"] == "run_ended":
                 values["end"] = str(event["reason"])
-        except (KeyError, TypeError, ValueError):
-            # a line of another version
+        except (KeyError, TypeError, ValueError):  # a line of another version
             continue
     if started is None:
         return None
@@ -196,7 +183,6 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
 
 
 def _merged(first: Sample, second: Sample) -> Sample:
-    """Return the sample of two stretches, one after the other."""
     seconds = first.seconds + second.seconds
     means = {
         name: (getattr(first, name) * first.seconds + getattr(second, name) * second.seconds)
@@ -255,7 +241,6 @@ class _Units:
         keep(self._slowest, (unit.seconds, self._num_written, unit))
 
     def values(self) -> dict[str, Any]:
-        """Return fields of a `RunRecord`."""
         slowest = sorted(self._slowest, key=lambda one: -one[0])
         median, p95 = np.quantile(self._seconds, (0.5, 0.95)) if self._seconds else (0.0, 0.0)
         return {

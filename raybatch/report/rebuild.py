@@ -91,11 +91,7 @@ def current_report(sink: str) -> RunReport:
 
 
 def report_of_complete(sink: str) -> RunReport:
-    """Return the report of an output to which nothing is added, and write it where there is none.
-
-    Raises:
-        ConfigError: see `current_report`.
-    """
+    """Return `current_report` of a complete output, and write it where there is none."""
     report = current_report(sink)
     # without logs it would not be more than anybody can make again
     if not (report.is_rebuilt and report.history.runs):
@@ -149,6 +145,13 @@ def counted_report(
     history = with_unlogged(
         history, num_units=result.num_units - result.num_missing, num_rows=result.written_rows
     )
+    problems = result.foreign
+    if result.num_missing and is_complete:
+        problems += (f"{SUCCESS}: {result.gone_message}",)
+    elif result.num_missing:
+        some = ", ".join(str(unit) for unit in result.missing)
+        units = count(result.num_missing, "unit")
+        problems += (f"{units} not written yet, such as {some}; run the job again to go on",)
     read = {name for stored in plans for name, *_ in stored.files}
     skipped = {name: reason for stored in plans for name, reason in stored.skipped}
     logical = sum(stored.logical_tokens for stored in plans)
@@ -184,7 +187,7 @@ def counted_report(
         output_files=_part_names(sink),
         planned_hit_rate=1 - computed / logical if logical else None,
         num_units=result.num_units,
-        problems=_problems(result, is_complete=is_complete),
+        problems=problems,
         # those that are in no plan that was made later
         skipped=tuple((name, reason) for name, reason in skipped.items() if name not in read),
         special_rows=counts.special_rows,
@@ -194,17 +197,6 @@ def counted_report(
         output_lengths=Histogram.of_bins(counts.output_lengths, counts.generated_tokens),
         history=history,
     )
-
-
-def _problems(result: Audit, *, is_complete: bool) -> tuple[str, ...]:
-    problems = result.foreign
-    if result.num_missing and is_complete:
-        problems += (f"{SUCCESS}: {result.gone_message}",)
-    elif result.num_missing:
-        some = ", ".join(str(unit) for unit in result.missing)
-        units = count(result.num_missing, "unit")
-        problems += (f"{units} not written yet, such as {some}; run the job again to go on",)
-    return problems
 
 
 def installed_versions() -> dict[str, str]:

@@ -53,8 +53,7 @@ class Sampler:
     ) -> tuple[tuple[Fields, ...], Fields | None]:
         """Take the state at `now_s` seconds after the run began, and what the run has cost.
 
-        Returns:
-            Events of engines that became ready or went away, and a sample where one is due.
+        Returns events of engines that became ready or went away, and a sample where one is due.
         """
         self._cost = cost
         events = self._count(now_s, stats)
@@ -82,10 +81,9 @@ class Sampler:
         self._first = self._first or stats
         self._last, self._last_s = stats, now_s
         gone, new = set(known) - set(stats.ranks), set(stats.ranks) - set(known)
-        return (
-            *({"rank": rank, "state": "gone"} for rank in sorted(gone)),
-            *({"rank": rank, "state": "ready"} for rank in sorted(new)),
-        )
+        changed = [(rank, "gone") for rank in sorted(gone)]
+        changed += [(rank, "ready") for rank in sorted(new)]
+        return tuple({"rank": rank, "state": state} for rank, state in changed)
 
     def _sample(self, now_s: float, stats: PoolStats) -> Fields:
         replicas, first = stats.replicas, self._first or stats
@@ -118,13 +116,10 @@ def _growth(before: float, now: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitsSoFar:
-    """How far the units of a run are.
+    """How far the units of a run are, of all plans; the total is 0 while there is none.
 
-    Args:
-        total: units of all plans; 0 while there is none.
-        done: units that are written, those of earlier runs among them.
-        planned_hit_rate: share of the prompt tokens that the plan does not compute; None where it
-            has none.
+    Those of earlier runs are done; the plan does not compute a share of the prompt tokens, the hit
+    rate, None where it has none.
     """
 
     total: int
@@ -149,10 +144,8 @@ class RunRecorder:
         clock: seconds since 1970.
 
     Attributes:
-        run_id: name of the run.
         units: how far they are; none is known while there is no plan.
         rows_written: of units that this run has written, or found written.
-        rows_failed: error rows of these units.
         limit: or signal that ended the run early; None where none did.
     """
 
@@ -164,15 +157,11 @@ class RunRecorder:
         about: Mapping[str, Any],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store = store
-        self.run_id = run_id
-        self._about = about
+        self._store, self.run_id, self._about = store, run_id, about
         rows_resumed = int(about.get("rows_resumed", 0))
         self.units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=rows_resumed)
-        self._clock = clock
-        self._log = RunLog(store, run_id, clock)
-        self._began_s = clock()
-        self._next_beat_s = self._began_s
+        self._clock, self._log = clock, RunLog(store, run_id, clock)
+        self._began_s = self._next_beat_s = clock()
         self._sampler = Sampler()
         self._num_receipts = self._done_before = 0
         self.rows_written = self.rows_failed = 0
@@ -201,7 +190,12 @@ class RunRecorder:
         self._thread.join()
         if (last := self._sampler.rest(self._elapsed_s())) is not None:
             self._log.write("sample", **last)
-        reason = self._end if error is None else _reason(error)
+        reason = self._end
+        if isinstance(error, KeyboardInterrupt | RunStopped):
+            reason = "interrupted"
+        elif error is not None:
+            is_tellable = isinstance(error, _TELLABLE)
+            reason = f"failed: {error_text(error) if is_tellable else type(error).__name__}"
         level = "info" if reason == "finished" else "error"
         self._log.write("run_ended", level=level, reason=reason, seconds=self._elapsed_s())
         self._log.flush()
@@ -216,7 +210,6 @@ class RunRecorder:
         self._log.write("stopping", level="warning", limit=limit)
 
     def incomplete(self) -> None:
-        """Say that the run has ended without all of its rows."""
         self._end = "incomplete" if self.limit is None else f"{STOPPED}{self.limit}"
 
     def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
@@ -240,7 +233,6 @@ class RunRecorder:
         )
 
     def unit_done(self, receipt: UnitReceipt) -> None:
-        """Hear of a unit that is written."""
         self._num_receipts += 1
         self.rows_written += receipt.num_rows
         self.rows_failed += receipt.num_errors
@@ -295,21 +287,11 @@ class RunRecorder:
 
     def _warn_of_others(self) -> None:
         try:
-            others = live_runs(self._store, self._began_s)
+            for other in live_runs(self._store, self._began_s):
+                logger.warning(
+                    "another run is active, or died just now: %s. Where both go on, each unit is "
+                    "written once all the same, but its rows may be generated twice",
+                    other,
+                )
         except Exception as error:  # a warning less
             logger.info("the heartbeats of other runs cannot be read: %s", error_text(error))
-            return
-        for other in others:
-            logger.warning(
-                "another run is active, or died just now: %s. Where both go on, each unit is "
-                "written once all the same, but its rows may be generated twice",
-                other,
-            )
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt | RunStopped):
-        return "interrupted"
-    if isinstance(error, _TELLABLE):
-        return f"failed: {error_text(error)}"
-    return f"failed: {type(error).__name__}"

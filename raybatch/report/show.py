@@ -20,7 +20,6 @@ _SLOW_FACTOR, _SLOW_S = 3.0, 1.0
 
 
 def end_of(run: RunRecord) -> str:
-    """Say how a run ended."""
     return run.end or "no end in its log: killed, or still running"
 
 
@@ -77,7 +76,6 @@ def _totals(cells: Sequence[Cell]) -> tuple[float, float, float, float]:
 
 
 def idle_facts(lanes: dict[int, list[Cell]]) -> tuple[tuple[str, str], ...]:
-    """Say how all engines together shared out their time."""
     cells = [cell for lane in lanes.values() for cell in lane]
     totals = _totals(cells) if cells else ()
     whole = sum(totals)
@@ -90,7 +88,6 @@ def idle_facts(lanes: dict[int, list[Cell]]) -> tuple[tuple[str, str], ...]:
 
 
 def run_section(history: History) -> Section:
-    """Return the table of all runs."""
     rows = tuple(
         (
             time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(run.started)),
@@ -113,7 +110,6 @@ def run_section(history: History) -> Section:
 
 
 def time_sections(history: History) -> tuple[Section, ...]:
-    """Return what happened when, and what engines did with their time."""
     if not any(run.samples for run in history.runs):
         return ()
     starts = _run_starts(history)
@@ -155,7 +151,6 @@ def time_sections(history: History) -> tuple[Section, ...]:
 
 
 def length_section(prompts: Histogram, outputs: Histogram) -> tuple[Section, ...]:
-    """Return the histograms of lengths; nothing where they are not known."""
     if not (prompts.counts or outputs.counts):
         return ()
     figures = (
