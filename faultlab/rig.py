@@ -21,7 +21,7 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.errors import RaybatchError
 from raybatch.outputs.verify import verify
 from raybatch.planning.store import read_plan, read_units
-from raybatch.report.history.reading import read_history
+from raybatch.report.history import read_history
 
 NUM_ROWS = 720
 NUM_UNITS = 40

@@ -67,33 +67,29 @@ __all__ = [
 
 __version__: str
 
-_HOMES = {
-    "BackendConfig": "raybatch.config",
-    "EngineConfig": "raybatch.config",
-    "Explanation": "raybatch.explanation.record",
-    "Job": "raybatch.job.job",
-    "LLMStage": "raybatch.stages.llm_stage",
-    "LimitConfig": "raybatch.config",
-    "PlanConfig": "raybatch.config",
-    "PoolConfig": "raybatch.config",
-    "WaveConfig": "raybatch.config",
-    "ProcessorConfig": "raybatch.compat.options",
-    "RunReport": "raybatch.report",
-    "Sampling": "raybatch.records.types",
-    "Verification": "raybatch.outputs.verify",
-    "build_processor": "raybatch.compat.processor",
-    "read_parquet": "raybatch.job.composed",
-    "vLLMEngineProcessorConfig": "raybatch.compat.options",
-    "verify": "raybatch.outputs.verify",
-    "write_parquet": "raybatch.job.composed",
+_NAMES = {
+    "compat.options": "ProcessorConfig vLLMEngineProcessorConfig",
+    "compat.processor": "build_processor",
+    "config": "BackendConfig EngineConfig LimitConfig PlanConfig PoolConfig WaveConfig",
+    "explanation.record": "Explanation",
+    "job.composed": "read_parquet write_parquet",
+    "job.job": "Job",
+    "outputs.verify": "Verification verify",
+    "records.types": "Sampling",
+    "report": "RunReport",
+    "stages.llm_stage": "LLMStage",
 }
+_HOMES = {name: f"raybatch.{home}" for home, names in _NAMES.items() for name in names.split()}
 
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would take any name for public
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            value = _version()
+            try:
+                value: object = metadata.version("raybatch")
+            except metadata.PackageNotFoundError:  # a source tree that is not installed
+                value = "0+source"
         elif name in _HOMES:
             value = getattr(import_module(_HOMES[name]), name)
         else:
@@ -104,10 +100,3 @@ if not TYPE_CHECKING:  # hidden from type checkers, which would take any name fo
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _version() -> str:
-    try:
-        return metadata.version("raybatch")
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
-        return "0+source"

@@ -42,12 +42,7 @@ class UnreachableError(ConfigError):
 
 
 class CapacityError(RaybatchError):
-    """A prompt cannot fit the KV cache or the model's context.
-
-    Args:
-        needed_tokens: tokens that the sequence needs at least.
-        available_tokens: tokens that the cache or the context can hold.
-    """
+    """A prompt needs more tokens than the KV cache or the model's context can hold."""
 
     def __init__(self, message: str, *, needed_tokens: int, available_tokens: int) -> None:
         super().__init__(message)
@@ -55,20 +50,13 @@ class CapacityError(RaybatchError):
         self.available_tokens = available_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options: dict[str, Any] = {
-            "needed_tokens": self.needed_tokens,
-            "available_tokens": self.available_tokens,
-        }
-        return partial(type(self), **options), self.args
+        needed, available = self.needed_tokens, self.available_tokens
+        make = partial(type(self), needed_tokens=needed, available_tokens=available)
+        return make, self.args
 
 
 class ReplicaError(RaybatchError):
-    """An engine actor failed and could not be restarted.
-
-    Args:
-        rank: index of the replica in its pool.
-        cause: what ended it, as text.
-    """
+    """An engine actor, of index `rank` in its pool, failed and could not be restarted."""
 
     def __init__(self, rank: int, cause: str) -> None:
         super().__init__(f"replica {rank} failed: {cause}")
@@ -147,11 +135,7 @@ def one_line(text: str, max_chars: int = 2000) -> str:
 
 
 def range_text(allowed: str, value: object) -> str:
-    """Return what a number may be, and that it must be finite where `value` is not.
-
-    Args:
-        allowed: such as "at least 0" or "above 0 and at most 1".
-        value: that is refused.
+    """Return what a number may be, and that it must be finite where the refused `value` is not.
 
     Example:
         >>> range_text("at least 0", float("inf")), range_text("at least 0", -1)

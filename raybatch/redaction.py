@@ -40,9 +40,7 @@ _WORD = re.compile(r"[A-Za-z]{1,11}\Z")
 def redacted(text: str) -> str:
     """Return a text with passwords, tokens and keys replaced by `***`.
 
-    Args:
-        text: an error, a URI, an option; it may be hostile. What is beyond 65,536 characters is
-            left out.
+    It may be hostile. What is beyond 65,536 characters is left out.
     """
     if len(text) > _MAX_CHARS:
         text = text[:_MAX_CHARS] + " ..."
@@ -68,5 +66,4 @@ class DiscreetFormatter(logging.Formatter):
         super().__init__("%(levelname)s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
         return redacted(super().format(record))

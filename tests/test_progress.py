@@ -8,7 +8,7 @@ import pytest
 
 from raybatch.job.progress import ProgressPrinter, Snapshot, measure, progress_line
 from raybatch.records.types import OpenUnit, PoolStats, ReplicaStats
-from raybatch.report.history.recorder import UnitsSoFar
+from raybatch.report.recorder import UnitsSoFar
 from raybatch.stages.quiet_ray import StderrHandler
 
 

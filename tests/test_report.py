@@ -12,13 +12,13 @@ from raybatch.durable.commit import commit_unit
 from raybatch.durable.run_log import RunLog
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError
-from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.explanation.record import TimeEstimate
 from raybatch.planning.store import write_plan
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
 from raybatch.report import ErrorCount, RunReport, read_report, report_of, report_path
-from raybatch.report.history.records import History, RunRecord, Sample, UnitTime
+from raybatch.report.history import History, RunRecord, Sample, UnitTime
 from tests.durable.support import make_plan, unit_of
 from tests.explanation.inputs import explain_prompts, grouped_prompts
 

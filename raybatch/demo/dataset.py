@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -50,18 +51,14 @@ def write_dataset(
     """Write the dataset as `part-00000.parquet`, ... under `path`; same arguments, same bytes.
 
     Rows are shuffled over all files within windows of about 65,000 rows, so the questions of one
-    document lie far apart. Time is linear in the rows, memory does not grow with them. The folder
-    is created when missing, files of the same names are replaced.
-
-    With `include_bad_rows` come, beyond documents x questions, rows that cannot be answered: a null
-    document, a null question and an over-long prompt in the first file, and a document that is not
-    UTF-8 in the last file.
+    document lie far apart. Time is linear in the rows, memory does not grow with them. Files of the
+    same names are replaced. Bad rows come on top, which cannot be answered: a null document, a null
+    question and an over-long prompt in the first file, and no UTF-8 in the last one.
 
     Raises:
         ValueError: A count is less than one.
     """
-    counts = (num_documents, questions_per_document, num_files)
-    if min(counts) < 1:
+    if min(counts := (num_documents, questions_per_document, num_files)) < 1:
         raise ValueError(
             f"num_documents, questions_per_document, num_files = {counts}: each must be at least 1"
         )
@@ -90,10 +87,12 @@ def _rows(rng: random.Random, num_documents: int, questions_per_document: int) -
 
 def _row(rng: random.Random, doc_id: int, document: str, question: Question) -> Row:
     """Fill the columns that the pipeline must hand through, nulls at every level included."""
-    spans = [
-        None if rng.random() < 0.2 else _with_nulls(rng, [rng.randint(-9, 9) for _ in range(3)])
-        for _ in range(rng.randint(0, 3))
-    ]
+    spans: list[list[int | None] | None] = []
+    for _ in range(rng.randint(0, 3)):
+        is_null = rng.random() < 0.2
+        values = [] if is_null else [rng.randint(-9, 9) for _ in range(3)]
+        span = [None if rng.random() < 0.2 else value for value in values]
+        spans.append(None if is_null else span)
     return {
         "document": document,
         "question": question.text,
@@ -108,39 +107,18 @@ def _row(rng: random.Random, doc_id: int, document: str, question: Question) -> 
     }
 
 
-def _with_nulls(rng: random.Random, values: list[int]) -> list[int | None]:
-    return [None if rng.random() < 0.2 else value for value in values]
-
-
 def _shuffle(rows: Iterator[Row], rng: random.Random) -> Iterator[Row]:
     """Shuffle window by window."""
-    window: list[Row] = []
-    for row in rows:
-        window.append(row)
-        if len(window) == _SHUFFLE_ROWS:
-            rng.shuffle(window)
-            yield from window
-            window = []
-    rng.shuffle(window)
-    yield from window
+    while window := list(islice(rows, _SHUFFLE_ROWS)):
+        rng.shuffle(window)
+        yield from window
 
 
 def _write_rows(writers: list[pq.ParquetWriter], rows: Iterator[Row]) -> None:
-    """Deal rows to the files in turn."""
-    groups: list[list[Row]] = [[] for _ in writers]
-    for i, row in enumerate(rows):
-        group = groups[i % len(writers)]
-        group.append(row)
-        if len(group) == _ROW_GROUP_ROWS:
-            _write_group(writers[i % len(writers)], group)
-    for writer, group in zip(writers, groups, strict=True):
-        _write_group(writer, group)
-
-
-def _write_group(writer: pq.ParquetWriter, group: list[Row]) -> None:
-    if group:
-        writer.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
-        group.clear()
+    while share := list(islice(rows, _ROW_GROUP_ROWS * len(writers))):
+        for i, writer in enumerate(writers):
+            if group := share[i :: len(writers)]:
+                writer.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
 
 
 def _bad_rows(rng: random.Random) -> list[Row]:

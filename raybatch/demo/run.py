@@ -24,10 +24,7 @@ _ROWS_PER_FILE = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult:
-    """The report of the job, and how many of its scored rows are right.
-
-    Rows are scored that have no error and an expected answer.
-    """
+    """The report of the job, and of rows with an answer to expect, and no error, the right ones."""
 
     report: RunReport
     rows_scored: int
@@ -86,11 +83,7 @@ def run_demo(
 
 
 def claim_folder(folder: Path) -> None:
-    """Make `folder` an empty demo folder; delete nothing but an earlier demo.
-
-    Raises:
-        ConfigError: it holds something that is not a demo.
-    """
+    """Make `folder` an empty demo folder; ConfigError where it holds anything but a demo."""
     marker = folder / _MARKER
     if folder.exists() and not marker.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
@@ -108,38 +101,24 @@ def score_answers(report: RunReport) -> tuple[int, int]:
     for name in report.output_files:
         path = Path(report.sink) / name
         table = pq.read_table(path, columns=["answer", "generated_text", "__inference_error__"])
-        good = table.filter(
-            pc.and_(
-                pc.equal(table.column("__inference_error__"), ""),
-                pc.is_valid(table.column("answer")),
-            )
-        )
+        is_good = pc.equal(table.column("__inference_error__"), "")
+        good = table.filter(pc.and_(is_good, pc.is_valid(table.column("answer"))))
         scored += good.num_rows
-        matches = exact_match(good.column("answer"), good.column("generated_text"))
-        right += matches.true_count
+        right += exact_match(good.column("answer"), good.column("generated_text")).true_count
     return scored, right
 
 
 def exact_match(
     expected: pa.Array | pa.ChunkedArray, generated: pa.Array | pa.ChunkedArray
 ) -> pa.BooleanArray:
-    """Compare texts without the white space around them.
-
-    Args:
-        expected: Right answers, strings.
-        generated: Model outputs, strings, of the same length; a null is never right.
-
-    Returns:
-        One boolean per row, never null: false where either side is null.
+    """Compare texts without the white space around them; where either is null, they differ.
 
     Example:
         >>> exact_match(pa.array(["Oak Hill", "red"]), pa.array([" Oak Hill", "blue"])).to_pylist()
         [True, False]
     """
-    left, right = (pc.utf8_trim_whitespace(_join(x)) for x in (expected, generated))
-    return pc.fill_null(pc.equal(left, right), False)
-
-
-def _join(texts: pa.Array | pa.ChunkedArray) -> pa.Array:
-    chunks = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
-    return chunks.cast(pa.string())
+    texts = (
+        (one.combine_chunks() if isinstance(one, pa.ChunkedArray) else one).cast(pa.string())
+        for one in (expected, generated)
+    )
+    return pc.fill_null(pc.equal(*map(pc.utf8_trim_whitespace, texts)), False)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import yaml
 
@@ -23,11 +23,8 @@ NOT_STATED = "not stated"
 class Kind:
     """One relation between a key and a value.
 
-    Args:
-        role: what the key is; kinds of one role share their keys within a document.
-        statements: with the fields `{key}` and `{value}`.
-        questions: with the field `{key}`.
-        value: the lists that a value is dealt from; "" where `_make_value` knows better.
+    Kinds of one role share their keys within a document. Templates have the fields `{key}` and
+    `{value}`; `value` names the lists that it is dealt from, "" where `_make_value` knows better.
     """
 
     name: str
@@ -64,8 +61,7 @@ _MAX_FACTS = 60
 _MAX_FACTS_OF_FEW_KINDS = min(len(entries) for entries in _KEY_WORDS.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(NamedTuple):
     """One relation of a document: for `kind` and `key` the answer is `answer`, word for word."""
 
     kind: str
@@ -73,16 +69,14 @@ class Fact:
     answer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """A text and the facts it states, in the order of its sentences."""
 
     text: str
     facts: tuple[Fact, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A question about one document; `kind` is the kind of fact, or "missing" when not stated."""
 
     text: str
@@ -101,10 +95,9 @@ class _Deck:
         return self.deal(WORDS.get(name) or _NUMBERS[name])
 
     def deal(self, cards: Sequence[Card]) -> Card:
-        pile = self._piles.get(cards)
-        if not pile:
-            pile = self._piles[cards] = self._rng.sample(cards, len(cards))
-        return pile.pop()  # type: ignore[return-value]
+        if not self._piles.get(cards):
+            self._piles[cards] = self._rng.sample(cards, len(cards))
+        return self._piles[cards].pop()  # type: ignore[return-value]
 
     def fill(self, template: str) -> str:
         """Return a text whose fields, names of lists, are dealt from left to right."""
@@ -152,16 +145,12 @@ def make_questions(document: Document, rng: random.Random, count: int) -> tuple[
 
 def _deal_keys(deck: _Deck, num_facts: int, num_kinds: int) -> dict[str, list[str]]:
     """Choose the entities of a document: few enough that most have several facts."""
-    is_full = num_kinds == len(KINDS)
-    num_shared = 2 + num_facts // 5 if is_full else num_facts
-    num_single = 1 + num_facts // 8 if is_full else num_facts
-    return {
-        role: [
-            deck.fill(template)
-            for _ in range(num_shared if role in ("person", "object") else num_single)
-        ]
-        for role, template in _ROLES.items()
-    }
+    keys = {}
+    for role, template in _ROLES.items():
+        number = 2 + num_facts // 5 if role in ("person", "object") else 1 + num_facts // 8
+        number = number if num_kinds == len(KINDS) else num_facts
+        keys[role] = [deck.fill(template) for _ in range(number)]
+    return keys
 
 
 def _missing_fact(document: Document, rng: random.Random) -> Fact:
@@ -171,15 +160,14 @@ def _missing_fact(document: Document, rng: random.Random) -> Fact:
         kind = rng.choice(KINDS)
         keys = [f.key for f in document.facts if KIND_BY_NAME[f.kind].role == kind.role]
         is_known = bool(keys) and rng.random() < 0.5
-        key = rng.choice(keys) if is_known else _make_key(kind.role, rng)
+        if is_known:
+            key = rng.choice(keys)
+        elif kind.role in _KEY_WORDS:
+            key = rng.choice(_KEY_WORDS[kind.role])
+        else:
+            key = _Deck(rng).fill(_ROLES[kind.role])
         if (kind.name, key) not in stated and (is_known or key not in document.text):
             return Fact(kind.name, key, NOT_STATED)
-
-
-def _make_key(role: str, rng: random.Random) -> str:
-    if role in _KEY_WORDS:
-        return rng.choice(_KEY_WORDS[role])
-    return _Deck(rng).fill(_ROLES[role])
 
 
 def _make_value(kind: Kind, deck: _Deck, rng: random.Random, people: list[str]) -> str:

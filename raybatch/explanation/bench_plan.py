@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile
 from raybatch.engine.profile.profile_cache import measured_profile
 from raybatch.errors import ConfigError
-from raybatch.explanation.batch_plan import StreamedWeights, plan_section, streamed_weights
-from raybatch.pictures.document import Section, to_text
-from raybatch.pictures.wording import count, full, percent
-from raybatch.policy.batches.layer_plan import MemoryBudget, ModelShape, ModuleCosts, Workload
-from raybatch.policy.batches.search import PlannedBatches, PricedPlan, plan_batches
+from raybatch.pictures.document import Section, Table, to_text
+from raybatch.pictures.wording import amount, count, full, percent
+from raybatch.policy.batches.layer_plan import MemoryBudget, ModelShape, ModuleCosts
+from raybatch.policy.batches.saturation import GateTarget
+from raybatch.policy.batches.search import PlannedBatches, PricedPlan, SearchResult, plan_batches
 from raybatch.policy.batches.step_plan import Phase, RowShape, StepPlan, plan_steps
+from raybatch.policy.cost.roofline import Work
+from raybatch.policy.residence import Residence, WeightSizes, pass_time
 
 # share of the best rate from which experts count as busy: a larger batch gains less than the rest
 _EFFICIENCY = 0.95
@@ -38,13 +41,34 @@ _PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StreamedWeights:
+    """Where layers are, and how long a pass takes for that and without copies (`plain_s`)."""
+
+    residence: Residence
+    total_bytes: int
+    plain_s: Mapping[Phase, float]
+    pass_s: Mapping[Phase, float]
+
+    def to_text(self) -> str:
+        residence = self.residence
+        longer = ", ".join(
+            f"{phase} {1e3 * (self.pass_s[phase] - plain_s):.3g} ms "
+            f"({percent(self.pass_s[phase] / plain_s - 1, 0)})"
+            for phase, plain_s in self.plain_s.items()
+        )
+        return (
+            f"{_resident(residence)} stay on the device; a pass copies "
+            f"{residence.pass_bytes / 1e6:,.1f} of {self.total_bytes / 1e6:,.1f} MB through "
+            f"{count(residence.num_buffers, 'buffer')}, and takes longer for that: {longer}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
     """What `raybatch bench plan` says.
 
-    Args:
-        device: that it runs on, such as "cpu, 1 thread".
-        cpu_share: CPU seconds per second while one thread of a CPU measured, else None.
-        weights: what it costs that some layers do not stay on the device; None where all do.
+    `cpu_share` is CPU seconds per second while one thread of a CPU measured, else None; `weights`
+    are what it costs that some layers do not stay on the device, None where all do.
     """
 
     model: str
@@ -64,13 +88,12 @@ class PlanReport:
     def options(self) -> dict[str, int | None]:
         """Return the options of the engine that the plan comes to.
 
-        The token budget is what the plan asks for, and no less than what the engine has: a step
-        costs more than its layers, so that fewer tokens only pay where memory is short. Plans with
-        KV on the host do not count, which the engine keeps on the device, nor those with experts
-        there: it streams whole layers, by `device_weight_bytes`.
+        The token budget is no less than what the engine has: a step costs more than its layers, so
+        that fewer tokens only pay where memory is short. Plans with KV on the host do not count,
+        which the engine keeps on the device, nor those with experts there: it streams whole layers.
         """
-        on_device = [_on_device(planned) for planned in self.phases.values()]
-        tokens = max((p.plan.gate_tokens for p in on_device if p is not None), default=None)
+        on_device = filter(None, map(_on_device, self.phases.values()))
+        tokens = max((priced.plan.gate_tokens for priced in on_device), default=None)
         bounds = {planned.target.bound for planned in self.phases.values()}
         if tokens is not None and "device memory" not in bounds:
             tokens = max(tokens, self.max_batched_tokens)
@@ -82,42 +105,25 @@ class PlanReport:
 
     def to_text(self) -> str:
         """Return the plan in lines for people, printable ASCII only."""
-        sections = [self._summary()]
         has_experts = self.profile.model.layer.num_experts > 1
-        for phase, planned in self.phases.items():
-            sections.append(
-                plan_section(
-                    phase,
-                    planned.search,
-                    costs=self.costs,
-                    memory=self.memory,
-                    target=planned.target if has_experts else None,
-                    residence=None if self.weights is None else self.weights.residence,
-                )
-            )
-        return to_text(f"Batch plan of {self.model}", sections)
+        residence = None if self.weights is None else self.weights.residence
+        section = partial(plan_section, costs=self.costs, memory=self.memory, residence=residence)
+        phases = (
+            section(phase, planned.search, target=planned.target if has_experts else None)
+            for phase, planned in self.phases.items()
+        )
+        return to_text(f"Batch plan of {self.model}", [self._summary(), *phases])
 
     def to_json(self) -> str:
-        """Return everything, with the measurements, as one JSON object."""
-        fields = {
-            "model": self.model,
-            "device": self.device,
-            "dtype": self.dtype,
-            "row": asdict(self.row),
-            "memory": asdict(self.memory),
+        fields = asdict(self) | {
             "options": self.options(),
-            "steps": asdict(self.steps),
-            "weights": None if self.weights is None else asdict(self.weights),
             "phases": {phase: _phase_json(planned) for phase, planned in self.phases.items()},
-            "costs": asdict(self.costs),
-            "was_read": self.was_read,
-            "cpu_share": self.cpu_share,
-            "profile": asdict(self.profile),
         }
+        del fields["max_batched_tokens"]  # of the options
         return json.dumps(fields, indent=1)
 
     def _summary(self) -> Section:
-        options = self.options()
+        options, shape = self.options(), self.profile.model
         # as YAML and --set read it
         assigned = ", ".join(
             f"{name}={'null' if value is None else value}" for name, value in options.items()
@@ -126,26 +132,32 @@ class PlanReport:
         if options["attn_batch_tokens"] is not None:
             runs = f"coroutines, attention over {full(options['attn_batch_tokens'])} tokens"
         source = "read from the cache; --fresh measures again" if self.was_read else "just measured"
-        weights = () if self.weights is None else (("weights", self.weights.to_text()),)
-        notes = _notes(self.phases)
+        notes = [
+            f"{phase}: the best plan needs the host; the engine keeps KV on the device, and "
+            "streams whole layers where engine.device_weight_bytes asks for it"
+            for phase, planned in self.phases.items()
+            if _on_device(planned) is not planned.search.best
+        ]
         if self.cpu_share is not None and self.cpu_share < _QUIET_SHARE:
             notes.append(
                 f"the host was busy: this process got {percent(self.cpu_share, 0)} of a CPU while "
                 "it measured, so that times are too long; measure again with --fresh"
             )
+        experts = "without experts"
+        if shape.layer.num_experts > 1:
+            top_k = full(shape.layer.top_k)
+            experts = f"of {full(shape.layer.num_experts)} experts, {top_k} for a token"
         rows = f"{full(self.row.prompt_tokens)} prompt and {full(self.row.output_tokens)} output"
-        return Section(
-            title="Engine",
-            facts=(
-                ("model", f"{_shape(self.profile.model)}, {self.dtype}"),
-                ("costs", f"of {self.device}; {source}"),
-                ("rows", f"{rows} tokens each"),
-                ("steps", f"{runs}: {self.steps.reason}"),
-                ("options", assigned),
-                *weights,
-            ),
-            notes=tuple(notes),
-        )
+        facts = [
+            ("model", f"{count(shape.num_layers, 'layer')} {experts}, {self.dtype}"),
+            ("costs", f"of {self.device}; {source}"),
+            ("rows", f"{rows} tokens each"),
+            ("steps", f"{runs}: {self.steps.reason}"),
+            ("options", assigned),
+        ]
+        if self.weights is not None:
+            facts.append(("weights", self.weights.to_text()))
+        return Section(title="Engine", facts=tuple(facts), notes=tuple(notes))
 
 
 def plan_report(
@@ -170,7 +182,15 @@ def plan_report(
     """
     tell(f"loading {source}")
     model = load_model(source, config)
-    row = _row_within(row, model, config)
+    is_cpu = model.device.type == "cpu"
+    most = min(model.spec.max_model_len, config.max_model_len or model.spec.max_model_len)
+    row = row or RowShape.within(most)
+    if row.prompt_tokens + row.output_tokens > most:
+        raise ConfigError(
+            f"rows of {row.prompt_tokens} prompt and {row.output_tokens} output tokens are longer "
+            f"than the {most} tokens of {model.name}; give shorter ones (--prompt-tokens, "
+            "--output-tokens)"
+        )
     began, cpu_began = time.perf_counter(), time.process_time()
     profile, was_read = measured_profile(
         model.spec,
@@ -182,22 +202,28 @@ def plan_report(
     )
     cpu_share = None
     if not was_read:
-        if model.device.type == "cpu" and config.num_threads == 1:
+        if is_cpu and config.num_threads == 1:
             cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
         give_back_freed_memory(model.device)
     tell("searching")
-    memory = _memory(model, config, profile.model)
-    costs = profile.costs()
-    phases = {
-        phase: _planned(
-            profile.model, costs, row.workload(phase, waiting_sequences=config.max_num_seqs), memory
-        )
-        for phase in _PHASES
-    }
-    layer_s = {phase: _computed_s(planned) for phase, planned in phases.items()}
+    memory, costs = _memory(model, config, profile.model), profile.costs()
+    phases, layer_s = dict[Phase, PlannedBatches](), dict[Phase, float]()
+    for phase in _PHASES:
+        work = row.workload(phase, waiting_sequences=config.max_num_seqs)
+        try:
+            planned = plan_batches(profile.model, costs, work, memory, efficiency=_EFFICIENCY)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; raise engine.kv_cache_bytes, or plan for shorter rows (--prompt-tokens, "
+                "--output-tokens)"
+            ) from error
+        priced = _on_device(planned) or planned.search.best
+        # what one layer of the plan computes without copies
+        phases[phase], layer_s[phase] = planned, max(priced.time.layer_s, 1e-9)
+    threads = f"{cpu_name()}, {count(config.num_threads, 'thread')}"
     return PlanReport(
         model=source if source == "demo" else model.name,
-        device=_device(model, config),
+        device=threads if is_cpu else torch.cuda.get_device_name(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         row=row,
         memory=memory,
@@ -208,20 +234,8 @@ def plan_report(
         costs=costs,
         phases=phases,
         steps=plan_steps(profile.layers, row),
-        weights=streamed_weights(model.residence, model.sizes, costs, layer_s),
+        weights=_streamed_weights(model.residence, model.sizes, costs, layer_s),
     )
-
-
-def _row_within(row: RowShape | None, model: LoadedModel, config: EngineConfig) -> RowShape:
-    most = min(model.spec.max_model_len, config.max_model_len or model.spec.max_model_len)
-    row = row or RowShape.within(most)
-    if row.prompt_tokens + row.output_tokens > most:
-        raise ConfigError(
-            f"rows of {row.prompt_tokens} prompt and {row.output_tokens} output tokens are longer "
-            f"than the {most} tokens of {model.name}; give shorter ones (--prompt-tokens, "
-            "--output-tokens)"
-        )
-    return row
 
 
 def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> MemoryBudget:
@@ -229,10 +243,12 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
 
     On a CPU there is no other memory to put anything into.
     """
-    free, residence = free_memory_bytes(model.device), model.residence
+    free, residence, layer = free_memory_bytes(model.device), model.residence, shape.layer
+    loaded = shape.other_bytes + shape.num_layers * (layer.attention_bytes + layer.ffn_bytes)
     if residence.streamed:
         # the ring is not there yet
         free = max(0, free - residence.num_buffers * residence.buffer_bytes)
+        loaded = residence.device_bytes
     dtype = pick_kv_dtype(config.kv_cache_dtype, model.dtype)
     num_blocks = num_blocks_for(
         config,
@@ -243,10 +259,6 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
         host_bytes=host_memory_bytes(),
     )
     block_bytes = kv_bytes_per_token(model.spec, dtype) * config.block_size_tokens
-    layer = shape.layer
-    loaded = shape.other_bytes + shape.num_layers * (layer.attention_bytes + layer.ffn_bytes)
-    if residence.streamed:
-        loaded = residence.device_bytes
     has_host = model.device.type != "cpu" and config.kv_cache_bytes is None
     return MemoryBudget(
         device_bytes=loaded + free,
@@ -255,48 +267,17 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
     )
 
 
-def _planned(
-    shape: ModelShape, costs: ModuleCosts, workload: Workload, memory: MemoryBudget
-) -> PlannedBatches:
-    try:
-        return plan_batches(shape, costs, workload, memory, efficiency=_EFFICIENCY)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}; raise engine.kv_cache_bytes, or plan for shorter rows (--prompt-tokens, "
-            "--output-tokens)"
-        ) from error
-
-
-def _computed_s(planned: PlannedBatches) -> float:
-    """Return the seconds that one layer of the plan takes without copies."""
-    priced = _on_device(planned) or planned.search.best
-    return max(priced.time.layer_s, 1e-9)
-
-
 def _on_device(planned: PlannedBatches) -> PricedPlan | None:
     """Return the best plan that the engine can carry out; None where the device holds none."""
-    search = planned.search
-    for priced in (search.best, *search.runners_up):
-        if priced.plan.parameter_buffers is None and not priced.plan.has_kv_on_host:
-            return priced
-    return None
-
-
-def _notes(phases: Mapping[Phase, PlannedBatches]) -> list[str]:
-    """Say where the best plan is none that the engine carries out."""
-    return [
-        f"{phase}: the best plan needs the host; the engine keeps KV on the device, and streams "
-        "whole layers where engine.device_weight_bytes asks for it"
-        for phase, planned in phases.items()
-        if _on_device(planned) is not planned.search.best
-    ]
+    every = (planned.search.best, *planned.search.runners_up)
+    own = (p for p in every if p.plan.parameter_buffers is None and not p.plan.has_kv_on_host)
+    return next(own, None)
 
 
 def _phase_json(planned: PlannedBatches) -> dict[str, Any]:
     search = planned.search
     best, *others = (
-        {**asdict(priced), "token_s": priced.token_s}
-        for priced in (search.best, *search.runners_up)
+        asdict(one) | {"token_s": one.token_s} for one in (search.best, *search.runners_up)
     )
     return {
         "best": best,
@@ -307,15 +288,112 @@ def _phase_json(planned: PlannedBatches) -> dict[str, Any]:
     }
 
 
-def _device(model: LoadedModel, config: EngineConfig) -> str:
-    if model.device.type == "cpu":
-        return f"{cpu_name()}, {count(config.num_threads, 'thread')}"
-    return torch.cuda.get_device_name(model.device)
+def _streamed_weights(
+    residence: Residence, sizes: WeightSizes, costs: ModuleCosts, layer_s: Mapping[Phase, float]
+) -> StreamedWeights | None:
+    """Return what streaming costs, None where all stay; `layer_s` is what one layer computes."""
+    if not residence.streamed:
+        return None
+    num_layers = len(sizes.layer_bytes)
+    copy = Work(operations=0.0, moved_bytes=residence.buffer_bytes)
+    pass_s = partial(
+        pass_time,
+        residence,
+        sizes,
+        bytes_per_s=residence.buffer_bytes / max(costs.to_device.seconds(copy), 1e-12),
+        copies_overlap=costs.copies_overlap,
+    )
+    return StreamedWeights(
+        residence=residence,
+        total_bytes=sizes.total_bytes,
+        plain_s={phase: num_layers * seconds for phase, seconds in layer_s.items()},
+        pass_s={
+            phase: pass_s(layer_s=[seconds] * num_layers) for phase, seconds in layer_s.items()
+        },
+    )
 
 
-def _shape(model: ModelShape) -> str:
-    layer = model.layer
-    layers = count(model.num_layers, "layer")
-    if layer.num_experts > 1:
-        return f"{layers} of {full(layer.num_experts)} experts, {full(layer.top_k)} for a token"
-    return f"{layers} without experts"
+def plan_section(
+    phase: str,
+    result: SearchResult,
+    *,
+    costs: ModuleCosts,
+    memory: MemoryBudget,
+    target: GateTarget | None = None,
+    residence: Residence | None = None,
+) -> Section:
+    """Return the chosen plan as facts, and in a table beside the best of every other residence.
+
+    `target` is how many tokens would keep the experts busy; None for a dense model. `residence` is
+    that of the layers where some are streamed; None where all stay on the device.
+    """
+    best, plan = result.best, result.best.plan
+    parameters = "on the device"
+    if plan.parameter_buffers is not None:
+        buffers = count(plan.parameter_buffers, "buffer")
+        parameters = f"experts on the host, streamed through {buffers}"
+    elif residence is not None:
+        buffers = count(residence.num_buffers, "buffer")
+        parameters = f"{_resident(residence)} on the device, the others streamed through {buffers}"
+    held = ", ".join(
+        f"{_gigabytes(need)} of {_gigabytes(has)} GB on the {where}"
+        for where, need, has in (
+            ("device", best.memory.device_bytes, memory.device_bytes),
+            ("host", best.memory.host_bytes, memory.host_bytes),
+        )
+    )
+    busy = sorted(best.time.busy_fraction.items())
+    gate, attention = count(plan.gate_tokens, "token"), full(plan.attention_tokens)
+    on_host = "on the host, two sub-batches on the device"
+    facts = [
+        ("plan", f"{phase}: {gate} at the gate, attention over {attention} at a time"),
+        ("parameters", parameters),
+        ("KV", on_host if plan.has_kv_on_host else "on the device"),
+        ("memory", held),
+        ("speed", f"{amount(1 / best.token_s)} tokens/s in all layers" if best.token_s else "-"),
+        (
+            "busy",
+            ", ".join(f"{what.replace('_', ' ')} {percent(share, 0)}" for what, share in busy),
+        ),
+    ]
+    if target is not None:
+        limit = f"; limited to {full(target.tokens)} by {target.bound}"
+        limit = ", which fit" if target.bound == "saturation" else limit
+        facts.append(("experts", f"kept busy by {count(target.saturated_tokens, 'token')}{limit}"))
+    errors = percent(costs.attention.fit_error), percent(costs.ffn.fit_error)
+    facts.append(("fit error", "{} of attention, {} of the feed-forward block".format(*errors)))
+    considered = (
+        f"{count(result.num_considered, 'plan')} considered, of which memory does not hold "
+        f"{full(result.num_infeasible)}"
+    )
+    # of one way there is nothing to compare
+    table = _table([best, *result.runners_up], residence) if result.runners_up else None
+    return Section(
+        title=f"Batch plan, {phase}", facts=tuple(facts), table=table, notes=(considered,)
+    )
+
+
+def _table(priced: Sequence[PricedPlan], residence: Residence | None) -> Table:
+    kept = "device" if residence is None else "some streamed"
+    rows = tuple(
+        (
+            kept if p.plan.parameter_buffers is None else "host",
+            full(p.plan.attention_tokens),
+            full(p.plan.gate_tokens),
+            _gigabytes(p.memory.device_bytes),
+            _gigabytes(p.memory.host_bytes),
+            f"{1e6 * p.token_s:,.3g}",
+            "host" if p.plan.has_kv_on_host else "device",
+        )
+        for p in priced
+    )
+    header = ("parameters", "attention", "gate", "device GB", "host GB", "us/token", "KV")
+    return Table(header=header, rows=rows)
+
+
+def _resident(residence: Residence) -> str:
+    return f"{full(sum(residence.is_resident))} of {full(len(residence.is_resident))} layers"
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.3g}"

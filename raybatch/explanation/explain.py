@@ -1,28 +1,23 @@
 """Explains a source: plans it without running it, and says how long it would take."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from raybatch.actors.executors.local_measure import measure_local
 from raybatch.actors.executors.local_pools import plan_local_placement
-from raybatch.actors.replicas.placement import cluster_now, connected_ray, plan_placement
+from raybatch.actors.replicas.placement import Placement, cluster_now, connected_ray, plan_placement
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS, cost_model_path, load_cost_model
 from raybatch.backends.openai.options import openai_options
 from raybatch.backends.registry import type_of
+from raybatch.config import EngineConfig, PlanConfig
 from raybatch.errors import ConfigError, MeasureError, error_text
-from raybatch.explanation.build import (
-    MAX_ROWS_EXPLAINED,
-    cache_size,
-    explain_plan,
-    explain_profile,
-    with_orders,
-)
-from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
-from raybatch.explanation.record import Explanation, KVSize
+from raybatch.explanation.record import PROBE, Explanation, KVSize, TimeEstimate
+from raybatch.pictures.wording import full
 from raybatch.planning.layout_lint import lint_source, why_layout_is_not_linted
 from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun, planned_work
 from raybatch.planning.run import fit_units, is_small
@@ -30,12 +25,20 @@ from raybatch.planning.small import gather, plan_gathered
 from raybatch.policy.cost.cost_model import CostModel
 from raybatch.policy.cost.estimate import estimate, money
 from raybatch.policy.cost.work import WorkTotals, merge_work
-from raybatch.prefix.outline import join_outlines
-from raybatch.prefix.profile import InputProfile
+from raybatch.prefix.forecast import OrderForecast, forecast_orders
+from raybatch.prefix.hits import CacheSize
+from raybatch.prefix.lengths import histogram_bands, length_bands
+from raybatch.prefix.outline import TreeBox, join_outlines, outline_tree
+from raybatch.prefix.profile import InputProfile, profile_rows
+from raybatch.records.types import TokenIds
 from raybatch.rows.stage_model import find_model, load_tokenizer
-from raybatch.text.tokenizer import PromptTokenizer
 
 _logger = logging.getLogger(__name__)
+
+# rows of which an explanation simulates each order, by default
+MAX_ROWS_EXPLAINED = 100_000
+# tokens of a prefix whose text is shown
+_TEXT_TOKENS = 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +47,10 @@ class Question:
 
     Args:
         spec: of the pool that runs it, with a backend that is decided.
-        backend_reason: why it is that one; "" where the user named it.
         kv_tokens: KV cache of one engine; None takes that of the cost model.
         kv_tokens_found: what an engine had that has run; taken where neither is known.
         measure: start an engine to measure its speed, where no cost model is kept.
-        max_rows: rows of which each order is simulated.
         lint: look for a better order of the template's fields.
-        is_local: engines run without Ray.
 
     Raises:
         ConfigError: the price is negative or not finite, or the KV cache no whole number above 0.
@@ -84,7 +84,15 @@ def explain_source(question: Question) -> Explanation:
     """Plan a source and explain it; nothing is generated, also not for a probe."""
     source = question.job.source
     if not source.num_rows:
-        return _explain_nothing(question)
+        return explain_profile(
+            InputProfile.merge([]),
+            source=question.name,
+            model=question.spec.model,
+            plan=question.job.plan,
+            is_reordered=False,
+            no_time="the source has no rows",
+            price_per_engine_hour=question.price_per_engine_hour,
+        )
     job = replace(question.job, plan=fit_units(question.job.plan, source))
     question = replace(question, job=job)
     if is_small(source, job.plan):
@@ -95,87 +103,151 @@ def explain_source(question: Question) -> Explanation:
 
 
 def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Explanation:
-    """Explain a source that has been planned."""
     job, spec = question.job, question.spec
     tokenizer = load_tokenizer(job.config, find_model(job.config))
     costs, why_not = _cost_model(question)
-    common: dict[str, Any] = {
+    layout = ""
+    if question.lint:
+        hint = lint_source(job.source, job.config, tokenizer)
+        layout = why_layout_is_not_linted(job.config) if hint is None else hint.text
+    known: dict[str, Any] = {
         "source": question.name,
         "model": spec.model,
         "plan": job.plan,
         "no_time": why_not,
         "price_per_engine_hour": question.price_per_engine_hour,
-        "layout": _layout(job, tokenizer) if question.lint else "",
+        "layout": layout,
     }
-    kv = _kv_size(question, costs)
-    if isinstance(planned, PlannedInput):
+    kv = None
+    if question.kv_tokens is not None:
+        kv = KVSize(tokens=question.kv_tokens, origin="given")
+    elif costs is not None:
+        kv = KVSize(tokens=costs.limits.kv_tokens, origin="measured")
+    elif question.kv_tokens_found is not None:
+        kv = KVSize(tokens=question.kv_tokens_found, origin="of the engines")
+    if isinstance(planned, LargePlan):
+        explanation = _explain_large(question, planned, kv, known)
+    else:
         explanation = explain_plan(
             planned,
             engine=spec.engine,
             kv=kv,
             decode=partial(tokenizer.decode, skip_special_tokens=False),
             max_rows=question.max_rows,
-            **common,
+            **known,
         )
-    else:
-        explanation = _explain_large(question, planned, kv, common)
     explanation = replace(
         explanation,
         backend=spec.backend.kind,
         backend_reason=question.backend_reason,
         has_cache=spec.engine.enable_prefix_caching,
         ends_at_error=job.config.on_error == "raise",
-        answer_cost=_answer_cost(spec, explanation),
+        answer_cost=_answer_cost(spec, explanation.profile),
     )
     if costs is None:
         return explanation
     work = _work(question, planned)
     if explanation.own_order is not None and not explanation.is_reordered:
         work = work.with_cache(explanation.own_order.computed_tokens)
-    return replace(explanation, time=_time(costs, work, _num_replicas(question)[0]))
+    num_replicas = _crew(question).num_replicas
+    cost = estimate(costs, work, num_replicas)
+    time = TimeEstimate(
+        engine_s=cost.engine_s.expected,
+        wall_s=cost.wall_s.expected,
+        low_s=cost.wall_s.low,
+        high_s=cost.wall_s.high,
+        num_replicas=num_replicas,
+        origin="from measured steps of this model",
+    )
+    return replace(explanation, time=time)
 
 
-def _answer_cost(spec: PoolSpec, explanation: Explanation) -> tuple[float, float] | None:
-    """Return what an endpoint's answers cost, with all that is shared cached, and with nothing."""
-    if not type_of(spec.backend).has_prices(spec.backend):
-        return None
-    options, profile = openai_options(spec.backend.options), explanation.profile
-    num_input, num_output = profile.tree.logical_tokens, profile.output_tokens.total
-    saved = num_input - profile.computed_tokens
-    return options.cost(num_input, saved, num_output), options.cost(num_input, 0, num_output)
+def explain_plan(
+    planned: PlannedInput,
+    *,
+    plan: PlanConfig,
+    engine: EngineConfig,
+    kv: KVSize | None = None,
+    decode: Callable[[TokenIds], str] | None = None,
+    max_rows: int = MAX_ROWS_EXPLAINED,
+    **known: Any,  # noqa: ANN401
+) -> Explanation:
+    """Explain a plan; near-linear in rows, plus the simulation of `max_rows` rows three times.
+
+    Without `kv` no orders are compared. `decode` makes texts for the prefixes that are drawn.
+    `known` are further fields of the explanation, source and model at least.
+    """
+    keys, expected = planned.keys, planned.expected_tokens
+    if len(expected):
+        known["lengths"] = length_bands(expected)
+    profile = profile_rows(
+        keys,
+        expected,
+        planned.found,
+        num_rows=planned.num_rows,
+        unasked=planned.unasked,
+        limit_tokens=int(planned.max_tokens.sum()),
+        num_units=planned.whole.num_units,
+    )
+    explanation = explain_profile(
+        profile,
+        plan=plan,
+        is_reordered=planned.plan.is_reordered,
+        is_probed=planned.is_probed,
+        boxes=tuple(_boxes(planned, decode)),
+        **known,
+    )
+    if kv is None:
+        return explanation
+    orders = forecast_orders(
+        keys,
+        planned.plan,
+        planned.found,
+        output_tokens=expected,
+        size=_cache_size(engine, kv.tokens, keys.block_size),
+        max_rows=max_rows,
+    )
+    return _with_orders(explanation, orders, kv)
 
 
-def _layout(job: PlannedRun, tokenizer: PromptTokenizer) -> str:
-    """Return a better order of the template's fields, or why none is looked for."""
-    hint = lint_source(job.source, job.config, tokenizer)
-    return why_layout_is_not_linted(job.config) if hint is None else hint.text
+def explain_profile(
+    profile: InputProfile,
+    *,
+    plan: PlanConfig,
+    is_probed: bool = False,
+    **known: Any,  # noqa: ANN401
+) -> Explanation:
+    """Explain what sums over the rows tell, as for an input that was planned in parts.
 
-
-def _kv_size(question: Question, costs: CostModel | None) -> KVSize | None:
-    if question.kv_tokens is not None:
-        return KVSize(tokens=question.kv_tokens, origin="given")
-    if costs is not None:
-        return KVSize(tokens=costs.limits.kv_tokens, origin="measured")
-    if question.kv_tokens_found is not None:
-        return KVSize(tokens=question.kv_tokens_found, origin="of the engines")
-    return None
+    `is_probed`: where the plan asks for a probe, it has been run. `known` are further fields of the
+    explanation: source, model and is_reordered at least.
+    """
+    lengths_from, outputs = "max_tokens", profile.output_tokens
+    if plan.lengths == "probe" and is_probed:
+        lengths_from = PROBE
+    elif plan.expected_tokens_column is not None:
+        lengths_from = f"column {plan.expected_tokens_column!r}"
+    fields = {"lengths": histogram_bands(outputs) if outputs.num_values else None, **known}
+    is_off = plan.mode == "off"
+    return Explanation(
+        profile=profile, order=plan.order, is_off=is_off, lengths_from=lengths_from, **fields
+    )
 
 
 def _explain_large(
-    question: Question, planned: LargePlan, kv: KVSize | None, common: dict[str, Any]
+    question: Question, planned: LargePlan, kv: KVSize | None, known: dict[str, Any]
 ) -> Explanation:
     job, num_probed = question.job, len(planned.probed.row)
     profile, unit_rows = planned.profile, job.plan.unit_rows
     # rows of a probe come before those of the parts, rows that no engine sees behind them
     num_others = -(-num_probed // unit_rows) - (-sum(profile.unasked.values()) // unit_rows)
+    boxes = join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts])
     explanation = explain_profile(
         replace(profile, num_units=profile.num_units + num_others),
         is_reordered=planned.is_reordered(job.plan),
         is_probed=num_probed > 0,
-        boxes=tuple(
-            join_outlines([(part.boxes, part.profile.num_asked) for part in planned.parts])
-        ),
-        **common,
+        boxes=tuple(boxes),
+        **known,
     )
     if kv is None:
         return explanation
@@ -184,22 +256,51 @@ def _explain_large(
         return replace(explanation, kv=kv, no_orders=why_not)
     from raybatch.planning.large import forecast_large  # Ray is slow to load
 
-    size = cache_size(question.spec.engine, kv.tokens, planned.block_size)
-    return with_orders(
-        explanation, forecast_large(job, planned, size, max_rows=question.max_rows), kv
+    size = _cache_size(question.spec.engine, kv.tokens, planned.block_size)
+    orders = forecast_large(job, planned, size, max_rows=question.max_rows)
+    return _with_orders(explanation, orders, kv)
+
+
+def _cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSize:
+    return CacheSize(
+        num_blocks=kv_tokens // block_size,
+        concurrency=min(engine.max_num_seqs, engine.max_batched_tokens),
+        finds_blocks=engine.enable_prefix_caching,
     )
 
 
-def _explain_nothing(question: Question) -> Explanation:
-    return explain_profile(
-        InputProfile.merge([]),
-        source=question.name,
-        model=question.spec.model,
-        plan=question.job.plan,
-        is_reordered=False,
-        no_time="the source has no rows",
-        price_per_engine_hour=question.price_per_engine_hour,
-    )
+def _with_orders(
+    explanation: Explanation, orders: tuple[OrderForecast, ...], kv: KVSize
+) -> Explanation:
+    if orders[0].prompt_tokens:
+        return replace(explanation, kv=kv, orders=orders)
+    why_not = "no engine sees a prompt"
+    if num_rows := orders[0].num_rows_too_large:
+        why_not = f"none of {full(num_rows)} rows fits a KV cache of {full(kv.tokens)} tokens"
+    return replace(explanation, kv=kv, no_orders=why_not)
+
+
+def _boxes(planned: PlannedInput, decode: Callable[[TokenIds], str] | None) -> list[TreeBox]:
+    boxes = outline_tree(planned.found.tree, planned.keys)
+    if planned.prompts is None or decode is None:
+        return boxes
+    for i, box in enumerate(boxes):
+        if box.num_nodes == 1:
+            start, stop = round(box.token_start), round(box.token_stop)
+            shown = min(stop, start + _TEXT_TOKENS)
+            text = decode(planned.prompts[box.example_row][start:shown])
+            boxes[i] = replace(box, text=text + (" ..." if stop > shown else ""))
+    return boxes
+
+
+def _answer_cost(spec: PoolSpec, profile: InputProfile) -> tuple[float, float] | None:
+    """Return what an endpoint's answers cost, with all that is shared cached, and with nothing."""
+    if not type_of(spec.backend).has_prices(spec.backend):
+        return None
+    options = openai_options(spec.backend.options)
+    num_input, num_output = profile.tree.logical_tokens, profile.output_tokens.total
+    saved = num_input - profile.computed_tokens
+    return options.cost(num_input, saved, num_output), options.cost(num_input, 0, num_output)
 
 
 def _work(question: Question, planned: PlannedInput | LargePlan) -> WorkTotals:
@@ -222,11 +323,8 @@ def explain_run(
         likely = _likely_engine_s(question, planned, actual)
         plan = explain_planned(question, planned)
     except Exception as error:
-        _logger.warning(
-            "the report leaves out the plan, which could not be explained: %s",
-            error_text(error),
-            exc_info=True,
-        )
+        told = "the report leaves out the plan, which could not be explained: %s"
+        _logger.warning(told, error_text(error), exc_info=True)
         return None
     return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
 
@@ -238,63 +336,41 @@ def _likely_engine_s(
     costs, _ = _cost_model(question)
     if costs is None or not actual.num_generated:
         return None
-    share = actual.num_generated / actual.num_rows
     done = _work(question, planned).actual(
         computed_tokens=actual.computed_tokens,
         # copies have the tokens of their originals, which are alike on average
-        generated_tokens=actual.generated_tokens * share,
+        generated_tokens=actual.generated_tokens * actual.num_generated / actual.num_rows,
         num_rows=actual.num_generated,
     )
     band = estimate(costs, done, actual.num_replicas).engine_s
     return band.expected, band.low, band.high
 
 
-def _num_replicas(question: Question) -> tuple[int, int]:
-    """Return how many engines a pool would have, and how many of them on one host.
-
-    They are those on the cluster that is connected, or on this host where there is none.
-    """
+def _crew(question: Question) -> Placement:
+    """Return a pool's engines on the cluster that is connected, or on this host without one."""
     if question.is_local or connected_ray() is None:
-        crew = plan_local_placement(question.spec)
-    else:
-        crew = plan_placement(question.spec, cluster_now())
-    return crew.num_replicas, crew.num_engines_on_host
+        return plan_local_placement(question.spec)
+    return plan_placement(question.spec, cluster_now())
 
 
 def _cost_model(question: Question) -> tuple[CostModel | None, str]:
-    """Return the cost model of the pool's engines, or why there is none."""
     spec = question.spec
     if type_of(spec.backend).is_endpoint:
         return None, NO_SPEED_OF_ENDPOINTS
     if spec.backend.task != "generate":
         return None, "only engines that generate are measured"
-    if question.measure:
-        try:
-            return _measured(question), ""
-        except MeasureError as error:
-            return None, str(error)
-    path = cost_model_path(
-        spec.model, spec.backend, spec.engine, num_engines_on_host=_num_replicas(question)[1]
-    )
-    costs = load_cost_model(path)
-    return costs, "" if costs else "this model was not measured on this host yet"
+    if not question.measure:
+        num_engines = _crew(question).num_engines_on_host
+        path = cost_model_path(
+            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines
+        )
+        costs = load_cost_model(path)
+        return costs, "" if costs else "this model was not measured on this host yet"
+    try:
+        if question.is_local:
+            return measure_local(spec), ""
+        from raybatch.actors.replicas.measure import measure_pool  # Ray is slow to load
 
-
-def _measured(question: Question) -> CostModel:
-    if question.is_local:
-        return measure_local(question.spec)
-    from raybatch.actors.replicas.measure import measure_pool  # Ray is slow to load
-
-    return measure_pool(question.spec)
-
-
-def _time(costs: CostModel, work: WorkTotals, replicas: int) -> TimeEstimate:
-    cost = estimate(costs, work, replicas)
-    return TimeEstimate(
-        engine_s=cost.engine_s.expected,
-        wall_s=cost.wall_s.expected,
-        low_s=cost.wall_s.low,
-        high_s=cost.wall_s.high,
-        num_replicas=replicas,
-        origin="from measured steps of this model",
-    )
+        return measure_pool(spec), ""
+    except MeasureError as error:
+        return None, str(error)

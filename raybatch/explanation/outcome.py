@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raybatch.durable.units import UnitCounts
-from raybatch.explanation.plain import from_plain
-from raybatch.explanation.record import PROBE, Explanation
+from raybatch.explanation.record import PROBE, Explanation, from_plain
 from raybatch.pictures.charts import ShareBar, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, count, duration, full, percent
@@ -17,28 +16,37 @@ from raybatch.records.types import PoolStats
 _AS_PLANNED = 0.01
 # a difference that nobody asks about
 _SHORT_S = 1.0
+# counters of a replica, by the field of a `RunActual`
+_GROWING = {
+    "num_preemptions": "num_preemptions",
+    "recomputed_tokens": "num_recomputed_tokens",
+    "swapped_tokens": "num_swapped_tokens",
+    "swapped_bytes": "swapped_bytes",
+    "weight_copy_bytes": "weight_copy_bytes",
+    "num_weight_copies": "num_weight_copies",
+    "num_weight_stalls": "num_weight_stalls",
+    "drafted_tokens": "num_drafted_tokens",
+    "accepted_tokens": "num_accepted_tokens",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunActual:
     """What engines did; None where it was not counted.
 
+    Tokens are those of all rows and samples that engines were to see, copies of others included.
+
     Args:
-        prompt_tokens: of all rows that engines were to see, copies of others included.
         computed_tokens: those that were computed when their row started for the first time.
-        generated_tokens: of all rows and samples, copies of others included.
         num_generated: rows that were generated; the others are copies.
         kv_tokens: KV cache of one engine, the smallest one.
-        num_preemptions: times that a running sequence gave up its blocks.
         swapped_tokens: whose KV came back from host memory instead.
-        weight_copy_bytes: weights copied to the device, as not all stay there.
         num_weight_stalls: layers whose copy was waited for.
         accepted_tokens: drafted ones that were right; as many steps of a sequence were saved.
         num_group_cuts: pieces of groups beyond the first one, on other replicas.
         cut_tokens: prefix tokens that were computed again for these pieces.
         engine_s: seconds of work, summed over replicas.
-        likely_engine_s: seconds of work that the tokens really computed and generated lead to
-            expect: expected, low and high.
+        likely_engine_s: what the tokens lead to expect of it: expected, low and high.
         wall_s: from the first row at a ready engine to the last row back.
         is_warm: engines had worked before the run, and their caches were not empty.
     """
@@ -69,12 +77,10 @@ class RunActual:
 
     @property
     def saved_tokens(self) -> int:
-        """Prompt tokens that were not computed."""
         return self.prompt_tokens - self.computed_tokens
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were not computed."""
         return self.saved_tokens / max(1, self.prompt_tokens)
 
 
@@ -85,16 +91,13 @@ def actual_of(
 
     The engines of the pool may have worked before the run.
     """
-
-    def grown(name: str) -> int | None:
-        if num_restarts:
-            return None
+    grown: dict[str, Any] = {}
+    for field, name in _GROWING.items() if not num_restarts else ():
         old, new = (
             sum(int(getattr(replica, name)) for replica in stats.replicas)
             for stats in (before, after)
         )
-        return new - min(old, new)
-
+        grown[field] = new - min(old, new)
     sizes = [replica.kv_tokens for replica in after.replicas if replica.kv_tokens]
     return RunActual(
         prompt_tokens=counts.prompt_tokens,
@@ -105,20 +108,12 @@ def actual_of(
         kv_tokens=min(sizes, default=None),
         num_replicas=after.num_replicas,
         num_restarts=num_restarts,
-        num_preemptions=grown("num_preemptions"),
-        recomputed_tokens=grown("num_recomputed_tokens"),
-        swapped_tokens=grown("num_swapped_tokens"),
-        swapped_bytes=grown("swapped_bytes"),
-        weight_copy_bytes=grown("weight_copy_bytes"),
-        num_weight_copies=grown("num_weight_copies"),
-        num_weight_stalls=grown("num_weight_stalls"),
-        drafted_tokens=grown("num_drafted_tokens"),
-        accepted_tokens=grown("num_accepted_tokens"),
         num_group_cuts=max(0, after.num_group_cuts - before.num_group_cuts),
         cut_tokens=max(0, after.cut_tokens - before.cut_tokens),
         engine_s=max(0.0, after.busy_s - before.busy_s),
         wall_s=wall_s,
         is_warm=before.busy_s > 0 and before.num_ready > 0,
+        **grown,
     )
 
 
@@ -132,23 +127,32 @@ class PlanOutcome:
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """Return name, plan and actual of everything that can be compared."""
         plan, actual = self.plan, self.actual
-        profile, time = plan.profile, plan.time
-        outputs, generated = profile.output_tokens.total, actual.generated_tokens
-        planned_copies = profile.num_asked - profile.num_generated
-        drafts: tuple[tuple[str, str, str], ...] = ()
+        profile, time, cuts = plan.profile, plan.time, actual.num_group_cuts
+        extra: list[tuple[str, str, str]] = []
         if actual.drafted_tokens:
             share = f"{amount(actual.accepted_tokens or 0)} of {amount(actual.drafted_tokens)}"
-            drafts = (("drafts that were right", "", share),)
+            extra.append(("drafts that were right", "", share))
+        if copied := actual.weight_copy_bytes:
+            mebibytes = amount(round(copied / 2**20))
+            per_token = amount(round(copied / 2**10 / max(1, actual.generated_tokens)))
+            shown = f"{mebibytes} MiB, {per_token} KiB per generated token"
+            stalls, copies = actual.num_weight_stalls or 0, actual.num_weight_copies or 0
+            extra.append(("weights copied", "", shown))
+            extra.append(("layers waited for", "", f"{amount(stalls)} of {amount(copies)}"))
+        sizes = (plan.kv.tokens if plan.kv else None, actual.kv_tokens)
+        kv, own_kv = ("not known" if one is None else f"{amount(one)} tokens" for one in sizes)
+        planned = full(profile.num_asked - profile.num_generated)
+        outputs, generated = profile.output_tokens.total, actual.generated_tokens
+        pieces = "" if cuts is None else f"{full(profile.num_groups + cuts)} pieces"
         return (
             ("hit rate", percent(plan.hit_rate), percent(actual.hit_rate)),
             ("saved prompt tokens", amount(plan.saved_tokens), amount(actual.saved_tokens)),
             ("generated tokens", amount(outputs), amount(generated)),
-            *drafts,
-            *_weights(actual),
-            ("copies of other rows", full(planned_copies), full(self._num_copies)),
+            *extra,
+            ("copies of other rows", planned, full(actual.num_rows - actual.num_generated)),
             ("order", plan.order if plan.is_reordered else "input", ""),
-            ("groups", full(profile.num_groups if plan.is_reordered else 0), self._pieces()),
-            ("KV cache", _tokens(plan.kv.tokens if plan.kv else None), _tokens(actual.kv_tokens)),
+            ("groups", full(profile.num_groups if plan.is_reordered else 0), pieces),
+            ("KV cache", kv, own_kv),
             ("engine time", _time(time.engine_s if time else None), _time(actual.engine_s)),
             ("time by the clock", _time(time.wall_s if time else None), _time(actual.wall_s)),
         )
@@ -178,17 +182,14 @@ class PlanOutcome:
         return tuple(lines)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what the plan foretold and what came of it, in a few lines."""
         plan, actual = self.plan, self.actual
         order = f"order {plan.order}" if plan.is_reordered else "input order"
-        facts = [
-            (
-                "plan",
-                f"{order}; hit rate {percent(plan.hit_rate)} planned, {percent(actual.hit_rate)} "
-                f"actual; {amount(plan.saved_tokens)} prompt tokens saved planned, "
-                f"{amount(actual.saved_tokens)} actual",
-            )
-        ]
+        text = (
+            f"{order}; hit rate {percent(plan.hit_rate)} planned, {percent(actual.hit_rate)} "
+            f"actual; {amount(plan.saved_tokens)} prompt tokens saved planned, "
+            f"{amount(actual.saved_tokens)} actual"
+        )
+        facts = [("plan", text)]
         if plan.time is not None:
             facts += [
                 (name, f"{planned} planned, {took} actual")
@@ -198,32 +199,28 @@ class PlanOutcome:
         return facts + [("  differs", text) for text in self.deviations()]
 
     def sections(self) -> tuple[Section, ...]:
-        """Return the comparison, for any kind of document."""
-        bars = [ShareBar(name="planned", share=self.plan.hit_rate)]
-        bars.append(ShareBar(name="actual", share=self.actual.hit_rate, is_main=True))
-        bars += [
-            ShareBar(name=f"{order.name}, forecast", share=order.hit_rate, error=order.error)
-            for order in self.plan.orders
-            if order.name != "planned"
+        bars = [
+            ShareBar(name="planned", share=self.plan.hit_rate),
+            ShareBar(name="actual", share=self.actual.hit_rate, is_main=True),
+            *(
+                ShareBar(name=f"{order.name}, forecast", share=order.hit_rate, error=order.error)
+                for order in self.plan.orders
+                if order.name != "planned"
+            ),
         ]
-        figure = Figure(
-            title="Prompt tokens that were not computed",
-            svg=draw_shares(bars, label="hit rate, share of all prompt tokens"),
-            is_wide=True,
-        )
+        drawn = draw_shares(bars, label="hit rate, share of all prompt tokens")
+        figure = Figure(title="Prompt tokens that were not computed", svg=drawn, is_wide=True)
         # words come last in a table; there are none here
         rows = tuple((*row, "") for row in self.rows())
-        return (
-            Section(
-                title="Plan and actual",
-                table=Table(header=("", "plan", "actual", ""), rows=rows),
-                notes=self.deviations() or ("the run went as planned",),
-                figures=(figure,),
-            ),
+        section = Section(
+            title="Plan and actual",
+            table=Table(header=("", "plan", "actual", ""), rows=rows),
+            notes=self.deviations() or ("the run went as planned",),
+            figures=(figure,),
         )
+        return (section,)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return plain values, what is derived included."""
         return {
             "plan": self.plan.to_mapping(),
             "actual": dataclasses.asdict(self.actual),
@@ -245,14 +242,6 @@ class PlanOutcome:
             actual=from_plain(RunActual, mapping["actual"], where=f"{where}.actual"),
         )
 
-    @property
-    def _num_copies(self) -> int:
-        return self.actual.num_rows - self.actual.num_generated
-
-    def _pieces(self) -> str:
-        cuts = self.actual.num_group_cuts
-        return "" if cuts is None else f"{full(self.plan.profile.num_groups + cuts)} pieces"
-
     def _causes(self, more: int) -> list[str]:
         """Return what changed the number of saved tokens; `more` were saved than planned."""
         plan, actual = self.plan, self.actual
@@ -266,13 +255,15 @@ class PlanOutcome:
             word = "fewer" if lost > 0 else "more"
             causes.append(f"{amount(abs(lost))} {word} prompt tokens reached the engines")
         if actual.num_group_cuts:
-            pieces = count(actual.num_group_cuts, "cut")
-            tokens = amount(actual.cut_tokens or 0)
-            causes.append(f"{pieces} of groups over replicas: {tokens} prefix tokens more")
-        if change := self._cache_change():
-            word = "larger" if change > 0 else "smaller"
+            cuts, tokens = count(actual.num_group_cuts, "cut"), amount(actual.cut_tokens or 0)
+            causes.append(f"{cuts} of groups over replicas: {tokens} prefix tokens more")
+        if plan.kv is not None and actual.kv_tokens is not None:
+            whole = plan.profile.prompt_tokens.total + plan.profile.output_tokens.total
+            change = actual.kv_tokens / plan.kv.tokens - 1
+            is_short = min(plan.kv.tokens, actual.kv_tokens) < whole
             # a larger cache finds no less
-            if (change > 0) == (more > 0):
+            if is_short and abs(change) > _AS_PLANNED and (change > 0) == (more > 0):
+                word = "larger" if change > 0 else "smaller"
                 causes.append(f"the KV cache was {percent(abs(change), 0)} {word} than planned")
         if plan.kv is None:
             causes.append("the plan did not know the size of the KV cache")
@@ -281,72 +272,46 @@ class PlanOutcome:
                 "the plan counts each prefix as computed once, whatever the KV cache finds or loses"
             )
         if actual.num_restarts:
-            causes.append(
-                f"{count(actual.num_restarts, 'replica')} started again with an empty cache"
-            )
-        if self._num_copies != plan.profile.num_asked - plan.profile.num_generated:
+            replicas = count(actual.num_restarts, "replica")
+            causes.append(f"{replicas} started again with an empty cache")
+        num_copies = plan.profile.num_asked - plan.profile.num_generated
+        if actual.num_rows - actual.num_generated != num_copies:
             causes.append("another number of rows was copied than planned")
         return causes
-
-    def _cache_change(self) -> float:
-        """Return by which share the KV cache was larger than planned; 0 where that is no matter."""
-        plan, actual = self.plan, self.actual
-        if plan.kv is None or actual.kv_tokens is None:
-            return 0.0
-        whole = plan.profile.prompt_tokens.total + plan.profile.output_tokens.total
-        if min(plan.kv.tokens, actual.kv_tokens) >= whole:
-            return 0.0
-        change = actual.kv_tokens / plan.kv.tokens - 1
-        return change if abs(change) > _AS_PLANNED else 0.0
 
     def _time_deviations(self) -> list[str]:
         time, actual = self.plan.time, self.actual
         lines = []
         outputs, generated = self.plan.profile.output_tokens.total, actual.generated_tokens
-        if generated and abs(generated / max(1, outputs) - 1) > 10 * _AS_PLANNED:
+        share = generated / max(1, outputs)
+        if generated and abs(share - 1) > 10 * _AS_PLANNED:
             lines.append(
-                f"rows generated {percent(generated / max(1, outputs), 0)} of the tokens that were "
-                f"expected from {self.plan.lengths_from}"
+                f"rows generated {percent(share, 0)} of the tokens that were expected from "
+                f"{self.plan.lengths_from}"
             )
-        is_likely = time is None or time.low_s <= actual.wall_s <= time.high_s
-        if time is not None and not is_likely and abs(actual.wall_s - time.wall_s) > _SHORT_S:
-            word = "less" if actual.wall_s < time.low_s else "more"
-            lines.append(
-                f"by the clock it took {duration(actual.wall_s)}, {word} than the likely range of "
-                f"the plan, {duration(time.low_s)} to {duration(time.high_s)}{self._likely()}"
-            )
-            if time.num_replicas != actual.num_replicas:
-                planned = count(time.num_replicas, "replica")
-                lines.append(f"{full(actual.num_replicas)} worked where {planned} were planned")
-        return lines
-
-    def _likely(self) -> str:
-        """Say how long what was really done should have taken, where that is known."""
-        if self.actual.likely_engine_s is None or self.actual.engine_s is None:
-            return ""
-        expected, low, high = (duration(seconds) for seconds in self.actual.likely_engine_s)
-        return (
-            f"; for the tokens that were really computed and generated, {expected} of engine time "
-            f"were to be expected, likely {low} to {high}, and it was "
-            f"{duration(self.actual.engine_s)}"
+        if (
+            time is None
+            or time.low_s <= actual.wall_s <= time.high_s
+            or abs(actual.wall_s - time.wall_s) <= _SHORT_S
+        ):
+            return lines
+        word = "less" if actual.wall_s < time.low_s else "more"
+        took = (
+            f"by the clock it took {duration(actual.wall_s)}, {word} than the likely range of "
+            f"the plan, {duration(time.low_s)} to {duration(time.high_s)}"
         )
-
-
-def _weights(actual: RunActual) -> tuple[tuple[str, str, str], ...]:
-    """Return what was copied of weights that do not stay on the device; nothing where all do."""
-    if not actual.weight_copy_bytes:
-        return ()
-    mebibytes = amount(round(actual.weight_copy_bytes / 2**20))
-    per_token = amount(round(actual.weight_copy_bytes / 2**10 / max(1, actual.generated_tokens)))
-    stalls, copies = amount(actual.num_weight_stalls or 0), amount(actual.num_weight_copies or 0)
-    return (
-        ("weights copied", "", f"{mebibytes} MiB, {per_token} KiB per generated token"),
-        ("layers waited for", "", f"{stalls} of {copies}"),
-    )
-
-
-def _tokens(number: int | None) -> str:
-    return "not known" if number is None else f"{amount(number)} tokens"
+        if actual.likely_engine_s is not None and actual.engine_s is not None:
+            expected, low, high = map(duration, actual.likely_engine_s)
+            took += (
+                f"; for the tokens that were really computed and generated, {expected} of engine "
+                f"time were to be expected, likely {low} to {high}, and it was "
+                f"{duration(actual.engine_s)}"
+            )
+        lines.append(took)
+        if time.num_replicas != actual.num_replicas:
+            planned = count(time.num_replicas, "replica")
+            lines.append(f"{full(actual.num_replicas)} worked where {planned} were planned")
+        return lines
 
 
 def _time(seconds: float | None) -> str:

@@ -5,23 +5,20 @@ As text, in a notebook, as JSON, and as an HTML page with the prefix tree drawn.
 
 import dataclasses
 import json
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from raybatch.backends.choice import backend_text
+from raybatch.config import from_mapping
 from raybatch.errors import ConfigError
 from raybatch.explanation.facts import (
-    TimeEstimate,
     group_section,
     input_section,
-    order_meanings,
     order_section,
     sharing_section,
-    time_facts,
-    uncompared_section,
+    time_section,
 )
-from raybatch.explanation.plain import from_plain
 from raybatch.pictures.document import Section, to_fragment, to_page, to_text
 from raybatch.prefix.forecast import ForecastName, OrderForecast
 from raybatch.prefix.lengths import LengthBands
@@ -30,6 +27,8 @@ from raybatch.prefix.profile import InputProfile
 
 # where expected lengths come from that rows had when they were generated before the plan
 PROBE = "a probe"
+_DERIVED = ("hit_rate", "saved_tokens")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +37,24 @@ class KVSize:
 
     tokens: int
     origin: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeEstimate:
+    """Time that engines need; their start, reading and writing come on top.
+
+    Args:
+        engine_s: seconds of work, summed over replicas.
+        low_s: `wall_s` at the lower end of the likely range.
+        origin: what the estimate rests on, such as "measured on this host".
+    """
+
+    engine_s: float
+    wall_s: float
+    low_s: float
+    high_s: float
+    num_replicas: int
+    origin: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +69,6 @@ class Explanation:
         ends_at_error: the run ends at the first row that fails.
         lengths: expected outputs of the rows that engines see; None without rows.
         lengths_from: where they come from, such as "max_tokens".
-        kv: None where the size of the cache is not known.
-        orders: the orders compared; empty where they are not.
-        time: None where nothing is known of the speed.
         answer_cost: of an endpoint's answers, about: where each shared prefix is cached, and where
             none is; None where answers have no prices.
         layout: what another order of the template's fields would share; "" for nothing.
@@ -115,43 +129,13 @@ class Explanation:
         """Prompt tokens that the run does not compute."""
         if self.own_order is not None:
             return self.own_order.saved_tokens
-        if not self.shares:
-            return 0
-        return self.profile.tree.logical_tokens - self.profile.computed_tokens
+        computed_tokens = self.profile.computed_tokens
+        return self.profile.tree.logical_tokens - computed_tokens if self.shares else 0
 
     def sections(self) -> tuple[Section, ...]:
         """Return what there is to say, for any kind of document."""
-        profile = self.profile
-        return (
-            input_section(
-                profile, self.lengths, self.lengths_from, ends_at_error=self.ends_at_error
-            ),
-            sharing_section(profile, self.boxes, self.layout),
-            group_section(profile, self.order, is_reordered=self.is_reordered, is_off=self.is_off),
-            self._time_section(),
-            self._order_section(),
-        )
-
-    def _time_section(self) -> Section:
-        backend = backend_text(self.backend, self.backend_reason)
-        facts = (
-            *((("backend", backend),) if self.backend else ()),
-            *time_facts(self.time, self.no_time, self.price_per_engine_hour, self.answer_cost),
-            *((("executor", self.executor),) if self.executor else ()),
-        )
-        return Section(title="Time", facts=facts)
-
-    def _order_section(self) -> Section:
-        if not self.orders:
-            return uncompared_section(self.profile, self.no_orders, shares=self.shares)
-        kv = (
-            "" if self.kv is None else f"{self.kv.tokens:,} tokens of one engine ({self.kv.origin})"
-        )
-        orders = [order for order in self.orders if not self.is_off or order.name != "planned"]
-        meanings = order_meanings(
-            is_off=self.is_off, is_reordered=self.is_reordered, has_cache=self.has_cache
-        )
-        return order_section(orders, meanings, kv, main="input" if self.is_off else "planned")
+        makers = (input_section, sharing_section, group_section, time_section, order_section)
+        return tuple(section_of(self) for section_of in makers)
 
     def __str__(self) -> str:
         return to_text(self.title, self.sections())
@@ -165,10 +149,7 @@ class Explanation:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return every field, and what is derived from them, as plain values."""
-        return dataclasses.asdict(self) | {
-            "hit_rate": self.hit_rate,
-            "saved_tokens": self.saved_tokens,
-        }
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
 
     def to_json(self) -> str:
         """Return `to_mapping` as a JSON object."""
@@ -183,5 +164,40 @@ class Explanation:
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{where} must be a mapping, got {mapping!r}")
-        stored = {k: v for k, v in mapping.items() if k not in ("hit_rate", "saved_tokens")}
+        stored = {name: value for name, value in mapping.items() if name not in _DERIVED}
         return from_plain(cls, stored, where=where)
+
+
+def from_plain(cls: type[_T], value: Mapping[str, Any], *, where: str) -> _T:
+    """Build the dataclass `cls` from nested mappings and lists, as `dataclasses.asdict` gives them.
+
+    Fields may be plain values, other such dataclasses, tuples, and any of these or None.
+
+    Raises:
+        ConfigError: the value does not have the shape of the record.
+    """
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must hold the fields of {cls.__name__}, got {value!r}")
+    hints = get_type_hints(cls)
+    fields = {
+        key: _convert(hints[key], inner, f"{where}.{key}") if key in hints else inner
+        for key, inner in value.items()
+    }
+    return from_mapping(cls, fields, where=where)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - data of a file
+    if get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (arg for arg in get_args(hint) if arg is not type(None))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_plain(hint, value, where=where)
+    if get_origin(hint) is not tuple:
+        return value
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{where} must be a list, got {value!r}")
+    item, *rest = get_args(hint)
+    if rest != [...] and len(value) != len(get_args(hint)):
+        raise ConfigError(f"{where} must have {len(get_args(hint))} values, got {value!r}")
+    return tuple(_convert(item, inner, f"{where}[{i}]") for i, inner in enumerate(value))

@@ -1,9 +1,17 @@
-"""Errors of source files and limits of their sizes; names in messages cannot forge log lines."""
+"""What source files may hold: errors, limits, types; names in messages cannot forge log lines.
+
+Arrow calls the class that is registered for an extension type when it meets the type in a schema,
+and that class again for each value; Ray registers one whose values are pickles. So the names of
+the types are read, before any value or type of a file comes alive, from schemas in which the key
+that makes them alive is renamed.
+"""
 
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import pyarrow as pa
 
 from raybatch.errors import ConfigError, RaybatchError, error_text
 
@@ -12,6 +20,13 @@ HARMLESS_BYTES = 64 << 20
 # more than codecs make of texts that repeat one document
 _MAX_RATIO = 1 << 15
 _MAX_ROWS = (1 << 31) - 1
+# of types in others; Arrow cannot send deeper ones to another process
+MAX_DEPTH = 60
+# of Arrow itself, in C++: their metadata and values are data and nothing else
+_ALLOWED_EXTENSIONS = ("arrow.json", "arrow.uuid", "arrow.bool8", "arrow.fixed_shape_tensor")
+_KEY = b"ARROW:extension:name"
+# of the same length, so that every offset in the bytes around it still holds
+_INERT_KEY = b"ARROW-extension-name"
 
 
 class BadFileError(ConfigError):
@@ -35,9 +50,8 @@ class BadFileError(ConfigError):
 def content_of(path: str) -> Iterator[None]:
     """Turn what the parser of a file's bytes raises into a BadFileError.
 
-    Args:
-        path: with its protocol. Parse bytes here, and read nothing from the file system: what that
-            raises is no fault of the content.
+    Parse bytes here, and read nothing from the file system: what that raises is no fault of the
+    content.
     """
     try:
         yield
@@ -48,7 +62,6 @@ def content_of(path: str) -> Iterator[None]:
 
 
 def unreadable(path: str, reason: str) -> BadFileError:
-    """Return the error of a file whose content cannot be read."""
     return BadFileError(
         f"source file {safe_text(path)} cannot be read; write it again, leave it out, or set "
         f"skip_bad_files: {reason}",
@@ -106,3 +119,51 @@ def check_size(num_bytes: int, stored: int | None, where: str, *, max_bytes: int
             "times, like a file made to fill the memory; write it again with another compression, "
             "or leave it out"
         )
+
+
+def inert(serialized: bytes) -> bytes:
+    """Return serialized Arrow schemas with extension types as fields of their storage type."""
+    return serialized.replace(_KEY, _INERT_KEY)
+
+
+def check_types(schema: pa.Schema, path: str) -> None:
+    """Raise ConfigError for extension types that are not allowed, and for what is nested too deep.
+
+    Args:
+        schema: as a reader gives it, or of `inert` bytes.
+    """
+    for field in schema:
+        for column, name in _refused(field, field.name):
+            raise ConfigError(
+                f"source file {safe_text(path)}: column {column!r} is of the extension type "
+                f"{name!r}, which may run code from the file when it is read; write it again as "
+                f"plain Arrow types (allowed are {', '.join(_ALLOWED_EXTENSIONS)}), or leave the "
+                "file out"
+            )
+        if _depth(field.type) > MAX_DEPTH:
+            raise ConfigError(
+                f"source file {safe_text(path)}: column {field.name!r} is nested deeper than "
+                f"{MAX_DEPTH} levels; write it as a JSON text, or leave the file out"
+            )
+
+
+def _depth(kind: pa.DataType) -> int:
+    return max((1 + _depth(kind.field(i).type) for i in range(kind.num_fields)), default=0)
+
+
+def _refused(field: pa.Field, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the path to a field, and the name of its type, where that is not allowed."""
+    name = (field.metadata or {}).get(_INERT_KEY)
+    if name is not None and name.decode("utf-8", "replace") not in _ALLOWED_EXTENSIONS:
+        yield where, name.decode("utf-8", "replace")
+    kind = field.type
+    while isinstance(kind, pa.BaseExtensionType):
+        if kind.extension_name not in _ALLOWED_EXTENSIONS:
+            yield where, kind.extension_name
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        yield from _refused(pa.field("values", kind.value_type), f"{where}.values")
+        return
+    for index in range(kind.num_fields):
+        child = kind.field(index)
+        yield from _refused(child, f"{where}.{child.name}")

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
@@ -41,8 +40,8 @@ class FileSlice:
 
     Args:
         name: relative to the root of the source; part of the row ids.
-        row_groups: of a Parquet file, record batches of Arrow IPC; None reads a whole JSONL file,
-            because in a compressed one nothing can be found but from its beginning.
+        row_groups: of a Parquet file, record batches of Arrow IPC; None is a whole JSONL file, as
+            in a compressed one nothing can be found but from its beginning.
         first_row: position in the file of the slice's first row.
         num_bytes: about what its rows take in memory; of a Parquet file an estimate.
         offset: byte where the first batch of an Arrow stream begins; 0 reads from the beginning.
@@ -57,11 +56,6 @@ class FileSlice:
     num_bytes: int
     offset: int = 0
     schema: pa.Schema | None = None
-
-    @property
-    def size(self) -> Size:
-        """Of the slice, as one piece."""
-        return Size(self.num_rows, self.num_bytes)
 
 
 def scan_file(
@@ -98,31 +92,21 @@ def scan_file(
             footer = parquet.metadata
             check_chunks(footer, path)
             check_row_groups(footer, path, columns=columns, max_bytes=max_row_group_bytes)
-            sizes = _row_group_sizes(footer, row_bytes, columns)
+            groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+            sizes = [
+                Size(g.num_rows, max(bytes_of(g, columns), round(g.num_rows * row_bytes)))
+                for g in groups
+            ]
             return parquet.schema_arrow, list(_slices(file, pack(sizes, _SLICE_LIMIT), sizes))
 
 
-def _row_group_sizes(
-    footer: pq.FileMetaData, row_bytes: float, columns: Sequence[str] | None
-) -> list[Size]:
-    groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
-    return [
-        Size(group.num_rows, max(bytes_of(group, columns), round(group.num_rows * row_bytes)))
-        for group in groups
-    ]
-
-
-def _scan_ipc(
-    opened: Any,  # noqa: ANN401
-    file: ListedFile,
-    max_batch_bytes: int,
-) -> tuple[pa.Schema, list[FileSlice]]:
-    ipc = open_ipc(opened, file.path, max_batch_bytes=max_batch_bytes)
-    sizes = list(map(Size, ipc.num_rows, ipc.num_bytes))
+def _scan_ipc(opened: Any, file: ListedFile, max_bytes: int) -> tuple[pa.Schema, list[FileSlice]]:  # noqa: ANN401
+    ipc = open_ipc(opened, file.path, max_batch_bytes=max_bytes)
+    sizes = [Size(batch.num_rows, batch.num_bytes) for batch in ipc.batches]
     packed = [range(len(sizes))] if ipc.is_whole else list(pack(sizes, _SLICE_LIMIT))
     slices = list(_slices(file, packed, sizes))
-    if ipc.offsets is not None:
-        starts = [ipc.offsets[batches.start] for batches in packed]
+    if ipc.is_alone:
+        starts = [ipc.batches[run.start].start for run in packed]
         slices = [replace(s, offset=at) for s, at in zip(slices, starts, strict=True)]
     return ipc.schema, slices
 
@@ -202,23 +186,21 @@ def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iter
 
 def _tables(part: FileSlice, columns: Sequence[str] | None) -> Iterator[pa.Table]:
     max_rows = min(ROWS_PER_TABLE, max(1, _TABLE_BYTES * part.num_rows // (part.num_bytes + 1)))
-    if part.row_groups is None:
+    groups, names = part.row_groups, None if columns is None else list(columns)
+    if groups is None:
         for rows in read_json_lines(part.path, part.schema):
-            if columns is not None:
-                rows = rows.select([name for name in columns if name in rows.column_names])
+            if names is not None:
+                rows = rows.select([name for name in names if name in rows.column_names])
             yield from _cut(rows, max_rows)
         return
     with fsspec.open(part.path, "rb") as file:
         if part.path.lower().endswith(IPC_SUFFIXES):
-            for batch in read_batches(
-                file, part.path, part.row_groups, offset=part.offset, columns=columns
-            ):
+            for batch in read_batches(file, part.path, groups, offset=part.offset, columns=names):
                 yield from _cut(pa.Table.from_batches([batch]), max_rows)
             return
         parquet = open_parquet(file, part.path, buffer_size=_READ_BUFFER_BYTES)
-        names = None if columns is None else list(columns)
         for batch in parquet.iter_batches(
-            max_rows, row_groups=list(part.row_groups), columns=names, use_threads=False
+            max_rows, row_groups=list(groups), columns=names, use_threads=False
         ):
             yield pa.Table.from_batches([batch])
 

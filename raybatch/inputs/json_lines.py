@@ -1,20 +1,36 @@
-"""JSON lines as Arrow tables; a broken line is an error that names the file and the line."""
+"""JSON lines, compressed or not, as Arrow tables.
 
+A broken line is an error that names the file and the line.
+"""
+
+import codecs
+import io
 import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as paj
 
-from raybatch.inputs.arrow_types import MAX_DEPTH
-from raybatch.inputs.file_errors import BadFileError, safe_text
-from raybatch.inputs.json_bytes import BLOCK_BYTES, read_blocks
+from raybatch.errors import ConfigError, error_text
+from raybatch.inputs.file_errors import MAX_DEPTH, BadFileError, safe_text, size_of, unreadable
 
+# what one parse takes: large enough that its threads have work, small beside a row batch
+BLOCK_BYTES = 16 << 20
+# of a compressed file; a row may have far less by default (`max_row_bytes`)
+MAX_LINE_BYTES = 256 << 20
+# what every compressed file may grow to, and how many times its size a larger one may
+LEAST_ALLOWED_BYTES = 1 << 30
+MAX_GROWTH = 100
+
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 # what Arrow takes at most as one block
 _MAX_BLOCK_BYTES = (1 << 31) - 1
 _LINE = re.compile(rb"[^\r\n]+")
@@ -25,29 +41,16 @@ _OPENING, _CLOSING = list(b"[{"), list(b"]}")
 _EXACT = 2.0**53
 
 
-class _SeveralObjectsError(ValueError):
-    """Some line holds more than one object."""
+class _WrongRowsError(ValueError):
+    """A line holds several objects, or a whole number would be another one in Arrow's column."""
 
 
-class _ChangedNumberError(ValueError):
-    """A whole number would be another one in the column that Arrow makes."""
-
-
-_Failure = (
-    pa.ArrowInvalid,
-    pa.ArrowTypeError,
-    pa.ArrowNotImplementedError,
-    _SeveralObjectsError,
-    _ChangedNumberError,
-)
+_both = partial(pa.unify_schemas, promote_options="permissive")
+_Failure = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, _WrongRowsError)
 
 
 class JsonFile(NamedTuple):
-    """What reading through a file tells.
-
-    Args:
-        num_bytes: of the rows in memory, of the chosen columns.
-    """
+    """What reading through a file tells; the bytes are those of the chosen columns in memory."""
 
     schema: pa.Schema
     num_rows: int
@@ -64,47 +67,35 @@ def scan_json_lines(
 ) -> JsonFile:
     """Read through a file, and return what its lines have in common.
 
-    A line is a row, except that blank lines are none. A file without a row has no columns.
-
-    Args:
-        columns: whose size is asked for; None takes all.
+    A line is a row, except that blank lines are none. A file without a row has no columns. The size
+    is that of `columns`; None takes all. Memory: a block.
 
     Raises:
         BadFileError: a line is not one JSON object, its values do not fit those of the lines
             before, or a compressed file is cut or broken.
         ConfigError: a compressed file grows beyond its limit.
-
-    Memory: a block.
     """
     blocks = read_blocks(
         path, block_bytes=block_bytes, max_decompressed_bytes=max_decompressed_bytes
     )
-    file, num_lines = JsonFile(pa.schema([]), 0, 0, 0), 0
+    schema, num_lines, num_rows, num_bytes, num_blocks = pa.schema([]), 0, 0, 0, 0
     for data in blocks:
-        table = _table_of(path, data, num_lines, file.schema)
-        num_lines += _num_lines(data)
+        table = _table_of(path, data, num_lines, schema)
+        schema = _both([schema, table.schema])
         chosen = [n for n in table.column_names if columns is None or n in columns]
-        file = JsonFile(
-            _both(file.schema, table.schema),
-            file.num_rows + table.num_rows,
-            file.num_bytes + table.select(chosen).nbytes,
-            file.num_blocks + 1,
-        )
-    return file
+        num_lines += _num_lines(data)
+        num_rows += table.num_rows
+        num_bytes += table.select(chosen).nbytes
+        num_blocks += 1
+    return JsonFile(schema, num_rows, num_bytes, num_blocks)
 
 
 def read_json_lines(
     path: str, schema: pa.Schema | None = None, *, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[pa.Table]:
-    """Yield the rows of one file; a text that looks like a date stays the text that it is.
+    """Yield the rows of one file, block by block; a text that looks like a date stays a text.
 
-    Args:
-        schema: of the scan; None where the file is one block.
-
-    Raises:
-        BadFileError: the file is not what it was when it was scanned.
-
-    Memory: a block.
+    `schema` is that of the scan; None where the file is one block.
     """
     num_lines = 0
     # the scan has checked how far a file grows, and `read_slice` counts the rows
@@ -120,54 +111,40 @@ def _table_of(
 ) -> pa.Table:
     """Return the rows of a block.
 
-    Args:
-        schema: of the blocks before, or of the whole file.
-        is_known: it is of the whole file, and no type is left to find.
+    `schema` is of the blocks before, or, where it `is_known`, of the whole file.
     """
-    num_rows = _count_lines(path, data, num_lines)
-    if not num_rows:
+    if not (num_rows := _count_lines(path, data, num_lines)):
         return pa.table({})
     known = schema if is_known else None
     # a line that is longer than a block of Arrow's fails like a broken one
     for block_bytes in (None, len(data)):
         try:
             table = _parse(data, num_rows, block_bytes=block_bytes, schema=known)
-            _both(schema, table.schema)
-        except _Failure as error:
-            cause = error
-        else:
+            _both([schema, table.schema])
             return table
+        except _Failure as error:
+            cause: Exception = error
     raise _explained(path, data.splitlines(), num_lines, schema, cause)
 
 
-def _both(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    return pa.unify_schemas([one, other], promote_options="permissive")
-
-
 def _count_lines(path: str, data: bytes, num_before: int) -> int:
-    """Return the number of lines that are not blank, each of which has the braces of an object.
+    """Return the number of lines that are not blank; BadFileError where one has no braces at ends.
 
     Where one line ends in a brace and the next one begins with one, no object spans both: JSON has
     something between two braces inside of one. So that many objects are one object per line.
-
-    Raises:
-        BadFileError: a line does not begin and end with the braces of an object.
     """
     if num_lines := _plain_lines(data):
         return num_lines
     for match in _LINE.finditer(data):
-        line = match.group().strip(_BLANKS)
-        if not line:
-            continue
-        reason = None
-        if not (line.startswith(b"{") and line.endswith(b"}")):
+        line, reason = match.group().strip(_BLANKS), None
+        if line and not (line.startswith(b"{") and line.endswith(b"}")):
             reason = "no JSON object"
         elif line.count(b"[") + line.count(b"{") > MAX_DEPTH and nesting_depth(line) > MAX_DEPTH:
             reason = f"nested deeper than {MAX_DEPTH} levels"
         if reason is not None:
             number = num_before + _num_lines(data[: match.start()]) + 1
             raise _broken(path, number, match.group(), reason)
-        num_lines += 1
+        num_lines += bool(line)
     return num_lines
 
 
@@ -188,9 +165,8 @@ def _plain_lines(data: bytes) -> int:
     ends = np.flatnonzero(signs == ord("\n"))
     starts = np.concatenate(([0], ends[:-1] + 1))
     # a line of one sign is no object, and of a blank one the sign before is that of another
-    if (ends - starts < 2).any() or (signs[starts] != ord("{")).any():
-        return 0
-    if (signs[ends - 1] != ord("}")).any():
+    is_odd = (signs[starts] != ord("{")) | (signs[ends - 1] != ord("}"))
+    if is_odd.any() or (ends - starts < 2).any():
         return 0
     opened = ((signs == _OPENING[0]) | (signs == _OPENING[1])).view(np.uint8)
     is_deep = (np.add.reduceat(opened, starts, dtype=np.int32) > MAX_DEPTH).any()
@@ -212,13 +188,13 @@ def _parse(
         options = paj.ReadOptions(block_size=min(block_bytes + 1, _MAX_BLOCK_BYTES))
     table = paj.read_json(pa.BufferReader(data), read_options=options, parse_options=explicit)
     if table.num_rows != num_rows:
-        raise _SeveralObjectsError("several JSON objects")
+        raise _WrongRowsError("several JSON objects")
     schema = pa.schema([f.with_type(_without_dates(f.type)) for f in table.schema])
     if not schema.equals(table.schema):
         explicit = paj.ParseOptions(explicit_schema=schema)
         table = paj.read_json(pa.BufferReader(data), read_options=options, parse_options=explicit)
-    if (number := changed_number(table, data)) is not None:
-        raise _ChangedNumberError(
+    if (number := _changed_number(table, data)) is not None:
+        raise _WrongRowsError(
             f"the whole number {number} stands beside fractions, or is beyond 64 bits, and a "
             "column of float64 would change it"
         )
@@ -236,40 +212,28 @@ def _without_dates(kind: pa.DataType) -> pa.DataType:
 
 
 def _explained(
-    path: str,
-    lines: Sequence[bytes],
-    num_before: int,
-    schema: pa.Schema,
-    cause: Any,  # noqa: ANN401 - of Arrow
+    path: str, lines: Sequence[bytes], num_before: int, schema: pa.Schema, cause: Exception
 ) -> BadFileError:
     """Name the last line of the shortest beginning of a block that does not parse."""
     good, bad = 0, len(lines)
     while bad - good > 1:
         middle = (good + bad) // 2
-        failure = _failure_of(lines[:middle], schema)
-        if failure is None:
+        num_rows = sum(1 for line in lines[:middle] if line.strip(_BLANKS))
+        data = b"\n".join(lines[:middle])
+        try:
+            if num_rows:
+                _both([schema, _parse(data, num_rows, block_bytes=len(data)).schema])
             good = middle
-        else:
-            bad, cause = middle, failure
+        except _Failure as error:
+            bad, cause = middle, error
     # the number of a row that Arrow names is that of a block
     reason = str(cause).splitlines()[0].partition(" in row ")[0]
     return _broken(path, num_before + bad, lines[bad - 1], reason)
 
 
-def _failure_of(lines: Sequence[bytes], schema: pa.Schema) -> Exception | None:
-    data = b"\n".join(lines)
-    num_rows = sum(1 for line in lines if line.strip(_BLANKS))
-    try:
-        if num_rows:
-            _both(schema, _parse(data, num_rows, block_bytes=len(data)).schema)
-    except _Failure as error:
-        return error
-    return None
-
-
 def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
     text = line.decode("utf-8", "backslashreplace")
-    shown = text if len(text) <= 80 else f"{text[:80]}..."
+    shown = text[:80] + "..." * (len(text) > 80)
     where = f"line {number}: {reason}"
     return BadFileError(
         f"source file {safe_text(path)}, {where}: {shown!r}; every line must be one JSON object "
@@ -278,19 +242,14 @@ def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
     )
 
 
-def changed_number(table: pa.Table, data: bytes) -> int | None:
-    """Return a whole number that its column holds as another one; None where none is.
+def _changed_number(table: pa.Table, data: bytes) -> int | None:
+    """Return a whole number of the lines that its column holds as another one; None where none is.
 
     Arrow makes one column of float64 of whole numbers and fractions. Lines are looked at only where
     a value is beyond the whole numbers that float64 has all of.
-
-    Args:
-        data: the lines that it made it of.
     """
     kinds = {f.name: f.type for f in table.schema if _has_large(table.column(f.name))}
-    if not kinds:
-        return None
-    for line in data.splitlines():
+    for line in data.splitlines() if kinds else ():
         try:
             row: dict[str, Any] = json.loads(line.decode("utf-8", "replace"), strict=False)
         except ValueError:  # blank, or what Arrow alone takes for JSON
@@ -304,8 +263,7 @@ def changed_number(table: pa.Table, data: bytes) -> int | None:
 def _has_large(column: pa.ChunkedArray) -> bool:
     kind = column.type
     if pa.types.is_floating(kind):
-        values = column.drop_null().to_numpy()
-        return bool((np.abs(values) >= _EXACT).any())
+        return bool((np.abs(column.drop_null().to_numpy()) >= _EXACT).any())
     if pa.types.is_list(kind):
         return _has_large(pc.list_flatten(column))
     if pa.types.is_struct(kind):
@@ -315,8 +273,11 @@ def _has_large(column: pa.ChunkedArray) -> bool:
 
 def _changed(value: Any, kind: pa.DataType) -> int | None:  # noqa: ANN401 - of JSON
     inner: list[int | None] = []
-    if pa.types.is_floating(kind):
-        return value if isinstance(value, int) and not _is_exact(value) else None
+    if pa.types.is_floating(kind) and isinstance(value, int):
+        try:
+            return None if int(float(value)) == value else value
+        except OverflowError:
+            return value
     if pa.types.is_list(kind) and value is not None:
         inner = [_changed(item, kind.value_type) for item in value]
     elif pa.types.is_struct(kind) and value is not None:
@@ -324,8 +285,113 @@ def _changed(value: Any, kind: pa.DataType) -> int | None:  # noqa: ANN401 - of 
     return next((number for number in inner if number is not None), None)
 
 
-def _is_exact(number: int) -> bool:
-    try:
-        return int(float(number)) == number
-    except OverflowError:
-        return False
+def read_blocks(
+    path: str,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    max_decompressed_bytes: int | None = None,
+) -> Iterator[bytes]:
+    """Yield the content of one file in order, decompressed as its name says, in whole lines.
+
+    Memory: one block, and of a file that is not compressed its longest line. The limits are those
+    of a compressed file; None allows it to grow to 1 GiB, and larger files a hundred times their
+    size.
+
+    Raises:
+        BadFileError: a compressed file is cut or broken, or compressed in another way.
+        ConfigError: a compressed file, or a line of it, grows beyond its limit.
+    """
+    left = b""
+    codec = next((codec for end, codec in _CODECS.items() if path.lower().endswith(end)), None)
+    for index, data in enumerate(_chunks(path, codec, block_bytes, max_decompressed_bytes)):
+        if not index:
+            for magic, suffix in _MAGIC.items():
+                if data.startswith(magic):
+                    twice = "compressed twice: decompress it once"
+                    problem = "compressed" if codec is None else twice
+                    raise unreadable(path, f"it is {problem}, and let its name end in {suffix}")
+            data = data.removeprefix(codecs.BOM_UTF8)
+        # cut where more follows, so that a last line without an end is no block of its own; the
+        # end of a line may be two bytes, of which the second one comes with what follows
+        end = left.rfind(b"\n") + 1 or left.rfind(b"\r", 0, -1) + 1
+        if end:
+            yield left[:end]
+        left = left[end:] + data
+        if len(left) > max_line_bytes + block_bytes and codec is not None:
+            raise ConfigError(
+                f"source file {safe_text(path)} has a line of more than {max_line_bytes:,} bytes "
+                "when it is decompressed; write it again with shorter lines, or decompress it"
+            )
+    if left:
+        yield left
+
+
+def _chunks(
+    path: str, codec: str | None, block_bytes: int, max_bytes: int | None
+) -> Iterator[bytes]:
+    with fsspec.open(path, "rb") as file:
+        if codec is None:
+            yield from iter(partial(file.read, block_bytes), b"")
+            return
+        stream = _Decompressed(file, codec, path, max_bytes)
+        data = stream.read(block_bytes)
+        # a file made to fill the memory is refused before its many rows are parsed
+        if len(data) > MAX_GROWTH * file.tell():
+            while stream.read(block_bytes):
+                pass
+            stream = _Decompressed(file, codec, path, max_bytes)
+        else:
+            yield data
+        yield from iter(partial(stream.read, block_bytes), b"")
+
+
+class _Watched(io.RawIOBase):
+    """A file that knows whether reading it has failed, which is no fault of its content."""
+
+    error: Exception | None = None
+
+    def __init__(self, file: Any) -> None:  # noqa: ANN401
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            return bytes(self._file.read(size))
+        except Exception as error:
+            self.error = error
+            raise
+
+
+class _Decompressed:
+    """The decompressed bytes of a file, from its beginning; no more of them than are allowed."""
+
+    def __init__(self, file: Any, codec: str, path: str, max_bytes: int | None) -> None:  # noqa: ANN401
+        self._path, self._max_bytes = path, max_bytes
+        self._num_stored, self._num_bytes = size_of(file, path), 0
+        file.seek(0)
+        self._file = _Watched(file)
+        self._stream = pa.CompressedInputStream(pa.PythonFile(self._file, mode="r"), codec)
+
+    def read(self, size: int) -> bytes:
+        """Return at most `size` bytes, none at the end; see `read_blocks` for what it raises."""
+        try:
+            data: bytes = self._stream.read(size)
+        except (OSError, pa.ArrowException) as error:
+            if self._file.error is not None:
+                raise self._file.error from error
+            raise unreadable(self._path, error_text(error)) from error
+        self._num_bytes += len(data)
+        limit = self._max_bytes or max(LEAST_ALLOWED_BYTES, MAX_GROWTH * self._num_stored)
+        if self._num_bytes > limit:
+            rule = f"{LEAST_ALLOWED_BYTES:,} bytes, or {MAX_GROWTH} times its size if that is more"
+            by_default = f" by default ({rule})" if self._max_bytes is None else ""
+            raise ConfigError(
+                f"source file {safe_text(self._path)} has {self._num_stored:,} bytes and grows to "
+                f"more than {limit:,} when it is decompressed, which is what "
+                f"max_decompressed_bytes allows{by_default}; leave it out, or, if you know where "
+                "it comes from, raise max_decompressed_bytes or decompress it"
+            )
+        return data

@@ -17,6 +17,13 @@ from raybatch.durable.storage import real_path
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import safe_text
 
+logger = logging.getLogger(__name__)
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
+JSON_SUFFIXES = tuple(
+    f"{name}{end}" for end in ("", ".gz", ".zst") for name in (".jsonl", ".ndjson", ".json")
+)
+IPC_SUFFIXES = (".arrow", ".feather", ".ipc")
 _STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 # names of different versions
 _INDICES = ("_indices_files", "_indices_data_files")
@@ -28,13 +35,22 @@ def saved_datasets(
     """Return the folders of saved datasets among some files, to their data files in order.
 
     Raises:
-        ConfigError: a folder of several splits, a dataset whose rows are not those of its files,
-            or one that lacks a file.
+        ConfigError: several splits, rows that are not those of the files, or a file that lacks.
     """
     known = set(paths)
     for path in sorted(known):
-        if posixpath.basename(path) == _DICT:
-            _refuse_splits(fs, path)
+        if posixpath.basename(path) != _DICT:
+            continue
+        content = _read_json(fs, path)
+        splits = content.get("splits") if isinstance(content, dict) else None
+        if isinstance(splits, list):
+            folder = safe_text(posixpath.dirname(path))
+            names = [safe_text(str(split)) for split in splits]
+            example = f": {folder}/{names[0]}" if names else ""
+            raise ConfigError(
+                f"{folder} is a saved DatasetDict with the splits {', '.join(names)}; take the "
+                f"folder of one of them as the source{example}"
+            )
     datasets = {}
     for path in sorted(known):
         folder = posixpath.dirname(path)
@@ -43,25 +59,19 @@ def saved_datasets(
         state = _read_json(fs, path)
         if isinstance(state, dict) and "_data_files" in state:
             _check_rows(state, path, has_columns)
-            datasets[folder] = _data_files(state, path, known)
+            entries = state["_data_files"] or []
+            stored = [one.get("filename") if isinstance(one, dict) else None for one in entries]
+            for name in stored:
+                if not isinstance(name, str) or f"{folder}/{name}" not in known:
+                    raise ConfigError(
+                        f"{safe_text(path)} names the data file {name!r}, which is not in its "
+                        "folder; copy the whole folder, or save the dataset again"
+                    )
+            datasets[folder] = [f"{folder}/{name}" for name in stored]
     return datasets
 
 
-def _refuse_splits(fs: fsspec.AbstractFileSystem, path: str) -> None:
-    content = _read_json(fs, path)
-    splits = content.get("splits") if isinstance(content, dict) else None
-    if isinstance(splits, list):
-        folder = safe_text(posixpath.dirname(path))
-        names = [safe_text(str(split)) for split in splits]
-        example = f": {folder}/{names[0]}" if names else ""
-        raise ConfigError(
-            f"{folder} is a saved DatasetDict with the splits {', '.join(names)}; take the folder "
-            f"of one of them as the source{example}"
-        )
-
-
 def _check_rows(state: dict[str, Any], path: str, has_columns: bool) -> None:
-    """Raise ConfigError where the dataset has other rows or columns than its files."""
     where = f"the dataset of {safe_text(path)}"
     if any(state.get(name) for name in _INDICES):
         raise ConfigError(
@@ -75,55 +85,22 @@ def _check_rows(state: dict[str, Any], path: str, has_columns: bool) -> None:
         )
 
 
-def _data_files(state: dict[str, Any], path: str, known: set[str]) -> list[str]:
-    folder = posixpath.dirname(path)
-    files = []
-    for entry in state["_data_files"] or []:
-        name = entry.get("filename") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or f"{folder}/{name}" not in known:
-            raise ConfigError(
-                f"{safe_text(path)} names the data file {name!r}, which is not in its folder; "
-                "copy the whole folder, or save the dataset again"
-            )
-        files.append(f"{folder}/{name}")
-    return files
-
-
 def _read_json(fs: fsspec.AbstractFileSystem, path: str) -> object:
-    """Return the content of a JSON file; None if it is no JSON."""
     try:
         return json.loads(fs.cat_file(path))
     except ValueError:
         return None
 
 
-logger = logging.getLogger(__name__)
-
-PARQUET_SUFFIXES = (".parquet", ".pq")
-JSON_SUFFIXES = tuple(
-    f"{name}{end}" for end in ("", ".gz", ".zst") for name in (".jsonl", ".ndjson", ".json")
-)
-IPC_SUFFIXES = (".arrow", ".feather", ".ipc")
-
-
 class ListedFile(NamedTuple):
-    """A file of a source.
-
-    Args:
-        name: relative to the root of the source, as printable text; part of the row ids.
-    """
+    """A file of a source; its printable name, relative to the source's root, is part of row ids."""
 
     path: str
     name: str
 
 
 class Root(NamedTuple):
-    """Where a source lies.
-
-    Args:
-        path: without the protocol.
-        is_glob: it is a pattern, and no file or folder of that name.
-    """
+    """Where a source lies; a glob is a pattern for which there is no file or folder of its name."""
 
     fs: Any
     path: str
@@ -131,7 +108,6 @@ class Root(NamedTuple):
 
     @classmethod
     def of(cls, source: str) -> "Root":
-        """Return where a source lies."""
         fs, path = fsspec.core.url_to_fs(source)
         return cls(fs, path, glob.has_magic(path) and not fs.exists(path))
 
@@ -144,20 +120,16 @@ class Root(NamedTuple):
         return self.path[:first].rpartition("/")[0]
 
     def without_links(self) -> "Root":
-        """Return the same with the links to its folder followed."""
         folder = real_path(self.fs, self.folder or "/").rstrip("/")
         return self._replace(path=folder + self.path[len(self.folder) :])
 
     def name_of(self, path: str) -> str:
-        """Return a path relative to the folder."""
         return path.removeprefix(self.folder).lstrip("/")
 
     def is_hidden(self, path: str) -> bool:
-        """Return whether a name below the folder begins with "_" or "."."""
         return any(part.startswith(("_", ".")) for part in self.name_of(path).split("/"))
 
     def matching(self, paths: Iterable[str]) -> list[str]:
-        """Return the files that a glob matches, or that lie in a folder that it matches."""
         pattern, least = re.compile(glob_translate(self.path)), len(self.folder)
 
         def is_matched(path: str) -> bool:
@@ -174,11 +146,8 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
     """Return the files of a source, sorted by name; those of a saved dataset in its order.
 
     A folder that a glob matches is searched through like one that is named. Names that begin with
-    "_" or "." are left out, and so is a link that leads back to a folder above it.
-
-    Args:
-        source: a file, a folder or a glob, local or with a protocol.
-        has_columns: the user names the columns to read.
+    "_" or "." are left out, and so is a link that leads back to a folder above it. `has_columns`:
+    the user names the columns to read.
 
     Raises:
         ConfigError: there is no file, or a saved dataset that cannot be read as it is.
@@ -187,8 +156,13 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
     if "::" in source and source.split("::")[0] not in fsspec.available_protocols():
         raise _chained(f"source {safe_text(source)}")
     root = Root.of(source)
-    if root.is_glob:
-        paths = _matching(root)
+    if root.is_glob and isinstance(root.fs, LocalFileSystem) and "**" in root.path:
+        paths = root.matching(_files_below(root.fs, root.folder))
+    elif root.is_glob:
+        found = set[str]()
+        for path, info in root.fs.glob(root.path, detail=True).items():
+            found.update(_files_below(root.fs, path) if info["type"] == "directory" else [path])
+        paths = sorted(found)
     elif root.fs.isdir(root.path):
         paths = _files_below(root.fs, root.path)
     elif root.fs.exists(root.path):
@@ -213,15 +187,16 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
             f"source {source!r}{why if root.is_glob else ''} holds no file that ends in "
             f"{', '.join(suffixes)}"
         )
-    return [_listed(root, path) for _, path in sorted(places.items())]
+    if chained := [path for path in places.values() if "::" in path]:
+        raise _chained(f"source file {safe_text(min(chained))}")
+    return [
+        ListedFile(root.fs.unstrip_protocol(path), safe_text(root.name_of(path)))
+        for _, path in sorted(places.items())
+    ]
 
 
 def names_by_links(root: Root, path: str) -> Iterator[str]:
-    """Yield the names below a local source by which links in it lead to a folder.
-
-    Args:
-        path: of the folder, without links.
-    """
+    """Yield the names below a local source by which links in it lead to the folder `path`."""
     if not isinstance(root.fs, LocalFileSystem) or (root.is_glob and "**" not in root.path):
         return
     to_search, seen = [root.folder], set[str]()
@@ -238,39 +213,21 @@ def names_by_links(root: Root, path: str) -> Iterator[str]:
                     yield link + path[len(target) :]
 
 
-def _listed(root: Root, path: str) -> ListedFile:
-    if "::" in path:
-        raise _chained(f"source file {safe_text(path)}")
-    return ListedFile(root.fs.unstrip_protocol(path), safe_text(root.name_of(path)))
-
-
 def _chained(what: str) -> ConfigError:
     return ConfigError(
         f"{what} has '::' in its path, which file systems take for a chain of protocols; rename it"
     )
 
 
-def _matching(root: Root) -> list[str]:
-    """Return the files that a glob matches, and those in folders that it matches."""
-    if isinstance(root.fs, LocalFileSystem) and "**" in root.path:
-        return root.matching(_files_below(root.fs, root.folder))
-    paths: set[str] = set()
-    for path, info in root.fs.glob(root.path, detail=True).items():
-        paths.update(_files_below(root.fs, path) if info["type"] == "directory" else [path])
-    return sorted(paths)
-
-
 def _files_below(fs: fsspec.AbstractFileSystem, folder: str) -> list[str]:
-    if not isinstance(fs, LocalFileSystem):
-        return list(fs.find(folder))
-    return list(_walk(folder, (os.path.realpath(folder),)))
+    is_local = isinstance(fs, LocalFileSystem)
+    return list(_walk(folder, (os.path.realpath(folder),)) if is_local else fs.find(folder))
 
 
 def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
     """Yield the files below a local folder; one that cannot be listed is an error.
 
-    Args:
-        above: real paths of the folder and of those that it was reached through.
+    `above` are the real paths of the folder and of those that it was reached through.
     """
     with os.scandir(folder) as entries:
         children = sorted(entries, key=lambda entry: entry.name)

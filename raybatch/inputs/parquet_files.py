@@ -4,6 +4,7 @@ A footer tells the size of encoded pages: a text that thousands of rows have in 
 there, in a dictionary, and thousands of times in memory. So a few rows of a few files are decoded.
 """
 
+import base64
 import io
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -14,12 +15,13 @@ import pyarrow.parquet as pq
 
 from raybatch.durable.storage import error_context
 from raybatch.errors import error_text
-from raybatch.inputs.arrow_types import check_types, inert_schema
 from raybatch.inputs.file_errors import (
     HARMLESS_BYTES,
     check_num_rows,
     check_size,
+    check_types,
     content_of,
+    inert,
     safe_text,
     size_of,
     unreadable,
@@ -42,33 +44,13 @@ _WIDTHS = {"INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 
 
 def open_parquet(file: Any, path: str, *, buffer_size: int = 0) -> pq.ParquetFile:  # noqa: ANN401
-    """Open a file whose footer is whole and whose types are allowed.
-
-    Args:
-        buffer_size: of a column, in bytes.
+    """Open a file whose footer is whole and whose types are allowed; buffers are of a column.
 
     Raises:
         BadFileError: it is empty, cut, or no Parquet file.
         ConfigError: a column has an extension type that is not allowed.
     """
-    footer = _footer(file, path)
-    with content_of(path):
-        if footer.count(_SCHEMA_KEY) > 1:
-            raise unreadable(path, "its footer has two Arrow schemas, of which one may be hidden")
-        hidden = _parse(footer.replace(_SCHEMA_KEY, _HIDDEN_KEY)).metadata
-        stored = (hidden.metadata or {}).get(_HIDDEN_KEY)
-        if stored is not None:
-            check_types(inert_schema(stored), path)
-        metadata = _parse(footer).metadata
-    parquet = pq.ParquetFile(file, metadata=metadata, buffer_size=buffer_size)
-    check_types(parquet.schema_arrow, path)
-    return parquet
-
-
-def _footer(file: Any, path: str) -> bytes:  # noqa: ANN401
-    """Return the footer with the length and the magic that follow it."""
-    size = size_of(file, path)
-    tail = b""
+    size, tail = size_of(file, path), b""
     if size >= _TAIL_BYTES + len(_MAGIC):
         file.seek(size - _TAIL_BYTES)
         tail = file.read(_TAIL_BYTES)
@@ -78,12 +60,22 @@ def _footer(file: Any, path: str) -> bytes:  # noqa: ANN401
     if tail[4:] != _MAGIC or num_bytes > size - len(_MAGIC):
         raise unreadable(path, "it does not end like a Parquet file: it is cut, or of another kind")
     file.seek(size - num_bytes)
-    footer: bytes = file.read(num_bytes)
-    return footer
-
-
-def _parse(footer: bytes) -> pq.ParquetFile:
-    return pq.ParquetFile(pa.BufferReader(_MAGIC + footer))
+    # with the length and the magic that follow it
+    footer = bytes(file.read(num_bytes))
+    with content_of(path):
+        if footer.count(_SCHEMA_KEY) > 1:
+            raise unreadable(path, "its footer has two Arrow schemas, of which one may be hidden")
+        hidden = pq.read_metadata(
+            pa.BufferReader(_MAGIC + footer.replace(_SCHEMA_KEY, _HIDDEN_KEY))
+        )
+        stored = (hidden.metadata or {}).get(_HIDDEN_KEY)
+        if stored is not None:
+            schema = pa.ipc.read_schema(pa.py_buffer(inert(base64.b64decode(stored))))
+            check_types(schema, path)
+        metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+    parquet = pq.ParquetFile(file, metadata=metadata, buffer_size=buffer_size)
+    check_types(parquet.schema_arrow, path)
+    return parquet
 
 
 class _NoData(io.RawIOBase):
@@ -129,11 +121,7 @@ def check_chunks(footer: pq.FileMetaData, path: str) -> None:
 def check_row_groups(
     footer: pq.FileMetaData, path: str, *, columns: Sequence[str] | None, max_bytes: int
 ) -> None:
-    """Raise ConfigError where decoding a row group would take more memory than is allowed.
-
-    Args:
-        max_bytes: of what is read of one row group, decompressed.
-    """
+    """Raise ConfigError where decoding what is read of a row group would take too much memory."""
     for index in range(footer.num_row_groups):
         group = footer.row_group(index)
         where = f"source file {safe_text(path)}: row group {index}"
@@ -145,7 +133,6 @@ def check_row_groups(
 
 
 def bytes_of(group: pq.RowGroupMetaData, columns: Sequence[str] | None) -> int:
-    """Return the size of the pages of some columns of a row group, decompressed."""
     if columns is None:
         return int(group.total_byte_size)
     return sum(chunk.total_uncompressed_size for chunk in chunks_of(group, columns))
@@ -154,7 +141,6 @@ def bytes_of(group: pq.RowGroupMetaData, columns: Sequence[str] | None) -> int:
 def chunks_of(
     group: pq.RowGroupMetaData, columns: Sequence[str] | None
 ) -> Iterator[pq.ColumnChunkMetaData]:
-    """Yield the metadata of some columns of a row group; None takes all."""
     # a name with a dot is that of a column, or leads into one
     roots = None if columns is None else {name.partition(".")[0] for name in columns}
     for index in range(group.num_columns):
@@ -164,20 +150,15 @@ def chunks_of(
 
 
 def sampled(files: Sequence[_File]) -> list[_File]:
-    """Return a few of many files, evenly spread."""
     num_files = min(_MAX_FILES, len(files))
     return [files[i * len(files) // num_files] for i in range(num_files)]
 
 
 def row_bytes_of(path: str, *, columns: Sequence[str] | None = None) -> float:
-    """Return what a row of a Parquet file takes in memory, in bytes.
+    """Return what a row of a Parquet file takes in memory, in bytes; raises what `scan_file` does.
 
     The beginning of the first row group that has rows is decoded, and of that only the texts whose
     pages do not hold each value as it is.
-
-    Raises:
-        BadFileError: what the file holds cannot be read.
-        ConfigError: the file cannot be opened, or is not safe to read.
     """
     with (
         error_context(f"source file {safe_text(path)} cannot be opened"),
@@ -199,31 +180,21 @@ def _row_bytes(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> float:
     filled = next((index for index, count in enumerate(counts) if count), None)
     if filled is None:
         return 0.0
-    num_bytes: int = 0
-    texts: list[str] = []
+    num_bytes, texts = 0, list[str]()
     for chunk in chunks_of(footer.row_group(filled), columns):
         width = _WIDTHS.get(chunk.physical_type, 0)
         if chunk.physical_type == "BYTE_ARRAY" and not _VERBATIM.issuperset(chunk.encodings):
             texts.append(chunk.path_in_schema)
         else:
             num_bytes += max(chunk.total_uncompressed_size, chunk.num_values * width)
-    return num_bytes / counts[filled] + _decoded_row_bytes(parquet, filled, texts)
-
-
-def _decoded_row_bytes(parquet: pq.ParquetFile, row_group: int, columns: list[str]) -> float:
-    if not columns:
-        return 0.0
-    batches = parquet.iter_batches(
-        _MAX_ROWS, row_groups=[row_group], columns=columns, use_threads=False
-    )
-    rows = pa.Table.from_batches([next(batches)])
-    num_rows: int = rows.num_rows
-    return sum(map(_num_bytes, rows.columns)) / max(1, num_rows)
-
-
-def _num_bytes(column: pa.ChunkedArray) -> int:
-    # prompts are made of the texts, not of the dictionary
-    is_dictionary = pa.types.is_dictionary(column.type)
-    values = column.cast(column.type.value_type) if is_dictionary else column
-    num_bytes: int = values.nbytes
-    return num_bytes
+    row_bytes: float = num_bytes / counts[filled]
+    if not texts:
+        return row_bytes
+    batches = parquet.iter_batches(_MAX_ROWS, row_groups=[filled], columns=texts, use_threads=False)
+    rows = next(batches)
+    for column in rows.columns:
+        # prompts are made of the texts, not of the dictionary
+        is_dictionary = pa.types.is_dictionary(column.type)
+        values = column.cast(column.type.value_type) if is_dictionary else column
+        row_bytes += values.nbytes / max(1, rows.num_rows)
+    return row_bytes

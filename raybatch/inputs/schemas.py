@@ -1,7 +1,8 @@
 """One schema for all files of a source, and tables brought into it without loss."""
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +12,6 @@ from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.listing import JSON_SUFFIXES
 
 SchemaPolicy = Literal["strict", "cast"]
-POLICIES = get_args(SchemaPolicy)
 
 _MAX_FILES_SHOWN = 5
 # the narrowest first, whole numbers before fractions
@@ -24,8 +24,6 @@ _BYTES = (pa.binary(), pa.binary_view(), pa.large_binary())
 
 
 class FileSchema(NamedTuple):
-    """The schema of a file, and the file."""
-
     path: str
     schema: pa.Schema
 
@@ -43,11 +41,25 @@ def common_schema(
     Raises:
         ConfigError: a column is not there, two have one name, or the schemas do not fit together.
     """
-    for file in files:
-        _check_names(file)
-    schema = _merged([_chosen(file, columns) for file in files], policy)
+    for path, schema in files:
+        where = f"source file {safe_text(path)}"
+        if twice := [name for name, number in Counter(schema.names).items() if number > 1]:
+            raise ConfigError(
+                f"{where} has several columns named {', '.join(map(repr, sorted(twice)))}; "
+                "rename them, so that a name stands for one column"
+            )
+        if odd := [name for name in schema.names if "\0" in name]:
+            raise ConfigError(
+                f"{where} has a column {odd[0]!r} with a NUL in its name, where others end it; "
+                "rename it"
+            )
     if columns is None:
-        return schema
+        return _merged(files, policy)
+    chosen = []
+    for file in files:
+        fields = [field for field in file.schema if field.name in columns]
+        chosen.append(file._replace(schema=pa.schema(fields, file.schema.metadata)))
+    schema = _merged(chosen, policy)
     for name in columns:
         if name not in schema.names:
             known = list(dict.fromkeys(n for file in files for n in file.schema.names))
@@ -77,61 +89,31 @@ def in_common_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def _check_names(file: FileSchema) -> None:
-    names = file.schema.names
-    where = f"source file {safe_text(file.path)}"
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ConfigError(
-            f"{where} has several columns named {', '.join(map(repr, twice))}; "
-            "rename them, so that a name stands for one column"
-        )
-    for name in names:
-        if "\0" in name:
-            raise ConfigError(
-                f"{where} has a column {name!r} with a NUL in its name, where others end it; "
-                "rename it"
-            )
-
-
-def _chosen(file: FileSchema, columns: Sequence[str] | None) -> FileSchema:
-    if columns is None:
-        return file
-    fields = [field for field in file.schema if field.name in columns]
-    return file._replace(schema=pa.schema(fields, file.schema.metadata))
-
-
 def _merged(files: Sequence[FileSchema], policy: SchemaPolicy) -> pa.Schema:
     if all(file.path.lower().endswith(JSON_SUFFIXES) for file in files):
-        schemas = [file.schema for file in files]
         try:
-            return pa.unify_schemas(schemas, promote_options="permissive")
+            return pa.unify_schemas([file.schema for file in files], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ConfigError(f"the JSON files do not fit together: {error}") from error
-    return _same(files) if policy == "strict" else _widened_schema(files)
-
-
-def _same(files: Sequence[FileSchema]) -> pa.Schema:
+    if policy == "cast":
+        return _widened_schema(files)
     first = files[0]
     others = [file for file in files if not file.schema.equals(first.schema)]
     if not others:
         return first.schema
-    differences = [
-        f"{safe_text(file.path)} has another schema than {safe_text(first.path)}: "
-        f"{_difference(first.schema, file.schema)}"
-        for file in others[:_MAX_FILES_SHOWN]
-    ]
+    differences = []
+    for file in others[:_MAX_FILES_SHOWN]:
+        unlike = {*map(_field_text, first.schema)} ^ {*map(_field_text, file.schema)}
+        differences.append(
+            f"{safe_text(file.path)} has another schema than {safe_text(first.path)}: "
+            f"{', '.join(sorted(unlike)) or 'the columns have another order'}"
+        )
     if len(others) > len(differences):
         differences.append(f"and {len(others) - len(differences)} files more")
     raise ConfigError(
         f"{'; '.join(differences)}. Set schema_policy: cast where types differ only in width or "
         "columns are missing, name the columns to read (columns), or write the files again"
     )
-
-
-def _difference(first: pa.Schema, other: pa.Schema) -> str:
-    ours, theirs = ({_field_text(field) for field in schema} for schema in (first, other))
-    return ", ".join(sorted(ours ^ theirs)) or "the columns have another order"
 
 
 def _field_text(field: pa.Field) -> str:
@@ -144,14 +126,13 @@ def _widened_schema(files: Sequence[FileSchema]) -> pa.Schema:
     for file in files:
         for field in file.schema:
             known, path = merged.setdefault(field.name, (field, file.path))
-            kind = widened(known.type, field.type)
-            if kind is None:
+            both = _widened_field(known, field)
+            if both is None:
                 raise ConfigError(
                     f"column {field.name!r} is {known.type} in {safe_text(path)} and {field.type} "
                     f"in {safe_text(file.path)}, and no type holds both exactly; write one of "
                     "them again, or leave the column out (columns)"
                 )
-            both = known.with_type(kind).with_nullable(known.nullable or field.nullable)
             merged[field.name] = both, path
     fields = [
         field if all(name in file.schema.names for file in files) else field.with_nullable(True)
@@ -180,13 +161,15 @@ def widened(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
             return family[-1]
     if pa.types.is_struct(one) and pa.types.is_struct(other):
         return _widened_struct(one, other)
-    if _is_list(one) and _is_list(other):
-        return _widened_list(one, other)
+    if all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in (one, other)):
+        item = _widened_field(one.value_field, other.value_field)
+        is_large = pa.types.is_large_list(one) or pa.types.is_large_list(other)
+        list_of = pa.large_list if is_large else pa.list_
+        return None if item is None else list_of(item)
     return next((kind for kind in _NUMBERS if _holds(kind, one) and _holds(kind, other)), None)
 
 
 def _holds(kind: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether a type of numbers holds every value of another one exactly."""
     if other not in _NUMBERS:
         return False
     # NumPy takes float64 for wide enough, which has not all whole numbers beyond 2**53
@@ -195,30 +178,21 @@ def _holds(kind: pa.DataType, other: pa.DataType) -> bool:
     return bool(is_safe and not is_inexact)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def _widened_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    value = widened(one.value_type, other.value_type)
-    if value is None:
-        return None
-    nullable = one.value_field.nullable or other.value_field.nullable
-    field = one.value_field.with_type(value).with_nullable(nullable)
-    is_large = pa.types.is_large_list(one) or pa.types.is_large_list(other)
-    return pa.large_list(field) if is_large else pa.list_(field)
+def _widened_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
+    kind = widened(one.type, other.type)
+    is_nullable = one.nullable or other.nullable
+    return None if kind is None else one.with_type(kind).with_nullable(is_nullable)
 
 
 def _widened_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     ours, theirs = ({field.name: field for field in kind} for kind in (one, other))
     if len(ours) < one.num_fields or len(theirs) < other.num_fields:
         return None
-    fields = []
-    for name in ours | theirs:
-        pair = [known[name] for known in (ours, theirs) if name in known]
-        kind = widened(pair[0].type, pair[-1].type)
-        if kind is None:
-            return None
-        is_nullable = len(pair) == 1 or any(field.nullable for field in pair)
-        fields.append(pair[0].with_type(kind).with_nullable(is_nullable))
-    return pa.struct(fields)
+    # a field that one of them lacks is null there
+    fields = [
+        _widened_field(ours[name], theirs[name])
+        if name in ours and name in theirs
+        else (ours | theirs)[name].with_nullable(True)
+        for name in ours | theirs
+    ]
+    return None if any(field is None for field in fields) else pa.struct(fields)

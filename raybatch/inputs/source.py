@@ -1,8 +1,8 @@
 """Files as a Ray dataset whose rows know their file and position."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Self
@@ -39,9 +39,8 @@ class SkippedFile(NamedTuple):
 class Source:
     """What a listing and the footers tell about the input.
 
-    Args:
-        schema: of every file, as far as it is read.
-        is_projected: files may have columns that are not read.
+    `schema` is that of every file, as far as it is read; where the source `is_projected`, files may
+    have columns that are not read.
     """
 
     schema: pa.Schema
@@ -64,41 +63,34 @@ class Source:
         return {}
 
     def only(self, names: Collection[str]) -> Self:
-        """Return the files of these names."""
         slices = tuple(part for part in self.slices if part.name in names)
         return replace(self, slices=slices, num_rows=sum(part.num_rows for part in slices))
 
     def tasks(self) -> list[range]:
         """Return the slices of each read task: neighbours, few to a task where they are large."""
-        sizes = [part.size for part in self.slices]
-        totals = [sum(column) for column in zip(Size(0, 0, 0), *sizes, strict=True)]
-        limit = [
-            max(least, total // _MANY_TASKS)
-            for least, total in zip(_TASK_LIMIT, totals, strict=True)
-        ]
-        return list(pack(sizes, Size(*limit)))
+        sizes = [Size(part.num_rows, part.num_bytes) for part in self.slices]
+        totals = [sum(column) // _MANY_TASKS for column in zip(Size(0, 0, 0), *sizes, strict=True)]
+        return list(pack(sizes, Size(*map(max, _TASK_LIMIT, totals))))
 
     def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
         """Yield the rows of some neighbouring slices, a small table at a time.
 
-        Args:
-            row_id_column: holds "<file>:<position>"; None adds none.
+        `row_id_column` holds "<file>:<position>"; None adds none.
         """
         columns = self.schema.names if self.is_projected else None
         for part in joined(self.slices[task.start : task.stop]):
             position = part.first_row
             for rows in read_slice(part, columns=columns):
-                table = self._in_schema(rows, part)
+                with error_context(
+                    f"source file {safe_text(part.path)} does not fit the other files"
+                ):
+                    table = in_common_schema(rows, self.schema)
                 if row_id_column is not None:
                     positions = range(position, position + rows.num_rows)
                     ids = pa.array([f"{part.name}:{i}" for i in positions], pa.string())
                     table = table.add_column(0, row_id_column, ids)
                 position += rows.num_rows
                 yield table
-
-    def _in_schema(self, rows: pa.Table, part: FileSlice) -> pa.Table:
-        with error_context(f"source file {safe_text(part.path)} does not fit the other files"):
-            return in_common_schema(rows, self.schema)
 
 
 def scan_source(
@@ -122,18 +114,21 @@ def scan_source(
             loss.
         skip_bad_files: leave out files that cannot be read, instead of refusing the source.
         max_row_group_bytes: that a row group or record batch may take in memory.
-        max_decompressed_bytes: that a compressed JSONL file may grow to; None allows 1 GiB, and
-            larger files a hundred times their size.
+        max_decompressed_bytes: that a compressed JSONL file may grow to; see `read_blocks`.
 
     Raises:
-        ConfigError: no file, files whose schemas differ, a broken or too large file, or a type
+        ConfigError: no file, files that do not fit together, a broken or too large one, or a type
             that may run code when it is read.
     """
     with error_context(f"source {source!r} cannot be listed"):
         files = list_files(source, has_columns=columns is not None)
     bad: dict[ListedFile, str] = {}
     noted = partial(_noted, bad=bad if skip_bad_files else None)
-    row_bytes = _row_bytes(files, columns, noted)
+    # what a row takes in memory in a few of the files, those of Parquet
+    row_bytes: dict[ListedFile, float] = {}
+    for file in sampled([f for f in files if f.path.lower().endswith(PARQUET_SUFFIXES)]):
+        with noted(file):
+            row_bytes[file] = row_bytes_of(file.path, columns=columns)
     largest = max(row_bytes.values(), default=0.0)
     schemas: list[FileSchema] = []
     slices: list[FileSlice] = []
@@ -151,7 +146,8 @@ def scan_source(
             schemas.append(FileSchema(file.path, schema))
             slices.extend(part for part in parts if part.num_rows)
     if not schemas:
-        raise ConfigError(f"source {source!r} holds no file that can be read: {_listed(bad)}")
+        some = "; ".join(f"{file.name}: {reason}" for file, reason in list(bad.items())[:3])
+        raise ConfigError(f"source {source!r} holds no file that can be read: {some}")
     return Source(
         schema=common_schema(schemas, columns=columns, policy=schema_policy),
         slices=tuple(slices),
@@ -159,19 +155,6 @@ def scan_source(
         skipped=tuple(SkippedFile(file.name, bad[file]) for file in files if file in bad),
         is_projected=columns is not None,
     )
-
-
-def _row_bytes(
-    files: Sequence[ListedFile],
-    columns: Sequence[str] | None,
-    noted: Callable[[ListedFile], AbstractContextManager[None]],
-) -> dict[ListedFile, float]:
-    """Return what a row takes in memory in a few of the files, those of Parquet."""
-    row_bytes: dict[ListedFile, float] = {}
-    for file in sampled([f for f in files if f.path.lower().endswith(PARQUET_SUFFIXES)]):
-        with noted(file):
-            row_bytes[file] = row_bytes_of(file.path, columns=columns)
-    return row_bytes
 
 
 @contextmanager
@@ -184,10 +167,6 @@ def _noted(file: ListedFile, bad: dict[ListedFile, str] | None) -> Iterator[None
             raise
         bad[file] = error.reason
         logger.warning("left out %s: %s", safe_text(file.path), error.reason)
-
-
-def _listed(bad: dict[ListedFile, str]) -> str:
-    return "; ".join(f"{file.name}: {reason}" for file, reason in list(bad.items())[:3])
 
 
 def check_outside(sink: str, source: str) -> None:

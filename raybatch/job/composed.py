@@ -36,7 +36,7 @@ from raybatch.planning.run import fit_units, store_stretches
 from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_plan
 from raybatch.planning.stored import PlanSubject, StoredPlan
-from raybatch.report.history.recorder import new_run_id
+from raybatch.report.recorder import new_run_id
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import with_columns
 from raybatch.rows.schema import ROW_ID

@@ -43,9 +43,9 @@ from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats
 from raybatch.redaction import redacted
 from raybatch.report import RunReport, counted_report, installed_versions
-from raybatch.report.history.reading import read_history
-from raybatch.report.history.recorder import RunRecorder, new_run_id
+from raybatch.report.history import read_history
 from raybatch.report.rebuild import keep_report, report_of_complete
+from raybatch.report.recorder import RunRecorder, new_run_id
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.unit_run import FeederRunner
 

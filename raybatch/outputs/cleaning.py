@@ -27,11 +27,9 @@ _NUM_NAMES = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cleaned:
-    """What was removed from an output.
+    """What was removed from an output; `num_young` files stay that a run may need still.
 
-    Args:
-        num_young: files that stay because a run may need them still.
-        live_runs: runs that are at work there; nothing they may need is removed.
+    Where `live_runs` are at work, nothing that they may need is removed.
     """
 
     sink: str
@@ -63,7 +61,6 @@ def clean(sink: str | Path, *, older_than_s: float = WEEK_S, is_dry_run: bool = 
     it may need them.
 
     Args:
-        sink: folder that a job has written to, local or with a protocol.
         older_than_s: age from which files count as left behind.
         is_dry_run: remove nothing, say what would be.
 
@@ -91,10 +88,7 @@ def clean(sink: str | Path, *, older_than_s: float = WEEK_S, is_dry_run: bool = 
 
 
 def parse_age(age: str) -> float:
-    """Return the seconds of an age such as "30m", "12h" or "7d".
-
-    Raises:
-        ConfigError: it is no such age.
+    """Return the seconds of an age such as "30m", "12h" or "7d"; ConfigError if it is none.
 
     Example:
         >>> parse_age("2h")
@@ -107,25 +101,20 @@ def parse_age(age: str) -> float:
 
 
 def _chosen(sink: str, store: Store, older_than_s: float) -> tuple[list[str], int]:
-    """Return the files to remove, and how many more are too young."""
     plans, is_done, is_complete = read_plans(sink), np.zeros(0, bool), False
     if plans:
         units = read_all_units(sink, plans)
         is_done, _ = listed_units(store, units)
         is_complete = is_finished(store, units)
-    files = leftovers(
+    found = leftovers(
         store,
         plans=frozenset(stored.hash for stored in plans),
         is_committed=lambda unit: unit < len(is_done) and bool(is_done[unit]),
         is_finished=is_complete,
     )
-    chosen, num_young = [], 0
-    for name, may_be_needed in files:
-        if may_be_needed and _age_s(sink, name) < older_than_s:
-            num_young += 1
-        else:
-            chosen.append(name)
-    return chosen, num_young
+    files = list(found)
+    chosen = [n for n, is_needed in files if not is_needed or _age_s(sink, n) >= older_than_s]
+    return chosen, len(files) - len(chosen)
 
 
 def _age_s(sink: str, name: str) -> float:

@@ -1,9 +1,10 @@
 """Opens every part of an output: one schema, every value readable, ids unique, counts as said."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import pyarrow as pa
@@ -21,18 +22,15 @@ from raybatch.planning.tally import unit_counts
 from raybatch.rows.schema import OutputSchema
 
 _THREADS = 4
-_UNITS_AT_ONCE = 64
+_FILES_AT_ONCE = 64
 _WAY_OUT = "move the file away and run the job again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepCheck:
-    """What the values of all parts say.
+    """What the values of all parts say: rows whose row_id another row has too, and what is wrong.
 
-    Args:
-        repeated_rows: rows whose row_id another row has too, beyond the first of each.
-        problems: the first ones, with the file and the way out.
-        num_problems: number of all problems.
+    `problems` are the first ones of all, each with the file and the way out.
     """
 
     repeated_rows: int = 0
@@ -48,7 +46,6 @@ class _PartChecker:
     schema: pa.Schema
 
     def problems_of(self, name: str) -> list[str]:
-        """Return what is wrong with a file; nothing where it is as it should be."""
         where, problems = f"{self.store.uri}/{name}", list[str]()
         try:
             file = pq.ParquetFile(pa.BufferReader(self.store.read(name)))
@@ -61,9 +58,11 @@ class _PartChecker:
                     f"{where} has another schema than the first part ({difference}); {_WAY_OUT}"
                 ]
                 columns = self._stage_columns(file.schema_arrow)
-            if is_like_others or columns:
+            if self.output is not None and (is_like_others or columns):
                 table = file.read(columns, use_threads=False)
-                problems += filter(None, [self._problem_of_rows(where, name, table)])
+                problems += self._problems_of_rows(where, name, table, self.output)
+            elif is_like_others:
+                file.read(use_threads=False)
         except (CommitError, FileNotFoundError):  # reported by the audit
             pass
         except (ValueError, KeyError, OSError, NotImplementedError) as error:
@@ -75,34 +74,32 @@ class _PartChecker:
         fields = list(self.output.arrow()) if self.output else []
         return [f.name for f in fields] if all(_has(schema, f) for f in fields) else []
 
-    def _problem_of_rows(self, where: str, name: str, table: pa.Table) -> str | None:
-        if self.output is None:
-            return None
-        ids = table.column(self.output.prefix + "row_id")
+    def _problems_of_rows(
+        self, where: str, name: str, table: pa.Table, output: OutputSchema
+    ) -> list[str]:
+        ids = table.column(output.prefix + "row_id")
         if ids.null_count:
-            return f"{where} has {ids.null_count} rows without a row_id; {_WAY_OUT}"
+            return [f"{where} has {ids.null_count} rows without a row_id; {_WAY_OUT}"]
         self.ids.add(ids)
         footer_counts = read_footer(self.store, name).counts
-        row_counts = unit_counts(table, self.output)
-        if _without_examples(footer_counts) != _without_examples(row_counts):
-            return (
-                f"{where} says {dict(footer_counts.statuses)} and other counts in its footer, its "
-                f"rows say {dict(row_counts.statuses)}; {_WAY_OUT}"
-            )
-        return None
+        row_counts = unit_counts(table, output)
+        if _without_examples(footer_counts) == _without_examples(row_counts):
+            return []
+        return [
+            f"{where} says {dict(footer_counts.statuses)} and other counts in its footer, its "
+            f"rows say {dict(row_counts.statuses)}; {_WAY_OUT}"
+        ]
 
 
-def part_files(store: Store, plan: UnitPlan) -> Iterator[tuple[int, list[str]]]:
-    """Yield the units that are in the output, each with the names of its files."""
+def files_of(store: Store, plan: UnitPlan, unit: int) -> list[str]:
+    return read_record(store, unit)[1] if plan.is_partitioned else [part_name(unit)]
+
+
+def _part_files(store: Store, plan: UnitPlan) -> Iterator[tuple[int, list[str]]]:
     is_done, _ = listed_units(store, plan)
     for unit in np.flatnonzero(is_done).tolist():
-        if not plan.is_partitioned:
-            yield unit, [part_name(unit)]
-            continue
-        try:
-            yield unit, read_record(store, unit)[1]
-        except (CommitError, FileNotFoundError):  # reported by the audit
-            continue
+        with suppress(CommitError, FileNotFoundError):  # reported by the audit
+            yield unit, files_of(store, plan, unit)
 
 
 def check_parts(
@@ -126,13 +123,13 @@ def check_parts(
     problems: list[str] = []
     with RepeatedIds(plan.num_rows) as ids, ThreadPoolExecutor(_THREADS) as threads:
         checker = _PartChecker(store=store, output=output, ids=ids, schema=schema)
-        for names in _in_shares(part_files(store, plan)):
-            problems += chain.from_iterable(threads.map(checker.problems_of, names))
+        names = (name for _, of_unit in _part_files(store, plan) for name in of_unit)
+        while share := list(islice(names, _FILES_AT_ONCE)):
+            problems += chain.from_iterable(threads.map(checker.problems_of, share))
         repeated = ids.repeated()
     if repeated.num_rows and output is not None:
-        problems.append(
-            _describe_repeated(store, plan, output, repeated.num_rows, repeated.examples)
-        )
+        told = _describe_repeated(store, plan, output, repeated.num_rows, repeated.examples)
+        problems.append(told)
     return DeepCheck(
         repeated_rows=repeated.num_rows,
         problems=tuple(problems[:max_problems]),
@@ -140,25 +137,12 @@ def check_parts(
     )
 
 
-def _in_shares(units: Iterable[tuple[int, list[str]]]) -> Iterator[list[str]]:
-    share: list[str] = []
-    for _, names in units:
-        share += names
-        if len(share) >= _UNITS_AT_ONCE:
-            yield share
-            share = []
-    yield share
-
-
 def _first_schema(store: Store, plan: UnitPlan) -> pa.Schema | None:
-    """Return the schema of the first part that is one."""
-    for _, names in part_files(store, plan):
+    for _, names in _part_files(store, plan):
         for name in names:
-            try:
+            with suppress(CommitError, ValueError, OSError):
                 read_footer(store, name)
                 return pq.read_schema(pa.BufferReader(store.read(name)))
-            except (CommitError, FileNotFoundError, ValueError, OSError):
-                continue
     return None
 
 
@@ -168,7 +152,7 @@ def _describe_repeated(
     """Say which ids are repeated and in which units; reads the ids of all parts again."""
     wanted = {tuple(pair): (set[str](), set[int]()) for pair in examples.tolist()}
     column = output.prefix + "row_id"
-    for unit, names in part_files(store, plan):
+    for unit, names in _part_files(store, plan):
         for name in names:
             try:
                 table = pq.read_table(pa.BufferReader(store.read(name)), columns=[column])

@@ -13,8 +13,8 @@ from typing import Self, get_args
 import pyarrow as pa
 
 from raybatch.durable.audit import is_finished
-from raybatch.durable.layout import DATA, PLAN, part_name
-from raybatch.durable.partitioned import partition_values, read_record
+from raybatch.durable.layout import DATA, PLAN
+from raybatch.durable.partitioned import partition_values
 from raybatch.durable.parts import read_footer
 from raybatch.durable.storage import error_context, open_store
 from raybatch.durable.stores.protocols import Store
@@ -22,6 +22,7 @@ from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.inputs.file_slices import FileSlice, joined
 from raybatch.inputs.source import Source, scan_source
+from raybatch.outputs.deep import files_of
 from raybatch.planning.fingerprint import output_columns
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
@@ -40,9 +41,8 @@ _THREADS = 16
 class FailedRows(Source):
     """Rows of the parts of an output that have one of some statuses.
 
-    Args:
-        parts: the same slices with all of their rows and columns.
-        partitions: name and type of the columns whose values are in the names of the parts.
+    `parts` are the same slices with all of their rows and columns, `partitions` the columns whose
+    values are in the names of the parts.
     """
 
     parts: Source
@@ -56,7 +56,6 @@ class FailedRows(Source):
         return {"statuses": ",".join(sorted(self.statuses))}
 
     def only(self, names: Collection[str]) -> Self:
-        """Return the rows of the parts of these names."""
         return replace(Source.only(self, names), parts=self.parts.only(names))
 
     def read(self, task: range, *, row_id_column: str | None = None) -> Iterator[pa.Table]:
@@ -69,14 +68,12 @@ class FailedRows(Source):
             for table in self.parts.read(range(index, index + 1), row_id_column=row_id_column):
                 is_wanted = [one in self.statuses for one in row_statuses(table, self.output)]
                 chosen = as_movable(table).filter(pa.array(is_wanted, pa.bool_()))
-                if chosen.num_rows:
-                    yield self._with_partitions(chosen, name).select(self.schema.names)
-
-    def _with_partitions(self, table: pa.Table, name: str) -> pa.Table:
-        for field, text in zip(self.partitions, partition_values(name), strict=True):
-            values = [_typed(text, field.type)] * table.num_rows
-            table = table.append_column(field, pa.array(values, field.type))
-        return table
+                if not chosen.num_rows:
+                    continue
+                for field, text in zip(self.partitions, partition_values(name), strict=True):
+                    values = [_typed(text, field.type)] * chosen.num_rows
+                    chosen = chosen.append_column(field, pa.array(values, field.type))
+                yield chosen.select(self.schema.names)
 
 
 def failed_rows(
@@ -90,7 +87,14 @@ def failed_rows(
         ConfigError: there is no such status, the output is not finished, or the new answers would
             have other columns.
     """
-    _check_statuses(statuses)
+    for name in statuses:
+        if name not in _RETRIED:
+            raise ConfigError(
+                f"status {name!r} cannot be tried again{did_you_mean(name, _RETRIED)}; there are "
+                f"{', '.join(_RETRIED)}"
+            )
+    if not statuses:
+        raise ConfigError(f"no status of rows to try again; there are {', '.join(_RETRIED)}")
     store = open_store(sink)
     with error_context(f"output {sink!r} cannot be read"):
         if store.size(PLAN) is None:
@@ -107,10 +111,14 @@ def failed_rows(
         parts = scan_source(f"{store.uri}/{DATA}")
         numbers = _rows_of_parts(store, plan, frozenset(statuses))
     # a whole file each: how many rows of a slice failed is not known
-    slices = [(part, numbers.get(f"{DATA}/{part.name}", 0)) for part in joined(parts.slices)]
-    wanted = [(part, number) for part, number in slices if number]
+    wholes, slices = list[FileSlice](), list[FileSlice]()
+    for part in joined(parts.slices):
+        if number := numbers.get(f"{DATA}/{part.name}"):
+            num_bytes = part.num_bytes * number // max(1, part.num_rows)
+            wholes.append(part)
+            slices.append(replace(part, num_rows=number, num_bytes=num_bytes))
     dropped = set(output.arrow().names) - {id_column}
-    num_rows = sum(number for _, number in wanted)
+    num_rows = sum(part.num_rows for part in slices)
     if num_rows != sum(numbers.values()):
         raise ConfigError(
             f"{sum(numbers.values()) - num_rows} rows of {sink} lie in folders whose names begin "
@@ -120,24 +128,13 @@ def failed_rows(
     logger.info("%d rows of %s are tried again", num_rows, sink)
     return FailedRows(
         schema=pa.schema([*fields, *partitions], parts.schema.metadata),
-        slices=tuple(_with_rows(part, number) for part, number in wanted),
+        slices=tuple(slices),
         num_rows=num_rows,
-        parts=replace(parts, slices=tuple(part for part, _ in wanted)),
+        parts=replace(parts, slices=tuple(wholes)),
         output=output,
         statuses=frozenset(statuses),
         partitions=partitions,
     )
-
-
-def _check_statuses(statuses: Collection[str]) -> None:
-    for name in statuses:
-        if name not in _RETRIED:
-            raise ConfigError(
-                f"status {name!r} cannot be tried again{did_you_mean(name, _RETRIED)}; there are "
-                f"{', '.join(_RETRIED)}"
-            )
-    if not statuses:
-        raise ConfigError(f"no status of rows to try again; there are {', '.join(_RETRIED)}")
 
 
 def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) -> None:
@@ -154,14 +151,10 @@ def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) ->
 
 
 def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> dict[str, int]:
-    """Return the parts that have rows of some statuses, with their number, from the footers."""
-
     def count(unit: int) -> dict[str, int]:
-        names = read_record(store, unit)[1] if plan.is_partitioned else [part_name(unit)]
-        counts = {name: read_footer(store, name).counts.statuses for name in names}
+        counts = {n: read_footer(store, n).counts.statuses for n in files_of(store, plan, unit)}
         return {
-            name: sum(number for status, number in counted.items() if status in statuses)
-            for name, counted in counts.items()
+            name: sum(of[status] for status in statuses & of.keys()) for name, of in counts.items()
         }
 
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -170,7 +163,6 @@ def _rows_of_parts(store: Store, plan: UnitPlan, statuses: frozenset[str]) -> di
 
 
 def _partitions(sink: str, stored: StoredPlan) -> tuple[pa.Field, ...]:
-    """Return the columns of the user that are not in the files of an output."""
     if len(stored.partition_types) != len(stored.partition_by):
         raise ConfigError(
             f"the plan of {sink} does not say of what types {', '.join(stored.partition_by)} were, "
@@ -181,7 +173,6 @@ def _partitions(sink: str, stored: StoredPlan) -> tuple[pa.Field, ...]:
 
 
 def _typed(text: str | None, kind: pa.DataType) -> object:
-    """Return a value of a column from the name of a folder."""
     if text is None:
         return None
     if pa.types.is_boolean(kind):
@@ -189,8 +180,3 @@ def _typed(text: str | None, kind: pa.DataType) -> object:
     if pa.types.is_integer(kind):
         return int(text)
     return date.fromisoformat(text) if pa.types.is_date(kind) else text
-
-
-def _with_rows(part: FileSlice, num_rows: int) -> FileSlice:
-    num_bytes = part.num_bytes * num_rows // max(1, part.num_rows)
-    return replace(part, num_rows=num_rows, num_bytes=num_bytes)

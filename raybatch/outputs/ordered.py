@@ -46,7 +46,6 @@ Ints = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
-
 # less is sorted in this process, because a shuffle of Ray takes seconds
 _MAX_DRIVER_BYTES = 256 << 20
 # blocks of the shuffle hold whole units, up to about so much
@@ -55,6 +54,10 @@ _BLOCK_ROWS, _BLOCK_BYTES = 1 << 14, 64 << 20
 _MAX_BLOCKS = 1 << 10
 # places of so many rows are read at once where the plan has no shards
 _ROWS_PER_READ = 1 << 20
+# names of parts have the order of their numbers up to a million of them
+_MAX_PARTS = 500_000
+_MAX_UNIT_BYTES = 64 << 20
+_DEFAULT_UNIT_ROWS = 1024
 _PLACES = pa.schema([(RANK, pa.int64()), (ROW, pa.int64())])
 
 
@@ -62,11 +65,8 @@ _PLACES = pa.schema([(RANK, pa.int64()), (ROW, pa.int64())])
 class RowCopy:
     """What tasks must know to copy the rows of one plan.
 
-    Args:
-        target: plan of the copy, whose units are stretches of the same rows.
-        unit_rows: int64 [U], rows of each unit of the target.
-        is_todo: bool [U], units of the target that are not written yet.
-        row_bytes: that a row takes in memory, about.
+    Units of the target, the plan of the copy, are stretches of the same rows: `unit_rows` (int64
+    [U]) of each, some not written yet (bool [U]). A row takes about `row_bytes` in memory.
     """
 
     source: str
@@ -80,20 +80,13 @@ class RowCopy:
 
     @cached_property
     def ends(self) -> Ints:
-        """Return the row at which each unit of the target ends."""
         return np.cumsum(self.unit_rows)
-
-    @property
-    def num_rows_todo(self) -> int:
-        """Rows of units that are not written yet."""
-        return int(self.unit_rows[self.is_todo].sum())
 
     def reads(self) -> list[tuple[int, int]]:
         """Return stretches of rows whose places are read at once: those of a shard."""
-        firsts = [first for _, first in self.stored.shards]
-        if not firsts:
-            firsts = list(range(0, self.stored.num_rows, _ROWS_PER_READ))
-        return list(zip(firsts, [*firsts[1:], self.stored.num_rows], strict=True))
+        by_size = range(0, self.stored.num_rows, _ROWS_PER_READ)
+        firsts = [first for _, first in self.stored.shards] or list(by_size)
+        return list(pairwise([*firsts, self.stored.num_rows]))
 
     def places(self, first: int, stop: int) -> pa.Table:
         """Return where rows that are to be copied stand in the source, and their numbers."""
@@ -106,45 +99,32 @@ class RowCopy:
         return pa.table([rank[row - first], row], schema=_PLACES)
 
     def rows_at(self, where: pa.Table) -> pa.Table:
-        """Return the rows of some places, which are sorted, with their numbers."""
-        tables = [
-            as_movable(self.schema.empty_table()).append_column(ROW, pa.array([], pa.int64()))
-        ]
+        empty = as_movable(self.schema.empty_table())
+        tables = [empty.append_column(ROW, pa.array([], pa.int64()))]
         unit, position = places(where)
+        store = store_of(self.source)
         for start, stop in _runs(unit):
-            part = self._part(int(unit[start])).take(position[start:stop])
+            name = part_name(self.stored.first_unit + int(unit[start]))
+            with error_context(f"{store.uri}/{name} cannot be read"):
+                file = pq.ParquetFile(pa.BufferReader(store.read(name)))
+                # types first: values of another type are never touched
+                if not file.schema_arrow.equals(self.schema):
+                    raise CommitError(
+                        f"{store.uri}/{name} has other columns than the first part; run `raybatch "
+                        "verify --deep`"
+                    )
+                part = as_movable(file.read(use_threads=False)).take(position[start:stop])
             tables.append(part.append_column(ROW, where.column(ROW).slice(start, stop - start)))
         return pa.concat_tables(tables)
 
-    def _part(self, unit: int) -> pa.Table:
-        store, name = store_of(self.source), part_name(self.stored.first_unit + unit)
-        with error_context(f"{store.uri}/{name} cannot be read"):
-            file = pq.ParquetFile(pa.BufferReader(store.read(name)))
-            # types first: values of another type are never touched
-            if not file.schema_arrow.equals(self.schema):
-                raise CommitError(
-                    f"{store.uri}/{name} has other columns than the first part; run `raybatch "
-                    "verify --deep`"
-                )
-            return as_movable(file.read(use_threads=False))
-
     def write(self, rows: pa.Table) -> pa.Table:
-        """Write the units of rows that are sorted by their numbers; return the units."""
-        row = rows.column(ROW).to_numpy()
-        unit = np.searchsorted(self.ends, row, side="right")
-        pos = row - (self.ends - self.unit_rows)[unit]
-        placed = rows.append_column(POS, pa.array(pos))
-        starts = _runs(unit)
-        for start, stop in starts:
-            self._deliver(int(unit[start]), placed.slice(start, stop - start))
-        return pa.table({"unit": pa.array([int(unit[start]) for start, _ in starts], pa.int64())})
+        unit = np.searchsorted(self.ends, rows.column(ROW).to_numpy(), side="right")
+        for start, stop in _runs(unit):
+            self.deliver(int(unit[start]), rows.slice(start, stop - start))
+        return pa.table({"unit": pa.array(np.unique(unit), pa.int64())})
 
-    def write_nothing(self) -> None:
-        """Write the one unit of a plan without rows."""
-        empty = self.rows_at(_PLACES.empty_table())
-        self._deliver(0, empty.append_column(POS, pa.array([], pa.int64())))
-
-    def _deliver(self, unit: int, rows: pa.Table) -> None:
+    def deliver(self, unit: int, rows: pa.Table) -> None:
+        """Write a unit, unless that was done; all rows of it are there, sorted by their numbers."""
         writer = UnitWriter(
             sink=self.sink,
             store=store_of(self.sink),
@@ -154,15 +134,17 @@ class RowCopy:
             attempt="ordered",
         )
         if writer.receipt_of(unit) is None:
-            writer.deliver(unit, writer.joined([rows]))
+            first = self.ends[unit] - self.unit_rows[unit]
+            pos = pa.array(rows.column(ROW).to_numpy() - first)
+            writer.deliver(unit, writer.joined([rows.append_column(POS, pos)]))
 
 
 def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None = None) -> None:
     """Write the units that are to be written, in this process or by Ray where they are many."""
-    num_rows = copy.num_rows_todo
+    num_rows = int(copy.unit_rows[copy.is_todo].sum())
     logger.info("bringing %d rows into the order of the input, in %s", num_rows, copy.sink)
     if not num_rows:
-        copy.write_nothing()
+        copy.deliver(0, copy.rows_at(_PLACES.empty_table()))
     elif num_rows * copy.row_bytes <= _MAX_DRIVER_BYTES:
         where = pa.concat_tables(copy.places(*rows) for rows in copy.reads())
         copy.write(copy.rows_at(where.sort_by(RANK)).sort_by(ROW))
@@ -224,15 +206,8 @@ def _block_starts(copy: RowCopy, unit_rows: Ints) -> Ints:
 
 
 def _runs(unit: Ints) -> list[tuple[int, int]]:
-    """Return the begin and end of each stretch of equal numbers."""
     starts = np.flatnonzero(np.diff(unit, prepend=-1)).tolist()
     return list(pairwise([*starts, len(unit)]))
-
-
-# names of parts have the order of their numbers up to a million of them
-_MAX_PARTS = 500_000
-_MAX_UNIT_BYTES = 64 << 20
-_DEFAULT_UNIT_ROWS = 1024
 
 
 def ordered(sink: str, into: str, *, start_ray: Callable[[], None] | None = None) -> Audit:
@@ -272,10 +247,8 @@ def restore_order(
     larger outputs are sorted by Ray, which spills to disk.
 
     Args:
-        sink: of the output, which stays as it is.
         into: folder that is prepared for the copy.
-        subject: what the plan of the copy is of and how it is laid out, where that is not as in
-            the output.
+        subject: what the plan of the copy is of, and its layout, where not as in the output.
         start_ray: is called before Ray is used; None leaves its start to Ray.
 
     Raises:
@@ -327,7 +300,13 @@ def _open(sink: str, into: str, stored: StoredPlan, wanted: StoredPlan) -> RowCo
     about = json.dumps([stored.hash, wanted.partition_by]).encode()
     name = hashlib.blake2b(about, digest_size=8, person=b"input order").hexdigest()
     if store_of(into).size(plan_name(stored.number)) is None:
-        units = stretches(name, _unit_rows(stored, row_bytes))
+        # stretches that fit memory, not too many
+        asked = int(stored.options.get("unit_rows", _DEFAULT_UNIT_ROWS))
+        most = max(1, int(_MAX_UNIT_BYTES / max(1.0, row_bytes)))
+        size = max(min(asked, most), -(-stored.num_rows // _MAX_PARTS), 1)
+        full, rest = divmod(stored.num_rows, size)
+        sizes = [size] * full + [rest] * (rest > 0 or not full)
+        units = stretches(name, np.array(sizes, np.int64))
         target = replace(
             wanted, hash=name, num_units=units.num_units, is_reordered=False, shards=()
         )
@@ -347,12 +326,3 @@ def _open(sink: str, into: str, stored: StoredPlan, wanted: StoredPlan) -> RowCo
         schema=first.schema_arrow,
         row_bytes=row_bytes,
     )
-
-
-def _unit_rows(stored: StoredPlan, row_bytes: float) -> Ints:
-    """Return the rows of each unit of the copy: stretches that fit memory, not too many."""
-    wanted = int(stored.options.get("unit_rows", _DEFAULT_UNIT_ROWS))
-    most = max(1, int(_MAX_UNIT_BYTES / max(1.0, row_bytes)))
-    size = max(min(wanted, most), -(-stored.num_rows // _MAX_PARTS), 1)
-    full, rest = divmod(stored.num_rows, size)
-    return np.array([size] * full + [rest] * (rest > 0 or not full), np.int64)

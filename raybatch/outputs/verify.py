@@ -34,8 +34,6 @@ class Verification:
             `is_deep` also those in whose place another row stands.
         duplicated_rows: written more than once; of row ids alone when `is_deep`.
         rows_to_do: whose units no run has written yet.
-        problems: what is wrong, where, and the way out.
-        notes: what is worth knowing and not wrong.
     """
 
     sink: str
@@ -81,23 +79,21 @@ class Verification:
             ("_SUCCESS", "yes" if self.has_success else "no"),
             ("looked at", "every value" if self.is_deep else "names and footers"),
         ]
+        verdict = "not complete, nothing is wrong so far; run the job again to go on"
+        if not self.is_clean:
+            verdict = "something is wrong, see above"
+        elif self.is_complete:
+            verdict = "complete, every row exactly once"
         lines = [f"{name:<10} {value}" for name, value in facts]
         lines += [f"problem: {text}" for text in self.problems]
         lines += [f"note: {text}" for text in self.notes]
-        return "\n".join(printable(line) for line in [*lines, f"verdict: {self._verdict()}"])
+        return "\n".join(printable(line) for line in [*lines, f"verdict: {verdict}"])
 
     def to_json(self) -> str:
         """Return every field and the verdict as a JSON object."""
         values = dataclasses.asdict(self)
         values.update(is_clean=self.is_clean, is_complete=self.is_complete)
         return json.dumps(values, indent=2, sort_keys=True)
-
-    def _verdict(self) -> str:
-        if not self.is_clean:
-            return "something is wrong, see above"
-        if self.is_complete:
-            return "complete, every row exactly once"
-        return "not complete, nothing is wrong so far; run the job again to go on"
 
 
 def verify(sink: str | Path, *, deep: bool = False) -> Verification:
@@ -114,17 +110,24 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
     store = open_store(sink)
     with error_context(f"output {sink!r} cannot be read"):
         if store.size(PLAN) is None:
-            if store.size(f"{PLAN_ORDER}/{PLAN}") is not None:
-                return _before_ordering(sink, store, is_deep=deep)
-            return _without_plan(sink, store, is_deep=deep)
+            if store.size(f"{PLAN_ORDER}/{PLAN}") is None:
+                return _without_plan(sink, store, is_deep=deep)
+            result = verify(f"{sink.rstrip('/')}/{PLAN_ORDER}", deep=deep)
+            note = f"these rows lie in {PLAN_ORDER}/, and are not in the order of the input yet"
+            return dataclasses.replace(
+                result,
+                sink=sink,
+                has_success=False,
+                problems=(*result.problems, *_parts_without_plan(store)),
+                notes=(*result.notes, note),
+            )
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
-        result = audit(store, plan)
-        success = read_success(store)
+        found, success = audit(store, plan), read_success(store)
         output = output_columns(plans[0].fingerprint)
         look = check_parts(store, plan, output) if deep else None
         damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
-    return _verification(sink, plans, plan, result, success, look, damaged)
+    return _verification(sink, plans, plan, found, success, look, damaged)
 
 
 def _verification(
@@ -172,20 +175,7 @@ def _verification(
     )
 
 
-def _before_ordering(sink: str, store: Store, *, is_deep: bool) -> Verification:
-    result = verify(f"{sink.rstrip('/')}/{PLAN_ORDER}", deep=is_deep)
-    note = f"these rows lie in {PLAN_ORDER}/, and are not in the order of the input yet"
-    return dataclasses.replace(
-        result,
-        sink=sink,
-        has_success=False,
-        problems=(*result.problems, *_parts_without_plan(store)),
-        notes=(*result.notes, note),
-    )
-
-
 def _parts_without_plan(store: Store) -> tuple[str, ...]:
-    """Return what is wrong where there are parts and no plan."""
     names = store.names(DATA)
     if not names:
         return ()
@@ -231,7 +221,6 @@ def _untrue(sink: str, success: Mapping[str, object], plan: UnitPlan, result: Au
 
 
 def _compare_input(plans: Sequence[StoredPlan]) -> tuple[list[str], list[str]]:
-    """Return what has changed in the input, and what could not be looked at."""
     files = [file for stored in plans for file in stored.files]
     root = plans[0].source
     if not root or not files:

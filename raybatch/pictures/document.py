@@ -1,7 +1,7 @@
 """A document in sections, as text for a terminal or as one HTML page that needs nothing else."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -23,12 +23,9 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A drawing with a heading and a sentence on how to read it.
+    """A drawing with a sentence on how to read it; `svg` is escaped already.
 
-    Args:
-        title: heading; "" where that of the section says it.
-        svg: escaped already.
-        caption: below it.
+    Its heading is "" where that of the section says it.
     """
 
     title: str
@@ -39,19 +36,13 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """Facts, a table and drawings under one heading; all texts may hold user data.
-
-    Args:
-        facts: names and values.
-        table: below the facts.
-        notes: sentences below the table.
-    """
+    """Facts, a table, notes below it and drawings; all texts may hold user data."""
 
     title: str
     facts: tuple[tuple[str, str], ...] = ()
     table: Table | None = None
     notes: tuple[str, ...] = ()
-    figures: tuple[Figure, ...] = field(default=())
+    figures: tuple[Figure, ...] = ()
 
 
 def to_text(title: str, sections: Sequence[Section]) -> str:
@@ -78,30 +69,23 @@ def to_fragment(title: str, sections: Sequence[Section]) -> str:
 
 
 def _render(title: str, sections: Sequence[Section], *, is_page: bool) -> str:
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(title=title, sections=sections, is_page=is_page, max_cell=_MAX_CELL)
-    )
+    template = _environment().get_template("page.html")
+    return template.render(title=title, sections=sections, is_page=is_page, max_cell=_MAX_CELL)
 
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("raybatch", "pictures"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    lines = Path(__file__).with_name("style.css").read_text("utf-8").splitlines()
-    style = "".join(line.strip() for line in lines)
+    loader = PackageLoader("raybatch", "pictures")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    sheet = Path(__file__).with_name("style.css").read_text("utf-8")
+    style = "".join(map(str.strip, sheet.splitlines()))
     environment.globals.update(zip=zip, style=style)
     return environment
 
 
 def _table_lines(table: Table) -> list[str]:
     cells = [table.header, *table.rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.header))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     last = len(widths) - 1
     return [
         "  ".join(

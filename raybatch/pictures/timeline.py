@@ -1,16 +1,17 @@
 """Figures over time, below each other on one axis, and boxes in lanes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from raybatch.pictures.charts import ticks
-from raybatch.pictures.svg import (
+from raybatch.pictures.charts import (
     drawing,
     element,
     grid_line,
     horizontal,
     rect,
     text,
+    ticks,
     vertical,
     x_label,
     x_tick,
@@ -33,10 +34,11 @@ _MAX_TIME_TICKS = 9
 _SAME_S = 0.01
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """A value that held from one time to another."""
+# begin and end, and the seconds of each kind: at work, cold start, starvation, tail
+Cell = tuple[float, float, tuple[float, float, float, float]]
 
+
+class Step(NamedTuple):
     start_s: float
     end_s: float
     value: float
@@ -44,11 +46,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """One figure over time, `steps` in time order.
-
-    Args:
-        top: of the axis; None takes the highest value.
-    """
+    """One figure over time, `steps` in time order, up to `top` or to the highest value."""
 
     name: str
     steps: tuple[Step, ...]
@@ -58,25 +56,10 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaneRow:
-    """How the time of one engine was shared out.
-
-    Args:
-        cells: begin, end, and the seconds of each kind: at work, cold start, starvation, tail.
-    """
-
-    name: str
-    cells: tuple[tuple[float, float, tuple[float, float, float, float]], ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """Something that took time; those of one lane are drawn beside each other.
+    """Something that took time, in a lane of that name, with a title under the pointer: user data.
 
-    Args:
-        lane: its name; user data.
-        title: shown under the pointer; user data.
-        is_slow: drawn in the colour of a warning.
+    What is slow has the colour of a warning.
     """
 
     lane: str
@@ -90,7 +73,7 @@ def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float] 
     """Draw figures over time, from top to bottom; a vertical line stands at each of `marks`."""
     bottom = 8 + len(bands) * (_BAND + _GAP) - _GAP
     x = _scale(total_s)
-    parts = _marks(marks, x, 4, bottom)
+    parts = [vertical(x(mark), 4, bottom, "mark") for mark in marks]
     for i, band in enumerate(bands):
         parts += _band(band, 8 + i * (_BAND + _GAP), x)
     parts += _time_axis(total_s, x, bottom)
@@ -101,19 +84,32 @@ def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float] 
     return drawing(_WIDTH, bottom + _AXIS, f"Over {duration(total_s)}: {summary}", parts)
 
 
-def draw_lanes(rows: Sequence[LaneRow], *, total_s: float, marks: Sequence[float] = ()) -> str:
+def draw_lanes(
+    rows: Mapping[str, Sequence[Cell]], *, total_s: float, marks: Sequence[float] = ()
+) -> str:
     """Draw how engines shared out their time: the height of a colour is its share of a moment."""
     if not rows:
         return ""
     bottom = 26 + len(rows) * (_LANE + _LANE_GAP)
     x = _scale(total_s)
-    parts = _legend()
-    for i, row in enumerate(rows):
-        y = 26 + i * (_LANE + _LANE_GAP)
-        parts.append(text(_LEFT - 8, y + 15, row.name, class_="name", text_anchor="end"))
-        for start_s, end_s, seconds in row.cells:
-            parts += _cell(x(start_s), x(end_s), y, seconds)
-    parts += _marks(marks, x, 22, bottom) + _time_axis(total_s, x, bottom)
+    parts, left = [], float(_LEFT)
+    for kind, name in _KINDS:
+        parts += [rect(left, 4, 12, 12, class_=kind), text(left + 17, 14, name, class_="tick")]
+        left += 32 + 7 * len(name)
+    for i, (name, cells) in enumerate(rows.items()):
+        y: float = 26 + i * (_LANE + _LANE_GAP)
+        parts.append(text(_LEFT - 8, y + 15, name, class_="name", text_anchor="end"))
+        for start_s, end_s, seconds in cells:
+            length, top = sum(seconds), y + _LANE
+            # a little wider than it is, so that no line is seen between neighbours
+            width = max(0.6, x(end_s) - x(start_s) + 0.3)
+            for (kind, _), part in zip(_KINDS, seconds, strict=True):
+                if length > 0 and part / length > 0.005:
+                    height = _LANE * part / length
+                    top -= height
+                    parts.append(rect(x(start_s), top, width, height, class_=kind))
+    parts += [vertical(x(mark), 22, bottom, "mark") for mark in marks]
+    parts += _time_axis(total_s, x, bottom)
     label = f"What {count(len(rows), 'engine')} did over {duration(total_s)}"
     return drawing(_WIDTH, bottom + _AXIS, label, parts)
 
@@ -130,13 +126,13 @@ def draw_boxes(boxes: Sequence[Box], *, total_s: float, marks: Sequence[float] =
         height = _BOX * (1 + max(place for _, place in placed))
         parts.append(text(_LEFT - 8, y + 10, lane, class_="name", text_anchor="end"))
         for box, place in placed:
-            left, right = x(box.start_s), x(box.end_s)
+            left, top = x(box.start_s), y + place * _BOX
             kind = "starved" if box.is_slow else "bar"
-            top = y + place * _BOX
-            width = max(1.0, right - left - 1)
+            width = max(1.0, x(box.end_s) - left - 1)
             parts.append(rect(left, top, width, _BOX - 2, title=box.title, class_=kind))
         y += max(height, 14) + 8
-    parts += _marks(marks, x, 2, y) + _time_axis(total_s, x, y)
+    parts += [vertical(x(mark), 2, y, "mark") for mark in marks]
+    parts += _time_axis(total_s, x, y)
     return drawing(_WIDTH, y + _AXIS, f"{full(len(boxes))} boxes in time", parts)
 
 
@@ -153,7 +149,7 @@ def _packed(boxes: Sequence[Box]) -> list[tuple[Box, int]]:
 
 def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
     highest = max((step.value for step in band.steps), default=0.0)
-    marks = ticks(band.top or highest, count=2)
+    marks = ticks(band.top or highest, num=2)
     top = max(band.top or 0.0, highest, marks[-1] if band.top is None else 0.0, 1e-9)
     parts = [text(_LEFT - 50, y + 12, band.name, class_="name", text_anchor="end")]
     for value in marks:
@@ -162,7 +158,13 @@ def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
             parts += grid_line(_LEFT, _WIDTH - _RIGHT, line, tick(value) + band.suffix)
     kind = "area" if band.is_main else "area other"
     base = y + _BAND
-    for run in _connected(band.steps):
+    runs: list[list[Step]] = []
+    for step in band.steps:
+        # where time passes between two steps, the area ends
+        if not runs or step.start_s - runs[-1][-1].end_s >= _SAME_S:
+            runs.append([])
+        runs[-1].append(step)
+    for run in runs:
         points = [f"M{x(run[0].start_s):.1f} {base:.1f}"]
         for step in run:
             height = base - _BAND * step.value / top
@@ -173,54 +175,12 @@ def _band(band: Band, y: float, x: Callable[[float], float]) -> list[str]:
     return parts
 
 
-def _connected(steps: Sequence[Step]) -> list[list[Step]]:
-    """Cut steps where time passes between them."""
-    runs: list[list[Step]] = []
-    for step in steps:
-        if runs and step.start_s - runs[-1][-1].end_s < _SAME_S:
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    return runs
-
-
-def _cell(left: float, right: float, y: float, seconds: Sequence[float]) -> list[str]:
-    length = sum(seconds)
-    if length <= 0:
-        return []
-    parts, bottom = [], y + _LANE
-    # a little wider than it is, so that no line is seen between neighbours
-    width = max(0.6, right - left + 0.3)
-    for (kind, _), share in zip(_KINDS, (part / length for part in seconds), strict=True):
-        if share > 0.005:
-            height = _LANE * share
-            bottom -= height
-            parts.append(rect(left, bottom, width, height, class_=kind))
-    return parts
-
-
-def _legend() -> list[str]:
-    parts, x = [], float(_LEFT)
-    for kind, name in _KINDS:
-        parts.append(rect(x, 4, 12, 12, class_=kind))
-        parts.append(text(x + 17, 14, name, class_="tick"))
-        x += 32 + 7 * len(name)
-    return parts
-
-
-def _marks(
-    marks: Sequence[float], x: Callable[[float], float], top: float, bottom: float
-) -> list[str]:
-    return [vertical(x(mark), top, bottom, "mark") for mark in marks]
-
-
 def _scale(total_s: float) -> Callable[[float], float]:
     return lambda seconds: _LEFT + _PLOT * seconds / max(total_s, 1e-9)
 
 
 def _time_axis(total_s: float, x: Callable[[float], float], bottom: float) -> list[str]:
-    fitting = (step for step in _STEPS_S if total_s / step <= _MAX_TIME_TICKS)
-    step = next(fitting, _STEPS_S[-1])
+    step = next((one for one in _STEPS_S if total_s / one <= _MAX_TIME_TICKS), _STEPS_S[-1])
     parts: list[str] = []
     for i in range(int(total_s / step) + 1):
         parts += x_tick(x(i * step), bottom, _time_label(i * step))
@@ -229,11 +189,9 @@ def _time_axis(total_s: float, x: Callable[[float], float], bottom: float) -> li
 
 
 def _time_label(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:g} s"
     hours, minutes = divmod(round(seconds / 60), 60)
-    if not hours:
-        return f"{minutes} min"
-    if hours >= 48 and not minutes:
-        return f"{hours / 24:g} d"
-    return f"{hours} h {minutes:02d}" if minutes else f"{hours} h"
+    if seconds < 120 or not hours:
+        return f"{seconds:g} s" if seconds < 120 else f"{minutes} min"
+    if minutes:
+        return f"{hours} h {minutes:02d}"
+    return f"{hours / 24:g} d" if hours >= 48 else f"{hours} h"

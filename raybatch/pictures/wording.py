@@ -7,7 +7,6 @@ _ROUNDS_UP = 0.9995
 
 
 def full(number: float) -> str:
-    """Return a whole number with commas."""
     return f"{round(number):,}"
 
 

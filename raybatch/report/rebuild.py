@@ -15,15 +15,14 @@ from raybatch.durable.sink import is_marked, output_files
 from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.outcome import PlanOutcome
-from raybatch.explanation.plain import from_plain
+from raybatch.explanation.record import from_plain
 from raybatch.pictures.wording import count
 from raybatch.planning.fingerprint import backend_kind
 from raybatch.planning.store import read_all_units, read_plan, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
 from raybatch.redaction import redacted
-from raybatch.report.history.reading import read_history, with_unlogged
-from raybatch.report.history.records import History, RunRecord
+from raybatch.report.history import History, RunRecord, read_history, with_unlogged
 from raybatch.report.record import RunReport, error_counts, report_path
 
 logger = logging.getLogger(__name__)
@@ -72,10 +71,12 @@ def current_report(sink: str) -> RunReport:
                     "nothing to report; run the job again"
                 )
             return read_report(sink)
-        parts = _part_names(sink)
-        stored = _stored_report(sink)
-        if stored is not None and set(stored.output_files) == set(parts):
-            return stored
+        try:
+            stored = read_report(sink)
+            if set(stored.output_files) == set(_part_names(sink)):
+                return stored
+        except ConfigError as error:  # none, torn, or of another version
+            logger.info("%s", error)
         made = report_of(sink)
         if not has_record:
             return made
@@ -90,11 +91,7 @@ def current_report(sink: str) -> RunReport:
 
 
 def report_of_complete(sink: str) -> RunReport:
-    """Return the report of an output to which nothing is added, and write it where there is none.
-
-    Raises:
-        ConfigError: see `current_report`.
-    """
+    """Return `current_report` of a complete output, and write it where there is none."""
     report = current_report(sink)
     # without logs it would not be more than anybody can make again
     if not (report.is_rebuilt and report.history.runs):
@@ -112,14 +109,6 @@ def keep_report(report: RunReport, sink: str) -> RunReport:
         logger.error("%s; the same command, or `%s`, makes it again", error, again)
         return replace(report, is_rebuilt=True)
     return report
-
-
-def _stored_report(sink: str) -> RunReport | None:
-    try:
-        return read_report(sink)
-    except ConfigError as error:  # none, torn, or of another version
-        logger.info("%s", error)
-        return None
 
 
 def _part_names(sink: str) -> tuple[str, ...]:
@@ -156,8 +145,18 @@ def counted_report(
     history = with_unlogged(
         history, num_units=result.num_units - result.num_missing, num_rows=result.written_rows
     )
+    problems = result.foreign
+    if result.num_missing and is_complete:
+        problems += (f"{SUCCESS}: {result.gone_message}",)
+    elif result.num_missing:
+        some = ", ".join(str(unit) for unit in result.missing)
+        units = count(result.num_missing, "unit")
+        problems += (f"{units} not written yet, such as {some}; run the job again to go on",)
+    read = {name for stored in plans for name, *_ in stored.files}
+    skipped = {name: reason for stored in plans for name, reason in stored.skipped}
+    logical = sum(stored.logical_tokens for stored in plans)
+    computed = sum(stored.computed_tokens for stored in plans)
     spans = [(run.seconds, run.work_span or (run.seconds, run.seconds)) for run in history.runs]
-    root = store_of(sink).uri + "/"
     last = history.runs[-1] if history.runs else RunRecord(run_id="", started=0.0, seconds=0.0)
     return RunReport(
         source=redacted(last.source or plans[0].source) or "not known",
@@ -185,11 +184,12 @@ def counted_report(
         restarts=sum(run.last.restarts for run in history.runs),
         executor=last.executor,
         versions=last.versions,
-        output_files=tuple(name.removeprefix(root) for name in output_files(sink)),
-        planned_hit_rate=_planned_hit_rate(plans),
+        output_files=_part_names(sink),
+        planned_hit_rate=1 - computed / logical if logical else None,
         num_units=result.num_units,
-        problems=_problems(result, is_complete=is_complete),
-        skipped=_skipped(plans),
+        problems=problems,
+        # those that are in no plan that was made later
+        skipped=tuple((name, reason) for name, reason in skipped.items() if name not in read),
         special_rows=counts.special_rows,
         special_tokens=counts.special_tokens,
         stopped=last.limit if result.missing_rows else "",
@@ -197,31 +197,6 @@ def counted_report(
         output_lengths=Histogram.of_bins(counts.output_lengths, counts.generated_tokens),
         history=history,
     )
-
-
-def _planned_hit_rate(plans: Sequence[StoredPlan]) -> float | None:
-    logical = sum(stored.logical_tokens for stored in plans)
-    if not logical:
-        return None
-    return 1 - sum(stored.computed_tokens for stored in plans) / logical
-
-
-def _skipped(plans: Sequence[StoredPlan]) -> tuple[tuple[str, str], ...]:
-    """Return the files that were left out and are in no plan that was made later."""
-    read = {name for stored in plans for name, *_ in stored.files}
-    skipped = {name: reason for stored in plans for name, reason in stored.skipped}
-    return tuple((name, reason) for name, reason in skipped.items() if name not in read)
-
-
-def _problems(result: Audit, *, is_complete: bool) -> tuple[str, ...]:
-    problems = result.foreign
-    if result.num_missing and is_complete:
-        problems += (f"{SUCCESS}: {result.gone_message}",)
-    elif result.num_missing:
-        some = ", ".join(str(unit) for unit in result.missing)
-        units = count(result.num_missing, "unit")
-        problems += (f"{units} not written yet, such as {some}; run the job again to go on",)
-    return problems
 
 
 def installed_versions() -> dict[str, str]:

@@ -20,8 +20,8 @@ from raybatch.pictures.wording import duration, full, percent, printable
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.types import TokenCounts
-from raybatch.report.history.records import History
-from raybatch.report.history.show import (
+from raybatch.report.history import History
+from raybatch.report.show import (
     end_of,
     idle_facts,
     lanes_of,
@@ -31,26 +31,22 @@ from raybatch.report.history.show import (
 )
 from raybatch.rows.schema import GOOD_STATUSES
 
-REPORT_PATH = "_raybatch/report.json"
-PAGE_PATH = "_raybatch/report.html"
+_REPORT_PATH = "_raybatch/report.json"
+_PAGE_PATH = "_raybatch/report.html"
 _MAX_MESSAGE = 120
 # files that are named in the text; the page names more
 _NUM_SKIPPED, _MAX_SKIPPED = 3, 100
 
 
 def report_path(sink: str) -> str:
-    """Return where the report of `sink` lies."""
-    return f"{sink.rstrip('/')}/{REPORT_PATH}"
+    return f"{sink.rstrip('/')}/{_REPORT_PATH}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorCount:
-    """How often one class of row error happened.
+    """How often one class of row error happened, in which first rows, and what the first one says.
 
-    Args:
-        error_class: the part of `__inference_error__` before the colon.
-        row_ids: the first few rows that have it.
-        message: the whole error of the first one.
+    The class is the part of `__inference_error__` before the colon.
     """
 
     error_class: str
@@ -60,12 +56,11 @@ class ErrorCount:
 
 
 def error_counts(counts: UnitCounts) -> tuple[ErrorCount, ...]:
-    """Return the classes of errors, the most frequent first."""
-    errors = [
+    errors = sorted(counts.errors.items(), key=lambda item: (-item[1].num_rows, item[0]))
+    return tuple(
         ErrorCount(error_class=name, rows=one.num_rows, row_ids=one.row_ids, message=one.message)
-        for name, one in counts.errors.items()
-    ]
-    return tuple(sorted(errors, key=lambda error: (-error.rows, error.error_class)))
+        for name, one in errors
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,27 +76,20 @@ class RunReport(TokenCounts):
         rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
         statuses: row status (see `raybatch.rows.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
-        cost: of all answers, over all runs, where they have prices of their own; answers that a run
-            threw away are counted.
+        cost: of the answers of all runs, thrown away or not, where they have prices of their own.
         startup_s: from the call to the first row handed to a ready engine; like the other times
-            the sum over all runs, where there were several.
+            the sum over all runs.
         engines_s: from there to the last row that came back.
         write_s: what was left to write after that.
-        executor: of the engines of the last run: "ray", or "local" without it; "" where no log
-            says so.
+        executor: of the engines of the last run: "ray", or "local"; "" where no log says so.
         output_files: paths below the sink.
-        plan: the plan of the run and what became of it; None where there was none, or where it is
-            not known any more.
-        planned_hit_rate: share of the prompt tokens that the plan was not to compute; None where
-            there was none.
+        plan: of the run, and what became of it; None where there was none, or it is not known.
+        planned_hit_rate: share of the prompt tokens that the plan was not to compute.
         problems: what the audit found wrong with the output.
-        prompt_lengths: prompt tokens of the rows that reached the engines.
         skipped: name and reason of each file that was left out because it could not be read.
-        special_rows: rows whose texts held special tokens of the model.
-        special_tokens: of these rows; text or control tokens, as the job asked for.
+        special_rows: rows whose texts held special tokens of the model, as text or as control.
         stopped: the limit, or SIGTERM, that ended the last run early; "" where none did.
-        is_rebuilt: no such report lies below the sink: it was made after a run that left none, or
-            could not be written.
+        is_rebuilt: no such report lies below the sink, or it could not be written.
     """
 
     source: str
@@ -142,18 +130,17 @@ class RunReport(TokenCounts):
 
     @property
     def rows_failed(self) -> int:
-        """Rows whose status is an error."""
         return sum(n for status, n in self.statuses.items() if status not in GOOD_STATUSES)
 
     @property
     def prompt_tokens_per_s(self) -> float:
         """Prompt tokens per second of engine time, cached ones included."""
-        return _rate(self.prompt_tokens, self.engines_s)
+        return self.prompt_tokens / self.engines_s if self.engines_s > 0 else 0.0
 
     @property
     def generated_tokens_per_s(self) -> float:
         """Generated tokens per second of engine time."""
-        return _rate(self.generated_tokens, self.engines_s)
+        return self.generated_tokens / self.engines_s if self.engines_s > 0 else 0.0
 
     def exit_code(self) -> int:
         """Return 0 for a finished run, 2 with error rows in it, 1 while the output is not clean."""
@@ -163,30 +150,38 @@ class RunReport(TokenCounts):
 
     def to_text(self) -> str:
         """Return the summary for people: one fact per line, printable ASCII only."""
-        facts = _facts(self) if self.plan is None else [*_facts(self), *self.plan.facts()]
-        lines = [f"{name}: {value}" for name, value in facts]
-        return "\n".join(printable(line) for line in lines)
+        facts = _facts(self) + ([] if self.plan is None else self.plan.facts())
+        return "\n".join(printable(f"{name}: {value}") for name, value in facts)
 
     def __str__(self) -> str:
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        return to_fragment(self._title, self._sections())
+        return to_fragment(f"raybatch report: {self.sink}", self._sections())
 
     def to_html(self) -> str:
         """Return one page that holds all it needs: output, time, errors, runs, and the plan."""
         planned = () if self.plan is None else (*self.plan.sections(), *self.plan.plan.sections())
-        return to_page(self._title, (*self._sections(), *planned))
-
-    @property
-    def _title(self) -> str:
-        return f"raybatch report: {self.sink}"
+        return to_page(f"raybatch report: {self.sink}", (*self._sections(), *planned))
 
     def _sections(self) -> tuple[Section, ...]:
-        sections = [_audit_section(self), _run_section(self)]
+        # facts that begin with a blank have tables of their own
+        shown = tuple(fact for fact in _facts(self) if not fact[0].startswith(" "))
+        sections = [_audit_section(self), Section(title="Run", facts=shown)]
         if self.errors:
-            sections.append(_error_section(self.errors))
-        sections += _skipped_section(self.skipped)
+            rows = []
+            for error in self.errors:
+                said = error.message[:_MAX_MESSAGE] + "..." * (len(error.message) > _MAX_MESSAGE)
+                rows.append((error.error_class, full(error.rows), ", ".join(error.row_ids), said))
+            columns = ("class", "rows", "row ids", "the first one says")
+            table = Table(header=columns, rows=tuple(rows))
+            sections.append(Section(title="Errors", table=table))
+        if self.skipped:
+            more = len(self.skipped) - _MAX_SKIPPED
+            header = ("file", "what is wrong with it")
+            table = Table(header=header, rows=self.skipped[:_MAX_SKIPPED])
+            notes = (f"{full(more)} more are in report.json",) if more > 0 else ()
+            sections.append(Section(title="Files left out", table=table, notes=notes))
         sections += time_sections(self.history)
         sections += length_section(self.prompt_lengths, self.output_lengths)
         if self.history.runs:
@@ -209,14 +204,13 @@ class RunReport(TokenCounts):
         """Write JSON and page below `sink` (the report's own by default); return the first path."""
         folder = (self.sink if sink is None else sink).rstrip("/")
         store = open_store(folder)
-        for path, content in ((PAGE_PATH, self.to_html()), (REPORT_PATH, self.to_json())):
+        for path, content in ((_PAGE_PATH, self.to_html()), (_REPORT_PATH, self.to_json())):
             # whole or as it was, also on a disk that is full
             store.replace(path, content.encode("utf-8", "backslashreplace"))
         return report_path(folder)
 
 
 def _facts(report: RunReport) -> list[tuple[str, str]]:
-    """Return names and values, in the order of the text."""
     rows = f"{report.rows_in} in, {report.rows_out} out, {report.rows_lost} lost"
     if report.rows_duplicated:
         rows += f", {report.rows_duplicated} duplicated"
@@ -236,7 +230,11 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
         tokens = _count(report.special_tokens, "special token")
         facts.append(("texts", f"{tokens} of the model in {_count(report.special_rows, 'row')}"))
     facts += [("  problem", problem) for problem in report.problems]
-    facts += _skipped_facts(report.skipped)
+    if report.skipped:
+        files = "1 file that" if len(report.skipped) == 1 else f"{len(report.skipped)} files that"
+        more = ", ..." if len(report.skipped) > _NUM_SKIPPED else ""
+        facts.append(("left out", f"{files} cannot be read{more}"))
+        facts += [(f"  {name}", reason) for name, reason in report.skipped[:_NUM_SKIPPED]]
     if report.stopped:
         facts.append(("stopped", report.stopped))
     cached = report.cached_fraction
@@ -258,14 +256,11 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
-    """Return what was measured while engines ran."""
     facts = [("cost", amount_of_money(report.cost))] if report.cost else []
     speed = "not measured, too little work"
     if report.engines_s:
-        speed = (
-            f"{report.prompt_tokens_per_s:.0f} prompt tokens/s, "
-            f"{report.generated_tokens_per_s:.0f} output tokens/s"
-        )
+        prompts = f"{report.prompt_tokens_per_s:.0f} prompt tokens/s"
+        speed = f"{prompts}, {report.generated_tokens_per_s:.0f} output tokens/s"
     seconds = (
         f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
         f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
@@ -285,71 +280,18 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _audit_section(report: RunReport) -> Section:
-    """Return what was counted in the output, large."""
-    is_whole = report.rows_out == report.rows_in
-    none_wanted = {
-        "still to do": report.rows_todo,
-        "lost": report.rows_lost,
-        "duplicated": report.rows_duplicated,
-    }
-    cards = (
-        Card(name="rows expected", value=full(report.rows_in)),
-        Card(name="written", value=full(report.rows_out), is_good=is_whole),
-        *(Card(name=name, value=full(n), is_good=not n) for name, n in none_wanted.items()),
+    numbers = (
+        ("rows expected", report.rows_in, None),
+        ("written", report.rows_out, report.rows_out == report.rows_in),
+        ("still to do", report.rows_todo, not report.rows_todo),
+        ("lost", report.rows_lost, not report.rows_lost),
+        ("duplicated", report.rows_duplicated, not report.rows_duplicated),
     )
+    cards = [Card(name=name, value=full(n), is_good=is_good) for name, n, is_good in numbers]
     figure = Figure(title="", svg=draw_cards(cards, label="Audit"), is_wide=True)
     problems = tuple((f"problem {i}", problem) for i, problem in enumerate(report.problems, 1))
     return Section(title="Audit of the output", facts=problems, figures=(figure,))
 
 
-def _run_section(report: RunReport) -> Section:
-    """Return the facts of the text; those that begin with a blank have a table of their own."""
-    shown = tuple(fact for fact in _facts(report) if not fact[0].startswith(" "))
-    return Section(title="Run", facts=shown)
-
-
-def _error_section(errors: tuple[ErrorCount, ...]) -> Section:
-    """Return the table of errors."""
-    rows = tuple(
-        (
-            error.error_class,
-            full(error.rows),
-            ", ".join(error.row_ids),
-            error.message[:_MAX_MESSAGE] + ("..." if len(error.message) > _MAX_MESSAGE else ""),
-        )
-        for error in errors
-    )
-    header = ("class", "rows", "row ids", "the first one says")
-    return Section(title="Errors", table=Table(header=header, rows=rows))
-
-
-def _skipped_section(skipped: tuple[tuple[str, str], ...]) -> tuple[Section, ...]:
-    """Return the table of files that were left out; nothing where there were none."""
-    if not skipped:
-        return ()
-    more = len(skipped) - _MAX_SKIPPED
-    return (
-        Section(
-            title="Files left out",
-            table=Table(header=("file", "what is wrong with it"), rows=skipped[:_MAX_SKIPPED]),
-            notes=(f"{full(more)} more are in report.json",) if more > 0 else (),
-        ),
-    )
-
-
-def _skipped_facts(skipped: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    if not skipped:
-        return []
-    number = "1 file that" if len(skipped) == 1 else f"{len(skipped)} files that"
-    more = ", ..." if len(skipped) > _NUM_SKIPPED else ""
-    named = [(f"  {name}", reason) for name, reason in skipped[:_NUM_SKIPPED]]
-    return [("left out", f"{number} cannot be read{more}"), *named]
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _rate(count: int, seconds: float) -> float:
-    """Return how many there were in a second, 0 where there was no time."""
-    return count / seconds if seconds > 0 else 0.0

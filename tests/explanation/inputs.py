@@ -3,7 +3,7 @@
 import numpy as np
 
 from raybatch.config import EngineConfig, PlanConfig
-from raybatch.explanation.build import explain_plan
+from raybatch.explanation.explain import explain_plan
 from raybatch.explanation.record import KVSize
 from raybatch.planning.planned import PlannedInput
 from raybatch.prefix.plan import PlanRows, plan_rows

@@ -1,6 +1,6 @@
 """The text of a chosen plan."""
 
-from raybatch.explanation.batch_plan import plan_section
+from raybatch.explanation.bench_plan import plan_section
 from raybatch.pictures.document import to_page, to_text
 from raybatch.policy.batches.layer_plan import MemoryBudget, Workload
 from raybatch.policy.batches.saturation import gate_target

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.explanation.facts import TimeEstimate
 from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.explanation.record import TimeEstimate
 from tests.explanation.inputs import explain_prompts, grouped_prompts
 
 COMPUTED = 6 * (32 + 5 * 8)

@@ -7,9 +7,8 @@ import pytest
 
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.explanation.build import explain_plan, explain_profile
-from raybatch.explanation.facts import TimeEstimate
-from raybatch.explanation.record import Explanation
+from raybatch.explanation.explain import explain_plan, explain_profile
+from raybatch.explanation.record import Explanation, TimeEstimate
 from raybatch.prefix.profile import InputProfile
 from tests.explanation.inputs import explain_prompts, grouped_prompts, plan_prompts
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from raybatch.report.history.records import History, RunRecord, Sample
-from raybatch.report.history.show import lanes_of
+from raybatch.report.history import History, RunRecord, Sample
+from raybatch.report.show import lanes_of
 
 
 def history_of(*runs):
@@ -24,8 +24,8 @@ def history_of(*runs):
     return History(runs=tuple(records))
 
 
-def parts(lane):
-    return tuple(lane.total(f"{part}_s") for part in ("busy", "cold", "starved", "tail"))
+def parts(cells):
+    return tuple(map(sum, zip(*(seconds for _, _, seconds in cells), strict=True)))
 
 
 IDLE, BUSY, GONE = (0.0, 1.0), (1.0, 1.0), None
@@ -44,26 +44,26 @@ IDLE, BUSY, GONE = (0.0, 1.0), (1.0, 1.0), None
     ids=["not-ready", "no-rows-yet", "starved", "restarted", "half-busy", "after-all-work"],
 )
 def test_time_of_one_engine(seconds, expected):
-    (lane,) = lanes_of(history_of(seconds))
+    lane = lanes_of(history_of(seconds))[0]
     assert expected == parts(lane)
 
 
 def test_an_engine_without_rows_while_others_work_is_the_tail():
-    first, second = lanes_of(history_of([[BUSY, BUSY], [BUSY, IDLE], [BUSY, IDLE]]))
+    first, second = lanes_of(history_of([[BUSY, BUSY], [BUSY, IDLE], [BUSY, IDLE]])).values()
     assert (3, 0, 0, 0) == parts(first)
     assert (1, 0, 0, 2) == parts(second)
 
 
 def test_an_engine_that_never_gets_rows_starves():
-    _, lane = lanes_of(history_of([[BUSY, IDLE], [BUSY, IDLE]]))
+    lane = lanes_of(history_of([[BUSY, IDLE], [BUSY, IDLE]]))[1]
     assert (0, 1, 1, 0) == parts(lane)
 
 
 def test_runs_follow_each_other():
-    (lane,) = lanes_of(history_of([[BUSY]], [[BUSY]]))
-    assert [(0.0, 1.0), (1.0, 2.0)] == [(s.start_s, s.end_s) for s in lane.stretches]
+    lane = lanes_of(history_of([[BUSY]], [[BUSY]]))[0]
+    assert [(0.0, 1.0), (1.0, 2.0)] == [(start_s, end_s) for start_s, end_s, _ in lane]
 
 
 def test_the_parts_add_up_to_the_length():
-    (lane,) = lanes_of(history_of([[GONE], [IDLE], [(0.5, 0.75)], [IDLE], [BUSY]]))
+    lane = lanes_of(history_of([[GONE], [IDLE], [(0.5, 0.75)], [IDLE], [BUSY]]))[0]
     assert 5.0 == pytest.approx(sum(parts(lane)))

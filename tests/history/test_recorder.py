@@ -12,9 +12,8 @@ from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError, RowError
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats, ReplicaStats
-from raybatch.report.history.reading import read_history, run_of, with_unlogged
-from raybatch.report.history.recorder import RunRecorder, Sampler, new_run_id
-from raybatch.report.history.records import History, RunRecord
+from raybatch.report.history import History, RunRecord, read_history, run_of, with_unlogged
+from raybatch.report.recorder import RunRecorder, Sampler, new_run_id
 from raybatch.stages.unit_writer import UnitReceipt
 
 

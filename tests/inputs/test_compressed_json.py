@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.inputs import json_bytes
-from raybatch.inputs.json_bytes import MAX_GROWTH, read_blocks
+from raybatch.inputs import json_lines
+from raybatch.inputs.json_lines import MAX_GROWTH, read_blocks
 from raybatch.inputs.source import SkippedFile, scan_source
 from raybatch.planning.fingerprint import input_files
 from tests.s3 import bucket, s3_endpoint  # noqa: F401 - fixtures
@@ -132,7 +132,7 @@ def test_file_over_its_limit_is_not_left_out_in_silence(tmp_path):
 
 
 def test_larger_file_may_grow_in_proportion(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_bytes, "LEAST_ALLOWED_BYTES", 100)
+    monkeypatch.setattr(json_lines, "LEAST_ALLOWED_BYTES", 100)
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(ROWS))
     assert scan_source(str(path)).num_rows == 5000

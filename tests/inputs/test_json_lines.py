@@ -6,8 +6,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_slices import read_slice
-from raybatch.inputs.json_bytes import read_blocks
-from raybatch.inputs.json_lines import read_json_lines, scan_json_lines
+from raybatch.inputs.json_lines import read_blocks, read_json_lines, scan_json_lines
 from raybatch.inputs.source import scan_source
 from tests.stages.support import rows_of
 

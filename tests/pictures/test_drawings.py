@@ -6,10 +6,18 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from raybatch.pictures.charts import Card, ShareBar, draw_cards, draw_histogram, draw_shares, ticks
+from raybatch.pictures.charts import (
+    Card,
+    ShareBar,
+    draw_cards,
+    draw_histogram,
+    draw_icicle,
+    draw_shares,
+    element,
+    text,
+    ticks,
+)
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
-from raybatch.pictures.icicle import draw_icicle
-from raybatch.pictures.svg import element, text
 from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.outline import TreeBox
 

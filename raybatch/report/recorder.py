@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -20,7 +21,7 @@ from raybatch.durable.stores.protocols import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats, ReplicaStats, token_counts
-from raybatch.report.history.records import STOPPED
+from raybatch.report.history import STOPPED
 from raybatch.stages.unit_writer import UnitReceipt
 
 logger = logging.getLogger(__name__)
@@ -41,20 +42,17 @@ class Sampler:
     def __init__(self) -> None:
         self._first: PoolStats | None = None
         self._last: PoolStats | None = None
-        self._last_s = 0.0
-        self._sampled_s = 0.0
+        self._last_s = self._sampled_s = self._cost = 0.0
         self._preemptions = 0
-        self._cost = 0.0
-        self._busy: dict[int, float] = {}
-        self._ready: dict[int, float] = {}
+        # by rank, since the last sample
+        self._busy, self._ready = defaultdict[int, float](float), defaultdict[int, float](float)
 
     def observe(
         self, now_s: float, stats: PoolStats, cost: float = 0.0
     ) -> tuple[tuple[Fields, ...], Fields | None]:
         """Take the state at `now_s` seconds after the run began, and what the run has cost.
 
-        Returns:
-            Events of engines that became ready or went away, and a sample where one is due.
+        Returns events of engines that became ready or went away, and a sample where one is due.
         """
         self._cost = cost
         events = self._count(now_s, stats)
@@ -76,16 +74,15 @@ class Sampler:
             # what a warm engine did before this run is not of this run
             old = replica if before is None else known.get(rank, ReplicaStats())
             busy_s = _growth(old.engine_s, replica.engine_s)
-            self._busy[rank] = self._busy.get(rank, 0.0) + min(busy_s, ready_s)
-            self._ready[rank] = self._ready.get(rank, 0.0) + ready_s
+            self._busy[rank] += min(busy_s, ready_s)
+            self._ready[rank] += ready_s
             self._preemptions += int(_growth(old.num_preemptions, replica.num_preemptions))
         self._first = self._first or stats
         self._last, self._last_s = stats, now_s
         gone, new = set(known) - set(stats.ranks), set(stats.ranks) - set(known)
-        return (
-            *({"rank": rank, "state": "gone"} for rank in sorted(gone)),
-            *({"rank": rank, "state": "ready"} for rank in sorted(new)),
-        )
+        changed = [(rank, "gone") for rank in sorted(gone)]
+        changed += [(rank, "ready") for rank in sorted(new)]
+        return tuple({"rank": rank, "state": state} for rank, state in changed)
 
     def _sample(self, now_s: float, stats: PoolStats) -> Fields:
         replicas, first = stats.replicas, self._first or stats
@@ -105,7 +102,9 @@ class Sampler:
                 [rank, self._busy[rank], ready_s] for rank, ready_s in sorted(self._ready.items())
             ],
         }
-        self._busy, self._ready, self._sampled_s = {}, {}, now_s
+        self._busy.clear()
+        self._ready.clear()
+        self._sampled_s = now_s
         return sample
 
 
@@ -116,13 +115,10 @@ def _growth(before: float, now: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitsSoFar:
-    """How far the units of a run are.
+    """How far the units of a run are, of all plans; the total is 0 while there is none.
 
-    Args:
-        total: units of all plans; 0 while there is none.
-        done: units that are written, those of earlier runs among them.
-        planned_hit_rate: share of the prompt tokens that the plan does not compute; None where it
-            has none.
+    Those of earlier runs are done; the plan does not compute a share of the prompt tokens, the hit
+    rate, None where it has none.
     """
 
     total: int
@@ -147,10 +143,8 @@ class RunRecorder:
         clock: seconds since 1970.
 
     Attributes:
-        run_id: name of the run.
         units: how far they are; none is known while there is no plan.
         rows_written: of units that this run has written, or found written.
-        rows_failed: error rows of these units.
         limit: or signal that ended the run early; None where none did.
     """
 
@@ -162,14 +156,11 @@ class RunRecorder:
         about: Mapping[str, Any],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store = store
-        self.run_id = run_id
-        self._about = about
-        self.units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=self.rows_resumed)
-        self._clock = clock
-        self._log = RunLog(store, run_id, clock)
-        self._began_s = clock()
-        self._next_beat_s = self._began_s
+        self._store, self.run_id, self._about = store, run_id, about
+        rows_resumed = int(about.get("rows_resumed", 0))
+        self.units = UnitsSoFar(total=0, done=0, resumed=0, rows_resumed=rows_resumed)
+        self._clock, self._log = clock, RunLog(store, run_id, clock)
+        self._began_s = self._next_beat_s = clock()
         self._sampler = Sampler()
         self._num_receipts = self._done_before = 0
         self.rows_written = self.rows_failed = 0
@@ -198,7 +189,12 @@ class RunRecorder:
         self._thread.join()
         if (last := self._sampler.rest(self._elapsed_s())) is not None:
             self._log.write("sample", **last)
-        reason = self._end if error is None else _reason(error)
+        reason = self._end
+        if isinstance(error, KeyboardInterrupt | RunStopped):
+            reason = "interrupted"
+        elif error is not None:
+            is_tellable = isinstance(error, _TELLABLE)
+            reason = f"failed: {error_text(error) if is_tellable else type(error).__name__}"
         level = "info" if reason == "finished" else "error"
         self._log.write("run_ended", level=level, reason=reason, seconds=self._elapsed_s())
         self._log.flush()
@@ -207,18 +203,12 @@ class RunRecorder:
         except Exception as failure:  # it is stale soon
             logger.info("the heartbeat is left behind: %s", error_text(failure))
 
-    @property
-    def rows_resumed(self) -> int:
-        """Rows that earlier runs had written."""
-        return int(self._about.get("rows_resumed", 0))
-
     def stopping(self, limit: str) -> None:
         """Hear that no further unit starts, and of the limit or the signal that is why."""
         self.limit = limit
         self._log.write("stopping", level="warning", limit=limit)
 
     def incomplete(self) -> None:
-        """Say that the run has ended without all of its rows."""
         self._end = "incomplete" if self.limit is None else f"{STOPPED}{self.limit}"
 
     def planned(self, stored: StoredPlan, is_done: npt.NDArray[np.bool_]) -> None:
@@ -227,12 +217,9 @@ class RunRecorder:
         resumed = done if is_first else self.units.resumed
         logical, computed = stored.logical_tokens, stored.computed_tokens
         self._done_before = done
-        self.units = UnitsSoFar(
-            total=len(is_done),
-            done=done,
-            resumed=resumed,
-            rows_resumed=self.rows_resumed,
-            planned_hit_rate=1 - computed / logical if logical else None,
+        hit_rate = 1 - computed / logical if logical else None
+        self.units = replace(
+            self.units, total=len(is_done), done=done, resumed=resumed, planned_hit_rate=hit_rate
         )
         self._log.write(
             "planned",
@@ -245,7 +232,6 @@ class RunRecorder:
         )
 
     def unit_done(self, receipt: UnitReceipt) -> None:
-        """Hear of a unit that is written."""
         self._num_receipts += 1
         self.rows_written += receipt.num_rows
         self.rows_failed += receipt.num_errors
@@ -277,8 +263,8 @@ class RunRecorder:
             self._log.write("sample", **sample)
 
     def _note_done(self, done: int) -> None:
-        done = min(max(done, self.units.done), self.units.total)
-        self.units = replace(self.units, done=done)
+        units = self.units
+        self.units = replace(units, done=min(max(done, units.done), units.total))
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._began_s
@@ -300,21 +286,11 @@ class RunRecorder:
 
     def _warn_of_others(self) -> None:
         try:
-            others = live_runs(self._store, self._began_s)
+            for other in live_runs(self._store, self._began_s):
+                logger.warning(
+                    "another run is active, or died just now: %s. Where both go on, each unit is "
+                    "written once all the same, but its rows may be generated twice",
+                    other,
+                )
         except Exception as error:  # a warning less
             logger.info("the heartbeats of other runs cannot be read: %s", error_text(error))
-            return
-        for other in others:
-            logger.warning(
-                "another run is active, or died just now: %s. Where both go on, each unit is "
-                "written once all the same, but its rows may be generated twice",
-                other,
-            )
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt | RunStopped):
-        return "interrupted"
-    if isinstance(error, _TELLABLE):
-        return f"failed: {error_text(error)}"
-    return f"failed: {type(error).__name__}"

@@ -1,1 +1,0 @@
-"""What runs of a job did: recorded while they run, read from their logs, and drawn."""
