@@ -13,7 +13,7 @@ from raybatch.durable.audit import Audit
 from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, SUCCESS, part_name, part_unit
 from raybatch.durable.partitioned import commit_partitioned
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
 
 

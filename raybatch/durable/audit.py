@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import DATA, SUCCESS, done_name, part_name, part_unit
 from raybatch.durable.partitioned import read_files, read_record
 from raybatch.durable.parts import PARQUET, PartFormat, read_footer
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
 
@@ -38,24 +38,35 @@ class Audit:
         foreign: what is wrong with the first of them.
     """
 
-    num_units: int
-    expected_rows: int
-    written_rows: int
-    lost_rows: int
-    duplicated_rows: int
-    num_missing: int
-    missing_rows: int
-    missing: tuple[int, ...]
-    num_foreign: int
-    foreign: tuple[str, ...]
-    counts: UnitCounts
+    num_units: int = 0
+    expected_rows: int = 0
+    written_rows: int = 0
+    lost_rows: int = 0
+    duplicated_rows: int = 0
+    num_missing: int = 0
+    missing_rows: int = 0
+    missing: tuple[int, ...] = ()
+    num_foreign: int = 0
+    foreign: tuple[str, ...] = ()
+    counts: UnitCounts = field(default_factory=UnitCounts)
+
+    def __add__(self, other: "Audit") -> "Audit":
+        """Return what the parts of both contain."""
+        return replace(
+            self,
+            written_rows=self.written_rows + other.written_rows,
+            lost_rows=self.lost_rows + other.lost_rows,
+            duplicated_rows=self.duplicated_rows + other.duplicated_rows,
+            num_foreign=self.num_foreign + other.num_foreign,
+            foreign=(self.foreign + other.foreign)[:_NUM_EXAMPLES],
+            counts=sum_counts((self.counts, other.counts)),
+        )
 
     @property
     def is_clean(self) -> bool:
         """Return whether every row of the plan is in the output exactly once."""
-        return not (
-            self.lost_rows or self.duplicated_rows or self.num_missing or self.num_foreign
-        ) and (self.written_rows == self.expected_rows)
+        wrong = self.lost_rows or self.duplicated_rows or self.num_missing or self.num_foreign
+        return not wrong and self.written_rows == self.expected_rows
 
     @property
     def unreadable_rows(self) -> int:
@@ -84,30 +95,8 @@ class Audit:
         return text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Share:
-    """What the parts of some units contain."""
-
-    written_rows: int = 0
-    lost_rows: int = 0
-    duplicated_rows: int = 0
-    num_foreign: int = 0
-    foreign: tuple[str, ...] = ()
-    counts: UnitCounts = field(default_factory=UnitCounts)
-
-    def __add__(self, other: "_Share") -> "_Share":
-        return _Share(
-            written_rows=self.written_rows + other.written_rows,
-            lost_rows=self.lost_rows + other.lost_rows,
-            duplicated_rows=self.duplicated_rows + other.duplicated_rows,
-            num_foreign=self.num_foreign + other.num_foreign,
-            foreign=(self.foreign + other.foreign)[:_NUM_EXAMPLES],
-            counts=sum_counts((self.counts, other.counts)),
-        )
-
-
 class _FolderFiles:
-    """The files in folders below `data/`, by unit; 8 bytes for each and its name."""
+    """The files in folders below `data/` by unit; 8 bytes for each and its name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names: list[str] = []
@@ -145,31 +134,27 @@ def audit(
     present, missing = np.flatnonzero(is_done), np.flatnonzero(~is_done)
     starts = range(0, len(present), _UNITS_PER_SHARE)
 
-    def read(start: int) -> _Share:
+    def read(start: int) -> Audit:
         units = present[start : start + _UNITS_PER_SHARE]
         return _read_share(store, plan, units, files, part_format)
 
     if num_threads == 1:
-        total = sum(map(read, starts), _Share())
+        total = sum(map(read, starts), Audit())
     else:
         with ThreadPoolExecutor(num_threads) as threads:
-            total = sum(threads.map(read, starts), _Share())
+            total = sum(threads.map(read, starts), Audit())
     missing_rows = int(plan.unit_rows[missing].sum())
-    strangers = tuple(
-        f"{store.uri}/{name} is no part of the plan; move it away" for name in unknown
-    )
-    return Audit(
+    strangers = tuple(_stranger_message(store, name) for name in unknown)
+    return replace(
+        total,
         num_units=plan.num_units,
         expected_rows=plan.num_rows,
-        written_rows=total.written_rows,
         lost_rows=total.lost_rows + missing_rows,
-        duplicated_rows=total.duplicated_rows,
         num_missing=len(missing),
         missing_rows=missing_rows,
         missing=tuple(int(unit) for unit in missing[:_NUM_EXAMPLES]),
         num_foreign=total.num_foreign + len(unknown),
         foreign=(strangers + total.foreign)[:_NUM_EXAMPLES],
-        counts=total.counts,
     )
 
 
@@ -235,7 +220,7 @@ def read_success(store: Store) -> Mapping[str, Any] | None:
 
 def _read_share(
     store: Store, plan: UnitPlan, units: Ints, files: _FolderFiles, part_format: PartFormat
-) -> _Share:
+) -> Audit:
     written = lost = duplicated = 0
     foreign: list[str] = []
     counts = []
@@ -248,9 +233,7 @@ def _read_share(
                 record = read_record(store, number)
                 # files of a unit without a record count as a missing unit
                 unknown = sorted(files.of(number) - set(record[1]))
-                foreign += [
-                    f"{store.uri}/{one} is no part of the plan; move it away" for one in unknown
-                ]
+                foreign += [_stranger_message(store, one) for one in unknown]
                 footer = read_files(store, plan.hash_of(number), unit, record, part_format)
             else:
                 footer = read_footer(store, name, part_format)
@@ -266,7 +249,7 @@ def _read_share(
         if footer.num_rows == unit.num_rows and footer.row_sum != unit.row_sum:
             foreign.append(f"{where} holds other rows than the plan says")
         counts.append(footer.counts)
-    return _Share(
+    return Audit(
         written_rows=written,
         lost_rows=lost,
         duplicated_rows=duplicated,
@@ -274,6 +257,10 @@ def _read_share(
         foreign=tuple(foreign[:_NUM_EXAMPLES]),
         counts=sum_counts(counts),
     )
+
+
+def _stranger_message(store: Store, name: str) -> str:
+    return f"{store.uri}/{name} is no part of the plan; move it away"
 
 
 def _lacking_message(store: Store, name: str, error: Exception) -> str:

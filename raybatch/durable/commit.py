@@ -1,24 +1,65 @@
-"""The commit of a unit: its rows are checked, then its part is created once.
+"""Which plan holds, and the commit of a unit: its rows are checked, its part is created once.
 
 A row belongs to one unit of a plan that never changes, a unit has one name, and a part holds all
 rows of its unit; so every row is in the output once or not at all, whatever other attempts do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import DATA, DONE, done_unit, part_name, part_unit
+from raybatch.durable.layout import DATA, DONE, PLAN, done_unit, part_name, part_unit
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+
+
+def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:
+    """Return the plan of an output, making it where there is none.
+
+    What is returned was read from the store: of two runs at once both follow the one plan that
+    was created first, and the shards of the other are never read.
+
+    Args:
+        make: writes the shards of a new plan, under names of its own, and returns `plan.json`.
+        name: of the file; another than the first plan's for input that came later.
+
+    Raises:
+        CommitError: there are parts and no plan.
+    """
+    stored = _read(store, name)
+    if stored is None:
+        # parts are listed before the plan is read again: another run writes them in that order
+        names = store.names(DATA) if name == PLAN else []
+        if names and _read(store, PLAN) is None:
+            raise CommitError(
+                f"{store.uri} holds {len(names)} files, such as {names[0]}, and no {PLAN}; choose "
+                "another folder, or remove them yourself"
+            )
+        made = make()
+        reach("before_plan")
+        store.create(name, made)
+        reach("after_plan")
+        stored = _read(store, name)
+    if stored is None:
+        raise CommitError(
+            f"{store.uri}/{name} was there and is gone; somebody else removes files of this output"
+        )
+    return stored
+
+
+def _read(store: Store, name: str) -> bytes | None:
+    try:
+        return store.read(name)
+    except FileNotFoundError:
+        return None
 
 
 def commit_unit(
@@ -160,10 +201,9 @@ def strange_files(plan: UnitPlan, names: Iterable[str]) -> list[str]:
 
     Whether a unit has such a file is known by its record alone.
     """
-    units = ((name, part_unit(name)) for name in names)
     return [
         name
-        for name, number in units
+        for name in names
         # rows of every unit lie in folders
-        if number is None or number >= plan.num_units or name == part_name(number)
+        if (unit := part_unit(name)) is None or unit >= plan.num_units or name == part_name(unit)
     ]

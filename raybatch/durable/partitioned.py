@@ -18,7 +18,7 @@ from raybatch.durable.commit import check_rows, publish
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import done_name, part_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, add_row_sums, row_sum, sum_counts
 from raybatch.errors import CommitError, error_text
 

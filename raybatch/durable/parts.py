@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import PROTOCOL, Unit, UnitCounts
 from raybatch.errors import CommitError, error_text
 
@@ -21,16 +21,13 @@ _MAX_FOOTER_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footer:
-    """What the footer of a part holds.
-
-    Args:
-        attempt: who wrote it; for people alone.
-    """
+    """What the footer of a part holds."""
 
     unit: int
     num_rows: int
     row_sum: int
     plan: str
+    # who wrote it; for people alone
     attempt: str
     counts: UnitCounts
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.durable.storage import store_of
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.bodies import BodyRules, read_request
 from raybatch.openai_batch.files import parquet_writer

@@ -19,7 +19,7 @@ from typing import IO, Any
 import fsspec
 
 from raybatch.durable.storage import store_of
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.openai_batch.files import published, remove_folder
 from raybatch.openai_batch.writing import BatchCounts
 from raybatch.serving.http_values import BATCH, FILE, Problem, check_id, new_id, no_such

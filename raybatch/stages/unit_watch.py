@@ -11,8 +11,7 @@ import pyarrow as pa
 from raybatch.actors.wire.begun import Begun
 from raybatch.actors.wire.columns import crash_error
 from raybatch.actors.wire.records import RowCrashes
-from raybatch.durable.attempts import Strikes
-from raybatch.durable.journal import PLACE
+from raybatch.durable.journal import PLACE, Strikes
 from raybatch.stages.unit_writer import UnitWriter
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raybatch.durable.run_log import read_events, run_ids
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.report.history.records import History, RunRecord, Sample, UnitTime, merged
 
 _MAX_SAMPLES = 240
