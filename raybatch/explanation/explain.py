@@ -283,7 +283,7 @@ def _cost_model(question: Question) -> tuple[CostModel | None, str]:
 def _measured(question: Question) -> CostModel:
     if question.is_local:
         return measure_local(question.spec)
-    from raybatch.actors.replicas.measure import measure_pool  # Ray is slow to load
+    from raybatch.actors.executors.ray_measure import measure_pool  # Ray is slow to load
 
     return measure_pool(question.spec)
 

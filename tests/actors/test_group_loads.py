@@ -100,7 +100,7 @@ def run(ids, num_engines, rows_per_batch):
         for replica_id, spans in queue.dispatch(rooms).items():
             rows = [s.batch_id * rows_per_batch + i for s in spans for i in range(s.start, s.stop)]
             engines[replica_id].submit([request(row, ids[row]) for row in rows])
-        idle = [r for r in engines if not queue.num_held(r)]
+        idle = [r for r in engines if not queue.load(r).num_rows]
         if idle and not queue.has_waiting():
             steal(queue, engines, idle[0], rows_per_batch)
         for replica_id, engine in engines.items():
@@ -114,7 +114,7 @@ def run(ids, num_engines, rows_per_batch):
 def steal(queue, engines, thief, rows_per_batch):
     victim = max(engines, key=lambda r: len(engines[r].waiting))
     if len(engines[victim].waiting) > 1:
-        ids = engines[victim].give_back((queue.cost(victim) - queue.cost(thief)) // 2)
+        ids = engines[victim].give_back((queue.load(victim).cost - queue.load(thief).cost) // 2)
         spans = [Span(b, row, row + 1) for b, row in (divmod(i, rows_per_batch) for i in ids)]
         queue.give_back(victim, spans)
 

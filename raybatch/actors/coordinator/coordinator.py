@@ -10,9 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from raybatch.actors.coordinator.counters import ClientCounters
+from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics
 from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
-from raybatch.actors.coordinator.metrics import PoolMetrics
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_steal
 from raybatch.actors.replicas.placement import Placement
@@ -64,7 +63,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._stealing: asyncio.Task[None] | None = None
-        self._reclaimer = IdlePoolReclaimer(spec.pool, plan, site.make_room)
+        self._reclaimer = IdlePoolReclaimer(spec.pool, plan)
         self._stale_reports: set[int] = set()
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
@@ -93,9 +92,7 @@ class Coordinator:
     async def collect(self, token: str) -> Answer:
         """Wait a while longer for a row batch."""
         batch = self._mailbox.find(token)
-        if batch is None:
-            return Answer(status="unknown")
-        return await self._answer(batch)
+        return Answer(status="unknown") if batch is None else await self._answer(batch)
 
     async def so_far(self, client: str, name: str, skip: int) -> Answer:
         """Return what is finished of a row batch, without its first `skip` results."""
@@ -124,17 +121,15 @@ class Coordinator:
         """Wait for rows; None tells the replica to end."""
         if replica_id not in self._replicas.members or self._is_stopping:
             return None
-        future: asyncio.Future[list[Assignment] | None]
-        future = asyncio.get_running_loop().create_future()
-        self._pulls[replica_id] = (room, future)
+        self._pulls[replica_id] = (room, asyncio.get_running_loop().create_future())
+        future = self._pulls[replica_id][1]
         self._dispatch()
         return await future
 
     async def report(
         self, replica_id: int, results: list[tuple[int, pa.RecordBatch]], stats: ReplicaStats
     ) -> None:
-        member = self._replicas.members.get(replica_id)
-        if member is None:
+        if (member := self._replicas.members.get(replica_id)) is None:
             return
         member.stats = stats
         self._stale_reports.discard(replica_id)
@@ -167,18 +162,17 @@ class Coordinator:
 
     async def is_stopped(self, client: str) -> bool:
         """Return whether no further unit of a client may start."""
-        counters = self._mailbox.clients.get(client)
-        return counters is not None and counters.is_stopped
+        return client in self._mailbox.clients and self._mailbox.clients[client].is_stopped
 
     async def note_unit(self, client: str, unit: int, state: str, host: str, pid: int) -> None:
         """Note a unit of commit that is "started", "written", or "left" without being written."""
         counters, now = self._mailbox.clients[client], time.monotonic()
+        seconds = None
         if state == "started":
             counters.unit_opened(unit, host, pid, now)
-            self._metrics.unit(state, None)
         else:
             seconds = counters.unit_closed(unit, now, is_written=state == "written")
-            self._metrics.unit(state, seconds)
+        self._metrics.unit(state, seconds)
 
     async def stats(self, client: str) -> PoolStats:
         ledger = self._replicas.ledger
@@ -200,13 +194,12 @@ class Coordinator:
         )
 
     async def state(self) -> PoolState:
-        pids = {
-            m.pid: m for m in self._replicas.members.values() if m.pid is not None and m.is_ready
-        }
+        members = self._replicas.members.values()
+        pids = {m.pid: m for m in members if m.pid is not None and m.is_ready}
         return PoolState(
             num_batches=len(self._mailbox),
             num_waiting_rows=self._queue.num_waiting(),
-            num_held_rows=sum(self._queue.num_held(m.replica_id) for m in pids.values()),
+            num_held_rows=sum(self._queue.load(m.replica_id).num_rows for m in pids.values()),
             num_results=self._mailbox.num_results(),
             coordinator_pid=os.getpid(),
             pids=tuple(sorted(pids)),
@@ -285,14 +278,16 @@ class Coordinator:
             self._stealing = self._spawn(self._take_back(members[steal.replica_id], steal))
 
     def _work_of(self, member: Member) -> ReplicaWork:
-        replica_id = member.replica_id
-        is_stale = replica_id in self._stale_reports
+        load, is_stale = (
+            self._queue.load(member.replica_id),
+            member.replica_id in self._stale_reports,
+        )
         return ReplicaWork(
-            replica_id,
-            num_held=self._queue.num_held(replica_id),
-            cost=self._queue.cost(replica_id),
+            member.replica_id,
+            num_held=load.num_rows,
+            cost=load.cost,
             num_unstarted=member.stats.num_waiting,
-            can_give=not is_stale and not self._queue.is_testing(replica_id),
+            can_give=not is_stale and not load.is_testing,
         )
 
     async def _take_back(self, victim: Member, steal: Steal) -> None:
@@ -306,8 +301,7 @@ class Coordinator:
         self._dispatch()
 
     def _abort_rows(self, replica_id: int, batch_id: int) -> None:
-        member = self._replicas.members.get(replica_id)
-        if member is not None:
+        if (member := self._replicas.members.get(replica_id)) is not None:
             self._spawn(self._abort(member, batch_id))
 
     async def _abort(self, member: Member, batch_id: int) -> None:
@@ -364,7 +358,7 @@ class Coordinator:
             now = time.monotonic()
             # a pool without rows needs no more engines than it has
             if len(self._mailbox) and self._reclaimer.is_due(self._replicas.waits_s(now), now):
-                self._spawn(self._reclaimer.reclaim())
+                self._spawn(self._site.make_room(self._reclaimer.requested))
             if len(self._mailbox):
                 self._idle_since = now
             elif release_s is not None and now - self._idle_since > release_s:

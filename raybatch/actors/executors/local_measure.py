@@ -40,20 +40,42 @@ def measure_local(
         MeasureError: the engine does not start, dies, or takes too long; with the reason.
     """
     num_engines = plan_local_placement(spec).num_replicas
-    cached = load_cost_model(
-        cost_model_path(
+    if (cached := cached_model(spec, num_engines, folder)) is not None:
+        return cached
+    timeout_s = patience_s(spec, timeout_s)
+    return model_in(
+        _ask_process((spec, num_engines, folder), f"{spec.model} was not measured", timeout_s)
+    )
+
+
+def cached_model(spec: PoolSpec, num_engines: int, folder: Path | None) -> CostModel | None:
+    path = cost_model_path(
+        spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
+    )
+    return load_cost_model(path)
+
+
+def patience_s(spec: PoolSpec, timeout_s: float | None) -> float | None:
+    if timeout_s is not None or spec.pool.start_timeout_s is None:
+        return timeout_s
+    return spec.pool.start_timeout_s + MEASURE_S
+
+
+def model_or_reason(spec: PoolSpec, num_engines: int, folder: Path | None) -> CostModel | str:
+    """Return the cost model, or as text why there is none: exceptions need not travel."""
+    try:
+        return load_or_measure(
             spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
         )
-    )
-    if cached is not None:
-        return cached
-    if timeout_s is None and spec.pool.start_timeout_s is not None:
-        timeout_s = spec.pool.start_timeout_s + MEASURE_S
-    answer = _ask_process((spec, num_engines, folder), f"{spec.model} was not measured", timeout_s)
+    except MeasureError as error:
+        return str(error)
+
+
+def model_in(answer: CostModel | str) -> CostModel:
+    """Return the cost model of an answer; raise MeasureError where it says why there is none."""
     if isinstance(answer, str):
         raise MeasureError(answer)
-    model: CostModel = answer
-    return model
+    return answer
 
 
 def _ask_process(question: tuple[Any, ...], failure: str, timeout_s: float | None) -> Any:  # noqa: ANN401
@@ -78,15 +100,8 @@ def _answer() -> None:
     spec, num_engines, folder = pickle.load(sys.stdin.buffer)
     use_threads(spec)
     obey_log_level()
-    answer: CostModel | str
-    try:
-        answer = load_or_measure(
-            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
-        )
-    except MeasureError as error:
-        answer = str(error)
     with os.fdopen(answers, "wb") as out:
-        pickle.dump(answer, out)
+        pickle.dump(model_or_reason(spec, num_engines, folder), out)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from raybatch.actors.coordinator.coordinator import Coordinator
-from raybatch.actors.executors.local_loop import LocalCall, LocalLoop
+from raybatch.actors.executors.calls import CallHandle, LocalCall, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
 from raybatch.actors.replicas.placement import ClusterView, Placement, settled
-from raybatch.actors.replicas.site import CallHandle, Errors
+from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, vllm_build
 from raybatch.backends.registry import type_of
@@ -76,7 +76,7 @@ class LocalPools:
 
         The number follows from the rows of a job, and the host has memory for those of one.
         """
-        family = digest_of(_of_any_size(spec))
+        family = digest_of(replace(spec, pool=replace(spec.pool, replicas=None)))
         if self._in_use.get(family) == name:
             return
         before = self._coordinators.get(self._in_use.get(family, ""))
@@ -85,15 +85,12 @@ class LocalPools:
             before.rest.remote().result()
 
 
-def _of_any_size(spec: PoolSpec) -> PoolSpec:
-    return replace(spec, pool=replace(spec.pool, replicas=None))
-
-
 async def _make(spec: PoolSpec, loop: LocalLoop) -> CallHandle:
     for warning in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
         logger.warning("%s", warning)
     site = LocalSite(loop)
-    return site.set_coordinator(Coordinator(spec, plan_local_placement(spec), site))
+    site.owner = Coordinator(spec, plan_local_placement(spec), site)
+    return site.coordinator()
 
 
 def gpus_of_host() -> int:
@@ -116,11 +113,9 @@ def plan_local_placement(spec: PoolSpec) -> Placement:
 
     GPUs are not divided here: one engine has what it takes of them.
     """
-    num_replicas = spec.pool.replicas
-    if num_replicas is None and (_has_gpus(spec) or type_of(spec.backend).is_endpoint):
-        num_replicas = 1
-    if num_replicas is None:
-        num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
-    return Placement(
-        num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
-    )
+    number = spec.pool.replicas
+    if number is None and (_has_gpus(spec) or type_of(spec.backend).is_endpoint):
+        number = 1
+    if number is None:
+        number = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
+    return Placement(num_replicas=number, num_cpus=0, num_gpus=0, num_engines_on_host=number)

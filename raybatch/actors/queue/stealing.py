@@ -61,7 +61,7 @@ class _Bundle:
     requests: list[Request] = field(default_factory=list)
 
     def cost(self) -> int:
-        return sum(_own_cost(request) for request in self.requests)
+        return self.prefix_len + sum(map(_own_cost, self.requests))
 
 
 def choose_rows(
@@ -86,13 +86,12 @@ def choose_rows(
     whole = [bundle for bundle in bundles if bundle.is_whole]
     chosen: list[Request] = []
     for bundle in whole:
-        num_rows, cost = len(bundle.requests), bundle.cost() + bundle.prefix_len
-        if len(chosen) + num_rows <= max_rows and cost <= limit:
+        cost = bundle.cost()
+        if len(chosen) + len(bundle.requests) <= max_rows and cost <= limit:
             chosen += bundle.requests
             limit -= cost
     if not chosen:
-        fitting = (bundle for bundle in whole if bundle.cost() + bundle.prefix_len <= limit)
-        chosen = next((bundle.requests for bundle in fitting), [])
+        chosen = next((bundle.requests for bundle in whole if bundle.cost() <= limit), [])
     if not chosen:
         pieces = (_piece(bundle, max_rows, limit - bundle.prefix_len) for bundle in bundles)
         chosen = next((piece for piece in pieces if piece), [])

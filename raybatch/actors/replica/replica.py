@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from raybatch.actors.coordinator.metrics import ReplicaMetrics
+from raybatch.actors.coordinator.counters import ReplicaMetrics
 from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
 from raybatch.actors.wire.begun import encode_begun, sequence_states
