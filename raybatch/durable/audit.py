@@ -75,7 +75,6 @@ class Audit:
 
     @property
     def gone_message(self) -> str:
-        """Return the message about missing units that no run writes, since `_SUCCESS` is there."""
         units = ", ".join(str(unit) for unit in self.missing)
         return (
             f"it was complete and {self.num_missing} parts are gone, such as those of units "
@@ -120,11 +119,8 @@ def audit(
 ) -> Audit:
     """Compare an output with its plan, from one listing and the footers of all parts.
 
-    Nothing is raised for what is wrong with the output, and memory holds only
-    the names of its files.
-
-    Args:
-        num_threads: footers that are read at once; with 1 no thread is started.
+    Nothing is raised for what is wrong with the output, and memory holds only the names of its
+    files. With `num_threads` 1 no thread is started.
     """
     reach("before_audit")
     is_done, unknown = listed_units(store, plan)
@@ -159,11 +155,7 @@ def audit(
 
 
 def finish(store: Store, plan: UnitPlan, result: Audit) -> None:
-    """Create `_SUCCESS`, unless it is there.
-
-    Raises:
-        CommitError: the audit is not clean.
-    """
+    """Create `_SUCCESS`, unless it is there; CommitError where the audit is not clean."""
     if not result.is_clean:
         raise CommitError(f"the output {store.uri} is not complete: {result}")
     record = {
@@ -264,7 +256,6 @@ def _stranger_message(store: Store, name: str) -> str:
 
 
 def _lacking_message(store: Store, name: str, error: Exception) -> str:
-    """Return the message about a unit that is listed, and whose file is gone."""
     also = f" and {SUCCESS}" if store.size(SUCCESS) is not None else ""
     return (
         f"{store.uri}/{name} stands for a file that is gone ({error}); bring it back from a copy, "

@@ -109,10 +109,8 @@ def publish(
 ) -> Footer:
     """Create a part, and return the footer of what lies there now: the same rows in any case.
 
-    It is `footer` itself where this call has written the file.
-
-    Raises:
-        CommitError: what lies there is another unit's or another plan's, or was removed.
+    It is `footer` itself where this call has written the file. CommitError where what lies there
+    is another unit's or another plan's, or was removed.
     """
     data = part_format.part(table, footer)
     reach("before_publish", unit=footer.unit)

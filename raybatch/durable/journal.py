@@ -79,12 +79,7 @@ def write_fragment(
 def write_begun(
     store: Store, unit: Unit, tokens: pa.RecordBatch, *, plan_hash: str, attempt: str
 ) -> None:
-    """Keep tokens of rows that are not finished.
-
-    Args:
-        tokens: with the position in the unit in its column `PLACE`.
-        attempt: as in `write_fragment`.
-    """
+    """Keep tokens of rows that are not finished; `tokens` has their positions in column `PLACE`."""
     data = _encoded(pa.Table.from_batches([tokens]), unit, plan_hash)
     store.create(begun_name(unit.number, attempt), data)
 
@@ -94,8 +89,7 @@ def read_begun(
 ) -> Iterator[pa.RecordBatch]:
     """Yield what earlier attempts have kept of rows that they did not finish, in any order.
 
-    Args:
-        schema: of what was kept; a fragment with another one is left out.
+    A fragment with another schema is left out.
     """
     for table in _fragments(store, unit, schema, plan_hash, PLACE):
         yield from table.combine_chunks().to_batches()
@@ -131,10 +125,9 @@ def _fragments(
     place: str,
     expected_row: Ints | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield fragments of one kind; those that are not what they should be are left out.
+    """Yield fragments of one kind, by the column `place` of the position in the unit.
 
-    Args:
-        place: column of the position in the unit, `PLACE` for rows that are not finished.
+    Those that are not what they should be are left out.
     """
     for name in store.names(fragment_folder(unit.number)):
         if (begun_unit(name) is not None) != (place == PLACE):
@@ -201,8 +194,7 @@ class Strikes:
 def write_strikes(store: Store, unit: Unit, strikes: Strikes, *, plan_hash: str) -> None:
     """Write a marker under the next number that nobody has.
 
-    Raises:
-        CommitError: a row has no place in the unit, or there are none.
+    CommitError where a row has no place in the unit, or there are none.
     """
     places = sorted(strikes.crashes)
     if not places or places[0] < 0 or places[-1] >= unit.num_rows:
@@ -265,8 +257,7 @@ def leftovers(
 ) -> Iterator[tuple[str, bool]]:
     """Yield the files that could go, each with whether a run at work could still miss it.
 
-    Args:
-        plans: hashes of the plans that hold; with none, no folder of a plan is named.
+    With no hash in `plans`, which hold, no folder of a plan is named.
     """
     for folder, unit_of in ((FRAGMENTS, fragment_unit), (ATTEMPTS, attempt_unit)):
         for name in store.names(folder):

@@ -42,16 +42,11 @@ def check_name(name: str) -> str:
 
 
 def part_name(unit: int, partition: str = "") -> str:
-    """Return the name of a unit's part.
-
-    Args:
-        partition: steps such as "lang=en/year=2024" where the output is partitioned.
-    """
+    """Return the name of a part, in a partition such as "lang=en/year=2024" where there are any."""
     return f"{DATA}/{partition}{'/' if partition else ''}part-{unit:06d}.parquet"
 
 
 def plan_name(number: int) -> str:
-    """Return the name of a plan of an output: 1 is the first, others are of later input."""
     return PLAN if number == 1 else f"_raybatch/plan-{number}.json"
 
 

@@ -32,9 +32,8 @@ _MAX_STEP_BYTES = 200
 def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
     """Return the folder of rows with these values, such as "lang=en/year=2024".
 
-    Raises:
-        CommitError: a name and its value are too long for a file name, or a text is that which
-            stands for null.
+    CommitError where a name and its value are too long for a file name, or a text is that which
+    stands for null.
     """
     steps = []
     for column, value in zip(columns, values, strict=True):

@@ -34,10 +34,8 @@ FRESH_S = 90.0
 class RunLog:
     """Writes the log of one run; any thread may call it, and it never raises for the store.
 
-    Texts are written without secrets. Prompts and outputs do not belong into it.
-
-    Args:
-        clock: seconds since 1970.
+    Texts are written without secrets. Prompts and outputs do not belong into it. The clock counts
+    seconds since 1970.
     """
 
     def __init__(self, store: Store, run_id: str, clock: Callable[[], float]) -> None:

@@ -144,8 +144,7 @@ def _check_no_source(
 def _check_removable(sink: str, names: Collection[str], folder: str) -> None:
     """Refuse to begin again in an output that another run or somebody else writes to.
 
-    Args:
-        folder: below the sink, of an output of its own; "" is that of the sink itself.
+    The `folder` below the sink is of an output of its own; "" is that of the sink itself.
     """
     prefix = f"{folder}/" if folder else ""
     own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]

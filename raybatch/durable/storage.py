@@ -54,11 +54,9 @@ _BROKEN_CONNECTIONS = frozenset(
 
 
 def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Store:
-    """Return the store of a folder; nothing is read or written yet.
+    """Return the store of a local path or any URI that fsspec knows; nothing is read or written.
 
-    Args:
-        uri: a local path, or any URI that fsspec knows.
-        sleep: waits for so many seconds before a request is sent again.
+    `sleep` waits for so many seconds before a request is sent again.
     """
     fs, root = fsspec.core.url_to_fs(uri)
     if isinstance(fs, LocalFileSystem):

@@ -195,8 +195,7 @@ def sum_counts(parts: Iterable[UnitCounts]) -> UnitCounts:
 class Receipt:
     """That a unit is committed; small enough to travel where its rows do not.
 
-    Args:
-        won: this attempt wrote it; False where another one did, or where the reply was lost.
+    With `won` this attempt wrote it; else another one did, or the reply was lost.
     """
 
     unit: int

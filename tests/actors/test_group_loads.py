@@ -39,7 +39,7 @@ class Engine:
 
     def give_back(self, max_cost):
         max_rows = len(self.waiting) // 2
-        groups = self.rows.groups()
+        groups = self.rows.groups
         given = choose_rows(self.waiting, groups, max_rows=max_rows, max_cost=max_cost)
         ids = {r.request_id for r in given}
         self.waiting = [r for r in self.waiting if r.request_id not in ids]
@@ -53,7 +53,7 @@ class Engine:
         self.running = [(r, end) for r, end in self.running if end > now]
         for request_id in finished:
             self.rows.close(request_id)
-        self._live &= self.rows.groups().keys()
+        self._live &= self.rows.groups.keys()
         self._todo = max(0, self._todo - BUDGET)
         # members of live groups first, as the engine does
         self.waiting.sort(key=lambda r: r.group_id not in self._live)

@@ -9,6 +9,7 @@ from raybatch.actors.replicas.placement import (
     check_hosts,
     gpu_warnings,
     plan_placement,
+    requested_of_ray,
 )
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.resources import check_share
@@ -51,7 +52,10 @@ def test_each_rank_that_is_an_actor_takes_a_gpu_and_the_first_what_else_is_asked
     rank = {"GPU": 1.0, "accelerator_type:H100": 0.001}
     assert plan.bundles == ({**rank, "CPU": 2, "fast": 1}, rank, rank, rank)
     assert plan.num_replicas == 2
-    assert plan.asks_for() == "2 CPUs and 4 GPUs in a placement group of 4 bundles"
+    assert (
+        requested_of_ray(plan, PoolConfig())
+        == "2 CPUs and 4 GPUs in a placement group of 4 bundles"
+    )
 
 
 def test_given_bundles_are_taken_as_they_are():

@@ -69,12 +69,10 @@ class Coordinator:
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
 
     async def start(self) -> None:
-        """Start the replicas ahead of the first rows."""
         self._idle_since = time.monotonic()
         await self._start_replicas()
 
     async def has_failed(self) -> bool:
-        """Return whether every further batch would be answered with a failure."""
         return self._mailbox.failure is not None
 
     async def generate(self, submission: Submission, requests: Requests) -> Answer:
@@ -90,20 +88,16 @@ class Coordinator:
         return await self._answer(batch)
 
     async def collect(self, token: str) -> Answer:
-        """Wait a while longer for a row batch."""
         batch = self._mailbox.find(token)
         return Answer(status="unknown") if batch is None else await self._answer(batch)
 
     async def so_far(self, client: str, name: str, skip: int) -> Answer:
-        """Return what is finished of a row batch, without its first `skip` results."""
         return self._mailbox.so_far(client, name, skip=skip)
 
     async def has_named(self, client: str, name: str) -> bool:
-        """Return whether a row batch of this name is there, whose results a feeder may get."""
         return self._mailbox.has_named(client, name)
 
     async def forget(self, client: str, names: Sequence[str]) -> None:
-        """Forget row batches whose results are safe elsewhere."""
         self._mailbox.forget(client, names)
         self._dispatch()
 
@@ -141,7 +135,6 @@ class Coordinator:
         self._dispatch()
 
     async def note_begun(self, progress: list[tuple[int, pa.RecordBatch]]) -> None:
-        """Keep tokens of rows that a replica has not finished, lest they die with it."""
         for batch_id, begun in progress:
             self._mailbox.note_begun(batch_id, begun)
 
@@ -153,19 +146,15 @@ class Coordinator:
                 self._mailbox.fail(member.rank, cause)
 
     async def note_outside(self, client: str, num_rows: int, errors: dict[str, int]) -> None:
-        """Count rows of a client that never reach the pool, and errors found outside it."""
         self._mailbox.clients[client].outside(num_rows, errors)
 
     async def stop(self, client: str) -> None:
-        """Let no further unit of a client start."""
         self._mailbox.clients[client].is_stopped = True
 
     async def is_stopped(self, client: str) -> bool:
-        """Return whether no further unit of a client may start."""
         return client in self._mailbox.clients and self._mailbox.clients[client].is_stopped
 
     async def note_unit(self, client: str, unit: int, state: str, host: str, pid: int) -> None:
-        """Note a unit of commit that is "started", "written", or "left" without being written."""
         counters, now = self._mailbox.clients[client], time.monotonic()
         seconds = None
         if state == "started":

@@ -47,11 +47,8 @@ class Sharing:
     def message(self, cached_tokens: int, num_tokens: int) -> str:
         """Return what a plan would save; "" without a gap, or when that was reported before.
 
-        It is reported again for twice as many tokens, where the shares differ.
-
-        Args:
-            cached_tokens: prompt tokens of the rows that are done whose KV was shared.
-            num_tokens: prompt tokens of the rows that are done.
+        It is reported again for twice as many tokens, where the shares differ. Both counts are
+        of prompt tokens of the rows that are done.
         """
         if not self._num_tokens or not num_tokens or num_tokens < 2 * self._reported_tokens:
             return ""
@@ -90,7 +87,6 @@ class ClientCounters:
     open_units: dict[int, tuple[float, str, int]] = field(default_factory=dict)
 
     def received(self, submission: Submission, now: float) -> None:
-        """Note new rows, with their prompt tokens and longest outputs."""
         self.rows_received += len(submission.prompt_tokens)
         self.prompt_tokens_received += int(submission.prompt_tokens.sum())
         self.max_tokens_left += int(submission.max_new_tokens.sum())
@@ -108,7 +104,6 @@ class ClientCounters:
     def finished(
         self, submission: Submission, rows: Rows, results: pa.RecordBatch, now: float
     ) -> None:
-        """Note finished rows, with the tokens and errors of their results."""
         self.rows_done += len(rows)
         self.prompt_tokens += _prompt_tokens(submission, rows, results)
         self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
@@ -142,7 +137,6 @@ class ClientCounters:
         return None if began is None else now - began
 
     def stats(self, *, now: float, **pool: Any) -> PoolStats:  # noqa: ANN401 - fields of PoolStats
-        """Return the counters with the state of the pool."""
         first_row_s = oldest = None
         if self.first_done is not None and self.first_received is not None:
             first_row_s = self.first_done - self.first_received
@@ -255,7 +249,6 @@ class PoolMetrics:
         self._restarts.follow(num_restarts)
 
     def unit(self, state: str, seconds: float | None) -> None:
-        """Count a unit that came into a state; `seconds` it took, where that is known."""
         self._units.inc(1, tags={"state": state})
         if state == "written" and seconds is not None:
             self._unit_seconds.observe(seconds)

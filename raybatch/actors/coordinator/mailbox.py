@@ -45,12 +45,10 @@ class OpenBatch:
     last_attempts: npt.NDArray[np.int16] | None = None
 
     def end(self) -> None:
-        """Release those who wait for the batch."""
         self.done.set()
         self.stirred.set()
 
     def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
-        """Remember deaths for the next answer, which is sent at once."""
         self.crashes |= {one.row: one for one in crashes}
         self.stirred.set()
 
@@ -91,12 +89,10 @@ class Mailbox:
         return len(self._open)
 
     def refs(self, batch_id: int) -> list[Any] | None:
-        """Return the references of a batch, None when it is not open any more."""
         batch = self._open.get(batch_id)
         return self._probation.refs(batch_id) if batch is None else batch.submission.refs
 
     def find(self, token: str) -> OpenBatch | None:
-        """Return the batch that a feeder named, None when it is not open any more."""
         batch_id = self._ids.get(token)
         return None if batch_id is None else self._open[batch_id]
 
@@ -106,10 +102,8 @@ class Mailbox:
     def take_over(self, submission: Submission) -> OpenBatch | None:
         """Return the open batch of the same name, which is the submission's from now on.
 
-        A feeder that waits for it under another token gets the answer "unknown".
-
-        Returns:
-            None where there is no such batch, or the submission was cancelled on its way.
+        A feeder that waits for it under another token gets the answer "unknown". None where there
+        is no such batch, or the submission was cancelled on its way.
         """
         batch = self._named.get((submission.client, submission.name))
         if batch is None or submission.token in self._cancelled:
@@ -128,7 +122,6 @@ class Mailbox:
         return (client, name) in self._named
 
     def forget(self, client: str, names: Iterable[str]) -> None:
-        """Drop batches whose results are safe elsewhere."""
         for name in names:
             if (batch := self._named.get((client, name))) is not None:
                 self.drop(batch)
@@ -236,10 +229,7 @@ class Mailbox:
             self._open[batch_id].begun.add(tokens.filter(pa.array(is_left)))
 
     def assign(self, spans: Sequence[Span]) -> list[Assignment]:
-        """Return the spans by row batch, with tables, groups, places and tokens so far.
-
-        Rows that nobody waits for are taken out.
-        """
+        """Return the spans by row batch; rows that nobody waits for are taken out."""
         places: dict[int, list[int]] = defaultdict(list)
         for place, span in enumerate(spans):
             places[span.batch_id].append(place)
@@ -268,11 +258,8 @@ class Mailbox:
     def note_loss(self, loss: Loss, cause: str = "") -> str:
         """Answer each row that is given up with an error, and report the deaths of others.
 
-        Args:
-            cause: what it reported of its end, "" for nothing.
-
-        Returns:
-            Why the engine must be broken, "" while rows may be the reason.
+        `cause` is what the replica reported of its end. Returns why the engine must be broken, ""
+        while rows may be the reason.
         """
         for batch_id, crashes in loss.crashes.items():
             if batch_id in self._open:
@@ -328,13 +315,11 @@ class Mailbox:
             self.on_drop(replica_id, batch_id)
 
     def sharing_messages(self) -> list[str]:
-        """Return new messages about what clients would gain from a plan."""
         clients = self.clients.values()
         messages = (c.sharing.message(c.cached_tokens, c.prompt_tokens) for c in clients)
         return list(filter(None, messages))
 
     def abandoned(self, timeout_s: float) -> list[OpenBatch]:
-        """Return the batches whose feeder has been silent for so long."""
         oldest = time.monotonic() - timeout_s
         return [batch for batch in self._open.values() if batch.last_asked < oldest]
 

@@ -24,11 +24,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class CallHandle:
-    """Begins calls of an object's methods.
-
-    Args:
-        begin: takes the name of a method and its arguments, and returns the call that has begun.
-    """
+    """Begins calls: `begin` takes the name of a method and its arguments, and returns the call."""
 
     def __init__(self, begin: Callable[..., Any]) -> None:
         self._begin = begin
@@ -51,7 +47,6 @@ class LocalLoop:
         self._has_started = False
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> "LocalCall":
-        """Begin a coroutine, from any thread."""
         with self._starting:
             if not self._has_started:
                 # first: Ctrl-C may arrive while it starts
@@ -112,11 +107,7 @@ class PeerDiedError(PeerError):
 
 
 class Peer:
-    """One end of the connection; used on one event loop.
-
-    Args:
-        find: returns a method of this process by its name, a coroutine function.
-    """
+    """One end of the connection, on one event loop; `find` returns a method of this end by name."""
 
     def __init__(
         self, connection: socket.socket, find: Callable[[str], Callable[..., Any]]
@@ -150,7 +141,6 @@ class Peer:
         return future
 
     async def serve(self) -> None:
-        """Answer calls until the other process ends or closes its end."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
         self.is_connected.set()
         try:

@@ -31,10 +31,8 @@ def measure_local(
     """Return the cost model of one engine of a local pool, cached or measured now.
 
     Args:
-        spec: of the pool; its engines need not run.
         folder: of the cached models; None takes this host's cache folder.
-        timeout_s: for the start of the engine and the measurement; None takes the pool's
-            `start_timeout_s` and five minutes.
+        timeout_s: None takes the pool's `start_timeout_s` and five minutes.
 
     Raises:
         MeasureError: the engine does not start, dies, or takes too long; with the reason.

@@ -109,7 +109,7 @@ def _has_gpus(spec: PoolSpec) -> bool:
 
 
 def plan_local_placement(spec: PoolSpec) -> Placement:
-    """Return how many engines a pool has on this host: as many as its cores take, or as configured.
+    """Return how many engines a pool has on this host: as configured, or as its cores take.
 
     GPUs are not divided here: one engine has what it takes of them.
     """

@@ -116,7 +116,6 @@ class _EngineProcess:
         return failed
 
     async def run(self, coordinator: Handle) -> None:
-        """Work until there are no more rows; raise `PeerDiedError` where the process ends."""
         await self._call("run")
 
     async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
@@ -168,7 +167,6 @@ class _EngineThread:
         return ref.requests
 
     async def die(self) -> None:
-        """Let `run` raise."""
         self._is_dead.set()
         await asyncio.Event().wait()
 
@@ -228,7 +226,6 @@ def end_group(process: subprocess.Popen[bytes]) -> int:
 
 
 def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
-    """Start the process of an engine with one end of its socket."""
     try:
         stderr = sys.stderr.fileno()
     except (OSError, ValueError, AttributeError):  # a command reads its own descriptor 2

@@ -44,12 +44,11 @@ def measure_pool(
 
     Args:
         folder: of the cached models, on whatever host; None takes that host's cache folder.
-        timeout_s: for the start of the engine and the measurement; None takes the pool's
-            `start_timeout_s` and five minutes.
+        timeout_s: None takes the pool's `start_timeout_s` and five minutes.
 
     Raises:
-        MeasureError: the engine does not start, dies, or takes too long, or the cluster has what
-            it needs but others hold it now; with the reason.
+        MeasureError: the engine does not start, dies, or takes too long, or others hold what it
+            needs of the cluster; with the reason.
         ConfigError: the pool's options do not fit the cluster.
     """
     if type_of(spec.backend).is_endpoint:
@@ -91,9 +90,6 @@ def busy_resources(
     """Return the resources that a cluster has but cannot give now, each with its numbers.
 
     Resources that the cluster does not have at all may be added where clusters autoscale.
-
-    Args:
-        free: by name, what nobody holds; a name that is left out counts as 0.
     """
     return [
         f"{number:g} {name}s, of which {free.get(name, 0):g} are free"

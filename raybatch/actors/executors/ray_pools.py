@@ -95,10 +95,8 @@ def reserve(plan: Placement, pool: PoolConfig, *, name: str) -> Reserved:
     """Ask Ray for what one engine needs; returns before it is there.
 
     Ray keeps a group until its driver ends, also where the actor that asked for it has died. So it
-    has a name, and one of this name that was left behind is released first.
-
-    Args:
-        name: of the group, the same whenever the same place of a pool is filled again.
+    has the same `name` whenever the same place of a pool is filled again, and one of this name that
+    was left behind is released first.
     """
     options: dict[str, Any] = {"max_restarts": 0}
     given = {"accelerator_type": pool.accelerator_type, "resources": dict(pool.resources)}
@@ -198,7 +196,6 @@ class RayPools:
         return settled(spec, cluster_now(), vllm=installed, began_with=began_with)
 
     def connect(self, spec: PoolSpec) -> ActorHandle:
-        """Return the coordinator; Ray is initialised only if it is not."""
         if not ray.is_initialized():
             ray.init()
         name = _name(spec)

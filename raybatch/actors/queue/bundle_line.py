@@ -34,10 +34,7 @@ class Bundle:
 class BundleLine:
     """Bundles in the order in which they go, at most one of each group.
 
-    Attributes:
-        num_rows: in all bundles.
-        cost: of all rows, without prefixes.
-        prefix_tokens: of all bundles.
+    The sums are over all bundles; `cost` is without prefixes.
     """
 
     def __init__(self, batches: Batches) -> None:
@@ -105,8 +102,7 @@ class BundleLine:
     ) -> list[Span]:
         """Take the first rows of a bundle out, as many as stay within all budgets.
 
-        Args:
-            at_least: 1 takes one row even above the budgets, 0 does not.
+        `at_least` 1 takes one row even above the budgets.
         """
         bundle = self._bundles[place]
         taken: list[Span] = []

@@ -75,8 +75,7 @@ class Probation:
     def note_loss(self, loss: Loss) -> str:
         """Note a death, and queue a control where one is due.
 
-        Returns:
-            Why the engine must be broken, "" while rows may be the reason.
+        Returns why the engine must be broken, "" while rows may be the reason.
         """
         if not loss.crashes:
             return ""
@@ -101,7 +100,6 @@ class Probation:
         return ""
 
     def forget_good_row(self) -> None:
-        """Forget the row that is kept for a control, and its request table."""
         self._good = self.batch_id = None
 
     def _queue_control(self) -> bool:

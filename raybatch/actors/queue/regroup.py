@@ -33,11 +33,7 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class Regrouping:
-    """Adds row batches to the line, and groups what waits there.
-
-    Attributes:
-        num_groupings: how often the line was grouped.
-    """
+    """Adds row batches to the line, and groups what waits there."""
 
     def __init__(self, batches: Batches, line: WaitingLine, affinity: PrefixAffinity) -> None:
         self.num_groupings = 0

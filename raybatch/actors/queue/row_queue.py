@@ -39,10 +39,7 @@ class RowQueue:
     """Rows of all batches and clients, handed out in order of arrival or of their groups.
 
     Replicas are named by an id that no other start of a replica shares, so that a late word from
-    a dead one is ignored.
-
-    Args:
-        max_row_crashes: deaths after which a row that ran alone is given up.
+    a dead one is ignored. A row that ran alone is given up after `max_row_crashes` deaths.
     """
 
     def __init__(self, max_row_crashes: int) -> None:
@@ -92,15 +89,13 @@ class RowQueue:
     def pick_control(self, place: float) -> bool:
         """Make a row that waits unsuspected the control, unless there is one.
 
-        Args:
-            place: of the row between 0, the head of the queue, and 1, the last row.
+        `place` is that of the row between 0, the head of the queue, and 1, the last row.
         """
         if self._line and not self.has_control():
             self._isolation.control = self._line.take_at(place)
         return self.has_control()
 
     def has_control(self) -> bool:
-        """Return whether a control row waits or runs."""
         runs = any(load.has_control for load in self._replicas.values())
         return runs or self._isolation.control is not None
 
@@ -109,11 +104,7 @@ class RowQueue:
 
         Levels the cost (prefixes once, the rest of the prompts, expected outputs) that the
         replicas hold, so that a short queue is shared evenly, and leaves a share for replicas that
-        are about to be ready.
-
-        Returns:
-            Spans per replica, in the order in which they run; a replica that gets nothing is
-            absent.
+        are about to be ready. A replica that gets nothing is absent from the result.
         """
         grants: dict[int, list[Span]] = {}
         open_ids = []
@@ -148,10 +139,7 @@ class RowQueue:
         return is_held
 
     def lose(self, replica_id: int) -> Loss:
-        """Take all rows from a replica that died.
-
-        Complexity: O(rows in the queue).
-        """
+        """Take all rows from a replica that died. Complexity: O(rows in the queue)."""
         replica = self._forget(replica_id)
         was_alone = replica.num_rows == 1
         innocent: list[Span] = []
@@ -218,8 +206,7 @@ class RowQueue:
     def drop(self, batch_id: int) -> list[int]:
         """Forget a row batch, whatever the state of its rows.
 
-        Returns:
-            Replicas that run rows of it; these count as held until `note_aborted`.
+        Returns the replicas that run rows of it; these count as held until `note_aborted`.
         """
         if (batch := self._batches.get(batch_id)) is None:
             return []
@@ -239,7 +226,6 @@ class RowQueue:
             self._affinity.end(replica_id, replica.remove(share))
 
     def is_done(self, batch_id: int) -> bool:
-        """Return whether every row of the batch is finished or given up."""
         return self._batches[batch_id].num_left == 0
 
     def rows_left(self, batch_id: int) -> npt.NDArray[np.intp]:

@@ -37,10 +37,8 @@ class Steal(NamedTuple):
 def choose_steal(pulling: Sequence[ReplicaWork], others: Iterable[ReplicaWork]) -> Steal | None:
     """Choose half of the rows of the replica with the most unstarted ones, where another has none.
 
-    The cost is limited to half of the difference between both, so that they end together.
-
-    Returns:
-        None where nobody is idle, or nobody has two rows to share.
+    The cost is limited to half of the difference between both, so that they end together. None
+    where nobody is idle, or nobody has two rows to share.
     """
     if all(replica.num_held for replica in pulling):
         return None

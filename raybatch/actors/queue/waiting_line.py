@@ -21,12 +21,7 @@ _Alone = tuple[Span, ...]
 
 
 class PrefixAffinity:
-    """Home replicas of the groups that are live, and of the last few thousand that were.
-
-    Attributes:
-        num_cuts: times that a replica got rows of a group that was live at another one.
-        cut_tokens: prefix tokens that are computed once more for these.
-    """
+    """Home replicas of the groups that are live, and of the last few thousand that were."""
 
     def __init__(self) -> None:
         self.num_cuts = 0
@@ -134,8 +129,7 @@ class WaitingLine:
     def add(self, span: Span, *, is_new: bool = False) -> None:
         """Add rows behind all others, or where other members of their group are.
 
-        Args:
-            is_new: they are to be grouped before they are handed out.
+        With `is_new` they are to be grouped before they are handed out.
         """
         batch = self.batches[span.batch_id]
         for start, stop in batch.runs(span.start, span.stop):

@@ -40,10 +40,7 @@ class StartLedger:
     """Counts starts and deaths of the ranks of one pool.
 
     A death that cost rows is theirs to answer for (see `RowQueue.lose`); one without rows counts
-    like a failed start.
-
-    Args:
-        max_start_failures: failures in a row after which a rank is given up.
+    like a failed start, and after `max_start_failures` in a row the rank is given up.
     """
 
     num_replicas: int
@@ -74,14 +71,9 @@ class StartLedger:
         self.ranks[rank].is_ready = False
 
     def died(self, rank: int, *, lost_rows: bool, is_final: bool = False) -> float | None:
-        """Note a death or a failed start.
+        """Note a death or a failed start; `is_final` where another start would fail as well.
 
-        Args:
-            lost_rows: whether the death cost rows.
-            is_final: whether another start would fail as this one did.
-
-        Returns:
-            Seconds to wait before the next start, or None: the rank is given up.
+        Returns seconds to wait before the next start, or None: the rank is given up.
         """
         self.stopped(rank)
         state = self.ranks[rank]
@@ -129,7 +121,6 @@ class StartEvents:
     _kept: list[str] = field(default_factory=list)
 
     def again(self, rank: int, cause: str, trace: str = "") -> str:
-        """Return the message about a rank that is started again."""
         return f"replica {rank} is started again: {cause}{self.new_trace(trace)}"
 
     def given_up(self, rank: int, cause: str, trace: str = "") -> None:
@@ -144,7 +135,6 @@ class StartEvents:
         return f"\n{trace}"
 
     def take(self) -> list[str]:
-        """Return the messages about ranks that are given up, each once."""
         kept, self._kept = self._kept, []
         return kept
 
@@ -323,11 +313,7 @@ class IdlePoolReclaimer:
         self._has_warned = False
 
     def is_due(self, waits_s: float, now_s: float) -> bool:
-        """Return whether to reclaim; warn once that an engine has been waiting for long.
-
-        Args:
-            waits_s: for which a replica has been waiting for Ray to reserve what it takes.
-        """
+        """Return whether to reclaim; warn once that a replica has waited long for Ray."""
         if waits_s > _WARN_AFTER_S and not self._has_warned:
             self._has_warned = True
             text = "an engine has been waiting for %.0f s for %s of the cluster"

@@ -125,7 +125,6 @@ class NoMetrics:
 
 
 def use_threads(spec: PoolSpec) -> None:
-    """Set the threads of an engine's libraries to the number in its options."""
     os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
 
 

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -84,6 +83,10 @@ class RowGroups:
     group_ids: npt.NDArray[np.int64]
     prefix_lens: npt.NDArray[np.int32]
 
+    def between(self, start: int, stop: int) -> "RowGroups":
+        ids, prefix_lens = self.group_ids[start:stop], self.prefix_lens[start:stop]
+        return RowGroups(group_ids=ids, prefix_lens=prefix_lens)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
@@ -113,10 +116,6 @@ class Submission:
     block_keys: BlockKeys | None = None
     crashes: npt.NDArray[np.int16] | None = None
     begun: pa.RecordBatch | None = None
-
-    def again(self) -> "Submission":
-        """Return the same rows as another batch."""
-        return replace(self, token=uuid.uuid4().hex)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
