@@ -37,14 +37,7 @@ def _commit_by_attempt(
 ) -> Receipt:
     """Commit under a name that every attempt has for itself."""
     commit.check_rows(unit, **checked)
-    footer = Footer(
-        unit=unit.number,
-        num_rows=unit.num_rows,
-        row_sum=unit.row_sum,
-        plan=plan_hash,
-        attempt=attempt,
-        counts=counts,
-    )
+    footer = Footer(unit=unit, plan=plan_hash, attempt=attempt, counts=counts)
     name = part_name(unit.number, f"attempt={attempt}")
     won = store.create(name, part_format.part(table, footer))
     return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=counts)

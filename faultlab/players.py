@@ -259,9 +259,7 @@ FORMAT = PartFormat(encode=_encode_once, footer_text=lru_cache(maxsize=65536)(PA
 def foreign_part(unit: int) -> bytes:
     """Return the part that another job would write under the name of a unit."""
     footer = Footer(
-        unit=unit,
-        num_rows=1,
-        row_sum=row_sum(np.array([_FOREIGN_ROW])),
+        unit=Unit(number=unit, num_rows=1, row_sum=row_sum(np.array([_FOREIGN_ROW]))),
         plan="plan of another job",
         attempt="another job",
         counts=UnitCounts(num_rows=1),

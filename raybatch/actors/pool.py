@@ -22,7 +22,7 @@ import pyarrow as pa
 from raybatch.actors.replicas.site import Handle, Pools
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
-from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, RowCrashes, Submission
+from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, RowCrashes
 from raybatch.backends.choice import BackendChoice
 from raybatch.errors import ReplicaError
 from raybatch.records.types import PoolStats, Sampling
@@ -122,7 +122,9 @@ class PoolHandle:
         try:
             while True:
                 if call is None:
-                    submission = _anew(submission, watch)
+                    submission = replace(submission, token=uuid.uuid4().hex)
+                    if watch is not None:
+                        submission = replace(submission, crashes=watch.crashes, begun=watch.begun)
                     call = coordinator.generate.remote(submission, requests)
                 answer: Answer = await call
                 await _notify(watch, answer)
@@ -272,12 +274,6 @@ def _restore(spec: PoolSpec, coordinator: Handle | None) -> PoolHandle:
     handle = PoolHandle(spec)
     handle._carried = coordinator
     return handle
-
-
-def _anew(submission: Submission, watch: RowWatch | None) -> Submission:
-    """Return the same rows as another batch, with the progress of earlier runs."""
-    anew = replace(submission, token=uuid.uuid4().hex)
-    return anew if watch is None else replace(anew, crashes=watch.crashes, begun=watch.begun)
 
 
 async def _notify(watch: RowWatch | None, answer: Answer) -> None:

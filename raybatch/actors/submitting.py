@@ -86,18 +86,14 @@ def row_keys(table: pa.Table, block_size: int) -> RowKeys:
     prompts = whole_array(table["prompt_token_ids"])
     tokens = flat_values(prompts, np.int32)
     keys = hash_blocks(tokens, offsets_of(prompt_lengths(table)), block_size)
-    adapters, payloads = _salts_of(table["payload"])
-    return RowKeys(keys.salted(adapters, payloads), adapters)
-
-
-def _salts_of(payloads: pa.ChunkedArray) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Return what each payload decides, as numbers: the KV of a prompt, and its result."""
-    if payloads.null_count == len(payloads):
-        return np.zeros(len(payloads), np.uint64), np.zeros(len(payloads), np.uint64)
-    texts = payloads.to_pylist()
-    salts = {text: (_digest(adapter_in(text)), _digest(text)) for text in set(texts)}
-    columns = np.array([salts[text] for text in texts], np.uint64)
-    return columns[:, 0], columns[:, 1]
+    payloads = table["payload"]
+    # what each payload decides: the KV of a prompt, and its result
+    salts = np.zeros((len(payloads), 2), np.uint64)
+    if payloads.null_count < len(payloads):
+        texts = payloads.to_pylist()
+        known = {text: (_digest(adapter_in(text)), _digest(text)) for text in set(texts)}
+        salts = np.array([known[text] for text in texts], np.uint64)
+    return RowKeys(keys.salted(salts[:, 0], salts[:, 1]), salts[:, 0])
 
 
 def _digest(text: str | None) -> int:

@@ -231,14 +231,21 @@ def _read_share(
                 footer = read_footer(store, name, part_format)
                 footer.check_plan(unit, plan.hash_of(number), where)
         except (CommitError, FileNotFoundError) as error:
-            is_gone = isinstance(error, FileNotFoundError)
-            foreign.append(_lacking_message(store, name, error) if is_gone else str(error))
+            text = str(error)
+            if isinstance(error, FileNotFoundError):  # it is listed, and gone
+                also = f" and {SUCCESS}" if store.size(SUCCESS) is not None else ""
+                text = (
+                    f"{where} stands for a file that is gone ({error}); bring it back from a copy, "
+                    f"or remove {name}{also} and run the job again"
+                )
+            foreign.append(text)
             lost += unit.num_rows
             continue
-        written += footer.num_rows
-        lost += max(0, unit.num_rows - footer.num_rows)
-        duplicated += max(0, footer.num_rows - unit.num_rows)
-        if footer.num_rows == unit.num_rows and footer.row_sum != unit.row_sum:
+        held = footer.unit
+        written += held.num_rows
+        lost += max(0, unit.num_rows - held.num_rows)
+        duplicated += max(0, held.num_rows - unit.num_rows)
+        if held.num_rows == unit.num_rows and held.row_sum != unit.row_sum:
             foreign.append(f"{where} holds other rows than the plan says")
         counts.append(footer.counts)
     return Audit(
@@ -253,11 +260,3 @@ def _read_share(
 
 def _stranger_message(store: Store, name: str) -> str:
     return f"{store.uri}/{name} is no part of the plan; move it away"
-
-
-def _lacking_message(store: Store, name: str, error: Exception) -> str:
-    also = f" and {SUCCESS}" if store.size(SUCCESS) is not None else ""
-    return (
-        f"{store.uri}/{name} stands for a file that is gone ({error}); bring it back from a copy, "
-        f"or remove {name}{also} and run the job again"
-    )

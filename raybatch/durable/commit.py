@@ -97,7 +97,7 @@ def commit_unit(
     check_rows(unit, pos, row)
     if np.any(pos[1:] < pos[:-1]):
         table = table.take(np.argsort(pos))
-    footer = Footer.of(unit, counts, plan=plan_hash, attempt=attempt)
+    footer = Footer(unit=unit, counts=counts, plan=plan_hash, attempt=attempt)
     stored = publish(store, part_name(unit.number), table, footer, part_format)
     return Receipt(
         unit=unit.number, num_rows=unit.num_rows, won=stored is footer, counts=stored.counts
@@ -113,9 +113,9 @@ def publish(
     is another unit's or another plan's, or was removed.
     """
     data = part_format.part(table, footer)
-    reach("before_publish", unit=footer.unit)
+    reach("before_publish", unit=footer.unit.number)
     won = store.create(name, data)
-    reach("after_publish", unit=footer.unit)
+    reach("after_publish", unit=footer.unit.number)
     if won:
         return footer
     try:
@@ -124,8 +124,7 @@ def publish(
         raise CommitError(
             f"{store.uri}/{name} was there and is gone; somebody else removes files of this output"
         ) from None
-    unit = Unit(number=footer.unit, num_rows=footer.num_rows, row_sum=footer.row_sum)
-    stored.check(unit, footer.plan, f"{store.uri}/{name}")
+    stored.check(footer.unit, footer.plan, f"{store.uri}/{name}")
     return stored
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -78,10 +79,10 @@ class Coordinator:
     async def generate(self, submission: Submission, requests: Requests) -> Answer:
         """Queue a row batch, or take over one of a dead feeder, and wait for its results."""
         await self._start_replicas()
-        batch = self._mailbox.take_over(submission)
-        if batch is None:
-            # what a feeder owns goes with it, while its rows are still wanted
-            batch = self._mailbox.add(replace(submission, refs=[self._site.keep(requests)]))
+        # what a feeder owns goes with it, while its rows are still wanted
+        batch = self._mailbox.take_over(submission) or self._mailbox.add(
+            replace(submission, refs=[self._site.keep(requests)])
+        )
         if batch is None:
             return Answer(status="unknown")
         self._dispatch()
@@ -267,10 +268,8 @@ class Coordinator:
             self._stealing = self._spawn(self._take_back(members[steal.replica_id], steal))
 
     def _work_of(self, member: Member) -> ReplicaWork:
-        load, is_stale = (
-            self._queue.load(member.replica_id),
-            member.replica_id in self._stale_reports,
-        )
+        load = self._queue.load(member.replica_id)
+        is_stale = member.replica_id in self._stale_reports
         return ReplicaWork(
             member.replica_id,
             num_held=load.num_rows,
@@ -280,11 +279,10 @@ class Coordinator:
         )
 
     async def _take_back(self, victim: Member, steal: Steal) -> None:
-        try:
+        rows: list[tuple[int, int]] = []
+        # its death is noticed, and its rows are queued again, where it is awaited
+        with suppress(*self._site.died):
             rows = await victim.actor.give_back.remote(steal.max_rows, steal.max_cost)
-        except self._site.died:
-            # its death is noticed, and its rows are queued again, where it is awaited
-            rows = []
         self._stealing = None
         self._queue.give_back(steal.replica_id, [Span(b, row, row + 1) for b, row in rows])
         self._dispatch()
@@ -294,13 +292,11 @@ class Coordinator:
             self._spawn(self._abort(member, batch_id))
 
     async def _abort(self, member: Member, batch_id: int) -> None:
-        try:
+        # the death of a replica is noticed, and its load forgotten, where it is awaited
+        with suppress(*self._site.died):
             await member.actor.abort.remote(batch_id)
-        except self._site.died:
-            # its death is noticed, and its load forgotten, where it is awaited
-            return
-        self._queue.note_aborted(member.replica_id, batch_id)
-        self._dispatch()
+            self._queue.note_aborted(member.replica_id, batch_id)
+            self._dispatch()
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Queue the rows of a replica that ended again; return whether its death cost any."""

@@ -48,10 +48,6 @@ class OpenBatch:
         self.done.set()
         self.stirred.set()
 
-    def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
-        self.crashes |= {one.row: one for one in crashes}
-        self.stirred.set()
-
     def take_crashes(self) -> tuple[RowCrashes, ...]:
         """Return the deaths that no answer has reported yet."""
         crashes, self.crashes = self.crashes, {}
@@ -262,8 +258,9 @@ class Mailbox:
         while rows may be the reason.
         """
         for batch_id, crashes in loss.crashes.items():
-            if batch_id in self._open:
-                self._open[batch_id].note_crashes(crashes)
+            if (batch := self._open.get(batch_id)) is not None:
+                batch.crashes |= {one.row: one for one in crashes}
+                batch.stirred.set()
         for batch_id, poison in loss.given_up():
             if (batch := self._open.get(batch_id)) is not None:
                 error = crash_error(poison.num_crashes, cause)

@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from raybatch.actors.executors.local_pools import plan_local_placement
 from raybatch.actors.executors.local_site import end_group, start_python
@@ -41,9 +40,21 @@ def measure_local(
     if (cached := cached_model(spec, num_engines, folder)) is not None:
         return cached
     timeout_s = patience_s(spec, timeout_s)
-    return model_in(
-        _ask_process((spec, num_engines, folder), f"{spec.model} was not measured", timeout_s)
+    failure = f"{spec.model} was not measured"
+    process = start_python(
+        "raybatch.actors.executors.local_measure", stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
+    try:
+        answer, _ = process.communicate(
+            pickle.dumps((spec, num_engines, folder)), timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as error:
+        raise MeasureError(f"{failure} within {timeout_s} s") from error
+    finally:
+        code = end_group(process)
+    if code:
+        raise MeasureError(f"{failure}: the process ended with code {code}")
+    return model_in(pickle.loads(answer))
 
 
 def cached_model(spec: PoolSpec, num_engines: int, folder: Path | None) -> CostModel | None:
@@ -74,21 +85,6 @@ def model_in(answer: CostModel | str) -> CostModel:
     if isinstance(answer, str):
         raise MeasureError(answer)
     return answer
-
-
-def _ask_process(question: tuple[Any, ...], failure: str, timeout_s: float | None) -> Any:  # noqa: ANN401
-    process = start_python(
-        "raybatch.actors.executors.local_measure", stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        answer, _ = process.communicate(pickle.dumps(question), timeout=timeout_s)
-    except subprocess.TimeoutExpired as error:
-        raise MeasureError(f"{failure} within {timeout_s} s") from error
-    finally:
-        code = end_group(process)
-    if code:
-        raise MeasureError(f"{failure}: the process ended with code {code}")
-    return pickle.loads(answer)
 
 
 def _answer() -> None:

@@ -49,7 +49,12 @@ class LocalPools:
         with self._lock:
             if name not in self._coordinators:
                 self._coordinators[name] = self._loop.begin(_make(spec, self._loop)).result()
-            self._rest_alike(name, spec)
+            # pools may differ in the number of engines alone: that follows from the rows of a job,
+            # and the host has memory for those of one, so engines of the others that do nothing end
+            family = digest_of(replace(spec, pool=replace(spec.pool, replicas=None)))
+            before, self._in_use[family] = self._in_use.get(family, name), name
+            if before != name and before in self._coordinators:
+                self._coordinators[before].rest.remote().result()
             return self._coordinators[name]
 
     def result(self, call: LocalCall) -> object:
@@ -70,19 +75,6 @@ class LocalPools:
             coordinators, self._coordinators = self._coordinators, {}
         for coordinator in coordinators.values():
             coordinator.shutdown.remote().result()
-
-    def _rest_alike(self, name: str, spec: PoolSpec) -> None:
-        """Let pools end engines that do nothing, where they differ in the number of them alone.
-
-        The number follows from the rows of a job, and the host has memory for those of one.
-        """
-        family = digest_of(replace(spec, pool=replace(spec.pool, replicas=None)))
-        if self._in_use.get(family) == name:
-            return
-        before = self._coordinators.get(self._in_use.get(family, ""))
-        self._in_use[family] = name
-        if before is not None:
-            before.rest.remote().result()
 
 
 async def _make(spec: PoolSpec, loop: LocalLoop) -> CallHandle:

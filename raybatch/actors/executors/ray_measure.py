@@ -16,12 +16,7 @@ from raybatch.actors.executors.local_measure import (
     patience_s,
 )
 from raybatch.actors.executors.ray_pools import reserve
-from raybatch.actors.replicas.placement import (
-    Placement,
-    cluster_now,
-    plan_placement,
-    requested_of_ray,
-)
+from raybatch.actors.replicas.placement import cluster_now, plan_placement, requested_of_ray
 from raybatch.actors.replicas.site import obey_log_level, use_threads
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS
@@ -61,12 +56,6 @@ def measure_pool(
         return cached
     others = {} if plan.bundles else spec.pool.resources
     _check_free({**plan.total(), **others}, spec)
-    return _measure_in_actor(spec, plan, folder, timeout_s)
-
-
-def _measure_in_actor(
-    spec: PoolSpec, plan: Placement, folder: Path | None, timeout_s: float | None
-) -> CostModel:
     timeout_s = patience_s(spec, timeout_s)
     reserved = reserve(plan, spec.pool, name=f"raybatch-measure-{uuid.uuid4().hex}")
     call = reserved.start(_Measurer, spec).actor.measure.remote(plan.num_engines_on_host, folder)

@@ -1,7 +1,7 @@
 """Waiting rows in bundles that go together: members of one prefix group, or neighbours of none."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from raybatch.actors.queue.row_states import ALONE, RowStates
@@ -45,9 +45,6 @@ class BundleLine:
 
     def __len__(self) -> int:
         return len(self._bundles)
-
-    def __iter__(self) -> Iterator[Bundle]:
-        return iter(self._bundles)
 
     def __getitem__(self, place: int) -> Bundle:
         """Return the bundle at a place; fast near the head."""

@@ -82,7 +82,13 @@ class Grant:
         if self._has_room():
             self._take_fresh()
         if not self.spans and self.line.fresh:
-            self._take_head()
+            # its head goes above the quota, too, and is not cut: what is a large group now may be a
+            # small part of the rows that follow
+            fresh = self.line.fresh
+            if fresh[0].group == ALONE:
+                self._take_part(fresh, 0, self.quota)
+            elif not self._take_whole(fresh, 0):
+                self._take_part(fresh, 0, self.share)
         if not self.spans:
             self._take_from_others()
         return self.spans
@@ -106,17 +112,6 @@ class Grant:
                 self.spans or not self._take_part(fresh, place, self.share)
             ):
                 return
-
-    def _take_head(self) -> None:
-        """Take the head of the line of all although it is above the quota.
-
-        It is not cut: what is a large group now may be a small part of the rows that follow.
-        """
-        fresh = self.line.fresh
-        if fresh[0].group == ALONE:
-            self._take_part(fresh, 0, self.quota)
-        elif not self._take_whole(fresh, 0):
-            self._take_part(fresh, 0, self.share)
 
     def _take_from_others(self) -> None:
         """Take rows that are reserved for other replicas, where no others wait."""

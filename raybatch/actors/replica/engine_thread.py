@@ -48,9 +48,6 @@ class OpenRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._rows
-
     def add(self, requests: Iterable[Request]) -> None:
         for request in requests:
             prompt = own = len(request.prompt_token_ids)
@@ -268,7 +265,14 @@ class EngineThread:
                 future.set_exception(EngineEndedError("the engine has ended"))
 
     def _step(self, backend: Backend) -> bool:
-        requests, begun, num_calls = self._wait_for_work(backend)
+        with self._changed:
+            while not (
+                self._incoming or self._calls or self._is_closing or backend.num_unfinished()
+            ):
+                self._changed.wait()
+            requests, self._incoming = self._incoming, []
+            begun, self._begun = self._begun, {}
+            num_calls, self._num_in_hand = len(self._calls), len(requests)
         if self._is_closing:
             return False
         if begun:
@@ -293,19 +297,6 @@ class EngineThread:
         if has_events:
             self._wake()
         return True
-
-    def _wait_for_work(
-        self, backend: Backend
-    ) -> tuple[list[Request], dict[int, Sequence[SequenceState]], int]:
-        with self._changed:
-            while not (
-                self._incoming or self._calls or self._is_closing or backend.num_unfinished()
-            ):
-                self._changed.wait()
-            requests, self._incoming = self._incoming, []
-            begun, self._begun = self._begun, {}
-            self._num_in_hand = len(requests)
-            return requests, begun, len(self._calls)
 
     def _take_back(self, backend: Backend, max_rows: int, max_cost: int | None) -> list[int]:
         unstarted = backend.drain()

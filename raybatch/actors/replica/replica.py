@@ -8,8 +8,6 @@ import traceback
 from collections import defaultdict
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from raybatch.actors.coordinator.counters import ReplicaMetrics
 from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
@@ -216,9 +214,15 @@ class Replica:
             await asyncio.sleep(every_s)
             if engine.is_idle():
                 continue
-            states = await asyncio.wrap_future(engine.begun(_MIN_NEW_TOKENS))
-            if states:
-                await coordinator.note_begun.remote(_by_batch(states))
+            of_batch: dict[int, list[SequenceState]] = defaultdict(list)
+            for state in await asyncio.wrap_future(engine.begun(_MIN_NEW_TOKENS)):
+                of_batch[state.request.request_id >> _ROW_BITS].append(state)
+            progress = [
+                (batch_id, encode_begun([s.request.request_id & _ROW_MASK for s in states], states))
+                for batch_id, states in of_batch.items()
+            ]
+            if progress:
+                await coordinator.note_begun.remote(progress)
 
     async def _send(self, engine: EngineThread, coordinator: Handle) -> None:
         by_batch: dict[int, list[Completion]] = defaultdict(list)
@@ -264,13 +268,3 @@ def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]
         batch.num_rows += num_rows
         start += num_rows
     return requests
-
-
-def _by_batch(states: list[SequenceState]) -> list[tuple[int, pa.RecordBatch]]:
-    of_batch: dict[int, list[SequenceState]] = defaultdict(list)
-    for state in states:
-        of_batch[state.request.request_id >> _ROW_BITS].append(state)
-    return [
-        (batch_id, encode_begun([s.request.request_id & _ROW_MASK for s in of_one], of_one))
-        for batch_id, of_one in of_batch.items()
-    ]

@@ -231,7 +231,10 @@ class ReplicaSet:
                 failed = await self._start(member)
                 cause = failed.cause if failed else await self._run(member, coordinator)
             finally:
-                self._remove(member)
+                self.past_busy_s += member.stats.engine_s
+                del self.members[member.replica_id]
+                self.ledger.stopped(rank)
+                member.started.end()
                 has_lost_rows = self._on_lost(member, cause)
             if cause is None:
                 return
@@ -296,12 +299,6 @@ class ReplicaSet:
         except self._site.failed as error:
             return member.cause or last_line(error)
         return None
-
-    def _remove(self, member: Member) -> None:
-        self.past_busy_s += member.stats.engine_s
-        del self.members[member.replica_id]
-        self.ledger.stopped(member.rank)
-        member.started.end()
 
 
 class IdlePoolReclaimer:
