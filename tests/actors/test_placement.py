@@ -5,8 +5,6 @@ import pytest
 from raybatch.actors.replicas.placement import (
     ClusterView,
     Placement,
-    check_cluster,
-    check_hosts,
     gpu_warnings,
     plan_placement,
     requested_of_ray,
@@ -18,22 +16,6 @@ from raybatch.errors import ConfigError
 from raybatch.rows.stage_forms import build_stage_config
 
 
-def test_an_engine_fits_the_largest_host():
-    check_hosts(4, [2, 4])
-
-
-@pytest.mark.parametrize("hosts", [[], [2, 4]])
-def test_an_engine_over_several_hosts_is_refused_with_the_way_out(hosts):
-    with pytest.raises(ConfigError, match=r"asks for 8 GPUs .*distributed_executor_backend='ray'"):
-        check_hosts(8, hosts)
-
-
-def test_ranks_that_are_actors_may_take_the_gpus_of_all_hosts():
-    check_cluster(6, [2, 4])
-    with pytest.raises(ConfigError, match="asks for 8 GPUs and the cluster has 6"):
-        check_cluster(8, [2, 4])
-
-
 def spec_of(pool, **engine_kwargs):
     backend = BackendConfig(kind="vllm", options={"engine_kwargs": engine_kwargs})
     return PoolSpec(model="none", backend=backend, engine=EngineConfig(), pool=pool)
@@ -42,6 +24,26 @@ def spec_of(pool, **engine_kwargs):
 # eight GPUs on two hosts, and a cluster that has none yet
 GPUS = ClusterView(gpus_of_hosts=(4.0, 4.0), cpus_of_hosts=(8.0, 8.0), cores_of_driver=4)
 CPUS = ClusterView(gpus_of_hosts=(0.0, 0.0), cpus_of_hosts=(8.0, 0.0), cores_of_driver=4)
+
+
+# six GPUs on two hosts
+UNEVEN = ClusterView(gpus_of_hosts=(2.0, 4.0), cpus_of_hosts=(8.0, 8.0))
+
+
+def test_an_engine_fits_the_largest_host():
+    assert plan_placement(spec_of(PoolConfig(), tensor_parallel_size=4), UNEVEN).num_gpus == 4
+
+
+def test_an_engine_over_several_hosts_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"asks for 8 GPUs .*distributed_executor_backend='ray'"):
+        plan_placement(spec_of(PoolConfig(), tensor_parallel_size=8), UNEVEN)
+
+
+def test_ranks_that_are_actors_may_take_the_gpus_of_all_hosts():
+    options = {"distributed_executor_backend": "ray"}
+    assert plan_placement(spec_of(PoolConfig(), tensor_parallel_size=6, **options), UNEVEN).bundles
+    with pytest.raises(ConfigError, match="asks for 8 GPUs and the cluster has 6"):
+        plan_placement(spec_of(PoolConfig(), tensor_parallel_size=8, **options), UNEVEN)
 
 
 def test_each_rank_that_is_an_actor_takes_a_gpu_and_the_first_what_else_is_asked_for():

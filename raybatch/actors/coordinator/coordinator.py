@@ -253,11 +253,7 @@ class Coordinator:
         for replica_id, spans in self._queue.dispatch(hungry, num_expected).items():
             _, future = self._pulls.pop(replica_id)
             _answer_pull(future, self._mailbox.assign(spans))
-        if not self._queue.has_waiting():
-            self._steal()
-
-    def _steal(self) -> None:
-        if self._stealing is not None:
+        if self._queue.has_waiting() or self._stealing is not None:
             return
         members = self._replicas.members
         pulling = [self._work_of(members[r]) for r in self._pulls if r in members]

@@ -22,7 +22,7 @@ from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDie
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.site import Errors, Handle, NoMetrics, Started
-from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
+from raybatch.actors.wire.records import PoolSpec, Requests
 from raybatch.backends.registry import type_of
 from raybatch.errors import error_text
 
@@ -104,34 +104,21 @@ class _EngineProcess:
 
     @property
     def actor(self) -> Handle:
-        return CallHandle(lambda name, *args: asyncio.create_task(getattr(self, name)(*args)))
-
-    async def pid(self) -> int:
-        return self._process.pid
-
-    async def start(self, num_engines_on_host: int) -> FailedStart | None:
-        await self._peer.is_connected.wait()
-        await self._call("make", self._spec, self._replica_id)
-        failed: FailedStart | None = await self._call("start", num_engines_on_host)
-        return failed
-
-    async def run(self, coordinator: Handle) -> None:
-        await self._call("run")
-
-    async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
-        rows: list[tuple[int, int]] = await self._peer.call("give_back", max_rows, max_cost)
-        return rows
-
-    async def abort(self, batch_id: int) -> None:
-        await self._peer.call("abort", batch_id)
+        return CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
 
     def end(self) -> None:
         self._peer.close()
         end_group(self._process)
 
     async def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401 - of any method
+        if name == "pid":
+            return self._process.pid
         try:
-            return await self._peer.call(name, *args)
+            if name == "start":
+                await self._peer.is_connected.wait()
+                await self._peer.call("make", self._spec, self._replica_id)
+            # the process runs with the coordinator at the other end of its socket
+            return await self._peer.call(name, *(() if name == "run" else args))
         except PeerDiedError:
             code = await asyncio.to_thread(end_group, self._process)
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"

@@ -99,18 +99,18 @@ def choose_rows(
 
 def _bundles(unstarted: Sequence[Request], num_open: Mapping[int, int]) -> list[_Bundle]:
     """Return the bundles by their last row."""
-    of_group: dict[int, _Bundle] = {}
-    bundles: dict[int, _Bundle] = {}
+    bundles: dict[tuple[int | None, int | None], _Bundle] = {}
     for request in unstarted:
         group = request.group_id
-        if group is None:
-            bundles[request.request_id] = _Bundle(True, 0, [request])
-            continue
-        bundle = of_group.setdefault(group, _Bundle(False, request.prefix_len))
+        is_alone = group is None
+        key = (group, request.request_id if is_alone else None)
+        bundle = bundles.pop(key, None) or _Bundle(is_alone, 0 if is_alone else request.prefix_len)
         bundle.requests.append(request)
-        bundle.is_whole = len(bundle.requests) == num_open.get(group, 0)
-    last = {bundle.requests[-1].request_id: bundle for bundle in of_group.values()} | bundles
-    return [last[r.request_id] for r in unstarted if r.request_id in last]
+        if group is not None:
+            bundle.is_whole = len(bundle.requests) == num_open.get(group, 0)
+        # at the end, also where it was known
+        bundles[key] = bundle
+    return list(bundles.values())
 
 
 def _piece(bundle: _Bundle, max_rows: int, max_cost: int) -> list[Request]:

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -130,10 +130,18 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
         num_replicas = max(1, cluster.cores_of_driver // spec.engine.num_threads)
     check_share(num_gpus, spec.backend, spec.engine)
     with_gpus = [number for number in cluster.gpus_of_hosts if number]
-    if bundles and with_gpus:
-        check_cluster(num_gpus, with_gpus)
-    elif num_gpus > 1 and with_gpus:
-        check_hosts(num_gpus, with_gpus)
+    if bundles and with_gpus and num_gpus > cluster.num_gpus:
+        raise ConfigError(
+            f"one engine asks for {num_gpus:g} GPUs and the cluster has {cluster.num_gpus:g}: "
+            "lower tensor_parallel_size and pipeline_parallel_size"
+        )
+    if not bundles and with_gpus and num_gpus > max(1, *with_gpus):
+        raise ConfigError(
+            f"one engine asks for {num_gpus:g} GPUs and the largest host of the cluster has "
+            f"{max(with_gpus):g}: set engine_kwargs.distributed_executor_backend='ray' for an "
+            "engine of vLLM over several hosts, or lower tensor_parallel_size and "
+            "pipeline_parallel_size, or pool.num_gpus_per_replica"
+        )
     hosts = with_gpus if num_gpus else [number for number in cluster.cpus_of_hosts if number]
     return Placement(
         num_replicas=num_replicas,
@@ -155,27 +163,6 @@ def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[
             "engine.device='cpu' to run on CPUs"
         )
     return warnings
-
-
-def check_hosts(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:
-    """Raise ConfigError where an engine would need the GPUs of several hosts."""
-    largest = max(gpus_of_hosts, default=0)
-    if num_gpus > largest:
-        raise ConfigError(
-            f"one engine asks for {num_gpus:g} GPUs and the largest host of the cluster has "
-            f"{largest:g}: set engine_kwargs.distributed_executor_backend='ray' for an engine of "
-            "vLLM over several hosts, or lower tensor_parallel_size and pipeline_parallel_size, or "
-            "pool.num_gpus_per_replica"
-        )
-
-
-def check_cluster(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:
-    """Raise ConfigError where the cluster has not the GPUs of one engine over several hosts."""
-    if num_gpus > sum(gpus_of_hosts):
-        raise ConfigError(
-            f"one engine asks for {num_gpus:g} GPUs and the cluster has {sum(gpus_of_hosts):g}: "
-            "lower tensor_parallel_size and pipeline_parallel_size"
-        )
 
 
 def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
