@@ -13,7 +13,7 @@ from raybatch.durable.audit import Audit
 from raybatch.durable.layout import DATA, FRAGMENTS, PLAN, SUCCESS, part_name, part_unit
 from raybatch.durable.partitioned import commit_partitioned
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
 
 
@@ -37,14 +37,7 @@ def _commit_by_attempt(
 ) -> Receipt:
     """Commit under a name that every attempt has for itself."""
     commit.check_rows(unit, **checked)
-    footer = Footer(
-        unit=unit.number,
-        num_rows=unit.num_rows,
-        row_sum=unit.row_sum,
-        plan=plan_hash,
-        attempt=attempt,
-        counts=counts,
-    )
+    footer = Footer(unit=unit, plan=plan_hash, attempt=attempt, counts=counts)
     name = part_name(unit.number, f"attempt={attempt}")
     won = store.create(name, part_format.part(table, footer))
     return Receipt(unit=unit.number, num_rows=unit.num_rows, won=won, counts=counts)

@@ -14,11 +14,11 @@ from faultlab.plans import Opened, joined, make_plan, read_shard
 from faultlab.virtual_store import Files, VirtualStore
 from faultlab.world import Process, World
 from raybatch.durable import audit as audits
-from raybatch.durable import commit, journal, opening, partitioned
-from raybatch.durable.layout import plan_name
+from raybatch.durable import commit, journal, partitioned
+from raybatch.durable.layout import fragment_folder, plan_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat
-from raybatch.durable.stores.protocols import Store
-from raybatch.durable.stores.repeating import Repeating
+from raybatch.durable.storage import Repeating
+from raybatch.durable.stores import Store
 from raybatch.durable.units import Unit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
 
@@ -35,7 +35,7 @@ SCHEMA = pa.schema([pa.field("id", pa.string()), pa.field("text", pa.string())])
 class Steps:
     """The steps of the protocol; a mutation replaces one of them."""
 
-    open_plan: Callable[..., bytes] = opening.open_plan
+    open_plan: Callable[..., bytes] = commit.open_plan
     is_finished: Callable[[Store, UnitPlan], bool] = audits.is_finished
     committed: Callable[[Store, UnitPlan], Any] = commit.committed
     receipt_of: Callable[..., Any] = commit.receipt_of
@@ -100,7 +100,8 @@ def drive(player: Player, process: Process) -> None:
     audits.finish(store, whole, result)
     if player.has_journal:
         for unit in range(whole.num_units):
-            journal.drop_fragments(store, unit)
+            for name in store.names(fragment_folder(unit)):
+                store.remove(name)
 
 
 def _run_plan(player: Player, process: Process, plans: Sequence[Opened], number: int) -> bool:
@@ -258,9 +259,7 @@ FORMAT = PartFormat(encode=_encode_once, footer_text=lru_cache(maxsize=65536)(PA
 def foreign_part(unit: int) -> bytes:
     """Return the part that another job would write under the name of a unit."""
     footer = Footer(
-        unit=unit,
-        num_rows=1,
-        row_sum=row_sum(np.array([_FOREIGN_ROW])),
+        unit=Unit(number=unit, num_rows=1, row_sum=row_sum(np.array([_FOREIGN_ROW]))),
         plan="plan of another job",
         attempt="another job",
         counts=UnitCounts(num_rows=1),

@@ -22,7 +22,7 @@ import pytest
 import typer.main
 import yaml
 
-from raybatch.actors.coordinator.metrics import PoolMetrics, ReplicaMetrics
+from raybatch.actors.coordinator.counters import PoolMetrics, ReplicaMetrics
 from raybatch.backends.openai.options import OpenAIOptions
 from raybatch.backends.vllm.meanings import NATIVE_ONLY
 from raybatch.cli.app import app

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raybatch.durable.heartbeat import live_runs
-from raybatch.durable.run_log import read_events, run_ids
+from raybatch.durable.run_log import live_runs, read_events, run_ids
 from raybatch.durable.storage import open_store
 from raybatch.durable.stores import local as local_module
 from raybatch.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 
 from raybatch.actors.pool import release_pools
 from raybatch.actors.wire.columns import crash_error
-from raybatch.durable.attempts import Strikes, read_strikes, write_strikes
+from raybatch.durable.journal import Strikes, read_strikes, write_strikes
 from raybatch.durable.storage import open_store
 from raybatch.job.job import Job
 from raybatch.planning.store import read_all_units, read_plans

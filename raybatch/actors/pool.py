@@ -8,22 +8,44 @@ when a handle is first used, or pickled on its way to a worker.
 import asyncio
 import os
 import socket
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.replicas.site import Handle, Pools
-from raybatch.actors.submitting import RowWatch, make_submission, notify, with_progress
+from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
-from raybatch.actors.wire.records import Answer, PoolSpec, PoolState
+from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, RowCrashes
 from raybatch.backends.choice import BackendChoice
 from raybatch.errors import ReplicaError
 from raybatch.records.types import PoolStats, Sampling
 
 _made: list[Pools] = []
+
+
+class RowWatch(Protocol):
+    """Follows the rows of one request table."""
+
+    @property
+    def crashes(self) -> npt.NDArray[np.int16]:
+        """Return the engines that died with each row in earlier runs, int16 [rows]."""
+
+    @property
+    def begun(self) -> pa.RecordBatch | None:
+        """Return the tokens that earlier runs have of the rows; None where they have none."""
+
+    async def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
+        """Note engines that died with rows, each with all deaths so far."""
+
+    def note_begun(self, begun: pa.RecordBatch) -> None:
+        """Note tokens that unfinished rows have gained."""
 
 
 class PoolHandle:
@@ -96,26 +118,29 @@ class PoolHandle:
         coordinator = self._connect()
         requests = table, tuple(samplings)
         submission = make_submission(*requests, client, self.spec.engine, name=name)
-        submission = with_progress(submission, watch)
+        call = None
         try:
-            call = coordinator.generate.remote(submission, requests)
             while True:
+                if call is None:
+                    submission = replace(submission, token=uuid.uuid4().hex)
+                    if watch is not None:
+                        submission = replace(submission, crashes=watch.crashes, begun=watch.begun)
+                    call = coordinator.generate.remote(submission, requests)
                 answer: Answer = await call
-                await notify(watch, answer)
+                await _notify(watch, answer)
                 if answer.status == "done":
                     return _results(answer)
                 if answer.status == "failed":
                     raise ReplicaError(answer.rank, answer.cause)
-                if answer.status == "pending":
-                    call = coordinator.collect.remote(submission.token)
-                else:
-                    submission = with_progress(submission.again(), watch)
-                    call = coordinator.generate.remote(submission, requests)
+                is_pending = answer.status == "pending"
+                call = coordinator.collect.remote(submission.token) if is_pending else None
         except asyncio.CancelledError:
             coordinator.cancel.remote(submission.token)
             raise
         except self._pools.gone as error:
-            raise self._coordinator_died(error) from error
+            # so that the next use makes a new one
+            self._pools.forget(self.spec)
+            raise ReplicaError(0, f"the coordinator of the pool is gone: {error}") from error
 
     async def has_named(self, *, client: str, name: str) -> bool:
         """Return whether rows of this name are in the pool, so that they need not run again."""
@@ -135,19 +160,15 @@ class PoolHandle:
     ) -> tuple[pa.Table, int]:
         """Return results of a call of `generate` that waits for others, so that they can be kept.
 
-        Args:
-            num_seen: second value of the call before; 0 at first.
-
-        Returns:
-            A result table, as `generate` returns one, of rows with all their samples that have
-            finished since; and `num_seen` for the next call.
+        They are of rows with all their samples that have finished since the call that returned
+        `num_seen` (0 at first), which is returned with them.
         """
         try:
             answer = await self._connect().so_far.remote(client, name, num_seen)
         except self._pools.gone:
             # the call for the rows will raise
             answer = Answer(status="unknown")
-        await notify(watch, answer)
+        await _notify(watch, answer)
         if answer.attempts is None:
             return RESULT_SCHEMA.empty_table(), num_seen
         return _results(answer), num_seen + len(answer.results)
@@ -190,7 +211,6 @@ class PoolHandle:
         return False
 
     def stats(self, client: str = "default") -> PoolStats:
-        """Return the counters of a client and the state of the pool."""
         stats: PoolStats = self._pools.result(self._connect().stats.remote(client))
         return stats
 
@@ -206,11 +226,6 @@ class PoolHandle:
     @property
     def _pools(self) -> Pools:
         return _pools(self.is_local)
-
-    def _coordinator_died(self, error: Exception) -> ReplicaError:
-        # so that the next use makes a new one
-        self._pools.forget(self.spec)
-        return ReplicaError(0, f"the coordinator of the pool is gone: {error}")
 
     def _connect_afresh(self) -> Handle:
         """Connect before an execution: a pool that failed in an earlier one gets another try."""
@@ -235,15 +250,14 @@ class PoolHandle:
 
 @cache
 def _pools(is_local: bool) -> Pools:
+    # Ray is slow to load, and local pools do without
     pools: Pools
     if is_local:
         from raybatch.actors.executors.local_pools import LocalPools
 
         pools = LocalPools()
     else:
-        from raybatch.actors.executors.ray_pools import (
-            RayPools,  # slow to load, and others do without
-        )
+        from raybatch.actors.executors.ray_pools import RayPools
 
         pools = RayPools()
     _made.append(pools)
@@ -260,6 +274,13 @@ def _restore(spec: PoolSpec, coordinator: Handle | None) -> PoolHandle:
     handle = PoolHandle(spec)
     handle._carried = coordinator
     return handle
+
+
+async def _notify(watch: RowWatch | None, answer: Answer) -> None:
+    if watch is not None and answer.begun is not None:
+        watch.note_begun(answer.begun)
+    if watch is not None and answer.crashes:
+        await watch.note_crashes(answer.crashes)
 
 
 def _results(answer: Answer) -> pa.Table:

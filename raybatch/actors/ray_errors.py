@@ -21,10 +21,7 @@ def message_kept() -> Iterator[None]:
 
 
 def own_cause(error: BaseException) -> RaybatchError | None:
-    """Return the exception of this library that Ray has wrapped, with the message it had.
-
-    None if there is none.
-    """
+    """Return the exception of this library that Ray has wrapped, with its message, if any."""
     from ray.exceptions import RayTaskError  # slow to load, and the caller has used Ray
 
     seen: BaseException | None = error

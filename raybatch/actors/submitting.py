@@ -1,27 +1,26 @@
-"""What a feeder sends with a request table, and learns of its rows while they run.
-
-The coordinator never has to open the table.
-"""
+"""What a feeder sends with a request table, so that the coordinator never has to open it."""
 
 import hashlib
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.wire.arrow_arrays import flat_values, offsets_of, to_numpy, whole_array
 from raybatch.actors.wire.columns import (
     check_requests,
     expected_new_tokens,
+    flat_values,
     is_planned,
     max_new_tokens,
+    offsets_of,
     prompt_lengths,
+    to_numpy,
+    whole_array,
 )
-from raybatch.actors.wire.records import Answer, RowCrashes, RowGroups, Submission
+from raybatch.actors.wire.records import RowGroups, Submission
 from raybatch.config import EngineConfig
 from raybatch.prefix.block_keys import BlockKeys, hash_blocks
 from raybatch.records.payload import adapter_in
@@ -36,13 +35,10 @@ def make_submission(
     *,
     name: str = "",
 ) -> Submission:
-    """Describe a request table.
+    """Describe a request table; `name` as in `Submission`.
 
     Planned rows carry their groups. Others carry block keys, unless prefix caching is off: who
     wants no sharing gets none, while a plan is obeyed in any case.
-
-    Args:
-        name: see `Submission`.
 
     Raises:
         ConfigError: the table lacks columns or points outside `samplings`.
@@ -57,25 +53,18 @@ def make_submission(
         prompt_tokens=prompt_lengths(table),
         max_new_tokens=max_new_tokens(table, samplings),
         expected_new_tokens=expected_new_tokens(table, samplings),
-        groups=_of_client(_row_groups(table), client) if planned else None,
+        groups=_row_groups(table, client) if planned else None,
         block_keys=row_keys(table, engine.block_size_tokens).blocks if has_keys else None,
     )
 
 
-def _of_client(groups: RowGroups, client: str) -> RowGroups:
-    """Rename groups so that no other client's have the same ids."""
-    digest = hashlib.blake2b(client.encode(), digest_size=8).digest()
-    salt = np.int64(int.from_bytes(digest, "little") >> 1)
-    ids = groups.group_ids
-    return RowGroups(group_ids=np.where(ids < 0, -1, ids ^ salt), prefix_lens=groups.prefix_lens)
-
-
-def _row_groups(table: pa.Table) -> RowGroups:
-    """Return the groups that a plan has put the rows into."""
-    group_ids = whole_array(table["group_id"]).fill_null(-1)
+def _row_groups(table: pa.Table, client: str) -> RowGroups:
+    """Return the groups that a plan has put the rows into, named as those of no other client."""
+    ids = to_numpy(whole_array(table["group_id"]).fill_null(-1), np.int64)
+    salt = np.int64(_digest(client) >> 1)
     return RowGroups(
-        group_ids=to_numpy(group_ids, np.dtype(np.int64)),
-        prefix_lens=to_numpy(table["prefix_len"], np.dtype(np.int32)),
+        group_ids=np.where(ids < 0, -1, ids ^ salt),
+        prefix_lens=to_numpy(table["prefix_len"], np.int32),
     )
 
 
@@ -95,20 +84,16 @@ class RowKeys(NamedTuple):
 def row_keys(table: pa.Table, block_size: int) -> RowKeys:
     """Return the keys of all rows of a request table; linear in tokens and in payloads."""
     prompts = whole_array(table["prompt_token_ids"])
-    tokens = flat_values(prompts, np.dtype(np.int32))
+    tokens = flat_values(prompts, np.int32)
     keys = hash_blocks(tokens, offsets_of(prompt_lengths(table)), block_size)
-    adapters, payloads = _salts_of(table["payload"])
-    return RowKeys(keys.salted(adapters, payloads), adapters)
-
-
-def _salts_of(payloads: pa.ChunkedArray) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Return what each payload decides, as numbers: the KV of a prompt, and its result."""
-    if payloads.null_count == len(payloads):
-        return np.zeros(len(payloads), np.uint64), np.zeros(len(payloads), np.uint64)
-    texts = payloads.to_pylist()
-    salts = {text: (_digest(adapter_in(text)), _digest(text)) for text in set(texts)}
-    columns = np.array([salts[text] for text in texts], np.uint64)
-    return columns[:, 0], columns[:, 1]
+    payloads = table["payload"]
+    # what each payload decides: the KV of a prompt, and its result
+    salts = np.zeros((len(payloads), 2), np.uint64)
+    if payloads.null_count < len(payloads):
+        texts = payloads.to_pylist()
+        known = {text: (_digest(adapter_in(text)), _digest(text)) for text in set(texts)}
+        salts = np.array([known[text] for text in texts], np.uint64)
+    return RowKeys(keys.salted(salts[:, 0], salts[:, 1]), salts[:, 0])
 
 
 def _digest(text: str | None) -> int:
@@ -116,38 +101,3 @@ def _digest(text: str | None) -> int:
         return 0
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-class RowWatch(Protocol):
-    """Follows the rows of one request table."""
-
-    @property
-    def crashes(self) -> npt.NDArray[np.int16]:
-        """Return the engines that died with each row in earlier runs, int16 [rows]."""
-
-    @property
-    def begun(self) -> pa.RecordBatch | None:
-        """Return the tokens that earlier runs have of the rows; None where they have none."""
-
-    async def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
-        """Note engines that died with rows, each with all deaths so far."""
-
-    def note_begun(self, begun: pa.RecordBatch) -> None:
-        """Note tokens that unfinished rows have gained."""
-
-
-def with_progress(submission: Submission, watch: RowWatch | None) -> Submission:
-    """Return the submission with the progress of earlier runs."""
-    if watch is None:
-        return submission
-    return replace(submission, crashes=watch.crashes, begun=watch.begun)
-
-
-async def notify(watch: RowWatch | None, answer: Answer) -> None:
-    """Pass on the progress of unfinished rows in an answer."""
-    if watch is None:
-        return
-    if answer.begun is not None:
-        watch.note_begun(answer.begun)
-    if answer.crashes:
-        await watch.note_crashes(answer.crashes)

@@ -1,7 +1,7 @@
 """Cost models on disk: measured when a backend is first used on a kind of host, then read.
 
-Whoever calls runs the backend in its own process; `raybatch.actors.replicas.measure` does it where
-a replica would run.
+Whoever calls runs the backend in its own process; `raybatch.actors.executors.ray_measure` does it
+where a replica would run.
 """
 
 import hashlib

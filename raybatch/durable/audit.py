@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import DATA, SUCCESS, done_name, part_name, part_unit
 from raybatch.durable.partitioned import read_files, read_record
 from raybatch.durable.parts import PARQUET, PartFormat, read_footer
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
 
@@ -38,24 +38,35 @@ class Audit:
         foreign: what is wrong with the first of them.
     """
 
-    num_units: int
-    expected_rows: int
-    written_rows: int
-    lost_rows: int
-    duplicated_rows: int
-    num_missing: int
-    missing_rows: int
-    missing: tuple[int, ...]
-    num_foreign: int
-    foreign: tuple[str, ...]
-    counts: UnitCounts
+    num_units: int = 0
+    expected_rows: int = 0
+    written_rows: int = 0
+    lost_rows: int = 0
+    duplicated_rows: int = 0
+    num_missing: int = 0
+    missing_rows: int = 0
+    missing: tuple[int, ...] = ()
+    num_foreign: int = 0
+    foreign: tuple[str, ...] = ()
+    counts: UnitCounts = field(default_factory=UnitCounts)
+
+    def __add__(self, other: "Audit") -> "Audit":
+        """Return what the parts of both contain."""
+        return replace(
+            self,
+            written_rows=self.written_rows + other.written_rows,
+            lost_rows=self.lost_rows + other.lost_rows,
+            duplicated_rows=self.duplicated_rows + other.duplicated_rows,
+            num_foreign=self.num_foreign + other.num_foreign,
+            foreign=(self.foreign + other.foreign)[:_NUM_EXAMPLES],
+            counts=sum_counts((self.counts, other.counts)),
+        )
 
     @property
     def is_clean(self) -> bool:
         """Return whether every row of the plan is in the output exactly once."""
-        return not (
-            self.lost_rows or self.duplicated_rows or self.num_missing or self.num_foreign
-        ) and (self.written_rows == self.expected_rows)
+        wrong = self.lost_rows or self.duplicated_rows or self.num_missing or self.num_foreign
+        return not wrong and self.written_rows == self.expected_rows
 
     @property
     def unreadable_rows(self) -> int:
@@ -64,7 +75,6 @@ class Audit:
 
     @property
     def gone_message(self) -> str:
-        """Return the message about missing units that no run writes, since `_SUCCESS` is there."""
         units = ", ".join(str(unit) for unit in self.missing)
         return (
             f"it was complete and {self.num_missing} parts are gone, such as those of units "
@@ -84,30 +94,8 @@ class Audit:
         return text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Share:
-    """What the parts of some units contain."""
-
-    written_rows: int = 0
-    lost_rows: int = 0
-    duplicated_rows: int = 0
-    num_foreign: int = 0
-    foreign: tuple[str, ...] = ()
-    counts: UnitCounts = field(default_factory=UnitCounts)
-
-    def __add__(self, other: "_Share") -> "_Share":
-        return _Share(
-            written_rows=self.written_rows + other.written_rows,
-            lost_rows=self.lost_rows + other.lost_rows,
-            duplicated_rows=self.duplicated_rows + other.duplicated_rows,
-            num_foreign=self.num_foreign + other.num_foreign,
-            foreign=(self.foreign + other.foreign)[:_NUM_EXAMPLES],
-            counts=sum_counts((self.counts, other.counts)),
-        )
-
-
 class _FolderFiles:
-    """The files in folders below `data/`, by unit; 8 bytes for each and its name."""
+    """The files in folders below `data/` by unit; 8 bytes for each and its name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names: list[str] = []
@@ -131,11 +119,8 @@ def audit(
 ) -> Audit:
     """Compare an output with its plan, from one listing and the footers of all parts.
 
-    Nothing is raised for what is wrong with the output, and memory holds only
-    the names of its files.
-
-    Args:
-        num_threads: footers that are read at once; with 1 no thread is started.
+    Nothing is raised for what is wrong with the output, and memory holds only the names of its
+    files. With `num_threads` 1 no thread is started.
     """
     reach("before_audit")
     is_done, unknown = listed_units(store, plan)
@@ -145,40 +130,32 @@ def audit(
     present, missing = np.flatnonzero(is_done), np.flatnonzero(~is_done)
     starts = range(0, len(present), _UNITS_PER_SHARE)
 
-    def read(start: int) -> _Share:
+    def read(start: int) -> Audit:
         units = present[start : start + _UNITS_PER_SHARE]
         return _read_share(store, plan, units, files, part_format)
 
     if num_threads == 1:
-        total = sum(map(read, starts), _Share())
+        total = sum(map(read, starts), Audit())
     else:
         with ThreadPoolExecutor(num_threads) as threads:
-            total = sum(threads.map(read, starts), _Share())
+            total = sum(threads.map(read, starts), Audit())
     missing_rows = int(plan.unit_rows[missing].sum())
-    strangers = tuple(
-        f"{store.uri}/{name} is no part of the plan; move it away" for name in unknown
-    )
-    return Audit(
+    strangers = tuple(_stranger_message(store, name) for name in unknown)
+    return replace(
+        total,
         num_units=plan.num_units,
         expected_rows=plan.num_rows,
-        written_rows=total.written_rows,
         lost_rows=total.lost_rows + missing_rows,
-        duplicated_rows=total.duplicated_rows,
         num_missing=len(missing),
         missing_rows=missing_rows,
         missing=tuple(int(unit) for unit in missing[:_NUM_EXAMPLES]),
         num_foreign=total.num_foreign + len(unknown),
         foreign=(strangers + total.foreign)[:_NUM_EXAMPLES],
-        counts=total.counts,
     )
 
 
 def finish(store: Store, plan: UnitPlan, result: Audit) -> None:
-    """Create `_SUCCESS`, unless it is there.
-
-    Raises:
-        CommitError: the audit is not clean.
-    """
+    """Create `_SUCCESS`, unless it is there; CommitError where the audit is not clean."""
     if not result.is_clean:
         raise CommitError(f"the output {store.uri} is not complete: {result}")
     record = {
@@ -235,7 +212,7 @@ def read_success(store: Store) -> Mapping[str, Any] | None:
 
 def _read_share(
     store: Store, plan: UnitPlan, units: Ints, files: _FolderFiles, part_format: PartFormat
-) -> _Share:
+) -> Audit:
     written = lost = duplicated = 0
     foreign: list[str] = []
     counts = []
@@ -248,25 +225,30 @@ def _read_share(
                 record = read_record(store, number)
                 # files of a unit without a record count as a missing unit
                 unknown = sorted(files.of(number) - set(record[1]))
-                foreign += [
-                    f"{store.uri}/{one} is no part of the plan; move it away" for one in unknown
-                ]
+                foreign += [_stranger_message(store, one) for one in unknown]
                 footer = read_files(store, plan.hash_of(number), unit, record, part_format)
             else:
                 footer = read_footer(store, name, part_format)
                 footer.check_plan(unit, plan.hash_of(number), where)
         except (CommitError, FileNotFoundError) as error:
-            is_gone = isinstance(error, FileNotFoundError)
-            foreign.append(_lacking_message(store, name, error) if is_gone else str(error))
+            text = str(error)
+            if isinstance(error, FileNotFoundError):  # it is listed, and gone
+                also = f" and {SUCCESS}" if store.size(SUCCESS) is not None else ""
+                text = (
+                    f"{where} stands for a file that is gone ({error}); bring it back from a copy, "
+                    f"or remove {name}{also} and run the job again"
+                )
+            foreign.append(text)
             lost += unit.num_rows
             continue
-        written += footer.num_rows
-        lost += max(0, unit.num_rows - footer.num_rows)
-        duplicated += max(0, footer.num_rows - unit.num_rows)
-        if footer.num_rows == unit.num_rows and footer.row_sum != unit.row_sum:
+        held = footer.unit
+        written += held.num_rows
+        lost += max(0, unit.num_rows - held.num_rows)
+        duplicated += max(0, held.num_rows - unit.num_rows)
+        if held.num_rows == unit.num_rows and held.row_sum != unit.row_sum:
             foreign.append(f"{where} holds other rows than the plan says")
         counts.append(footer.counts)
-    return _Share(
+    return Audit(
         written_rows=written,
         lost_rows=lost,
         duplicated_rows=duplicated,
@@ -276,10 +258,5 @@ def _read_share(
     )
 
 
-def _lacking_message(store: Store, name: str, error: Exception) -> str:
-    """Return the message about a unit that is listed, and whose file is gone."""
-    also = f" and {SUCCESS}" if store.size(SUCCESS) is not None else ""
-    return (
-        f"{store.uri}/{name} stands for a file that is gone ({error}); bring it back from a copy, "
-        f"or remove {name}{also} and run the job again"
-    )
+def _stranger_message(store: Store, name: str) -> str:
+    return f"{store.uri}/{name} is no part of the plan; move it away"

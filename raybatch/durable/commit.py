@@ -1,24 +1,65 @@
-"""The commit of a unit: its rows are checked, then its part is created once.
+"""Which plan holds, and the commit of a unit: its rows are checked, its part is created once.
 
 A row belongs to one unit of a plan that never changes, a unit has one name, and a part holds all
 rows of its unit; so every row is in the output once or not at all, whatever other attempts do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import DATA, DONE, done_unit, part_name, part_unit
+from raybatch.durable.layout import DATA, DONE, PLAN, done_unit, part_name, part_unit
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+
+
+def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:
+    """Return the plan of an output, making it where there is none.
+
+    What is returned was read from the store: of two runs at once both follow the one plan that
+    was created first, and the shards of the other are never read.
+
+    Args:
+        make: writes the shards of a new plan, under names of its own, and returns `plan.json`.
+        name: of the file; another than the first plan's for input that came later.
+
+    Raises:
+        CommitError: there are parts and no plan.
+    """
+    stored = _read(store, name)
+    if stored is None:
+        # parts are listed before the plan is read again: another run writes them in that order
+        names = store.names(DATA) if name == PLAN else []
+        if names and _read(store, PLAN) is None:
+            raise CommitError(
+                f"{store.uri} holds {len(names)} files, such as {names[0]}, and no {PLAN}; choose "
+                "another folder, or remove them yourself"
+            )
+        made = make()
+        reach("before_plan")
+        store.create(name, made)
+        reach("after_plan")
+        stored = _read(store, name)
+    if stored is None:
+        raise CommitError(
+            f"{store.uri}/{name} was there and is gone; somebody else removes files of this output"
+        )
+    return stored
+
+
+def _read(store: Store, name: str) -> bytes | None:
+    try:
+        return store.read(name)
+    except FileNotFoundError:
+        return None
 
 
 def commit_unit(
@@ -56,7 +97,7 @@ def commit_unit(
     check_rows(unit, pos, row)
     if np.any(pos[1:] < pos[:-1]):
         table = table.take(np.argsort(pos))
-    footer = Footer.of(unit, counts, plan=plan_hash, attempt=attempt)
+    footer = Footer(unit=unit, counts=counts, plan=plan_hash, attempt=attempt)
     stored = publish(store, part_name(unit.number), table, footer, part_format)
     return Receipt(
         unit=unit.number, num_rows=unit.num_rows, won=stored is footer, counts=stored.counts
@@ -68,15 +109,13 @@ def publish(
 ) -> Footer:
     """Create a part, and return the footer of what lies there now: the same rows in any case.
 
-    It is `footer` itself where this call has written the file.
-
-    Raises:
-        CommitError: what lies there is another unit's or another plan's, or was removed.
+    It is `footer` itself where this call has written the file. CommitError where what lies there
+    is another unit's or another plan's, or was removed.
     """
     data = part_format.part(table, footer)
-    reach("before_publish", unit=footer.unit)
+    reach("before_publish", unit=footer.unit.number)
     won = store.create(name, data)
-    reach("after_publish", unit=footer.unit)
+    reach("after_publish", unit=footer.unit.number)
     if won:
         return footer
     try:
@@ -85,8 +124,7 @@ def publish(
         raise CommitError(
             f"{store.uri}/{name} was there and is gone; somebody else removes files of this output"
         ) from None
-    unit = Unit(number=footer.unit, num_rows=footer.num_rows, row_sum=footer.row_sum)
-    stored.check(unit, footer.plan, f"{store.uri}/{name}")
+    stored.check(footer.unit, footer.plan, f"{store.uri}/{name}")
     return stored
 
 
@@ -160,10 +198,9 @@ def strange_files(plan: UnitPlan, names: Iterable[str]) -> list[str]:
 
     Whether a unit has such a file is known by its record alone.
     """
-    units = ((name, part_unit(name)) for name in names)
     return [
         name
-        for name, number in units
+        for name in names
         # rows of every unit lie in folders
-        if number is None or number >= plan.num_units or name == part_name(number)
+        if (unit := part_unit(name)) is None or unit >= plan.num_units or name == part_name(unit)
     ]

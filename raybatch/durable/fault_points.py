@@ -13,20 +13,9 @@ EXIT_CODE = 70
 REACHED = "RAYBATCH_FAULT reached"
 
 POINTS = (
-    "before_shards",
-    "before_plan",
-    "after_plan",
-    "after_list",
-    "before_unit",
-    "after_rows",
-    "before_fragment",
-    "after_fragment",
-    "before_publish",
-    "after_publish",
-    "before_done",
-    "before_audit",
-    "before_success",
-    "after_success",
+    *("before_shards", "before_plan", "after_plan", "after_list", "before_unit", "after_rows"),
+    *("before_fragment", "after_fragment", "before_publish", "after_publish", "before_done"),
+    *("before_audit", "before_success", "after_success"),
 )
 
 
@@ -39,23 +28,16 @@ def reach(point: str, *, unit: int | None = None) -> None:
     armed = armed_fault()
     if armed is None:
         return
-    name, only_unit = _parse(armed)
-    if name == point and only_unit in (None, unit):
-        # a process that Ray starts again leaves no exit code behind, only what it wrote
-        os.write(2, f"{REACHED} {point}\n".encode())
-        os._exit(EXIT_CODE)
-
-
-def _parse(armed: str) -> tuple[str, int | None]:
     name, _, where = armed.partition(":")
     if name not in POINTS:
         raise ConfigError(
             f"RAYBATCH_FAULT={armed!r} names no point{did_you_mean(name, POINTS)}; there are "
             f"{', '.join(POINTS)}"
         )
-    if not where:
-        return name, None
     key, _, number = where.partition("=")
-    if key != "unit" or not number.isdecimal():
+    if where and (key != "unit" or not number.isdecimal()):
         raise ConfigError(f"RAYBATCH_FAULT={armed!r} must look like {name}:unit=3")
-    return name, int(number)
+    if name == point and (not where or int(number) == unit):
+        # a process that Ray starts again leaves no exit code behind, only what it wrote
+        os.write(2, f"{REACHED} {point}\n".encode())
+        os._exit(EXIT_CODE)

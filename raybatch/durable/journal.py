@@ -1,21 +1,39 @@
-"""Finished rows of units that are not complete, and tokens of others, kept for the next attempt.
+"""What runs leave beside the parts, and what of it may go: nothing here is ever counted as data.
 
-A journal holds each row at least once and is never taken for a commit; what cannot be read of it
-is generated again.
+A journal keeps finished rows of units that are not complete, and tokens of others, for the next
+attempt. It holds each row at least once and is never taken for a commit; what cannot be read of it
+is generated again. Markers keep which rows of a unit engines have died with. Each has all that its
+writer knew, so the rows of many are joined by the largest count. What cannot be read of a marker is
+left out: then a bad row costs a few deaths more.
 """
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable.fault_points import reach
-from raybatch.durable.layout import begun_name, fragment_folder, fragment_name, is_begun
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.layout import (
+    ATTEMPTS,
+    FRAGMENTS,
+    PLANS,
+    STAGING,
+    attempt_folder,
+    attempt_name,
+    attempt_unit,
+    begun_name,
+    begun_unit,
+    fragment_folder,
+    fragment_name,
+    fragment_unit,
+    plan_of_shard,
+    probe_token,
+)
+from raybatch.durable.stores import Store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError, error_text
 
@@ -61,12 +79,7 @@ def write_fragment(
 def write_begun(
     store: Store, unit: Unit, tokens: pa.RecordBatch, *, plan_hash: str, attempt: str
 ) -> None:
-    """Keep tokens of rows that are not finished.
-
-    Args:
-        tokens: with the position in the unit in its column `PLACE`.
-        attempt: as in `write_fragment`.
-    """
+    """Keep tokens of rows that are not finished; `tokens` has their positions in column `PLACE`."""
     data = _encoded(pa.Table.from_batches([tokens]), unit, plan_hash)
     store.create(begun_name(unit.number, attempt), data)
 
@@ -76,12 +89,9 @@ def read_begun(
 ) -> Iterator[pa.RecordBatch]:
     """Yield what earlier attempts have kept of rows that they did not finish, in any order.
 
-    Args:
-        schema: of what was kept; a fragment with another one is left out.
+    A fragment with another schema is left out.
     """
-    names = [name for name in store.names(fragment_folder(unit.number)) if is_begun(name)]
-    check = partial(_check_places, PLACE, unit=unit)
-    for table in _tables(store, names, unit, schema, plan_hash, check):
+    for table in _fragments(store, unit, schema, plan_hash, PLACE):
         yield from table.combine_chunks().to_batches()
 
 
@@ -101,37 +111,34 @@ def read_fragments(
         A table in `journal_schema(schema)`; of rows that were kept twice, the first by name.
     """
     wanted = journal_schema(schema)
-    names = [name for name in store.names(fragment_folder(unit.number)) if not is_begun(name)]
-    check = partial(_check_places, POS, unit=unit, expected_row=expected_row)
-    fragments = _tables(store, names, unit, wanted, plan_hash, check)
+    fragments = _fragments(store, unit, wanted, plan_hash, POS, expected_row)
     table = pa.concat_tables([wanted.empty_table(), *fragments])
     _, firsts = np.unique(table.column(POS).to_numpy(), return_index=True)
     return table.take(firsts)
 
 
-def drop_fragments(store: Store, unit: int) -> None:
-    """Remove the journal of a unit; only when the output is complete, or when the user cleans."""
-    for name in store.names(fragment_folder(unit)):
-        store.remove(name)
-
-
-def _tables(
+def _fragments(
     store: Store,
-    names: Iterable[str],
     unit: Unit,
     wanted: pa.Schema,
     plan_hash: str,
-    check: Callable[[pa.Table], None],
+    place: str,
+    expected_row: Ints | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield fragments; those that are not what they should be are left out with a line."""
-    for name in names:
+    """Yield fragments of one kind, by the column `place` of the position in the unit.
+
+    Those that are not what they should be are left out.
+    """
+    for name in store.names(fragment_folder(unit.number)):
+        if (begun_unit(name) is not None) != (place == PLACE):
+            continue
         try:
             data = store.read(name)
         except FileNotFoundError:  # dropped after another run was complete
             continue
         try:
             table = _decoded(data, unit, wanted, plan_hash)
-            check(table)
+            _check_places(table, place, unit, expected_row)
         except (ValueError, KeyError, OSError) as error:
             logger.warning("%s/%s is left out: %s", store.uri, name, error_text(error))
             continue
@@ -162,11 +169,105 @@ def _decoded(data: bytes, unit: Unit, wanted: pa.Schema, plan_hash: str) -> pa.T
     return table.replace_schema_metadata(wanted.metadata)
 
 
-def _check_places(
-    column: str, table: pa.Table, unit: Unit, expected_row: Ints | None = None
-) -> None:
+def _check_places(table: pa.Table, column: str, unit: Unit, expected_row: Ints | None) -> None:
     pos = table.column(column).to_numpy()
     if len(pos) and (pos.min() < 0 or pos.max() >= unit.num_rows):
         raise ValueError("a row has no place in the unit")
     if expected_row is not None and np.any(expected_row[pos] != table.column(ROW).to_numpy()):
         raise ValueError("a row is in the place of another")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strikes:
+    """Rows of a unit, by position, that engines have died with, and how often."""
+
+    crashes: Mapping[int, int] = field(default_factory=dict)
+    # ran alone when the last engine died; they are error rows
+    given_up: Set[int] = frozenset()
+
+    def __or__(self, other: "Strikes") -> "Strikes":
+        """Return the union; both may have seen the same deaths."""
+        more = {pos: max(n, self.crashes.get(pos, 0)) for pos, n in other.crashes.items()}
+        return Strikes(crashes={**self.crashes, **more}, given_up=self.given_up | other.given_up)
+
+
+def write_strikes(store: Store, unit: Unit, strikes: Strikes, *, plan_hash: str) -> None:
+    """Write a marker under the next number that nobody has.
+
+    CommitError where a row has no place in the unit, or there are none.
+    """
+    places = sorted(strikes.crashes)
+    if not places or places[0] < 0 or places[-1] >= unit.num_rows:
+        raise CommitError(f"unit {unit.number} has {unit.num_rows} rows; no strikes at {places}")
+    record = {
+        "plan": plan_hash,
+        "unit": unit.number,
+        "crashes": {str(pos): strikes.crashes[pos] for pos in places},
+        "given_up": sorted(strikes.given_up),
+    }
+    data = json.dumps(record, sort_keys=True).encode()
+    number = len(_markers(store, unit))
+    while not store.create(attempt_name(unit.number, number), data):
+        number += 1
+
+
+def read_strikes(store: Store, unit: Unit, *, plan_hash: str) -> Strikes:
+    """Return the strikes of all markers of a unit; one listing where there are none."""
+    known = Strikes()
+    for name in _markers(store, unit):
+        try:
+            known |= _strikes(store.read(name), unit, plan_hash)
+        except FileNotFoundError:  # dropped after another run was complete
+            continue
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s/%s is left out: %s", store.uri, name, error_text(error))
+    return known
+
+
+def _markers(store: Store, unit: Unit) -> list[str]:
+    names = store.names(attempt_folder(unit.number))
+    return [name for name in names if attempt_unit(name) == unit.number]
+
+
+def _strikes(data: bytes, unit: Unit, plan_hash: str) -> Strikes:
+    record = json.loads(data)
+    if (record["plan"], record["unit"]) != (plan_hash, unit.number):
+        raise ValueError(f"it belongs to unit {record['unit']!r} of plan {record['plan']!r}")
+    crashes = {int(pos): int(number) for pos, number in record["crashes"].items()}
+    given_up = frozenset(int(pos) for pos in record["given_up"])
+    if any(not 0 <= pos < unit.num_rows for pos in crashes) or not given_up <= crashes.keys():
+        raise ValueError("a row has no place in the unit")
+    return Strikes(crashes=crashes, given_up=given_up)
+
+
+def drop_journal_and_staging(store: Store) -> int:
+    """Remove what nobody needs once the output is complete; return how many files.
+
+    Other runs may still be at work: one that finds its staged file gone stages it again, and one
+    that finds no journal finds the parts.
+    """
+    names = [name for folder in (FRAGMENTS, ATTEMPTS, STAGING) for name in store.names(folder)]
+    for name in names:
+        store.remove(name)
+    return len(names)
+
+
+def leftovers(
+    store: Store, *, plans: Collection[str], is_committed: Callable[[int], bool], is_finished: bool
+) -> Iterator[tuple[str, bool]]:
+    """Yield the files that could go, each with whether a run at work could still miss it.
+
+    With no hash in `plans`, which hold, no folder of a plan is named.
+    """
+    for folder, unit_of in ((FRAGMENTS, fragment_unit), (ATTEMPTS, attempt_unit)):
+        for name in store.names(folder):
+            unit = unit_of(name)
+            if is_finished or (unit is not None and is_committed(unit)):
+                yield name, False
+    staged = store.names(STAGING)
+    probes = [name for name in store.names("_raybatch") if probe_token(name) is not None]
+    for name in staged + probes:
+        yield name, not is_finished
+    for name in store.names(PLANS) if plans else []:
+        if plan_of_shard(name) not in (None, *plans):
+            yield name, True

@@ -5,6 +5,7 @@ a reader of the sink's parent would take it for data.
 """
 
 import re
+from functools import partial
 
 from raybatch.errors import ConfigError
 
@@ -22,15 +23,6 @@ RUNS = "_raybatch/runs"
 PLAN_ORDER = "_plan_order"
 
 _DIGITS = r"(\d{6}|[1-9]\d{6,})"
-_PART = re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
-_LOG = re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII)
-_ALIVE = re.compile(r"_raybatch/runs/([^/]+)\.alive")
-_FRAGMENT = re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII)
-_ATTEMPT = re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII)
-_BEGUN = re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII)
-_SHARD = re.compile(r"_raybatch/plan/([^/]+)/[^/]+")
-_PROBE = re.compile(r"_raybatch/probe-[^/]+")
-_DONE = re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII)
 
 
 def check_name(name: str) -> str:
@@ -50,34 +42,17 @@ def check_name(name: str) -> str:
 
 
 def part_name(unit: int, partition: str = "") -> str:
-    """Return the name of a unit's part.
-
-    Args:
-        partition: steps such as "lang=en/year=2024" where the output is partitioned.
-    """
+    """Return the name of a part, in a partition such as "lang=en/year=2024" where there are any."""
     return f"{DATA}/{partition}{'/' if partition else ''}part-{unit:06d}.parquet"
 
 
-def part_unit(name: str) -> int | None:
-    """Return the unit that a file below `data/` belongs to; None where the name is no part's."""
-    match = _PART.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def plan_name(number: int) -> str:
-    """Return the name of a plan of an output: 1 is the first, others are of later input."""
     return PLAN if number == 1 else f"_raybatch/plan-{number}.json"
 
 
 def done_name(unit: int) -> str:
     """Return the name of the record that a unit of a partitioned output is complete."""
     return f"{DONE}/{unit:06d}.json"
-
-
-def done_unit(name: str) -> int | None:
-    """Return the unit that a file below `_raybatch/done/` stands for; None where it is another."""
-    match = _DONE.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def fragment_folder(unit: int) -> str:
@@ -88,26 +63,9 @@ def fragment_name(unit: int, first_pos: int, num_rows: int, attempt: str) -> str
     return f"{fragment_folder(unit)}/{first_pos:06d}-{num_rows}-{attempt}.arrow"
 
 
-def fragment_unit(name: str) -> int | None:
-    """Return the unit whose journal a file is in; None where it is in none."""
-    match = _FRAGMENT.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def begun_name(unit: int, attempt: str) -> str:
     """Return the name of a fragment with the tokens so far of rows that are not finished."""
     return f"{fragment_folder(unit)}/begun-{attempt}.arrow"
-
-
-def is_begun(name: str) -> bool:
-    """Return whether a fragment holds tokens of rows that are not finished."""
-    return _BEGUN.fullmatch(name) is not None
-
-
-def plan_of_shard(name: str) -> str | None:
-    """Return the hash of the plan that a file is a shard of; None where it is of none."""
-    match = _SHARD.fullmatch(name)
-    return match[1] if match else None
 
 
 def attempt_folder(unit: int) -> str:
@@ -119,31 +77,12 @@ def attempt_name(unit: int, number: int) -> str:
     return f"{attempt_folder(unit)}/{number}.json"
 
 
-def attempt_unit(name: str) -> int | None:
-    """Return the unit whose rows a marker is about; None where the name is no marker's."""
-    match = _ATTEMPT.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def run_log_name(run_id: str, segment: int) -> str:
     return f"{RUNS}/{run_id}/{segment:06d}.jsonl"
 
 
-def run_log_run(name: str) -> str | None:
-    """Return the run that a segment belongs to; None where the name is no segment's."""
-    match = _LOG.fullmatch(name)
-    return match[1] if match else None
-
-
 def heartbeat_name(run_id: str) -> str:
-    """Return the name of the heartbeat file of a run."""
     return f"{RUNS}/{run_id}.alive"
-
-
-def heartbeat_run(name: str) -> str | None:
-    """Return the run whose heartbeat a file is; None where the name is no heartbeat's."""
-    match = _ALIVE.fullmatch(name)
-    return match[1] if match else None
 
 
 def staging_name(token: str) -> str:
@@ -156,6 +95,29 @@ def probe_name(token: str) -> str:
     return f"_raybatch/probe-{token}"
 
 
-def is_probe(name: str) -> bool:
-    """Return whether a file was made by a store to see what it can do."""
-    return _PROBE.fullmatch(name) is not None
+def _unit_in(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _text_in(pattern: re.Pattern[str], name: str) -> str | None:
+    match = pattern.fullmatch(name)
+    return match[1] if match else None
+
+
+# what a name stands for, None where it is of another kind: the unit of a part, of a record below
+# `_raybatch/done/`, of a fragment of either kind, of a fragment with tokens of rows that are not
+# finished, of a marker of deaths
+part_unit = partial(
+    _unit_in, re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
+)
+done_unit = partial(_unit_in, re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII))
+fragment_unit = partial(_unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII))
+begun_unit = partial(_unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII))
+attempt_unit = partial(_unit_in, re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII))
+# the hash of the plan of a shard, the run of a segment of a log, the run of a heartbeat, the token
+# of a file that a store made to see what it can do
+plan_of_shard = partial(_text_in, re.compile(r"_raybatch/plan/([^/]+)/[^/]+"))
+run_log_run = partial(_text_in, re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII))
+heartbeat_run = partial(_text_in, re.compile(r"_raybatch/runs/([^/]+)\.alive"))
+probe_token = partial(_text_in, re.compile(r"_raybatch/probe-([^/]+)"))

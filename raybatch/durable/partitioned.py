@@ -18,7 +18,7 @@ from raybatch.durable.commit import check_rows, publish
 from raybatch.durable.fault_points import reach
 from raybatch.durable.layout import done_name, part_name
 from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, add_row_sums, row_sum, sum_counts
 from raybatch.errors import CommitError, error_text
 
@@ -32,9 +32,8 @@ _MAX_STEP_BYTES = 200
 def partition_folder(columns: Sequence[str], values: Sequence[object]) -> str:
     """Return the folder of rows with these values, such as "lang=en/year=2024".
 
-    Raises:
-        CommitError: a name and its value are too long for a file name, or a text is that which
-            stands for null.
+    CommitError where a name and its value are too long for a file name, or a text is that which
+    stands for null.
     """
     steps = []
     for column, value in zip(columns, values, strict=True):
@@ -89,13 +88,12 @@ def commit_partitioned(
     if table.num_rows != len(pos):
         raise CommitError(f"unit {unit.number}: {table.num_rows} rows, {len(pos)} positions")
     check_rows(unit, pos, row)
-    mine = Footer.of(unit, UnitCounts(), plan=plan_hash, attempt=attempt)
+    mine = Footer(unit=unit, counts=UnitCounts(), plan=plan_hash, attempt=attempt)
     footers = {}
     for folder, places in _places(table, by, pos).items():
         rows = table.take(places)
-        footer = replace(
-            mine, num_rows=len(places), row_sum=row_sum(row[places]), counts=count(rows)
-        )
+        held = replace(unit, num_rows=len(places), row_sum=row_sum(row[places]))
+        footer = replace(mine, unit=held, counts=count(rows))
         name = part_name(unit.number, folder)
         written = rows.drop_columns([*by, *unwritten])
         footers[name] = publish(store, name, written, footer, part_format)
@@ -154,12 +152,11 @@ def read_files(
         footer = read_footer(store, name, part_format)
         footer.check_plan(unit, plan_hash, f"{store.uri}/{name}")
         footers.append(footer)
-    return replace(
-        summary,
-        num_rows=sum(footer.num_rows for footer in footers),
-        row_sum=add_row_sums(footer.row_sum for footer in footers),
-        counts=sum_counts(footer.counts for footer in footers),
-    )
+    num_rows = sum(footer.unit.num_rows for footer in footers)
+    sums = add_row_sums(footer.unit.row_sum for footer in footers)
+    counts = sum_counts(footer.counts for footer in footers)
+    held = replace(unit, num_rows=num_rows, row_sum=sums)
+    return replace(summary, unit=held, counts=counts)
 
 
 def _places(table: pa.Table, by: Sequence[str], pos: Ints) -> dict[str, Ints]:

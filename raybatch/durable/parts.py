@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import PROTOCOL, Unit, UnitCounts
 from raybatch.errors import CommitError, error_text
 
@@ -21,38 +21,21 @@ _MAX_FOOTER_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footer:
-    """What the footer of a part holds.
+    """What the footer of a part holds."""
 
-    Args:
-        attempt: who wrote it; for people alone.
-    """
-
-    unit: int
-    num_rows: int
-    row_sum: int
+    unit: Unit
     plan: str
+    # who wrote it; for people alone
     attempt: str
     counts: UnitCounts
-
-    @classmethod
-    def of(cls, unit: Unit, counts: UnitCounts, *, plan: str, attempt: str) -> "Footer":
-        """Return the footer of a part with all rows of a unit."""
-        return cls(
-            unit=unit.number,
-            num_rows=unit.num_rows,
-            row_sum=unit.row_sum,
-            plan=plan,
-            attempt=attempt,
-            counts=counts,
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; the sum as text, because JSON numbers end at 2**53 for many."""
         return {
             "protocol": PROTOCOL,
-            "unit": self.unit,
-            "rows": self.num_rows,
-            "row_sum": f"{self.row_sum:016x}",
+            "unit": self.unit.number,
+            "rows": self.unit.num_rows,
+            "row_sum": f"{self.unit.row_sum:016x}",
             "plan": self.plan,
             "attempt": self.attempt,
             "counts": self.counts.to_json(),
@@ -63,10 +46,9 @@ class Footer:
         """Return the footer of plain values; raise ValueError, KeyError or TypeError."""
         if values["protocol"] != PROTOCOL:
             raise ValueError(f"it follows protocol {values['protocol']!r}, this is {PROTOCOL}")
+        number, rows, row_sum = values["unit"], values["rows"], values["row_sum"]
         return cls(
-            unit=int(values["unit"]),
-            num_rows=int(values["rows"]),
-            row_sum=int(values["row_sum"], 16),
+            unit=Unit(number=int(number), num_rows=int(rows), row_sum=int(row_sum, 16)),
             plan=str(values["plan"]),
             attempt=str(values["attempt"]),
             counts=UnitCounts.from_json(values["counts"]),
@@ -75,9 +57,9 @@ class Footer:
     def check(self, unit: Unit, plan_hash: str, where: str) -> None:
         """Raise CommitError unless this is the part of `unit` in the plan of that hash."""
         self.check_plan(unit, plan_hash, where)
-        if self.num_rows != unit.num_rows or self.row_sum != unit.row_sum:
+        if self.unit != unit:
             raise CommitError(
-                f"{where} holds other rows than the plan says ({self.num_rows} of "
+                f"{where} holds other rows than the plan says ({self.unit.num_rows} of "
                 f"{unit.num_rows}); move the file away"
             )
 
@@ -88,8 +70,8 @@ class Footer:
                 f"{where} belongs to plan {self.plan}, the output to plan {plan_hash}; move the "
                 "file away, or choose another folder"
             )
-        if self.unit != unit.number:
-            raise CommitError(f"{where} is the part of unit {self.unit}; move the file away")
+        if self.unit.number != unit.number:
+            raise CommitError(f"{where} is the part of unit {self.unit.number}; move the file away")
 
 
 def _encode(table: pa.Table, footer: str) -> bytes:
@@ -145,8 +127,8 @@ def read_footer(store: Store, name: str, part_format: PartFormat = PARQUET) -> F
     try:
         num_rows, text = part_format.footer_text(tail)
         footer = Footer.from_json(json.loads(text))
-        if footer.num_rows != num_rows:
-            raise ValueError(f"it says {footer.num_rows} rows and holds {num_rows}")
+        if footer.unit.num_rows != num_rows:
+            raise ValueError(f"it says {footer.unit.num_rows} rows and holds {num_rows}")
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CommitError(
             f"{store.uri}/{name} is no part of this output: {error_text(error)}; move the file away"

@@ -1,18 +1,22 @@
-"""The log of a run below the sink: JSON lines in segments, one writer, for people and reports.
+"""What a run says of itself below the sink, for people and reports: its log and its heartbeat.
 
-Nothing is decided by it. A segment is created whole, because object stores cannot append, so a run
-that is killed loses what it had not written yet: a twentieth of its time so far, and at most five
-minutes.
+Nothing about units is decided by either. The log has JSON lines in segments, and one writer. A
+segment is created whole, because object stores cannot append, so a run that is killed loses what it
+had not written yet: a twentieth of its time so far, and at most five minutes.
 """
 
 import json
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from raybatch.durable.layout import RUNS, run_log_name, run_log_run
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.layout import RUNS, heartbeat_name, heartbeat_run, run_log_name, run_log_run
+from raybatch.durable.stores import Store
 from raybatch.errors import error_text
 from raybatch.redaction import redacted
 
@@ -22,14 +26,16 @@ _MIN_WAIT_S, _MAX_WAIT_S = 2.0, 300.0
 _SHARE = 20
 _MAX_LINES = 10_000
 
+BEAT_EVERY_S = 30.0
+# three beats: a slow store and clocks that differ a little are no death
+FRESH_S = 90.0
+
 
 class RunLog:
     """Writes the log of one run; any thread may call it, and it never raises for the store.
 
-    Texts are written without secrets. Prompts and outputs do not belong into it.
-
-    Args:
-        clock: seconds since 1970.
+    Texts are written without secrets. Prompts and outputs do not belong into it. The clock counts
+    seconds since 1970.
     """
 
     def __init__(self, store: Store, run_id: str, clock: Callable[[], float]) -> None:
@@ -109,3 +115,76 @@ def _clean(value: Any) -> Any:  # noqa: ANN401 - whatever JSON takes
     if isinstance(value, list | tuple):
         return [_clean(inner) for inner in value]
     return round(value, 3) if isinstance(value, float) else value
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """A run whose heartbeat is fresh; its age is by the clocks of both hosts."""
+
+    run_id: str
+    age_s: float
+    host: str
+    pid: int
+    path: str
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run_id} (process {self.pid} on {self.host}) was alive {self.age_s:.0f} s "
+            "ago"
+        )
+
+
+def beat(store: Store, run_id: str, now_s: float) -> None:
+    """Write the heartbeat; `now_s` is in seconds since 1970."""
+    record = {"ts": round(now_s, 3), "host": socket.gethostname(), "pid": os.getpid()}
+    store.replace(heartbeat_name(run_id), json.dumps(record).encode())
+
+
+def end_beat(store: Store, run_id: str) -> None:
+    store.remove(heartbeat_name(run_id))
+
+
+@contextmanager
+def beating(store: Store, run_id: str, clock: Callable[[], float]) -> Iterator[None]:
+    """Keep the heartbeat of a run for as long as it lasts; a failure to write ends no run."""
+    is_over = threading.Event()
+
+    def tried(write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # each file system has errors of its own
+            logger.info("the heartbeat could not be written: %s", error_text(error))
+
+    def go_on() -> None:
+        while not is_over.wait(BEAT_EVERY_S):
+            tried(lambda: beat(store, run_id, clock()))
+
+    tried(lambda: beat(store, run_id, clock()))
+    thread = threading.Thread(target=go_on, name="raybatch-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        tried(lambda: end_beat(store, run_id))
+
+
+def live_runs(store: Store, now_s: float) -> list[LiveRun]:
+    """Return the runs whose heartbeat is fresh, the last one first."""
+    runs = []
+    for name in store.names(RUNS):
+        run_id = heartbeat_run(name)
+        if run_id is None:
+            continue
+        try:
+            record = json.loads(store.read(name))
+            age_s, host, pid = now_s - float(record["ts"]), str(record["host"]), int(record["pid"])
+        except FileNotFoundError:  # it has ended since it was listed
+            continue
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s/%s is no heartbeat", store.uri, name)
+            continue
+        if abs(age_s) < FRESH_S:
+            runs.append(LiveRun(run_id, max(0.0, age_s), host, pid, f"{store.uri}/{name}"))
+    return sorted(runs, key=lambda run: run.age_s)

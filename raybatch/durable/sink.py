@@ -11,10 +11,10 @@ import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from raybatch.durable.heartbeat import FRESH_S, live_runs
 from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, STAGING, SUCCESS, part_unit, probe_name
+from raybatch.durable.run_log import FRESH_S, live_runs
 from raybatch.durable.storage import error_context, real_path, store_of
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.errors import ConfigError, did_you_mean
 
 _PARTITION_TYPES = (
@@ -75,14 +75,13 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
         raise ConfigError(f"sink {sink!r} is a file; name a folder for the output")
     _check_no_source(sink, fs, root, source_paths)
     store = store_of(sink)
-    names = (
-        [name.removeprefix(root).lstrip("/") for name in fs.find(root)] if fs.exists(root) else []
-    )
+    paths = fs.find(root) if fs.exists(root) else []
+    names = [path.removeprefix(root).lstrip("/") for path in paths]
     # another run that begins at this moment may be about to write its mark; readers and runs
     # leave names with a dot alone, such as .gitkeep
     ours = f"{STAGING}/", probe_name("")
-    own = [name for name in names if not name.startswith(ours)]
-    foreign = [name for name in own if not (name.startswith(".") and "/" not in name)]
+    is_hidden = re.compile(r"\.[^/]*").fullmatch
+    foreign = [name for name in names if not (name.startswith(ours) or is_hidden(name))]
     if foreign and _MARKER not in names and store.size(_MARKER) is None:
         raise ConfigError(
             f"sink {sink!r} holds {len(foreign)} files, for example {foreign[0]}, and no {_MARKER} "
@@ -100,8 +99,7 @@ def _prepare(sink: str, is_overwrite: bool, source_paths: Collection[str]) -> No
             store.remove(name)
     elif foreign:
         _check_layout(sink, store.read(_MARKER))
-    marker = json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode()
-    store.create(_MARKER, marker)
+    store.create(_MARKER, json.dumps({"writer": "raybatch", "layout": _LAYOUT}).encode())
 
 
 def check_partitions(source: pa.Schema, columns: Sequence[str]) -> None:
@@ -135,9 +133,8 @@ def _check_no_source(
     really_below = fs.unstrip_protocol(real_path(fs, root)).rstrip("/") + "/"
     local = "file://"
     for path in source_paths:
-        real = (
-            local + os.path.realpath(path.removeprefix(local)) if path.startswith(local) else path
-        )
+        is_local = path.startswith(local)
+        real = local + os.path.realpath(path.removeprefix(local)) if is_local else path
         if path.startswith(below) or real.startswith(really_below):
             raise ConfigError(
                 f"the source file {path} lies below the sink {sink!r}; choose another"
@@ -147,8 +144,7 @@ def _check_no_source(
 def _check_removable(sink: str, names: Collection[str], folder: str) -> None:
     """Refuse to begin again in an output that another run or somebody else writes to.
 
-    Args:
-        folder: below the sink, of an output of its own; "" is that of the sink itself.
+    The `folder` below the sink is of an output of its own; "" is that of the sink itself.
     """
     prefix = f"{folder}/" if folder else ""
     own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
@@ -172,12 +168,10 @@ def _is_ours(name: str) -> bool:
 
 
 def _order_of_removal(name: str) -> tuple[int, str]:
-    if name == SUCCESS:
-        return 0, name
-    if _LATER_PLAN.fullmatch(name):  # without the first they would be taken to follow another
-        return 1, name
-    # the mark goes last: without it a second attempt would refuse what is left
-    return (2 if name == PLAN else 4 if name == _MARKER else 3), name
+    # without the first plan later ones would be taken to follow another, and the mark goes last:
+    # without it a second attempt would refuse what is left
+    rank = {SUCCESS: 0, PLAN: 2, _MARKER: 4}.get(name, 1 if _LATER_PLAN.fullmatch(name) else 3)
+    return rank, name
 
 
 def _check_layout(sink: str, marker: bytes) -> None:
@@ -203,5 +197,5 @@ def is_marked(store: Store) -> bool:
 def output_files(sink: str) -> list[str]:
     """Return the paths of the part files, sorted."""
     store = store_of(sink)
-    names = [name for name in store.names(DATA) if part_unit(name) is not None]
-    return [posixpath.join(store.uri, name) for name in sorted(names)]
+    names = sorted(name for name in store.names(DATA) if part_unit(name) is not None)
+    return [posixpath.join(store.uri, name) for name in names]

@@ -1,27 +1,62 @@
-"""File systems of every kind behind one kind of error, and the store of a sink."""
+"""The store of a sink: a folder, a bucket, or any other file system that fsspec knows.
 
+What a request to a bucket may raise, and which of that is worth another try, is here too.
+"""
+
+import errno
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from typing import Any, ParamSpec, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from raybatch.durable.stores.local import LocalStore
-from raybatch.durable.stores.objects import ObjectStore
-from raybatch.durable.stores.protocols import Store
-from raybatch.durable.stores.repeating import Repeating
+from raybatch.durable.layout import check_name, probe_name
+from raybatch.durable.stores import LocalStore, Store, warn_last_writer_wins
 from raybatch.errors import ConfigError, RaybatchError, error_text
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# a write is one request, and one that must not replace is decided where the object lies
+_CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
+# a range may be asked for from its end
+_SUFFIX_RANGES = frozenset({"s3", "s3a", "memory"})
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
+_REPEATABLE = (
+    "EAGAIN EBUSY ECONNABORTED ECONNREFUSED ECONNRESET EHOSTUNREACH EIO ENETUNREACH EPIPE "
+    "EREMOTEIO ETIMEDOUT"
+)
+_NUMBERS = {getattr(errno, name) for name in _REPEATABLE.split() if hasattr(errno, name)}
+_CONFLICT = 409
+_STATUSES = frozenset({408, _CONFLICT, 425, 429, 500, 502, 503, 504})
+_EXISTS = 412
+_UNSUPPORTED = frozenset({400, 405, 501})
+# by name, for clients that may not be installed; few of them are an OSError
+_BROKEN_CONNECTIONS = frozenset(
+    {
+        "aiohttp.client_exceptions.ClientConnectionError",
+        "aiohttp.client_exceptions.ClientPayloadError",
+        "botocore.exceptions.ConnectionError",
+        "botocore.exceptions.HTTPClientError",
+        "botocore.exceptions.IncompleteReadError",
+        "botocore.parsers.ResponseParserError",
+    }
+)
 
 
 def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Store:
-    """Return the store of a folder; nothing is read or written yet.
+    """Return the store of a local path or any URI that fsspec knows; nothing is read or written.
 
-    Args:
-        uri: a local path, or any URI that fsspec knows.
-        sleep: waits for so many seconds before a request is sent again.
+    `sleep` waits for so many seconds before a request is sent again.
     """
     fs, root = fsspec.core.url_to_fs(uri)
     if isinstance(fs, LocalFileSystem):
@@ -60,3 +95,225 @@ def error_context(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # each file system has errors of its own
         raise ConfigError(f"{what}: {error_text(error)}") from error
+
+
+class ObjectStore:
+    """Objects below a prefix, each written by one request; nothing is repeated here.
+
+    Args:
+        uri: root with its protocol; it holds no secrets, credentials come from the environment.
+        is_exclusive: what an earlier probe of the same store found; None probes once.
+    """
+
+    def __init__(
+        self, uri: str, is_exclusive: bool | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._options = dict(options or {})
+        # a file system of its own: nobody else's settings, and no listing is kept
+        self._fs, root = fsspec.core.url_to_fs(
+            uri, skip_instance_cache=True, use_listings_cache=False, **self._options
+        )
+        self._root = root.rstrip("/")
+        self._is_exclusive = is_exclusive
+        protocols = self._fs.protocol
+        self._protocols = {protocols} if isinstance(protocols, str) else set(protocols)
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.uri!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectStore, (self.uri, self._is_exclusive, self._options)
+
+    @property
+    def uri(self) -> str:
+        return str(self._fs.unstrip_protocol(self._root)).rstrip("/")
+
+    @property
+    def is_exclusive(self) -> bool:
+        if self._is_exclusive is None:
+            self._is_exclusive = bool(self._protocols & _CONDITIONAL) and self._probe()
+            if not self._is_exclusive:
+                warn_last_writer_wins(self.uri)
+        return self._is_exclusive
+
+    def create(self, name: str, data: bytes) -> bool:
+        if self.is_exclusive:
+            return self._create(name, data)
+        if self.size(name) is not None:
+            return False
+        self.replace(name, data)
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._fs.pipe_file(self._path_to_write(name), data)
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._fs.cat_file(self._path(name)))
+
+    def tail(self, name: str, num_bytes: int) -> bytes:
+        path = self._path(name)
+        if self._protocols & _SUFFIX_RANGES:
+            return bytes(self._fs.cat_file(path, start=-num_bytes))
+        size = self.size(name)
+        if size is None:
+            raise FileNotFoundError(path)
+        return bytes(self._fs.cat_file(path, start=max(0, size - num_bytes), end=size))
+
+    def size(self, name: str) -> int | None:
+        self._fs.invalidate_cache()
+        try:
+            info = self._fs.info(self._path(name))
+        except FileNotFoundError:
+            return None
+        return int(info["size"]) if info["type"] == "file" else None
+
+    def names(self, folder: str) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            paths = self._fs.find(self._path(folder))
+        except FileNotFoundError:
+            return []
+        return sorted(path.removeprefix(self._root).lstrip("/") for path in paths)
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def _create(self, name: str, data: bytes) -> bool:
+        try:
+            self._fs.pipe_file(self._path_to_write(name), data, mode="create")
+        except Exception as error:  # each file system has errors of its own
+            if says_it_exists(error):
+                return False
+            raise
+        return True
+
+    def _probe(self) -> bool:
+        """Return whether the second of two creates of one name is refused."""
+        name = probe_name(uuid.uuid4().hex)
+        try:
+            # a first one that is refused means a repeated request, and shows the same
+            return not (self._create(name, b"") and self._create(name, b""))
+        except Exception as error:
+            if not says_unsupported(error):
+                raise
+            logger.info("%s refuses conditional writes: %s", self.uri, error)
+            return False
+        finally:
+            try:
+                self.remove(name)
+            except Exception as error:  # who may only add files can work all the same
+                logger.info("%s/%s is left behind: %s", self.uri, name, error)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{check_name(name)}"
+
+    def _path_to_write(self, name: str) -> str:
+        path = self._path(name)
+        if not self._protocols & _CONDITIONAL:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return path
+
+
+class Repeating:
+    """A store whose operations are repeated when a failure may be temporary.
+
+    Every operation of a store may be repeated: a `create` that took effect before its reply was
+    lost returns False the second time, which callers accept as well as True.
+    """
+
+    def __init__(
+        self, store: Store, *, num_tries: int = 6, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._store = store
+        self._num_tries = num_tries
+        self._sleep = sleep
+
+    def __repr__(self) -> str:
+        return repr(self._store)
+
+    @property
+    def uri(self) -> str:
+        return self._store.uri
+
+    @property
+    def is_exclusive(self) -> bool:
+        return self._repeat(lambda: self._store.is_exclusive)
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            return self._repeat(self._store.create, name, data)
+        except Exception as error:
+            # some stores answer "conflict" to every create of an object that is there
+            if _CONFLICT in _statuses(error) and self.size(name) is not None:
+                return False
+            raise
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._repeat(self._store.replace, name, data)
+
+    def read(self, name: str) -> bytes:
+        return self._repeat(self._store.read, name)
+
+    def tail(self, name: str, num_bytes: int) -> bytes:
+        return self._repeat(self._store.tail, name, num_bytes)
+
+    def size(self, name: str) -> int | None:
+        return self._repeat(self._store.size, name)
+
+    def names(self, folder: str) -> list[str]:
+        return self._repeat(self._store.names, folder)
+
+    def remove(self, name: str) -> None:
+        self._repeat(self._store.remove, name)
+
+    def _repeat(self, operation: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> _T:
+        for number in range(self._num_tries - 1):
+            try:
+                return operation(*args, **options)
+            except Exception as error:  # each file system has errors of its own
+                if not is_repeatable(error):
+                    raise
+                wait_s = min(_FIRST_WAIT_S * 2.0**number, _LONGEST_WAIT_S)
+                logger.info("%s: %s; trying again in %.1f s", self.uri, error, wait_s)
+            self._sleep(wait_s)
+        return operation(*args, **options)
+
+
+def is_repeatable(error: BaseException) -> bool:
+    """Return whether an operation that raised this may succeed when it is sent again."""
+    if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+        return False
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    if isinstance(error, TimeoutError | ConnectionError) or names & _BROKEN_CONNECTIONS:
+        return True
+    if _STATUSES.intersection(_statuses(error)):
+        return True
+    return isinstance(error, OSError) and error.errno in _NUMBERS
+
+
+def says_it_exists(error: BaseException) -> bool:
+    """Return whether a `create` that raised this found the file there."""
+    return isinstance(error, FileExistsError) or _EXISTS in _statuses(error)
+
+
+def says_unsupported(error: BaseException) -> bool:
+    """Return whether the store, or its client, does not support what raised this."""
+    if isinstance(error, NotImplementedError | TypeError):
+        return True
+    # stores answer 400 to what was too slow and to whom they do not know, too
+    if isinstance(error, TimeoutError | PermissionError):
+        return False
+    return bool(_UNSUPPORTED.intersection(_statuses(error)))
+
+
+def _statuses(error: BaseException | None) -> list[int]:
+    """Return the HTTP statuses in an error and its causes, as the common clients keep them."""
+    statuses = []
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            statuses.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+        statuses += [getattr(error, name, None) for name in ("status", "status_code", "code")]
+        error = error.__cause__
+    return [int(one) for one in statuses if str(one).isdecimal()]

@@ -123,13 +123,10 @@ def add_row_sums(sums: Iterable[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorCount:
-    """How often one class of row error happened.
-
-    Args:
-        row_ids: the first few of them, up to `NUM_ERROR_IDS`.
-    """
+    """How often one class of row error happened."""
 
     num_rows: int
+    # of the first few, up to `NUM_ERROR_IDS`
     row_ids: tuple[str, ...]
     message: str
 
@@ -198,8 +195,7 @@ def sum_counts(parts: Iterable[UnitCounts]) -> UnitCounts:
 class Receipt:
     """That a unit is committed; small enough to travel where its rows do not.
 
-    Args:
-        won: this attempt wrote it; False where another one did, or where the reply was lost.
+    With `won` this attempt wrote it; else another one did, or the reply was lost.
     """
 
     unit: int

@@ -369,7 +369,7 @@ def _cost_model(question: Question) -> tuple[CostModel | None, str]:
     try:
         if question.is_local:
             return measure_local(spec), ""
-        from raybatch.actors.replicas.measure import measure_pool  # Ray is slow to load
+        from raybatch.actors.executors.ray_measure import measure_pool  # Ray is slow to load
 
         return measure_pool(spec), ""
     except MeasureError as error:

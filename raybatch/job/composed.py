@@ -21,10 +21,9 @@ from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cau
 from raybatch.config import PlanConfig
 from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
-from raybatch.durable.heartbeat import beating
-from raybatch.durable.journal import POS, ROW
+from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
 from raybatch.durable.layout import PLAN
-from raybatch.durable.leftovers import drop_journal_and_staging
+from raybatch.durable.run_log import beating
 from raybatch.durable.sink import check_place, prepare_sink
 from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError, ConfigError

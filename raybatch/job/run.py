@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
-from raybatch.durable.leftovers import drop_journal_and_staging
+from raybatch.durable.journal import drop_journal_and_staging
 from raybatch.durable.storage import error_context, store_of
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.errors import ConfigError, RunStopped, shell_path
 from raybatch.explanation.explain import Question, explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual, actual_of

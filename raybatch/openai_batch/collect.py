@@ -10,7 +10,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
-from raybatch.actors.wire.arrow_arrays import vector_lists
+from raybatch.actors.wire.columns import vector_lists
 from raybatch.backends.openai.body import BadAnswer, read_vector
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError, error_text

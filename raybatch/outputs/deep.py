@@ -14,7 +14,7 @@ from raybatch.durable.commit import listed_units
 from raybatch.durable.layout import part_name
 from raybatch.durable.partitioned import read_record
 from raybatch.durable.parts import read_footer
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import UnitCounts, UnitPlan
 from raybatch.errors import CommitError, error_text
 from raybatch.planning.repeated_ids import RepeatedIds, Uint64s, id_hashes

@@ -17,7 +17,7 @@ from raybatch.durable.layout import DATA, PLAN
 from raybatch.durable.partitioned import partition_values
 from raybatch.durable.parts import read_footer
 from raybatch.durable.storage import error_context, open_store
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.inputs.file_slices import FileSlice, joined

@@ -21,9 +21,8 @@ import pyarrow.parquet as pq
 from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cause
 from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
-from raybatch.durable.journal import POS, ROW
+from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
 from raybatch.durable.layout import PLAN, part_name, plan_name
-from raybatch.durable.leftovers import drop_journal_and_staging
 from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
 from raybatch.errors import CommitError, ConfigError

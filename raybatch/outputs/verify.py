@@ -10,7 +10,7 @@ from raybatch.durable.audit import Audit, audit, read_success
 from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, SUCCESS
 from raybatch.durable.sink import is_marked
 from raybatch.durable.storage import error_context, open_store
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import UnitPlan
 from raybatch.errors import ConfigError
 from raybatch.outputs.deep import DeepCheck, check_parts

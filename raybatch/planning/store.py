@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raybatch.durable.commit import open_plan
 from raybatch.durable.layout import plan_name
-from raybatch.durable.opening import open_plan
 from raybatch.durable.storage import error_context, store_of
 from raybatch.durable.units import UnitPlan, join_plans, row_sums
 from raybatch.errors import ConfigError

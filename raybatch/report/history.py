@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from raybatch.durable.run_log import read_events, run_ids
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.records.types import TokenCounts
 
 # begins the end of a run that a limit has ended

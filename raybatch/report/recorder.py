@@ -15,9 +15,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.durable.heartbeat import BEAT_EVERY_S, beat, end_beat, live_runs
-from raybatch.durable.run_log import RunLog
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.run_log import BEAT_EVERY_S, RunLog, beat, end_beat, live_runs
+from raybatch.durable.stores import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats, ReplicaStats, token_counts

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from raybatch.actors.wire.arrow_arrays import vector_lists
-from raybatch.actors.wire.columns import decode_completions
+from raybatch.actors.wire.columns import decode_completions, vector_lists
 from raybatch.errors import RaybatchError
 from raybatch.records.parsed_text import ParsedText
 from raybatch.records.types import Completion, Sampling, TokenIds

@@ -17,23 +17,25 @@ import pyarrow as pa
 from raybatch.actors.wire.begun import BEGUN_SCHEMA, Begun
 from raybatch.actors.wire.columns import crash_error
 from raybatch.actors.wire.records import RowCrashes
-from raybatch.durable.attempts import Strikes, read_strikes, write_strikes
 from raybatch.durable.commit import commit_unit, receipt_of
 from raybatch.durable.journal import (
     PLACE,
     POS,
     ROW,
+    Strikes,
     journal_schema,
     read_begun,
     read_fragments,
+    read_strikes,
     write_begun,
     write_fragment,
+    write_strikes,
 )
 from raybatch.durable.layout import SCHEMA
 from raybatch.durable.partitioned import commit_partitioned, partitioned_receipt_of
 from raybatch.durable.parts import PARQUET
 from raybatch.durable.storage import error_context
-from raybatch.durable.stores.protocols import Store
+from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan
 from raybatch.planning.store import read_units
 from raybatch.planning.stored import StoredPlan

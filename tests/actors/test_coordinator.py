@@ -9,10 +9,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from raybatch.actors.coordinator.coordinator import Coordinator
-from raybatch.actors.executors.ray_pools import RaySite, RayStarted
+from raybatch.actors.executors.ray_pools import RaySite, Reserved
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.replicas.reserving import Reserved
 from raybatch.actors.wire.columns import encode_completions
 from raybatch.actors.wire.records import Room, Submission
 from raybatch.records.types import Completion, ReplicaStats
@@ -56,7 +55,7 @@ class Bench:
         member = Member(
             replica_id=replica_id,
             rank=0,
-            started=RayStarted(FakeActor(error), Reserved({})),
+            started=Reserved({}, actor=FakeActor(error)),
             pid=replica_id,
         )
         member.is_ready = True

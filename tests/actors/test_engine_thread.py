@@ -79,8 +79,8 @@ def test_a_row_with_an_error_gives_one_completion(start):
 def test_a_broken_engine_is_reported_with_its_exception(start):
     driver = start(raise_on=9)
     driver.engine.submit([request(1, 9)])
-    driver.wait_until(lambda: driver.engine.failure() is not None)
-    assert "told to break" in str(driver.engine.failure())
+    driver.wait_until(lambda: driver.engine.failure is not None)
+    assert "told to break" in str(driver.engine.failure)
 
 
 def test_a_failed_start_carries_its_exception():
@@ -132,7 +132,7 @@ def test_the_prefix_of_a_group_counts_once_in_the_room(start):
         for i in range(20)
     ]
     driver.engine.submit(rows)
-    driver.wait_until(lambda: driver.engine.stats().num_running == 1)
+    driver.wait_until(lambda: driver.engine.stats.num_running == 1)
     # 19 rows wait, of 100 / 20 + 10 tokens each on average
     assert driver.engine.room() == Room(tokens=1000 - 19 * 15, rows=64 - 19)
 
@@ -143,7 +143,7 @@ def test_aborted_rows_leave_nothing_behind(start):
     driver.engine.submit([request(30)])
     driver.engine.abort(10, 19).result(10)
     assert [c.request_id for c in driver.rows(1)] == [30]
-    driver.wait_until(lambda: driver.engine.stats().num_running == 0)
+    driver.wait_until(lambda: driver.engine.stats.num_running == 0)
     assert driver.engine.is_idle()
     assert driver.engine.collect() == []
 
@@ -170,7 +170,7 @@ def test_a_call_that_was_cancelled_does_not_break_the_engine(start):
     driver.engine.submit([request(1, max_tokens=5)])
     driver.engine.give_back(5).cancel()
     assert [c.request_id for c in driver.rows(1)] == [1]
-    assert driver.engine.failure() is None
+    assert driver.engine.failure is None
 
 
 def test_a_start_that_nobody_waits_for_any_more_ends_quietly():
@@ -185,13 +185,13 @@ def test_a_start_that_nobody_waits_for_any_more_ends_quietly():
     may_build.set()
     # an exception in the thread would be a warning, and warnings are errors
     engine.close()
-    assert engine.failure() is None
+    assert engine.failure is None
 
 
 def test_calls_to_an_engine_that_has_broken_are_refused(start):
     driver = start(raise_on=9)
     driver.engine.submit([request(0, token=9)])
-    driver.wait_until(lambda: driver.engine.failure() is not None)
+    driver.wait_until(lambda: driver.engine.failure is not None)
     for call in (driver.engine.give_back(1), driver.engine.abort(0, 0)):
         with pytest.raises(EngineEndedError):
             call.result(10)

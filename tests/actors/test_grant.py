@@ -102,7 +102,7 @@ def test_a_group_that_fits_no_room_is_cut_once_per_replica():
         for replica_id, spans in queue.dispatch(dict.fromkeys(grants, ONE_GROUP)).items():
             grants[replica_id] += spans
     assert 4 == num_prefixes(grants, ids)
-    costs = [queue.cost(r) for r in grants]
+    costs = [queue.load(r).cost for r in grants]
     assert (max(costs) - min(costs)) / np.mean(costs) < 0.05
 
 
@@ -126,7 +126,7 @@ def test_loads_are_level_without_a_cut_where_the_sizes_allow_it(seed):
     while queue.has_waiting():
         late = queue.dispatch({min(range(4), key=queue.cost): ROOMY})
         grants = {r: [*grants[r], *late.get(r, [])] for r in grants}
-    costs = [queue.cost(r) for r in range(4)]
+    costs = [queue.load(r).cost for r in range(4)]
     assert (max(costs) - min(costs)) / np.mean(costs) < 0.05
     assert 300 == num_prefixes(grants, ids)
 
@@ -156,20 +156,20 @@ def test_expected_outputs_level_the_load():
 def test_the_load_of_a_replica_is_its_rows_and_each_prefix_once():
     queue = grouped_queue([0, 0, None, 1])
     queue.dispatch({1: ROOMY})
-    assert 4 * 20 + 2 * 100 == queue.cost(1)
+    assert 4 * 20 + 2 * 100 == queue.load(1).cost
     queue.finish(1, 0, [0])
-    assert 3 * 20 + 2 * 100 == queue.cost(1)
+    assert 3 * 20 + 2 * 100 == queue.load(1).cost
     queue.finish(1, 0, [1, 2])
-    assert 20 + 100 == queue.cost(1)
+    assert 20 + 100 == queue.load(1).cost
 
 
 def test_a_dropped_batch_weighs_with_its_prefixes_until_it_is_confirmed():
     queue = grouped_queue([0, 0, 1])
     queue.dispatch({1: ROOMY})
     queue.drop(0)
-    assert 3 * 20 + 2 * 100 == queue.cost(1)
+    assert 3 * 20 + 2 * 100 == queue.load(1).cost
     queue.note_aborted(1, 0)
-    assert queue.cost(1) == 0
+    assert queue.load(1).cost == 0
 
 
 def test_what_waits_for_a_dead_replica_goes_anywhere():

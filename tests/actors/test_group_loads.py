@@ -39,7 +39,7 @@ class Engine:
 
     def give_back(self, max_cost):
         max_rows = len(self.waiting) // 2
-        groups = self.rows.groups()
+        groups = self.rows.groups
         given = choose_rows(self.waiting, groups, max_rows=max_rows, max_cost=max_cost)
         ids = {r.request_id for r in given}
         self.waiting = [r for r in self.waiting if r.request_id not in ids]
@@ -53,7 +53,7 @@ class Engine:
         self.running = [(r, end) for r, end in self.running if end > now]
         for request_id in finished:
             self.rows.close(request_id)
-        self._live &= self.rows.groups().keys()
+        self._live &= self.rows.groups.keys()
         self._todo = max(0, self._todo - BUDGET)
         # members of live groups first, as the engine does
         self.waiting.sort(key=lambda r: r.group_id not in self._live)
@@ -100,7 +100,7 @@ def run(ids, num_engines, rows_per_batch):
         for replica_id, spans in queue.dispatch(rooms).items():
             rows = [s.batch_id * rows_per_batch + i for s in spans for i in range(s.start, s.stop)]
             engines[replica_id].submit([request(row, ids[row]) for row in rows])
-        idle = [r for r in engines if not queue.num_held(r)]
+        idle = [r for r in engines if not queue.load(r).num_rows]
         if idle and not queue.has_waiting():
             steal(queue, engines, idle[0], rows_per_batch)
         for replica_id, engine in engines.items():
@@ -114,7 +114,7 @@ def run(ids, num_engines, rows_per_batch):
 def steal(queue, engines, thief, rows_per_batch):
     victim = max(engines, key=lambda r: len(engines[r].waiting))
     if len(engines[victim].waiting) > 1:
-        ids = engines[victim].give_back((queue.cost(victim) - queue.cost(thief)) // 2)
+        ids = engines[victim].give_back((queue.load(victim).cost - queue.load(thief).cost) // 2)
         spans = [Span(b, row, row + 1) for b, row in (divmod(i, rows_per_batch) for i in ids)]
         queue.give_back(victim, spans)
 

@@ -12,10 +12,6 @@ POOL = {"replicas": 1, "num_cpus_per_replica": 3}
 PLAN = Placement(num_replicas=1, num_cpus=3, num_gpus=0, num_engines_on_host=1)
 
 
-async def nothing(asked):
-    """There is no other pool."""
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
@@ -30,14 +26,14 @@ def test_engines_that_are_idle_end_for_others_that_wait(own):
 
 
 def test_room_is_sought_after_a_while_and_not_at_every_look():
-    seeker = IdlePoolReclaimer(PoolConfig(), PLAN, nothing)
+    seeker = IdlePoolReclaimer(PoolConfig(), PLAN)
     looks = [seeker.is_due(waits_s=float(s), now_s=100.0 + s) for s in range(14)]
     assert [s for s, is_due in enumerate(looks) if is_due] == [6, 12]
 
 
 def test_a_long_wait_is_told_once_with_what_is_waited_for(caplog):
     pool = PoolConfig(resources={"disk": 2}, accelerator_type="H100")
-    seeker = IdlePoolReclaimer(pool, PLAN, nothing)
+    seeker = IdlePoolReclaimer(pool, PLAN)
     for waits_s in (20.0, 31.0, 40.0):
         seeker.is_due(waits_s, now_s=0.0)
     (line,) = [record.getMessage() for record in caplog.records]

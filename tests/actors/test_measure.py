@@ -6,7 +6,7 @@ import time
 import pytest
 import ray
 
-from raybatch.actors.replicas.measure import measure_pool
+from raybatch.actors.executors.ray_measure import measure_pool
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import MeasureError

@@ -7,8 +7,7 @@ import pytest
 import ray
 from ray.util import metrics
 
-from raybatch.actors.coordinator.counters import ClientCounters
-from raybatch.actors.coordinator.metrics import PoolMetrics, ReplicaMetrics
+from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics, ReplicaMetrics
 from raybatch.records.types import ReplicaStats
 from tests.actors.pools import SAMPLING, generate, prompts_of, table_of, wait_until
 

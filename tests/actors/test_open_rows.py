@@ -19,14 +19,14 @@ def test_a_prefix_counts_again_after_its_last_row():
     rows.add([first])
     rows.close(0)
     rows.add([second])
-    assert (110, {0: 1}) == (rows.mean_own_tokens(), dict(rows.groups()))
+    assert (110, {0: 1}) == (rows.mean_own_tokens(), dict(rows.groups))
 
 
 def test_rows_that_are_given_back_leave_no_trace():
     rows = OpenRows()
     rows.add(rows_of([None, 0]))
     rows.give_back(1)
-    assert (10, 1, {}) == (rows.mean_own_tokens(), len(rows), dict(rows.groups()))
+    assert (10, 1, {}) == (rows.mean_own_tokens(), len(rows), dict(rows.groups))
 
 
 def test_nothing_is_known_of_no_rows():

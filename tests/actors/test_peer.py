@@ -8,10 +8,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from raybatch.actors.executors.local_loop import LocalLoop
-from raybatch.actors.executors.local_site import LocalTables
-from raybatch.actors.executors.peer import Peer, PeerDiedError, PeerError
-from raybatch.actors.replicas.site import CallHandle
+from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDiedError, PeerError
+from raybatch.actors.executors.local_site import LocalSite
 
 TIMEOUT_S = 20
 
@@ -60,8 +58,8 @@ def run(scene):
         near = Peer(ours, lambda name: getattr(target, name))
         far = Peer(theirs, lambda name: getattr(target, name))
         serving = [asyncio.create_task(peer.serve()) for peer in (near, far)]
-        await near.connected()
-        await far.connected()
+        await near.is_connected.wait()
+        await far.is_connected.wait()
         async with asyncio.timeout(TIMEOUT_S):
             result = await scene(CallHandle(near.call), target, near, far)
         near.close()
@@ -130,13 +128,13 @@ def test_what_is_done_for_a_process_that_has_ended_is_cancelled():
 
 
 def test_a_table_is_found_while_somebody_holds_its_reference():
-    tables = LocalTables()
-    kept = tables.keep(("a table", ()))
+    site = LocalSite(None)
+    kept = site.keep(("a table", ()))
     name = pickle.loads(pickle.dumps(kept))
-    assert tables.find(name) == ("a table", ())
+    assert asyncio.run(site.fetch(name)) == ("a table", ())
     del kept
     gc.collect()
-    assert tables.find(name) is None
+    assert asyncio.run(site.fetch(name)) is None
 
 
 def test_a_loop_that_closes_cancels_what_runs():

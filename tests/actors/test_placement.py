@@ -5,32 +5,15 @@ import pytest
 from raybatch.actors.replicas.placement import (
     ClusterView,
     Placement,
-    check_cluster,
-    check_hosts,
     gpu_warnings,
     plan_placement,
+    requested_of_ray,
 )
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import check_share
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.rows.stage_forms import build_stage_config
-
-
-def test_an_engine_fits_the_largest_host():
-    check_hosts(4, [2, 4])
-
-
-@pytest.mark.parametrize("hosts", [[], [2, 4]])
-def test_an_engine_over_several_hosts_is_refused_with_the_way_out(hosts):
-    with pytest.raises(ConfigError, match=r"asks for 8 GPUs .*distributed_executor_backend='ray'"):
-        check_hosts(8, hosts)
-
-
-def test_ranks_that_are_actors_may_take_the_gpus_of_all_hosts():
-    check_cluster(6, [2, 4])
-    with pytest.raises(ConfigError, match="asks for 8 GPUs and the cluster has 6"):
-        check_cluster(8, [2, 4])
 
 
 def spec_of(pool, **engine_kwargs):
@@ -43,6 +26,26 @@ GPUS = ClusterView(gpus_of_hosts=(4.0, 4.0), cpus_of_hosts=(8.0, 8.0), cores_of_
 CPUS = ClusterView(gpus_of_hosts=(0.0, 0.0), cpus_of_hosts=(8.0, 0.0), cores_of_driver=4)
 
 
+# six GPUs on two hosts
+UNEVEN = ClusterView(gpus_of_hosts=(2.0, 4.0), cpus_of_hosts=(8.0, 8.0))
+
+
+def test_an_engine_fits_the_largest_host():
+    assert plan_placement(spec_of(PoolConfig(), tensor_parallel_size=4), UNEVEN).num_gpus == 4
+
+
+def test_an_engine_over_several_hosts_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"asks for 8 GPUs .*distributed_executor_backend='ray'"):
+        plan_placement(spec_of(PoolConfig(), tensor_parallel_size=8), UNEVEN)
+
+
+def test_ranks_that_are_actors_may_take_the_gpus_of_all_hosts():
+    options = {"distributed_executor_backend": "ray"}
+    assert plan_placement(spec_of(PoolConfig(), tensor_parallel_size=6, **options), UNEVEN).bundles
+    with pytest.raises(ConfigError, match="asks for 8 GPUs and the cluster has 6"):
+        plan_placement(spec_of(PoolConfig(), tensor_parallel_size=8, **options), UNEVEN)
+
+
 def test_each_rank_that_is_an_actor_takes_a_gpu_and_the_first_what_else_is_asked_for():
     pool = PoolConfig(accelerator_type="H100", num_cpus_per_replica=2, resources={"fast": 1})
     options = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
@@ -51,7 +54,10 @@ def test_each_rank_that_is_an_actor_takes_a_gpu_and_the_first_what_else_is_asked
     rank = {"GPU": 1.0, "accelerator_type:H100": 0.001}
     assert plan.bundles == ({**rank, "CPU": 2, "fast": 1}, rank, rank, rank)
     assert plan.num_replicas == 2
-    assert plan.asks_for() == "2 CPUs and 4 GPUs in a placement group of 4 bundles"
+    assert (
+        requested_of_ray(plan, PoolConfig())
+        == "2 CPUs and 4 GPUs in a placement group of 4 bundles"
+    )
 
 
 def test_given_bundles_are_taken_as_they_are():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.wire.records import PoisonRow, Room, Span
+from raybatch.actors.wire.records import Room, RowCrashes, Span
 from tests.actors.queues import ROOMY, grouped_queue, held_rows, queue_of
 
 
@@ -101,7 +101,7 @@ def test_rows_with_two_strikes_run_alone_in_halves():
         queue.lose(replica_id)
     grants = queue.dispatch({3: ROOMY})
     assert held_rows(grants[3]) == [(0, 0), (0, 1)]
-    assert queue.is_testing(3)
+    assert queue.load(3).is_testing
     assert queue.dispatch({3: ROOMY}) == {}
 
 
@@ -130,15 +130,15 @@ def test_a_row_that_dies_alone_too_often_is_given_up():
     poison = []
     for replica_id in (1, 2, 3):
         queue.dispatch({replica_id: ROOMY})
-        poison += queue.lose(replica_id).poison
-    assert [PoisonRow(0, 0, 3)] == poison
+        poison += queue.lose(replica_id).given_up()
+    assert [(0, RowCrashes(0, 3, True))] == poison
     assert queue.is_done(0)
 
 
 def test_a_row_is_not_given_up_in_company():
     queue = queue_of(2, max_row_crashes=1)
     queue.dispatch({1: ROOMY})
-    assert queue.lose(1).poison == ()
+    assert queue.lose(1).given_up() == []
 
 
 def test_returned_rows_count_no_attempt_and_no_strike():
@@ -147,7 +147,7 @@ def test_returned_rows_count_no_attempt_and_no_strike():
     queue.give_back(1, [Span(0, 2, 4)])
     queue.dispatch({2: ROOMY})
     assert queue.attempts(0).tolist() == [1, 1, 1, 1]
-    assert [queue.num_held(1), queue.num_held(2)] == [2, 2]
+    assert [queue.load(1).num_rows, queue.load(2).num_rows] == [2, 2]
 
 
 def test_rows_returned_by_a_dead_replica_are_not_queued_twice():
@@ -163,7 +163,7 @@ def test_a_dropped_batch_leaves_nothing_behind():
     queue.dispatch({1: Room(tokens=20, rows=2)})
     assert [queue.drop(0), queue.drop(1)] == [[1], []]
     queue.note_aborted(1, 0)
-    assert [queue.num_waiting(), queue.num_held(1)] == [0, 0]
+    assert [queue.num_waiting(), queue.load(1).num_rows] == [0, 0]
     assert queue.dispatch({1: ROOMY}) == {}
 
 
@@ -195,14 +195,14 @@ def test_a_row_beside_dropped_rows_is_not_given_up():
     queue = queue_of(1, 1, max_row_crashes=1)
     queue.dispatch({1: ROOMY})
     queue.drop(0)
-    assert queue.lose(1).poison == ()
+    assert queue.lose(1).given_up() == []
 
 
 def test_dropped_rows_weigh_until_the_abort_is_confirmed():
     queue = queue_of(4)
     queue.dispatch({1: ROOMY})
     queue.drop(0)
-    assert queue.num_held(1) == 4
+    assert queue.load(1).num_rows == 4
     queue.add(1, [10] * 4, [10] * 4)
     assert {2: [Span(1, 0, 4)]} == queue.dispatch({1: ROOMY, 2: ROOMY})
 
@@ -213,16 +213,16 @@ def test_results_and_returns_of_a_dropped_batch_change_nothing():
     queue.drop(0)
     assert queue.finish(1, 0, [0, 1]).tolist() == [False, False]
     queue.give_back(1, [Span(0, 2, 4)])
-    assert [queue.num_held(1), queue.num_waiting()] == [4, 0]
+    assert [queue.load(1).num_rows, queue.num_waiting()] == [4, 0]
 
 
 def test_a_confirmation_of_a_dead_replica_is_ignored():
     queue = queue_of(4)
     queue.dispatch({1: ROOMY})
     queue.drop(0)
-    assert queue.lose(1).num_struck == 0
+    assert queue.lose(1).crashes == {}
     queue.note_aborted(1, 0)
-    assert queue.num_held(1) == 0
+    assert queue.load(1).num_rows == 0
 
 
 def test_suspects_that_come_back_unstarted_stay_suspects():
@@ -280,7 +280,7 @@ def test_a_stopped_replica_holds_nothing():
     queue.dispatch({1: ROOMY})
     queue.drop(0)
     queue.release(1)
-    assert (queue.num_held(1), queue.num_waiting()) == (0, 2)
+    assert (queue.load(1).num_rows, queue.num_waiting()) == (0, 2)
 
 
 def test_a_control_that_comes_back_unstarted_is_the_control_still():
@@ -290,7 +290,7 @@ def test_a_control_that_comes_back_unstarted_is_the_control_still():
     queue.give_back(1, [Span(7, 4, 5)])
     assert queue.has_control()
     assert {2: [Span(7, 4, 5)]} == queue.dispatch({2: ROOMY})
-    assert queue.is_testing(2)
+    assert queue.load(2).is_testing
 
 
 def test_no_second_control_is_picked_while_one_runs():
@@ -305,7 +305,7 @@ def test_a_control_runs_alone_before_all_others():
     queue = queue_of(6)
     assert queue.pick_control(0.5)
     assert held_rows(queue.dispatch({1: ROOMY})[1]) == [(0, 2)]
-    assert queue.is_testing(1)
+    assert queue.load(1).is_testing
     assert queue.dispatch({1: ROOMY}) == {}
 
 
@@ -357,11 +357,11 @@ def test_one_poison_row_among_many_costs_a_logarithmic_number_of_deaths():
         while grants := queue.dispatch({replica_id: ROOMY}):
             rows = held_rows(grants[replica_id])
             if (0, 77) in rows:
-                poison += queue.lose(replica_id).poison
+                poison += queue.lose(replica_id).given_up()
                 num_deaths += 1
                 break
             queue.finish(replica_id, 0, [row for _, row in rows])
-    assert [(p.batch_id, p.row) for p in poison] == [(0, 77)]
+    assert [(batch_id, crashes.row) for batch_id, crashes in poison] == [(0, 77)]
     assert num_deaths <= 2 + 8
 
 
@@ -383,4 +383,4 @@ def test_suspects_of_several_groups_come_back_from_a_replica_that_was_stopped():
     assert [0, 1, 2, 3] == [row for _, row in held_rows(spans)]
     for _, row in held_rows(spans):
         queue.finish(4, 0, [row])
-    assert 0 == queue.cost(4)
+    assert 0 == queue.load(4).cost

@@ -72,10 +72,10 @@ class Model:
                 self._end(batch_id, row)
 
     def die(self, replica_id):
-        poison = self.queue.lose(replica_id).poison
+        poison = self.queue.lose(replica_id).given_up()
         assert not poison or len(self.held[replica_id]) == 1
-        for batch_id, row, _ in poison:
-            self._end(batch_id, row)
+        for batch_id, crashes in poison:
+            self._end(batch_id, crashes.row)
         self._replace(replica_id)
 
     def stop_test(self):
@@ -122,7 +122,7 @@ class Model:
 
     def check(self):
         assert {r: len(rows) for r, rows in self.held.items()} == {
-            r: self.queue.num_held(r) for r in self.held
+            r: self.queue.load(r).num_rows for r in self.held
         }
         self.controls = {r: c for r, c in self.controls.items() if c in self.held.get(r, ())}
         assert self.queue.has_control() or not self.controls
@@ -150,7 +150,7 @@ class Model:
                 own += PREFIX if known is None and self._is_plain(batch_id) else 0
                 if group >= 0:
                     prefixes[group] = prefix_len
-        assert own + sum(prefixes.values()) == self.queue.cost(replica_id)
+        assert own + sum(prefixes.values()) == self.queue.load(replica_id).cost
 
     def _is_plain(self, batch_id):
         return self.queue._batches[batch_id].keys is not None
@@ -230,5 +230,5 @@ def test_random_ends_and_drops_never_lose_or_double_a_row(history):
         model.check()
     finished = {row: count for row, count in model.outcomes.items() if row in kept}
     assert finished == dict.fromkeys(kept, 1)
-    assert 0 == model.queue.num_waiting() == sum(model.queue.num_held(r) for r in model.held)
-    assert {0} == {model.queue.cost(r) for r in model.held}
+    assert 0 == model.queue.num_waiting() == sum(model.queue.load(r).num_rows for r in model.held)
+    assert {0} == {model.queue.load(r).cost for r in model.held}

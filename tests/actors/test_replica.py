@@ -178,6 +178,7 @@ class BreakingEngine:
     def __init__(self):
         self.finished = [done(0)]
         self.broken = None
+        self.stats = ReplicaStats()
 
     def break_down(self):
         self.finished = [done(1)]
@@ -187,11 +188,9 @@ class BreakingEngine:
         finished, self.finished = self.finished, []
         return finished
 
+    @property
     def failure(self):
         return self.broken
-
-    def stats(self):
-        return ReplicaStats()
 
     def is_idle(self):
         return self.broken is not None

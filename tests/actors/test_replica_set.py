@@ -83,12 +83,12 @@ def test_a_group_is_released_with_its_replica_and_made_anew_for_the_next():
 
     async def kill_the_first(crew):
         (first,) = crew.members.values()
-        groups.append(first.started.reserved.group)
+        groups.append(first.started.group)
         os.kill(first.pid, signal.SIGKILL)
         while not crew.members or first.replica_id in crew.members or not crew.ledger.num_ready():
             await asyncio.sleep(0.02)
         (second,) = crew.members.values()
-        groups.append(second.started.reserved.group)
+        groups.append(second.started.group)
         assert [state_of(group) for group in groups] == ["REMOVED", "CREATED"]
         await crew.stop()
 

@@ -5,8 +5,8 @@ import time
 import pytest
 import ray
 
+from raybatch.actors.executors.ray_pools import reserve
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.reserving import reserve
 from raybatch.config import PoolConfig
 
 PLAN = Placement(num_replicas=1, num_cpus=0.5, num_gpus=0, num_engines_on_host=1)
@@ -66,8 +66,9 @@ def test_a_group_is_released_where_ray_refuses_its_actor(ray_cluster, tmp_path):
 @pytest.mark.ray
 def test_a_group_is_released_where_its_actor_cannot_be_killed(ray_cluster):
     reserved = reserve(GROUPED, PoolConfig(), name="unkilled")
+    reserved.actor = "no actor"
     with pytest.raises(ValueError, match="only supported for actors"):
-        reserved.end("no actor")
+        reserved.end()
     assert ray.util.placement_group_table(reserved.group)["state"] == "REMOVED"
 
 

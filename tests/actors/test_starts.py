@@ -33,7 +33,7 @@ def test_finished_rows_make_failures_count_from_zero():
 def test_a_pool_is_exhausted_when_its_last_rank_is_given_up():
     starts = ledger(num_replicas=2, max_start_failures=1)
     starts.died(0, lost_rows=False)
-    assert (starts.is_retired(0), starts.is_exhausted()) == (True, False)
+    assert (starts.ranks[0].is_retired, starts.is_exhausted()) == (True, False)
     starts.died(1, lost_rows=False)
     assert starts.is_exhausted()
 

@@ -8,7 +8,7 @@ import pytest
 from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.columns import decode_completions
-from raybatch.actors.wire.records import PoisonRow, Room, RowCrashes, Span, Submission
+from raybatch.actors.wire.records import Room, RowCrashes, Span, Submission
 from tests.actors.queues import BLOCK, ROOMY, groups_of, held_rows, keys_of, plain_prompts
 
 
@@ -42,7 +42,7 @@ def test_a_row_that_was_struck_twice_is_given_up_at_the_next_death():
     queue = struck_queue(0, 2)
     assert {1: [Span(0, 1, 2)]} == queue.dispatch({1: ROOMY})
     loss = queue.lose(1)
-    assert (PoisonRow(0, 1, 3),) == loss.poison
+    assert [(0, RowCrashes(1, 3, True))] == loss.given_up()
     assert {0: [RowCrashes(1, 3, True)]} == loss.crashes
 
 

@@ -1,6 +1,5 @@
-from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.row_states import RowStates
-from raybatch.actors.queue.waiting_line import WaitingLine
+from raybatch.actors.queue.waiting_line import PrefixAffinity, WaitingLine
 from raybatch.actors.wire.records import Span
 from tests.actors.queues import groups_of
 
@@ -8,7 +7,7 @@ from tests.actors.queues import groups_of
 def test_few_rows_join_their_home_wherever_in_the_batch_they_are():
     num_rows = 3000
     groups = groups_of([7] * num_rows, 100)
-    batches = {0: RowStates.make([110] * num_rows, [10] * num_rows, groups=groups)}
+    batches = {0: RowStates([110] * num_rows, [10] * num_rows, groups=groups)}
     affinity = PrefixAffinity()
     affinity.start(1, [(7, 100)])
     line = WaitingLine(batches, affinity)

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.actors.wire.arrow_arrays import token_lists, vector_lists
+from raybatch.actors.wire.columns import token_lists, vector_lists
 from raybatch.errors import ConfigError
 
 MOST = 2**31 - 1

@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from raybatch.durable.attempts import Strikes, read_strikes, write_strikes
+from raybatch.durable.journal import Strikes, read_strikes, write_strikes
 from raybatch.durable.layout import ATTEMPTS, attempt_name
 from raybatch.durable.storage import open_store
 from raybatch.errors import CommitError

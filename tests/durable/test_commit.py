@@ -180,7 +180,7 @@ def test_a_footer_takes_one_request_or_two(store, note, num_requests):
     table = make_table(UNITS[0]).replace_schema_metadata({"note": note})
     commit(store, table=table)
     counting = CountingStore(store)
-    assert 3 == read_footer(counting, part_name(0)).num_rows
+    assert 3 == read_footer(counting, part_name(0)).unit.num_rows
     assert num_requests == len(counting.asked)
 
 

@@ -10,7 +10,6 @@ from raybatch.durable.commit import committed
 from raybatch.durable.journal import (
     POS,
     ROW,
-    drop_fragments,
     journal_schema,
     read_begun,
     read_fragments,
@@ -139,15 +138,6 @@ def test_rows_without_a_place_are_not_kept(store, pos):
     table = rows_at([0]).slice(0, len(pos)).set_column(2, POS, pa.array(pos, pa.int64()))
     with pytest.raises(CommitError, match="unit 0 has 3 rows; cannot keep"):
         write_fragment(store, UNIT, table, plan_hash="plan-a", attempt="a")
-
-
-def test_dropping_the_journal_of_a_unit_leaves_the_others(store):
-    write(store, [0])
-    write_fragment(
-        store, PLAN.unit(1), rows_at([0], rows=UNITS[1]), plan_hash="plan-a", attempt="a"
-    )
-    drop_fragments(store, 0)
-    assert [0, 1] == [read(store, PLAN.unit(number)).num_rows for number in (0, 1)]
 
 
 TOKENS = pa.schema([pa.field("row", pa.int32(), nullable=False), ("tokens", pa.list_(pa.int32()))])

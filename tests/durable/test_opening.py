@@ -4,7 +4,7 @@ import uuid
 
 import pytest
 
-from raybatch.durable.opening import open_plan
+from raybatch.durable.commit import open_plan
 from raybatch.durable.storage import open_store
 from raybatch.errors import CommitError
 

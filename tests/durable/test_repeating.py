@@ -12,13 +12,8 @@ from botocore.exceptions import (
     ReadTimeoutError,
 )
 
-from raybatch.durable.stores.local import LocalStore
-from raybatch.durable.stores.repeating import (
-    Repeating,
-    is_repeatable,
-    says_it_exists,
-    says_unsupported,
-)
+from raybatch.durable.storage import Repeating, is_repeatable, says_it_exists, says_unsupported
+from raybatch.durable.stores import LocalStore
 
 
 def http(status, kind=OSError):

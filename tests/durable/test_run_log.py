@@ -6,8 +6,15 @@ import uuid
 
 import pytest
 
-from raybatch.durable.heartbeat import FRESH_S, beat, end_beat, live_runs
-from raybatch.durable.run_log import RunLog, read_events, run_ids
+from raybatch.durable.run_log import (
+    FRESH_S,
+    RunLog,
+    beat,
+    end_beat,
+    live_runs,
+    read_events,
+    run_ids,
+)
 from raybatch.durable.storage import open_store
 
 

@@ -6,9 +6,7 @@ import threading
 import pytest
 
 from faultlab.s3_proxy import HttpFault, s3_proxy
-from raybatch.durable.storage import open_store
-from raybatch.durable.stores.objects import ObjectStore
-from raybatch.durable.stores.repeating import Repeating
+from raybatch.durable.storage import ObjectStore, Repeating, open_store
 from tests.s3 import bucket, s3_endpoint
 
 __all__ = ["bucket", "s3_endpoint"]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from raybatch.durable.stores.local import LocalStore
+from raybatch.durable.stores import LocalStore
 
 
 @pytest.fixture

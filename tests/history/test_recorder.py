@@ -6,8 +6,7 @@ import uuid
 import numpy as np
 import pytest
 
-from raybatch.durable.heartbeat import beat, live_runs
-from raybatch.durable.run_log import read_events
+from raybatch.durable.run_log import beat, live_runs, read_events
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError, RowError
 from raybatch.planning.stored import StoredPlan

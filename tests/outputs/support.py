@@ -111,14 +111,8 @@ def write_unit(sink: str, plan: UnitPlan, number: int, table: pa.Table | None = 
 
 def forge_unit(sink: str, plan: UnitPlan, number: int, table: pa.Table, said: pa.Table) -> None:
     """Put a part in the place of a unit whose footer says what is true of the rows `said`."""
-    unit = plan.unit(number)
     footer = Footer(
-        unit=number,
-        num_rows=unit.num_rows,
-        row_sum=unit.row_sum,
-        plan=plan.hash,
-        attempt="forged",
-        counts=unit_counts(said, OUTPUT),
+        unit=plan.unit(number), plan=plan.hash, attempt="forged", counts=unit_counts(said, OUTPUT)
     )
     open_store(sink).replace(part_name(number), PARQUET.part(table, footer))
 

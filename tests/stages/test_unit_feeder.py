@@ -11,8 +11,7 @@ from raybatch.actors.wire.begun import BEGUN_SCHEMA
 from raybatch.actors.wire.columns import RESULT_SCHEMA
 from raybatch.actors.wire.records import RowCrashes
 from raybatch.config import WaveConfig
-from raybatch.durable.attempts import Strikes
-from raybatch.durable.journal import POS, ROW
+from raybatch.durable.journal import POS, ROW, Strikes
 from raybatch.durable.storage import store_of
 from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.shards import stretches

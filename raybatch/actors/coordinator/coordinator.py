@@ -5,14 +5,14 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
-from raybatch.actors.coordinator.counters import ClientCounters
+from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics
 from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
-from raybatch.actors.coordinator.metrics import PoolMetrics
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_steal
 from raybatch.actors.replicas.placement import Placement
@@ -64,49 +64,41 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._stealing: asyncio.Task[None] | None = None
-        self._reclaimer = IdlePoolReclaimer(spec.pool, plan, site.make_room)
+        self._reclaimer = IdlePoolReclaimer(spec.pool, plan)
         self._stale_reports: set[int] = set()
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
 
     async def start(self) -> None:
-        """Start the replicas ahead of the first rows."""
         self._idle_since = time.monotonic()
         await self._start_replicas()
 
     async def has_failed(self) -> bool:
-        """Return whether every further batch would be answered with a failure."""
         return self._mailbox.failure is not None
 
     async def generate(self, submission: Submission, requests: Requests) -> Answer:
         """Queue a row batch, or take over one of a dead feeder, and wait for its results."""
         await self._start_replicas()
-        batch = self._mailbox.take_over(submission)
-        if batch is None:
-            # what a feeder owns goes with it, while its rows are still wanted
-            batch = self._mailbox.add(replace(submission, refs=[self._site.keep(requests)]))
+        # what a feeder owns goes with it, while its rows are still wanted
+        batch = self._mailbox.take_over(submission) or self._mailbox.add(
+            replace(submission, refs=[self._site.keep(requests)])
+        )
         if batch is None:
             return Answer(status="unknown")
         self._dispatch()
         return await self._answer(batch)
 
     async def collect(self, token: str) -> Answer:
-        """Wait a while longer for a row batch."""
         batch = self._mailbox.find(token)
-        if batch is None:
-            return Answer(status="unknown")
-        return await self._answer(batch)
+        return Answer(status="unknown") if batch is None else await self._answer(batch)
 
     async def so_far(self, client: str, name: str, skip: int) -> Answer:
-        """Return what is finished of a row batch, without its first `skip` results."""
         return self._mailbox.so_far(client, name, skip=skip)
 
     async def has_named(self, client: str, name: str) -> bool:
-        """Return whether a row batch of this name is there, whose results a feeder may get."""
         return self._mailbox.has_named(client, name)
 
     async def forget(self, client: str, names: Sequence[str]) -> None:
-        """Forget row batches whose results are safe elsewhere."""
         self._mailbox.forget(client, names)
         self._dispatch()
 
@@ -124,17 +116,15 @@ class Coordinator:
         """Wait for rows; None tells the replica to end."""
         if replica_id not in self._replicas.members or self._is_stopping:
             return None
-        future: asyncio.Future[list[Assignment] | None]
-        future = asyncio.get_running_loop().create_future()
-        self._pulls[replica_id] = (room, future)
+        self._pulls[replica_id] = (room, asyncio.get_running_loop().create_future())
+        future = self._pulls[replica_id][1]
         self._dispatch()
         return await future
 
     async def report(
         self, replica_id: int, results: list[tuple[int, pa.RecordBatch]], stats: ReplicaStats
     ) -> None:
-        member = self._replicas.members.get(replica_id)
-        if member is None:
+        if (member := self._replicas.members.get(replica_id)) is None:
             return
         member.stats = stats
         self._stale_reports.discard(replica_id)
@@ -146,7 +136,6 @@ class Coordinator:
         self._dispatch()
 
     async def note_begun(self, progress: list[tuple[int, pa.RecordBatch]]) -> None:
-        """Keep tokens of rows that a replica has not finished, lest they die with it."""
         for batch_id, begun in progress:
             self._mailbox.note_begun(batch_id, begun)
 
@@ -158,27 +147,22 @@ class Coordinator:
                 self._mailbox.fail(member.rank, cause)
 
     async def note_outside(self, client: str, num_rows: int, errors: dict[str, int]) -> None:
-        """Count rows of a client that never reach the pool, and errors found outside it."""
         self._mailbox.clients[client].outside(num_rows, errors)
 
     async def stop(self, client: str) -> None:
-        """Let no further unit of a client start."""
         self._mailbox.clients[client].is_stopped = True
 
     async def is_stopped(self, client: str) -> bool:
-        """Return whether no further unit of a client may start."""
-        counters = self._mailbox.clients.get(client)
-        return counters is not None and counters.is_stopped
+        return client in self._mailbox.clients and self._mailbox.clients[client].is_stopped
 
     async def note_unit(self, client: str, unit: int, state: str, host: str, pid: int) -> None:
-        """Note a unit of commit that is "started", "written", or "left" without being written."""
         counters, now = self._mailbox.clients[client], time.monotonic()
+        seconds = None
         if state == "started":
             counters.unit_opened(unit, host, pid, now)
-            self._metrics.unit(state, None)
         else:
             seconds = counters.unit_closed(unit, now, is_written=state == "written")
-            self._metrics.unit(state, seconds)
+        self._metrics.unit(state, seconds)
 
     async def stats(self, client: str) -> PoolStats:
         ledger = self._replicas.ledger
@@ -200,13 +184,12 @@ class Coordinator:
         )
 
     async def state(self) -> PoolState:
-        pids = {
-            m.pid: m for m in self._replicas.members.values() if m.pid is not None and m.is_ready
-        }
+        members = self._replicas.members.values()
+        pids = {m.pid: m for m in members if m.pid is not None and m.is_ready}
         return PoolState(
             num_batches=len(self._mailbox),
             num_waiting_rows=self._queue.num_waiting(),
-            num_held_rows=sum(self._queue.num_held(m.replica_id) for m in pids.values()),
+            num_held_rows=sum(self._queue.load(m.replica_id).num_rows for m in pids.values()),
             num_results=self._mailbox.num_results(),
             coordinator_pid=os.getpid(),
             pids=tuple(sorted(pids)),
@@ -270,11 +253,7 @@ class Coordinator:
         for replica_id, spans in self._queue.dispatch(hungry, num_expected).items():
             _, future = self._pulls.pop(replica_id)
             _answer_pull(future, self._mailbox.assign(spans))
-        if not self._queue.has_waiting():
-            self._steal()
-
-    def _steal(self) -> None:
-        if self._stealing is not None:
+        if self._queue.has_waiting() or self._stealing is not None:
             return
         members = self._replicas.members
         pulling = [self._work_of(members[r]) for r in self._pulls if r in members]
@@ -285,39 +264,35 @@ class Coordinator:
             self._stealing = self._spawn(self._take_back(members[steal.replica_id], steal))
 
     def _work_of(self, member: Member) -> ReplicaWork:
-        replica_id = member.replica_id
-        is_stale = replica_id in self._stale_reports
+        load = self._queue.load(member.replica_id)
+        is_stale = member.replica_id in self._stale_reports
         return ReplicaWork(
-            replica_id,
-            num_held=self._queue.num_held(replica_id),
-            cost=self._queue.cost(replica_id),
+            member.replica_id,
+            num_held=load.num_rows,
+            cost=load.cost,
             num_unstarted=member.stats.num_waiting,
-            can_give=not is_stale and not self._queue.is_testing(replica_id),
+            can_give=not is_stale and not load.is_testing,
         )
 
     async def _take_back(self, victim: Member, steal: Steal) -> None:
-        try:
+        rows: list[tuple[int, int]] = []
+        # its death is noticed, and its rows are queued again, where it is awaited
+        with suppress(*self._site.died):
             rows = await victim.actor.give_back.remote(steal.max_rows, steal.max_cost)
-        except self._site.died:
-            # its death is noticed, and its rows are queued again, where it is awaited
-            rows = []
         self._stealing = None
         self._queue.give_back(steal.replica_id, [Span(b, row, row + 1) for b, row in rows])
         self._dispatch()
 
     def _abort_rows(self, replica_id: int, batch_id: int) -> None:
-        member = self._replicas.members.get(replica_id)
-        if member is not None:
+        if (member := self._replicas.members.get(replica_id)) is not None:
             self._spawn(self._abort(member, batch_id))
 
     async def _abort(self, member: Member, batch_id: int) -> None:
-        try:
+        # the death of a replica is noticed, and its load forgotten, where it is awaited
+        with suppress(*self._site.died):
             await member.actor.abort.remote(batch_id)
-        except self._site.died:
-            # its death is noticed, and its load forgotten, where it is awaited
-            return
-        self._queue.note_aborted(member.replica_id, batch_id)
-        self._dispatch()
+            self._queue.note_aborted(member.replica_id, batch_id)
+            self._dispatch()
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Queue the rows of a replica that ended again; return whether its death cost any."""
@@ -364,7 +339,7 @@ class Coordinator:
             now = time.monotonic()
             # a pool without rows needs no more engines than it has
             if len(self._mailbox) and self._reclaimer.is_due(self._replicas.waits_s(now), now):
-                self._spawn(self._reclaimer.reclaim())
+                self._spawn(self._site.make_room(self._reclaimer.requested))
             if len(self._mailbox):
                 self._idle_since = now
             elif release_s is not None and now - self._idle_since > release_s:

@@ -1,4 +1,8 @@
-"""Rows, tokens and shared prefixes of each client of a pool; no Ray, time passed in."""
+"""The figures of a pool: rows, tokens and shared prefixes of each client, and metrics for Ray.
+
+Metrics are counters and gauges on the metrics ports of Ray, as `ray_raybatch_*`. No decision reads
+any of this; no Ray, time passed in.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +17,7 @@ import pyarrow.compute as pc
 from raybatch.actors.wire.records import Submission
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.distinct import DistinctKeys
-from raybatch.records.types import TOKEN_COUNTS, OpenUnit, PoolStats
+from raybatch.records.types import TOKEN_COUNTS, OpenUnit, PoolStats, ReplicaStats
 
 Rows = npt.NDArray[np.integer[Any]]
 
@@ -21,11 +25,7 @@ Rows = npt.NDArray[np.integer[Any]]
 _MIN_GAP = 0.01
 # as they are in `PoolStats`
 _REPORTED = (
-    "rows_received",
-    "rows_done",
-    "prompt_tokens_received",
-    *TOKEN_COUNTS,
-    "cost",
+    *("rows_received", "rows_done", "prompt_tokens_received", *TOKEN_COUNTS, "cost"),
     "max_tokens_left",
 )
 
@@ -46,11 +46,8 @@ class Sharing:
     def message(self, cached_tokens: int, num_tokens: int) -> str:
         """Return what a plan would save; "" without a gap, or when that was reported before.
 
-        It is reported again for twice as many tokens, where the shares differ.
-
-        Args:
-            cached_tokens: prompt tokens of the rows that are done whose KV was shared.
-            num_tokens: prompt tokens of the rows that are done.
+        It is reported again for twice as many tokens, where the shares differ. Both counts are
+        of prompt tokens of the rows that are done.
         """
         if not self._num_tokens or not num_tokens or num_tokens < 2 * self._reported_tokens:
             return ""
@@ -89,7 +86,6 @@ class ClientCounters:
     open_units: dict[int, tuple[float, str, int]] = field(default_factory=dict)
 
     def received(self, submission: Submission, now: float) -> None:
-        """Note new rows, with their prompt tokens and longest outputs."""
         self.rows_received += len(submission.prompt_tokens)
         self.prompt_tokens_received += int(submission.prompt_tokens.sum())
         self.max_tokens_left += int(submission.max_new_tokens.sum())
@@ -107,7 +103,6 @@ class ClientCounters:
     def finished(
         self, submission: Submission, rows: Rows, results: pa.RecordBatch, now: float
     ) -> None:
-        """Note finished rows, with the tokens and errors of their results."""
         self.rows_done += len(rows)
         self.prompt_tokens += _prompt_tokens(submission, rows, results)
         self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
@@ -140,15 +135,13 @@ class ClientCounters:
         began, _, _ = self.open_units.pop(unit, (None, "", 0))
         return None if began is None else now - began
 
-    def sharing_message(self) -> str:
-        """Return what one plan would have saved in addition, "" when that is known or little."""
-        return self.sharing.message(self.cached_tokens, self.prompt_tokens)
-
     def stats(self, *, now: float, **pool: Any) -> PoolStats:  # noqa: ANN401 - fields of PoolStats
-        """Return the counters with the state of the pool."""
-        first_row_s = None
+        first_row_s = oldest = None
         if self.first_done is not None and self.first_received is not None:
             first_row_s = self.first_done - self.first_received
+        if self.open_units:
+            unit, (began, host, pid) = min(self.open_units.items(), key=lambda item: item[1][0])
+            oldest = OpenUnit(unit=unit, age_s=now - began, host=host, pid=pid)
         return PoolStats(
             **pool,
             **{name: getattr(self, name) for name in _REPORTED},
@@ -156,14 +149,8 @@ class ClientCounters:
             first_row_s=first_row_s,
             num_units_written=self.units_written,
             num_open_units=len(self.open_units),
-            oldest_unit=self._oldest_unit(now),
+            oldest_unit=oldest,
         )
-
-    def _oldest_unit(self, now: float) -> OpenUnit | None:
-        if not self.open_units:
-            return None
-        unit, (began, host, pid) = min(self.open_units.items(), key=lambda item: item[1][0])
-        return OpenUnit(unit=unit, age_s=now - began, host=host, pid=pid)
 
 
 def _prompt_tokens(submission: Submission, rows: Rows, results: pa.RecordBatch) -> int:
@@ -175,3 +162,121 @@ def _prompt_tokens(submission: Submission, rows: Rows, results: pa.RecordBatch) 
     known = results.filter(counted.is_valid())
     expected = submission.prompt_tokens[known.column("row").to_numpy()]
     return total + int(known.column("num_input_tokens").to_numpy().sum() - expected.sum())
+
+
+_UNIT_SECONDS = [1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0]
+# field of `ReplicaStats`, name of the metric, description
+_REPLICA_GAUGES = (
+    ("kv_used_fraction", "kv_usage_ratio", "Share of the KV cache that is in use."),
+    ("num_running", "running_requests", "Requests that generate."),
+    ("num_waiting", "waiting_requests", "Requests that wait in the engine."),
+    ("concurrency", "endpoint_concurrency", "Samples that may be in flight at an endpoint."),
+    ("num_graphs", "captured_graphs", "CUDA graphs of decode steps."),
+)
+# 0 where an engine has no such thing
+_SHOWN_ABOVE_ZERO = ("concurrency", "num_graphs")
+_REPLICA_COUNTERS = (
+    ("num_retries", "endpoint_retries", "Requests sent again."),
+    ("num_preemptions", "preemptions", "Requests that gave up their KV."),
+    ("num_swapped_tokens", "swapped_tokens", "Tokens whose KV came back from host memory."),
+    ("swapped_bytes", "swapped_bytes", "KV copied to host memory and back."),
+    ("checkpoint_bytes", "checkpoint_bytes", "Of these, copied ahead of a preemption."),
+    (
+        "checkpoint_used_bytes",
+        "checkpoint_used_bytes",
+        "KV that a preemption found copied already.",
+    ),
+    ("num_weight_copies", "weight_copies", "Layers whose weights were copied to the device."),
+    ("weight_copy_bytes", "weight_copy_bytes", "Weights copied to the device."),
+    ("num_weight_stalls", "weight_stalls", "Layers whose weights were waited for."),
+    ("num_failed_copies", "failed_copies", "Copies of KV or weights that failed."),
+    ("num_drafted_tokens", "drafted_tokens", "Tokens guessed ahead."),
+    ("num_accepted_tokens", "accepted_tokens", "Of these, the right ones."),
+    ("num_graph_steps", "graph_steps", "Steps that were repeated from a CUDA graph."),
+)
+_CLIENT_TOKENS = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of the rows that are back."),
+    ("cached_tokens", "cached_tokens", "Prompt tokens with KV from another request."),
+    ("generated_tokens", "generated_tokens", "Generated tokens of the rows that are back."),
+    ("cost", "cost", "What an endpoint's answers have cost."),
+)
+
+
+class _Rising:
+    """A counter that follows a figure which only grows; one that falls back is waited for."""
+
+    def __init__(self, registry: Any, name: str, description: str, *tags: str) -> None:  # noqa: ANN401
+        self._counter = registry.Counter(name, description=description, tag_keys=tags)
+        self._highest: dict[tuple[str, ...], float] = {}
+
+    def follow(self, total: float, **tags: str) -> None:
+        key = tuple(tags.values())
+        more = total - self._highest.get(key, 0)
+        if more > 0:
+            self._highest[key] = total
+            self._counter.inc(more, tags=tags)
+
+
+class PoolMetrics:
+    """What the coordinator of a pool knows: rows, tokens, units, restarts."""
+
+    def __init__(self, registry: Any) -> None:  # noqa: ANN401 - a module, or a fake of it
+        self._rows = _Rising(registry, "raybatch_rows_total", "Rows back.", "stage", "status")
+        self._tokens = {
+            name: _Rising(registry, f"raybatch_{metric}_total", text, "stage")
+            for name, metric, text in _CLIENT_TOKENS
+        }
+        restarts = "raybatch_replica_restarts_total"
+        self._restarts = _Rising(registry, restarts, "Engines started again after a death.")
+        self._units = registry.Counter(
+            "raybatch_units_total", description="Units of commit.", tag_keys=("state",)
+        )
+        self._unit_seconds = registry.Histogram(
+            "raybatch_unit_seconds",
+            description="From the first row of a unit to its part.",
+            boundaries=_UNIT_SECONDS,
+            tag_keys=(),
+        )
+
+    def update(self, clients: Mapping[str, ClientCounters], num_restarts: int) -> None:
+        for stage, counters in clients.items():
+            failed = sum(counters.errors.values())
+            self._rows.follow(counters.rows_done - failed, stage=stage, status="ok")
+            self._rows.follow(failed, stage=stage, status="error")
+            for name, counter in self._tokens.items():
+                counter.follow(getattr(counters, name), stage=stage)
+        self._restarts.follow(num_restarts)
+
+    def unit(self, state: str, seconds: float | None) -> None:
+        self._units.inc(1, tags={"state": state})
+        if state == "written" and seconds is not None:
+            self._unit_seconds.observe(seconds)
+
+
+class ReplicaMetrics:
+    """What one engine knows of itself."""
+
+    def __init__(self, replica_id: int, registry: Any) -> None:  # noqa: ANN401
+        self._replica = str(replica_id)
+        self._gauges = {
+            name: registry.Gauge(f"raybatch_{metric}", description=text, tag_keys=("replica",))
+            for name, metric, text in _REPLICA_GAUGES
+        }
+        self._counters = {
+            name: _Rising(registry, f"raybatch_{metric}_total", text, "replica")
+            for name, metric, text in _REPLICA_COUNTERS
+        }
+        text = "Steps without a CUDA graph, by why, where there are graphs."
+        self._eager_steps = _Rising(
+            registry, "raybatch_eager_steps_total", text, "replica", "reason"
+        )
+
+    def update(self, stats: ReplicaStats) -> None:
+        for name, gauge in self._gauges.items():
+            value = getattr(stats, name)
+            if value or name not in _SHOWN_ABOVE_ZERO:
+                gauge.set(value, tags={"replica": self._replica})
+        for name, counter in self._counters.items():
+            counter.follow(getattr(stats, name), replica=self._replica)
+        for reason, count in stats.eager_steps.items():
+            self._eager_steps.follow(count, replica=self._replica, reason=reason)

@@ -45,13 +45,7 @@ class OpenBatch:
     last_attempts: npt.NDArray[np.int16] | None = None
 
     def end(self) -> None:
-        """Release those who wait for the batch."""
         self.done.set()
-        self.stirred.set()
-
-    def note_crashes(self, crashes: Sequence[RowCrashes]) -> None:
-        """Remember deaths for the next answer, which is sent at once."""
-        self.crashes |= {one.row: one for one in crashes}
         self.stirred.set()
 
     def take_crashes(self) -> tuple[RowCrashes, ...]:
@@ -91,12 +85,10 @@ class Mailbox:
         return len(self._open)
 
     def refs(self, batch_id: int) -> list[Any] | None:
-        """Return the references of a batch, None when it is not open any more."""
         batch = self._open.get(batch_id)
         return self._probation.refs(batch_id) if batch is None else batch.submission.refs
 
     def find(self, token: str) -> OpenBatch | None:
-        """Return the batch that a feeder named, None when it is not open any more."""
         batch_id = self._ids.get(token)
         return None if batch_id is None else self._open[batch_id]
 
@@ -106,18 +98,16 @@ class Mailbox:
     def take_over(self, submission: Submission) -> OpenBatch | None:
         """Return the open batch of the same name, which is the submission's from now on.
 
-        A feeder that waits for it under another token gets the answer "unknown".
-
-        Returns:
-            None where there is no such batch, or the submission was cancelled on its way.
+        A feeder that waits for it under another token gets the answer "unknown". None where there
+        is no such batch, or the submission was cancelled on its way.
         """
         batch = self._named.get((submission.client, submission.name))
-        if (
-            batch is None
-            or submission.token in self._cancelled
-            or not _are_alike(batch.submission, submission)
-        ):
+        if batch is None or submission.token in self._cancelled:
             return None
+        # rows of one name have the same lengths
+        for name in ("prompt_tokens", "max_new_tokens"):
+            if not np.array_equal(getattr(batch.submission, name), getattr(submission, name)):
+                return None
         del self._ids[batch.submission.token]
         self._ids[submission.token] = batch.batch_id
         batch.submission = replace(batch.submission, token=submission.token)
@@ -125,11 +115,9 @@ class Mailbox:
         return batch
 
     def has_named(self, client: str, name: str) -> bool:
-        """Return whether a batch of this name is there, whose results another feeder may get."""
         return (client, name) in self._named
 
     def forget(self, client: str, names: Iterable[str]) -> None:
-        """Drop batches whose results are safe elsewhere."""
         for name in names:
             if (batch := self._named.get((client, name))) is not None:
                 self.drop(batch)
@@ -142,15 +130,11 @@ class Mailbox:
         batch = self._named.get((client, name))
         if batch is None:
             return Answer(status="unknown")
-        attempts = batch.last_attempts
+        attempts, results = batch.last_attempts, tuple(batch.results[skip:])
         if attempts is None:
             attempts = self.queue.attempts(batch.batch_id)
-        return Answer(
-            status="pending",
-            results=tuple(batch.results[skip:]),
-            attempts=attempts,
-            begun=batch.begun.take_new(),
-        )
+        begun = batch.begun.take_new()
+        return Answer(status="pending", results=results, attempts=attempts, begun=begun)
 
     def add(self, submission: Submission) -> OpenBatch | None:
         """Open a batch and queue its rows; return None when it was cancelled on its way."""
@@ -159,20 +143,18 @@ class Mailbox:
             return None
         # of the same name, but of other rows
         self.forget(submission.client, [submission.name])
-        now = time.monotonic()
-        begun = Begun(submission.begun)
+        now, begun = time.monotonic(), Begun(submission.begun)
         batch = OpenBatch(next(self._next_id), submission, now, begun=begun)
         self._open[batch.batch_id] = batch
         self._ids[submission.token] = batch.batch_id
         if submission.name:
             self._named[submission.client, submission.name] = batch
-        prompt, max_new = submission.prompt_tokens, submission.max_new_tokens
         if self.failure is None:
             expected = submission.expected_new_tokens
             self.queue.add(
                 batch.batch_id,
-                prompt,
-                max_new if expected is None else expected,
+                submission.prompt_tokens,
+                submission.max_new_tokens if expected is None else expected,
                 groups=submission.groups,
                 keys=submission.block_keys,
                 strikes=submission.crashes,
@@ -183,8 +165,7 @@ class Mailbox:
 
     def cancel(self, token: str) -> None:
         """Drop the batch that a feeder named, now or when it arrives."""
-        batch = self.find(token)
-        if batch is not None:
+        if (batch := self.find(token)) is not None:
             self.drop(batch)
             return
         self._cancelled[token] = None
@@ -210,19 +191,13 @@ class Mailbox:
         if self.failure is not None:
             rank, cause = self.failure
             answer = Answer(status="failed", rank=rank, cause=cause)
-            if batch.last_attempts is not None:
-                return answer
+            is_kept = batch.last_attempts is not None
         else:
-            attempts = self.queue.attempts(batch.batch_id)
-            answer = Answer(
-                status="done",
-                results=tuple(batch.results),
-                attempts=attempts,
-                crashes=batch.take_crashes(),
-            )
-            if batch.submission.name:
-                return answer
-        self.drop(batch)
+            results, attempts = tuple(batch.results), self.queue.attempts(batch.batch_id)
+            crashes, is_kept = batch.take_crashes(), bool(batch.submission.name)
+            answer = Answer(status="done", results=results, attempts=attempts, crashes=crashes)
+        if not is_kept:
+            self.drop(batch)
         return answer
 
     def take(self, replica_id: int, batch_id: int, results: pa.RecordBatch) -> int:
@@ -250,10 +225,7 @@ class Mailbox:
             self._open[batch_id].begun.add(tokens.filter(pa.array(is_left)))
 
     def assign(self, spans: Sequence[Span]) -> list[Assignment]:
-        """Return the spans by row batch, with tables, groups, places and tokens so far.
-
-        Rows that nobody waits for are taken out.
-        """
+        """Return the spans by row batch; rows that nobody waits for are taken out."""
         places: dict[int, list[int]] = defaultdict(list)
         for place, span in enumerate(spans):
             places[span.batch_id].append(place)
@@ -282,18 +254,15 @@ class Mailbox:
     def note_loss(self, loss: Loss, cause: str = "") -> str:
         """Answer each row that is given up with an error, and report the deaths of others.
 
-        Args:
-            cause: what it reported of its end, "" for nothing.
-
-        Returns:
-            Why the engine must be broken, "" while rows may be the reason.
+        `cause` is what the replica reported of its end. Returns why the engine must be broken, ""
+        while rows may be the reason.
         """
         for batch_id, crashes in loss.crashes.items():
-            if batch_id in self._open:
-                self._open[batch_id].note_crashes(crashes)
-        for poison in loss.poison:
-            batch = self._open.get(poison.batch_id)
-            if batch is not None:
+            if (batch := self._open.get(batch_id)) is not None:
+                batch.crashes |= {one.row: one for one in crashes}
+                batch.stirred.set()
+        for batch_id, poison in loss.given_up():
+            if (batch := self._open.get(batch_id)) is not None:
                 error = crash_error(poison.num_crashes, cause)
                 completion = Completion(request_id=poison.row, finish_reason="error", error=error)
                 rows = np.array([poison.row], np.int32)
@@ -343,36 +312,26 @@ class Mailbox:
             self.on_drop(replica_id, batch_id)
 
     def sharing_messages(self) -> list[str]:
-        """Return new messages about what clients would gain from a plan."""
-        messages = (counters.sharing_message() for counters in self.clients.values())
-        return [message for message in messages if message]
+        clients = self.clients.values()
+        messages = (c.sharing.message(c.cached_tokens, c.prompt_tokens) for c in clients)
+        return list(filter(None, messages))
 
     def abandoned(self, timeout_s: float) -> list[OpenBatch]:
-        """Return the batches whose feeder has been silent for so long."""
         oldest = time.monotonic() - timeout_s
         return [batch for batch in self._open.values() if batch.last_asked < oldest]
 
     def _keep(self, batch: OpenBatch, rows: npt.NDArray[np.int32], results: pa.RecordBatch) -> None:
-        submission = batch.submission
         batch.results.append(results)
         batch.begun.drop(set(rows.tolist()))
-        counters = self.clients[submission.client]
-        counters.finished(submission, rows, results, time.monotonic())
+        counters = self.clients[batch.submission.client]
+        counters.finished(batch.submission, rows, results, time.monotonic())
         self._settle(batch)
 
     def _take_out(self, batch: OpenBatch) -> None:
-        submission = batch.submission
         rows = self.queue.rows_left(batch.batch_id)
-        self.clients[submission.client].dropped(submission, rows)
+        self.clients[batch.submission.client].dropped(batch.submission, rows)
         self.drop_rows(batch.batch_id)
 
     def _settle(self, batch: OpenBatch) -> None:
         if self.failure is not None or self.queue.is_done(batch.batch_id):
             batch.end()
-
-
-def _are_alike(one: Submission, other: Submission) -> bool:
-    """Return whether two submissions have rows of the same lengths, as those of one name do."""
-    return np.array_equal(one.prompt_tokens, other.prompt_tokens) and np.array_equal(
-        one.max_new_tokens, other.max_new_tokens
-    )

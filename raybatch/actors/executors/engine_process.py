@@ -13,10 +13,10 @@ import socket
 import sys
 from typing import Any
 
+from raybatch.actors.executors.calls import CallHandle, Peer
 from raybatch.actors.executors.local_site import TableName
-from raybatch.actors.executors.peer import Peer
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.site import CallHandle, NoMetrics, use_threads
+from raybatch.actors.replicas.site import NoMetrics, use_threads
 from raybatch.actors.wire.records import PoolSpec, Requests
 
 
@@ -27,8 +27,7 @@ class _OwnProcess:
         self._peer = peer
         self.metrics = NoMetrics()
 
-    def settle(self, spec: PoolSpec) -> None:
-        use_threads(spec)
+    settle = staticmethod(use_threads)
 
     async def fetch(self, ref: TableName) -> Requests | None:
         requests: Requests | None = await self._peer.call("fetch", ref)
@@ -56,10 +55,6 @@ class _Child:
         return getattr(self if name in ("make", "run") else self._replica, name)
 
 
-def main(descriptor: int) -> None:
-    asyncio.run(_serve(socket.socket(fileno=descriptor)))
-
-
 async def _serve(connection: socket.socket) -> None:
     await _Child(connection).peer.serve()
     # the engine may be in a step, and nobody waits for what it finishes
@@ -69,4 +64,4 @@ async def _serve(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))

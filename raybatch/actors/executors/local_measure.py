@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from raybatch.actors.executors.local_pools import plan_local_placement
 from raybatch.actors.executors.local_site import end_group, start_python
@@ -31,44 +30,61 @@ def measure_local(
     """Return the cost model of one engine of a local pool, cached or measured now.
 
     Args:
-        spec: of the pool; its engines need not run.
         folder: of the cached models; None takes this host's cache folder.
-        timeout_s: for the start of the engine and the measurement; None takes the pool's
-            `start_timeout_s` and five minutes.
+        timeout_s: None takes the pool's `start_timeout_s` and five minutes.
 
     Raises:
         MeasureError: the engine does not start, dies, or takes too long; with the reason.
     """
     num_engines = plan_local_placement(spec).num_replicas
-    cached = load_cost_model(
-        cost_model_path(
-            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
-        )
-    )
-    if cached is not None:
+    if (cached := cached_model(spec, num_engines, folder)) is not None:
         return cached
-    if timeout_s is None and spec.pool.start_timeout_s is not None:
-        timeout_s = spec.pool.start_timeout_s + MEASURE_S
-    answer = _ask_process((spec, num_engines, folder), f"{spec.model} was not measured", timeout_s)
-    if isinstance(answer, str):
-        raise MeasureError(answer)
-    model: CostModel = answer
-    return model
-
-
-def _ask_process(question: tuple[Any, ...], failure: str, timeout_s: float | None) -> Any:  # noqa: ANN401
+    timeout_s = patience_s(spec, timeout_s)
+    failure = f"{spec.model} was not measured"
     process = start_python(
         "raybatch.actors.executors.local_measure", stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
-        answer, _ = process.communicate(pickle.dumps(question), timeout=timeout_s)
+        answer, _ = process.communicate(
+            pickle.dumps((spec, num_engines, folder)), timeout=timeout_s
+        )
     except subprocess.TimeoutExpired as error:
         raise MeasureError(f"{failure} within {timeout_s} s") from error
     finally:
         code = end_group(process)
     if code:
         raise MeasureError(f"{failure}: the process ended with code {code}")
-    return pickle.loads(answer)
+    return model_in(pickle.loads(answer))
+
+
+def cached_model(spec: PoolSpec, num_engines: int, folder: Path | None) -> CostModel | None:
+    path = cost_model_path(
+        spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
+    )
+    return load_cost_model(path)
+
+
+def patience_s(spec: PoolSpec, timeout_s: float | None) -> float | None:
+    if timeout_s is not None or spec.pool.start_timeout_s is None:
+        return timeout_s
+    return spec.pool.start_timeout_s + MEASURE_S
+
+
+def model_or_reason(spec: PoolSpec, num_engines: int, folder: Path | None) -> CostModel | str:
+    """Return the cost model, or as text why there is none: exceptions need not travel."""
+    try:
+        return load_or_measure(
+            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
+        )
+    except MeasureError as error:
+        return str(error)
+
+
+def model_in(answer: CostModel | str) -> CostModel:
+    """Return the cost model of an answer; raise MeasureError where it says why there is none."""
+    if isinstance(answer, str):
+        raise MeasureError(answer)
+    return answer
 
 
 def _answer() -> None:
@@ -78,15 +94,8 @@ def _answer() -> None:
     spec, num_engines, folder = pickle.load(sys.stdin.buffer)
     use_threads(spec)
     obey_log_level()
-    answer: CostModel | str
-    try:
-        answer = load_or_measure(
-            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
-        )
-    except MeasureError as error:
-        answer = str(error)
     with os.fdopen(answers, "wb") as out:
-        pickle.dump(answer, out)
+        pickle.dump(model_or_reason(spec, num_engines, folder), out)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from raybatch.actors.coordinator.coordinator import Coordinator
-from raybatch.actors.executors.local_loop import LocalCall, LocalLoop
+from raybatch.actors.executors.calls import CallHandle, LocalCall, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
 from raybatch.actors.replicas.placement import ClusterView, Placement, settled
-from raybatch.actors.replicas.site import CallHandle, Errors
+from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, gpus_of_engine, unproven_on_gpus, vllm_build
 from raybatch.backends.registry import type_of
@@ -48,7 +48,12 @@ class LocalPools:
         with self._lock:
             if name not in self._coordinators:
                 self._coordinators[name] = self._loop.begin(_make(spec, self._loop)).result()
-            self._rest_alike(name, spec)
+            # pools may differ in the number of engines alone: that follows from the rows of a job,
+            # and the host has memory for those of one, so engines of the others that do nothing end
+            family = digest_of(replace(spec, pool=replace(spec.pool, replicas=None)))
+            before, self._in_use[family] = self._in_use.get(family, name), name
+            if before != name and before in self._coordinators:
+                self._coordinators[before].rest.remote().result()
             return self._coordinators[name]
 
     def result(self, call: LocalCall) -> object:
@@ -70,29 +75,13 @@ class LocalPools:
         for coordinator in coordinators.values():
             coordinator.shutdown.remote().result()
 
-    def _rest_alike(self, name: str, spec: PoolSpec) -> None:
-        """Let pools end engines that do nothing, where they differ in the number of them alone.
-
-        The number follows from the rows of a job, and the host has memory for those of one.
-        """
-        family = digest_of(_of_any_size(spec))
-        if self._in_use.get(family) == name:
-            return
-        before = self._coordinators.get(self._in_use.get(family, ""))
-        self._in_use[family] = name
-        if before is not None:
-            before.rest.remote().result()
-
-
-def _of_any_size(spec: PoolSpec) -> PoolSpec:
-    return replace(spec, pool=replace(spec.pool, replicas=None))
-
 
 async def _make(spec: PoolSpec, loop: LocalLoop) -> CallHandle:
     for warning in unproven_on_gpus(spec.backend) if _has_gpus(spec) else ():
         logger.warning("%s", warning)
     site = LocalSite(loop)
-    return site.set_coordinator(Coordinator(spec, plan_local_placement(spec), site))
+    site.owner = Coordinator(spec, plan_local_placement(spec), site)
+    return site.coordinator()
 
 
 def gpus_of_host() -> int:
@@ -111,15 +100,13 @@ def _has_gpus(spec: PoolSpec) -> bool:
 
 
 def plan_local_placement(spec: PoolSpec) -> Placement:
-    """Return how many engines a pool has on this host: as many as its cores take, or as configured.
+    """Return how many engines a pool has on this host: as configured, or as its cores take.
 
     GPUs are not divided here: one engine has what it takes of them.
     """
-    num_replicas = spec.pool.replicas
-    if num_replicas is None and (_has_gpus(spec) or type_of(spec.backend).is_endpoint):
-        num_replicas = 1
-    if num_replicas is None:
-        num_replicas = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
-    return Placement(
-        num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
-    )
+    number = spec.pool.replicas
+    if number is None and (_has_gpus(spec) or type_of(spec.backend).is_endpoint):
+        number = 1
+    if number is None:
+        number = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
+    return Placement(num_replicas=number, num_cpus=0, num_gpus=0, num_engines_on_host=number)

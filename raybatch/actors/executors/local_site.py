@@ -15,15 +15,14 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from raybatch.actors.executors.local_loop import LocalLoop
-from raybatch.actors.executors.peer import Peer, PeerDiedError, PeerError
+from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDiedError, PeerError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.site import CallHandle, Errors, Handle, NoMetrics, Started
-from raybatch.actors.wire.records import FailedStart, PoolSpec, Requests
+from raybatch.actors.replicas.site import Errors, Handle, NoMetrics, Started
+from raybatch.actors.wire.records import PoolSpec, Requests
 from raybatch.backends.registry import type_of
 from raybatch.errors import error_text
 
@@ -39,32 +38,12 @@ class TableName(NamedTuple):
 class KeptTable:
     """A reference to a request table, which lives as long as this object."""
 
-    def __init__(self, requests: Requests, name: TableName) -> None:
+    def __init__(self, requests: Requests, number: int) -> None:
         self.requests = requests
-        self._name = name
+        self._number = number
 
     def __reduce__(self) -> tuple[type[TableName], tuple[int]]:
-        return TableName, (self._name.number,)
-
-
-class LocalTables:
-    """The tables of one pool that somebody still holds a reference to."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._kept: weakref.WeakValueDictionary[TableName, KeptTable] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def keep(self, requests: Requests) -> KeptTable:
-        name = TableName(next(self._numbers))
-        kept = self._kept[name] = KeptTable(requests, name)
-        return kept
-
-    def find(self, name: TableName) -> Requests | None:
-        """Return a table; None where nobody holds it any more."""
-        kept = self._kept.get(name)
-        return None if kept is None else kept.requests
+        return TableName, (self._number,)
 
 
 class LocalSite:
@@ -74,22 +53,21 @@ class LocalSite:
     failed: Errors = (PeerError,)
 
     def __init__(self, loop: LocalLoop) -> None:
-        self._loop = loop
-        self._tables = LocalTables()
-        self._coordinator: object | None = None
         self.metrics = NoMetrics()
-
-    def set_coordinator(self, coordinator: object) -> CallHandle:
-        """Keep the coordinator of the pool, and return its handle."""
-        self._coordinator = coordinator
-        return self.coordinator()
+        # set once the coordinator is made, which needs this site for that
+        self.owner: object | None = None
+        self._loop = loop
+        self._numbers = itertools.count()
+        self._tables: weakref.WeakValueDictionary[int, KeptTable] = weakref.WeakValueDictionary()
 
     def coordinator(self) -> CallHandle:
-        assert self._coordinator is not None, "set_coordinator is called first"
-        return self._loop.handle(self._coordinator)
+        assert self.owner is not None, "the coordinator is made first"
+        return self._loop.handle(self.owner)
 
     def keep(self, requests: Requests) -> KeptTable:
-        return self._tables.keep(requests)
+        number = next(self._numbers)
+        kept = self._tables[number] = KeptTable(requests, number)
+        return kept
 
     def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Started:
         if type_of(spec.backend).may_end_process(spec.backend):
@@ -99,14 +77,13 @@ class LocalSite:
     async def make_room(self, wanted: str) -> None:
         """Do nothing: engines reserve nothing that others would wait for."""
 
-    def _find(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method: Callable[..., Awaitable[Any]] = getattr(
-            self if name == "fetch" else self._coordinator, name
-        )
-        return method
+    def _find(self, name: str) -> Any:  # noqa: ANN401 - a method
+        return getattr(self if name == "fetch" else self.owner, name)
 
     async def fetch(self, name: TableName) -> Requests | None:
-        return self._tables.find(name)
+        """Return a table; None where nobody holds it any more."""
+        kept = self._tables.get(name.number)
+        return None if kept is None else kept.requests
 
 
 class _EngineProcess:
@@ -124,44 +101,29 @@ class _EngineProcess:
         threading.Thread(target=self._watch, name="raybatch-engine-watch", daemon=True).start()
         self._spec = spec
         self._replica_id = replica_id
-        self._methods = CallHandle(self._peer.call)
 
     @property
     def actor(self) -> Handle:
-        return CallHandle(lambda name, *args: asyncio.create_task(getattr(self, name)(*args)))
-
-    async def pid(self) -> int:
-        return self._process.pid
-
-    async def start(self, num_engines_on_host: int) -> FailedStart | None:
-        await self._peer.connected()
-        await self._call(self._methods.make.remote(self._spec, self._replica_id))
-        failed: FailedStart | None = await self._call(
-            self._methods.start.remote(num_engines_on_host)
-        )
-        return failed
-
-    async def run(self, coordinator: Handle) -> None:
-        """Work until there are no more rows; raise `PeerDiedError` where the process ends."""
-        await self._call(self._methods.run.remote())
-
-    async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
-        rows: list[tuple[int, int]] = await self._methods.give_back.remote(max_rows, max_cost)
-        return rows
-
-    async def abort(self, batch_id: int) -> None:
-        await self._methods.abort.remote(batch_id)
+        return CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
 
     def end(self) -> None:
         self._peer.close()
         end_group(self._process)
 
-    async def _call(self, call: asyncio.Future[Any]) -> Any:  # noqa: ANN401
+    async def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401 - of any method
+        if name == "pid":
+            return self._process.pid
         try:
-            return await call
+            if name == "start":
+                await self._peer.is_connected.wait()
+                await self._peer.call("make", self._spec, self._replica_id)
+            # the process runs with the coordinator at the other end of its socket
+            return await self._peer.call(name, *(() if name == "run" else args))
         except PeerDiedError:
-            how_it_ended = await asyncio.to_thread(self._how_it_ended)
-            raise PeerDiedError(self._peer.cause or how_it_ended) from None
+            code = await asyncio.to_thread(end_group, self._process)
+            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            ended = f"the process of the engine ended {how}"
+            raise PeerDiedError(self._peer.cause or ended) from None
 
     def _watch(self) -> None:
         """Close the connection when the process ends: what it has started may hold its end."""
@@ -170,11 +132,6 @@ class _EngineProcess:
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all with it
             self._loop.call_soon_threadsafe(self._peer.close)
-
-    def _how_it_ended(self) -> str:
-        code = end_group(self._process)
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        return f"the process of the engine ended {how}"
 
 
 class _EngineThread:
@@ -197,7 +154,6 @@ class _EngineThread:
         return ref.requests
 
     async def die(self) -> None:
-        """Let `run` raise."""
         self._is_dead.set()
         await asyncio.Event().wait()
 
@@ -220,7 +176,6 @@ class _EngineThread:
             raise PeerError(error_text(error)) from error
 
     async def _run(self, coordinator: Handle) -> None:
-        """Work until there are no more rows; raise `PeerDiedError` where the engine breaks."""
         self._running = asyncio.create_task(self._replica.run(coordinator))
         dead = asyncio.create_task(self._is_dead.wait())
         await asyncio.wait({self._running, dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -232,11 +187,7 @@ class _EngineThread:
         raise PeerDiedError("the engine broke")
 
 
-def start_python(
-    module: str,
-    *args: str,
-    **options: Any,  # noqa: ANN401 - of subprocess.Popen
-) -> subprocess.Popen[bytes]:
+def start_python(module: str, *args: str, **options: Any) -> subprocess.Popen[bytes]:  # noqa: ANN401
     """Start a module in a session of its own, with what this process can import.
 
     A signal that a terminal sends to the driver and what it has started is the driver's to mind;
@@ -262,8 +213,10 @@ def end_group(process: subprocess.Popen[bytes]) -> int:
 
 
 def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
-    """Start the process of an engine with one end of its socket."""
-    stderr = _stderr()
+    try:
+        stderr = sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):  # a command reads its own descriptor 2
+        stderr = 2
     return start_python(
         "raybatch.actors.executors.engine_process",
         str(descriptor),
@@ -272,11 +225,3 @@ def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
         stderr=stderr,
         pass_fds=(descriptor,),
     )
-
-
-def _stderr() -> int:
-    """Return where this process writes its errors; a command reads its own descriptor 2."""
-    try:
-        return sys.stderr.fileno()
-    except (OSError, ValueError, AttributeError):
-        return 2

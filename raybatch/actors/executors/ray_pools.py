@@ -1,4 +1,4 @@
-"""The pools of one Ray job: named actors that its driver owns.
+"""The pools of one Ray job: named actors that its driver owns, and what Ray reserves for engines.
 
 Equal specs share a pool. It stays warm between executions of one driver, and dies with the driver.
 """
@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,11 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
 from ray.util import metrics
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.replica.replica import Replica
@@ -28,27 +33,89 @@ from raybatch.actors.replicas.placement import (
     plan_placement,
     settled,
 )
-from raybatch.actors.replicas.reserving import Reserved, reserve
-from raybatch.actors.replicas.site import Errors, use_threads
+from raybatch.actors.replicas.site import Errors, Handle, use_threads
 from raybatch.actors.wire.records import PoolSpec, Requests, digest_of
 from raybatch.backends.choice import BackendChoice, VllmBuild, vllm_build
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError, last_line
 
+_NAME_PREFIX = "raybatch-pool"
+_MAX_CALLS = 10_000
 _MAX_REPLICA_CALLS = 64
+# Ray has tried once by then to create a group
+_TRIED_AFTER_S = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RayStarted:
-    """A replica that is an actor, and what Ray keeps for it."""
+@dataclass(slots=True)
+class Reserved:
+    """What Ray keeps for one engine: options of the actor that drives it, and the actor.
 
-    actor: ActorHandle
-    reserved: Reserved
+    Args:
+        group: that must be released; None where the actor's own resources are all.
+        asked_s: of the monotonic clock, when Ray was asked for the group.
+    """
+
+    options: Mapping[str, Any]
+    group: PlacementGroup | None = None
+    asked_s: float = field(default_factory=time.monotonic)
+    actor: Handle = None
+
+    def release(self) -> None:
+        """Give the group back, which ends the actors in it; may be called again."""
+        if self.group is None:
+            return
+        # what Ray is about to reserve for a group is lost to the cluster where the group is removed
+        # meanwhile (ray-project/ray#64693); one that waits for resources is tried again seldom
+        while time.monotonic() < self.asked_s + _TRIED_AFTER_S:
+            if ray.util.placement_group_table(self.group).get("state") != "PENDING":
+                break
+            time.sleep(0.005)
+        ray.util.remove_placement_group(self.group)
+
+    def start(self, kind: type, *args: object, **defaults: object) -> "Reserved":
+        """Start the actor, or give the group back where Ray does not take its options."""
+        try:
+            self.actor = ray.remote(kind).options(**{**defaults, **self.options}).remote(*args)
+        except BaseException:
+            self.release()
+            raise
+        return self
 
     def end(self) -> None:
-        self.reserved.end(self.actor)
+        """Kill the actor and give the group back, even where the first fails."""
+        try:
+            ray.kill(self.actor, no_restart=True)
+        finally:
+            self.release()
+
+
+def reserve(plan: Placement, pool: PoolConfig, *, name: str) -> Reserved:
+    """Ask Ray for what one engine needs; returns before it is there.
+
+    Ray keeps a group until its driver ends, also where the actor that asked for it has died. So it
+    has the same `name` whenever the same place of a pool is filled again, and one of this name that
+    was left behind is released first.
+    """
+    options: dict[str, Any] = {"max_restarts": 0}
+    given = {"accelerator_type": pool.accelerator_type, "resources": dict(pool.resources)}
+    if pool.runtime_env:
+        options["runtime_env"] = dict(pool.runtime_env)
+    if not plan.bundles:
+        options |= {"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus}
+        return Reserved(options | {name: value for name, value in given.items() if value})
+    with suppress(ValueError):  # there is none
+        ray.util.remove_placement_group(ray.util.get_placement_group(name))
+    group = ray.util.placement_group(
+        [dict(bundle) for bundle in plan.bundles], strategy=pool.strategy, name=name
+    )
+    # the ranks take the bundles; the actor that drives them computes nothing
+    inside = PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+    )
+    options |= {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": inside}
+    return Reserved(options, group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,31 +135,21 @@ class RaySite:
     def keep(self, requests: Requests) -> ray.ObjectRef:
         return ray.put(requests)
 
-    def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> RayStarted:
+    def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Reserved:
         pool_name = ray.get_runtime_context().get_actor_name() or f"raybatch-crew-{id(spec):x}"
         reserved = reserve(plan, spec.pool, name=f"{pool_name}-{rank}")
-        actor = reserved.start(
-            Replica,
-            spec,
-            replica_id,
-            self,
-            scheduling_strategy="SPREAD",
-            max_concurrency=_MAX_REPLICA_CALLS,
-        )
-        return RayStarted(actor, reserved)
+        spread = {"scheduling_strategy": "SPREAD", "max_concurrency": _MAX_REPLICA_CALLS}
+        return reserved.start(Replica, spec, replica_id, self, **spread)
 
     async def make_room(self, wanted: str) -> None:
+        told = "idle engines with other options end, because an engine waits for %s"
         for other in await asyncio.to_thread(_other_pools):
             with suppress(RayError):
                 if await other.make_room.remote():
                     # below the level of a warning it would not reach the driver
-                    _logger.warning(
-                        "idle engines with other options end, because an engine waits for %s",
-                        wanted,
-                    )
+                    _logger.warning(told, wanted)
 
-    def settle(self, spec: PoolSpec) -> None:
-        use_threads(spec)
+    settle = staticmethod(use_threads)
 
     async def fetch(self, ref: Any) -> Requests | None:  # noqa: ANN401
         """Return a request table; None where the host that held it is gone."""
@@ -110,20 +167,10 @@ def _other_pools() -> list[ActorHandle]:
     """Return the coordinators of the other pools of this driver; called in one of them."""
     own = ray.get_runtime_context().get_actor_name() or ""
     of_driver = own.rpartition("-")[0]
-    pools = []
-    for name in ray.util.list_named_actors() if of_driver else ():
-        if name.startswith(f"{of_driver}-") and name != own:
-            try:
-                pools.append(ray.get_actor(name))
-            except ValueError:  # it has just ended
-                continue
-    return pools
-
-
-logger = logging.getLogger(__name__)
-
-_NAME_PREFIX = "raybatch-pool"
-_MAX_CALLS = 10_000
+    names = ray.util.list_named_actors() if of_driver else ()
+    others = (_find(name) for name in names if name.startswith(f"{of_driver}-") and name != own)
+    # one that has just ended is found no more
+    return [other for other in others if other is not None]
 
 
 class RayPools:
@@ -149,7 +196,6 @@ class RayPools:
         return settled(spec, cluster_now(), vllm=installed, began_with=began_with)
 
     def connect(self, spec: PoolSpec) -> ActorHandle:
-        """Return the coordinator; Ray is initialised only if it is not."""
         if not ray.is_initialized():
             ray.init()
         name = _name(spec)
@@ -204,20 +250,14 @@ def _make(name: str, spec: PoolSpec) -> ActorHandle:
     node_id, cluster = ray.get_runtime_context().get_node_id(), cluster_now()
     plan = plan_placement(spec, cluster)
     for warning in gpu_warnings(spec, plan, cluster):
-        logger.warning("%s", warning)
-    return (
-        ray.remote(Coordinator)
-        .options(
-            name=name,
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=0,
-            max_concurrency=_MAX_CALLS,
-            # it should live as long as the driver, so not on a host that may be taken away
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
-        )
-        .remote(spec, plan, RaySite())
+        _logger.warning("%s", warning)
+    # it should live as long as the driver, so not on a host that may be taken away
+    here = NodeAffinitySchedulingStrategy(node_id, soft=True)
+    options = {"name": name, "get_if_exists": True, "num_cpus": 0, "max_restarts": 0}
+    actor = ray.remote(Coordinator).options(
+        max_concurrency=_MAX_CALLS, scheduling_strategy=here, **options
     )
+    return actor.remote(spec, plan, RaySite())
 
 
 def _end(coordinator: ActorHandle) -> None:

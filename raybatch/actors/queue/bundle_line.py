@@ -1,7 +1,7 @@
 """Waiting rows in bundles that go together: members of one prefix group, or neighbours of none."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from raybatch.actors.queue.row_states import ALONE, RowStates
@@ -34,16 +34,11 @@ class Bundle:
 class BundleLine:
     """Bundles in the order in which they go, at most one of each group.
 
-    Attributes:
-        num_rows: in all bundles.
-        cost: of all rows, without prefixes.
-        prefix_tokens: of all bundles.
+    The sums are over all bundles; `cost` is without prefixes.
     """
 
     def __init__(self, batches: Batches) -> None:
-        self.num_rows = 0
-        self.cost = 0
-        self.prefix_tokens = 0
+        self.num_rows = self.cost = self.prefix_tokens = 0
         self._batches = batches
         self._bundles: deque[Bundle] = deque()
         self._of_group: dict[int, Bundle] = {}
@@ -51,18 +46,12 @@ class BundleLine:
     def __len__(self) -> int:
         return len(self._bundles)
 
-    def __iter__(self) -> Iterator[Bundle]:
-        return iter(self._bundles)
-
     def __getitem__(self, place: int) -> Bundle:
         """Return the bundle at a place; fast near the head."""
         return self._bundles[place]
 
     def groups(self) -> Set[int]:
         return self._of_group.keys()
-
-    def has(self, group: int) -> bool:
-        return group in self._of_group
 
     def add(self, span: Span, *, at_head: bool = False, is_new: bool = False) -> None:
         """Add rows of one group, to its other members or as a bundle at either end."""
@@ -82,19 +71,15 @@ class BundleLine:
         self.num_rows += bundle.num_rows
         self.cost += bundle.cost
         self.prefix_tokens += bundle.prefix_len
-        if at_head:
-            self._bundles.appendleft(bundle)
-        else:
-            self._bundles.append(bundle)
+        put = self._bundles.appendleft if at_head else self._bundles.append
+        put(bundle)
 
     def extend(self, bundle: Bundle, span: Span, *, at_head: bool = False) -> None:
         """Add rows to a bundle of this line, behind or before its others."""
         self._weigh(bundle, span, 1)
         bundle.arrival = min(bundle.arrival, self._batches[span.batch_id].arrival)
-        if at_head:
-            bundle.spans.appendleft(span)
-        else:
-            bundle.spans.append(span)
+        put = bundle.spans.appendleft if at_head else bundle.spans.append
+        put(span)
 
     def pop(self, place: int = 0) -> Bundle:
         bundle = self._bundles[place]
@@ -114,8 +99,7 @@ class BundleLine:
     ) -> list[Span]:
         """Take the first rows of a bundle out, as many as stay within all budgets.
 
-        Args:
-            at_least: 1 takes one row even above the budgets, 0 does not.
+        `at_least` 1 takes one row even above the budgets.
         """
         bundle = self._bundles[place]
         taken: list[Span] = []
@@ -143,9 +127,18 @@ class BundleLine:
     def take_row(self, row: int) -> Span:
         """Take out the row at a position among all rows. Complexity: O(rows in the line)."""
         for place, bundle in enumerate(self._bundles):
-            if row < bundle.num_rows:
-                return self._take_row_of(place, row)
-            row -= bundle.num_rows
+            for index, span in enumerate(bundle.spans):
+                if row < span.stop - span.start:
+                    taken = Span(span.batch_id, span.start + row, span.start + row + 1)
+                    del bundle.spans[index]
+                    for left in (span._replace(start=taken.stop), span._replace(stop=taken.start)):
+                        if left.start < left.stop:
+                            bundle.spans.insert(index, left)
+                    self._weigh(bundle, taken, -1)
+                    if not bundle.spans:
+                        self.pop(place)
+                    return taken
+                row -= span.stop - span.start
         raise IndexError("the line has fewer rows")
 
     def remove_batch(self, batch_id: int) -> None:
@@ -156,7 +149,9 @@ class BundleLine:
                 self._weigh(bundle, span, -1)
             if gone:
                 bundle.spans = deque(s for s in bundle.spans if s.batch_id != batch_id)
-        self._drop_empty()
+        for bundle in self.take_all():
+            if bundle.spans:
+                self.insert(bundle)
 
     def take_all(self) -> list[Bundle]:
         bundles = list(self._bundles)
@@ -164,27 +159,6 @@ class BundleLine:
         self._of_group.clear()
         self.num_rows = self.cost = self.prefix_tokens = 0
         return bundles
-
-    def _take_row_of(self, place: int, row: int) -> Span:
-        bundle = self._bundles[place]
-        for index, span in enumerate(bundle.spans):
-            if row < span.stop - span.start:
-                taken = Span(span.batch_id, span.start + row, span.start + row + 1)
-                del bundle.spans[index]
-                for piece in (span._replace(start=taken.stop), span._replace(stop=taken.start)):
-                    if piece.start < piece.stop:
-                        bundle.spans.insert(index, piece)
-                break
-            row -= span.stop - span.start
-        self._weigh(bundle, taken, -1)
-        if not bundle.spans:
-            self.pop(place)
-        return taken
-
-    def _drop_empty(self) -> None:
-        kept = [bundle for bundle in self.take_all() if bundle.spans]
-        for bundle in kept:
-            self.insert(bundle)
 
     def _weigh(self, bundle: Bundle, span: Span, sign: int) -> None:
         batch = self._batches[span.batch_id]

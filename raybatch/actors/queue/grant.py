@@ -6,7 +6,7 @@ replica, and one further back takes its place. A group that fits no room is cut:
 the next pull of it, too. Only where a replica would idle does it take rows of a group of another.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from raybatch.actors.queue.bundle_line import Bundle, BundleLine
@@ -44,13 +44,10 @@ def share_out(
         replica_id = left.pop(0)
         own = line.own(replica_id)
         quota = share - load_of(replica_id).cost - own.cost
-        if quota <= 0 and num_expected and not own:
-            continue
-        grant = Grant(
-            line, replica_id, load_of, rooms[replica_id], pulling=rooms, quota=quota, share=share
-        )
-        if spans := grant.take():
-            yield replica_id, spans
+        if quota > 0 or not num_expected or own:
+            spans = Grant(line, replica_id, load_of, rooms[replica_id], rooms, quota, share).take()
+            if spans:
+                yield replica_id, spans
 
 
 @dataclass(slots=True)
@@ -85,7 +82,13 @@ class Grant:
         if self._has_room():
             self._take_fresh()
         if not self.spans and self.line.fresh:
-            self._take_head()
+            # its head goes above the quota, too, and is not cut: what is a large group now may be a
+            # small part of the rows that follow
+            fresh = self.line.fresh
+            if fresh[0].group == ALONE:
+                self._take_part(fresh, 0, self.quota)
+            elif not self._take_whole(fresh, 0):
+                self._take_part(fresh, 0, self.share)
         if not self.spans:
             self._take_from_others()
         return self.spans
@@ -104,19 +107,11 @@ class Grant:
                     return
                 bundle.num_passed += 1
                 place += 1
-            elif not self._take_whole(fresh, place) and not self._take_giant(fresh, place):
+            elif not self._take_whole(fresh, place) and (
+                # one that fits no room is cut, as the first of a pull
+                self.spans or not self._take_part(fresh, place, self.share)
+            ):
                 return
-
-    def _take_head(self) -> None:
-        """Take the head of the line of all although it is above the quota.
-
-        It is not cut: what is a large group now may be a small part of the rows that follow.
-        """
-        fresh = self.line.fresh
-        if fresh[0].group == ALONE:
-            self._take_part(fresh, 0, self.quota)
-        elif not self._take_whole(fresh, 0):
-            self._take_giant(fresh, 0)
 
     def _take_from_others(self) -> None:
         """Take rows that are reserved for other replicas, where no others wait."""
@@ -129,16 +124,16 @@ class Grant:
     def _take_reserved(self, replica_id: int, own: BundleLine, place: int) -> bool:
         """Take the part of a bundle that is worth one more prefix, or all if no replica has it."""
         bundle, victim = own[place], self.load_of(replica_id)
+        has_prefix = bundle.group in victim.groups
         # what makes both end together
         limit = (victim.cost + own.cost - self.load_of(self.replica_id).cost) // 2
         if replica_id in self.pulling:
             limit = min(limit, self.quota)
-        elif not victim.holds(bundle.group):
+        elif not has_prefix:
             limit = self._price(bundle)
         prefix_len = self._prefix_price(bundle)
-        least = CUT_WORTH * prefix_len if victim.holds(bundle.group) else 1
-        is_worth = bundle.cost >= least
-        if is_worth and self._price(bundle) <= limit and self._take_whole(own, place):
+        least = CUT_WORTH * prefix_len if has_prefix else 1
+        if bundle.cost >= least and self._price(bundle) <= limit and self._take_whole(own, place):
             return True
         budget = min(limit - prefix_len, bundle.cost)
         if budget < max(1, least):
@@ -159,13 +154,8 @@ class Grant:
             return False
         if bundle.num_rows > self._rows + (0 if is_strict else self.room.rows):
             return False
-        self._pay_prefix(line, bundle)
-        self._note(list(line.pop(place).spans))
+        self._note(line, line.pop(place), bundle.spans)
         return True
-
-    def _take_giant(self, line: BundleLine, place: int) -> bool:
-        """Take the first rows of a group that fits no room, and reserve the others."""
-        return not self.spans and self._take_part(line, place, self.share)
 
     def _take_part(self, line: BundleLine, place: int, cost: int) -> bool:
         """Take the first rows of a bundle, and return whether it is used up.
@@ -177,8 +167,7 @@ class Grant:
         spans = line.cut(place, tokens=self._tokens, rows=self._rows, cost=cost, at_least=at_least)
         if not spans:
             return False
-        self._pay_prefix(line, bundle)
-        self._note(spans)
+        self._note(line, bundle, spans)
         is_cut = bool(bundle.spans)
         if is_cut and line is self.line.fresh and bundle.group != ALONE:
             own = self.line.own(self.replica_id)
@@ -186,20 +175,19 @@ class Grant:
                 own.add(span, at_head=True)
         return not is_cut
 
-    def _note(self, spans: list[Span]) -> None:
-        self.spans += spans
-        for span in spans:
-            batch = self.line.batch(span.batch_id)
-            self._rows -= span.stop - span.start
-            self._tokens -= batch.tokens_between(span.start, span.stop)
-            self.quota -= batch.cost_between(span.start, span.stop)
-
-    def _pay_prefix(self, line: BundleLine, bundle: Bundle) -> None:
+    def _note(self, line: BundleLine, bundle: Bundle, spans: Iterable[Span]) -> None:
+        """Take rows of a bundle off the room and the quota, with their prefix."""
         prefix_len = self._prefix_price(bundle)
         self._tokens -= prefix_len
         self.quota -= prefix_len
         if line is self.line.fresh:
             self.line.affinity.take_turn(bundle.group)
+        self.spans += spans
+        for span in spans:
+            batch = self.line.batches[span.batch_id]
+            self._rows -= span.stop - span.start
+            self._tokens -= batch.tokens_between(span.start, span.stop)
+            self.quota -= batch.cost_between(span.start, span.stop)
 
     def _has_room(self) -> bool:
         return not self.spans or min(self._tokens, self._rows) > 0
@@ -208,5 +196,5 @@ class Grant:
         return bundle.cost + self._prefix_price(bundle)
 
     def _prefix_price(self, bundle: Bundle) -> int:
-        is_here = self.load_of(self.replica_id).holds(bundle.group)
+        is_here = bundle.group in self.load_of(self.replica_id).groups
         return 0 if is_here else bundle.prefix_len

@@ -25,12 +25,6 @@ _MAX_GIVEN_UP_BEFORE_FIRST = 8
 _PLACES = (1.0, 0.5, 0.25)
 
 
-@dataclass(frozen=True, slots=True)
-class _GoodRow:
-    submission: Submission
-    row: int
-
-
 @dataclass(slots=True)
 class Probation:
     """Tells a broken engine from bad rows, by deaths and finished rows.
@@ -46,7 +40,8 @@ class Probation:
     queue: RowQueue
     batch_ids: Iterator[int]
     batch_id: int | None = None
-    _good: _GoodRow | None = None
+    # the row that finished last, with its batch
+    _good: tuple[Submission, int] | None = None
     _has_worked: bool = False
     _num_deaths: int = 0
     _num_control_deaths: int = 0
@@ -56,12 +51,12 @@ class Probation:
         """Return the references of the control that runs as this batch, None for other batches."""
         if self._good is None or batch_id != self.batch_id:
             return None
-        return self._good.submission.refs
+        return self._good[0].refs
 
     def worked(self, submission: Submission, row: int) -> None:
         if self.batch_id is None:
             # not while the other runs as a control, whose table is asked for by its batch
-            self._good = _GoodRow(submission, row)
+            self._good = (submission, row)
         self._reset()
 
     def take(
@@ -80,13 +75,12 @@ class Probation:
     def note_loss(self, loss: Loss) -> str:
         """Note a death, and queue a control where one is due.
 
-        Returns:
-            Why the engine must be broken, "" while rows may be the reason.
+        Returns why the engine must be broken, "" while rows may be the reason.
         """
-        if not loss.num_struck:
+        if not loss.crashes:
             return ""
         self._num_deaths += 1
-        self._num_given_up += len(loss.poison)
+        self._num_given_up += len(loss.given_up())
         if loss.was_control:
             self._num_control_deaths += 1
             self._end_control()
@@ -97,8 +91,7 @@ class Probation:
                 f"{self._num_control_deaths} times it ran nothing but a row {kind}"
             )
         if self._num_deaths >= _DEATHS_BEFORE_CONTROL and not self.queue.has_control():
-            has_control = self._queue_control()
-            is_hopeless = not has_control and not self._has_worked
+            is_hopeless = not self._queue_control() and not self._has_worked
             if is_hopeless and self._num_given_up >= _MAX_GIVEN_UP_BEFORE_FIRST:
                 return (
                     f"the engine died {self._num_deaths} times and never finished a row; "
@@ -107,19 +100,14 @@ class Probation:
         return ""
 
     def forget_good_row(self) -> None:
-        """Forget the row that is kept for a control, and its request table."""
-        self._good = None
-        self.batch_id = None
+        self._good = self.batch_id = None
 
     def _queue_control(self) -> bool:
         if self._good is None:
-            place = _PLACES[self._num_control_deaths % len(_PLACES)]
-            return self.queue.pick_control(place)
-        submission = self._good.submission
+            return self.queue.pick_control(_PLACES[self._num_control_deaths % len(_PLACES)])
+        of, row = self._good
         self.batch_id = next(self.batch_ids)
-        self.queue.add_control(
-            self.batch_id, submission.prompt_tokens, submission.max_new_tokens, self._good.row
-        )
+        self.queue.add_control(self.batch_id, of.prompt_tokens, of.max_new_tokens, row)
         return True
 
     def _end_control(self) -> None:

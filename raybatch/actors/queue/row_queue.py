@@ -23,12 +23,11 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.grant import share_out
 from raybatch.actors.queue.regroup import Regrouping
 from raybatch.actors.queue.row_states import ReplicaLoad, RowStates, Share, spans_of
-from raybatch.actors.queue.waiting_line import Isolation, WaitingLine
-from raybatch.actors.wire.records import Loss, PoisonRow, Room, RowCrashes, RowGroups, Span
+from raybatch.actors.queue.waiting_line import Isolation, PrefixAffinity, WaitingLine
+from raybatch.actors.wire.records import Loss, Room, RowCrashes, RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys
 
 _SUSPECT_STRIKES = 2
@@ -40,10 +39,7 @@ class RowQueue:
     """Rows of all batches and clients, handed out in order of arrival or of their groups.
 
     Replicas are named by an id that no other start of a replica shares, so that a late word from
-    a dead one is ignored.
-
-    Args:
-        max_row_crashes: deaths after which a row that ran alone is given up.
+    a dead one is ignored. A row that ran alone is given up after `max_row_crashes` deaths.
     """
 
     def __init__(self, max_row_crashes: int) -> None:
@@ -71,13 +67,9 @@ class RowQueue:
             keys: of rows without a plan, which are grouped while they wait.
             strikes: int16 [rows], deaths with each row that are known from elsewhere.
         """
-        batch = self._batches[batch_id] = RowStates.make(
-            prompt_tokens,
-            new_tokens,
-            groups=groups,
-            keys=keys,
-            arrival=self._regrouping.num_groupings,
-            strikes=strikes,
+        arrival = self._regrouping.num_groupings
+        batch = self._batches[batch_id] = RowStates(
+            prompt_tokens, new_tokens, groups=groups, keys=keys, arrival=arrival, strikes=strikes
         )
         rows = np.arange(batch.num_left)
         is_suspect = self._is_suspect(batch, rows)
@@ -90,35 +82,29 @@ class RowQueue:
         """Queue one row of a batch of its own as the control, to run alone and next."""
         if self.has_control():
             raise RuntimeError(f"batch {batch_id} is a second control")
-        batch = self._batches[batch_id] = RowStates.make(prompt_tokens, new_tokens)
+        batch = self._batches[batch_id] = RowStates(prompt_tokens, new_tokens)
         batch.close(np.delete(np.arange(batch.num_left), row))
         self._isolation.control = Span(batch_id, row, row + 1)
 
     def pick_control(self, place: float) -> bool:
         """Make a row that waits unsuspected the control, unless there is one.
 
-        Args:
-            place: of the row between 0, the head of the queue, and 1, the last row.
+        `place` is that of the row between 0, the head of the queue, and 1, the last row.
         """
         if self._line and not self.has_control():
             self._isolation.control = self._line.take_at(place)
         return self.has_control()
 
     def has_control(self) -> bool:
-        """Return whether a control row waits or runs."""
-        is_waiting = self._isolation.control is not None
-        return is_waiting or any(r.has_control for r in self._replicas.values())
+        runs = any(load.has_control for load in self._replicas.values())
+        return runs or self._isolation.control is not None
 
     def dispatch(self, hungry: Mapping[int, Room], num_expected: int = 0) -> dict[int, list[Span]]:
         """Hand waiting rows to replicas that pull, the least loaded first.
 
         Levels the cost (prefixes once, the rest of the prompts, expected outputs) that the
         replicas hold, so that a short queue is shared evenly, and leaves a share for replicas that
-        are about to be ready.
-
-        Returns:
-            Spans per replica, in the order in which they run; a replica that gets nothing is
-            absent.
+        are about to be ready. A replica that gets nothing is absent from the result.
         """
         grants: dict[int, list[Span]] = {}
         open_ids = []
@@ -149,19 +135,15 @@ class RowQueue:
         is_held = batch.is_held(replica_id, index)
         done = index[is_held]
         batch.close(done)
-        self._take_off(replica_id, batch.share(done))
+        self._affinity.end(replica_id, replica.remove(batch.share(done)))
         return is_held
 
     def lose(self, replica_id: int) -> Loss:
-        """Take all rows from a replica that died.
-
-        Complexity: O(rows in the queue).
-        """
+        """Take all rows from a replica that died. Complexity: O(rows in the queue)."""
         replica = self._forget(replica_id)
         was_alone = replica.num_rows == 1
         innocent: list[Span] = []
         suspects: list[Span] = []
-        poison: list[PoisonRow] = []
         crashes: dict[int, list[RowCrashes]] = {}
         for batch_id, batch in self._batches.items():
             rows = batch.held_by(replica_id)
@@ -173,31 +155,25 @@ class RowQueue:
             innocent += spans_of(batch_id, rows[~is_suspect])
             suspects += _one_by_one(batch_id, rows[is_suspect & ~is_poison])
             struck = zip(rows, batch.strikes[rows], is_poison, strict=True)
-            reports = [RowCrashes(int(row), int(n), bool(is_bad)) for row, n, is_bad in struck]
-            poison += [PoisonRow(batch_id, r.row, r.num_crashes) for r in reports if r.is_given_up]
-            if reports:
-                crashes[batch_id] = reports
+            if len(rows):
+                crashes[batch_id] = [RowCrashes(int(r), int(n), bool(bad)) for r, n, bad in struck]
         self._line.put_back(innocent)
         self._isolation.add_suspects(suspects)
         return Loss(
             num_rows=replica.num_rows,
-            num_struck=sum(map(len, crashes.values())),
-            poison=tuple(poison),
             crashes=crashes,
             was_control=replica.has_control and bool(crashes),
         )
 
     def give_back(self, replica_id: int, spans: Iterable[Span]) -> None:
         """Take rows that a living replica has not started, without a strike."""
-        replica = self._replicas.get(replica_id)
-        if replica is None:
+        if (replica := self._replicas.get(replica_id)) is None:
             return
         has_control = replica.has_control
         returned: list[Span] = []
         left: list[int] = []
         for span in spans:
-            batch = self._batches.get(span.batch_id)
-            if batch is None:
+            if (batch := self._batches.get(span.batch_id)) is None:
                 continue
             rows = np.arange(span.start, span.stop)
             rows = rows[batch.is_held(replica_id, rows)]
@@ -230,15 +206,13 @@ class RowQueue:
     def drop(self, batch_id: int) -> list[int]:
         """Forget a row batch, whatever the state of its rows.
 
-        Returns:
-            Replicas that run rows of it; these count as held until `note_aborted`.
+        Returns the replicas that run rows of it; these count as held until `note_aborted`.
         """
-        batch = self._batches.get(batch_id)
-        if batch is None:
+        if (batch := self._batches.get(batch_id)) is None:
             return []
         holders = batch.holders()
         for replica_id in holders:
-            self._load(replica_id).abort(batch_id, batch.share(batch.held_by(replica_id)))
+            self._replicas[replica_id].aborting[batch_id] = batch.share(batch.held_by(replica_id))
         self._line.remove_batch(batch_id)
         self._isolation.drop(batch_id)
         del self._batches[batch_id]
@@ -247,10 +221,11 @@ class RowQueue:
     def note_aborted(self, replica_id: int, batch_id: int) -> None:
         """Note that a replica runs no row of a dropped batch any more."""
         if replica_id in self._replicas:
-            self._affinity.end(replica_id, self._replicas[replica_id].confirm(batch_id))
+            replica = self._replicas[replica_id]
+            share = replica.aborting.pop(batch_id, Share(0, 0))
+            self._affinity.end(replica_id, replica.remove(share))
 
     def is_done(self, batch_id: int) -> bool:
-        """Return whether every row of the batch is finished or given up."""
         return self._batches[batch_id].num_left == 0
 
     def rows_left(self, batch_id: int) -> npt.NDArray[np.intp]:
@@ -270,14 +245,9 @@ class RowQueue:
             return None
         return RowGroups(group_ids=batch.group[rows], prefix_lens=batch.prefix[rows].astype("i4"))
 
-    def cost(self, replica_id: int) -> int:
-        return self._replicas.get(replica_id, _NO_LOAD).cost
-
-    def num_held(self, replica_id: int) -> int:
-        return self._replicas.get(replica_id, _NO_LOAD).num_rows
-
-    def is_testing(self, replica_id: int) -> bool:
-        return self._replicas.get(replica_id, _NO_LOAD).is_testing
+    def load(self, replica_id: int) -> ReplicaLoad:
+        """Return the sums over what a replica runs; read only."""
+        return self._replicas.get(replica_id, _NO_LOAD)
 
     def num_waiting(self) -> int:
         """Return the number of rows that no replica holds, suspects included."""
@@ -300,21 +270,17 @@ class RowQueue:
 
     def _hand_out(self, replica_id: int, spans: Iterable[Span]) -> list[Span]:
         replica = self._load(replica_id)
-        handed = list(spans)
-        for span in handed:
+        for span in spans:
             batch = self._batches[span.batch_id]
             batch.hold(replica_id, span.start, span.stop)
             started = replica.add(batch.share_between(span.start, span.stop))
             self._affinity.start(replica_id, started)
-        return handed
-
-    def _take_off(self, replica_id: int, share: Share) -> None:
-        self._affinity.end(replica_id, self._replicas[replica_id].remove(share))
+        return list(spans)
 
     def _forget(self, replica_id: int) -> ReplicaLoad:
         """Take a replica out; rows reserved for it may go anywhere."""
         replica = self._replicas.pop(replica_id, ReplicaLoad())
-        self._affinity.forget(replica_id, replica.groups())
+        self._affinity.forget(replica_id, list(replica.groups))
         self._line.release(replica_id)
         return replica
 

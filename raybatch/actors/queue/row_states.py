@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,6 @@ class Share(NamedTuple):
     groups: tuple[GroupRows, ...] = ()
 
 
-@dataclass(slots=True)
 class RowStates:
     """State, holder and counts of each row; a row is waiting, held by one replica, or done.
 
@@ -41,31 +40,13 @@ class RowStates:
     itself is a matter of who holds the group.
 
     Args:
-        output: expected new tokens, all samples together.
+        new_tokens: expected of each row, all samples together.
         keys: of a row batch without a plan, whose groups may change while its rows wait.
         arrival: how often the waiting rows had been grouped when the batch came in.
-        attempts: how often a row was handed out.
-        token_ends: entry i sums the prompt tokens beyond the prefix before row i.
-        cost_ends: entry i sums the cost before row i.
     """
 
-    prompt: _Int64s
-    output: _Int64s
-    keys: BlockKeys | None
-    arrival: int
-    state: npt.NDArray[np.uint8]
-    holder: _Int64s
-    attempts: npt.NDArray[np.int16]
-    strikes: npt.NDArray[np.int16]
-    num_left: int
-    group: _Int64s
-    prefix: _Int64s
-    token_ends: _Int64s = field(init=False)
-    cost_ends: _Int64s = field(init=False)
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         prompt_tokens: npt.ArrayLike,
         new_tokens: npt.ArrayLike,
         *,
@@ -73,29 +54,27 @@ class RowStates:
         keys: BlockKeys | None = None,
         arrival: int = 0,
         strikes: npt.NDArray[np.int16] | None = None,
-    ) -> Self:
-        """Return the states of rows that all wait."""
-        prompt = np.asarray(prompt_tokens, np.int64)
-        num_rows = len(prompt)
-        states = cls(
-            prompt=prompt,
-            output=np.asarray(new_tokens, np.int64),
-            keys=keys,
-            arrival=arrival,
-            state=np.full(num_rows, WAITING, np.uint8),
-            holder=np.zeros(num_rows, np.int64),
-            attempts=np.zeros(num_rows, np.int16),
-            strikes=np.zeros(num_rows, np.int16) if strikes is None else strikes.copy(),
-            num_left=num_rows,
-            group=np.full(num_rows, ALONE, np.int64),
-            prefix=np.zeros(num_rows, np.int64),
-        )
-        rows = np.arange(num_rows)
+    ) -> None:
+        self.prompt: _Int64s = np.asarray(prompt_tokens, np.int64)
+        self.output: _Int64s = np.asarray(new_tokens, np.int64)
+        self.keys = keys
+        self.arrival = arrival
+        self.num_left = num_rows = len(self.prompt)
+        self.state = np.full(num_rows, WAITING, np.uint8)
+        self.holder = np.zeros(num_rows, np.int64)
+        # how often a row was handed out
+        self.attempts = np.zeros(num_rows, np.int16)
+        self.strikes = np.zeros(num_rows, np.int16) if strikes is None else strikes.copy()
+        self.group = np.full(num_rows, ALONE, np.int64)
+        self.prefix = np.zeros(num_rows, np.int64)
+        # entry i sums what is before row i: prompt tokens beyond the prefix, cost
+        self.token_ends: _Int64s
+        self.cost_ends: _Int64s
         if groups is None:
-            states.assign(rows, states.group, states.prefix)
+            self.assign(np.arange(num_rows), self.group, self.prefix)
         else:
-            states.assign(rows, groups.group_ids, groups.prefix_lens.astype(np.int64))
-        return states
+            prefix_lens = groups.prefix_lens.astype(np.int64)
+            self.assign(np.arange(num_rows), groups.group_ids, prefix_lens)
 
     def assign(self, rows: Rows, group: _Int64s, prefix: _Int64s) -> None:
         """Put waiting rows into groups; what a group shares is at most the prompt."""
@@ -128,7 +107,8 @@ class RowStates:
 
     def reach(self, start: int, *, tokens: int, cost: int) -> int:
         """Return the largest stop for which `start` to stop stays within both budgets."""
-        return min(_reach(self.token_ends, start, tokens), _reach(self.cost_ends, start, cost))
+        sums = ((self.token_ends, tokens), (self.cost_ends, cost))
+        return min(int(e.searchsorted(e[start] + budget, side="right")) - 1 for e, budget in sums)
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return neighbouring rows as runs of one group each, rows that are alone together."""
@@ -171,16 +151,6 @@ def spans_of(batch_id: int, rows: Rows) -> list[Span]:
     return [Span(batch_id, int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
 
 
-def _reach(ends: _Int64s, start: int, budget: int) -> int:
-    return int(np.searchsorted(ends, ends[start] + budget, side="right")) - 1
-
-
-@dataclass(slots=True)
-class _HeldGroup:
-    prefix_len: int
-    num_rows: int
-
-
 @dataclass(slots=True)
 class ReplicaLoad:
     """Sums over the rows that a replica runs, those of dropped batches included.
@@ -194,27 +164,24 @@ class ReplicaLoad:
     cost: int = 0
     is_testing: bool = False
     has_control: bool = False
+    # by id, dropped batches whose rows it runs until it confirms that it does not
     aborting: dict[int, Share] = field(default_factory=dict)
-    _groups: dict[int, _HeldGroup] = field(default_factory=dict)
-
-    def holds(self, group: int) -> bool:
-        """Return whether it runs rows of a group, so that it has the prefix."""
-        return group in self._groups
-
-    def groups(self) -> list[int]:
-        return list(self._groups)
+    # those that it runs rows of, so that it has their prefixes
+    groups: dict[int, GroupRows] = field(default_factory=dict)
 
     def add(self, share: Share) -> list[tuple[int, int]]:
         """Add rows; return the groups that it had no rows of, and their prefixes."""
         self.num_rows += share.num_rows
         self.cost += share.cost
         started = []
-        for group, prefix_len, num_rows in share.groups:
-            if group not in self._groups:
-                self._groups[group] = _HeldGroup(prefix_len, 0)
-                self.cost += prefix_len
-                started.append((group, prefix_len))
-            self._groups[group].num_rows += num_rows
+        for added in share.groups:
+            held = self.groups.get(added.group)
+            if held is None:
+                self.groups[added.group] = added
+                self.cost += added.prefix_len
+                started.append((added.group, added.prefix_len))
+            else:
+                self.groups[added.group] = held._replace(num_rows=held.num_rows + added.num_rows)
         return started
 
     def remove(self, share: Share) -> list[int]:
@@ -223,19 +190,11 @@ class ReplicaLoad:
         self.cost -= share.cost
         ended = []
         for group, _, num_rows in share.groups:
-            held = self._groups[group]
-            held.num_rows -= num_rows
-            if not held.num_rows:
+            held = self.groups.pop(group)
+            if held.num_rows > num_rows:
+                self.groups[group] = held._replace(num_rows=held.num_rows - num_rows)
+            else:
                 self.cost -= held.prefix_len
-                del self._groups[group]
                 ended.append(group)
         self.has_control &= self.num_rows > 0
         return ended
-
-    def abort(self, batch_id: int, share: Share) -> None:
-        """Note a dropped batch, whose rows it runs until `confirm`."""
-        self.aborting[batch_id] = share
-
-    def confirm(self, batch_id: int) -> list[int]:
-        """Remove the rows of a dropped batch; return what `remove` does."""
-        return self.remove(self.aborting.pop(batch_id, Share(0, 0)))

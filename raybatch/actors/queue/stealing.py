@@ -37,10 +37,8 @@ class Steal(NamedTuple):
 def choose_steal(pulling: Sequence[ReplicaWork], others: Iterable[ReplicaWork]) -> Steal | None:
     """Choose half of the rows of the replica with the most unstarted ones, where another has none.
 
-    The cost is limited to half of the difference between both, so that they end together.
-
-    Returns:
-        None where nobody is idle, or nobody has two rows to share.
+    The cost is limited to half of the difference between both, so that they end together. None
+    where nobody is idle, or nobody has two rows to share.
     """
     if all(replica.num_held for replica in pulling):
         return None
@@ -61,7 +59,7 @@ class _Bundle:
     requests: list[Request] = field(default_factory=list)
 
     def cost(self) -> int:
-        return sum(_own_cost(request) for request in self.requests)
+        return self.prefix_len + sum(map(_own_cost, self.requests))
 
 
 def choose_rows(
@@ -86,13 +84,12 @@ def choose_rows(
     whole = [bundle for bundle in bundles if bundle.is_whole]
     chosen: list[Request] = []
     for bundle in whole:
-        num_rows, cost = len(bundle.requests), bundle.cost() + bundle.prefix_len
-        if len(chosen) + num_rows <= max_rows and cost <= limit:
+        cost = bundle.cost()
+        if len(chosen) + len(bundle.requests) <= max_rows and cost <= limit:
             chosen += bundle.requests
             limit -= cost
     if not chosen:
-        fitting = (bundle for bundle in whole if bundle.cost() + bundle.prefix_len <= limit)
-        chosen = next((bundle.requests for bundle in fitting), [])
+        chosen = next((bundle.requests for bundle in whole if bundle.cost() <= limit), [])
     if not chosen:
         pieces = (_piece(bundle, max_rows, limit - bundle.prefix_len) for bundle in bundles)
         chosen = next((piece for piece in pieces if piece), [])
@@ -102,18 +99,18 @@ def choose_rows(
 
 def _bundles(unstarted: Sequence[Request], num_open: Mapping[int, int]) -> list[_Bundle]:
     """Return the bundles by their last row."""
-    of_group: dict[int, _Bundle] = {}
-    bundles: dict[int, _Bundle] = {}
+    bundles: dict[tuple[int | None, int | None], _Bundle] = {}
     for request in unstarted:
         group = request.group_id
-        if group is None:
-            bundles[request.request_id] = _Bundle(True, 0, [request])
-            continue
-        bundle = of_group.setdefault(group, _Bundle(False, request.prefix_len))
+        is_alone = group is None
+        key = (group, request.request_id if is_alone else None)
+        bundle = bundles.pop(key, None) or _Bundle(is_alone, 0 if is_alone else request.prefix_len)
         bundle.requests.append(request)
-        bundle.is_whole = len(bundle.requests) == num_open.get(group, 0)
-    last = {bundle.requests[-1].request_id: bundle for bundle in of_group.values()} | bundles
-    return [last[r.request_id] for r in unstarted if r.request_id in last]
+        if group is not None:
+            bundle.is_whole = len(bundle.requests) == num_open.get(group, 0)
+        # at the end, also where it was known
+        bundles[key] = bundle
+    return list(bundles.values())
 
 
 def _piece(bundle: _Bundle, max_rows: int, max_cost: int) -> list[Request]:

@@ -1,17 +1,95 @@
 """Rows of a pool that wait: for any replica, for the one that has their prefix, or to run alone.
 
+A group is live where rows of it are held: there its prefix is in memory. For a while after its
+last row the replica still counts as the group's home, since its cache may remember the prefix.
+
 Rows that run alone are suspects, which may have ended replicas, and the control.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
-from raybatch.actors.queue.affinity import PrefixAffinity
 from raybatch.actors.queue.bundle_line import Batches, BundleLine
-from raybatch.actors.queue.row_states import RowStates
 from raybatch.actors.wire.records import Span
 
+_MAX_PAST = 4096
+# rows that may go to the home of their group before earlier rows, until the group has its next
+# turn in the line
+_MAX_JOINED = 1024
+
 _Alone = tuple[Span, ...]
+
+
+class PrefixAffinity:
+    """Home replicas of the groups that are live, and of the last few thousand that were."""
+
+    def __init__(self) -> None:
+        self.num_cuts = 0
+        self.cut_tokens = 0
+        self._live: dict[int, list[int]] = {}
+        # oldest first
+        self._past: dict[int, int] = {}
+        self._joined: dict[int, int] = {}
+
+    def of(self, group: int) -> int | None:
+        """Return the first replica that got rows of a group, None where none is known."""
+        live = self._live.get(group)
+        return live[0] if live else self._past.get(group)
+
+    def groups(self) -> tuple[Set[int], Set[int]]:
+        """Return all groups that have a home: those that are live, and the others."""
+        return self._live.keys(), self._past.keys()
+
+    def start(self, replica_id: int, started: Iterable[tuple[int, int]]) -> None:
+        """Note groups that a replica had no rows of, each with the tokens of its prefix."""
+        for group, prefix_len in started:
+            self._past.pop(group, None)
+            homes = self._live.setdefault(group, [])
+            if homes:
+                self.num_cuts += 1
+                self.cut_tokens += prefix_len
+            homes.append(replica_id)
+
+    def end(self, replica_id: int, groups: Iterable[int]) -> None:
+        """Note groups whose last row at a replica is done."""
+        for group in groups:
+            self.leave(replica_id, [group])
+            if group not in self._live:
+                self._past[group] = replica_id
+        while len(self._past) > _MAX_PAST:
+            group = next(iter(self._past))
+            del self._past[group]
+            self._joined.pop(group, None)
+
+    def leave(self, replica_id: int, groups: Iterable[int]) -> None:
+        """Note groups whose rows a replica has given back; it is no home of them any more."""
+        for group in groups:
+            live = self._live[group]
+            live.remove(replica_id)
+            if not live:
+                del self._live[group]
+
+    def forget(self, replica_id: int, groups: Iterable[int]) -> None:
+        """Note that a replica is gone, which had rows of `groups`."""
+        self.leave(replica_id, groups)
+        self._past = {g: home for g, home in self._past.items() if home != replica_id}
+        self._joined = {g: n for g, n in self._joined.items() if self.of(g) is not None}
+
+    def join(self, group: int, num_rows: int) -> int | None:
+        """Return the home that more rows of a group may go to at once.
+
+        None without a home, and when so many have done so that those who wait would starve.
+        """
+        home = self.of(group)
+        num_joined = self._joined.get(group, 0)
+        if home is None or num_joined >= _MAX_JOINED:
+            return None
+        self._joined[group] = num_joined + num_rows
+        return home
+
+    def take_turn(self, group: int) -> None:
+        """Note that a group is at the head of the line, so that more rows may join it again."""
+        self._joined.pop(group, None)
 
 
 class WaitingLine:
@@ -22,22 +100,18 @@ class WaitingLine:
     """
 
     def __init__(self, batches: Batches, affinity: PrefixAffinity) -> None:
+        self.batches = batches
         self.fresh = BundleLine(batches)
-        self._batches = batches
         self.affinity = affinity
         self._own: dict[int, BundleLine] = {}
 
     def __bool__(self) -> bool:
         return bool(self.fresh) or any(self._own.values())
 
-    def batch(self, batch_id: int) -> RowStates:
-        return self._batches[batch_id]
-
     def own(self, replica_id: int) -> BundleLine:
-        line = self._own.get(replica_id)
-        if line is None:
-            line = self._own[replica_id] = BundleLine(self._batches)
-        return line
+        if replica_id not in self._own:
+            self._own[replica_id] = BundleLine(self.batches)
+        return self._own[replica_id]
 
     def others(self, replica_id: int) -> list[int]:
         """Return the other replicas in whose own lines rows wait, most cost first."""
@@ -55,23 +129,18 @@ class WaitingLine:
     def add(self, span: Span, *, is_new: bool = False) -> None:
         """Add rows behind all others, or where other members of their group are.
 
-        Args:
-            is_new: they are to be grouped before they are handed out.
+        With `is_new` they are to be grouped before they are handed out.
         """
-        batch = self._batches[span.batch_id]
+        batch = self.batches[span.batch_id]
         for start, stop in batch.runs(span.start, span.stop):
-            piece = Span(span.batch_id, start, stop)
-            group = int(batch.group[start])
-            home = self.affinity.join(group, stop - start)
-            if home is None:
-                self.fresh.add(piece, is_new=is_new)
-            else:
-                self.own(home).add(piece)
+            home = self.affinity.join(int(batch.group[start]), stop - start)
+            line = self.fresh if home is None else self.own(home)
+            line.add(Span(span.batch_id, start, stop), is_new=is_new and home is None)
 
     def put_back(self, spans: Sequence[Span]) -> None:
         """Add rows that were handed out, in this order, before all others."""
         for span in reversed(spans):
-            batch = self._batches[span.batch_id]
+            batch = self.batches[span.batch_id]
             for start, stop in reversed(batch.runs(span.start, span.stop)):
                 home = self.affinity.of(int(batch.group[start]))
                 line = self.fresh if home is None else self.own(home)
@@ -79,16 +148,16 @@ class WaitingLine:
 
     def release(self, replica_id: int) -> None:
         """Return the rows of a replica that is gone to the line of all."""
-        line = self._own.pop(replica_id, None)
-        for bundle in reversed(line.take_all() if line is not None else []):
+        for bundle in reversed(self.own(replica_id).take_all()):
             for span in reversed(bundle.spans):
                 self.fresh.add(span, at_head=True)
+        del self._own[replica_id]
 
     def free(self, replica_id: int, groups: Iterable[int]) -> None:
         """Return the waiting rows of groups that a replica gave back to the line of all."""
-        line = self._own.get(replica_id)
+        line = self.own(replica_id)
         for group in groups:
-            if line is not None and line.has(group):
+            if group in line.groups():
                 for span in reversed(line.pop_group(group).spans):
                     self.fresh.add(span, at_head=True)
 

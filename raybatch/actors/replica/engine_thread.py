@@ -17,6 +17,13 @@ from raybatch.actors.wire.records import Room
 from raybatch.backends.base import Backend
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
+_T = TypeVar("_T")
+
+# with a prefix cache that has everything, the tokens to pull would be unbounded
+_MIN_UNCACHED_FRACTION = 1 / 16
+# short rows: enough for the time of a round trip to the coordinator
+_MIN_LEAD_ROWS = 64
+
 
 class _OpenRow(NamedTuple):
     num_samples: int
@@ -34,33 +41,29 @@ class OpenRows:
 
     def __init__(self) -> None:
         self._rows: dict[int, _OpenRow] = {}
-        self._groups: Counter[int] = Counter()
-        self._num_rows = 0
-        self._prompt_tokens = 0
-        self._own_tokens = 0
+        # unfinished rows of each group
+        self.groups: Counter[int] = Counter()
+        self._num_rows = self._prompt_tokens = self._own_tokens = 0
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._rows
 
     def add(self, requests: Iterable[Request]) -> None:
         for request in requests:
             prompt = own = len(request.prompt_token_ids)
             if request.group_id is not None:
-                own -= request.prefix_len if self._groups[request.group_id] else 0
-                self._groups[request.group_id] += 1
+                own -= request.prefix_len if self.groups[request.group_id] else 0
+                self.groups[request.group_id] += 1
             row = _OpenRow(request.sampling.n, request.group_id, prompt, own)
             self._rows[request.request_id] = row
             self._sum(row, 1)
 
     def close(self, request_id: int) -> None:
-        row = self._rows.pop(request_id)
-        if row.group is not None:
-            self._groups[row.group] -= 1
-            if not self._groups[row.group]:
-                del self._groups[row.group]
+        group = self._rows.pop(request_id).group
+        if group is not None:
+            self.groups[group] -= 1
+            if not self.groups[group]:
+                del self.groups[group]
 
     def give_back(self, request_id: int) -> None:
         """Forget a row as if it had never been added."""
@@ -69,19 +72,13 @@ class OpenRows:
 
     def num_samples(self, request_id: int) -> int:
         """Return the samples of an unfinished row, 0 for others."""
-        row = self._rows.get(request_id)
-        return 0 if row is None else row.num_samples
+        return self._rows[request_id].num_samples if request_id in self._rows else 0
 
     def between(self, first_id: int, last_id: int) -> list[int]:
         """Return the unfinished rows with ids in this range, both ends included."""
         return [request_id for request_id in self._rows if first_id <= request_id <= last_id]
 
-    def groups(self) -> Mapping[int, int]:
-        """Return how many unfinished rows each group has; read only."""
-        return self._groups
-
     def mean_own_tokens(self) -> float:
-        """Return the own tokens of a row, on average over all rows that came in."""
         return self._own_tokens / max(1, self._num_rows)
 
     def own_fraction(self) -> float:
@@ -92,14 +89,6 @@ class OpenRows:
         self._num_rows += sign
         self._prompt_tokens += sign * row.prompt_tokens
         self._own_tokens += sign * row.own_tokens
-
-
-_T = TypeVar("_T")
-
-# with a prefix cache that has everything, the tokens to pull would be unbounded
-_MIN_UNCACHED_FRACTION = 1 / 16
-# short rows: enough for the time of a round trip to the coordinator
-_MIN_LEAD_ROWS = 64
 
 
 class EngineEndedError(RuntimeError):
@@ -137,12 +126,14 @@ class EngineThread:
         self._finished: list[Completion] = []
         self._samples: dict[int, list[Completion]] = {}
         self._rows = OpenRows()
-        self._stats = ReplicaStats()
-        # requests that the engine took since `_stats` was read
+        # as the thread has read them last
+        self.stats = ReplicaStats()
+        # requests that the engine took since then
         self._num_in_hand = 0
         self._is_asking = False
         self._is_closing = self._is_over = False
-        self._failure: BaseException | None = None
+        # what ended the engine, None while it works
+        self.failure: BaseException | None = None
         self._started: Future[Capacity] = Future()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -156,11 +147,7 @@ class EngineThread:
         requests: Sequence[Request],
         begun: Mapping[int, Sequence[SequenceState]] | None = None,
     ) -> None:
-        """Queue requests for the engine, in this order.
-
-        Args:
-            begun: all samples of those that were begun elsewhere, by request id.
-        """
+        """Queue requests in this order; `begun` has all samples of those begun elsewhere, by id."""
         with self._changed:
             self._incoming.extend(requests)
             self._begun |= begun or {}
@@ -192,21 +179,21 @@ class EngineThread:
     def room(self) -> Room | None:
         """Return how much to pull, or None while enough waits in the engine."""
         with self._changed:
-            return self._room()
-
-    def stats(self) -> ReplicaStats:
-        with self._changed:
-            return self._stats
+            num_waiting = len(self._incoming) + self._num_in_hand + self.stats.num_waiting
+            # what is cached beyond the prefixes of groups, which count once anyway
+            uncached = (1 - self.stats.cached_fraction) / self._rows.own_fraction()
+            uncached = min(1.0, max(_MIN_UNCACHED_FRACTION, uncached))
+            mean_tokens, lead_tokens = self._rows.mean_own_tokens(), self._lead_tokens
+            if self._lead_batches:
+                lead_tokens = max(lead_tokens, int(self._lead_rows * mean_tokens))
+            tokens = int(lead_tokens / uncached - num_waiting * mean_tokens)
+            rows = self._lead_rows - num_waiting
+            is_hungry = 2 * tokens >= lead_tokens and 2 * rows >= self._lead_rows
+            return Room(tokens=tokens, rows=rows) if is_hungry else None
 
     def is_idle(self) -> bool:
-        """Return whether every submitted row has finished."""
         with self._changed:
             return not self._rows
-
-    def failure(self) -> BaseException | None:
-        """Return the exception that ended the engine, None while it works."""
-        with self._changed:
-            return self._failure
 
     def close(self) -> None:
         self.close_soon()
@@ -237,20 +224,6 @@ class EngineThread:
             self._refuse_calls()
         return future
 
-    def _room(self) -> Room | None:
-        num_waiting = len(self._incoming) + self._num_in_hand + self._stats.num_waiting
-        cached = self._stats.cached_fraction
-        # what is cached beyond the prefixes of groups, which count once anyway
-        uncached = (1 - cached) / self._rows.own_fraction()
-        uncached = min(1.0, max(_MIN_UNCACHED_FRACTION, uncached))
-        mean_tokens, lead_tokens = self._rows.mean_own_tokens(), self._lead_tokens
-        if self._lead_batches:
-            lead_tokens = max(lead_tokens, int(self._lead_rows * mean_tokens))
-        tokens = int(lead_tokens / uncached - num_waiting * mean_tokens)
-        rows = self._lead_rows - num_waiting
-        is_hungry = 2 * tokens >= lead_tokens and 2 * rows >= self._lead_rows
-        return Room(tokens=tokens, rows=rows) if is_hungry else None
-
     def _main(self) -> None:
         try:
             self._serve()
@@ -279,8 +252,7 @@ class EngineThread:
                 pass
             backend.close()
         except BaseException as error:
-            with self._changed:
-                self._failure = error
+            self.failure = error
             self._wake()
 
     def _refuse_calls(self) -> None:
@@ -292,40 +264,7 @@ class EngineThread:
             if future.running() or future.set_running_or_notify_cancel():
                 future.set_exception(EngineEndedError("the engine has ended"))
 
-    def _run_calls(self, backend: Backend, num_calls: int) -> None:
-        for _ in range(num_calls):
-            # it stays in the line until it is made: an error leaves it there
-            call, _ = self._calls[0]
-            call(backend)
-            self._calls.popleft()
-
     def _step(self, backend: Backend) -> bool:
-        requests, begun, num_calls = self._wait_for_work(backend)
-        if self._is_closing:
-            return False
-        if begun:
-            backend.restore([state for states in begun.values() for state in states])
-        if requests:
-            backend.submit([r for r in requests if r.request_id not in begun])
-        self._run_calls(backend, num_calls)
-        completions = backend.poll() if backend.num_unfinished() else []
-        stats = backend.stats()
-        with self._changed:
-            num_before = len(self._finished)
-            for completion in completions:
-                self._gather(completion)
-            self._stats = stats
-            self._num_in_hand = 0
-            is_hungry = self._room() is not None and not self._is_asking
-            self._is_asking |= is_hungry
-            has_events = is_hungry or num_calls > 0 or len(self._finished) > num_before
-        if has_events:
-            self._wake()
-        return True
-
-    def _wait_for_work(
-        self, backend: Backend
-    ) -> tuple[list[Request], dict[int, Sequence[SequenceState]], int]:
         with self._changed:
             while not (
                 self._incoming or self._calls or self._is_closing or backend.num_unfinished()
@@ -333,20 +272,42 @@ class EngineThread:
                 self._changed.wait()
             requests, self._incoming = self._incoming, []
             begun, self._begun = self._begun, {}
-            self._num_in_hand = len(requests)
-            return requests, begun, len(self._calls)
+            num_calls, self._num_in_hand = len(self._calls), len(requests)
+        if self._is_closing:
+            return False
+        if begun:
+            backend.restore([state for states in begun.values() for state in states])
+        if requests:
+            backend.submit([r for r in requests if r.request_id not in begun])
+        for _ in range(num_calls):
+            # it stays in the line until it is made: an error leaves it there
+            self._calls[0][0](backend)
+            self._calls.popleft()
+        completions = backend.poll() if backend.num_unfinished() else []
+        stats = backend.stats()
+        with self._changed:
+            num_before = len(self._finished)
+            for completion in completions:
+                self._gather(completion)
+            self.stats = stats
+            self._num_in_hand = 0
+            is_hungry = self.room() is not None and not self._is_asking
+            self._is_asking |= is_hungry
+            has_events = is_hungry or num_calls > 0 or len(self._finished) > num_before
+        if has_events:
+            self._wake()
+        return True
 
     def _take_back(self, backend: Backend, max_rows: int, max_cost: int | None) -> list[int]:
         unstarted = backend.drain()
         with self._changed:
-            groups = self._rows.groups()
-            chosen = choose_rows(unstarted, groups, max_rows=max_rows, max_cost=max_cost)
-            ids = [request.request_id for request in chosen]
+            chosen = choose_rows(unstarted, self._rows.groups, max_rows=max_rows, max_cost=max_cost)
+            # in their order
+            ids = {request.request_id: None for request in chosen}
             for request_id in ids:
                 self._rows.give_back(request_id)
-        gone = set(ids)
-        backend.submit([r for r in unstarted if r.request_id not in gone])
-        return ids
+        backend.submit([r for r in unstarted if r.request_id not in ids])
+        return list(ids)
 
     def _drop(self, backend: Backend, first_id: int, last_id: int) -> None:
         with self._changed:

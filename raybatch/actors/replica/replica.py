@@ -8,14 +8,12 @@ import traceback
 from collections import defaultdict
 from dataclasses import dataclass
 
-import pyarrow as pa
-
-from raybatch.actors.coordinator.metrics import ReplicaMetrics
+from raybatch.actors.coordinator.counters import ReplicaMetrics
 from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
 from raybatch.actors.wire.begun import encode_begun, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
-from raybatch.actors.wire.records import Assignment, FailedStart, PoolSpec, RowGroups
+from raybatch.actors.wire.records import Assignment, FailedStart, PoolSpec
 from raybatch.backends.base import Backend
 from raybatch.backends.registry import create_backend, type_of
 from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
@@ -43,14 +41,10 @@ class _OpenBatch:
 
 
 class Replica:
-    """One engine, as a rule in a process of its own.
-
-    The coordinator makes it and calls `start`, then `run`.
+    """One engine, as a rule in a process of its own: the coordinator calls `start`, then `run`.
 
     Ray starts its workers with nice 15 (`RAY_worker_niceness`); the engine inherits it.
-
-    Args:
-        replica_id: unique among all starts of the pool.
+    The `replica_id` is unique among all starts of the pool.
     """
 
     def __init__(self, spec: PoolSpec, replica_id: int, site: ReplicaSite) -> None:
@@ -84,7 +78,10 @@ class Replica:
             capacity = await asyncio.wrap_future(self._engine.start())
         except Exception as error:
             _logger.debug("the engine could not be built", exc_info=error)
-            return _failed_start(error)
+            is_own = isinstance(error, RaybatchError)
+            trace = "" if is_own else redacted("".join(traceback.format_exception(error)))
+            cause = one_line(error_text(error))
+            return FailedStart(cause=cause, is_final=is_permanent(error), trace=trace)
         _logger.info("replica %d is ready: %s", self._replica_id, capacity)
         return None
 
@@ -92,7 +89,6 @@ class Replica:
         return os.getpid()
 
     async def run(self, coordinator: Handle) -> None:
-        """Work until the coordinator has no more rows."""
         engine = self._engine
         if engine is None:
             raise RuntimeError("Replica.run was called before Replica.start")
@@ -140,16 +136,15 @@ class Replica:
             first_id = batch_id << _ROW_BITS
             await asyncio.wrap_future(self._engine.abort(first_id, first_id + _ROW_MASK))
 
-    def _build(self, num_engines_on_host: int) -> Backend:
-        # before anything is chosen
-        obey_log_level()
-        spec = self._spec
+    def _build(self, num_engines: int) -> Backend:
+        obey_log_level()  # before anything is chosen
+        of, num_replicas = self._spec, self._spec.pool.replicas or 1
         return create_backend(
-            spec.model,
-            spec.backend,
-            spec.engine,
-            num_engines_on_host=num_engines_on_host,
-            num_replicas=spec.pool.replicas or 1,
+            of.model,
+            of.backend,
+            of.engine,
+            num_engines_on_host=num_engines,
+            num_replicas=num_replicas,
         )
 
     def _wake(self) -> None:
@@ -174,19 +169,20 @@ class Replica:
                 self._open[assignment.batch_id] = batch
                 spans = _read(batch, assignment)
                 requests += spans
-                begun |= _begun(spans, assignment)
+                if assignment.begun is not None:
+                    by_row = {r.request_id & _ROW_MASK: r for _, of_span in spans for r in of_span}
+                    begun |= sequence_states(by_row, assignment.begun)
         requests.sort(key=lambda of_span: of_span[0])
         engine.submit([request for _, of_span in requests for request in of_span], begun)
 
     async def _open_batch(self, coordinator: Handle, work: Assignment) -> _OpenBatch | None:
-        batch = self._open.get(work.batch_id)
-        if batch is None:
-            requests = await self._site.fetch(work.refs[0])
-            if requests is None:
-                await coordinator.note_lost.remote(work.batch_id)
-                return None
-            batch = _OpenBatch(RequestReader(*requests))
-        return batch
+        if work.batch_id in self._open:
+            return self._open[work.batch_id]
+        requests = await self._site.fetch(work.refs[0])
+        if requests is None:
+            await coordinator.note_lost.remote(work.batch_id)
+            return None
+        return _OpenBatch(RequestReader(*requests))
 
     async def _report(self, engine: EngineThread, coordinator: Handle) -> None:
         """Send finished rows at once, but not more often than needed."""
@@ -199,7 +195,7 @@ class Replica:
             self._outbox.clear()
             self._ran_dry.clear()
             # read first: what an engine finished before it broke is sent
-            failure = engine.failure()
+            failure = engine.failure
             try:
                 await self._send(engine, coordinator)
             except Exception as error:
@@ -218,14 +214,19 @@ class Replica:
             await asyncio.sleep(every_s)
             if engine.is_idle():
                 continue
-            states = await asyncio.wrap_future(engine.begun(_MIN_NEW_TOKENS))
-            if states:
-                await coordinator.note_begun.remote(_by_batch(states))
+            of_batch: dict[int, list[SequenceState]] = defaultdict(list)
+            for state in await asyncio.wrap_future(engine.begun(_MIN_NEW_TOKENS)):
+                of_batch[state.request.request_id >> _ROW_BITS].append(state)
+            progress = [
+                (batch_id, encode_begun([s.request.request_id & _ROW_MASK for s in states], states))
+                for batch_id, states in of_batch.items()
+            ]
+            if progress:
+                await coordinator.note_begun.remote(progress)
 
     async def _send(self, engine: EngineThread, coordinator: Handle) -> None:
-        completions = engine.collect()
         by_batch: dict[int, list[Completion]] = defaultdict(list)
-        for completion in completions:
+        for completion in engine.collect():
             by_batch[completion.request_id >> _ROW_BITS].append(completion)
         results = []
         for batch_id, samples in by_batch.items():
@@ -233,15 +234,13 @@ class Replica:
             results.append((batch_id, encode_completions(rows, samples)))
             for _ in set(rows):
                 self._close_row(batch_id)
-        stats = engine.stats()
+        stats = engine.stats
         self._metrics.update(stats)
         await coordinator.report.remote(self._replica_id, results, stats)
 
     def _close_row(self, batch_id: int) -> None:
-        batch = self._open.get(batch_id)
-        if batch is None:
-            # dropped while its row was on the way out
-            return
+        if (batch := self._open.get(batch_id)) is None:
+            return  # dropped while its row was on the way out
         batch.num_rows -= 1
         if not batch.num_rows:
             del self._open[batch_id]
@@ -257,15 +256,6 @@ class Replica:
         await self._site.die()
 
 
-def _failed_start(error: Exception) -> FailedStart:
-    is_own = isinstance(error, RaybatchError)
-    return FailedStart(
-        cause=one_line(error_text(error)),
-        is_final=is_permanent(error),
-        trace="" if is_own else redacted("".join(traceback.format_exception(error))),
-    )
-
-
 def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]]:
     """Return the requests of each span with its place in the pull, and count them as open."""
     places = range(len(work.spans)) if work.places is None else work.places
@@ -273,34 +263,8 @@ def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]
     requests, start = [], 0
     for place, span in zip(places, work.spans, strict=True):
         num_rows = span.stop - span.start
-        groups = None
-        if work.groups is not None:
-            groups = RowGroups(
-                group_ids=work.groups.group_ids[start : start + num_rows],
-                prefix_lens=work.groups.prefix_lens[start : start + num_rows],
-            )
+        groups = work.groups and work.groups.between(start, start + num_rows)
         requests.append((place, batch.reader.read(span.start, span.stop, first_id, groups)))
         batch.num_rows += num_rows
         start += num_rows
     return requests
-
-
-def _begun(
-    spans: list[tuple[int, list[Request]]], work: Assignment
-) -> dict[int, list[SequenceState]]:
-    """Return all samples of the requests that another engine has begun, by request id."""
-    if work.begun is None:
-        return {}
-    requests = {r.request_id & _ROW_MASK: r for _, of_span in spans for r in of_span}
-    return sequence_states(requests, work.begun)
-
-
-def _by_batch(states: list[SequenceState]) -> list[tuple[int, pa.RecordBatch]]:
-    """Return tokens so far with the row batch that they are of."""
-    of_batch: dict[int, list[SequenceState]] = defaultdict(list)
-    for state in states:
-        of_batch[state.request.request_id >> _ROW_BITS].append(state)
-    return [
-        (batch_id, encode_begun([s.request.request_id & _ROW_MASK for s in of_one], of_one))
-        for batch_id, of_one in of_batch.items()
-    ]

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -53,28 +53,22 @@ class Placement:
         names |= dict.fromkeys((name for bundle in self.bundles for name in bundle), 0.0)
         return {name: sum(bundle.get(name, 0) for bundle in self.bundles) for name in names}
 
-    def asks_for(self) -> str:
-        """Return the same in words."""
-        total = self.total()
-        group = f" in a placement group of {len(self.bundles)} bundles" if self.bundles else ""
-        return f"{total['CPU']:g} CPUs and {total['GPU']:g} GPUs{group}"
-
 
 def requested_of_ray(plan: Placement, pool: PoolConfig) -> str:
-    """Return the request of one engine to Ray as text."""
-    others = [f"{amount:g} {name}" for name, amount in pool.resources.items()]
+    total = plan.total()
+    group = f" in a placement group of {len(plan.bundles)} bundles" if plan.bundles else ""
+    parts = [f"{total['CPU']:g} CPUs and {total['GPU']:g} GPUs{group}"]
+    parts += [f"{amount:g} {name}" for name, amount in pool.resources.items()]
     if pool.accelerator_type is not None:
-        others.append(f"a host with {pool.accelerator_type}")
-    return ", ".join([plan.asks_for(), *others])
+        parts.append(f"a host with {pool.accelerator_type}")
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterView:
     """What a plan of a crew needs to know of a cluster and of its driver.
 
-    Args:
-        vllm: what is installed on the driver's host.
-        may_grow: hosts may join; not a Ray that the driver itself has started.
+    Hosts `may_grow` in number, but not where the driver itself has started Ray.
     """
 
     gpus_of_hosts: tuple[float, ...] = ()
@@ -97,19 +91,15 @@ def connected_ray() -> ModuleType | None:
 def cluster_now() -> ClusterView:
     """Return the cluster as it is; one that is not connected has no hosts."""
     ray = connected_ray()
-    hosts = [] if ray is None else [node for node in ray.nodes() if node["Alive"]]
+    hosts = [] if ray is None else [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    own = None if ray is None else ray._private.worker._global_node
     return ClusterView(
-        gpus_of_hosts=tuple(float(host["Resources"].get("GPU", 0)) for host in hosts),
-        cpus_of_hosts=tuple(float(host["Resources"].get("CPU", 0)) for host in hosts),
+        gpus_of_hosts=tuple(float(host.get("GPU", 0)) for host in hosts),
+        cpus_of_hosts=tuple(float(host.get("CPU", 0)) for host in hosts),
         cores_of_driver=len(os.sched_getaffinity(0)),
         vllm=vllm_build(),
-        may_grow=ray is None or not _is_own(ray),
+        may_grow=own is None or not own.is_head(),
     )
-
-
-def _is_own(ray: ModuleType) -> bool:
-    node = ray._private.worker._global_node
-    return node is not None and bool(node.is_head())
 
 
 def gpus_requested(spec: PoolSpec, cluster: ClusterView) -> float:
@@ -148,10 +138,18 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
         num_replicas = max(1, cluster.cores_of_driver // spec.engine.num_threads)
     check_share(num_gpus, spec.backend, spec.engine)
     with_gpus = [number for number in cluster.gpus_of_hosts if number]
-    if bundles and with_gpus:
-        check_cluster(num_gpus, with_gpus)
-    elif num_gpus > 1 and with_gpus:
-        check_hosts(num_gpus, with_gpus)
+    if bundles and with_gpus and num_gpus > cluster.num_gpus:
+        raise ConfigError(
+            f"one engine asks for {num_gpus:g} GPUs and the cluster has {cluster.num_gpus:g}: "
+            "lower tensor_parallel_size and pipeline_parallel_size"
+        )
+    if not bundles and with_gpus and num_gpus > max(1, *with_gpus):
+        raise ConfigError(
+            f"one engine asks for {num_gpus:g} GPUs and the largest host of the cluster has "
+            f"{max(with_gpus):g}: set engine_kwargs.distributed_executor_backend='ray' for an "
+            "engine of vLLM over several hosts, or lower tensor_parallel_size and "
+            "pipeline_parallel_size, or pool.num_gpus_per_replica"
+        )
     hosts = with_gpus if num_gpus else [number for number in cluster.cpus_of_hosts if number]
     return Placement(
         num_replicas=num_replicas,
@@ -163,7 +161,6 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
 
 
 def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[str]:
-    """Return warnings about the GPUs of a pool before it starts."""
     if not plan.num_gpus:
         return []
     warnings = unproven_on_gpus(spec.backend)
@@ -174,27 +171,6 @@ def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[
             "engine.device='cpu' to run on CPUs"
         )
     return warnings
-
-
-def check_hosts(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:
-    """Raise ConfigError where an engine would need the GPUs of several hosts."""
-    largest = max(gpus_of_hosts, default=0)
-    if num_gpus > largest:
-        raise ConfigError(
-            f"one engine asks for {num_gpus:g} GPUs and the largest host of the cluster has "
-            f"{largest:g}: set engine_kwargs.distributed_executor_backend='ray' for an engine of "
-            "vLLM over several hosts, or lower tensor_parallel_size and pipeline_parallel_size, or "
-            "pool.num_gpus_per_replica"
-        )
-
-
-def check_cluster(num_gpus: float, gpus_of_hosts: Sequence[float]) -> None:
-    """Raise ConfigError where the cluster has not the GPUs of one engine over several hosts."""
-    if num_gpus > sum(gpus_of_hosts):
-        raise ConfigError(
-            f"one engine asks for {num_gpus:g} GPUs and the cluster has {sum(gpus_of_hosts):g}: "
-            "lower tensor_parallel_size and pipeline_parallel_size"
-        )
 
 
 def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
@@ -219,13 +195,9 @@ def settled(
     vllm: Callable[[], VllmBuild | None],
     began_with: str | None = None,
 ) -> tuple[PoolSpec, BackendChoice | None]:
-    """Return a spec whose backend is decided, and why it is that one.
+    """Return a spec whose backend is decided, and why; None where the user has named a backend.
 
-    Args:
-        began_with: kind of the backend that answered the first rows of the same output.
-
-    Returns:
-        The spec, and None for the choice where the user has named a backend.
+    `began_with` is the kind of the backend that answered the first rows of the same output.
     """
     if spec.backend.is_decided:
         return spec, None

@@ -5,9 +5,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from raybatch.actors.replicas.placement import Placement, requested_of_ray
 from raybatch.actors.replicas.site import Handle, Site, Started
@@ -19,6 +18,12 @@ from raybatch.records.types import ReplicaStats
 _FIRST_DELAY_S = 0.2
 _DELAY_FACTOR = 5.0
 _MAX_DELAY_S = 30.0
+_STOP_GRACE_S = 5.0
+# a replica that waits for so long makes other pools release engines, and again after that
+_ASK_AFTER_S = 5.0
+_WARN_AFTER_S = 30.0
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -35,26 +40,23 @@ class StartLedger:
     """Counts starts and deaths of the ranks of one pool.
 
     A death that cost rows is theirs to answer for (see `RowQueue.lose`); one without rows counts
-    like a failed start.
-
-    Args:
-        max_start_failures: failures in a row after which a rank is given up.
+    like a failed start, and after `max_start_failures` in a row the rank is given up.
     """
 
     num_replicas: int
     max_start_failures: int
     num_restarts: int = 0
     longest_start_s: float = 0.0
-    _ranks: list[_Rank] = field(default_factory=list)
+    ranks: list[_Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._ranks = [_Rank() for _ in range(self.num_replicas)]
+        self.ranks = [_Rank() for _ in range(self.num_replicas)]
 
     def begin(self, rank: int, now: float) -> None:
-        self._ranks[rank].start_began = now
+        self.ranks[rank].start_began = now
 
     def ready(self, rank: int, now: float) -> None:
-        state = self._ranks[rank]
+        state = self.ranks[rank]
         if state.start_began is not None:
             self.longest_start_s = max(self.longest_start_s, now - state.start_began)
         state.start_began = None
@@ -62,24 +64,19 @@ class StartLedger:
 
     def worked(self, rank: int) -> None:
         """Note that `rank` finished rows, so that its failures count from zero again."""
-        self._ranks[rank].num_failures = 0
+        self.ranks[rank].num_failures = 0
 
     def stopped(self, rank: int) -> None:
-        self._ranks[rank].start_began = None
-        self._ranks[rank].is_ready = False
+        self.ranks[rank].start_began = None
+        self.ranks[rank].is_ready = False
 
     def died(self, rank: int, *, lost_rows: bool, is_final: bool = False) -> float | None:
-        """Note a death or a failed start.
+        """Note a death or a failed start; `is_final` where another start would fail as well.
 
-        Args:
-            lost_rows: whether the death cost rows.
-            is_final: whether another start would fail as this one did.
-
-        Returns:
-            Seconds to wait before the next start, or None: the rank is given up.
+        Returns seconds to wait before the next start, or None: the rank is given up.
         """
         self.stopped(rank)
-        state = self._ranks[rank]
+        state = self.ranks[rank]
         if lost_rows:
             self.num_restarts += 1
             return 0.0
@@ -88,31 +85,27 @@ class StartLedger:
             state.is_retired = True
             return None
         self.num_restarts += 1
-        delay = _FIRST_DELAY_S * _DELAY_FACTOR ** (state.num_failures - 1)
-        return float(min(_MAX_DELAY_S, delay))
+        return min(_MAX_DELAY_S, _FIRST_DELAY_S * _DELAY_FACTOR ** (state.num_failures - 1))
 
     def num_ready(self) -> int:
-        return sum(state.is_ready for state in self._ranks)
+        return sum(state.is_ready for state in self.ranks)
 
     def num_restarting(self) -> int:
         """Return the number of ranks that answered once and do not answer now."""
-        return sum(s.has_been_ready and not (s.is_ready or s.is_retired) for s in self._ranks)
+        return sum(s.has_been_ready and not (s.is_ready or s.is_retired) for s in self.ranks)
 
     def num_retired(self) -> int:
-        return sum(state.is_retired for state in self._ranks)
+        return sum(state.is_retired for state in self.ranks)
 
     def is_exhausted(self) -> bool:
-        return all(state.is_retired for state in self._ranks)
-
-    def is_retired(self, rank: int) -> bool:
-        return self._ranks[rank].is_retired
+        return self.num_retired() == self.num_replicas
 
     def num_expected(self, now: float) -> int:
         """Return the starts that are likely to end soon, judged by the longest one seen."""
         patience_s = 2 * self.longest_start_s
         return sum(
             state.start_began is not None and now - state.start_began <= patience_s
-            for state in self._ranks
+            for state in self.ranks
         )
 
 
@@ -128,7 +121,6 @@ class StartEvents:
     _kept: list[str] = field(default_factory=list)
 
     def again(self, rank: int, cause: str, trace: str = "") -> str:
-        """Return the message about a rank that is started again."""
         return f"replica {rank} is started again: {cause}{self.new_trace(trace)}"
 
     def given_up(self, rank: int, cause: str, trace: str = "") -> None:
@@ -143,17 +135,8 @@ class StartEvents:
         return f"\n{trace}"
 
     def take(self) -> list[str]:
-        """Return the messages about ranks that are given up, each once."""
         kept, self._kept = self._kept, []
         return kept
-
-
-_STOP_GRACE_S = 5.0
-# a replica that waits for so long makes other pools release engines, and again after that
-_ASK_AFTER_S = 5.0
-_WARN_AFTER_S = 30.0
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -209,10 +192,8 @@ class ReplicaSet:
     def start(self, coordinator: Handle) -> None:
         """Start every rank that has no replica and is not given up."""
         for rank in range(self._plan.num_replicas):
-            if rank not in self._tasks and not self.ledger.is_retired(rank):
-                self._tasks[rank] = asyncio.create_task(
-                    self._guard(rank, self._keep(rank, coordinator))
-                )
+            if rank not in self._tasks and not self.ledger.ranks[rank].is_retired:
+                self._tasks[rank] = asyncio.create_task(self._guard(rank, coordinator))
 
     async def stop(self) -> None:
         """Wait for replicas that end by themselves, then end the others."""
@@ -234,9 +215,9 @@ class ReplicaSet:
         """Return the seconds that engines of this pool spent in steps, dead ones included."""
         return self.past_busy_s + sum(m.stats.engine_s for m in self.members.values())
 
-    async def _guard(self, rank: int, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, rank: int, coordinator: Handle) -> None:
         try:
-            await work
+            await self._keep(rank, coordinator)
         except Exception as error:
             self._on_exhausted(rank, f"the coordinator failed: {error_text(error)}")
             raise
@@ -246,18 +227,19 @@ class ReplicaSet:
             member = self._make(rank)
             failed: FailedStart | None = None
             cause: str | None = None
-            has_lost_rows = False
             try:
                 failed = await self._start(member)
                 cause = failed.cause if failed else await self._run(member, coordinator)
             finally:
-                self._remove(member)
+                self.past_busy_s += member.stats.engine_s
+                del self.members[member.replica_id]
+                self.ledger.stopped(rank)
+                member.started.end()
                 has_lost_rows = self._on_lost(member, cause)
             if cause is None:
                 return
-            is_final = failed is not None and failed.is_final
+            is_final, trace = (failed.is_final, failed.trace) if failed else (False, "")
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
-            trace = failed.trace if failed else ""
             if delay_s is None:
                 self._give_up(rank, cause, trace)
                 return
@@ -318,45 +300,25 @@ class ReplicaSet:
             return member.cause or last_line(error)
         return None
 
-    def _remove(self, member: Member) -> None:
-        self.past_busy_s += member.stats.engine_s
-        del self.members[member.replica_id]
-        self.ledger.stopped(member.rank)
-        member.started.end()
-
 
 class IdlePoolReclaimer:
-    """Lets idle pools of the driver end engines, where this pool waits for what they hold."""
+    """Says when idle pools of the driver should end engines: this pool waits for what they hold."""
 
-    def __init__(
-        self, pool: PoolConfig, plan: Placement, make_room: Callable[[str], Awaitable[None]]
-    ) -> None:
-        self._make_room = make_room
-        self._requested = requested_of_ray(plan, pool)
+    def __init__(self, pool: PoolConfig, plan: Placement) -> None:
+        self.requested = requested_of_ray(plan, pool)
         self._last_request_s = -math.inf
         self._has_warned = False
 
     def is_due(self, waits_s: float, now_s: float) -> bool:
-        """Return whether to reclaim; warn once that an engine has been waiting for long.
-
-        Args:
-            waits_s: for which a replica has been waiting for Ray to reserve what it takes.
-        """
+        """Return whether to reclaim; warn once that a replica has waited long for Ray."""
         if waits_s > _WARN_AFTER_S and not self._has_warned:
             self._has_warned = True
-            _logger.warning(
-                "an engine has been waiting for %.0f s for %s of the cluster",
-                waits_s,
-                self._requested,
-            )
+            text = "an engine has been waiting for %.0f s for %s of the cluster"
+            _logger.warning(text, waits_s, self.requested)
         if waits_s <= _ASK_AFTER_S or now_s - self._last_request_s <= _ASK_AFTER_S:
             return False
         self._last_request_s = now_s
         return True
-
-    async def reclaim(self) -> None:
-        """Ask the other pools; those that are at work, or hold nothing, do nothing."""
-        await self._make_room(self._requested)
 
 
 def has_reserved(pool: PoolConfig, plan: Placement) -> bool:

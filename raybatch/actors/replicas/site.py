@@ -6,9 +6,6 @@ begins a call, and what it returns can be awaited.
 
 import logging
 import os
-from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 from raybatch.actors.replicas.placement import Placement
@@ -128,14 +125,12 @@ class NoMetrics:
 
 
 def use_threads(spec: PoolSpec) -> None:
-    """Set the threads of an engine's libraries to the number in its options."""
     os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
 
 
 def obey_log_level() -> None:
     """Log with the level of RAYBATCH_LOG_LEVEL; Ray prints it at the driver."""
-    level = log_level()
-    if level is None:
+    if (level := log_level()) is None:
         return
     logger = logging.getLogger("raybatch")
     logger.setLevel(level)
@@ -144,17 +139,3 @@ def obey_log_level() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(DiscreetFormatter())
         logger.addHandler(handler)
-
-
-class CallHandle:
-    """Begins calls of an object's methods.
-
-    Args:
-        begin: takes the name of a method and its arguments, and returns the call that has begun.
-    """
-
-    def __init__(self, begin: Callable[..., Any]) -> None:
-        self._begin = begin
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - has `remote`, as methods of actors
-        return SimpleNamespace(remote=partial(self._begin, name))

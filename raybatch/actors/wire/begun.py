@@ -7,11 +7,15 @@ a sample is kept.
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.wire.arrow_arrays import split_lists, token_lists
-from raybatch.actors.wire.columns import LOGPROBS_TYPE, logprobs_array, logprobs_value
+from raybatch.actors.wire.columns import (
+    LOGPROBS_TYPE,
+    logprobs_array,
+    logprobs_values,
+    split_lists,
+    token_lists,
+)
 from raybatch.records.types import Request, SequenceState
 
 BEGUN_SCHEMA = pa.schema(
@@ -69,7 +73,6 @@ class Begun:
 
 
 def encode_begun(rows: Sequence[int], states: Sequence[SequenceState]) -> pa.RecordBatch:
-    """Return tokens so far as a record batch of the schema."""
     columns = [
         pa.array(rows, pa.int32()),
         pa.array([state.sample_idx for state in states], pa.int32()),
@@ -83,43 +86,26 @@ def encode_begun(rows: Sequence[int], states: Sequence[SequenceState]) -> pa.Rec
 def sequence_states(
     requests: Mapping[int, Request], begun: pa.RecordBatch
 ) -> dict[int, list[SequenceState]]:
-    """Return all samples of the requests that have tokens, by request id.
-
-    Unknown samples begin at their first token.
-    """
+    """Return all samples of the requests that have tokens; unknown ones begin at their first."""
     tokens = split_lists(begun.column("token_ids"))
     cached = begun.column("num_cached_tokens").to_pylist()
-    logprobs = begun.column("logprobs").to_pylist()
+    logprobs = logprobs_values(begun.column("logprobs"))
     place = {key: i for i, key in enumerate(_pairs(begun))}
     states = {}
     for row in sorted({row for row, _ in place}):
         request = requests[row]
+        places = [place.get((row, sample_idx)) for sample_idx in range(request.sampling.n)]
         states[request.request_id] = [
-            _state(request, sample_idx, place.get((row, sample_idx)), tokens, cached, logprobs)
-            for sample_idx in range(request.sampling.n)
+            SequenceState(
+                request=request,
+                sample_idx=sample_idx,
+                token_ids=np.empty(0, np.int32) if i is None else tokens[i],
+                num_cached_tokens=0 if i is None else cached[i],
+                logprobs=None if i is None else logprobs[i],
+            )
+            for sample_idx, i in enumerate(places)
         ]
     return states
-
-
-def _state(
-    request: Request,
-    sample_idx: int,
-    place: int | None,
-    tokens: Sequence[npt.NDArray[np.int32]],
-    cached: Sequence[int],
-    logprobs: Sequence[list[dict[str, list[float]]] | None],
-) -> SequenceState:
-    if place is None:
-        return SequenceState(
-            request=request, sample_idx=sample_idx, token_ids=np.empty(0, np.int32)
-        )
-    return SequenceState(
-        request=request,
-        sample_idx=sample_idx,
-        token_ids=tokens[place],
-        num_cached_tokens=cached[place],
-        logprobs=logprobs_value(logprobs[place]),
-    )
 
 
 def _pairs(tokens: pa.RecordBatch) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ Requests: one row per prompt. Results: one row per sample, where `row` is the in
 table; a row that failed has exactly one result row, with `error` set.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -14,20 +15,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.actors.wire.arrow_arrays import (
-    flat_values,
-    offsets_of,
-    split_lists,
-    split_vectors,
-    to_numpy,
-    token_lists,
-    vector_lists,
-    whole_array,
-)
 from raybatch.actors.wire.records import RowGroups
 from raybatch.errors import ConfigError
 from raybatch.records.parsed_text import ParsedText
-from raybatch.records.types import Completion, Request, Sampling, TokenIds
+from raybatch.records.types import Completion, Request, Sampling, TokenIds, Vector
 
 _JSON_NULL = "null"
 _Logprobs = tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...]
@@ -51,6 +42,74 @@ _PLANNED = {"raybatch.is_planned": "true"}
 LOGPROBS_TYPE = pa.list_(
     pa.struct([("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32()))])
 )
+
+
+def whole_array(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array, copied only where it has several chunks."""
+    # combine_chunks copies also where there is nothing to combine
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def to_numpy(column: pa.Array | pa.ChunkedArray, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return values as numpy, nulls as 0."""
+    array = whole_array(column) if isinstance(column, pa.ChunkedArray) else column
+    if array.null_count:
+        array = array.fill_null(0)
+    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return values.astype(dtype, copy=False)
+
+
+def flat_values(lists: pa.ListArray, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    return to_numpy(lists.flatten(), dtype)
+
+
+def offsets_of(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Return the running total before each length, and the sum: int64 [n + 1]."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def token_lists(arrays: Sequence[TokenIds]) -> pa.ListArray:
+    lengths = np.fromiter((len(a) for a in arrays), np.int32, len(arrays))
+    flat = np.concatenate(arrays) if len(arrays) else np.empty(0, np.int32)
+    offsets = offsets_of(lengths)
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise ConfigError(f"a row batch holds {offsets[-1]} tokens; hand over fewer rows at once")
+    return _list_array(offsets, flat.astype(np.int32, copy=False))
+
+
+def split_lists(lists: pa.ListArray, dtype: npt.DTypeLike = np.int32) -> list[npt.NDArray[Any]]:
+    """Return the lists as views of one flat array."""
+    flat = flat_values(lists, dtype)
+    lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    return [flat[a:b] for a, b in itertools.pairwise(offsets_of(lengths).tolist())]
+
+
+def vector_lists(vectors: Sequence[Vector | None]) -> pa.ListArray:
+    """Return the vectors of many rows as one list array; None becomes null."""
+    known = [vector for vector in vectors if vector is not None]
+    if not known:
+        return pa.nulls(len(vectors), pa.list_(pa.float32()))
+    lengths = np.fromiter((0 if v is None else len(v) for v in vectors), np.int32, len(vectors))
+    offsets = offsets_of(lengths)
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise ConfigError(f"the vectors of a row batch hold {offsets[-1]} numbers; ask fewer rows")
+    mask = pa.array([vector is None for vector in vectors], pa.bool_())
+    return _list_array(offsets, np.concatenate(known).astype(np.float32, copy=False), mask)
+
+
+def _list_array(
+    offsets: npt.NDArray[np.int64], flat: npt.NDArray[Any], mask: pa.Array | None = None
+) -> pa.ListArray:
+    starts = pa.array(offsets.astype(np.int32))
+    return pa.ListArray.from_arrays(starts, pa.array(flat), mask=mask)
+
+
+def split_vectors(lists: pa.ListArray) -> list[Vector | None]:
+    """Return the vectors as views of one flat array; None where there is none."""
+    vectors, is_valid = split_lists(lists, np.float32), lists.is_valid().to_pylist()
+    return [vector if valid else None for vector, valid in zip(vectors, is_valid, strict=True)]
 
 
 def request_table(
@@ -95,7 +154,7 @@ def check_requests(table: pa.Table, num_samplings: int) -> None:
     missing = [name for name in REQUEST_SCHEMA.names if name not in table.column_names]
     if missing:
         raise ConfigError(f"the request table lacks the columns {', '.join(missing)}")
-    sampling = to_numpy(table["sampling"], np.dtype(np.int32))
+    sampling = to_numpy(table["sampling"], np.int32)
     if len(sampling) and not 0 <= int(sampling.min()) <= int(sampling.max()) < num_samplings:
         raise ConfigError(
             f"the column sampling must lie in [0, {num_samplings}), got values from "
@@ -112,8 +171,7 @@ def prompt_lengths(table: pa.Table) -> npt.NDArray[np.int32]:
 def max_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArray[np.int64]:
     """Return the upper bound of generated tokens of each row over its samples, int64 [rows]."""
     bounds = np.array([s.max_tokens * s.n for s in samplings], np.int64)
-    indexes = to_numpy(table["sampling"], np.dtype(np.int32))
-    return cast(npt.NDArray[np.int64], bounds[indexes])
+    return cast(npt.NDArray[np.int64], bounds[to_numpy(table["sampling"], np.int32)])
 
 
 def expected_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArray[np.int64]:
@@ -122,10 +180,9 @@ def expected_new_tokens(table: pa.Table, samplings: Sequence[Sampling]) -> npt.N
     expected = whole_array(table["expected_output_len"])
     if expected.null_count == len(expected):
         return bounds
-    indexes = to_numpy(table["sampling"], np.dtype(np.int32))
-    samples = np.array([s.n for s in samplings], np.int64)[indexes]
+    samples = np.array([s.n for s in samplings], np.int64)[to_numpy(table["sampling"], np.int32)]
     is_known = expected.is_valid().to_numpy(zero_copy_only=False)
-    lengths = to_numpy(expected, np.dtype(np.int64)) * samples
+    lengths = to_numpy(expected, np.int64) * samples
     return np.where(is_known, np.clip(lengths, 0, bounds), bounds)
 
 
@@ -141,24 +198,20 @@ class RequestReader:
     def __init__(self, table: pa.Table, samplings: Sequence[Sampling]) -> None:
         prompts = whole_array(table["prompt_token_ids"])
         self._samplings = samplings
-        self._tokens = flat_values(prompts, np.dtype(np.int32))
+        self._tokens = flat_values(prompts, np.int32)
         self._offsets = offsets_of(prompt_lengths(table))
         self._row_ids = whole_array(table["row_id"])
-        self._seeds = to_numpy(table["seed"], np.dtype(np.uint64))
-        self._sampling = to_numpy(table["sampling"], np.dtype(np.int32))
+        self._seeds = to_numpy(table["seed"], np.uint64)
+        self._sampling = to_numpy(table["sampling"], np.int32)
         self._group_ids = whole_array(table["group_id"])
-        self._prefix_lens = to_numpy(table["prefix_len"], np.dtype(np.int32))
+        self._prefix_lens = to_numpy(table["prefix_len"], np.int32)
         self._expected = whole_array(table["expected_output_len"])
         self._payloads = whole_array(table["payload"])
 
     def read(
         self, start: int, stop: int, first_request_id: int, groups: RowGroups | None = None
     ) -> list[Request]:
-        """Return the requests of rows `start` to `stop`.
-
-        Args:
-            groups: of these rows, in place of those in the table.
-        """
+        """Return the requests of rows `start` to `stop`; `groups` replace those in the table."""
         row_ids = self._row_ids.slice(start, stop - start).to_pylist()
         expected = self._expected.slice(start, stop - start).to_pylist()
         payloads = self._payloads.slice(start, stop - start).to_pylist()
@@ -190,8 +243,8 @@ class RequestReader:
 def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.int16]) -> pa.Table:
     """Return one result table in order of row and sample, with the attempts of each row."""
     table = pa.Table.from_batches(results, schema=RESULT_SCHEMA)
-    rows = to_numpy(table["row"], np.dtype(np.int32))
-    order = np.lexsort((to_numpy(table["sample_idx"], np.dtype(np.int32)), rows))
+    rows = to_numpy(table["row"], np.int32)
+    order = np.lexsort((to_numpy(table["sample_idx"], np.int32), rows))
     table = table.take(pa.array(order)).combine_chunks()
     column = pa.array(attempts[rows[order]].astype(np.int32), pa.int32())
     return table.set_column(
@@ -200,19 +253,14 @@ def combine_results(results: Sequence[pa.RecordBatch], attempts: npt.NDArray[np.
 
 
 def crash_error(num_crashes: int, cause: str = "") -> str:
-    """Return the error of a row that is given up because engines died with it.
-
-    Args:
-        num_crashes: deaths with this row.
-        cause: what the last engine reported of its end, "" for nothing.
-    """
+    """Return the error of a row that is given up; `cause` is what the last engine reported."""
     message = f"ReplicaCrash: the engine died {num_crashes} times with this row"
     return f"{message}; the last time: {' '.join(cause.split())}" if cause else message
 
 
 def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:
     """Return the distinct row indexes of a result batch, ascending."""
-    return np.unique(to_numpy(results.column("row"), np.dtype(np.int32)))
+    return np.unique(to_numpy(results.column("row"), np.int32))
 
 
 def has_error(results: pa.RecordBatch) -> npt.NDArray[np.bool_]:
@@ -222,7 +270,6 @@ def has_error(results: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def logprobs_array(values: Sequence[_Logprobs | None]) -> pa.Array:
-    """Return the log probabilities of many samples as an array."""
     if all(value is None for value in values):
         return pa.nulls(len(values), LOGPROBS_TYPE)
     rows = [
@@ -234,22 +281,22 @@ def logprobs_array(values: Sequence[_Logprobs | None]) -> pa.Array:
     return pa.array(rows, LOGPROBS_TYPE)
 
 
-def logprobs_value(value: list[dict[str, list[float]]] | None) -> _Logprobs | None:
-    """Return the log probabilities of one sample from a value of such an array."""
-    if value is None:
-        return None
-    return tuple(
-        (np.array(pair["token_ids"], np.int32), np.array(pair["logprobs"], np.float32))
-        for pair in value
-    )
+def logprobs_values(array: pa.Array) -> list[_Logprobs | None]:
+    return [
+        None
+        if value is None
+        else tuple(
+            (np.array(p["token_ids"], np.int32), np.array(p["logprobs"], np.float32)) for p in value
+        )
+        for value in array.to_pylist()
+    ]
 
 
 class _Column(NamedTuple):
     """One column of the results: a field of `Completion`, but for `row` and `attempts`.
 
-    Args:
-        to_array: makes the column of the fields of many completions; None where Arrow can.
-        to_values: makes these fields of the column; None where Arrow can.
+    The functions make the column of the fields of many completions, and these of the column; None
+    where Arrow can.
     """
 
     name: str
@@ -267,10 +314,6 @@ def _stop_reason_array(values: Sequence[str | int | None]) -> pa.Array:
 
 def _stop_reason_values(array: pa.Array) -> list[str | int | None]:
     return [None if text == _JSON_NULL else json.loads(text) for text in array.to_pylist()]
-
-
-def _logprobs_values(array: pa.Array) -> list[_Logprobs | None]:
-    return list(map(logprobs_value, array.to_pylist()))
 
 
 def _parsed_array(values: Sequence[ParsedText | None]) -> pa.Array:
@@ -292,7 +335,7 @@ _RESULT_COLUMNS = (
     _Column("error", pa.string()),
     _Column("text", pa.string(), True),
     _Column("vector", pa.list_(pa.float32()), True, vector_lists, split_vectors),
-    _Column("logprobs", LOGPROBS_TYPE, True, logprobs_array, _logprobs_values),
+    _Column("logprobs", LOGPROBS_TYPE, True, logprobs_array, logprobs_values),
     _Column("attempts", pa.int32()),
     _Column("num_input_tokens", pa.int32(), True),
     _Column("num_generated_tokens", pa.int32(), True),
@@ -310,9 +353,7 @@ def encode_completions(
 ) -> pa.RecordBatch:
     """Return completions as a record batch of the result schema, each with one attempt.
 
-    Args:
-        rows: index of each completion's row in its request table.
-        completions: one per sample; `request_id` is not kept.
+    `rows` are their rows in the request table; `request_id` is not kept.
     """
     others: dict[str, Any] = {"row": rows, "attempts": np.ones(len(completions), np.int32)}
     arrays = []

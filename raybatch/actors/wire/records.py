@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -44,14 +43,6 @@ class Span(NamedTuple):
     stop: int
 
 
-class PoisonRow(NamedTuple):
-    """A row that ended its replica while it ran alone, `num_crashes` deaths in all."""
-
-    batch_id: int
-    row: int
-    num_crashes: int
-
-
 class RowCrashes(NamedTuple):
     """How many engines died with a row; one that is given up is answered with an error."""
 
@@ -66,16 +57,18 @@ class Loss:
 
     Args:
         num_rows: that it was running, those of dropped row batches included.
-        num_struck: of them, rows that somebody still waits for.
         crashes: of each row batch, the rows that somebody still waits for.
         was_control: it was running a control row, see `raybatch.actors.queue.probation`.
     """
 
     num_rows: int
-    num_struck: int
-    poison: tuple[PoisonRow, ...] = ()
     crashes: Mapping[int, Sequence[RowCrashes]] = field(default_factory=dict)
     was_control: bool = False
+
+    def given_up(self) -> list[tuple[int, RowCrashes]]:
+        """Return the rows that ended the replica while they ran alone, each with its batch."""
+        rows = ((batch_id, row) for batch_id, crashes in self.crashes.items() for row in crashes)
+        return [(batch_id, row) for batch_id, row in rows if row.is_given_up]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,6 +82,10 @@ class RowGroups:
 
     group_ids: npt.NDArray[np.int64]
     prefix_lens: npt.NDArray[np.int32]
+
+    def between(self, start: int, stop: int) -> "RowGroups":
+        ids, prefix_lens = self.group_ids[start:stop], self.prefix_lens[start:stop]
+        return RowGroups(group_ids=ids, prefix_lens=prefix_lens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,10 +116,6 @@ class Submission:
     block_keys: BlockKeys | None = None
     crashes: npt.NDArray[np.int16] | None = None
     begun: pa.RecordBatch | None = None
-
-    def again(self) -> "Submission":
-        """Return the same rows as another batch."""
-        return replace(self, token=uuid.uuid4().hex)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,8 @@
-"""Two processes that call each other's methods over a socket; for an engine and its driver.
+"""Calls of methods of objects elsewhere: in another thread of this process, or in another process.
 
-A message is eight bytes of length and a pickle: both ends are one program of one user. The end of
-the socket is the death of the other process, which fails every open call.
+The event loop of local pools has a thread of its own. An engine and its driver call each other over
+a socket. A message there is eight bytes of length and a pickle: both ends are one program of one
+user. The end of the socket is the death of the other process, which fails every open call.
 """
 
 import asyncio
@@ -9,12 +10,88 @@ import itertools
 import pickle
 import socket
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future, wait
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from raybatch.errors import error_text
 
+_WAKE_S = 0.1
 _LENGTH = struct.Struct("<Q")
+
+
+class CallHandle:
+    """Begins calls: `begin` takes the name of a method and its arguments, and returns the call."""
+
+    def __init__(self, begin: Callable[..., Any]) -> None:
+        self._begin = begin
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - has `remote`, as methods of actors
+        return SimpleNamespace(remote=partial(self._begin, name))
+
+
+class LocalLoop:
+    """Runs coroutines in a thread, which starts with the first of them.
+
+    Without `close` it ends with the process. Nothing is lost when that happens in the middle: what
+    the loop holds is of that process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._starting = threading.Lock()
+        self._has_started = False
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> "LocalCall":
+        with self._starting:
+            if not self._has_started:
+                # first: Ctrl-C may arrive while it starts
+                self._has_started = True
+                self._thread.start()
+        return LocalCall(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def handle(self, target: object) -> CallHandle:
+        """Return what stands for an object whose coroutine functions run here."""
+        return CallHandle(lambda name, *args: self.begin(getattr(target, name)(*args)))
+
+    def close(self) -> None:
+        """Cancel what still runs, wait until it has ended, and end the thread."""
+        if self._has_started:
+            self.begin(_end_others()).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
+
+
+class LocalCall:
+    """A call that has begun; awaited on any event loop, or waited for in a thread without one.
+
+    Whoever stops to wait does not stop the call, as with actors of Ray.
+    """
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+
+    def result(self) -> Any:  # noqa: ANN401 - what the method returns
+        # what interrupts a thread need not wake it
+        while not wait((self._future,), timeout=_WAKE_S).done:
+            pass
+        return self._future.result()
+
+
+async def _end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 class PeerError(Exception):
@@ -26,11 +103,7 @@ class PeerDiedError(PeerError):
 
 
 class Peer:
-    """One end of the connection; used on one event loop.
-
-    Args:
-        find: returns a method of this process by its name, a coroutine function.
-    """
+    """One end of the connection, on one event loop; `find` returns a method of this end by name."""
 
     def __init__(
         self, connection: socket.socket, find: Callable[[str], Callable[..., Any]]
@@ -44,7 +117,8 @@ class Peer:
         self._is_over = self._is_closing = False
         # why this end has given up, where it was not the other one that ended
         self.cause = ""
-        self._is_connected = asyncio.Event()
+        # set once calls can be made
+        self.is_connected = asyncio.Event()
 
     def call(self, name: str, *args: object) -> asyncio.Future[Any]:
         """Call a method of the other process; the future raises `PeerError` where it fails."""
@@ -63,9 +137,8 @@ class Peer:
         return future
 
     async def serve(self) -> None:
-        """Answer calls until the other process ends or closes its end."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
-        self._is_connected.set()
+        self.is_connected.set()
         try:
             while not self._is_closing:
                 (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
@@ -76,10 +149,6 @@ class Peer:
             self.cause = f"what the process has sent cannot be read: {error_text(error)}"
         finally:
             self._end()
-
-    async def connected(self) -> None:
-        """Wait until calls can be made."""
-        await self._is_connected.wait()
 
     def close(self) -> None:
         """Close this end, whatever is on its way; every open call fails."""
@@ -112,8 +181,7 @@ class Peer:
     def _send(self, message: bytes) -> None:
         assert self._writer is not None, "calls are made once the peer is connected"
         if not self._is_over:
-            self._writer.write(_LENGTH.pack(len(message)))
-            self._writer.write(message)
+            self._writer.writelines((_LENGTH.pack(len(message)), message))
 
     def _end(self) -> None:
         self._is_over = True

@@ -1,6 +1,5 @@
 """The cost model of a pool's engines, measured where a replica would run."""
 
-import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -10,22 +9,17 @@ from pathlib import Path
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raybatch.actors.replicas.placement import (
-    Placement,
-    cluster_now,
-    plan_placement,
-    requested_of_ray,
+from raybatch.actors.executors.local_measure import (
+    cached_model,
+    model_in,
+    model_or_reason,
+    patience_s,
 )
-from raybatch.actors.replicas.reserving import reserve
-from raybatch.actors.replicas.site import obey_log_level
+from raybatch.actors.executors.ray_pools import reserve
+from raybatch.actors.replicas.placement import cluster_now, plan_placement, requested_of_ray
+from raybatch.actors.replicas.site import obey_log_level, use_threads
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.cost_cache import (
-    MEASURE_S,
-    NO_SPEED_OF_ENDPOINTS,
-    cost_model_path,
-    load_cost_model,
-    load_or_measure,
-)
+from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS
 from raybatch.backends.registry import type_of
 from raybatch.errors import MeasureError, last_line
 from raybatch.policy.cost.cost_model import CostModel
@@ -45,12 +39,11 @@ def measure_pool(
 
     Args:
         folder: of the cached models, on whatever host; None takes that host's cache folder.
-        timeout_s: for the start of the engine and the measurement; None takes the pool's
-            `start_timeout_s` and five minutes.
+        timeout_s: None takes the pool's `start_timeout_s` and five minutes.
 
     Raises:
-        MeasureError: the engine does not start, dies, or takes too long, or the cluster has what
-            it needs but others hold it now; with the reason.
+        MeasureError: the engine does not start, dies, or takes too long, or others hold what it
+            needs of the cluster; with the reason.
         ConfigError: the pool's options do not fit the cluster.
     """
     if type_of(spec.backend).is_endpoint:
@@ -59,30 +52,15 @@ def measure_pool(
         ray.init()
     plan = plan_placement(spec, cluster_now())
     is_here = len([node for node in ray.nodes() if node["Alive"]]) == 1
-    path = cost_model_path(
-        spec.model,
-        spec.backend,
-        spec.engine,
-        num_engines_on_host=plan.num_engines_on_host,
-        folder=folder,
-    )
-    cached = load_cost_model(path) if is_here else None
-    if cached is not None:
+    if is_here and (cached := cached_model(spec, plan.num_engines_on_host, folder)) is not None:
         return cached
     others = {} if plan.bundles else spec.pool.resources
     _check_free({**plan.total(), **others}, spec)
-    return _measure_in_actor(spec, plan, folder, timeout_s)
-
-
-def _measure_in_actor(
-    spec: PoolSpec, plan: Placement, folder: Path | None, timeout_s: float | None
-) -> CostModel:
-    if timeout_s is None and spec.pool.start_timeout_s is not None:
-        timeout_s = spec.pool.start_timeout_s + MEASURE_S
+    timeout_s = patience_s(spec, timeout_s)
     reserved = reserve(plan, spec.pool, name=f"raybatch-measure-{uuid.uuid4().hex}")
-    actor = reserved.start(_Measurer, spec)
+    call = reserved.start(_Measurer, spec).actor.measure.remote(plan.num_engines_on_host, folder)
     try:
-        answer = ray.get(actor.measure.remote(plan.num_engines_on_host, folder), timeout=timeout_s)
+        return model_in(ray.get(call, timeout=timeout_s))
     except GetTimeoutError as error:
         raise MeasureError(
             f"{spec.model} was not measured within {timeout_s} s; the actor asks for "
@@ -92,11 +70,7 @@ def _measure_in_actor(
         raise MeasureError(f"{spec.model} could not be measured: {last_line(error)}") from error
     finally:
         with suppress(RayError):
-            reserved.end(actor)
-    if isinstance(answer, str):
-        raise MeasureError(answer)
-    model: CostModel = answer
-    return model
+            reserved.end()
 
 
 def busy_resources(
@@ -105,9 +79,6 @@ def busy_resources(
     """Return the resources that a cluster has but cannot give now, each with its numbers.
 
     Resources that the cluster does not have at all may be added where clusters autoscale.
-
-    Args:
-        free: by name, what nobody holds; a name that is left out counts as 0.
     """
     return [
         f"{number:g} {name}s, of which {free.get(name, 0):g} are free"
@@ -133,20 +104,9 @@ class _Measurer:
     """One engine for as long as it takes to measure it."""
 
     def __init__(self, spec: PoolSpec) -> None:
-        os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
-        self._spec = spec
+        use_threads(spec)
         obey_log_level()
+        self._spec = spec
 
     def measure(self, num_engines_on_host: int, folder: Path | None) -> CostModel | str:
-        """Return the cost model, or as text why there is none: exceptions need not travel."""
-        spec = self._spec
-        try:
-            return load_or_measure(
-                spec.model,
-                spec.backend,
-                spec.engine,
-                num_engines_on_host=num_engines_on_host,
-                folder=folder,
-            )
-        except MeasureError as error:
-            return str(error)
+        return model_or_reason(self._spec, num_engines_on_host, folder)

@@ -1,18 +1,67 @@
-"""A store in a folder of a mounted file system."""
+"""What the commit protocol needs of the store of an output, and one on a mounted file system."""
 
 import errno
+import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 from raybatch.durable.layout import check_name, part_unit, probe_name, staging_name
-from raybatch.durable.stores.protocols import warn_last_writer_wins
+
+logger = logging.getLogger(__name__)
 
 # mounted buckets have no links
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # and no folders that could be flushed
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+class Store(Protocol):
+    """Files below one root.
+
+    Names are relative, with "/", and never leave the root. Every method may be called from many
+    threads, and a store can be sent to another process.
+    """
+
+    @property
+    def uri(self) -> str:
+        """Return the root with its protocol, without a slash at the end."""
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Return whether `create` never replaces a file, even when many call it at once."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a whole file under a name that nobody has; return False where it is there."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file that may be there already; for what can be made again, such as a report."""
+
+    def read(self, name: str) -> bytes:
+        """Return a whole file; FileNotFoundError where there is none."""
+
+    def tail(self, name: str, num_bytes: int) -> bytes:
+        """Return the last bytes of a file, or all where it is shorter; FileNotFoundError."""
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file, None where there is none; never from a cache."""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the files below a folder, sorted, relative to the root; never from a cache."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file that the protocol does not count with; a missing one is fine."""
+
+
+def warn_last_writer_wins(uri: str) -> None:
+    """Warn that two runs at once would replace each other's files; they hold the same rows."""
+    logger.warning(
+        "%s cannot refuse to replace a file, so of two runs at once the last writer wins; let one "
+        "run at a time write here",
+        uri,
+    )
 
 
 class LocalStore:
@@ -41,7 +90,7 @@ class LocalStore:
         if self._is_exclusive is None:
             probe = self._path(probe_name(uuid.uuid4().hex))
             with self._staged(b"") as staged:
-                self._is_exclusive = _can_link(staged, probe)
+                self._is_exclusive = _link(staged, probe)
             with suppress(FileNotFoundError):
                 os.unlink(probe)
             if not self._is_exclusive:
@@ -124,20 +173,13 @@ def _move(staged: str, path: str) -> bool:
 
 
 def _publish(staged: str, path: str) -> bool:
-    try:
-        os.link(staged, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        if os.path.exists(path):
-            return False
-        os.replace(staged, path)
-    return True
+    with suppress(FileExistsError):
+        return _link(staged, path) or (not os.path.exists(path) and _move(staged, path))
+    return False
 
 
-def _can_link(staged: str, path: str) -> bool:
+def _link(staged: str, path: str) -> bool:
+    """Give a file a second name; return False where the file system has no links."""
     try:
         os.link(staged, path)
     except OSError as error:

@@ -1,1 +1,0 @@
-"""Where an output lies, a folder or a bucket: the few verbs that the commit protocol needs."""
