@@ -8,12 +8,7 @@ import numpy.typing as npt
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.drafts.speculation import (
-    Drafter,
-    LookupDrafter,
-    accepted_rows,
-    slots_to_restart,
-)
+from raybatch.engine.drafts import Drafter, LookupDrafter, accepted_rows, slots_to_restart
 from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
 from raybatch.engine.memory.kv_cache import max_sequence_len
 from raybatch.engine.memory.swap import RecoveryChoice

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.coroutine import PartBatch, StepResult
 from raybatch.engine.forward.decode_graphs import GraphCounts
-from raybatch.engine.forward.runtime import PartBatch, StepResult
 from raybatch.engine.memory.kv_checkpoints import BlockCopier
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.sequences.schedule import LayerMoves

@@ -6,9 +6,13 @@ from types import MappingProxyType
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.batch.forward_batch import BatchBuilder
-from raybatch.engine.batch.partition import logits_order, row_slots, split_schedule
-from raybatch.engine.forward.runtime import PartBatch
+from raybatch.engine.batch.forward_batch import (
+    BatchBuilder,
+    logits_order,
+    row_slots,
+    split_schedule,
+)
+from raybatch.engine.forward.coroutine import PartBatch
 from raybatch.engine.memory.offload_store import OffloadStore
 from raybatch.engine.memory.swap import LearnedRecovery, RecoveryChoice, SwapSpace
 from raybatch.engine.protocols import Runner

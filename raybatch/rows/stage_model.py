@@ -107,7 +107,7 @@ def _check_budgets(config: StageConfig) -> None:
     # a driver without torch leaves it to the engines
     if find_spec("torch") is None:
         return
-    from raybatch.engine.loading.resolve import check_budgets
+    from raybatch.engine.loading.loaded_model import check_budgets
 
     folder = find_model(config)
     assert folder is not None, "only an endpoint's model has no folder"

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.config import EngineConfig
-from raybatch.engine.batch.partition import (
+from raybatch.engine.batch.forward_batch import (
     logits_order,
     row_slots,
     slots_with_logits,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from raybatch.backends.native.backend import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.engine.forward.coroutine import Module
-from raybatch.engine.forward.runtime import CombineAtExperts, CoroutineRuntime
+from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime, Module
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.engine.sampling.sampler import Sampler

@@ -24,7 +24,7 @@ from raybatch.backends.intake import Intake, IntakeBackend
 from raybatch.backends.transformers.type import TransformersOptions
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
-from raybatch.engine.loading.resolve import check_max_model_len, pick_device
+from raybatch.engine.loading.loaded_model import check_max_model_len, pick_device
 from raybatch.engine.protocols import SamplerLike
 from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.engine.sampling.sampler import Sampler

@@ -1,6 +1,7 @@
-"""A decoder-only transformer: tokens of one step in, logits out. No state but its weights.
+"""A decoder-only transformer, and the form of its ops: tokens of one step in, logits out.
 
-`forward` runs a whole step; its parts are methods too, for coroutines that stop between modules.
+No state but its weights. `forward` runs a whole step; its parts are methods too, for coroutines
+that stop between modules.
 """
 
 import math
@@ -13,8 +14,9 @@ from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
-from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared
+from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared, compiled_ops
 from raybatch.kernels.linear import embed_tokens
+from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 from raybatch.kernels.rotary import rotation_table
 from raybatch.models.config import ModelSpec
 from raybatch.models.rope import RopeSpec
@@ -333,3 +335,64 @@ def _yarn_ramp(spec: RopeSpec, head_dim: int) -> torch.Tensor:
         high += 0.001
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
     return ramp.clamp(0, 1)
+
+
+def pick_ops(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    *,
+    block_size: int,
+    may_compile: bool,
+    kv_dtype: torch.dtype | None = None,
+) -> Ops:
+    """Return the ops for these weights: compiled for float32 on a CPU, else torch's.
+
+    `may_compile` false takes those of torch, which alone use several threads; a `kv_dtype` of None
+    is that of the weights.
+    """
+    embed = weights.embed
+    if not (may_compile and _is_for_compiled(embed.dtype, embed.device)):
+        return REFERENCE
+    return compiled_ops(
+        head_dim=spec.head_dim,
+        num_grouped=spec.num_heads // spec.num_kv_heads,
+        block_size=block_size,
+        panel_widths=_panel_widths(weights),
+        byte_dtype=byte_dtype_of(weights),
+        kv_dtype=kv_dtype or embed.dtype,
+    )
+
+
+def dense_panel_width(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    may_compile: bool,
+    byte_dtype: torch.dtype | None = None,
+) -> int | None:
+    """Return the width of the panels in which dense linears are best; None for torch's layout.
+
+    The ops are compiled for that, once per process.
+    """
+    if not (may_compile and _is_for_compiled(dtype, device)):
+        return None
+    return None if compiled_linears(byte_dtype) is None else PANEL_WIDTH
+
+
+def _is_for_compiled(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype == torch.float32 and device.type == "cpu"
+
+
+def byte_dtype_of(weights: ModelWeights) -> torch.dtype | None:
+    """Return the dtype of the weights that are bytes; None where none are."""
+    linear = weights.layers[0].qkv
+    return None if linear.scales is None else linear.weight.dtype
+
+
+def _panel_widths(weights: ModelWeights) -> tuple[int, int] | None:
+    """Return the widths of the experts' panels; None where a model has no such experts."""
+    for layer in weights.layers:
+        gate_up, down = layer.experts_gate_up, layer.experts_down
+        if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
+            return gate_up.shape[3], down.shape[3]
+    return None

@@ -10,17 +10,7 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.decode_buffers import DecodeShape, working_bytes
-from raybatch.engine.forward.decode_graphs import (
-    CudaGraphs,
-    DecodeGraphs,
-    GraphCounts,
-    Graphs,
-    step_sizes,
-)
-from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.pick_ops import pick_ops
-from raybatch.engine.forward.runtime import (
+from raybatch.engine.forward.coroutine import (
     CombineAtExperts,
     CoroutineRuntime,
     FiringPolicy,
@@ -28,6 +18,16 @@ from raybatch.engine.forward.runtime import (
     PartBatch,
     StepResult,
 )
+from raybatch.engine.forward.decode_graphs import (
+    CudaGraphs,
+    DecodeGraphs,
+    DecodeShape,
+    GraphCounts,
+    Graphs,
+    step_sizes,
+    working_bytes,
+)
+from raybatch.engine.forward.decoder import Decoder, pick_ops
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
     load_model,
