@@ -7,7 +7,7 @@ nothing, so keys may collide and old answers may be forgotten.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -208,24 +208,11 @@ _LOOKED_AT_TOKENS = 8
 Bools = npt.NDArray[np.bool_]
 
 
-class Drafter(Protocol):
-    """Proposes tokens for the sequences of a table. They are computed, and then kept or refused."""
-
-    def add(self, slot: int) -> None:
-        """Take a sequence that was placed in `slot` and may get drafts."""
-
-    def remove(self, slot: int) -> None:
-        """Forget a slot, before or after its sequence has left the table; unknown ones too."""
-
-    def propose(self) -> Mapping[int, list[int]]:
-        """Return drafts by slot, for decoding sequences alone."""
-
-    def note_step(self, num_rows: int, seconds: float) -> None:
-        """Note what a step of decodes alone took; drafts count as rows."""
-
-
 class LookupDrafter:
-    """Looks drafts up in prompts and answers (`Guesser`) as long as that pays (`StepTimes`)."""
+    """Proposes tokens for the sequences of a table, which are computed, and then kept or refused.
+
+    They are looked up in prompts and answers (`Guesser`) as long as that pays (`StepTimes`).
+    """
 
     def __init__(self, table: SequenceTable, max_tokens: int) -> None:
         self._table = table

@@ -5,21 +5,21 @@ from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.drafts import Drafter, LookupDrafter, accepted_rows, slots_to_restart
-from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
+from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
+from raybatch.engine.finish_rules import FinishRules, RowLimits
+from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
-from raybatch.engine.memory.swap import RecoveryChoice
+from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.profile.stopwatch import clock_of
-from raybatch.engine.protocols import Runner, SamplerLike
-from raybatch.engine.sampling.sampler import SampleResult
+from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 from raybatch.engine.step import StepForward, learned_recovery, make_scheduler
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+from raybatch.text.stopping import StopChecker
 
 Int64s = npt.NDArray[np.int64]
 
@@ -38,13 +38,13 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
-        sampler: SamplerLike,
-        stop_checker: StopCheckerLike,
+        runner: ModelRunner,
+        sampler: Sampler,
+        stop_checker: StopChecker,
         config: EngineConfig,
         *,
-        recovery: RecoveryChoice | None = None,
-        make_drafter: Callable[[SequenceTable], Drafter] | None = None,
+        recovery: LearnedRecovery | None = None,
+        make_drafter: Callable[[SequenceTable], LookupDrafter] | None = None,
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
         row_blocks, kv_option = _row_blocks(runner, config)
@@ -73,7 +73,7 @@ class Engine:
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
         # of steps, in which other work on the same host must not count
         self._clock = clock_of(runner.device)
-        self._drafter: Drafter | None = None
+        self._drafter: LookupDrafter | None = None
         if make_drafter is not None:
             self._drafter = make_drafter(self._table)
         elif config.speculative_tokens:
@@ -257,13 +257,9 @@ class Engine:
             began = time.perf_counter()
             # a GPU is waited for
             clock_began = self._clock() if self._drafter is not None else 0.0
-            logits, failed = self._forward.run(schedule)
+            logits = self._forward.run(schedule)
             self._num_steps += 1
             slots = self._scheduler.advance(schedule)
-            if failed:
-                completions += [self._fail(slot, error) for slot, error in failed.items()]
-                is_whole = ~np.isin(slots, list(failed))
-                slots, logits = slots[is_whole], logits[torch.from_numpy(is_whole)]
             if len(slots):
                 num_generated = self._table.num_tokens[slots] - self._table.num_prompt[slots]
                 if len(schedule.draft_tokens):
@@ -324,14 +320,14 @@ class Engine:
         record.may_draft = False
         self._runner.clear_blocks(blocks)
 
-    def _fail(self, slot: int, error: str | None = None) -> Completion:
+    def _fail(self, slot: int) -> Completion:
         self._clear_slot(slot)
         record, blocks = self._scheduler.discard(slot)
         self._runner.clear_blocks(blocks)
-        if error is None:
-            places = f"after {record.num_tokens} tokens"
-            error = f"NonFiniteLogits: the model gave no finite logits {places}"
-        return record.completion("error", error=error)
+        places = f"after {record.num_tokens} tokens"
+        return record.completion(
+            "error", error=f"NonFiniteLogits: the model gave no finite logits {places}"
+        )
 
     def _fill_slot(self, slot: int) -> None:
         record = self._table.record(slot)
@@ -375,7 +371,7 @@ def _has_all(request: Request, num_samples: dict[int, int]) -> bool:
     return num_samples[request.request_id] == request.sampling.n
 
 
-def _row_blocks(runner: Runner, config: EngineConfig) -> tuple[int, str]:
+def _row_blocks(runner: ModelRunner, config: EngineConfig) -> tuple[int, str]:
     """Return the blocks that one row can have at most, and the option that bounds them."""
     if config.kv_offload and runner.tiers.num_host_blocks < runner.num_blocks:
         return runner.tiers.num_host_blocks, "engine.host_kv_bytes"

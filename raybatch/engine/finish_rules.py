@@ -1,13 +1,13 @@
 """Which rows an engine refuses, and when a running sequence ends: arrays, one pass per step."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.sequences.table import completion_of
 from raybatch.records.types import Completion, FinishReason, Sampling, SequenceState, TokenIds
+from raybatch.text.stopping import StopChecker
 
 Finish = tuple[int, FinishReason, str | int | None]
 Int64s = npt.NDArray[np.int64]
@@ -62,19 +62,6 @@ class RowLimits:
         )
 
 
-class StopCheckerLike(Protocol):
-    """Finds stop strings in the text of sequences that have some."""
-
-    def add(self, slot: int, sampling: Sampling) -> None:
-        """Take a sequence into an empty slot."""
-
-    def remove(self, slot: int) -> None:
-        """Empty a slot."""
-
-    def check(self, slot: int, token_id: int) -> str | None:
-        """Append a token and return the stop string that it completed, if any."""
-
-
 class FinishRules:
     """Finds the sequences that end with the token just generated.
 
@@ -83,7 +70,7 @@ class FinishRules:
     """
 
     def __init__(
-        self, max_slots: int, eos_token_ids: tuple[int, ...], stop_checker: StopCheckerLike
+        self, max_slots: int, eos_token_ids: tuple[int, ...], stop_checker: StopChecker
     ) -> None:
         self._eos_token_ids = np.array(eos_token_ids, np.int64)
         self._stop_checker = stop_checker

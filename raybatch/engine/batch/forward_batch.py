@@ -118,13 +118,6 @@ def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) ->
     return [_select(schedule, decodes, sorted(chunks)) for decodes, chunks in parts]
 
 
-def row_slots(schedule: Schedule) -> Int64s:
-    """Return the sequence of each row of the forward batch of `schedule`."""
-    return np.concatenate(
-        (schedule.decode_slots, np.repeat(schedule.chunk_slots, schedule.chunk_lens))
-    )
-
-
 def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Int64s:
     """Return the sequences of the logits of `schedule`, in the order of their rows."""
     stops = schedule.chunk_starts + schedule.chunk_lens

@@ -8,10 +8,11 @@ a layer once for all parts that have reached it, so that experts see large batch
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,6 @@ import torch
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, PreparedBatch
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.errors import error_text
 
 Int64s = npt.NDArray[np.int64]
 
@@ -52,11 +52,9 @@ class Part:
 
     Args:
         index: number of the part in its step; ties of a schedule break by it.
-        slots: int64 [R], the sequence of each row of the forward batch.
     """
 
     index: int
-    slots: Int64s
     prepared: PreparedBatch
 
 
@@ -79,17 +77,20 @@ class SequenceCoroutine:
     def index(self) -> int:
         return self.parts[0].index
 
+    @property
+    def indices(self) -> set[int]:
+        return {part.index for part in self.parts}
+
     def split(self) -> list["SequenceCoroutine"]:
         """Return one coroutine for each part; their hidden states are views of this one's."""
         if len(self.parts) == 1:
             return [self]
         rows = zip(self.parts, torch.split(self.hidden, list(self.num_rows)), strict=True)
-        return [
-            SequenceCoroutine(
-                point=self.point, parts=(part,), num_rows=(len(hidden),), hidden=hidden
-            )
-            for part, hidden in rows
-        ]
+        return [_single(self.point, part, hidden) for part, hidden in rows]
+
+
+def _single(point: YieldPoint, part: Part, hidden: torch.Tensor) -> SequenceCoroutine:
+    return SequenceCoroutine(point=point, parts=(part,), num_rows=(len(hidden),), hidden=hidden)
 
 
 def combine(coroutines: Sequence[SequenceCoroutine]) -> SequenceCoroutine:
@@ -135,80 +136,53 @@ def partition(coroutine: SequenceCoroutine, count: int) -> list[SequenceCoroutin
 class Lot:
     """Where coroutines of one step wait, by yield point, in the order in which they came.
 
-    Every part is parked, taken and parked again until it is done; anything else is an error.
+    Every part is parked, taken and parked again until it is done; anything else is an error, as
+    which all methods raise RuntimeError.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[YieldPoint, list[SequenceCoroutine]] = {}
+        # no point without any
+        self.waiting: dict[YieldPoint, list[SequenceCoroutine]] = {}
         self._active: set[int] = set()
         self._done: set[int] = set()
 
     def __bool__(self) -> bool:
         """Return whether any coroutine waits."""
-        return bool(self._waiting)
-
-    @property
-    def waiting(self) -> Mapping[YieldPoint, Sequence[SequenceCoroutine]]:
-        """Coroutines by yield point; no point without any."""
-        return self._waiting
+        return bool(self.waiting)
 
     def add(self, coroutine: SequenceCoroutine) -> None:
-        """Park a coroutine that has not run yet.
-
-        Raises:
-            RuntimeError: one of its parts is known already.
-        """
-        known = self._active | self._done | {p.index for p in self._parts()}
-        self._refuse(known & {part.index for part in coroutine.parts}, "added twice")
-        self._append(coroutine)
+        """Park a coroutine that has not run yet."""
+        waiting = {p.index for here in self.waiting.values() for c in here for p in c.parts}
+        known = self._active | self._done | waiting
+        self._refuse(known & coroutine.indices, "added twice")
+        self.waiting.setdefault(coroutine.point, []).append(coroutine)
 
     def take(self, coroutines: Iterable[SequenceCoroutine]) -> list[SequenceCoroutine]:
-        """Take parked coroutines out to run them.
-
-        Raises:
-            RuntimeError: one of them does not wait here.
-        """
+        """Take parked coroutines out to run them."""
         taken = list(coroutines)
         for coroutine in taken:
-            here = self._waiting.get(coroutine.point, [])
+            here = self.waiting.pop(coroutine.point, [])
             kept = [other for other in here if other is not coroutine]
-            if len(kept) == len(here):
-                self._refuse({part.index for part in coroutine.parts}, "taken but not parked")
             if kept:
-                self._waiting[coroutine.point] = kept
-            else:
-                del self._waiting[coroutine.point]
-            self._active |= {part.index for part in coroutine.parts}
+                self.waiting[coroutine.point] = kept
+            if len(kept) == len(here):
+                self._refuse(coroutine.indices, "taken but not parked")
+            self._active |= coroutine.indices
         return taken
 
     def park(self, coroutine: SequenceCoroutine) -> None:
-        """Park a coroutine that has run one module more.
-
-        Raises:
-            RuntimeError: one of its parts was not taken.
-        """
+        """Park a coroutine that has run one module more."""
         self._leave_active(coroutine, "parked but not taken")
-        self._append(coroutine)
+        self.waiting.setdefault(coroutine.point, []).append(coroutine)
 
     def finish(self, coroutine: SequenceCoroutine) -> None:
-        """Note that a coroutine has run its last module.
-
-        Raises:
-            RuntimeError: one of its parts was not taken.
-        """
+        """Note that a coroutine has run its last module."""
         self._leave_active(coroutine, "finished but not taken")
-        self._done |= {part.index for part in coroutine.parts}
-
-    def _append(self, coroutine: SequenceCoroutine) -> None:
-        self._waiting.setdefault(coroutine.point, []).append(coroutine)
+        self._done |= coroutine.indices
 
     def _leave_active(self, coroutine: SequenceCoroutine, mistake: str) -> None:
-        indices = {part.index for part in coroutine.parts}
-        self._refuse(indices - self._active, mistake)
-        self._active -= indices
-
-    def _parts(self) -> Iterable[Part]:
-        return (p for here in self._waiting.values() for c in here for p in c.parts)
+        self._refuse(coroutine.indices - self._active, mistake)
+        self._active -= coroutine.indices
 
     def _refuse(self, indices: set[int], mistake: str) -> None:
         if indices:
@@ -218,79 +192,31 @@ class Lot:
 Waiting = Mapping[YieldPoint, Sequence[SequenceCoroutine]]
 
 
-class FiringPolicy(Protocol):
-    """Chooses among the coroutines that wait."""
-
-    def choose(self, waiting: Waiting) -> Sequence[SequenceCoroutine]:
-        """Return coroutines of one yield point, at least one, that run next as one."""
-
-
 class CombineAtExperts:
     """Fires a feed-forward block once `min_tokens` wait for it, or nothing else can run.
 
     Args:
         min_tokens: rows that the experts want at once (B_moe); None waits for all that come, 0 for
             none, so that attention and feed-forward block of a part are one unit.
+        is_layerwise: leave no row behind in a layer, so that one pass over the layers serves all
+            rows of a step.
     """
 
-    def __init__(self, min_tokens: int | None) -> None:
+    def __init__(self, min_tokens: int | None, *, is_layerwise: bool = False) -> None:
         self._min_tokens = math.inf if min_tokens is None else min_tokens
+        self._is_layerwise = is_layerwise
 
     def choose(self, waiting: Waiting) -> Sequence[SequenceCoroutine]:
+        """Return coroutines of one yield point, at least one, that run next as one."""
         points = sorted(waiting)
+        if self._is_layerwise:
+            points = [point for point in points if point.layer == points[0].layer]
         for point in points:
-            if point.module is Module.FFN and _num_rows(waiting[point]) >= self._min_tokens:
-                return self._enough(waiting[point])
+            num_rows = list(accumulate(len(coroutine.hidden) for coroutine in waiting[point]))
+            if point.module is Module.FFN and num_rows[-1] >= self._min_tokens:
+                return waiting[point][: bisect_left(num_rows, self._min_tokens) + 1]
         attention = [point for point in points if point.module is Module.ATTENTION]
-        if attention:
-            return waiting[attention[0]][:1]
-        return waiting[points[0]]
-
-    def _enough(self, here: Sequence[SequenceCoroutine]) -> Sequence[SequenceCoroutine]:
-        num_rows = 0
-        for count, coroutine in enumerate(here, start=1):
-            num_rows += len(coroutine.hidden)
-            if num_rows >= self._min_tokens:
-                return here[:count]
-        return here
-
-
-class LayerByLayer:
-    """Leaves no row behind in a layer, so that one pass over the layers serves all rows of a step.
-
-    Args:
-        policy: chooses among the coroutines of the lowest layer where any wait.
-    """
-
-    def __init__(self, policy: FiringPolicy) -> None:
-        self._policy = policy
-
-    def choose(self, waiting: Waiting) -> Sequence[SequenceCoroutine]:
-        lowest = min(waiting).layer
-        return self._policy.choose({p: c for p, c in waiting.items() if p.layer == lowest})
-
-
-class PartBatch(NamedTuple):
-    """The forward batch of a part, and the sequence of each of its rows, int64 [T]."""
-
-    batch: ForwardBatch
-    slots: Int64s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceView:
-    """What a hook sees of one sequence at a yield point.
-
-    Args:
-        hidden: its hidden states, [R, M], a view; what is written there goes on.
-    """
-
-    slot: int
-    point: YieldPoint
-    hidden: torch.Tensor
-
-
-Hook = Callable[[SequenceView], None]
+        return waiting[attention[0]][:1] if attention else waiting[points[0]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -302,119 +228,47 @@ class RuntimeCounters:
     num_attention_calls: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """The results of the parts of a step.
-
-    Args:
-        logits: float32 [S, V], part after part; rows of failed sequences mean nothing.
-        failed: by slot, why its hook failed.
-    """
-
-    logits: torch.Tensor
-    failed: Mapping[int, str] = field(default_factory=dict)
-
-
 class CoroutineRuntime:
-    """Drives one decoder over one KV pool.
+    """Drives one decoder over one KV pool."""
 
-    Args:
-        hooks: called for every sequence at every yield point, in this order; one that raises fails
-            its sequence and no other.
-    """
-
-    def __init__(
-        self, decoder: Decoder, cache: KVCache, policy: FiringPolicy, *, hooks: Sequence[Hook] = ()
-    ) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, policy: CombineAtExperts) -> None:
         self.counters = RuntimeCounters()
         self._decoder = decoder
         self._cache = cache
         self._policy = policy
-        self._hooks = tuple(hooks)
 
-    def forward(self, batches: Sequence[PartBatch]) -> StepResult:
-        """Run parts that do not read what another one writes in this step."""
-        lot, failed = Lot(), dict[int, str]()
-        logits: dict[int, torch.Tensor] = {}
-        for index, (batch, slots) in enumerate(batches):
-            lot.add(self._begin(index, batch, slots))
+    def forward(self, batches: Sequence[ForwardBatch]) -> torch.Tensor:
+        """Run parts that do not read what another one writes in this step.
+
+        Returns:
+            float32 logits [S, V], part after part.
+        """
+        lot, logits = Lot(), dict[int, torch.Tensor]()
+        for index, batch in enumerate(batches):
+            part = Part(index=index, prepared=self._decoder.prepare(batch, self._cache))
+            hidden = self._decoder.embed(batch)
+            lot.add(_single(YieldPoint(0, Module.ATTENTION), part, hidden))
         while lot:
-            taken = lot.take(self._policy.choose(lot.waiting))
-            for coroutine in self._resume(taken):
-                self._call_hooks(coroutine, failed)
+            for coroutine in self._resume(lot.take(self._policy.choose(lot.waiting))):
                 if coroutine.point.layer == self._decoder.num_layers:
                     lot.finish(coroutine)
                     logits[coroutine.index] = self._decoder.logits(coroutine.hidden)
                 else:
                     lot.park(coroutine)
-        ordered = [logits[index] for index in range(len(batches))]
-        return StepResult(logits=torch.cat(ordered), failed=failed)
-
-    def _begin(self, index: int, batch: ForwardBatch, slots: Int64s) -> SequenceCoroutine:
-        part = Part(index=index, slots=slots, prepared=self._decoder.prepare(batch, self._cache))
-        hidden = self._decoder.embed(batch)
-        return SequenceCoroutine(
-            point=YieldPoint(0, Module.ATTENTION),
-            parts=(part,),
-            num_rows=(len(hidden),),
-            hidden=hidden,
-        )
+        return torch.cat([logits[index] for index in range(len(batches))])
 
     def _resume(self, coroutines: Sequence[SequenceCoroutine]) -> list[SequenceCoroutine]:
         """Run one module; return one coroutine for each part, at the next yield point."""
-        point = coroutines[0].point
-        if point.module is Module.ATTENTION:
-            return [self._attend(single) for c in coroutines for single in c.split()]
-        combined = combine(coroutines)
-        self._decoder.ffn_(point.layer, combined.hidden)
-        self.counters.num_ffn_calls += 1
-        self.counters.num_ffn_rows += len(combined.hidden)
-        return [_moved(single, single.hidden) for single in combined.split()]
-
-    def _attend(self, single: SequenceCoroutine) -> SequenceCoroutine:
-        (part,) = single.parts
-        self.counters.num_attention_calls += 1
-        hidden = self._decoder.attention(
-            single.point.layer, single.hidden, part.prepared, self._cache
-        )
-        return _moved(single, hidden)
-
-    def _call_hooks(self, single: SequenceCoroutine, failed: dict[int, str]) -> None:
-        if not self._hooks:
-            return
-        slots = _slots_of_rows(single)
-        for slot in dict.fromkeys(slots.tolist()):
-            rows = np.flatnonzero(slots == slot)
-            view = SequenceView(
-                slot=slot,
-                point=single.point,
-                # the rows of a sequence lie together
-                hidden=single.hidden[rows[0] : rows[-1] + 1],
-            )
-            for hook in self._hooks:
-                if slot in failed:
-                    break
-                try:
-                    hook(view)
-                except Exception as error:
-                    # an exception of a user's function fails its row alone
-                    failed[slot] = error_text(error)
-
-
-def _moved(single: SequenceCoroutine, hidden: torch.Tensor) -> SequenceCoroutine:
-    return SequenceCoroutine(
-        point=single.point.after(), parts=single.parts, num_rows=(len(hidden),), hidden=hidden
-    )
-
-
-def _slots_of_rows(single: SequenceCoroutine) -> Int64s:
-    """Return the sequence of each row of hidden states; behind the last attention some are left."""
-    (part,) = single.parts
-    if len(single.hidden) == len(part.slots):
-        return part.slots
-    rows: Int64s = part.prepared.batch.logits_idx.cpu().numpy()
-    return part.slots[rows]
-
-
-def _num_rows(coroutines: Sequence[SequenceCoroutine]) -> int:
-    return sum(len(coroutine.hidden) for coroutine in coroutines)
+        point, moved = coroutines[0].point, list[SequenceCoroutine]()
+        if point.module is Module.FFN:
+            combined = combine(coroutines)
+            self._decoder.ffn_(point.layer, combined.hidden)
+            self.counters.num_ffn_calls += 1
+            self.counters.num_ffn_rows += len(combined.hidden)
+            return [_single(point.after(), c.parts[0], c.hidden) for c in combined.split()]
+        for single in (single for c in coroutines for single in c.split()):
+            (part,) = single.parts
+            hidden = self._decoder.attention(point.layer, single.hidden, part.prepared, self._cache)
+            self.counters.num_attention_calls += 1
+            moved.append(_single(point.after(), part, hidden))
+        return moved

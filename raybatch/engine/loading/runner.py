@@ -10,14 +10,7 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.coroutine import (
-    CombineAtExperts,
-    CoroutineRuntime,
-    FiringPolicy,
-    LayerByLayer,
-    PartBatch,
-    StepResult,
-)
+from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime
 from raybatch.engine.forward.decode_graphs import (
     CudaGraphs,
     DecodeGraphs,
@@ -202,9 +195,7 @@ class ModelRunner:
         self.decoder = decoder
         self._graphs = graphs
         self._num_scrap_blocks = num_scrap_blocks
-        policy: FiringPolicy = CombineAtExperts(config.moe_batch_tokens)
-        if decoder.layers.is_streamed:
-            policy = LayerByLayer(policy)
+        policy = CombineAtExperts(config.moe_batch_tokens, is_layerwise=decoder.layers.is_streamed)
         self.runtime = CoroutineRuntime(decoder, cache, policy)
         self._window = LayerWindow(cache, self.tiers) if config.kv_offload else None
 
@@ -293,7 +284,8 @@ class ModelRunner:
     def graph_counts(self) -> GraphCounts:
         return GraphCounts() if self._graphs is None else self._graphs.counts
 
-    def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
+    def forward_parts(self, parts: Sequence[ForwardBatch]) -> torch.Tensor:
+        """Return the logits [S, V] of parts of a step that do not read what another one writes."""
         return self.runtime.forward(parts)
 
     @torch.inference_mode()

@@ -7,11 +7,11 @@ is preempted, only what is behind them is copied; when it runs again, the copy s
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks, SwappedKV
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
 
@@ -22,30 +22,6 @@ Int64s = npt.NDArray[np.int64]
 
 # what a copy may raise where memory or the device is short of something
 COPY_ERRORS = (RuntimeError, MemoryError, OSError)
-
-
-class BlockCopier(Protocol):
-    """Copies blocks between the pools of device and host, each id to the one at its place."""
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks of the host's pool; 0 where there is none."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, keys and values of all layers."""
-
-    def save_blocks(self, block_ids: Int64s, host_ids: Int64s) -> None:
-        """Copy blocks of the device into as many of the host."""
-
-    def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
-        """Copy blocks of the host into as many of the device."""
-
-    def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
-        """Copy blocks of the host into as many others."""
-
-    def copy_bytes_per_s(self) -> float:
-        """Measure copies between both pools, which must be idle."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,7 +49,7 @@ class KVCheckpoints:
         self,
         block_size: int,
         blocks: HostBlocks,
-        copier: BlockCopier | None,
+        copier: KVTiers | None,
         *,
         keeps_loaded: bool = False,
     ) -> None:

@@ -35,7 +35,7 @@ class _Arriving(NamedTuple):
 
 
 class KVTiers:
-    """A device's pool with a host's behind it, a `BlockCopier`; owned by one thread.
+    """A device's pool with a host's behind it; owned by one thread.
 
     On a GPU, transfers run on a stream of their own: moves wait for each other and for the steps
     before them, and the next step waits only for what was brought back.

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier
+from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS
+from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.swap import SwapCounters
 from raybatch.engine.sequences.block_manager import HostBlocks
 from raybatch.engine.sequences.table import Sequence, SequenceTable
@@ -124,7 +125,7 @@ class OffloadStore:
         has_cache: requests share equal leading blocks; samples of one request always do.
     """
 
-    def __init__(self, block_size: int, copier: BlockCopier, *, has_cache: bool) -> None:
+    def __init__(self, block_size: int, copier: KVTiers, *, has_cache: bool) -> None:
         self.counters = SwapCounters()
         self.prefixes = StoredPrefixes(block_size, has_cache=has_cache)
         self.blocks = HostBlocks(copier.num_host_blocks)

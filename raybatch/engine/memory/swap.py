@@ -9,12 +9,12 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier, KVCheckpoints
+from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, KVCheckpoints
+from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import HostBlocks, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
@@ -30,19 +30,6 @@ Bools = npt.NDArray[np.bool_]
 
 # steps of each kind that costs are fitted to, and steps after which they are fitted afresh
 _NUM_STEPS, _REFIT_STEPS = 128, 64
-
-
-class RecoveryChoice(Protocol):
-    """Chooses how a preempted sequence gets its KV back."""
-
-    def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
-        """Return whether copying takes no longer than computing.
-
-        `num_bytes` go there and back; the first `num_shared_tokens` will be found again.
-        """
-
-    def note(self, schedule: Schedule, table: SequenceTable, seconds: float) -> None:
-        """Learn from a step that has run, and whose tokens are in the table."""
 
 
 class LearnedRecovery:
@@ -115,8 +102,8 @@ class SwapSpace:
     def __init__(
         self,
         block_size: int,
-        copier: BlockCopier | None = None,
-        choice: RecoveryChoice | None = None,
+        copier: KVTiers | None = None,
+        choice: LearnedRecovery | None = None,
         *,
         has_checkpoints: bool = False,
     ) -> None:

@@ -1,8 +1,8 @@
 """Measures one representative layer: attention and experts by themselves, and both in parts.
 
 What is measured feeds `raybatch.policy.cost.roofline` and `raybatch.policy.batches.step_plan`, not
-`raybatch.policy.cost.cost_model`. It is the decoder's own code that runs. Profiles are kept on disk:
-measured once on a kind of host, then read.
+`raybatch.policy.cost.cost_model`. It is the decoder's own code that runs. A kind of host measures
+once and keeps the profile on disk.
 """
 
 import hashlib

@@ -103,10 +103,12 @@ def view_of(prepared_name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor
 
 def _panel_width(field: str, shape: tuple[int, ...]) -> int | None:
     """Return the width of a linear's panels; None where it is better without."""
+    if field not in _PANEL_WIDTHS:
+        return None
     num_outputs = shape[-2] // 2 if field.endswith("gate_up") else shape[-2]
     if num_outputs * shape[-1] * torch.float32.itemsize < _MIN_PANELLED_BYTES.get(field, 0):
         return None
-    return next((w for w in _PANEL_WIDTHS.get(field, ()) if num_outputs % w == 0), None)
+    return next((width for width in _PANEL_WIDTHS[field] if num_outputs % width == 0), None)
 
 
 def _in_panels(part: Part, width: int) -> Part:

@@ -205,7 +205,7 @@ def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeig
 def _laid_out(
     checkpoint: Checkpoint, spec: ModelSpec, form: WeightForm, device: torch.device
 ) -> dict[str, Part]:
-    """Return every tensor as it lies in memory; those that become bytes come before their scales."""
+    """Return every tensor as it lies in memory, and behind one that becomes bytes its scales."""
     parts: dict[str, Part] = {}
     for name, (shape, build) in recipes_of(checkpoint, spec).items():
         if form.byte_dtype is None or name.rpartition(".")[2] not in LAYER_LINEARS:
