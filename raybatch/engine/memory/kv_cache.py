@@ -17,6 +17,9 @@ from raybatch.models.config import ModelSpec
 _CPU_FRACTION = 0.5
 _GPU_FRACTION = 0.9
 
+# what a copy may raise where memory or the device is short of something
+COPY_ERRORS = (RuntimeError, MemoryError, OSError)
+
 _CGROUP = Path("/sys/fs/cgroup")
 _UNKNOWN_BYTES = 4 << 30
 

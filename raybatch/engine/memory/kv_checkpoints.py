@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.engine.memory.kv_cache import COPY_ERRORS
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks, SwappedKV
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
@@ -19,9 +20,6 @@ logger = logging.getLogger(__name__)
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
-
-# what a copy may raise where memory or the device is short of something
-COPY_ERRORS = (RuntimeError, MemoryError, OSError)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,9 +110,9 @@ class KVCheckpoints:
 
     def keep(self, record: Sequence, loaded: SwappedKV) -> None:
         """Own the host blocks of a sequence that was brought back; those that change go."""
-        num_full = max(0, loaded.num_tokens // self._block_size - loaded.first_block)
-        if not (self._keeps_loaded and num_full):
-            num_full = 0
+        num_full = 0
+        if self._keeps_loaded:
+            num_full = max(0, loaded.num_tokens // self._block_size - loaded.first_block)
         self._blocks.release(loaded.host_blocks[num_full:])
         if num_full:
             self._hold(record, loaded.first_block, loaded.host_blocks[:num_full])
@@ -171,28 +169,20 @@ class KVCheckpoints:
         del self._holders[record.arrival]
 
 
+@dataclass(frozen=True, slots=True)
 class CopiesAhead:
     """Copies nothing while there is room, so that what is copied is likely to be needed.
 
     Args:
-        max_blocks: blocks of one step; 0 never copies.
-        num_found_again: of a slot, leading blocks that others use as well.
+        _max_blocks: blocks of one step; 0 never copies.
+        _num_found_again: of a slot, leading blocks that others use as well.
     """
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        blocks: BlockManager,
-        checkpoints: KVCheckpoints,
-        *,
-        max_blocks: int,
-        num_found_again: Callable[[int], int],
-    ) -> None:
-        self._table = table
-        self._blocks = blocks
-        self._checkpoints = checkpoints
-        self._max_blocks = max_blocks
-        self._num_found_again = num_found_again
+    _table: SequenceTable
+    _blocks: BlockManager
+    _checkpoints: KVCheckpoints
+    _max_blocks: int
+    _num_found_again: Callable[[int], int]
 
     def copy(self) -> None:
         """Copy KV of the next to be preempted, if blocks run out before all have filled theirs."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS
+from raybatch.engine.memory.kv_cache import COPY_ERRORS
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.swap import SwapCounters
 from raybatch.engine.sequences.block_manager import HostBlocks

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, KVCheckpoints
+from raybatch.engine.memory.kv_cache import COPY_ERRORS
+from raybatch.engine.memory.kv_checkpoints import KVCheckpoints
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import HostBlocks, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule

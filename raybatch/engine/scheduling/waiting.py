@@ -3,6 +3,8 @@
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +24,7 @@ class WaitingQueue:
     fresh:   all others in the order of the policy, a group as a whole
 
     Args:
-        policy: orders the fresh line; a group is at the place of its first member in "fcfs" and
-            "static".
+        policy: a group is at the place of its first member in "fcfs" and "static".
         step_tokens: token budget of a step, by which prompts count beside outputs.
     """
 
@@ -43,7 +44,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Yield the sequences in the order of their admission, as far as it is decided."""
         self._order()
-        for _, record in sorted(self._resumed, key=_arrival):
+        for _, record in sorted(self._resumed, key=itemgetter(0)):
             yield record
         for unit in (*self._ready, *self._fresh):
             yield from self._rows(unit)
@@ -108,7 +109,6 @@ class WaitingQueue:
         return num_begun + min(num_left, sum(len(rows[i]) for i in chosen))
 
     def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Take the sequences that `is_wanted` accepts out, and return them by arrival."""
         taken, kept = list[Sequence](), list[Sequence]()
         for record in self:
             (taken if is_wanted(record) else kept).append(record)
@@ -146,10 +146,6 @@ class WaitingQueue:
         return predicted_steps(num_output, num_prompt, self._step_tokens)
 
 
-def _arrival(item: tuple[int, Sequence]) -> int:
-    return item[0]
-
-
 class Need(NamedTuple):
     """Blocks that are there for a sequence, and counts.
 
@@ -168,12 +164,12 @@ class Need(NamedTuple):
     num_new_shared: int
 
 
+@dataclass(frozen=True, slots=True)
 class Needs:
     """Looks up what sequences need."""
 
-    def __init__(self, blocks: BlockManager, *, has_cache: bool) -> None:
-        self._blocks = blocks
-        self._has_cache = has_cache
+    _blocks: BlockManager
+    _has_cache: bool
 
     def of(self, record: Sequence) -> Need:
         """Return what a sequence needs to start now."""

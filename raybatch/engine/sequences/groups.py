@@ -53,7 +53,6 @@ class PrefixGroups:
 
     @property
     def num_pinned(self) -> int:
-        """Prefix blocks that live groups hold."""
         return sum(len(group.blocks) for group in self._groups.values())
 
     def join(self, request: Request) -> PrefixGroup | None:
@@ -117,7 +116,6 @@ class PrefixGroups:
                 self.unpin(group, keep=int(is_idle.argmax()))
 
     def tables(self) -> list[npt.NDArray[np.int32]]:
-        """Return the pinned blocks of each group, for `BlockManager.check`."""
         return [np.array(group.blocks, np.int32) for group in self._groups.values()]
 
     def check(self, members: Iterable[PrefixGroup | None]) -> None:

@@ -14,7 +14,7 @@ def _none() -> Int64s:
     return np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LayerMoves:
     """What goes between the window and host memory in each layer of a step; blocks one by one.
 
@@ -92,6 +92,19 @@ class SchedulerCounters:
     num_recomputed_tokens: int = 0
     num_held_steps: int = 0
     num_drafted_tokens: int = 0
+
+    def note_start(self, record: Sequence, num_hits: int, block_size: int) -> None:
+        """Note that a sequence starts, or starts again, with so many blocks of its KV there."""
+        if record.has_started:
+            known = min(record.num_computed_before, record.num_tokens)
+            if record.swapped is not None:
+                known = record.swapped.first_block * block_size
+            self.num_recomputed_tokens += max(known - num_hits * block_size, 0)
+        else:
+            record.has_started = True
+            record.num_cached_tokens = num_hits * block_size
+            self.prompt_tokens += len(record.request.prompt_token_ids)
+            self.cached_tokens += record.num_cached_tokens
 
 
 def note_computed(table: SequenceTable, schedule: Schedule) -> Int64s:

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.sequences.block_manager import SwappedKV, hash_prompt
+from raybatch.engine.sequences.block_manager import SwappedKV, hash_blocks
 from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.records.types import (
     Completion,
@@ -35,20 +35,15 @@ class BlockUsers:
     def __init__(self, num_blocks: int, max_slots: int) -> None:
         generator = np.random.Generator(np.random.PCG64(0x5EED))
         self._keys = generator.integers(0, 2**64, max_slots, dtype=np.uint64)
-        self.count: Int64s = np.zeros(num_blocks, np.int64)
-        self.slot_sum: Int64s = np.zeros(num_blocks, np.int64)
+        self.count, self.slot_sum, self.position = _columns(num_blocks, 3)
         self.key_sum: npt.NDArray[np.uint64] = np.zeros(num_blocks, np.uint64)
-        self.position: Int64s = np.zeros(num_blocks, np.int64)
         self.num_attended: Int64s = np.zeros(max_slots, np.int64)
         self.high_water = 0
 
     def extend(self, slots: Int64s, targets: Int64s, block_table: npt.NDArray[np.int32]) -> None:
-        """Let each slot attend to the first `targets` blocks of its row of the table.
+        """Let each of the distinct slots [S] attend to the first `targets` blocks of its row.
 
-        Args:
-            slots: distinct slots [S].
-            targets: blocks that each attends to; fewer than before changes nothing.
-            block_table: int32 [max_slots, X], read only.
+        Fewer than before changes nothing; the table is read only.
         """
         grows = self.num_attended[slots] < targets
         slots, targets = slots[grows], targets[grows]
@@ -158,10 +153,15 @@ class Sequence:
     arrival_step: int = 0
 
     def prompt_hashes(self, block_size: int, *, has_cache: bool) -> list[bytes]:
-        """Return the hashes of the full blocks of its prompt, which are made once."""
-        if self.block_hashes is None:
-            self.block_hashes = hash_prompt(self.request, block_size, has_cache=has_cache)
-        return self.block_hashes
+        """Return the hashes of the full blocks of its prompt, which are made once.
+
+        With `has_cache`, requests share equal leading blocks; samples of one request always do.
+        """
+        request = self.request
+        if self.block_hashes is None and (has_cache or request.sampling.n > 1):
+            root = b"" if has_cache else request.request_id.to_bytes(16, "little", signed=True)
+            self.block_hashes = hash_blocks(request.prompt_token_ids, block_size, root=root)
+        return self.block_hashes or []
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +169,6 @@ class Sequence:
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def max_blocks(self, block_size: int) -> int:
-        """Return the blocks it needs at its full length."""
         # the last token is never fed back, so it needs no place in the cache
         return -(-(self.max_len - 1) // block_size)
 
@@ -190,6 +189,10 @@ class Sequence:
         )
 
 
+def _columns(num_rows: int, count: int) -> list[Int64s]:
+    return [np.zeros(num_rows, np.int64) for _ in range(count)]
+
+
 class SequenceTable:
     """Running sequences as arrays over slots; the scheduler alone admits and removes.
 
@@ -203,18 +206,11 @@ class SequenceTable:
         max_blocks = min(num_blocks, -(-max_model_len // block_size))
         self.block_size = block_size
         self.phase: npt.NDArray[np.int8] = np.zeros(max_slots, np.int8)
-        self.arrival: Int64s = np.zeros(max_slots, np.int64)
-        self.num_prompt: Int64s = np.zeros(max_slots, np.int64)
-        self.num_tokens: Int64s = np.zeros(max_slots, np.int64)
-        self.num_computed: Int64s = np.zeros(max_slots, np.int64)
-        self.max_len: Int64s = np.zeros(max_slots, np.int64)
-        self.num_blocks: Int64s = np.zeros(max_slots, np.int64)
-        self.num_reserved: Int64s = np.zeros(max_slots, np.int64)
-        self.num_shared: Int64s = np.zeros(max_slots, np.int64)
-        self.expected_len: Int64s = np.zeros(max_slots, np.int64)
         self.is_expected: npt.NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
-        self.max_blocks: Int64s = np.zeros(max_slots, np.int64)
-        self.last_token: Int64s = np.zeros(max_slots, np.int64)
+        # int64 [max_slots] each
+        self.arrival, self.num_prompt, self.num_tokens, self.num_computed = _columns(max_slots, 4)
+        self.max_len, self.expected_len, self.last_token, self.max_blocks = _columns(max_slots, 4)
+        self.num_blocks, self.num_reserved, self.num_shared = _columns(max_slots, 3)
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_slots, max_blocks), np.int32)
         self.records: list[Sequence | None] = [None] * max_slots
         self.users = BlockUsers(num_blocks, max_slots)
@@ -230,22 +226,14 @@ class SequenceTable:
         return bool(self._free_slots)
 
     def record(self, slot: int) -> Sequence:
-        """Return the sequence that runs in `slot`.
-
-        Raises:
-            KeyError: nothing runs there.
-        """
+        """Return the sequence that runs in `slot`; KeyError where nothing does."""
         record = self.records[slot]
         if record is None:
             raise KeyError(f"slot {slot} is empty")
         return record
 
     def place(self, record: Sequence, blocks: list[int]) -> int:
-        """Give `record` the lowest free slot, with `blocks` holding its first tokens.
-
-        Returns:
-            The slot; the sequence starts in the prefill phase.
-        """
+        """Start `record` in the lowest free slot, with `blocks` holding its first tokens."""
         slot = heapq.heappop(self._free_slots)
         num_prompt, num_generated = len(record.request.prompt_token_ids), len(record.token_ids)
         self.records[slot] = record
@@ -321,15 +309,12 @@ class SequenceTable:
         self.users.check(self.block_table)
 
     def blocks(self, slot: int) -> npt.NDArray[np.int32]:
-        """Return the block table of `slot`, a view."""
         return self.block_table[slot, : self.num_blocks[slot]]
 
     def generated(self, slot: int) -> TokenIds:
-        """Return a copy of the tokens that `slot` generated."""
         return self._generated[slot, : self.num_tokens[slot] - self.num_prompt[slot]].copy()
 
     def generated_since(self, slot: int, start: int) -> list[int]:
-        """Return the tokens that `slot` generated from its `start`-th on."""
         stop = self.num_tokens[slot] - self.num_prompt[slot]
         token_ids: list[int] = self._generated[slot, start:stop].tolist()
         return token_ids

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from raybatch.engine.memory.kv_cache import allocate_memory
+from raybatch.engine.memory.kv_cache import COPY_ERRORS, allocate_memory
 from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.loading import LayerWeights
 from raybatch.errors import error_text
@@ -27,6 +27,8 @@ from raybatch.policy.residence import Residence
 
 # source and target of each tensor of a layer, by layer and buffer
 CopyPairs = Callable[[int, int], list[tuple[torch.Tensor, torch.Tensor]]]
+
+logger = logging.getLogger(__name__)
 
 # trial copies, of which the quickest counts
 _NUM_TRIALS = 3
@@ -219,12 +221,6 @@ class StreamedLayers:
         return list(zip(sources, targets, strict=True))
 
 
-logger = logging.getLogger(__name__)
-
-# what a copy may raise where memory or the device is short of something
-_COPY_ERRORS = (RuntimeError, MemoryError, OSError)
-
-
 @dataclass(slots=True)
 class _Buffer:
     """One layer's place.
@@ -326,7 +322,7 @@ class WeightRing:
         buffer.layer, buffer.transfer = None, None
         try:
             transfer = self._copier.start(layer, idx, buffer.last_use)
-        except _COPY_ERRORS as error:
+        except COPY_ERRORS as error:
             raise self._failure(layer, error) from error
         buffer.layer, buffer.transfer = layer, transfer
 
@@ -336,7 +332,7 @@ class WeightRing:
         self.num_stalls += not buffer.transfer.is_done()
         try:
             buffer.transfer.wait()
-        except _COPY_ERRORS as error:
+        except COPY_ERRORS as error:
             buffer.layer, buffer.transfer = None, None
             raise self._failure(layer, error) from error
         buffer.transfer = None
