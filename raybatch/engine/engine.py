@@ -1,7 +1,9 @@
 """The step loop: schedule, forward, sample, finish. One engine drives one model on one device."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +49,9 @@ class Engine:
         make_drafter: Callable[[SequenceTable], LookupDrafter] | None = None,
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
-        row_blocks, kv_option = _row_blocks(runner, config)
+        row_blocks, kv_option = runner.num_blocks, "engine.kv_cache_bytes"
+        if config.kv_offload and runner.tiers.num_host_blocks < row_blocks:
+            row_blocks, kv_option = runner.tiers.num_host_blocks, "engine.host_kv_bytes"
         self._runner = runner
         self._sampler = sampler
         self._max_model_len = max_sequence_len(config, spec.max_model_len)
@@ -73,11 +77,9 @@ class Engine:
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
         # of steps, in which other work on the same host must not count
         self._clock = clock_of(runner.device)
-        self._drafter: LookupDrafter | None = None
-        if make_drafter is not None:
-            self._drafter = make_drafter(self._table)
-        elif config.speculative_tokens:
-            self._drafter = LookupDrafter(self._table, config.speculative_tokens)
+        if make_drafter is None and config.speculative_tokens:
+            make_drafter = partial(LookupDrafter, max_tokens=config.speculative_tokens)
+        self._drafter = make_drafter(self._table) if make_drafter is not None else None
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
         self._num_arrivals = 0
@@ -127,18 +129,14 @@ class Engine:
         return completions
 
     def num_unfinished(self) -> int:
-        """Return the number of requests with unfinished samples."""
         return len(self._num_open)
 
     def drain(self) -> list[Request]:
         """Give back the requests of which no sample has started, last submitted last."""
-        waiting = [r for r in self._scheduler.waiting() if not r.has_started]
-        num_waiting: dict[int, int] = {}
-        for record in waiting:
-            request_id = record.request.request_id
-            num_waiting[request_id] = num_waiting.get(request_id, 0) + 1
+        waiting = [r.request for r in self._scheduler.waiting() if not r.has_started]
+        num_waiting = Counter(request.request_id for request in waiting)
         # a sample that finished is no longer open, and a request given back runs all its samples
-        whole = {r.request.request_id for r in waiting if _has_all(r.request, num_waiting)}
+        whole = {r.request_id for r in waiting if num_waiting[r.request_id] == r.sampling.n}
         taken = self._scheduler.withdraw(
             lambda r: not r.has_started and r.request.request_id in whole
         )
@@ -324,10 +322,8 @@ class Engine:
         self._clear_slot(slot)
         record, blocks = self._scheduler.discard(slot)
         self._runner.clear_blocks(blocks)
-        places = f"after {record.num_tokens} tokens"
-        return record.completion(
-            "error", error=f"NonFiniteLogits: the model gave no finite logits {places}"
-        )
+        error = f"the model gave no finite logits after {record.num_tokens} tokens"
+        return record.completion("error", error=f"NonFiniteLogits: {error}")
 
     def _fill_slot(self, slot: int) -> None:
         record = self._table.record(slot)
@@ -365,14 +361,3 @@ def _expected_len(request: Request, max_len: int) -> int | None:
     if request.expected_output_len is None:
         return None
     return min(len(request.prompt_token_ids) + request.expected_output_len, max_len)
-
-
-def _has_all(request: Request, num_samples: dict[int, int]) -> bool:
-    return num_samples[request.request_id] == request.sampling.n
-
-
-def _row_blocks(runner: ModelRunner, config: EngineConfig) -> tuple[int, str]:
-    """Return the blocks that one row can have at most, and the option that bounds them."""
-    if config.kv_offload and runner.tiers.num_host_blocks < runner.num_blocks:
-        return runner.tiers.num_host_blocks, "engine.host_kv_bytes"
-    return runner.num_blocks, "engine.kv_cache_bytes"

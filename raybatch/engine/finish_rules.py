@@ -107,11 +107,8 @@ class FinishRules:
     ) -> list[Finish]:
         """Return (slot, reason, stop reason) of the sequences that end.
 
-        Args:
-            slots: int64 [S], each with a token just generated.
-            token_ids: int64 [S], these tokens.
-            num_generated: int64 [S], tokens generated, these included.
-            max_generated: int64 [S], tokens at which each ends by length.
+        Each of the slots, int64 [S], has a token just generated, which `num_generated` counts too; by
+        length it ends at `max_generated` tokens.
         """
         may_stop = num_generated >= self._min_tokens[slots]
         is_eos = np.isin(token_ids, self._eos_token_ids) & ~self._ignores_eos[slots] & may_stop

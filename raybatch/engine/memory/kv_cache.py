@@ -77,9 +77,8 @@ def max_sequence_len(config: EngineConfig, model_tokens: int) -> int:
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the bytes of KV that one token needs in all layers, in a pool of `dtype`."""
-    return (
-        2 * spec.num_layers * spec.num_kv_heads * row_width(spec.head_dim, dtype) * dtype.itemsize
-    )
+    width = row_width(spec.head_dim, dtype)
+    return 2 * spec.num_layers * spec.num_kv_heads * width * dtype.itemsize
 
 
 def num_blocks_for(
@@ -108,9 +107,9 @@ def num_blocks_for(
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     is_host = device.type == "cpu"
     share = free_bytes * (_CPU_FRACTION / num_engines_on_host if is_host else _GPU_FRACTION)
-    budget = (
-        max(0, int(share) - graph_bytes) if config.kv_cache_bytes is None else config.kv_cache_bytes
-    )
+    budget = config.kv_cache_bytes
+    if budget is None:
+        budget = max(0, int(share) - graph_bytes)
     max_len = max_sequence_len(config, spec.max_model_len)
     blocks_per_seq = -(-max_len // config.block_size_tokens)
     num_fitting = budget // block_bytes - num_scrap_blocks
@@ -172,10 +171,8 @@ def _meminfo(name: str) -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    for line in lines:
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return None
+    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return next(found, None)
 
 
 def _cgroup_limit() -> int | None:

@@ -52,9 +52,7 @@ class KVCheckpoints:
         keeps_loaded: bool = False,
     ) -> None:
         self.counters = CheckpointCounters()
-        self._block_size = block_size
-        self._blocks = blocks
-        self._copier = copier
+        self._block_size, self._blocks, self._copier = block_size, blocks, copier
         self._keeps_loaded = keeps_loaded
         self._holders: dict[int, Sequence] = {}
 
@@ -102,11 +100,14 @@ class KVCheckpoints:
 
     def take(self, record: Sequence, used: Int32s) -> None:
         """End the checkpoint of a sequence; the host blocks in `used` have another owner now."""
-        held = record.checkpoint
-        if held is not None:
-            self._blocks.release(np.setdiff1d(held.host_blocks, used))
+        if record.checkpoint is not None:
+            self._release(record, np.setdiff1d(record.checkpoint.host_blocks, used))
             self.counters.num_used_blocks += len(used)
-            self._forget(record)
+
+    def _release(self, record: Sequence, blocks: Int32s) -> None:
+        self._blocks.release(blocks)
+        record.checkpoint = None
+        del self._holders[record.arrival]
 
     def keep(self, record: Sequence, loaded: SwappedKV) -> None:
         """Own the host blocks of a sequence that was brought back; those that change go."""
@@ -120,8 +121,7 @@ class KVCheckpoints:
     def drop(self, record: Sequence) -> None:
         """Give up the checkpoint of a sequence, if it has one."""
         if record.checkpoint is not None:
-            self._blocks.release(record.checkpoint.host_blocks)
-            self._forget(record)
+            self._release(record, record.checkpoint.host_blocks)
 
     def make_room(self, count: int, *, but: Sequence) -> None:
         """Give up checkpoints until so many host blocks are available, if possible.
@@ -163,10 +163,6 @@ class KVCheckpoints:
             num_tokens=(first_block + len(host_blocks)) * self._block_size,
         )
         self._holders[record.arrival] = record
-
-    def _forget(self, record: Sequence) -> None:
-        record.checkpoint = None
-        del self._holders[record.arrival]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ class StoredSequence:
     """A sequence of an engine whose KV lives in host memory.
 
     Args:
-        record: of the sequence; its arrival is its id.
         status: as `raybatch.policy.boundary.records.SequencePages` has it.
         host_blocks: that it holds, in order of position.
         num_stored: tokens whose KV is in them.
@@ -78,22 +77,20 @@ class StoredPrefixes:
             if not holders:
                 del self._holders[block_hash]
 
-    def find(self, record: Sequence) -> tuple[int, StoredSequence | None]:
-        """Return how many leading blocks another sequence has, and which one."""
-        count = self._count(record)
-        if not count:
-            return 0, None
-        # a holder of a block has all before it
-        return count, next(iter(self._holders[self.hashes(record)[count - 1]].values()))
-
     def will_find_more(self, record: Sequence, running: Container[bytes]) -> bool:
         """Return whether sequences that are being computed will leave a longer prefix.
 
         `running` are the hashes of all their full blocks.
         """
-        wanted, count = self._wanted(record), self._count(record)
+        wanted, count = self._find(record)
         # a holder of the next block has all before it
         return count < len(wanted) and wanted[count] in running
+
+    def find(self, record: Sequence) -> tuple[int, StoredSequence | None]:
+        """Return how many leading blocks another sequence has, and which one."""
+        wanted, count = self._find(record)
+        # a holder of a block has all before it
+        return count, next(iter(self._holders[wanted[count - 1]].values())) if count else None
 
     def check(self, holders: Iterable[StoredSequence]) -> None:
         """Raise RuntimeError unless exactly these are found, by what they have stored."""
@@ -108,14 +105,12 @@ class StoredPrefixes:
         if expected != {key: set(ids) for key, ids in self._holders.items()}:
             raise RuntimeError("stored prefixes: who is found differs from who has stored")
 
-    def _wanted(self, record: Sequence) -> list[bytes]:
+    def _find(self, record: Sequence) -> tuple[list[bytes], int]:
+        """Return the blocks that are wanted, and how many of the first somebody has stored."""
         # the last known token is always computed, because its logits are needed
-        return self.hashes(record)[: (record.num_tokens - 1) // self._block_size]
-
-    def _count(self, record: Sequence) -> int:
-        """Return how many of the wanted blocks, from the first on, somebody has stored."""
-        wanted = self._wanted(record)
-        return next((i for i, h in enumerate(wanted) if h not in self._holders), len(wanted))
+        wanted = self.hashes(record)[: (record.num_tokens - 1) // self._block_size]
+        count = next((i for i, h in enumerate(wanted) if h not in self._holders), len(wanted))
+        return wanted, count
 
 
 class OffloadStore:
