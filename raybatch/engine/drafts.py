@@ -118,7 +118,9 @@ class Guesser:
         self._token_ids = prompt
         self._prompt: PromptIndex | None = None
         self._answer: list[int] = []
-        self._context = _pack(prompt[-_NUM_TOKENS:].tolist())
+        self._context = 0
+        for token_id in prompt[-_NUM_TOKENS:].tolist():
+            self._context = self._context << _TOKEN_BITS | token_id & _TOKEN_MASK
         # contexts before the tokens of the answer that are not findable yet
         self._pending = [self._context]
         self._place: _Place | None = None
@@ -133,7 +135,9 @@ class Guesser:
             text, position = self._place or ((), 0)
             if position < len(text):
                 is_right = bool(text[position] == token_id)
-                self._count(is_right)
+                self.acceptance += (is_right - self.acceptance) * _NEWEST
+                of_all = self._answers.acceptance
+                self._answers.acceptance += (is_right - of_all) * _NEWEST_OF_ALL
                 self._place = _Place(text, position + 1) if is_right else None
             else:
                 self._place = None
@@ -181,17 +185,6 @@ class Guesser:
             start = len(self._answer) + 1 - len(self._pending)
             self._answers.add(self._pending[:count], self._answer, start, self._group)
             del self._pending[:count]
-
-    def _count(self, is_right: bool) -> None:
-        self.acceptance += (is_right - self.acceptance) * _NEWEST
-        self._answers.acceptance += (is_right - self._answers.acceptance) * _NEWEST_OF_ALL
-
-
-def _pack(token_ids: Sequence[int]) -> int:
-    context = 0
-    for token_id in token_ids:
-        context = context << _TOKEN_BITS | token_id & _TOKEN_MASK
-    return context
 
 
 def _contexts(token_ids: npt.NDArray[np.integer]) -> Int64s:
@@ -255,9 +248,7 @@ class LookupDrafter:
             count = draft_length(guesser.acceptance, break_even, self._max_tokens)
             if not count:
                 self._next_look[slot] = table.num_tokens[slot] + _REST_TOKENS
-                continue
-            draft = guesser.draft(count)
-            if draft:
+            elif draft := guesser.draft(count):
                 drafts[slot] = draft
         return drafts
 

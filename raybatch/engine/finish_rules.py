@@ -107,8 +107,8 @@ class FinishRules:
     ) -> list[Finish]:
         """Return (slot, reason, stop reason) of the sequences that end.
 
-        Each of the slots, int64 [S], has a token just generated, which `num_generated` counts too; by
-        length it ends at `max_generated` tokens.
+        Each of the slots, int64 [S], has a token just generated, the `num_generated`-th; one with
+        `max_generated` tokens ends by length.
         """
         may_stop = num_generated >= self._min_tokens[slots]
         is_eos = np.isin(token_ids, self._eos_token_ids) & ~self._ignores_eos[slots] & may_stop

@@ -60,10 +60,12 @@ class BatchBuilder:
         blocks = table.block_table[row_slots, positions // block_size].astype(np.int64)
         stops = schedule.chunk_starts + lens
         is_last = stops == table.num_tokens[schedule.chunk_slots]
+        columns = (schedule.chunk_slots.tolist(), schedule.chunk_starts.tolist(), stops.tolist())
+        chunk_tokens = [table.tokens(*chunk) for chunk in zip(*columns, strict=True)]
         last_rows = len(decode_slots) + (first_rows + lens - 1)[is_last]
         token_ids, positions_tensor, slot_mapping, logits_idx = to_device(
             (
-                np.concatenate((decode_tokens, *self._chunk_tokens(schedule))),
+                np.concatenate((decode_tokens, *chunk_tokens)),
                 positions,
                 blocks * block_size + positions % block_size,
                 np.concatenate((np.arange(len(decode_slots)), last_rows)),
@@ -82,14 +84,6 @@ class BatchBuilder:
             attention=attention,
             logits_attention=logits_attention,
         )
-
-    def _chunk_tokens(self, schedule: Schedule) -> list[npt.NDArray[np.int32]]:
-        stops = schedule.chunk_starts + schedule.chunk_lens
-        columns = (schedule.chunk_slots, schedule.chunk_starts, stops)
-        return [
-            self._table.tokens(slot, start, stop)
-            for slot, start, stop in zip(*(c.tolist() for c in columns), strict=True)
-        ]
 
 
 Int64s = npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 import torch
 
@@ -101,13 +101,6 @@ class DecodeBuffers:
             max_row_blocks=self.shape.max_row_blocks,
         )
 
-    def fits(self, batch: ForwardBatch, size: int) -> bool:
-        """Return whether the blocks that the rows of a batch read have room in a step of `size`."""
-        part = batch.attention.decode
-        assert part is not None, "a step of decodes"
-        num_padded = size - len(batch.token_ids)
-        return len(part.block_ids) + num_padded <= self.shape.entries_of(size)
-
     @torch.inference_mode()
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Put a step of decodes into the first rows, and padding into the rest of `size` rows.
@@ -140,37 +133,23 @@ class DecodeBuffers:
         self._first_positions[stop:end].fill_(0)
 
 
-class Graph(Protocol):
-    """A recorded function."""
-
-    def replay(self) -> None:
-        """Run what was recorded again, on the same memory."""
-
-
-class Graphs(Protocol):
-    """Records functions; those of one instance never run at the same time and share memory."""
-
-    def capture(self, function: Callable[[], None]) -> Graph:
-        """Run a function several times and return it as a graph.
-
-        Args:
-            function: reads and writes tensors that live as long as the graph; whatever else it
-                makes is its own. The largest one comes first, so that others fit its memory.
-
-        Raises:
-            RuntimeError: it cannot be recorded.
-        """
-
-
 class CudaGraphs:
-    """Graphs of CUDA, which share one pool of memory."""
+    """Graphs of CUDA, which share one pool of memory and never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def capture(self, function: Callable[[], None]) -> Graph:
+    def capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Run a function several times and return it as a graph.
+
+        It reads and writes tensors that live as long as the graph; whatever else it makes is its
+        own. The largest one comes first, so that others fit its memory.
+
+        Raises:
+            RuntimeError: it cannot be recorded.
+        """
         current = torch.cuda.current_stream(self._device)
         # libraries keep their working memory by stream, so that warm-up and capture share one
         self._stream.wait_stream(current)
@@ -231,7 +210,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, *, shape: DecodeShape, graphs: Graphs
+        self, decoder: Decoder, cache: KVCache, *, shape: DecodeShape, graphs: CudaGraphs
     ) -> None:
         self._decoder = decoder
         self._cache = cache
@@ -256,13 +235,21 @@ class DecodeGraphs:
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Return the logits of a step [S, V], valid until the next one; None if it has no graph."""
-        size = self._size_of(len(batch.token_ids))
-        reason = self._why_not(batch, size)
-        if reason or size is None:
-            self._eager[reason] += 1
-            return None
-        self._num_steps += 1
-        return self._replay(batch, size)
+        plan, num_rows = batch.attention, len(batch.token_ids)
+        size = next((size for size in self._shape.sizes if size >= num_rows), None)
+        if plan.prefill is not None or plan.decode is None:
+            reason = "prompts"
+        elif plan.contexts:
+            reason = "shared prefix"
+        elif size is None:
+            reason = "rows"
+        elif len(plan.decode.block_ids) + size - num_rows > self._shape.entries_of(size):
+            reason = "blocks"
+        else:
+            self._num_steps += 1
+            return self._replay(batch, size)
+        self._eager[reason] += 1
+        return None
 
     @torch.inference_mode()
     def check(self, plain: Decoder) -> None:
@@ -301,28 +288,16 @@ class DecodeGraphs:
             for tensor in (self._cache.k, self._cache.v):
                 tensor[:, :used] = 0
 
-    def _capture(self, graphs: Graphs, size: int) -> Graph:
+    def _capture(self, graphs: CudaGraphs, size: int) -> torch.cuda.CUDAGraph:
         buffers = self._buffers
-        part, token_ids, logits = buffers.part(size), buffers.token_ids[:size], buffers.logits
-
-        def step() -> None:
-            self._decoder.forward_fixed(token_ids, part, self._cache, logits[:size])
-
+        step = partial(
+            self._decoder.forward_fixed,
+            buffers.token_ids[:size],
+            buffers.part(size),
+            self._cache,
+            buffers.logits[:size],
+        )
         return graphs.capture(step)
-
-    def _size_of(self, num_rows: int) -> int | None:
-        return next((size for size in self._shape.sizes if size >= num_rows), None)
-
-    def _why_not(self, batch: ForwardBatch, size: int | None) -> str:
-        """Return why a step has no graph, "" if it has one."""
-        plan = batch.attention
-        if plan.prefill is not None or plan.decode is None:
-            return "prompts"
-        if plan.contexts:
-            return "shared prefix"
-        if size is None:
-            return "rows"
-        return "" if self._buffers.fits(batch, size) else "blocks"
 
     def _replay(self, batch: ForwardBatch, size: int) -> torch.Tensor:
         self._buffers.fill(batch, size)

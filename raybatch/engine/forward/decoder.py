@@ -55,7 +55,7 @@ class Decoder:
     ) -> None:
         self._spec = spec
         self._weights = weights
-        self._layers = layers or ResidentLayers(weights.layers)
+        self.layers = layers or ResidentLayers(weights.layers)
         self._ops = ops
         self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
         self._distinct_windows = tuple(dict.fromkeys(spec.windows))
@@ -120,10 +120,6 @@ class Decoder:
     def vocab_size(self) -> int:
         return self._spec.vocab_size
 
-    @property
-    def layers(self) -> LayerStore:
-        return self._layers
-
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the hidden states of a batch before its first layer, [T, M]."""
@@ -141,8 +137,25 @@ class Decoder:
 
         In the last layer only the rows with logits are left, [S, M]; before, they are `x` itself.
         """
-        with self._layers.use(layer_idx) as layer:
-            return self._attention(layer_idx, layer, x, prepared, cache)
+        batch = prepared.batch
+        is_last = layer_idx == self._spec.num_layers - 1
+        drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
+        with self.layers.use(layer_idx) as layer:
+            if (
+                is_last
+                and batch.logits_attention is not None
+                # a linear can make keys and values without the queries before them
+                and layer.qkv.can_start_at(self._spec.num_heads * self._spec.head_dim)
+            ):
+                attended = self._attend_last(layer, x, prepared, cache)
+            else:
+                attended = self._attend(layer_idx, layer, x, prepared, cache)
+                if drops_rows:
+                    attended = attended.index_select(0, batch.logits_idx)
+            if drops_rows:
+                x = x.index_select(0, batch.logits_idx)
+            self._ops.add_linear_(x, attended, layer.o)
+        return x
 
     @torch.inference_mode()
     def ffn_(
@@ -151,8 +164,26 @@ class Decoder:
         x: torch.Tensor,  # [T, M], modified in place
     ) -> None:
         """Add the feed-forward block of one layer; its rows may come from any batches."""
-        with self._layers.use(layer_idx) as layer:
-            self._add_ffn(layer, x)
+        spec = self._spec
+        with self.layers.use(layer_idx) as layer:
+            hidden = self._ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
+            if layer.gate_up is not None and layer.down is not None:
+                self._ops.add_mlp_(x, hidden, layer.gate_up, layer.down)
+                return
+            assert spec.moe is not None, "a layer without gate_up is sparse"
+            assert layer.router is not None, "a sparse layer has a router"
+            assert layer.experts_gate_up is not None, "a sparse layer has experts"
+            assert layer.experts_down is not None, "a sparse layer has experts"
+            x += self._ops.moe_ffn(
+                hidden,
+                layer.router,
+                layer.experts_gate_up,
+                layer.experts_down,
+                top_k=spec.moe.top_k,
+                norm_topk_prob=spec.moe.norm_topk_prob,
+                gate_up_scales=layer.experts_gate_up_scales,
+                down_scales=layer.experts_down_scales,
+            )
 
     @torch.inference_mode()
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -189,28 +220,6 @@ class Decoder:
             windows=self._distinct_windows,
         )
 
-    def _attention(
-        self,
-        layer_idx: int,
-        layer: LayerWeights,
-        x: torch.Tensor,
-        prepared: PreparedBatch,
-        cache: KVCache,
-    ) -> torch.Tensor:
-        batch = prepared.batch
-        is_last = layer_idx == self._spec.num_layers - 1
-        drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
-        if is_last and batch.logits_attention is not None and self._takes_queries_apart(layer):
-            attended = self._attend_last(layer, x, prepared, cache)
-        else:
-            attended = self._attend(layer_idx, layer, x, prepared, cache)
-            if drops_rows:
-                attended = attended.index_select(0, batch.logits_idx)
-        if drops_rows:
-            x = x.index_select(0, batch.logits_idx)
-        self._ops.add_linear_(x, attended, layer.o)
-        return x
-
     def _attend(
         self,
         layer_idx: int,
@@ -227,11 +236,6 @@ class Decoder:
         k_pool, v_pool = cache.k[layer_idx], cache.v[layer_idx]
         self._ops.store_kv(k, v, k_pool, v_pool, attention)
         return self._ops.attend(q, k, v, k_pool, v_pool, attention, spec.windows[layer_idx])
-
-    def _takes_queries_apart(self, layer: LayerWeights) -> bool:
-        """Return whether a linear can make keys and values without the queries before them."""
-        num_outputs = self._spec.num_heads * self._spec.head_dim
-        return layer.qkv.can_start_at(num_outputs)
 
     def _attend_last(
         self, layer: LayerWeights, x: torch.Tensor, prepared: PreparedBatch, cache: KVCache
@@ -272,27 +276,6 @@ class Decoder:
         self._ops.rotate_(turned, rotation)
         return turned, values
 
-    def _add_ffn(self, layer: LayerWeights, x: torch.Tensor) -> None:
-        spec = self._spec
-        hidden = self._ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
-        if layer.gate_up is not None and layer.down is not None:
-            self._ops.add_mlp_(x, hidden, layer.gate_up, layer.down)
-            return
-        assert spec.moe is not None, "a layer without gate_up is sparse"
-        assert layer.router is not None, "a sparse layer has a router"
-        assert layer.experts_gate_up is not None, "a sparse layer has experts"
-        assert layer.experts_down is not None, "a sparse layer has experts"
-        x += self._ops.moe_ffn(
-            hidden,
-            layer.router,
-            layer.experts_gate_up,
-            layer.experts_down,
-            top_k=spec.moe.top_k,
-            norm_topk_prob=spec.moe.norm_topk_prob,
-            gate_up_scales=layer.experts_gate_up_scales,
-            down_scales=layer.experts_down_scales,
-        )
-
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
     """Return the angle per position of each pair of dimensions, float32 [D / 2].
@@ -306,18 +289,14 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
     if spec.kind == "linear":
         return plain / spec.factor
     if spec.kind == "llama3":
-        return _llama3(spec, plain)
+        turns = spec.original_max_positions * plain / (2 * math.pi)
+        smooth = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+        smooth = smooth.clamp(0, 1)
+        return (1 - smooth) * plain / spec.factor + smooth * plain
     if spec.kind == "yarn":
         ramp = _yarn_ramp(spec, head_dim)
         return 1.0 / (spec.factor * periods) * ramp + plain * (1 - ramp)
     return plain
-
-
-def _llama3(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
-    turns = spec.original_max_positions * plain / (2 * math.pi)
-    smooth = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    smooth = smooth.clamp(0, 1)
-    return (1 - smooth) * plain / spec.factor + smooth * plain
 
 
 def _yarn_ramp(spec: RopeSpec, head_dim: int) -> torch.Tensor:
@@ -351,13 +330,20 @@ def pick_ops(
     is that of the weights.
     """
     embed = weights.embed
-    if not (may_compile and _is_for_compiled(embed.dtype, embed.device)):
+    if not (may_compile and embed.dtype == torch.float32 and embed.device.type == "cpu"):
         return REFERENCE
+    # of the experts' panels; a model without such experts has none
+    panel_widths = None
+    for layer in weights.layers:
+        gate_up, down = layer.experts_gate_up, layer.experts_down
+        if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
+            panel_widths = gate_up.shape[3], down.shape[3]
+            break
     return compiled_ops(
         head_dim=spec.head_dim,
         num_grouped=spec.num_heads // spec.num_kv_heads,
         block_size=block_size,
-        panel_widths=_panel_widths(weights),
+        panel_widths=panel_widths,
         byte_dtype=byte_dtype_of(weights),
         kv_dtype=kv_dtype or embed.dtype,
     )
@@ -374,25 +360,12 @@ def dense_panel_width(
 
     The ops are compiled for that, once per process.
     """
-    if not (may_compile and _is_for_compiled(dtype, device)):
+    if not (may_compile and dtype == torch.float32 and device.type == "cpu"):
         return None
     return None if compiled_linears(byte_dtype) is None else PANEL_WIDTH
-
-
-def _is_for_compiled(dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype == torch.float32 and device.type == "cpu"
 
 
 def byte_dtype_of(weights: ModelWeights) -> torch.dtype | None:
     """Return the dtype of the weights that are bytes; None where none are."""
     linear = weights.layers[0].qkv
     return None if linear.scales is None else linear.weight.dtype
-
-
-def _panel_widths(weights: ModelWeights) -> tuple[int, int] | None:
-    """Return the widths of the experts' panels; None where a model has no such experts."""
-    for layer in weights.layers:
-        gate_up, down = layer.experts_gate_up, layer.experts_down
-        if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
-            return gate_up.shape[3], down.shape[3]
-    return None

@@ -94,7 +94,6 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type that the model computes in, that of all weights but quantised ones."""
         return self.resolved.dtype
 
 
@@ -113,7 +112,14 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     check_max_model_len(config, spec.max_model_len, path.name)
     resolved = resolve(config, spec)
     resolved.log_changes(config)
-    _set_up_process(config, resolved.device)
+    if resolved.device.type == "cpu":
+        torch.set_num_threads(config.num_threads)
+        mallopt = _libc("mallopt") if config.tune_malloc else None
+        if mallopt is not None:
+            # serve large blocks from the heap and never give it back: otherwise every large
+            # temporary is mapped, cleared page by page and unmapped again
+            mallopt(_MMAP_MAX, 0)
+            mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     form = resolved.weight_form(may_compile=config.compiles_kernels)
     sizes = weight_sizes(path, spec, form, device=resolved.device)
     residence = plan_residence(
@@ -212,24 +218,6 @@ def give_back_freed_memory(device: torch.device) -> None:
         trim(0)
 
 
-def _set_up_process(config: EngineConfig, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.set_num_threads(config.num_threads)
-        if config.tune_malloc:
-            _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """Tell glibc to serve large blocks from the heap and never to give the heap back.
-
-    Otherwise every large temporary is mapped, cleared page by page and unmapped again.
-    """
-    mallopt = _libc("mallopt")
-    if mallopt is not None:
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-
-
 def _libc(name: str) -> "ctypes._NamedFuncPointer | None":
     """Return a function of the C library; None where it is not there."""
     if not sys.platform.startswith("linux"):
@@ -303,26 +291,21 @@ def check_budgets(model_path: Path, config: EngineConfig) -> None:
     refusals: list[ConfigError | CapacityError] = []
     for device in devices:
         try:
-            _check_budgets_on(resolve(config, spec, device), model_path, spec, config)
+            resolved = resolve(config, spec, device)
+            if config.device_weight_bytes is not None:
+                # compiled ops may fill panels up, which takes no less
+                form = resolved.weight_form(may_compile=False)
+                plan_residence(
+                    weight_sizes(model_path, spec, form, device=device),
+                    device_weight_bytes=config.device_weight_bytes,
+                    weight_buffers=config.weight_buffers,
+                )
+            dtype = resolved.kv_dtype
+            if config.kv_cache_bytes is not None:
+                num_blocks_for(config, spec, dtype=dtype, device=device, free_bytes=0)
+            num_host_blocks_for(config, spec, dtype=dtype)
         except (ConfigError, CapacityError) as error:
             refusals.append(error)
         else:
             return
     raise refusals[0]
-
-
-def _check_budgets_on(
-    resolved: ResolvedEngine, model_path: Path, spec: ModelSpec, config: EngineConfig
-) -> None:
-    device = resolved.device
-    if config.device_weight_bytes is not None:
-        # compiled ops may fill panels up, which takes no less
-        form = resolved.weight_form(may_compile=False)
-        plan_residence(
-            weight_sizes(model_path, spec, form, device=device),
-            device_weight_bytes=config.device_weight_bytes,
-            weight_buffers=config.weight_buffers,
-        )
-    if config.kv_cache_bytes is not None:
-        num_blocks_for(config, spec, dtype=resolved.kv_dtype, device=device, free_bytes=0)
-    num_host_blocks_for(config, spec, dtype=resolved.kv_dtype)

@@ -16,17 +16,11 @@ from raybatch.engine.forward.decode_graphs import (
     DecodeGraphs,
     DecodeShape,
     GraphCounts,
-    Graphs,
     step_sizes,
     working_bytes,
 )
 from raybatch.engine.forward.decoder import Decoder, pick_ops
-from raybatch.engine.loading.loaded_model import (
-    LoadedModel,
-    load_model,
-    place_layers,
-    planned_attn_batch,
-)
+from raybatch.engine.loading.loaded_model import load_model, place_layers, planned_attn_batch
 from raybatch.engine.memory.kv_cache import (
     KVCache,
     allocate_kv_cache,
@@ -81,7 +75,7 @@ class GraphSetup:
         cache: KVCache,
         plain: Decoder,
         *,
-        graphs: Graphs | None = None,
+        graphs: CudaGraphs | None = None,
     ) -> DecodeGraphs | None:
         """Capture every size and compare it with the plain forward pass; None where that fails.
 
@@ -128,30 +122,29 @@ def plan_graphs(
     """
     if config.cuda_graphs is False:
         return None
-    reason = ""
-    if device.type != "cuda":
-        reason = f"the engine runs on {device}, and only CUDA has them"
-    elif config.attn_batch_tokens not in (None, "auto"):
-        reason = "steps run as coroutines (attn_batch_tokens)"
-    elif is_streamed:
-        reason = "layers pass through a ring of buffers (device_weight_bytes)"
-    elif config.kv_offload:
-        reason = "the pool has two shapes (kv_offload)"
-    elif config.kv_cache_dtype != "auto":
-        reason = "Triton's kernels read no KV of 8 bits (kv_cache_dtype)"
-    elif config.quantization is not None:
-        reason = "quantized weights become floats before each product, which a graph would keep"
-    else:
-        ops = ops or ops_for(device)
-        if not ops.is_fixed:
-            reason = "they need Triton's kernels: pip install raybatch[gpu]"
+    ops = ops or ops_for(device)
+    obstacles = (
+        (device.type != "cuda", f"the engine runs on {device}, and only CUDA has them"),
+        (
+            config.attn_batch_tokens not in (None, "auto"),
+            "steps run as coroutines (attn_batch_tokens)",
+        ),
+        (is_streamed, "layers pass through a ring of buffers (device_weight_bytes)"),
+        (config.kv_offload, "the pool has two shapes (kv_offload)"),
+        (config.kv_cache_dtype != "auto", "Triton's kernels read no KV of 8 bits (kv_cache_dtype)"),
+        (
+            config.quantization is not None,
+            "quantized weights become floats before each product, which a graph would keep",
+        ),
+        (not ops.is_fixed, "they need Triton's kernels: pip install raybatch[gpu]"),
+    )
+    reason = next((text for holds, text in obstacles if holds), "")
     if reason:
         if config.cuda_graphs:
             raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
         if device.type == "cuda":
             _logger.info("decode steps run without CUDA graphs: %s", reason)
         return None
-    assert ops is not None, "ops of a device with graphs"
     return GraphSetup(
         shape=decode_shape(config, spec), ops=ops, is_required=config.cuda_graphs is True
     )
@@ -168,11 +161,11 @@ def decode_shape(config: EngineConfig, spec: ModelSpec) -> DecodeShape:
     )
 
 
-logger = logging.getLogger(__name__)
-
-
 class ModelRunner:
     """A loaded model: `forward` runs one step. Owned by one thread.
+
+    KV of all rows is written before any row attends, layer by layer, so a row may attend to blocks
+    that another row of the same forward batch fills.
 
     Args:
         num_scrap_blocks: last blocks of the pool that are no sequence's.
@@ -188,9 +181,7 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         num_scrap_blocks: int = 0,
     ) -> None:
-        self.spec = spec
-        self.config = config
-        self.cache = cache
+        self.spec, self.config, self.cache = spec, config, cache
         self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
         self.decoder = decoder
         self._graphs = graphs
@@ -216,13 +207,31 @@ class ModelRunner:
         layers = place_layers(model)
         config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
         setup = plan_graphs(config, model.spec, model.device, is_streamed=layers.is_streamed)
-        cache = _make_cache(config, model, num_engines_on_host, setup)
+        num_scrap_blocks, kv_dtype = int(setup is not None), model.resolved.kv_dtype
+        num_blocks = num_blocks_for(
+            config,
+            model.spec,
+            dtype=kv_dtype,
+            device=model.device,
+            free_bytes=free_memory_bytes(model.device),
+            num_engines_on_host=num_engines_on_host,
+            num_scrap_blocks=num_scrap_blocks,
+            graph_bytes=0 if setup is None else setup.needed_bytes(model.spec, model.dtype),
+            host_bytes=host_memory_bytes(),
+        )
+        cache = allocate_kv_cache(
+            model.spec,
+            num_blocks=num_blocks + num_scrap_blocks,
+            block_size=config.block_size_tokens,
+            dtype=kv_dtype,
+            device=model.device,
+        )
         ops = pick_ops(
             model.spec,
             model.weights,
             block_size=config.block_size_tokens,
             may_compile=config.compiles_kernels,
-            kv_dtype=cache.k.dtype,
+            kv_dtype=kv_dtype,
         )
         decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops)
         graphs = None
@@ -234,9 +243,13 @@ class ModelRunner:
             decoder=decoder,
             cache=cache,
             graphs=graphs,
-            num_scrap_blocks=int(setup is not None),
+            num_scrap_blocks=num_scrap_blocks,
         )
-        logger.info(
+        host_memory = ""
+        if runner.tiers.num_host_blocks:
+            role = "where all KV lives (kv_offload)" if config.kv_offload else "for what yields"
+            host_memory = f", and {runner.tiers.num_host_blocks} in host memory, {role}"
+        _logger.info(
             "%s loaded as %s on %s, with %d KV blocks of %d tokens%s%s",
             model.name,
             str(model.dtype).removeprefix("torch."),
@@ -244,12 +257,13 @@ class ModelRunner:
             runner.num_blocks,
             config.block_size_tokens,
             "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
-            _host_memory(runner),
+            host_memory,
         )
         return runner
 
     @property
     def attn_batch_tokens(self) -> int | None:
+        """Tokens that attend at once where steps run as coroutines; None for plain steps."""
         tokens = self.config.attn_batch_tokens
         # `load` decides; without it, nothing was measured that would speak for parts
         return None if tokens == "auto" else tokens
@@ -260,6 +274,7 @@ class ModelRunner:
 
     @property
     def num_window_blocks(self) -> int:
+        """Blocks of the pool in steps whose KV goes to host memory; 0 where there are none."""
         return 0 if self._window is None else self._window.num_blocks
 
     @property
@@ -276,9 +291,7 @@ class ModelRunner:
         The logits are valid until the next step.
         """
         logits = None if self._graphs is None else self._graphs.run(batch)
-        if logits is not None:
-            return logits
-        return self.decoder.forward(batch, self.cache)
+        return self.decoder.forward(batch, self.cache) if logits is None else logits
 
     @property
     def graph_counts(self) -> GraphCounts:
@@ -311,38 +324,6 @@ class ModelRunner:
         return logits
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
+        """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
         for pool in (self.cache.k, self.cache.v):
             pool[:, block_ids] = 0
-
-
-def _host_memory(runner: ModelRunner) -> str:
-    """Return the part of the log message about KV in host memory."""
-    if not runner.tiers.num_host_blocks:
-        return ""
-    role = "where all KV lives (kv_offload)" if runner.config.kv_offload else "for what yields"
-    return f", and {runner.tiers.num_host_blocks} in host memory, {role}"
-
-
-def _make_cache(
-    config: EngineConfig, model: LoadedModel, num_engines_on_host: int, setup: GraphSetup | None
-) -> KVCache:
-    num_scrap_blocks = int(setup is not None)
-    dtype = model.resolved.kv_dtype
-    num_blocks = num_blocks_for(
-        config,
-        model.spec,
-        dtype=dtype,
-        device=model.device,
-        free_bytes=free_memory_bytes(model.device),
-        num_engines_on_host=num_engines_on_host,
-        num_scrap_blocks=num_scrap_blocks,
-        graph_bytes=0 if setup is None else setup.needed_bytes(model.spec, model.dtype),
-        host_bytes=host_memory_bytes(),
-    )
-    return allocate_kv_cache(
-        model.spec,
-        num_blocks=num_blocks + num_scrap_blocks,
-        block_size=config.block_size_tokens,
-        dtype=dtype,
-        device=model.device,
-    )

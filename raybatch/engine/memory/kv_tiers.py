@@ -223,7 +223,7 @@ class LayerWindow:
         self._tiers = tiers
         self.num_blocks = num_layers * num_blocks // min(2, num_layers)
         # all blocks of the pool, [W, G, B, R] of each half
-        memory = [x.view(-1, *x.shape[2:]).split(self.num_blocks) for x in (pool.k, pool.v)]
+        memory = [torch.split(x.view(-1, *x.shape[2:]), self.num_blocks) for x in (pool.k, pool.v)]
         halves = list(zip(*memory, strict=True))[: min(2, num_layers)]
         self._halves = [KVCache(k=k, v=v) for k, v in halves]
         # every layer of such a cache is the same memory

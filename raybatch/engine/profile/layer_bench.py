@@ -125,7 +125,7 @@ class AttentionBatch:
 
         A `kv_dtype` of None is that of `like`, a tensor with the device and dtype of the model.
         """
-        lens = _sequence_lens(tokens, workload)
+        lens = _cut(tokens, workload.tokens_per_sequence)
         cached, device = workload.cached_tokens, like.device
         blocks_per_seq = -(-(cached + max(lens)) // block_size)
         random = torch.Generator().manual_seed(0)
@@ -229,9 +229,7 @@ class LayerBench:
         self, tokens: int, part_tokens: int, workload: Workload, like: torch.Tensor
     ) -> Run:
         decoder = self._decoder
-        full, rest = divmod(tokens, part_tokens)
-        counts = [part_tokens] * full + [rest] * (rest > 0)
-        parts = [self._batch(count, workload, like) for count in counts]
+        parts = [self._batch(count, workload, like) for count in _cut(tokens, part_tokens)]
 
         def run(turn: int) -> None:
             layer = turn % decoder.num_layers
@@ -261,9 +259,8 @@ def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return quantise(x, dtype) if is_quantised(dtype) else x
 
 
-def _sequence_lens(tokens: int, workload: Workload) -> list[int]:
-    full, rest = divmod(tokens, workload.tokens_per_sequence)
-    return [workload.tokens_per_sequence] * full + [rest] * (rest > 0)
+def _cut(total: int, size: int) -> list[int]:
+    return [size] * (total // size) + [total % size] * (total % size > 0)
 
 
 def _plan(

@@ -6,8 +6,7 @@ token in any batch. Rows are worked on in runs that fit the cache; candidates ar
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,7 @@ Uint64s = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrawOptions:
+class DrawOptions(NamedTuple):
     """Options and random numbers of S rows; `top_k` is V where there is none."""
 
     temperature: npt.NDArray[np.float64]
@@ -36,28 +34,27 @@ class DrawOptions:
     uniform: npt.NDArray[np.float64]
 
     def take(self, rows: npt.NDArray[np.int64]) -> "DrawOptions":
-        return DrawOptions(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            uniform=self.uniform[rows],
-        )
+        return DrawOptions._make(column[rows] for column in self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """Token ids int64 [S], and the largest logit of each row: not finite for a broken row."""
 
     token_ids: npt.NDArray[np.int64]
     max_logits: npt.NDArray[np.float32]
 
 
-def draw_greedy(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> Drawn:
+def draw_greedy(
+    logits: torch.Tensor, rows: npt.NDArray[np.int64], _: DrawOptions | None = None
+) -> Drawn:
     """Return the most likely token of each row of `logits` [N, V] named in `rows`."""
-    winners = [_argmax_run(run) for _, run in _runs(logits, rows)]
-    ids, values = (torch.cat(parts) for parts in zip(*winners, strict=True))
-    return Drawn(token_ids=_numpy(ids), max_logits=_numpy(values))
+    ids, values = [], []
+    for _span, run in _runs(logits, rows):
+        winners = _first_max(run)
+        ids.append(winners)
+        # argmax takes a NaN for the largest value, so the winner shows whether the row is sound
+        values.append(run.gather(1, winners[:, None])[:, 0])
+    return Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(values)))
 
 
 def draw_dense(logits: torch.Tensor, rows: npt.NDArray[np.int64], options: DrawOptions) -> Drawn:
@@ -170,12 +167,12 @@ def _find_ranked(
     chosen = values.gather(1, choice)
     num_equal_before = choice - (values > chosen).sum(dim=-1, keepdim=True)
     is_equal = _equal(run, chosen)
-    token_ids = _first_true(is_equal)
+    token_ids = _first_max(is_equal)
     tied = num_equal_before[:, 0].nonzero()[:, 0]
     if len(tied):
         occurrence = is_equal[tied].cumsum(dim=-1, dtype=torch.int32)
         is_wanted = is_equal[tied] & (occurrence == num_equal_before[tied] + 1)
-        token_ids[tied] = _first_true(is_wanted)
+        token_ids[tied] = _first_max(is_wanted)
     return token_ids
 
 
@@ -183,17 +180,12 @@ def _equal(run: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return run == chosen if run.is_cuda else torch.from_numpy(run.numpy() == chosen.numpy())
 
 
-def _first_true(flags: torch.Tensor) -> torch.Tensor:
-    if flags.is_cuda:
-        return flags.int().argmax(dim=-1)
-    return torch.from_numpy(flags.numpy().argmax(axis=-1))
-
-
-def _argmax_run(run: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # numpy's search uses the CPU's vector units, torch's does not; both take the first of equals
-    ids = run.argmax(dim=-1) if run.is_cuda else torch.from_numpy(run.numpy().argmax(axis=-1))
-    # argmax takes a NaN for the largest value, so the winner shows whether the row is sound
-    return ids, run.gather(1, ids[:, None])[:, 0]
+def _first_max(values: torch.Tensor) -> torch.Tensor:
+    """Return the first of the largest values, or of the flags that are set, of each row."""
+    if values.is_cuda:
+        return (values.int() if values.dtype == torch.bool else values).argmax(dim=-1)
+    # numpy's search uses the CPU's vector units, torch's does not
+    return torch.from_numpy(values.numpy().argmax(axis=-1))
 
 
 def _runs(

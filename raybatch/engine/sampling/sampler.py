@@ -161,10 +161,11 @@ class Sampler:
         is_adjusted = self._is_penalized[slots] | is_held_back | has_grammar
         token_ids = np.zeros(len(slots), np.int64)
         is_finite = np.ones(len(slots), np.bool_)
-        for group, is_copy in ((rows[~is_adjusted], False), (rows[is_adjusted], True)):
+        for is_copy in (False, True):
+            group = source_rows = rows[is_adjusted == is_copy]
             if not len(group):
                 continue
-            source, source_rows = logits, group
+            source = logits
             if is_copy:
                 source = self._adjust(logits, group, slots, is_held_back)
                 source_rows = np.arange(len(group))
@@ -226,17 +227,14 @@ class Sampler:
         token_ids = np.zeros(len(rows), np.int64)
         max_logits = np.zeros(len(rows), np.float32)
         for draw, is_member in (
-            (None, ~is_random),
+            (draw_greedy, ~is_random),
             (draw_dense, is_random & ~is_cut),
             (draw_ranked, is_random & is_cut),
         ):
             members = np.flatnonzero(is_member)
             if not len(members):
                 continue
-            if draw is None:
-                drawn = draw_greedy(logits, rows[members])
-            else:
-                drawn = draw(logits, rows[members], options.take(members))
+            drawn = draw(logits, rows[members], options.take(members))
             token_ids[members] = drawn.token_ids
             max_logits[members] = drawn.max_logits
         return Drawn(token_ids=token_ids, max_logits=max_logits)
