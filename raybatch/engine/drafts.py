@@ -30,8 +30,6 @@ _NEWEST, _NEWEST_OF_ALL = 1 / 8, 1 / 64
 
 
 class _Place(NamedTuple):
-    """A token of some text: what is expected next."""
-
     text: Sequence[int] | TokenIds
     position: int
 
@@ -54,7 +52,6 @@ class AnswerIndex:
         self.acceptance = 0.5
 
     def __len__(self) -> int:
-        """Return the number of contexts held."""
         return len(self._young) + len(self._old)
 
     def add(self, contexts: Sequence[int], text: Sequence[int], start: int, group: int) -> None:
@@ -169,7 +166,6 @@ class Guesser:
         self._publish(len(self._pending) - 1)
 
     def draft(self, count: int) -> list[int]:
-        """Return up to `count` tokens that may come next."""
         if self._place is None:
             return []
         text, position = self._place
@@ -256,7 +252,6 @@ class LookupDrafter:
         self._times.note(num_rows, seconds)
 
     def _look(self, slot: int) -> Guesser:
-        """Return the guesser of a slot, up to date with its tokens."""
         guesser = self._guessers.get(slot)
         if guesser is None:
             guesser = self._guessers[slot] = self._guesser(slot)

@@ -213,7 +213,6 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent."""
         self._scheduler.check()
 
     def _queue(self, state: SequenceState, *, has_started: bool) -> None:

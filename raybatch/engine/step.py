@@ -24,7 +24,6 @@ def make_scheduler(
     table: SequenceTable,
     recovery: LearnedRecovery | None,
 ) -> Scheduler | OffloadScheduler:
-    """Return the scheduler that the options ask for."""
     if config.kv_offload:
         return OffloadScheduler(
             blocks,
@@ -78,7 +77,6 @@ class StepForward:
         self._max_tokens = runner.attn_batch_tokens
 
     def run(self, schedule: Schedule) -> torch.Tensor:
-        """Return the logits of a step [S, V]."""
         if schedule.moves is not None:
             return self._runner.forward_offloaded(self._builder.build(schedule), schedule.moves)
         if self._max_tokens is None:

@@ -34,8 +34,6 @@ class Module(IntEnum):
 
 @dataclass(frozen=True, order=True, slots=True)
 class YieldPoint:
-    """The module that runs next."""
-
     layer: int
     module: Module
 
@@ -147,11 +145,9 @@ class Lot:
         self._done: set[int] = set()
 
     def __bool__(self) -> bool:
-        """Return whether any coroutine waits."""
         return bool(self.waiting)
 
     def add(self, coroutine: SequenceCoroutine) -> None:
-        """Park a coroutine that has not run yet."""
         waiting = {p.index for here in self.waiting.values() for c in here for p in c.parts}
         known = self._active | self._done | waiting
         self._refuse(known & coroutine.indices, "added twice")
@@ -171,12 +167,10 @@ class Lot:
         return taken
 
     def park(self, coroutine: SequenceCoroutine) -> None:
-        """Park a coroutine that has run one module more."""
         self._leave_active(coroutine, "parked but not taken")
         self.waiting.setdefault(coroutine.point, []).append(coroutine)
 
     def finish(self, coroutine: SequenceCoroutine) -> None:
-        """Note that a coroutine has run its last module."""
         self._leave_active(coroutine, "finished but not taken")
         self._done |= coroutine.indices
 
@@ -221,8 +215,6 @@ class CombineAtExperts:
 
 @dataclass(kw_only=True, slots=True)
 class RuntimeCounters:
-    """What has happened since the start."""
-
     num_ffn_calls: int = 0
     num_ffn_rows: int = 0
     num_attention_calls: int = 0

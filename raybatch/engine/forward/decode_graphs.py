@@ -48,7 +48,6 @@ class DecodeShape:
         return self.sizes[-1]
 
     def entries_of(self, size: int) -> int:
-        """Return how many entries a step of `size` rows has room for."""
         return min(size * self.max_row_blocks, self.max_entries)
 
     def buffer_bytes(self, vocab_size: int) -> int:
@@ -89,7 +88,6 @@ class DecodeBuffers:
         self._first_positions = torch.zeros_like(self._block_ids)
 
     def part(self, size: int) -> FixedDecode:
-        """Return the views of a step of `size` rows."""
         num_entries = self.shape.entries_of(size)
         return FixedDecode(
             positions=self._positions[:size],
@@ -166,8 +164,7 @@ class CudaGraphs:
         return graph
 
 
-class GraphMismatchError(RuntimeError):
-    """A captured step gives other logits than the plain forward pass."""
+class GraphMismatchError(RuntimeError): ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -208,7 +208,6 @@ class Decoder:
         cache: KVCache,
         rows: torch.Tensor | None = None,
     ) -> Prepared:
-        """Prepare the plan of all rows, or of the given ones."""
         positions, slots = batch.positions, batch.slot_mapping
         if rows is not None:
             positions, slots = positions.index_select(0, rows), slots.index_select(0, rows)

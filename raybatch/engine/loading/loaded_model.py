@@ -62,7 +62,6 @@ class ResolvedEngine:
         return WeightForm(self.dtype, panel_width=width, byte_dtype=self.byte_dtype)
 
     def log_changes(self, config: EngineConfig) -> None:
-        """Log each option that was left open, with its resolved value."""
         for name, option, value in (
             ("device", config.device, self.device),
             ("dtype", config.dtype, self.dtype),
@@ -219,7 +218,6 @@ def give_back_freed_memory(device: torch.device) -> None:
 
 
 def _libc(name: str) -> "ctypes._NamedFuncPointer | None":
-    """Return a function of the C library; None where it is not there."""
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), name, None)

@@ -151,7 +151,6 @@ def plan_graphs(
 
 
 def decode_shape(config: EngineConfig, spec: ModelSpec) -> DecodeShape:
-    """Return how large steps of decodes can be with these options."""
     max_len = max_sequence_len(config, spec.max_model_len)
     max_rows = min(config.max_num_seqs, config.max_batched_tokens, _MAX_ROWS)
     return DecodeShape(

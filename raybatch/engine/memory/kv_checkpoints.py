@@ -119,7 +119,6 @@ class KVCheckpoints:
             self._hold(record, loaded.first_block, loaded.host_blocks[:num_full])
 
     def drop(self, record: Sequence) -> None:
-        """Give up the checkpoint of a sequence, if it has one."""
         if record.checkpoint is not None:
             self._release(record, record.checkpoint.host_blocks)
 

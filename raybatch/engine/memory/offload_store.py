@@ -43,7 +43,6 @@ class StoredSequence:
 
     @property
     def id(self) -> int:
-        """The same for as long as the engine has the sequence."""
         return self.record.arrival
 
 
@@ -57,7 +56,6 @@ class StoredPrefixes:
         self._num_known: dict[int, int] = {}
 
     def hashes(self, record: Sequence) -> list[bytes]:
-        """Return the hashes of the full blocks of a prompt, which are made once."""
         return record.prompt_hashes(self._block_size, has_cache=self._has_cache)
 
     def add(self, holder: StoredSequence) -> None:
@@ -128,7 +126,6 @@ class OffloadStore:
         self._copier = copier
 
     def grow(self, stored: StoredSequence, count: int) -> None:
-        """Give a sequence more host blocks."""
         stored.host_blocks += self.blocks.allocate(count)
 
     def drop(self, stored: StoredSequence) -> None:

@@ -185,7 +185,6 @@ class SwapSpace:
         return True
 
     def drop(self, record: Sequence) -> None:
-        """Give up what a sequence has in host memory, if anything."""
         self.checkpoints.drop(record)
         if record.swapped is not None:
             self.blocks.release(record.swapped.host_blocks)

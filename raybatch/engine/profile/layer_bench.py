@@ -73,7 +73,6 @@ class ProfileOptions:
 
 
 def profile_options(config: EngineConfig) -> ProfileOptions:
-    """Return the options that measure what an engine runs on this host."""
     return ProfileOptions(
         block_size=config.block_size_tokens,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -192,7 +191,6 @@ class LayerBench:
         return self._stopwatch.measure(sizes, prepare, budget_s)
 
     def ffn(self, like: torch.Tensor, budget_s: float) -> tuple[MeasuredWork, ...]:
-        """Time the experts, or the dense block, for each size."""
         batches, decoder = sorted(self._options.ffn_tokens), self._decoder
         random = torch.Generator().manual_seed(0)
 

@@ -39,8 +39,6 @@ _SHARES = (0.2, 0.25, 0.05, 0.5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleProfile:
-    """What was measured of a model's representative layer."""
-
     model: ModelShape
     attention: tuple[MeasuredWork, ...]
     ffn: tuple[MeasuredWork, ...]
@@ -50,7 +48,6 @@ class ModuleProfile:
     copies_overlap: bool
 
     def costs(self) -> ModuleCosts:
-        """Fit a roofline to each of the four."""
         return ModuleCosts(
             attention=fit_roofline(self.attention),
             ffn=fit_roofline(self.ffn),

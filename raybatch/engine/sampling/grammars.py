@@ -91,7 +91,6 @@ class GrammarSlots:
         self._matchers[slot] = matcher
 
     def remove(self, slot: int) -> None:
-        """Empty a slot; emptying an empty one does nothing."""
         self._matchers.pop(slot, None)
 
     def has(self, slot: int) -> bool:

@@ -133,7 +133,6 @@ class Sampler:
             self._has_grammar[slot] = self._grammars.has(slot)
 
     def remove(self, slot: int) -> None:
-        """Free a slot; freeing a free one does nothing."""
         self._is_random[slot] = False
         self._is_penalized[slot] = False
         self._min_tokens[slot] = 0
@@ -212,7 +211,6 @@ class Sampler:
         slots: npt.NDArray[np.int64],
         num_generated: npt.NDArray[np.int64],
     ) -> Drawn:
-        """Draw for rows of `logits`, each kind of row in its own way."""
         is_random = self._is_random[slots]
         if not is_random.any():
             return draw_greedy(logits, rows)
@@ -372,7 +370,6 @@ def mask_tokens(
     row_idx: Sequence[int],
     token_ids: Sequence[npt.NDArray[np.int64]],
 ) -> None:
-    """Make the given tokens of each row impossible."""
     rows = np.repeat(np.asarray(row_idx, np.int64), [len(ids) for ids in token_ids])
     flat_idx = rows * logits.shape[1] + np.concatenate(token_ids)
     logits.view(-1)[torch.from_numpy(flat_idx).to(logits.device)] = -torch.inf

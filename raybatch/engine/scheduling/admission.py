@@ -42,7 +42,6 @@ class OutputLengths:
         return float(self._survival[-1]) < 0.5
 
     def note(self, length: int) -> None:
-        """Remember an output that ended by itself."""
         self._ring[self._num_noted % len(self._ring)] = length
         self._num_noted += 1
 

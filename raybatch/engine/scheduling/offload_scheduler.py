@@ -72,7 +72,6 @@ class OffloadScheduler:
         return self.store.blocks.num_used / max(1, self.store.blocks.num_blocks)
 
     def add(self, record: Sequence) -> None:
-        """Take a sequence in, whose tokens have to be computed."""
         if record.has_started:
             self._sequences[record.arrival] = StoredSequence(record=record, status="evicted")
         else:
@@ -133,7 +132,6 @@ class OffloadScheduler:
         return stored.record, blocks
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent; linear in the pools."""
         self.blocks.check([self.table.blocks(slot) for slot in self._active])
         self.store.check(self._sequences.values())
         self._round.check()

@@ -80,7 +80,6 @@ class PrefillRound:
         return slot in self._running
 
     def vacate(self, slot: int) -> StoredSequence:
-        """Take a sequence of the round out of its slot."""
         stored = self._running.pop(slot)
         self._window.release(self._table.blocks(slot))
         self._table.remove(slot)

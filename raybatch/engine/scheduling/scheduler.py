@@ -158,7 +158,6 @@ class Scheduler:
         return self.remove(slot)
 
     def remove(self, slot: int) -> Sequence:
-        """Take a running sequence out for good and give its blocks back."""
         record = self._vacate(slot)
         self._leave(record)
         return record
@@ -187,7 +186,6 @@ class Scheduler:
         return record, blocks[self.blocks.num_refs[blocks] == 0]
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent; linear in the pool."""
         running = np.flatnonzero(self.table.phase != EMPTY).tolist()
         tables = [self.table.blocks(slot) for slot in running]
         self.blocks.check([*tables, *self._groups.tables()])

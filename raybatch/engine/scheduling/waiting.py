@@ -66,7 +66,6 @@ class WaitingQueue:
             (self._ready if group.has_started else self._fresh).append(group)
 
     def peek(self) -> Sequence:
-        """Return the next sequence; the queue is not empty."""
         if self._resumed:
             return self._resumed[0][1]
         return self._rows(self._next_unit())[0]
@@ -166,13 +165,10 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Looks up what sequences need."""
-
     _blocks: BlockManager
     _has_cache: bool
 
     def of(self, record: Sequence) -> Need:
-        """Return what a sequence needs to start now."""
         hits = self.hits(record)
         num_total = -(-record.num_tokens // self._blocks.block_size)
         num_unused = self._blocks.num_unused(hits)

@@ -78,7 +78,6 @@ class BlockManager:
             self._cached.pop(block, None)
 
     def reserve(self, count: int) -> None:
-        """Promise `count` of the available blocks to a sequence."""
         if count > self.num_available:
             raise RuntimeError(f"{count} blocks reserved, {self.num_available} available")
         self.num_reserved += count
@@ -130,7 +129,6 @@ class BlockManager:
                 heapq.heappush(self._free, block)
 
     def check(self, tables: Sequence[Int32s]) -> None:
-        """Raise RuntimeError unless the bookkeeping agrees with all block tables."""
         free, cached = set(self._free), set(self._cached)
         users = Counter(block for table in tables for block in table.tolist())
         counted = {int(b): int(self.num_refs[b]) for b in np.flatnonzero(self.num_refs)}
@@ -208,7 +206,6 @@ class HostBlocks:
             heapq.heappush(self._free, int(block))
 
     def check(self, tables: Sequence[Int32s]) -> None:
-        """Raise RuntimeError unless the bookkeeping agrees with what the sequences hold."""
         held = [block for table in tables for block in table.tolist()]
         if sorted([*held, *self._free]) != list(range(self.num_blocks)):
             raise RuntimeError(

@@ -65,7 +65,6 @@ class Schedule:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the forward batch."""
         return len(self.decode_slots) + len(self.draft_tokens) + int(self.chunk_lens.sum())
 
     @property

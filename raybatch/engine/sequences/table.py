@@ -71,7 +71,6 @@ class BlockUsers:
         self.num_attended[slot] = 0
 
     def check(self, block_table: npt.NDArray[np.int32]) -> None:
-        """Raise RuntimeError unless the sums equal those of a full recount."""
         count, slot_sum = np.zeros_like(self.count), np.zeros_like(self.slot_sum)
         for slot in np.flatnonzero(self.num_attended).tolist():
             blocks = block_table[slot, : self.num_attended[slot]]
@@ -165,7 +164,6 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known while it is not running."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def max_blocks(self, block_size: int) -> int:
@@ -175,7 +173,6 @@ class Sequence:
     def completion(
         self, reason: FinishReason, stop_reason: str | int | None = None, *, error: str = ""
     ) -> Completion:
-        """Return the completion of a sequence that does not run any more."""
         return completion_of(self.state(), reason, stop_reason, error=error)
 
     def state(self) -> SequenceState:
@@ -253,7 +250,6 @@ class SequenceTable:
         return slot
 
     def remove(self, slot: int) -> Sequence:
-        """Empty `slot` and return its sequence with the tokens it generated."""
         record = self.record(slot)
         record.token_ids = self.generated(slot)
         self.users.remove(slot, self.block_table)
@@ -281,7 +277,6 @@ class SequenceTable:
             self.last_token[slot] = self._generated[slot, num_generated - 1]
 
     def append_tokens(self, slots: Int64s, token_ids: Int64s) -> None:
-        """Append one generated token to each of the distinct `slots`."""
         self._generated[slots, self.num_tokens[slots] - self.num_prompt[slots]] = token_ids
         self.last_token[slots] = token_ids
         self.num_tokens[slots] += 1

@@ -174,7 +174,6 @@ class StreamedLayers:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the ring, and of the layers that stay."""
         stays = zip(self._layers, self._residence.is_resident, strict=True)
         return self._memory.nbytes + sum(packed_bytes(layer) for layer, kept in stays if kept)
 
@@ -287,7 +286,6 @@ class WeightRing:
         self._prefetch(self._window(layer))
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent."""
         held = [buffer.layer for buffer in self._buffers if buffer.layer is not None]
         if len(set(held)) != len(held) or not set(held) <= set(self._layers):
             raise RuntimeError(f"weight ring: buffers hold layers {held} of {self._layers}")

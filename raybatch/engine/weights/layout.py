@@ -163,7 +163,6 @@ def piece_bytes(num_elements: int, dtype: torch.dtype) -> int:
 
 
 def packed_bytes(record: object) -> int:
-    """Return the bytes of a buffer that holds the tensors of a record."""
     return sum(piece_bytes(tensor.numel(), tensor.dtype) for tensor in tensors_of(record))
 
 

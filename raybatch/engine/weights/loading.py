@@ -138,7 +138,6 @@ def weight_sizes(
 
 
 def _layer_of(name: str) -> int | None:
-    """Return the layer of a prepared tensor; None for what belongs to none."""
     layer, dot, _ = name.partition(".")
     return int(layer) if dot and layer.isdecimal() else None
 
@@ -242,7 +241,6 @@ Recipe = tuple[tuple[int, ...], Callable[[], torch.Tensor]]
 
 
 def recipes_of(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Recipe]:
-    """Return for each prepared tensor its shape and how to build it."""
     get = checkpoint.get
     recipe: dict[str, Recipe] = {
         "table" if spec.is_tied else "embed": (
@@ -262,8 +260,6 @@ def recipes_of(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Recipe]:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Builds the prepared tensors of one layer from those of the checkpoint."""
-
     checkpoint: Checkpoint
     spec: ModelSpec
     prefix: str
