@@ -39,9 +39,7 @@ class AnswerIndex:
 
     Two generations of at most `max_contexts` are kept: when the younger one is full it becomes the
     older one, and what was there before is dropped. Adding and finding take constant time.
-
-    Args:
-        max_contexts: of one generation; a token of an answer adds two where it has a group.
+    `max_contexts`: of one generation; a token of an answer adds two where it has a group.
     """
 
     def __init__(self, max_contexts: int = 1 << 16) -> None:
@@ -102,9 +100,7 @@ class Guesser:
     passage is looked up once. Each token that was expected counts as a right or a wrong guess,
     whether it was drafted or not: a sequence that drafts nothing still learns what it would be
     worth. Tokens become findable `lag` tokens later, because a draft wants so many behind them.
-
-    Args:
-        lag: most drafts of one step.
+    `lag`: most drafts of one step.
     """
 
     def __init__(self, prompt: TokenIds, answers: AnswerIndex, *, group: int, lag: int) -> None:

@@ -14,7 +14,7 @@ from raybatch.engine.finish_rules import FinishRules, RowLimits
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
 from raybatch.engine.memory.swap import LearnedRecovery
-from raybatch.engine.profile.stopwatch import clock_of
+from raybatch.engine.profile.layer_bench import clock_of
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
@@ -82,29 +82,23 @@ class Engine:
         self._drafter = make_drafter(self._table) if make_drafter is not None else None
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
-        self._num_arrivals = 0
-        self._num_steps = 0
-        self._num_generated_tokens = 0
-        self._num_accepted_tokens = 0
+        self._num_arrivals = self._num_steps = 0
+        self._num_generated_tokens = self._num_accepted_tokens = 0
         self._engine_s = 0.0
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests in this order; a bad one comes back from `step` with an error.
 
-        Raises:
-            ValueError: a request id that is still in the engine.
+        Raises ValueError: a request id that is still in the engine.
         """
         for request in requests:
             if request.request_id in self._num_open:
                 raise ValueError(f"request {request.request_id} is already in the engine")
             self._num_open[request.request_id] = request.sampling.n
             for sample_idx in range(request.sampling.n):
-                self._queue(
-                    SequenceState(
-                        request=request, sample_idx=sample_idx, token_ids=np.empty(0, np.int32)
-                    ),
-                    has_started=False,
-                )
+                none = np.empty(0, np.int32)
+                state = SequenceState(request=request, sample_idx=sample_idx, token_ids=none)
+                self._queue(state, has_started=False)
 
     def restore(self, states: Iterable[SequenceState]) -> None:
         """Go on with exported sequences, before those that have not started."""
@@ -116,8 +110,7 @@ class Engine:
     def step(self) -> list[Completion]:
         """Run one step and return the samples that finished in it.
 
-        Raises:
-            Exception: whatever the runner raises; the engine is not usable after it.
+        Raises Exception: whatever the runner raises; the engine is not usable after it.
         """
         began = time.perf_counter()
         completions, self._failed = self._failed, []
@@ -327,18 +320,13 @@ class Engine:
     def _fill_slot(self, slot: int) -> None:
         record = self._table.record(slot)
         request = record.request
+        prompt, generated = request.prompt_token_ids, record.token_ids
         self._sampler.add(
-            slot,
-            request.sampling,
-            request.seed,
-            record.sample_idx,
-            request.prompt_token_ids,
-            record.token_ids,
+            slot, request.sampling, request.seed, record.sample_idx, prompt, generated
         )
         self._rules.add(slot, request.sampling, record.token_ids)
-        if self._drafter is None or not record.may_draft:
-            return
-        if self._sampler.is_stateless(request.sampling):
+        is_stateless = self._sampler.is_stateless(request.sampling)
+        if self._drafter is not None and record.may_draft and is_stateless:
             self._drafter.add(slot)
 
     def _clear_slot(self, slot: int) -> None:

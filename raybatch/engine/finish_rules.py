@@ -18,8 +18,7 @@ _NO_TOKEN = -1  # pads rows of stop token ids; no token has this id
 class RowLimits:
     """What the model and the KV cache can take.
 
-    Args:
-        kv_option: that makes it larger.
+    `kv_option`: that makes it larger.
     """
 
     vocab_size: int

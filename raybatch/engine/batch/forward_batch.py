@@ -16,22 +16,15 @@ from raybatch.kernels.attention_plan import AttentionPlan
 class ForwardBatch:
     """Packed tokens of all sequences in one step: decode tokens with their drafts, then chunks.
 
-    Args:
-        token_ids: int64 [T].
-        positions: int64 [T], position in the sequence, from 0.
-        slot_mapping: int64 [T], where the token's KV goes: block_id * B + offset.
-        logits_idx: int64 [S], rows whose logits are needed (decode rows, last rows of prompts),
-            ascending.
-        attention: what each row attends to.
-        logits_attention: the same for the rows of `logits_idx` alone, every one a decode row over
-            all the KV of its sequence; of the last layer, nothing else is needed. None where all
-            rows need logits.
+    Logits are needed of decode rows and of the last rows of prompts. `logits_attention` is the plan
+    of these rows alone, every one a decode row over all the KV of its sequence; of the last layer,
+    nothing else is needed. It is None where all rows need logits.
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    logits_idx: torch.Tensor
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T], in the sequence, from 0
+    slot_mapping: torch.Tensor  # int64 [T], where the token's KV goes: block_id * B + offset
+    logits_idx: torch.Tensor  # int64 [S], rows whose logits are needed, ascending
     attention: AttentionPlan
     logits_attention: AttentionPlan | None = None
 
@@ -49,9 +42,8 @@ class BatchBuilder:
         table, block_size = self._table, self._table.block_size
         decode_slots, lens = schedule.decode_slots, schedule.chunk_lens
         first_rows = np.cumsum(lens) - lens
-        chunk_positions = np.repeat(schedule.chunk_starts - first_rows, lens) + np.arange(
-            lens.sum()
-        )
+        firsts = np.repeat(schedule.chunk_starts - first_rows, lens)
+        chunk_positions = firsts + np.arange(lens.sum())
         decode_slots, places = np.repeat(decode_slots, schedule.decode_lens), schedule.draft_places
         decode_tokens = table.last_token[decode_slots]
         decode_tokens[places > 0] = schedule.draft_tokens

@@ -51,10 +51,9 @@ class _Context(NamedTuple):
 class PlanBuilder:
     """Builds one plan per step from the table and the schedule.
 
-    Args:
-        min_saved_tokens: decode rows read a shared run together if that saves at least so many
-            reads of cached positions. Below it, a part of its own costs more than it saves
-            (measured on a CPU with blocks of 16).
+    `min_saved_tokens`: decode rows read a shared run together if that saves at least so many reads
+    of cached positions. Below it, a part of its own costs more than it saves (measured on a CPU
+    with blocks of 16).
     """
 
     def __init__(

@@ -48,8 +48,7 @@ class YieldPoint:
 class Part:
     """Sequences that attend together; the smallest unit that moves through the layers.
 
-    Args:
-        index: number of the part in its step; ties of a schedule break by it.
+    `index`: number of the part in its step; ties of a schedule break by it.
     """
 
     index: int
@@ -94,8 +93,7 @@ def _single(point: YieldPoint, part: Part, hidden: torch.Tensor) -> SequenceCoro
 def combine(coroutines: Sequence[SequenceCoroutine]) -> SequenceCoroutine:
     """Return one coroutine with the rows of all, in the order given.
 
-    Raises:
-        ValueError: none, or coroutines at different yield points.
+    Raises ValueError: none, or coroutines at different yield points.
     """
     if not coroutines:
         raise ValueError("there is nothing to combine")

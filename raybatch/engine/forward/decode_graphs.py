@@ -59,8 +59,7 @@ class DecodeShape:
 class DecodeBuffers:
     """Inputs and logits of decode steps; steps of every size use the first rows of the same.
 
-    Args:
-        scrap_block: block of the pool that is no sequence's; padded rows read and write it.
+    `scrap_block`: block of the pool that is no sequence's; padded rows read and write it.
     """
 
     def __init__(
@@ -143,10 +142,8 @@ class CudaGraphs:
         """Run a function several times and return it as a graph.
 
         It reads and writes tensors that live as long as the graph; whatever else it makes is its
-        own. The largest one comes first, so that others fit its memory.
-
-        Raises:
-            RuntimeError: it cannot be recorded.
+        own. The largest one comes first, so that others fit its memory. Raises RuntimeError: it
+        cannot be recorded.
         """
         current = torch.cuda.current_stream(self._device)
         # libraries keep their working memory by stream, so that warm-up and capture share one
@@ -202,8 +199,7 @@ class DecodeGraphs:
         decoder: with ops of fixed shapes.
         cache: its last block is no sequence's.
 
-    Raises:
-        RuntimeError: a step cannot be captured.
+    Raises RuntimeError: a step cannot be captured.
     """
 
     def __init__(
@@ -252,10 +248,8 @@ class DecodeGraphs:
     def check(self, plain: Decoder) -> None:
         """Compare every graph with a plain forward pass; the pool must be unused, and is after it.
 
-        `plain` is the same model with ops that are known to be right.
-
-        Raises:
-            GraphMismatchError: they differ by more than rounding does.
+        `plain` is the same model with ops that are known to be right. Raises GraphMismatchError:
+        they differ by more than rounding does.
         """
         pool, shape = self._cache.k, self._shape
         num_blocks = pool.shape[1] - 1

@@ -26,8 +26,7 @@ from raybatch.models.rope import RopeSpec
 class PreparedBatch:
     """A forward batch with what all its layers share.
 
-    Args:
-        rotation: of its positions, complex64 [T, 1, D / 2].
+    `rotation`: of its positions, complex64 [T, 1, D / 2].
     """
 
     batch: ForwardBatch
@@ -55,6 +54,7 @@ class Decoder:
     ) -> None:
         self._spec = spec
         self._weights = weights
+        self.num_layers, self.vocab_size = spec.num_layers, spec.vocab_size
         self.layers = layers or ResidentLayers(weights.layers)
         self._ops = ops
         self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
@@ -111,14 +111,6 @@ class Decoder:
             rotation=self._rotation(batch.positions),
             attention=self._prepare(batch, batch.attention, cache),
         )
-
-    @property
-    def num_layers(self) -> int:
-        return self._spec.num_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self._spec.vocab_size
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> torch.Tensor:

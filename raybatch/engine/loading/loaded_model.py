@@ -76,8 +76,7 @@ class ResolvedEngine:
 class LoadedModel:
     """A model on a device.
 
-    Args:
-        weights: layers that do not stay on the device are in host memory.
+    `weights`: layers that do not stay on the device are in host memory.
     """
 
     name: str
@@ -100,10 +99,7 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     """Load the model that `source` names (see `resolve_model`).
 
     Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
-    process.
-
-    Raises:
-        ConfigError: the model or an option cannot be run.
+    process. Raises ConfigError: the model or an option cannot be run.
     """
     path = resolve_model(source)
     spec = read_model_spec(path)
@@ -194,9 +190,8 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
         give_back_freed_memory(model.device)
     row = RowShape.within(model.resolved.max_model_len)
     plan = plan_steps(profile.layers, row)
-    how = "by the plain forward pass"
-    if plan.attn_batch_tokens is not None:
-        how = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
+    parts = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
+    how = "by the plain forward pass" if plan.attn_batch_tokens is None else parts
     _logger.info(
         "%s runs %s, as %s, for %d prompt and %d output tokens (raybatch bench plan tells more)",
         model.name,
@@ -231,8 +226,7 @@ def resolve(
 ) -> ResolvedEngine:
     """Return the resolved options for a model on a device; None takes that of `pick_device`.
 
-    Raises:
-        ConfigError: there is no such device.
+    Raises ConfigError: there is no such device.
     """
     device = device or pick_device(config)
     name = config.dtype
@@ -251,8 +245,7 @@ def resolve(
 def pick_device(config: EngineConfig) -> torch.device:
     """Return the device that the options name; "auto" takes a GPU where there is one.
 
-    Raises:
-        ConfigError: there is no such device.
+    Raises ConfigError: there is no such device.
     """
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

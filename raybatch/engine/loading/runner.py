@@ -52,8 +52,7 @@ _GRAPH_BYTES = 4 << 20
 class GraphSetup:
     """Graphs that an engine is going to capture once it has its pool.
 
-    Args:
-        is_required: the options ask for graphs, so that it is an error to have none.
+    `is_required`: the options ask for graphs, so that it is an error to have none.
     """
 
     shape: DecodeShape
@@ -80,9 +79,7 @@ class GraphSetup:
         """Capture every size and compare it with the plain forward pass; None where that fails.
 
         The last block of `cache`, which is unused, is no sequence's; `plain` runs all other steps.
-
-        Raises:
-            ConfigError: it fails, and the options ask for graphs.
+        Raises ConfigError: it fails, and the options ask for graphs.
         """
         try:
             made = DecodeGraphs(
@@ -115,10 +112,8 @@ def plan_graphs(
 ) -> GraphSetup | None:
     """Return what an engine captures; None where it captures nothing.
 
-    Takes options with `attn_batch_tokens` decided; `ops` of None are those of the device.
-
-    Raises:
-        ConfigError: the options ask for graphs, and there can be none.
+    Takes options with `attn_batch_tokens` decided; `ops` of None are those of the device. Raises
+    ConfigError: the options ask for graphs, and there can be none.
     """
     if config.cuda_graphs is False:
         return None
@@ -164,10 +159,8 @@ class ModelRunner:
     """A loaded model: `forward` runs one step. Owned by one thread.
 
     KV of all rows is written before any row attends, layer by layer, so a row may attend to blocks
-    that another row of the same forward batch fills.
-
-    Args:
-        num_scrap_blocks: last blocks of the pool that are no sequence's.
+    that another row of the same forward batch fills. `num_scrap_blocks`: last blocks of the pool
+    that are no sequence's.
     """
 
     def __init__(
@@ -184,10 +177,17 @@ class ModelRunner:
         self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
         self.decoder = decoder
         self._graphs = graphs
-        self._num_scrap_blocks = num_scrap_blocks
+        self.device = cache.k.device
+        self.num_blocks = int(cache.k.shape[1]) - num_scrap_blocks
+        # tokens that attend at once where steps run as coroutines: `load` decides, and without it
+        # nothing was measured that would speak for parts
+        tokens = config.attn_batch_tokens
+        self.attn_batch_tokens = None if tokens == "auto" else tokens
         policy = CombineAtExperts(config.moe_batch_tokens, is_layerwise=decoder.layers.is_streamed)
         self.runtime = CoroutineRuntime(decoder, cache, policy)
         self._window = LayerWindow(cache, self.tiers) if config.kv_offload else None
+        # blocks of the pool in steps whose KV goes to host memory
+        self.num_window_blocks = self._window.num_blocks if self._window else 0
 
     @classmethod
     def load(
@@ -261,28 +261,8 @@ class ModelRunner:
         return runner
 
     @property
-    def attn_batch_tokens(self) -> int | None:
-        """Tokens that attend at once where steps run as coroutines; None for plain steps."""
-        tokens = self.config.attn_batch_tokens
-        # `load` decides; without it, nothing was measured that would speak for parts
-        return None if tokens == "auto" else tokens
-
-    @property
-    def num_blocks(self) -> int:
-        return int(self.cache.k.shape[1]) - self._num_scrap_blocks
-
-    @property
-    def num_window_blocks(self) -> int:
-        """Blocks of the pool in steps whose KV goes to host memory; 0 where there are none."""
-        return 0 if self._window is None else self._window.num_blocks
-
-    @property
     def weight_counters(self) -> WeightCounters:
         return self.decoder.layers.counters
-
-    @property
-    def device(self) -> torch.device:
-        return self.cache.k.device
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens.

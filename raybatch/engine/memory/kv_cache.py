@@ -135,8 +135,7 @@ def num_blocks_for(
 def num_host_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype) -> int:
     """Return how many blocks fit into `host_kv_bytes`.
 
-    Raises:
-        ConfigError: the option is set, and holds not a single block.
+    Raises ConfigError: the option is set, and holds not a single block.
     """
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     budget = config.host_kv_bytes or 0

@@ -26,8 +26,7 @@ Int64s = npt.NDArray[np.int64]
 class CheckpointCounters:
     """Copies ahead since the start.
 
-    Args:
-        num_used_blocks: that were in host memory when their sequence yielded.
+    `num_used_blocks`: that were in host memory when their sequence yielded.
     """
 
     num_bytes: int = 0
@@ -136,9 +135,8 @@ class KVCheckpoints:
     def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> list[Int32s]:
         """Return the host blocks of all checkpoints.
 
-        Raises:
-            RuntimeError: these sequences, all there are, have other checkpoints than were made, or
-                one that waits has any.
+        Raises RuntimeError: these sequences, all there are, have other checkpoints than were made,
+        or one that waits has any.
         """
         if any(record.checkpoint is not None for record in waiting):
             raise RuntimeError("checkpoints: a sequence that waits has one")

@@ -38,10 +38,8 @@ class KVTiers:
     """A device's pool with a host's behind it; owned by one thread.
 
     On a GPU, transfers run on a stream of their own: moves wait for each other and for the steps
-    before them, and the next step waits only for what was brought back.
-
-    Args:
-        num_host_blocks: blocks in host memory, pinned where the device is a GPU; may be 0.
+    before them, and the next step waits only for what was brought back. `num_host_blocks`: blocks
+    in host memory, pinned where the device is a GPU; may be 0.
     """
 
     def __init__(self, device: KVCache, num_host_blocks: int) -> None:

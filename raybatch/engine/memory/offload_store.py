@@ -114,8 +114,7 @@ class StoredPrefixes:
 class OffloadStore:
     """Owns the host's blocks.
 
-    Args:
-        has_cache: requests share equal leading blocks; samples of one request always do.
+    `has_cache`: requests share equal leading blocks; samples of one request always do.
     """
 
     def __init__(self, block_size: int, copier: KVTiers, *, has_cache: bool) -> None:
@@ -184,8 +183,7 @@ class OffloadStore:
     def load(self, stored: StoredSequence, blocks: list[int]) -> bool:
         """Copy the KV of a sequence into blocks of the device; False if that failed.
 
-        Raises:
-            Exception: of the copy, where it failed several times in a row for this sequence.
+        Raises Exception: of the copy, where it failed several times in a row for this sequence.
         """
         host_ids = np.array(stored.host_blocks[: len(blocks)], np.int64)
         try:

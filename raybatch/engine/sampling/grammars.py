@@ -32,8 +32,7 @@ _SOURCE = re.compile(r"^\[[\d:]+\] \S+: ")
 def check_grammar(text: str) -> str:
     """Return what is wrong with a constraint as far as that needs no tokenizer, "" for nothing.
 
-    Raises:
-        MissingDependency: XGrammar is not installed.
+    Raises MissingDependency: XGrammar is not installed.
     """
     try:
         _grammar(text)
@@ -117,23 +116,20 @@ class GrammarSlots:
         if compiled is None:
             grammar = _grammar(text)
             if self._compiler is None:
-                self._compiler = self._make_compiler()
+                import xgrammar
+
+                info = xgrammar.TokenizerInfo.from_huggingface(
+                    self._load_tokenizer(),
+                    vocab_size=self._vocab_size,
+                    stop_token_ids=list(self._eos_token_ids),
+                )
+                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
             compiled = self._compiler.compile_grammar(grammar)
             self._compiled[text] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(text)
         return compiled
-
-    def _make_compiler(self) -> Any:  # noqa: ANN401
-        import xgrammar
-
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            self._load_tokenizer(),
-            vocab_size=self._vocab_size,
-            stop_token_ids=list(self._eos_token_ids),
-        )
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
 def _grammar(text: str) -> Any:  # noqa: ANN401

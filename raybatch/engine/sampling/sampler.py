@@ -24,6 +24,7 @@ from raybatch.engine.sampling.draw import (
 from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.records.types import Sampling, TokenIds
 
+Int64s = npt.NDArray[np.int64]
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 
 # below this a division by the temperature has no meaning in float32; vLLM draws the same line
@@ -41,7 +42,7 @@ class SampleResult:
             None for a row that asked for none; None when no row asked.
     """
 
-    token_ids: npt.NDArray[np.int64]
+    token_ids: Int64s
     is_finite: npt.NDArray[np.bool_]
     logprobs: list[TokenLogprobs | None] | None = None
 
@@ -79,7 +80,7 @@ class Sampler:
         self._min_p = np.zeros(max_slots)
         self._key = np.zeros(max_slots, np.uint64)
         self._histories: dict[int, TokenHistory] = {}
-        self._held_back: dict[int, npt.NDArray[np.int64]] = {}
+        self._held_back: dict[int, Int64s] = {}
 
     def refusal(self, sampling: Sampling) -> str:
         if sampling.structured_outputs is None:
@@ -146,8 +147,8 @@ class Sampler:
     def sample(
         self,
         logits: torch.Tensor,  # [S, V] float32, read only
-        slots: npt.NDArray[np.int64],
-        num_generated: npt.NDArray[np.int64],
+        slots: Int64s,
+        num_generated: Int64s,
     ) -> SampleResult:
         """Draw one token per row and remember it where a penalty needs it.
 
@@ -185,8 +186,8 @@ class Sampler:
     def _adjust(
         self,
         logits: torch.Tensor,
-        group: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int64],
+        group: Int64s,
+        slots: Int64s,
         is_held_back: npt.NDArray[np.bool_],
     ) -> torch.Tensor:
         """Return the logits of the group's rows with penalties, min_tokens and grammars applied."""
@@ -205,11 +206,7 @@ class Sampler:
         return adjusted
 
     def _draw(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int64],
-        num_generated: npt.NDArray[np.int64],
+        self, logits: torch.Tensor, rows: Int64s, slots: Int64s, num_generated: Int64s
     ) -> Drawn:
         is_random = self._is_random[slots]
         if not is_random.any():
@@ -254,8 +251,8 @@ def has_penalty(sampling: Sampling) -> bool:
 
 def gather_logprobs(
     logits: torch.Tensor,  # [S, V]
-    token_ids: npt.NDArray[np.int64],
-    num_logprobs: npt.NDArray[np.int64],
+    token_ids: Int64s,
+    num_logprobs: Int64s,
 ) -> list[TokenLogprobs | None] | None:
     """Return the log-softmax of the raw logits for the sampled and the most likely tokens.
 
@@ -304,12 +301,11 @@ class TokenHistory:
         self.repetition = sampling.repetition_penalty
         self.presence = sampling.presence_penalty
         self.frequency = sampling.frequency_penalty
+        ids = np.empty(0, np.int64)
         if sampling.repetition_penalty != 1.0:
             ids = np.unique(np.asarray(prompt_token_ids, np.int64))
             # ids that the model has no logit for cannot be generated either
             ids = ids[(ids >= 0) & (ids < vocab_size)]
-        else:
-            ids = np.empty(0, np.int64)
         self._size = len(ids)
         self._ids = np.concatenate([ids, np.zeros(64, np.int64)])
         self._counts = np.zeros(len(self._ids), np.int64)
@@ -318,11 +314,11 @@ class TokenHistory:
             self.record(token_id)
 
     @property
-    def ids(self) -> npt.NDArray[np.int64]:
+    def ids(self) -> Int64s:
         return self._ids[: self._size]
 
     @property
-    def counts(self) -> npt.NDArray[np.int64]:
+    def counts(self) -> Int64s:
         return self._counts[: self._size]
 
     def record(self, token_id: int) -> None:
@@ -352,9 +348,10 @@ def apply_penalties(
     rows = np.repeat(np.asarray(row_idx, np.int64), sizes)
     ids = np.concatenate([history.ids for history in histories])
     counts = np.concatenate([history.counts for history in histories])
-    repetition = np.repeat([history.repetition for history in histories], sizes)
-    frequency = np.repeat([history.frequency for history in histories], sizes)
-    presence = np.repeat([history.presence for history in histories], sizes)
+    repetition, frequency, presence = (
+        np.repeat([getattr(history, name) for history in histories], sizes)
+        for name in ("repetition", "frequency", "presence")
+    )
     offset = frequency * counts + presence * (counts > 0)
     flat_idx = torch.from_numpy(rows * logits.shape[1] + ids).to(logits.device)
     factor = torch.from_numpy(repetition.astype(np.float32)).to(logits.device)
@@ -368,7 +365,7 @@ def apply_penalties(
 def mask_tokens(
     logits: torch.Tensor,  # [S, V] float32, modified in place
     row_idx: Sequence[int],
-    token_ids: Sequence[npt.NDArray[np.int64]],
+    token_ids: Sequence[Int64s],
 ) -> None:
     rows = np.repeat(np.asarray(row_idx, np.int64), [len(ids) for ids in token_ids])
     flat_idx = rows * logits.shape[1] + np.concatenate(token_ids)

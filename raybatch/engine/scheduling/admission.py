@@ -114,8 +114,7 @@ class KVForecast:
 class Admission:
     """Decides by a forecast whether one more sequence may run.
 
-    Args:
-        fraction: of the pool that a forecast may reach; None lets every sequence start.
+    `fraction`: of the pool that a forecast may reach; None lets every sequence start.
     """
 
     def __init__(
@@ -163,11 +162,8 @@ class Admission:
         return record.expected_len is not None or self.lengths.is_known
 
     def _current(self) -> KVForecast:
-        if self._forecast is None:
-            self._forecast = self._build()
-        return self._forecast
-
-    def _build(self) -> KVForecast:
+        if self._forecast is not None:
+            return self._forecast
         table = self._table
         slots = np.flatnonzero(table.phase != EMPTY)
         num_generated = table.num_tokens[slots] - table.num_prompt[slots]
@@ -182,7 +178,9 @@ class Admission:
             table.expected_len[slots] - table.num_prompt[slots],
             table.is_expected[slots],
         )
-        return KVForecast(float(num_taken - num_own.sum()), sizes, remaining, table.block_size)
+        shared = float(num_taken - num_own.sum())
+        self._forecast = KVForecast(shared, sizes, remaining, table.block_size)
+        return self._forecast
 
     def _measure(self, record: Sequence, num_shared: int) -> tuple[float, float]:
         """Return the size of a waiting sequence in blocks, and its remaining steps."""

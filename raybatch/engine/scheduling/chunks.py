@@ -41,24 +41,22 @@ class Chunks:
                 return 0
             elif self._restore(slot) and table.phase[slot] == DECODE:
                 return 1
-        return self._take_chunk(slot, min(budget, stop - int(table.num_computed[slot])), chunks)
+        start = int(table.num_computed[slot])
+        length = min(budget, stop - start)
+        if length <= 0:
+            return 0
+        stop = start + length
+        num_new = -(-stop // table.block_size) - int(table.num_blocks[slot])
+        self._add_reserved(slot, self._blocks.allocate(num_new, is_reserved=True))
+        self._share(slot, start // table.block_size, stop)
+        chunks.append((slot, start, length))
+        return length
 
     def _shares_unfinished(self, slot: int, chunks: list[tuple[int, int, int]]) -> bool:
         """Return whether `slot` has blocks that this step fills; a decode must find its KV."""
         table = self._table
         filled = [table.blocks(other)[start // table.block_size :] for other, start, _ in chunks]
         return bool(filled) and bool(np.isin(table.blocks(slot), np.concatenate(filled)).any())
-
-    def _take_chunk(self, slot: int, length: int, chunks: list[tuple[int, int, int]]) -> int:
-        if length <= 0:
-            return 0
-        start = int(self._table.num_computed[slot])
-        stop = start + length
-        num_new = -(-stop // self._table.block_size) - int(self._table.num_blocks[slot])
-        self._add_reserved(slot, self._blocks.allocate(num_new, is_reserved=True))
-        self._share(slot, start // self._table.block_size, stop)
-        chunks.append((slot, start, length))
-        return length
 
     def _restore(self, slot: int) -> bool:
         """Bring back what host memory has of `slot`; False if it has to be computed after all."""
@@ -104,10 +102,8 @@ class DraftRoom:
     """Cuts drafts to what the step, the sequence and the KV memory hold.
 
     A draft takes nothing that known tokens need: no place in the budget of a decoding sequence, no
-    block that running sequences will ask for soon, and never another one's blocks.
-
-    Args:
-        _spare_steps: steps for whose growth blocks are left free.
+    block that running sequences will ask for soon, and never another one's blocks. `_spare_steps`:
+    steps for whose growth blocks are left free.
     """
 
     _table: SequenceTable

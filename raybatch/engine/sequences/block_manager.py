@@ -88,10 +88,8 @@ class BlockManager:
     def allocate(self, count: int, *, is_reserved: bool = False) -> list[int]:
         """Return `count` blocks with one user each: free ones first, then the LRU cached ones.
 
-        `is_reserved` takes them out of a promise made by `reserve`.
-
-        Raises:
-            RuntimeError: fewer blocks are available; callers ask `num_available` first.
+        `is_reserved` takes them out of a promise made by `reserve`. Raises RuntimeError: fewer
+        blocks are available; callers ask `num_available` first.
         """
         if is_reserved:
             self.unreserve(count)

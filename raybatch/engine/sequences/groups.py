@@ -9,6 +9,7 @@ the group takes a share in every prefix block as soon as it is scheduled:
 So the prefix survives the preemption of that member, and another one goes on where it stopped.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -120,10 +121,7 @@ class PrefixGroups:
 
     def check(self, members: Iterable[PrefixGroup | None]) -> None:
         """Raise RuntimeError unless the groups are those of all waiting and running `members`."""
-        counts: dict[int, int] = {}
-        for group in members:
-            if group is not None:
-                counts[id(group)] = counts.get(id(group), 0) + 1
+        counts = Counter(id(group) for group in members if group is not None)
         expected = {id(group): group.num_members for group in self._groups.values()}
         if counts != expected:
             raise RuntimeError("prefix groups: members differ from the sequences in the engine")

@@ -116,21 +116,20 @@ def completion_of(
 class Sequence:
     """One sample of one request, as long as it is unfinished.
 
+    The scheduler sets `arrival_step`, steps of the engine before it was queued, and `group`.
+
     Args:
         arrival: order of submission; the latest is preempted first.
-        arrival_step: steps of the engine before it was queued, set by the scheduler.
         max_len: tokens at which it ends by length, prompt included.
         expected_len: tokens at which it is likely to end; None where nothing is known.
         token_ids: generated tokens while it is not running; the table holds them else.
-        group: prefix-sharing group, set by the scheduler.
         block_hashes: of the full blocks of the prompt; None before the first admission.
         num_cached_tokens: prompt tokens whose KV came from another request.
         num_computed_before: tokens whose KV was lost by preemption.
-        logprobs: collected per generated token; None unless asked for.
         num_reported: generated tokens that are known outside the engine.
         swapped: KV in host memory, until all that it holds is on the device again.
         checkpoint: KV of full blocks that host memory has ahead, while it runs.
-        may_draft: whether its tokens may be guessed ahead; false once a guess broke its KV.
+        may_draft: false once a guess broke its KV.
     """
 
     request: Request

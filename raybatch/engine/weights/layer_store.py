@@ -110,8 +110,7 @@ class StreamCopies(HostCopies):
 class WeightCounters:
     """What was copied to the device since the start.
 
-    Args:
-        num_stalls: layers whose weights had not arrived when they were needed.
+    `num_stalls`: layers whose weights had not arrived when they were needed.
     """
 
     num_copies: int = 0
@@ -136,8 +135,7 @@ class ResidentLayers:
 class StreamedLayers:
     """Some layers on the device, the others in host memory behind a ring; owned by one thread.
 
-    Args:
-        make_copier: of the copies to be made; None takes that of the device.
+    `make_copier`: of the copies to be made; None takes that of the device.
     """
 
     is_streamed = True
@@ -181,8 +179,7 @@ class StreamedLayers:
     def use(self, layer: int) -> Iterator[LayerWeights]:
         """Lend the weights of a layer on the device; they may be gone when the block ends.
 
-        Raises:
-            RuntimeError: the weights could not be copied; the store goes on.
+        Raises RuntimeError: the weights could not be copied; the store goes on.
         """
         if self._residence.is_resident[layer]:
             self._ring.advance(layer)
@@ -245,10 +242,8 @@ class WeightRing:
     """Hands out buffers by layer; a buffer that is in use is never given to another layer.
 
     Copies run ahead in the order of the layers, from the last back to the first: at any layer, the
-    ring holds or fetches those that come next, itself included.
-
-    Args:
-        layers: that pass through, ascending.
+    ring holds or fetches those that come next, itself included. `layers`: that pass through,
+    ascending.
     """
 
     def __init__(self, layers: Sequence[int], num_buffers: int, copier: HostCopies) -> None:
@@ -262,9 +257,8 @@ class WeightRing:
     def use(self, layer: int) -> Iterator[int]:
         """Lend the buffer with the weights of a layer, until the block ends.
 
-        Raises:
-            RuntimeError: the weights could not be copied, or all buffers are lent; the ring goes on
-                as if there had been no call.
+        Raises RuntimeError: the weights could not be copied, or all buffers are lent; the ring goes
+        on as if there had been no call.
         """
         window = self._window(layer)
         idx = self._find(layer)

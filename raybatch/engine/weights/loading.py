@@ -145,10 +145,8 @@ def _layer_of(name: str) -> int | None:
 def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path:
     """Write the prepared file unless it exists, and return its path.
 
-    Processes that ask at the same time write it once.
-
-    Raises:
-        OSError: the cache folder cannot be written.
+    Processes that ask at the same time write it once. Raises OSError: the cache folder cannot be
+    written.
     """
     key = stat_key(model_path, model_fingerprint(model_path), str(form), str(_FORMAT_VERSION))
     target = cache_dir() / "weights" / f"{key}.safetensors"
@@ -165,8 +163,7 @@ def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path
 def _map_prepared(path: Path, parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
     """Return the tensors of a prepared file; the numbers in it are taken as they are.
 
-    Raises:
-        SafetensorError: it is cut, or its header does not say what `parts` are.
+    Raises SafetensorError: it is cut, or its header does not say what `parts` are.
     """
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -210,30 +207,29 @@ def _laid_out(
         if form.byte_dtype is None or name.rpartition(".")[2] not in LAYER_LINEARS:
             parts[name] = shape, form.dtype, build
             continue
-        quantised = _Quantised(build, form.byte_dtype)
-        parts[name] = shape, form.byte_dtype, quantised.values
-        parts[f"{name}{_SCALES}"] = shape[:-1], torch.float32, quantised.take_scales
+        values, scales = _quantised(build, form.byte_dtype)
+        parts[name] = shape, form.byte_dtype, values
+        parts[f"{name}{_SCALES}"] = shape[:-1], torch.float32, scales
     if device.type != "cpu":
         return parts
     return dict(lay_out(*part, form.panel_width) for part in parts.items())
 
 
-class _Quantised:
-    """A weight as bytes, and its scales; built once where both are taken, the bytes first."""
+def _quantised(
+    build: Callable[[], torch.Tensor], dtype: torch.dtype
+) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """Return how a weight is made as bytes, and how its scales are.
 
-    def __init__(self, build: Callable[[], torch.Tensor], dtype: torch.dtype) -> None:
-        self._build = build
-        self._dtype = dtype
-        self._scales: torch.Tensor | None = None
+    The weight is built once where both are made, the bytes first.
+    """
+    made: list[torch.Tensor] = []
 
-    def values(self) -> torch.Tensor:
-        weight = self._build()
-        self._scales = weight_scales(weight, self._dtype)
-        return quantise_weight(weight, self._scales, self._dtype)
+    def values() -> torch.Tensor:
+        weight = build()
+        made[:] = [weight_scales(weight, dtype)]
+        return quantise_weight(weight, made[0], dtype)
 
-    def take_scales(self) -> torch.Tensor:
-        scales, self._scales = self._scales, None
-        return weight_scales(self._build(), self._dtype) if scales is None else scales
+    return values, lambda: made.pop() if made else weight_scales(build(), dtype)
 
 
 # a shape and the function that builds the tensor
