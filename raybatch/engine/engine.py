@@ -267,7 +267,10 @@ class Engine:
     ) -> list[Completion]:
         table, completions, is_good = self._table, list[Completion](), result.is_finite
         for slot in slots_to_restart(schedule, is_good).tolist():
-            self._restart(slot)
+            self._clear_slot(slot)
+            record, blocks = self._scheduler.restart(slot)
+            record.may_draft = False
+            self._runner.clear_blocks(blocks)
         for slot in slots[~is_good].tolist():
             if table.phase[slot] != EMPTY:
                 completions.append(self._fail(slot))
@@ -303,12 +306,6 @@ class Engine:
             self._clear_slot(slot)
             completions.append(self._scheduler.finish(slot).completion(reason, stop_reason))
         return completions
-
-    def _restart(self, slot: int) -> None:
-        self._clear_slot(slot)
-        record, blocks = self._scheduler.restart(slot)
-        record.may_draft = False
-        self._runner.clear_blocks(blocks)
 
     def _fail(self, slot: int) -> Completion:
         self._clear_slot(slot)

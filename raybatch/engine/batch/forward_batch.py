@@ -101,7 +101,15 @@ def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) ->
         parts[-1][0].extend(decodes)
         parts[-1][1].extend(chunks)
         num_tokens += size
-    return [_select(schedule, decodes, sorted(chunks)) for decodes, chunks in parts]
+    return [
+        Schedule(
+            decode_slots=schedule.decode_slots[decodes],
+            chunk_slots=schedule.chunk_slots[chunks],
+            chunk_starts=schedule.chunk_starts[chunks],
+            chunk_lens=schedule.chunk_lens[chunks],
+        )
+        for decodes, chunks in ((decodes, sorted(chunks)) for decodes, chunks in parts)
+    ]
 
 
 def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Int64s:
@@ -140,12 +148,3 @@ def _connected(schedule: Schedule, table: SequenceTable) -> list[list[int]]:
     for chunk, number in enumerate(group):
         members.setdefault(number, []).append(chunk)
     return list(members.values())
-
-
-def _select(schedule: Schedule, decodes: list[int], chunks: list[int]) -> Schedule:
-    return Schedule(
-        decode_slots=schedule.decode_slots[decodes],
-        chunk_slots=schedule.chunk_slots[chunks],
-        chunk_starts=schedule.chunk_starts[chunks],
-        chunk_lens=schedule.chunk_lens[chunks],
-    )

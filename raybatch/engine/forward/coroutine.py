@@ -46,29 +46,22 @@ class YieldPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """Sequences that attend together; the smallest unit that moves through the layers.
+    """Sequences that attend together; the smallest unit that moves through the layers."""
 
-    `index`: number of the part in its step; ties of a schedule break by it.
-    """
-
+    # number of the part in its step; ties of a schedule break by it
     index: int
     prepared: PreparedBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SequenceCoroutine:
-    """Parts at one yield point.
-
-    Args:
-        parts: in the order of their rows.
-        num_rows: rows of each part; the last layer leaves only those with logits.
-        hidden: hidden states of all rows, [T, M].
-    """
+    """Parts at one yield point."""
 
     point: YieldPoint
     parts: tuple[Part, ...]
+    # of each part; the last layer leaves only those with logits
     num_rows: tuple[int, ...]
-    hidden: torch.Tensor
+    hidden: torch.Tensor  # of all rows, part after part, [T, M]
 
     @property
     def index(self) -> int:

@@ -166,16 +166,12 @@ class GraphMismatchError(RuntimeError): ...
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCounts:
-    """What graphs did.
-
-    Args:
-        num_steps: steps that were repeated from a graph.
-        eager_steps: other steps by why: "prompts", "shared prefix", "rows" (more than the largest
-            graph has) or "blocks" (more than its buffers hold).
-    """
+    """What graphs did."""
 
     num_captured: int = 0
     num_steps: int = 0
+    # steps without a graph by why: "prompts", "shared prefix", "rows" (more than the largest graph
+    # has) or "blocks" (more than its buffers hold)
     eager_steps: Mapping[str, int] = field(default_factory=dict)
 
 

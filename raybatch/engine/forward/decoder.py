@@ -24,13 +24,10 @@ from raybatch.models.rope import RopeSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedBatch:
-    """A forward batch with what all its layers share.
-
-    `rotation`: of its positions, complex64 [T, 1, D / 2].
-    """
+    """A forward batch with what all its layers share."""
 
     batch: ForwardBatch
-    rotation: torch.Tensor
+    rotation: torch.Tensor  # of its positions, complex64 [T, 1, D / 2]
     attention: Prepared
 
 

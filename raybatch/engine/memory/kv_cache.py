@@ -2,6 +2,8 @@
 
 import mmap
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,8 @@ COPY_ERRORS = (RuntimeError, MemoryError, OSError)
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNKNOWN_BYTES = 4 << 30
+# copies of a trial, of which the quickest counts
+_NUM_TRIALS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +72,21 @@ def _pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     # torch.zeros would touch every page of a pool that may be half of the host's memory
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def trial_copy_s(copy: Callable[[], object], device: torch.device) -> float:
+    """Return the least seconds of a few copies from or to a device.
+
+    Before them one is made that does not count: it takes pages from the system, or reads from disk.
+    """
+    seconds = []
+    for _ in range(1 + _NUM_TRIALS):
+        began = time.perf_counter()
+        copy()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return max(min(seconds[1:]), 1e-9)
 
 
 def max_sequence_len(config: EngineConfig, model_tokens: int) -> int:

@@ -24,12 +24,10 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointCounters:
-    """Copies ahead since the start.
-
-    `num_used_blocks`: that were in host memory when their sequence yielded.
-    """
+    """Copies ahead since the start."""
 
     num_bytes: int = 0
+    # that were in host memory when their sequence yielded
     num_used_blocks: int = 0
     num_failures: int = 0
 

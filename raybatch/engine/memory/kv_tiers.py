@@ -7,7 +7,6 @@ one gather and one scatter for any number of layers, and on a GPU one transfer f
 While prompts are computed whose KV goes to the host, the device's pool is a `LayerWindow`.
 """
 
-import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raybatch.engine.memory.kv_cache import KVCache, allocate_memory
+from raybatch.engine.memory.kv_cache import KVCache, allocate_memory, trial_copy_s
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.errors import ConfigError
 
 Int64s = npt.NDArray[np.int64]
 
-# blocks of a trial copy, and trials of which the quickest counts
-_TRIAL_BLOCKS, _NUM_TRIALS = 4, 3
+# of a trial copy
+_TRIAL_BLOCKS = 4
 
 
 class _Arriving(NamedTuple):
@@ -167,18 +166,14 @@ class KVTiers:
 
     def copy_bytes_per_s(self) -> float:
         """Measure copies there and back; both pools must be idle, the device's stays as it is."""
-        count = min(_TRIAL_BLOCKS, self.num_host_blocks, self._device.k.shape[1])
-        ids = np.arange(count)
-        seconds = []
-        for _ in range(1 + _NUM_TRIALS):
-            began = time.perf_counter()
+        ids = np.arange(min(_TRIAL_BLOCKS, self.num_host_blocks, self._device.k.shape[1]))
+
+        def there_and_back() -> None:
             self.save_blocks(ids, ids)
             self.load_blocks(ids, ids)
-            if self._stream is not None:
-                torch.cuda.synchronize(self._device.k.device)
-            seconds.append(time.perf_counter() - began)
-        # the first one takes the pages of the host's pool from the system
-        return 2 * count * self.block_bytes / max(min(seconds[1:]), 1e-9)
+
+        num_bytes = 2 * len(ids) * self.block_bytes
+        return num_bytes / trial_copy_s(there_and_back, self._device.k.device)
 
     def _scatter(self, *, keep: int) -> None:
         """Put layers that have arrived into the host's pool, but for the last ones."""

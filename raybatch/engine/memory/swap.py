@@ -76,13 +76,7 @@ class LearnedRecovery:
 
 @dataclass(kw_only=True, slots=True)
 class SwapCounters:
-    """Moves since the start.
-
-    Args:
-        num_saves: sequences whose KV went to host memory.
-        num_loads: sequences that got it back.
-        num_tokens: whose KV was restored.
-    """
+    """Moves since the start: sequences saved and loaded, and tokens whose KV was restored."""
 
     num_saves: int = 0
     num_loads: int = 0

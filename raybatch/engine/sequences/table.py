@@ -244,7 +244,10 @@ class SequenceTable:
         self.expected_len[slot] = record.expected_len or record.max_len
         self.is_expected[slot] = record.expected_len is not None
         self.block_table[slot, : len(blocks)] = blocks
-        self._grow_generated(record.max_len - num_prompt)
+        num_columns = self._generated.shape[1]
+        if record.max_len - num_prompt > num_columns:
+            num_more = max(record.max_len - num_prompt - num_columns, num_columns)
+            self._generated = np.pad(self._generated, ((0, 0), (0, num_more)))
         self._generated[slot, :num_generated] = record.token_ids
         return slot
 
@@ -333,10 +336,3 @@ class SequenceTable:
             return prompt[start:stop]
         generated = self._generated[slot, max(start - num_prompt, 0) : stop - num_prompt]
         return np.concatenate((prompt[start:num_prompt], generated))
-
-    def _grow_generated(self, num_columns: int) -> None:
-        old = self._generated
-        if num_columns > old.shape[1]:
-            grown = np.zeros((old.shape[0], max(num_columns, 2 * old.shape[1])), np.int32)
-            grown[:, : old.shape[1]] = old
-            self._generated = grown

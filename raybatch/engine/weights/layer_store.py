@@ -9,7 +9,6 @@ buffers            | 1 | 2 |                 2 is on its way while 1 computes; 4
 """
 
 import logging
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from raybatch.engine.memory.kv_cache import COPY_ERRORS, allocate_memory
+from raybatch.engine.memory.kv_cache import COPY_ERRORS, allocate_memory, trial_copy_s
 from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.loading import LayerWeights
 from raybatch.errors import error_text
@@ -30,19 +29,12 @@ CopyPairs = Callable[[int, int], list[tuple[torch.Tensor, torch.Tensor]]]
 
 logger = logging.getLogger(__name__)
 
-# trial copies, of which the quickest counts
-_NUM_TRIALS = 3
-
 
 class Transfer(NamedTuple):
-    """A copy of one layer's weights into a buffer.
-
-    Args:
-        is_done: whether the weights are there already.
-        wait: lets all that is computed from now on find them; raises where the copy failed.
-    """
+    """A copy of one layer's weights into a buffer."""
 
     is_done: Callable[[], bool]
+    # lets all that is computed from now on find them; raises where the copy failed
     wait: Callable[[], None]
 
 
@@ -108,13 +100,11 @@ class StreamCopies(HostCopies):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightCounters:
-    """What was copied to the device since the start.
-
-    `num_stalls`: layers whose weights had not arrived when they were needed.
-    """
+    """What was copied to the device since the start."""
 
     num_copies: int = 0
     num_bytes: int = 0
+    # layers whose weights had not arrived when they were needed
     num_stalls: int = 0
     num_failures: int = 0
 
@@ -133,10 +123,7 @@ class ResidentLayers:
 
 
 class StreamedLayers:
-    """Some layers on the device, the others in host memory behind a ring; owned by one thread.
-
-    `make_copier`: of the copies to be made; None takes that of the device.
-    """
+    """Some layers on the device, the others in host memory behind a ring; owned by one thread."""
 
     is_streamed = True
 
@@ -170,11 +157,6 @@ class StreamedLayers:
             num_failures=self._ring.num_failures,
         )
 
-    @property
-    def device_bytes(self) -> int:
-        stays = zip(self._layers, self._residence.is_resident, strict=True)
-        return self._memory.nbytes + sum(packed_bytes(layer) for layer, kept in stays if kept)
-
     @contextmanager
     def use(self, layer: int) -> Iterator[LayerWeights]:
         """Lend the weights of a layer on the device; they may be gone when the block ends.
@@ -191,17 +173,10 @@ class StreamedLayers:
     def bytes_per_s(self) -> float:
         """Measure copies of a layer, before anything uses the ring; nothing of it is counted."""
         assert not self._copier.num_copies, "the ring holds weights"
-        layer = self._residence.streamed[0]
         trial = HostCopies(self._pairs)
-        seconds = []
-        for _ in range(1 + _NUM_TRIALS):
-            began = time.perf_counter()
-            trial.copy(layer, 0)
-            if self._memory.device.type == "cuda":
-                torch.cuda.synchronize(self._memory.device)
-            seconds.append(time.perf_counter() - began)
-        # the first one reads the weights from disk, and takes the pages of the ring
-        return trial.num_bytes / trial.num_copies / max(min(seconds[1:]), 1e-9)
+        copy = partial(trial.copy, self._residence.streamed[0], 0)
+        seconds = trial_copy_s(copy, self._memory.device)
+        return trial.num_bytes / trial.num_copies / seconds
 
     def check(self) -> None:
         self._ring.check()
@@ -219,17 +194,11 @@ class StreamedLayers:
 
 @dataclass(slots=True)
 class _Buffer:
-    """One layer's place.
-
-    Args:
-        layer: whose weights are here or on their way.
-        transfer: that nobody has waited for yet.
-        num_users: uses that have not ended.
-        last_use: mark behind the last one.
-    """
-
+    # whose weights are here or on their way
     layer: int | None = None
+    # that nobody has waited for yet
     transfer: Transfer | None = None
+    # uses that have not ended, and the mark behind the last one that has
     num_users: int = 0
     last_use: object = None
 
@@ -242,8 +211,8 @@ class WeightRing:
     """Hands out buffers by layer; a buffer that is in use is never given to another layer.
 
     Copies run ahead in the order of the layers, from the last back to the first: at any layer, the
-    ring holds or fetches those that come next, itself included. `layers`: that pass through,
-    ascending.
+    ring holds or fetches those that come next, itself included. The layers that pass through are
+    given in ascending order.
     """
 
     def __init__(self, layers: Sequence[int], num_buffers: int, copier: HostCopies) -> None:

@@ -263,23 +263,24 @@ class _Layer:
     def get(self, name: str) -> torch.Tensor:
         return self.checkpoint.get(self.prefix + name)
 
+    def _part(self, name: str, *shape: int) -> Recipe:
+        return shape, lambda: self.get(name)
+
     def attention(self) -> dict[str, Recipe]:
         spec = self.spec
         num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv_dim = (num_heads + 2 * num_kv_heads) * head_dim
+        part = self._part
         parts: dict[str, Recipe] = {
-            "attention_norm": ((spec.model_dim,), lambda: self.get("input_layernorm.weight")),
+            "attention_norm": part("input_layernorm.weight", spec.model_dim),
             "qkv": ((qkv_dim, spec.model_dim), lambda: self._qkv("weight")),
-            "o": (
-                (spec.model_dim, num_heads * head_dim),
-                lambda: self.get("self_attn.o_proj.weight"),
-            ),
-            "ffn_norm": ((spec.model_dim,), lambda: self.get("post_attention_layernorm.weight")),
+            "o": part("self_attn.o_proj.weight", spec.model_dim, num_heads * head_dim),
+            "ffn_norm": part("post_attention_layernorm.weight", spec.model_dim),
         }
         if spec.has_qkv_bias:
             parts["qkv_bias"] = ((qkv_dim,), lambda: self._qkv("bias"))
         if spec.has_o_bias:
-            parts["o_bias"] = ((spec.model_dim,), lambda: self.get("self_attn.o_proj.bias"))
+            parts["o_bias"] = part("self_attn.o_proj.bias", spec.model_dim)
         if spec.has_qk_norm:
             parts["qk_norm"] = ((num_heads + num_kv_heads, head_dim), self._qk_norm)
         return parts
@@ -307,11 +308,11 @@ class _Layer:
         model_dim, ffn_dim = self.spec.model_dim, self.spec.ffn_dim
         parts: dict[str, Recipe] = {
             "gate_up": ((2 * ffn_dim, model_dim), lambda: self._gate_up("mlp.", "weight")),
-            "down": ((model_dim, ffn_dim), lambda: self.get("mlp.down_proj.weight")),
+            "down": self._part("mlp.down_proj.weight", model_dim, ffn_dim),
         }
         if self.spec.has_mlp_bias:
             parts["gate_up_bias"] = ((2 * ffn_dim,), lambda: self._gate_up("mlp.", "bias"))
-            parts["down_bias"] = ((model_dim,), lambda: self.get("mlp.down_proj.bias"))
+            parts["down_bias"] = self._part("mlp.down_proj.bias", model_dim)
         return parts
 
     def _gate_up(self, prefix: str, kind: str) -> torch.Tensor:
@@ -324,7 +325,7 @@ class _Layer:
         model_dim, ffn_dim, num_experts = self.spec.model_dim, moe.ffn_dim, moe.num_experts
         block = "block_sparse_moe." if self._has("block_sparse_moe.gate.weight") else "mlp."
         return {
-            "router": ((num_experts, model_dim), lambda: self.get(f"{block}gate.weight")),
+            "router": self._part(f"{block}gate.weight", num_experts, model_dim),
             "experts_gate_up": (
                 (num_experts, 2 * ffn_dim, model_dim),
                 # Mixtral's w1 is the gate, w3 goes up and w2 down
