@@ -7,6 +7,7 @@ nothing, so keys may collide and old answers may be forgotten.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -34,20 +35,20 @@ class _Place(NamedTuple):
     position: int
 
 
+@dataclass(slots=True)
 class AnswerIndex:
     """Where contexts stood in answers, the latest places first; the oldest are forgotten.
 
     Two generations of at most `max_contexts` are kept: when the younger one is full it becomes the
-    older one, and what was there before is dropped. Adding and finding take constant time.
-    `max_contexts`: of one generation; a token of an answer adds two where it has a group.
+    older one, and what was there before is dropped. A token of an answer adds two contexts where it
+    has a group. Adding and finding take constant time.
     """
 
-    def __init__(self, max_contexts: int = 1 << 16) -> None:
-        self._max_contexts = max_contexts
-        self._young: dict[int, _Place] = {}
-        self._old: dict[int, _Place] = {}
-        # share of right guesses of all sequences; the first ones are taken to be worth a try
-        self.acceptance = 0.5
+    max_contexts: int = 1 << 16
+    _young: dict[int, _Place] = field(default_factory=dict)
+    _old: dict[int, _Place] = field(default_factory=dict)
+    # share of right guesses of all sequences; the first ones are taken to be worth a try
+    acceptance: float = 0.5
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -63,7 +64,7 @@ class AnswerIndex:
         if group:
             salt = group << _CONTEXT_BITS
             self._young.update(zip([salt | c for c in contexts], places, strict=True))
-        if len(self._young) >= self._max_contexts:
+        if len(self._young) >= self.max_contexts:
             self._old, self._young = self._young, {}
 
     def find(self, context: int, group: int) -> _Place | None:
@@ -99,8 +100,8 @@ class Guesser:
     It follows the text in which the last tokens were found as long as that is right, so a copied
     passage is looked up once. Each token that was expected counts as a right or a wrong guess,
     whether it was drafted or not: a sequence that drafts nothing still learns what it would be
-    worth. Tokens become findable `lag` tokens later, because a draft wants so many behind them.
-    `lag`: most drafts of one step.
+    worth. Tokens become findable `lag` tokens later, the most drafts of one step, because a draft
+    wants so many behind them.
     """
 
     def __init__(self, prompt: TokenIds, answers: AnswerIndex, *, group: int, lag: int) -> None:

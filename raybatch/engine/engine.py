@@ -322,8 +322,9 @@ class Engine:
             slot, request.sampling, request.seed, record.sample_idx, prompt, generated
         )
         self._rules.add(slot, request.sampling, record.token_ids)
-        is_stateless = self._sampler.is_stateless(request.sampling)
-        if self._drafter is not None and record.may_draft and is_stateless:
+        if self._drafter is None or not record.may_draft:
+            return
+        if self._sampler.is_stateless(request.sampling):
             self._drafter.add(slot)
 
     def _clear_slot(self, slot: int) -> None:

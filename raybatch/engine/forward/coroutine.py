@@ -10,7 +10,7 @@ a layer once for all parts that have reached it, so that experts see large batch
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import accumulate
 
@@ -122,6 +122,7 @@ def partition(coroutine: SequenceCoroutine, count: int) -> list[SequenceCoroutin
     ]
 
 
+@dataclass(slots=True)
 class Lot:
     """Where coroutines of one step wait, by yield point, in the order in which they came.
 
@@ -129,11 +130,10 @@ class Lot:
     which all methods raise RuntimeError.
     """
 
-    def __init__(self) -> None:
-        # no point without any
-        self.waiting: dict[YieldPoint, list[SequenceCoroutine]] = {}
-        self._active: set[int] = set()
-        self._done: set[int] = set()
+    # no point without any
+    waiting: dict[YieldPoint, list[SequenceCoroutine]] = field(default_factory=dict)
+    _active: set[int] = field(default_factory=set)
+    _done: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.waiting)
@@ -211,14 +211,14 @@ class RuntimeCounters:
     num_attention_calls: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class CoroutineRuntime:
     """Drives one decoder over one KV pool."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, policy: CombineAtExperts) -> None:
-        self.counters = RuntimeCounters()
-        self._decoder = decoder
-        self._cache = cache
-        self._policy = policy
+    _decoder: Decoder
+    _cache: KVCache
+    _policy: CombineAtExperts
+    counters: RuntimeCounters = field(default_factory=RuntimeCounters)
 
     def forward(self, batches: Sequence[ForwardBatch]) -> torch.Tensor:
         """Run parts that do not read what another one writes in this step.

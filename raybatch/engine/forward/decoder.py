@@ -130,18 +130,13 @@ class Decoder:
         is_last = layer_idx == self._spec.num_layers - 1
         drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
         with self.layers.use(layer_idx) as layer:
-            if (
-                is_last
-                and batch.logits_attention is not None
-                # a linear can make keys and values without the queries before them
-                and layer.qkv.can_start_at(self._spec.num_heads * self._spec.head_dim)
-            ):
-                attended = self._attend_last(layer, x, prepared, cache)
-            else:
-                attended = self._attend(layer_idx, layer, x, prepared, cache)
-                if drops_rows:
-                    attended = attended.index_select(0, batch.logits_idx)
+            last = batch.logits_attention if is_last else None
+            # a linear must make keys and values without the queries before them
+            if not layer.qkv.can_start_at(self._spec.num_heads * self._spec.head_dim):
+                last = None
+            attended = self._attend(layer_idx, layer, x, prepared, cache, last)
             if drops_rows:
+                attended = attended.index_select(0, batch.logits_idx) if last is None else attended
                 x = x.index_select(0, batch.logits_idx)
             self._ops.add_linear_(x, attended, layer.o)
         return x
@@ -215,35 +210,23 @@ class Decoder:
         x: torch.Tensor,
         prepared: PreparedBatch,
         cache: KVCache,
+        last: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        spec, attention = self._spec, prepared.attention
-        hidden = self._ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
-        heads = slice(0, self._num_projected)
-        qk, v = self._project(layer, hidden, prepared.rotation, heads)
-        q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+        """Let all rows leave their KV; with the plan `last`, those with logits alone attend."""
+        spec, ops, plan = self._spec, self._ops, prepared.attention
         k_pool, v_pool = cache.k[layer_idx], cache.v[layer_idx]
-        self._ops.store_kv(k, v, k_pool, v_pool, attention)
-        return self._ops.attend(q, k, v, k_pool, v_pool, attention, spec.windows[layer_idx])
-
-    def _attend_last(
-        self, layer: LayerWeights, x: torch.Tensor, prepared: PreparedBatch, cache: KVCache
-    ) -> torch.Tensor:
-        """Attend in the last layer: all rows leave their KV, those with logits have queries."""
-        batch, rotation = prepared.batch, prepared.rotation
-        assert batch.logits_attention is not None, "the plan of the last layer"
-        spec, rows = self._spec, batch.logits_idx
-        hidden = self._ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
-        k, v = self._project(layer, hidden, rotation, slice(spec.num_heads, self._num_projected))
-        k_pool, v_pool = cache.k[-1], cache.v[-1]
-        self._ops.store_kv(k, v, k_pool, v_pool, prepared.attention)
-        q, _ = self._project(
-            layer,
-            hidden.index_select(0, rows),
-            rotation.index_select(0, rows),
-            slice(0, spec.num_heads),
-        )
-        plan = self._prepare(batch, batch.logits_attention, cache, rows)
-        return self._ops.attend(q, k, v, k_pool, v_pool, plan, spec.windows[-1])
+        hidden = ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
+        num_queries = spec.num_heads if last is None else 0
+        heads = slice(spec.num_heads - num_queries, self._num_projected)
+        qk, v = self._project(layer, hidden, prepared.rotation, heads)
+        q, k = qk[:, :num_queries], qk[:, num_queries:]
+        ops.store_kv(k, v, k_pool, v_pool, plan)
+        if last is not None:
+            rows = prepared.batch.logits_idx
+            hidden, turns = hidden.index_select(0, rows), prepared.rotation.index_select(0, rows)
+            q, _ = self._project(layer, hidden, turns, slice(0, spec.num_heads))
+            plan = self._prepare(prepared.batch, last, cache, rows)
+        return ops.attend(q, k, v, k_pool, v_pool, plan, spec.windows[layer_idx])
 
     def _project(
         self, layer: LayerWeights, hidden: torch.Tensor, rotation: torch.Tensor, heads: slice

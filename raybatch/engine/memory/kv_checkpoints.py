@@ -6,7 +6,7 @@ is preempted, only what is behind them is copied; when it runs again, the copy s
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -32,26 +32,20 @@ class CheckpointCounters:
     num_failures: int = 0
 
 
+@dataclass(slots=True)
 class KVCheckpoints:
     """Keeps checkpoints in the host blocks that nothing else needs; `Sequence.checkpoint` has them.
 
-    Args:
-        blocks: of the host; shared with the KV of sequences that wait, which comes first.
-        keeps_loaded: let what was brought back stay in host memory as well.
+    The host's blocks are shared with the KV of sequences that wait, which comes first. What was
+    brought back stays in host memory as well where it `_keeps_loaded`.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        blocks: HostBlocks,
-        copier: KVTiers | None,
-        *,
-        keeps_loaded: bool = False,
-    ) -> None:
-        self.counters = CheckpointCounters()
-        self._block_size, self._blocks, self._copier = block_size, blocks, copier
-        self._keeps_loaded = keeps_loaded
-        self._holders: dict[int, Sequence] = {}
+    _block_size: int
+    _blocks: HostBlocks
+    _copier: KVTiers | None
+    _keeps_loaded: bool
+    counters: CheckpointCounters = field(default_factory=CheckpointCounters)
+    _holders: dict[int, Sequence] = field(default_factory=dict)
 
     def extend(
         self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int, max_blocks: int

@@ -46,14 +46,14 @@ class StoredSequence:
         return self.record.arrival
 
 
+@dataclass(frozen=True, slots=True)
 class StoredPrefixes:
     """Who has which prefix; a hash covers a block and all before it, so also its place."""
 
-    def __init__(self, block_size: int, *, has_cache: bool) -> None:
-        self._block_size = block_size
-        self._has_cache = has_cache
-        self._holders: dict[bytes, dict[int, StoredSequence]] = {}
-        self._num_known: dict[int, int] = {}
+    _block_size: int
+    _has_cache: bool
+    _holders: dict[bytes, dict[int, StoredSequence]] = field(default_factory=dict)
+    _num_known: dict[int, int] = field(default_factory=dict)
 
     def hashes(self, record: Sequence) -> list[bytes]:
         return record.prompt_hashes(self._block_size, has_cache=self._has_cache)
@@ -119,7 +119,7 @@ class OffloadStore:
 
     def __init__(self, block_size: int, copier: KVTiers, *, has_cache: bool) -> None:
         self.counters = SwapCounters()
-        self.prefixes = StoredPrefixes(block_size, has_cache=has_cache)
+        self.prefixes = StoredPrefixes(block_size, has_cache)
         self.blocks = HostBlocks(copier.num_host_blocks)
         self._block_size = block_size
         self._copier = copier

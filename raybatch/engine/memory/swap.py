@@ -106,9 +106,7 @@ class SwapSpace:
         self.counters = SwapCounters()
         self.blocks = HostBlocks(copier.num_host_blocks if copier else 0)
         self._block_size, self._copier, self._choice = block_size, copier, choice
-        self.checkpoints = KVCheckpoints(
-            block_size, self.blocks, copier, keeps_loaded=has_checkpoints
-        )
+        self.checkpoints = KVCheckpoints(block_size, self.blocks, copier, has_checkpoints)
 
     def save(self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int) -> None:
         """Keep the KV of a sequence that is about to lose its blocks, if that pays.

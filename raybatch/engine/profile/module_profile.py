@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from raybatch.config import cache_dir
 from raybatch.engine.forward.decoder import byte_dtype_of, pick_ops
@@ -241,33 +241,14 @@ def profile_path(
 def load_profile(path: Path) -> ModuleProfile | None:
     """Read a profile; None if there is none, or a broken one, which is warned about."""
     try:
-        profile = _from_json(json.loads(path.read_text(encoding="utf-8")))
+        profile = TypeAdapter(ModuleProfile).validate_json(path.read_bytes())
         # what cannot be fitted was never measured
         profile.costs()
         return profile
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         _logger.warning(
             "the profile %s cannot be read and is measured again: %s", path, error_text(error)
         )
         return None
-
-
-def _from_json(fields: dict[str, Any]) -> ModuleProfile:
-    model = fields["model"]
-    runs = {
-        name: tuple(
-            MeasuredWork(
-                tokens=int(run["tokens"]), work=Work(**run["work"]), seconds=float(run["seconds"])
-            )
-            for run in fields[name]
-        )
-        for name in ("attention", "ffn", "to_device", "to_host")
-    }
-    return ModuleProfile(
-        model=ModelShape(**{**model, "layer": LayerShape(**model["layer"])}),
-        layers=tuple(MeasuredLayer(**layer) for layer in fields["layers"]),
-        copies_overlap=bool(fields["copies_overlap"]),
-        **runs,
-    )

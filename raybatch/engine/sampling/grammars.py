@@ -10,6 +10,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -41,26 +42,21 @@ def check_grammar(text: str) -> str:
     return ""
 
 
+@dataclass(slots=True)
 class GrammarSlots:
     """The grammars of running sequences, by slot.
 
     Args:
-        load_tokenizer: returns the tokenizer of the model; called when the first grammar comes.
-        eos_token_ids: end tokens of the model, which are allowed where an answer may end.
+        _load_tokenizer: returns the tokenizer of the model; called when the first grammar comes.
+        _eos_token_ids: end tokens of the model, which are allowed where an answer may end.
     """
 
-    def __init__(
-        self,
-        load_tokenizer: Callable[[], PreTrainedTokenizerFast],
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-    ) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._compiler: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
-        self._matchers: dict[int, Any] = {}
+    _load_tokenizer: Callable[[], PreTrainedTokenizerFast]
+    _vocab_size: int
+    _eos_token_ids: tuple[int, ...]
+    _compiler: Any = None
+    _compiled: OrderedDict[str, Any] = field(default_factory=OrderedDict)
+    _matchers: dict[int, Any] = field(default_factory=dict)
 
     def refusal(self, text: str | None) -> str:
         """Return why a sequence cannot run with this constraint, "" where it can.

@@ -190,6 +190,7 @@ class Needs:
         return pinned + self._blocks.find_prefix(hashes[len(pinned) : max_hits])
 
 
+@dataclass(slots=True)
 class ClosedBatch:
     """Who belongs to the batch that runs.
 
@@ -197,11 +198,10 @@ class ClosedBatch:
     the blocks of its full length, so that none of them has to give up its KV.
     """
 
-    def __init__(self, blocks: BlockManager) -> None:
-        self._pool = blocks
-        self._num_places = 0
-        self._num_blocks = 0
-        self._is_empty = True
+    _pool: BlockManager
+    _num_places: int = 0
+    _num_blocks: int = 0
+    _is_empty: bool = True
 
     def open(self, num_rows: int) -> None:
         """Begin a batch of so many rows, if memory holds them; nobody runs."""
