@@ -16,14 +16,12 @@ _NO_TOKEN = -1  # pads rows of stop token ids; no token has this id
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimits:
-    """What the model and the KV cache can take.
-
-    `kv_option`: that makes it larger.
-    """
+    """What the model and the KV cache can take."""
 
     vocab_size: int
     max_model_len: int
     kv_tokens: int
+    # that makes it larger
     kv_option: str = "engine.kv_cache_bytes"
 
     def find_failure(self, state: SequenceState, *, refusal: str = "") -> Completion | None:

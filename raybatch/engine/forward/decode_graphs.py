@@ -31,16 +31,13 @@ _TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeShape:
-    """How large captured steps may be.
+    """How large captured steps may be."""
 
-    Args:
-        sizes: rows of a captured step, ascending; a step is padded to the next one.
-        max_row_blocks: blocks that one row may read.
-        max_entries: pairs of a row and a block of a step, padding included.
-    """
-
+    # rows of a captured step, ascending; a step is padded to the next one
     sizes: tuple[int, ...]
+    # blocks that one row may read
     max_row_blocks: int
+    # pairs of a row and a block of a step, padding included
     max_entries: int
 
     @property

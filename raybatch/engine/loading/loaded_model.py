@@ -41,16 +41,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedEngine:
-    """Options without "auto" and None, as all of the engine uses them.
-
-    Args:
-        dtype: in which the model computes.
-        byte_dtype: of weights that are kept as bytes; None where none are.
-    """
+    """Options without "auto" and None, as all of the engine uses them."""
 
     device: torch.device
+    # in which the model computes
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    # of weights that are kept as bytes; None where none are
     byte_dtype: torch.dtype | None
     max_model_len: int
 
@@ -74,14 +71,12 @@ class ResolvedEngine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model on a device.
-
-    `weights`: layers that do not stay on the device are in host memory.
-    """
+    """A model on a device."""
 
     name: str
     spec: ModelSpec
     resolved: ResolvedEngine
+    # layers that do not stay on the device are in host memory
     weights: ModelWeights
     sizes: WeightSizes
     residence: Residence

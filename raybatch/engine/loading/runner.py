@@ -50,13 +50,11 @@ _GRAPH_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphSetup:
-    """Graphs that an engine is going to capture once it has its pool.
-
-    `is_required`: the options ask for graphs, so that it is an error to have none.
-    """
+    """Graphs that an engine is going to capture once it has its pool."""
 
     shape: DecodeShape
     ops: Ops
+    # the options ask for graphs, so that it is an error to have none
     is_required: bool = False
 
     def needed_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> int:

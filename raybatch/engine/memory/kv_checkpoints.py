@@ -156,17 +156,14 @@ class KVCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class CopiesAhead:
-    """Copies nothing while there is room, so that what is copied is likely to be needed.
-
-    Args:
-        _max_blocks: blocks of one step; 0 never copies.
-        _num_found_again: of a slot, leading blocks that others use as well.
-    """
+    """Copies nothing while there is room, so that what is copied is likely to be needed."""
 
     _table: SequenceTable
     _blocks: BlockManager
     _checkpoints: KVCheckpoints
+    # blocks of one step; 0 never copies
     _max_blocks: int
+    # of a slot, leading blocks that others use as well
     _num_found_again: Callable[[int], int]
 
     def copy(self) -> None:

@@ -23,22 +23,19 @@ _MAX_FAILURES = 3
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StoredSequence:
-    """A sequence of an engine whose KV lives in host memory.
-
-    Args:
-        status: as `raybatch.policy.boundary.records.SequencePages` has it.
-        host_blocks: that it holds, in order of position.
-        num_stored: tokens whose KV is in them.
-        waited: boundaries since its status changed.
-        num_failures: loads of its KV that failed in a row.
-    """
+    """A sequence of an engine whose KV lives in host memory."""
 
     record: Sequence
+    # as `raybatch.policy.boundary.records.SequencePages` has it
     status: Status
+    # that it holds, in order of position
     host_blocks: list[int] = field(default_factory=list)
+    # tokens whose KV is in them
     num_stored: int = 0
     slot: int | None = None
+    # boundaries since its status changed
     waited: int = 0
+    # loads of its KV that failed in a row
     num_failures: int = 0
 
     @property

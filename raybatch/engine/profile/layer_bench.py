@@ -116,35 +116,33 @@ class Stopwatch:
 class ProfileOptions:
     """What is measured.
 
-    Args:
-        workloads: kinds of sequences that attention is measured with.
-        attention_tokens: sizes of its batches, each with every workload.
-        ffn_tokens: sizes of the batches of the experts.
-        prefill_tokens: of a step that is measured in parts of whole prompts.
-        decode_tokens: of such a step whose sequences decode, each behind a prompt.
-        prompt_tokens: of one prompt in these steps.
-        part_tokens: sizes of the parts; those that are no smaller than a step are left out.
-        num_repeats: samples of each size after a first one that does not count.
-        budget_s: seconds of all measurements; sizes that would not fit are left out, and the
-            smallest of each module never is.
-        max_kv_bytes: of the KV that attention is measured with; larger batches are left out.
-
     Raises ConfigError: there is no size, or a number is too small.
     """
 
+    # kinds of sequences that attention is measured with
     workloads: tuple[Workload, ...] = (
         Workload(cached_tokens=127),
         Workload(cached_tokens=1023),
         Workload(tokens_per_sequence=256),
     )
+    # sizes of its batches, each with every workload
     attention_tokens: tuple[int, ...] = (1, 4, 16, 64, 256)
+    # sizes of the batches of the experts
     ffn_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096)
+    # of a step that is measured in parts of whole prompts
     prefill_tokens: int = 1024
+    # of such a step whose sequences decode, each behind a prompt
     decode_tokens: int = 256
+    # of one prompt in these steps
     prompt_tokens: int = 256
+    # sizes of the parts; those that are no smaller than a step are left out
     part_tokens: tuple[int, ...] = (512, 256, 128, 64)
+    # samples of each size after a first one that does not count
     num_repeats: int = 5
+    # seconds of all measurements; sizes that would not fit are left out, and the smallest of each
+    # module never is
     budget_s: float = 8.0
+    # of the KV that attention is measured with; larger batches are left out
     max_kv_bytes: int = 256 << 20
     block_size: int = 64
     kv_cache_dtype: KVCacheDType = "auto"
@@ -183,18 +181,15 @@ def probe_decoder(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionBatch:
-    """Tokens of S sequences of the same length, with all that a layer needs to attend.
+    """Tokens of S sequences of the same length, with all that a layer needs to attend."""
 
-    Args:
-        x: hidden states [T, M].
-        prepared: the forward batch as the decoder prepares it once per step; all rows have logits,
-            so that the last layer keeps them.
-        cache: KV [L, N, G, B, R]. All layers lie in the memory of one, filled with random numbers:
-            pages of zeros would all be one page of memory.
-    """
-
+    # hidden states [T, M]
     x: torch.Tensor
+    # the forward batch as the decoder prepares it once per step; all rows have logits, so that the
+    # last layer keeps them
     prepared: PreparedBatch
+    # KV [L, N, G, B, R]. All layers lie in the memory of one, filled with random numbers: pages of
+    # zeros would all be one page of memory
     cache: KVCache
 
     @classmethod
@@ -248,8 +243,7 @@ class AttentionBatch:
 class LayerBench:
     """Times the modules of a decoder whose layers are all of one kind; runs take turns over them.
 
-    Each measurement takes a budget in seconds. `_like`: a tensor with the device and dtype of the
-    model.
+    Each measurement takes a budget in seconds.
     """
 
     _spec: ModelSpec
@@ -258,6 +252,7 @@ class LayerBench:
     _options: ProfileOptions
     _stopwatch: Stopwatch
     _kv_dtype: torch.dtype
+    # a tensor with the device and dtype of the model
     _like: torch.Tensor
 
     def attention(self, budget_s: float) -> tuple[MeasuredWork, ...]:

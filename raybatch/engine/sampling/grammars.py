@@ -44,15 +44,12 @@ def check_grammar(text: str) -> str:
 
 @dataclass(slots=True)
 class GrammarSlots:
-    """The grammars of running sequences, by slot.
+    """The grammars of running sequences, by slot."""
 
-    Args:
-        _load_tokenizer: returns the tokenizer of the model; called when the first grammar comes.
-        _eos_token_ids: end tokens of the model, which are allowed where an answer may end.
-    """
-
+    # returns the tokenizer of the model; called when the first grammar comes
     _load_tokenizer: Callable[[], PreTrainedTokenizerFast]
     _vocab_size: int
+    # end tokens of the model, which are allowed where an answer may end
     _eos_token_ids: tuple[int, ...]
     _compiler: Any = None
     _compiled: OrderedDict[str, Any] = field(default_factory=OrderedDict)

@@ -33,17 +33,14 @@ _MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleResult:
-    """What one step drew.
+    """What one step drew."""
 
-    Args:
-        token_ids: int64 [S]; 0 for a row that is not finite.
-        is_finite: bool [S]; False where the logits held NaN, or infinity as the largest value.
-        logprobs: per row a pair (token ids, log probabilities) with the sampled token first, or
-            None for a row that asked for none; None when no row asked.
-    """
-
+    # int64 [S]; 0 for a row that is not finite
     token_ids: Int64s
+    # bool [S]; False where the logits held NaN, or infinity as the largest value
     is_finite: npt.NDArray[np.bool_]
+    # per row a pair (token ids, log probabilities) with the sampled token first, or None for a row
+    # that asked for none; None when no row asked
     logprobs: list[TokenLogprobs | None] | None = None
 
 

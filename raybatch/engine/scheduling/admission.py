@@ -15,6 +15,7 @@ from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 
 Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Float64s = npt.NDArray[np.float64]
 # steps of unused pace that may be caught up on: short outputs are not slowed, long ones spread
 _MAX_CREDIT_STEPS = 2
@@ -194,11 +195,7 @@ class Admission:
         return record.num_tokens / self._table.block_size - num_shared + 0.5, float(remaining[0])
 
     def _remaining(
-        self,
-        num_generated: Int64s,
-        max_generated: Int64s,
-        expected: Int64s,
-        is_expected: npt.NDArray[np.bool_],
+        self, num_generated: Int64s, max_generated: Int64s, expected: Int64s, is_expected: Bools
     ) -> Float64s:
         final = self.lengths.expect(num_generated, max_generated)
         # one that outgrew its expectation is taken to go on for a while

@@ -22,15 +22,13 @@ class PrefillRound:
     A prompt may be cut where the budget of a step ends; its next chunk reads the one before from
     host memory. So does one whose beginning another sequence has there. A prompt waits for others
     that are computing blocks which it lacks, and lets those behind it pass.
-
-    Args:
-        _table: running sequences; those of a round have blocks of the window there.
-        _budget: tokens of a step.
     """
 
+    # running sequences; those of a round have blocks of the window there
     _table: SequenceTable
     _store: OffloadStore
     _window: HostBlocks
+    # tokens of a step
     _budget: int
     _counters: SchedulerCounters
     _waiting: deque[StoredSequence] = field(default_factory=deque)

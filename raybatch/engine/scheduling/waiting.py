@@ -146,20 +146,17 @@ class WaitingQueue:
 
 
 class Need(NamedTuple):
-    """Blocks that are there for a sequence, and counts.
+    """Blocks that are there for a sequence, and counts."""
 
-    Args:
-        hits: blocks of its prefix that hold what it would compute, in order.
-        num_total: blocks of all its known tokens.
-        num_available: of the available blocks, how many it takes.
-        num_shared: blocks that it uses together with others.
-        num_new_shared: of these, blocks that nobody uses yet.
-    """
-
+    # blocks of its prefix that hold what it would compute, in order
     hits: list[int]
+    # blocks of all its known tokens
     num_total: int
+    # of the available blocks, how many it takes
     num_available: int
+    # blocks that it uses together with others
     num_shared: int
+    # of these, blocks that nobody uses yet
     num_new_shared: int
 
 

@@ -168,14 +168,12 @@ class SwappedKV:
     found again by hash      | x | x |                      num_tokens ends within block 4;
     in host memory                   | h | h | h |          block 5 is not there yet
     ```
-
-    Args:
-        host_blocks: int32 [n], in order of position.
-        num_tokens: tokens of the sequence that had KV, from its beginning.
     """
 
     first_block: int
+    # int32 [n], in order of position
     host_blocks: Int32s
+    # tokens of the sequence that had KV, from its beginning
     num_tokens: int
 
 

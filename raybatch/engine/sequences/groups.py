@@ -22,20 +22,17 @@ from raybatch.records.types import Request, TokenIds
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PrefixGroup:
-    """The sequences of one engine that share a prefix.
-
-    Args:
-        prefix: the common tokens, whole blocks; read only.
-        num_members: sequences that wait or run.
-        has_started: a member was admitted, so that the others go before new groups.
-        blocks: pinned blocks, the first ones of the prefix.
-    """
+    """The sequences of one engine that share a prefix."""
 
     group_id: int
+    # the common tokens, whole blocks; read only
     prefix: TokenIds
     max_blocks: int
+    # sequences that wait or run
     num_members: int = 0
+    # a member was admitted, so that the others go before new groups
     has_started: bool = False
+    # pinned blocks, the first ones of the prefix
     blocks: list[int] = field(default_factory=list)
 
 

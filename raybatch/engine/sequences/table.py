@@ -117,36 +117,34 @@ class Sequence:
     """One sample of one request, as long as it is unfinished.
 
     The scheduler sets `arrival_step`, steps of the engine before it was queued, and `group`.
-
-    Args:
-        arrival: order of submission; the latest is preempted first.
-        max_len: tokens at which it ends by length, prompt included.
-        expected_len: tokens at which it is likely to end; None where nothing is known.
-        token_ids: generated tokens while it is not running; the table holds them else.
-        block_hashes: of the full blocks of the prompt; None before the first admission.
-        num_cached_tokens: prompt tokens whose KV came from another request.
-        num_computed_before: tokens whose KV was lost by preemption.
-        num_reported: generated tokens that are known outside the engine.
-        swapped: KV in host memory, until all that it holds is on the device again.
-        checkpoint: KV of full blocks that host memory has ahead, while it runs.
-        may_draft: false once a guess broke its KV.
     """
 
     request: Request
     sample_idx: int
+    # order of submission; the latest is preempted first
     arrival: int
+    # tokens at which it ends by length, prompt included
     max_len: int
+    # tokens at which it is likely to end; None where nothing is known
     expected_len: int | None = None
+    # generated tokens while it is not running; the table holds them else
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     group: PrefixGroup | None = None
+    # of the full blocks of the prompt; None before the first admission
     block_hashes: list[bytes] | None = None
+    # prompt tokens whose KV came from another request
     num_cached_tokens: int = 0
+    # tokens whose KV was lost by preemption
     num_computed_before: int = 0
     has_started: bool = False
     logprobs: list[TokenLogprobs] | None = None
+    # generated tokens that are known outside the engine
     num_reported: int = 0
+    # KV in host memory, until all that it holds is on the device again
     swapped: SwappedKV | None = None
+    # KV of full blocks that host memory has ahead, while it runs
     checkpoint: SwappedKV | None = None
+    # false once a guess broke its KV
     may_draft: bool = True
     arrival_step: int = 0
 

@@ -50,18 +50,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How the weights of a model are kept.
+    """How the weights of a model are kept."""
 
-    Args:
-        dtype: of all that are not bytes.
-        panel_width: outputs of the panels of dense linears, for compiled ops on a CPU; None lays
-            them out for torch.
-        byte_dtype: dtype of the weights of all linears but head and routers, one of
-            `raybatch.kernels.byte_weights`; None leaves them in `dtype`.
-    """
-
+    # of all that are not bytes
     dtype: torch.dtype
+    # outputs of the panels of dense linears, for compiled ops on a CPU; None lays them out for
+    # torch
     panel_width: int | None = None
+    # dtype of the weights of all linears but head and routers, one of
+    # `raybatch.kernels.byte_weights`; None leaves them in `dtype`
     byte_dtype: torch.dtype | None = None
 
 
