@@ -29,10 +29,10 @@ Int64s = npt.NDArray[np.int64]
 class Engine:
     """Continuous batching over one runner; owned by one thread.
 
+    The slots of the sampler, which picks tokens, are the engine's. `max_num_seqs` is bounded by
+    `max_batched_tokens`, because every running sequence needs a token per step.
+
     Args:
-        sampler: picks tokens; its slots are the engine's.
-        config: options; `max_num_seqs` is bounded by `max_batched_tokens`, because every running
-            sequence needs a token per step.
         recovery: how preempted sequences get their KV back; None measures what is quicker.
         make_drafter: of the table of running sequences; None looks drafts up where
             `speculative_tokens` asks for some.
@@ -274,7 +274,7 @@ class Engine:
         for slot in slots[~is_good].tolist():
             if table.phase[slot] != EMPTY:
                 completions.append(self._fail(slot))
-        # without drafts a row is a slot's only one, and rows may be fewer than were scheduled
+        # without drafts a row is a slot's only one
         rounds = [np.arange(len(slots))]
         if len(schedule.draft_lens):
             rounds = accepted_rows(schedule, result.token_ids)

@@ -188,11 +188,8 @@ def step_sizes(max_rows: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """Captured decode steps of one decoder over one pool; owned by one thread.
 
-    Args:
-        decoder: with ops of fixed shapes.
-        cache: its last block is no sequence's.
-
-    Raises RuntimeError: a step cannot be captured.
+    The decoder has ops of fixed shapes, and the last block of the cache is no sequence's. Raises
+    RuntimeError: a step cannot be captured.
     """
 
     def __init__(

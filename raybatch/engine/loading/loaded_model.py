@@ -264,11 +264,9 @@ def check_budgets(model_path: Path, config: EngineConfig) -> None:
 
     Reads the files of the model and loads no weights. Engines may run elsewhere, on another device
     and so in another dtype: a budget is refused where it is too small for every device that the
-    options allow; the numbers are those of this host.
-
-    Raises:
-        ConfigError: weights or KV in host memory do not fit, or the model cannot be run.
-        CapacityError: the KV cache does not hold a block.
+    options allow; the numbers are those of this host. Raises ConfigError: weights or KV in host
+    memory do not fit, or the model cannot be run. Raises CapacityError: the KV cache does not hold
+    a block.
     """
     spec = read_model_spec(model_path)
     devices = [pick_device(config)]

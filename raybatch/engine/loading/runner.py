@@ -157,8 +157,8 @@ class ModelRunner:
     """A loaded model: `forward` runs one step. Owned by one thread.
 
     KV of all rows is written before any row attends, layer by layer, so a row may attend to blocks
-    that another row of the same forward batch fills. `num_scrap_blocks`: last blocks of the pool
-    that are no sequence's.
+    that another row of the same forward batch fills. Scrap blocks, the last ones of the pool, are
+    no sequence's.
     """
 
     def __init__(
@@ -193,11 +193,9 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Load the model that `source` names, see `load_model`.
 
-        Where the options leave it open, a plan from measured layers decides how steps run.
-
-        Raises:
-            ConfigError: the model or an option cannot be run, as weights that do not fit.
-            CapacityError: the memory does not hold a block of KV.
+        Where the options leave it open, a plan from measured layers decides how steps run. Raises
+        ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
+        CapacityError: the memory does not hold a block of KV.
         """
         model = load_model(source, config)
         # both before the pool, which takes most of what is free
@@ -282,10 +280,8 @@ class ModelRunner:
     def forward_offloaded(self, batch: ForwardBatch, moves: LayerMoves) -> torch.Tensor:
         """Run one step of prompts whose KV goes to host memory, layer by layer.
 
-        Blocks of the batch are those of the window; the pool's content is lost.
-
-        Returns:
-            float32 logits [S, V], once host memory has all of the KV.
+        Blocks of the batch are those of the window; the pool's content is lost. Returns float32
+        logits [S, V], once host memory has all of the KV.
         """
         window, decoder = self._window, self.decoder
         assert window is not None, "a pool that no prompts pass through"

@@ -117,11 +117,9 @@ def num_blocks_for(
     Blocks of no sequence are taken off. It is never more than `max_num_seqs` sequences of
     `max_model_len` tokens can use. `free_bytes` is what the device has once the weights are loaded,
     `graph_bytes` what captured steps take of it beside the pool, and `host_bytes` the memory of a
-    CPU host in all, which no pool may exceed (None: not known).
-
-    Raises:
-        CapacityError: the memory does not hold a single block.
-        ConfigError: `kv_cache_bytes` asks for more than the host has.
+    CPU host in all, which no pool may exceed (None: not known). Raises CapacityError: the memory
+    does not hold a single block. Raises ConfigError: `kv_cache_bytes` asks for more than the host
+    has.
     """
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     is_host = device.type == "cpu"

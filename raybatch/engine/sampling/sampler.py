@@ -103,11 +103,7 @@ class Sampler:
         prompt_token_ids: npt.ArrayLike,
         generated: npt.ArrayLike = (),
     ) -> None:
-        """Take over a sequence in a free slot.
-
-        What the slot held is replaced; `generated` are tokens made before, by a preempted or
-        migrated sequence.
-        """
+        """Take over a sequence, with its tokens so far; what the slot held is replaced."""
         self.remove(slot)
         self._is_random[slot] = sampling.temperature >= _MIN_TEMPERATURE
         self._temperature[slot] = max(sampling.temperature, _MIN_TEMPERATURE)

@@ -72,11 +72,8 @@ class KVForecast:
     With sequences in order of their remaining steps r, longest first, the pool holds
     `shared + sum(sizes[:i]) + i * r[i - 1] / block_size` just before the i-th of them ends.
 
-    Args:
-        shared: blocks that several sequences use, held until the end.
-        sizes: blocks of each sequence now, alone, fractions included.
-        remaining: steps to go of each.
-        block_size: tokens of one block, so steps in which a sequence grows by one.
+    The `shared` blocks are held until the end; `sizes` are those of each sequence now, alone and
+    with fractions. A block is as many steps as it has tokens.
     """
 
     def __init__(

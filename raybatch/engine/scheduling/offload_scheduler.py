@@ -30,9 +30,8 @@ _ENDED_SHARE = 0.125
 class OffloadScheduler:
     """Owns sequences, the bookkeeping of both pools and the table of running ones.
 
-    Args:
-        num_window_blocks: blocks of the device's pool while prompts are computed.
-        max_batched_tokens: token budget of one step of prompts, at least the slots of `table`.
+    The window are blocks of the device's pool while prompts are computed; the token budget of one
+    step of prompts is at least the slots of the table.
     """
 
     def __init__(

@@ -112,8 +112,8 @@ class Scheduler:
     def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
         """Decide the next step, allocate its blocks and admit what fits.
 
-        `drafts`: by slot of a decoding sequence, tokens that may follow its known ones; as many of
-        them are computed as budget, blocks and length allow.
+        Drafts are, by slot of a decoding sequence, tokens that may follow its known ones; as many
+        of them are computed as budget, blocks and length allow.
         """
         self._copies_ahead.copy()
         self._num_steps += 1

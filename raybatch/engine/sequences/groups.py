@@ -39,9 +39,8 @@ class PrefixGroup:
 class PrefixGroups:
     """The groups of one engine by their id; a group lives as long as it has members.
 
-    Args:
-        blocks: of the KV pool; a pin is a user like any other there.
-        keep_cached: whether blocks stay findable after their last user.
+    A pin is a user of a block like any other. `keep_cached`: blocks stay findable after their last
+    user.
     """
 
     def __init__(self, blocks: BlockManager, *, keep_cached: bool) -> None:

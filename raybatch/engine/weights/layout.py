@@ -65,11 +65,9 @@ class WeightForm:
 def lay_out(name: str, part: Part, panel_width: int | None = None) -> tuple[str, Part]:
     """Return the name and form under which a tensor is prepared for a CPU.
 
-    Args:
-        name: of the tensor; in a layer "<index>.<field of LayerWeights>".
-        part: the tensor in the shape [..., out, in].
-        panel_width: outputs of the panels that all dense linears are to have for compiled ops, the
-            last one filled up with zeros; None lays them out for torch.
+    The tensor has the shape [..., out, in]; in a layer, its name is "<index>.<field of
+    LayerWeights>". `panel_width` outputs are those of the panels that all dense linears are to have
+    for compiled ops, the last one filled up with zeros; None lays them out for torch.
     """
     shape, dtype, build = part
     field = name.rpartition(".")[2]
@@ -199,9 +197,8 @@ _FILE_ALIGNMENT = 64
 def write_tensors(target: Path, parts: Mapping[str, Part]) -> None:
     """Write the named tensors; the file appears complete.
 
-    Raises:
-        ValueError: a built tensor does not have the announced shape.
-        OSError: the folder cannot be written.
+    Raises ValueError where a built tensor does not have the announced shape, OSError where the
+    folder cannot be written.
     """
     header: dict[str, Any] = {}
     end = 0
