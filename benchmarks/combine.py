@@ -18,7 +18,6 @@ from typing import Any
 
 import conditions
 import models
-import numpy as np
 import torch
 
 from raybatch.config import EngineConfig
@@ -43,7 +42,7 @@ def parts_of(num_parts: int, tokens: int, width: int) -> list[SequenceCoroutine]
         SequenceCoroutine(
             point=POINT,
             # neither the block of a layer nor the lot looks at the batch
-            parts=(Part(index=i, slots=np.arange(tokens), prepared=None),),  # type: ignore[arg-type]
+            parts=(Part(index=i, prepared=None),),  # type: ignore[arg-type]
             num_rows=(tokens,),
             hidden=torch.randn(tokens, width, generator=random),
         )

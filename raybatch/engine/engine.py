@@ -1,30 +1,27 @@
 """The step loop: schedule, forward, sample, finish. One engine drives one model on one device."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.drafts.speculation import (
-    Drafter,
-    LookupDrafter,
-    accepted_rows,
-    slots_to_restart,
-)
-from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
+from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
+from raybatch.engine.finish_rules import FinishRules, RowLimits
+from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
-from raybatch.engine.memory.swap import RecoveryChoice
-from raybatch.engine.profile.stopwatch import clock_of
-from raybatch.engine.protocols import Runner, SamplerLike
-from raybatch.engine.sampling.sampler import SampleResult
+from raybatch.engine.memory.swap import LearnedRecovery
+from raybatch.engine.profile.layer_bench import clock_of
+from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 from raybatch.engine.step import StepForward, learned_recovery, make_scheduler
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+from raybatch.text.stopping import StopChecker
 
 Int64s = npt.NDArray[np.int64]
 
@@ -32,10 +29,10 @@ Int64s = npt.NDArray[np.int64]
 class Engine:
     """Continuous batching over one runner; owned by one thread.
 
+    The slots of the sampler, which picks tokens, are the engine's. `max_num_seqs` is bounded by
+    `max_batched_tokens`, because every running sequence needs a token per step.
+
     Args:
-        sampler: picks tokens; its slots are the engine's.
-        config: options; `max_num_seqs` is bounded by `max_batched_tokens`, because every running
-            sequence needs a token per step.
         recovery: how preempted sequences get their KV back; None measures what is quicker.
         make_drafter: of the table of running sequences; None looks drafts up where
             `speculative_tokens` asks for some.
@@ -43,16 +40,18 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
-        sampler: SamplerLike,
-        stop_checker: StopCheckerLike,
+        runner: ModelRunner,
+        sampler: Sampler,
+        stop_checker: StopChecker,
         config: EngineConfig,
         *,
-        recovery: RecoveryChoice | None = None,
-        make_drafter: Callable[[SequenceTable], Drafter] | None = None,
+        recovery: LearnedRecovery | None = None,
+        make_drafter: Callable[[SequenceTable], LookupDrafter] | None = None,
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
-        row_blocks, kv_option = _row_blocks(runner, config)
+        row_blocks, kv_option = runner.num_blocks, "engine.kv_cache_bytes"
+        if config.kv_offload and runner.tiers.num_host_blocks < row_blocks:
+            row_blocks, kv_option = runner.tiers.num_host_blocks, "engine.host_kv_bytes"
         self._runner = runner
         self._sampler = sampler
         self._max_model_len = max_sequence_len(config, spec.max_model_len)
@@ -78,36 +77,28 @@ class Engine:
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
         # of steps, in which other work on the same host must not count
         self._clock = clock_of(runner.device)
-        self._drafter: Drafter | None = None
-        if make_drafter is not None:
-            self._drafter = make_drafter(self._table)
-        elif config.speculative_tokens:
-            self._drafter = LookupDrafter(self._table, config.speculative_tokens)
+        if make_drafter is None and config.speculative_tokens:
+            make_drafter = partial(LookupDrafter, max_tokens=config.speculative_tokens)
+        self._drafter = make_drafter(self._table) if make_drafter is not None else None
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
-        self._num_arrivals = 0
-        self._num_steps = 0
-        self._num_generated_tokens = 0
-        self._num_accepted_tokens = 0
+        self._num_arrivals = self._num_steps = 0
+        self._num_generated_tokens = self._num_accepted_tokens = 0
         self._engine_s = 0.0
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests in this order; a bad one comes back from `step` with an error.
 
-        Raises:
-            ValueError: a request id that is still in the engine.
+        Raises ValueError: a request id that is still in the engine.
         """
         for request in requests:
             if request.request_id in self._num_open:
                 raise ValueError(f"request {request.request_id} is already in the engine")
             self._num_open[request.request_id] = request.sampling.n
             for sample_idx in range(request.sampling.n):
-                self._queue(
-                    SequenceState(
-                        request=request, sample_idx=sample_idx, token_ids=np.empty(0, np.int32)
-                    ),
-                    has_started=False,
-                )
+                none = np.empty(0, np.int32)
+                state = SequenceState(request=request, sample_idx=sample_idx, token_ids=none)
+                self._queue(state, has_started=False)
 
     def restore(self, states: Iterable[SequenceState]) -> None:
         """Go on with exported sequences, before those that have not started."""
@@ -119,8 +110,7 @@ class Engine:
     def step(self) -> list[Completion]:
         """Run one step and return the samples that finished in it.
 
-        Raises:
-            Exception: whatever the runner raises; the engine is not usable after it.
+        Raises Exception: whatever the runner raises; the engine is not usable after it.
         """
         began = time.perf_counter()
         completions, self._failed = self._failed, []
@@ -132,18 +122,14 @@ class Engine:
         return completions
 
     def num_unfinished(self) -> int:
-        """Return the number of requests with unfinished samples."""
         return len(self._num_open)
 
     def drain(self) -> list[Request]:
         """Give back the requests of which no sample has started, last submitted last."""
-        waiting = [r for r in self._scheduler.waiting() if not r.has_started]
-        num_waiting: dict[int, int] = {}
-        for record in waiting:
-            request_id = record.request.request_id
-            num_waiting[request_id] = num_waiting.get(request_id, 0) + 1
+        waiting = [r.request for r in self._scheduler.waiting() if not r.has_started]
+        num_waiting = Counter(request.request_id for request in waiting)
         # a sample that finished is no longer open, and a request given back runs all its samples
-        whole = {r.request.request_id for r in waiting if _has_all(r.request, num_waiting)}
+        whole = {r.request_id for r in waiting if num_waiting[r.request_id] == r.sampling.n}
         taken = self._scheduler.withdraw(
             lambda r: not r.has_started and r.request.request_id in whole
         )
@@ -220,7 +206,6 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent."""
         self._scheduler.check()
 
     def _queue(self, state: SequenceState, *, has_started: bool) -> None:
@@ -262,13 +247,9 @@ class Engine:
             began = time.perf_counter()
             # a GPU is waited for
             clock_began = self._clock() if self._drafter is not None else 0.0
-            logits, failed = self._forward.run(schedule)
+            logits = self._forward.run(schedule)
             self._num_steps += 1
             slots = self._scheduler.advance(schedule)
-            if failed:
-                completions += [self._fail(slot, error) for slot, error in failed.items()]
-                is_whole = ~np.isin(slots, list(failed))
-                slots, logits = slots[is_whole], logits[torch.from_numpy(is_whole)]
             if len(slots):
                 num_generated = self._table.num_tokens[slots] - self._table.num_prompt[slots]
                 if len(schedule.draft_tokens):
@@ -286,11 +267,14 @@ class Engine:
     ) -> list[Completion]:
         table, completions, is_good = self._table, list[Completion](), result.is_finite
         for slot in slots_to_restart(schedule, is_good).tolist():
-            self._restart(slot)
+            self._clear_slot(slot)
+            record, blocks = self._scheduler.restart(slot)
+            record.may_draft = False
+            self._runner.clear_blocks(blocks)
         for slot in slots[~is_good].tolist():
             if table.phase[slot] != EMPTY:
                 completions.append(self._fail(slot))
-        # without drafts a row is a slot's only one, and rows may be fewer than were scheduled
+        # without drafts a row is a slot's only one
         rounds = [np.arange(len(slots))]
         if len(schedule.draft_lens):
             rounds = accepted_rows(schedule, result.token_ids)
@@ -323,31 +307,19 @@ class Engine:
             completions.append(self._scheduler.finish(slot).completion(reason, stop_reason))
         return completions
 
-    def _restart(self, slot: int) -> None:
-        self._clear_slot(slot)
-        record, blocks = self._scheduler.restart(slot)
-        record.may_draft = False
-        self._runner.clear_blocks(blocks)
-
-    def _fail(self, slot: int, error: str | None = None) -> Completion:
+    def _fail(self, slot: int) -> Completion:
         self._clear_slot(slot)
         record, blocks = self._scheduler.discard(slot)
         self._runner.clear_blocks(blocks)
-        if error is None:
-            places = f"after {record.num_tokens} tokens"
-            error = f"NonFiniteLogits: the model gave no finite logits {places}"
-        return record.completion("error", error=error)
+        error = f"the model gave no finite logits after {record.num_tokens} tokens"
+        return record.completion("error", error=f"NonFiniteLogits: {error}")
 
     def _fill_slot(self, slot: int) -> None:
         record = self._table.record(slot)
         request = record.request
+        prompt, generated = request.prompt_token_ids, record.token_ids
         self._sampler.add(
-            slot,
-            request.sampling,
-            request.seed,
-            record.sample_idx,
-            request.prompt_token_ids,
-            record.token_ids,
+            slot, request.sampling, request.seed, record.sample_idx, prompt, generated
         )
         self._rules.add(slot, request.sampling, record.token_ids)
         if self._drafter is None or not record.may_draft:
@@ -374,14 +346,3 @@ def _expected_len(request: Request, max_len: int) -> int | None:
     if request.expected_output_len is None:
         return None
     return min(len(request.prompt_token_ids) + request.expected_output_len, max_len)
-
-
-def _has_all(request: Request, num_samples: dict[int, int]) -> bool:
-    return num_samples[request.request_id] == request.sampling.n
-
-
-def _row_blocks(runner: Runner, config: EngineConfig) -> tuple[int, str]:
-    """Return the blocks that one row can have at most, and the option that bounds them."""
-    if config.kv_offload and runner.tiers.num_host_blocks < runner.num_blocks:
-        return runner.tiers.num_host_blocks, "engine.host_kv_bytes"
-    return runner.num_blocks, "engine.kv_cache_bytes"

@@ -1,13 +1,13 @@
 """Which rows an engine refuses, and when a running sequence ends: arrays, one pass per step."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.sequences.table import completion_of
 from raybatch.records.types import Completion, FinishReason, Sampling, SequenceState, TokenIds
+from raybatch.text.stopping import StopChecker
 
 Finish = tuple[int, FinishReason, str | int | None]
 Int64s = npt.NDArray[np.int64]
@@ -16,15 +16,12 @@ _NO_TOKEN = -1  # pads rows of stop token ids; no token has this id
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimits:
-    """What the model and the KV cache can take.
-
-    Args:
-        kv_option: that makes it larger.
-    """
+    """What the model and the KV cache can take."""
 
     vocab_size: int
     max_model_len: int
     kv_tokens: int
+    # that makes it larger
     kv_option: str = "engine.kv_cache_bytes"
 
     def find_failure(self, state: SequenceState, *, refusal: str = "") -> Completion | None:
@@ -62,19 +59,6 @@ class RowLimits:
         )
 
 
-class StopCheckerLike(Protocol):
-    """Finds stop strings in the text of sequences that have some."""
-
-    def add(self, slot: int, sampling: Sampling) -> None:
-        """Take a sequence into an empty slot."""
-
-    def remove(self, slot: int) -> None:
-        """Empty a slot."""
-
-    def check(self, slot: int, token_id: int) -> str | None:
-        """Append a token and return the stop string that it completed, if any."""
-
-
 class FinishRules:
     """Finds the sequences that end with the token just generated.
 
@@ -83,7 +67,7 @@ class FinishRules:
     """
 
     def __init__(
-        self, max_slots: int, eos_token_ids: tuple[int, ...], stop_checker: StopCheckerLike
+        self, max_slots: int, eos_token_ids: tuple[int, ...], stop_checker: StopChecker
     ) -> None:
         self._eos_token_ids = np.array(eos_token_ids, np.int64)
         self._stop_checker = stop_checker
@@ -120,11 +104,8 @@ class FinishRules:
     ) -> list[Finish]:
         """Return (slot, reason, stop reason) of the sequences that end.
 
-        Args:
-            slots: int64 [S], each with a token just generated.
-            token_ids: int64 [S], these tokens.
-            num_generated: int64 [S], tokens generated, these included.
-            max_generated: int64 [S], tokens at which each ends by length.
+        Each of the slots, int64 [S], has a token just generated, the `num_generated`-th; one with
+        `max_generated` tokens ends by length.
         """
         may_stop = num_generated >= self._min_tokens[slots]
         is_eos = np.isin(token_ids, self._eos_token_ids) & ~self._ignores_eos[slots] & may_stop

@@ -1,17 +1,12 @@
 """What a step is made of: the scheduler that decides it, and the forward pass that runs it."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.batch.forward_batch import BatchBuilder
-from raybatch.engine.batch.partition import logits_order, row_slots, split_schedule
-from raybatch.engine.forward.runtime import PartBatch
+from raybatch.engine.batch.forward_batch import BatchBuilder, logits_order, split_schedule
+from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.offload_store import OffloadStore
-from raybatch.engine.memory.swap import LearnedRecovery, RecoveryChoice, SwapSpace
-from raybatch.engine.protocols import Runner
+from raybatch.engine.memory.swap import LearnedRecovery, SwapSpace
 from raybatch.engine.scheduling.offload_scheduler import OffloadScheduler
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
@@ -21,17 +16,14 @@ from raybatch.policy.boundary.records import BoundaryOptions
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.roofline import link
 
-_NONE: Mapping[int, str] = MappingProxyType({})
-
 
 def make_scheduler(
     config: EngineConfig,
-    runner: Runner,
+    runner: ModelRunner,
     blocks: BlockManager,
     table: SequenceTable,
-    recovery: RecoveryChoice | None,
+    recovery: LearnedRecovery | None,
 ) -> Scheduler | OffloadScheduler:
-    """Return the scheduler that the options ask for."""
     if config.kv_offload:
         return OffloadScheduler(
             blocks,
@@ -62,7 +54,7 @@ def make_scheduler(
     )
 
 
-def learned_recovery(runner: Runner, config: EngineConfig) -> LearnedRecovery | None:
+def learned_recovery(runner: ModelRunner, config: EngineConfig) -> LearnedRecovery | None:
     """Measure the copies of an idle runner; None where there is no host memory for KV."""
     if not runner.tiers.num_host_blocks:
         return None
@@ -78,22 +70,18 @@ def learned_recovery(runner: Runner, config: EngineConfig) -> LearnedRecovery | 
 class StepForward:
     """Builds the batches of a step and hands them to the model."""
 
-    def __init__(self, runner: Runner, table: SequenceTable) -> None:
+    def __init__(self, runner: ModelRunner, table: SequenceTable) -> None:
         self._runner = runner
         self._table = table
         self._builder = BatchBuilder(table, len(table.users.count), runner.device)
         self._max_tokens = runner.attn_batch_tokens
 
-    def run(self, schedule: Schedule) -> tuple[torch.Tensor, Mapping[int, str]]:
-        """Return the logits of a step [S, V], and by slot why a sequence failed in it."""
+    def run(self, schedule: Schedule) -> torch.Tensor:
         if schedule.moves is not None:
-            batch = self._builder.build(schedule)
-            return self._runner.forward_offloaded(batch, schedule.moves), _NONE
+            return self._runner.forward_offloaded(self._builder.build(schedule), schedule.moves)
         if self._max_tokens is None:
-            return self._runner.forward(self._builder.build(schedule)), _NONE
+            return self._runner.forward(self._builder.build(schedule))
         parts = split_schedule(schedule, self._table, self._max_tokens)
-        result = self._runner.forward_parts(
-            [PartBatch(self._builder.build(part), row_slots(part)) for part in parts]
-        )
+        logits = self._runner.forward_parts([self._builder.build(part) for part in parts])
         order = torch.from_numpy(logits_order(schedule, parts, self._table))
-        return result.logits.index_select(0, order.to(result.logits.device)), result.failed
+        return logits.index_select(0, order.to(logits.device))

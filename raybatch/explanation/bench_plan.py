@@ -21,8 +21,7 @@ from raybatch.engine.memory.kv_cache import (
 )
 from raybatch.engine.profile.cached_file import cpu_name
 from raybatch.engine.profile.layer_bench import profile_options
-from raybatch.engine.profile.module_profile import ModuleProfile
-from raybatch.engine.profile.profile_cache import measured_profile
+from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile
 from raybatch.errors import ConfigError
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, full, percent

@@ -82,7 +82,7 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
     has_budget = facts.obeys_engine_options and any(budget is not None for budget in budgets)
     # a driver without torch leaves it to the engines
     if has_budget and find_spec("torch") is not None:
-        from raybatch.engine.loading.resolve import check_budgets
+        from raybatch.engine.loading.loaded_model import check_budgets
 
         assert folder is not None, "only an endpoint's model has no folder"
         check_budgets(folder, engine)

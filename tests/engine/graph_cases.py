@@ -9,8 +9,7 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.decode_buffers import DecodeShape
-from raybatch.engine.forward.decode_graphs import CudaGraphs, DecodeGraphs
+from raybatch.engine.forward.decode_graphs import CudaGraphs, DecodeGraphs, DecodeShape
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.loading.loaded_model import LoadedModel, load_model
 from raybatch.engine.memory.kv_cache import KVCache, allocate_kv_cache

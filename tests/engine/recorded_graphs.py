@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raybatch.engine.forward.decode_graphs import Graph
-
 _NUM_WARM_UPS = 2
 
 
@@ -27,7 +25,7 @@ class RecordedGraphs:
     host stays what it was. What a capture on a GPU refuses raises `CaptureError` here.
     """
 
-    def capture(self, function: Callable[[], None]) -> Graph:
+    def capture(self, function: Callable[[], None]) -> "Recording":
         for _ in range(_NUM_WARM_UPS):
             function()
         recording = Recording()

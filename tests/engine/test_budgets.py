@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.loading.resolve import check_budgets
+from raybatch.engine.loading.loaded_model import check_budgets
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.errors import CapacityError, ConfigError

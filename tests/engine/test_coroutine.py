@@ -19,7 +19,7 @@ POINT = YieldPoint(1, Module.FFN)
 
 
 def part(index):
-    return Part(index=index, slots=torch.tensor([index]).numpy(), prepared=None)
+    return Part(index=index, prepared=None)
 
 
 def coroutine(*sizes, first=0, point=POINT):

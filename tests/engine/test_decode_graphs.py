@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from raybatch.engine.forward.decode_buffers import DecodeBuffers
-from raybatch.engine.forward.decode_graphs import GraphMismatchError, step_sizes
+from raybatch.engine.forward.decode_graphs import DecodeBuffers, GraphMismatchError, step_sizes
 from raybatch.kernels.attention_plan import ContextPart, PrefillPart
 from raybatch.kernels.dispatch import REFERENCE
 from tests import tolerances

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raybatch.engine.drafts.proposals import AnswerIndex, Guesser
+from raybatch.engine.drafts import AnswerIndex, Guesser
 
 PROMPT = np.array([10, 11, 12, 13, 14, 15, 16, 90, 91, 92], np.int32)
 

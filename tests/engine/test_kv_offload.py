@@ -182,7 +182,7 @@ def test_a_boundary_does_not_look_at_all_rows_that_wait(rng):
     largest, done = 0, {}
     while engine.num_unfinished():
         done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
-        largest = max(largest, len(engine._scheduler._snapshot().sequences))
+        largest = max(largest, len(engine._scheduler._sequences))
     assert tokens_of(done) == expected(requests)
     # four that decode, four prompts that are computed, and as many behind them
     assert largest <= 12

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from raybatch.engine.sampling.penalties import TokenHistory, apply_penalties
+from raybatch.engine.sampling.sampler import TokenHistory, apply_penalties
 from raybatch.records.types import Sampling
 
 VOCAB = 400

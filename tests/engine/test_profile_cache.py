@@ -9,8 +9,12 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.profile.layer_bench import ProfileOptions, profile_options
-from raybatch.engine.profile.module_profile import profile_layer
-from raybatch.engine.profile.profile_cache import load_profile, measured_profile, profile_path
+from raybatch.engine.profile.module_profile import (
+    load_profile,
+    measured_profile,
+    profile_layer,
+    profile_path,
+)
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import load_weights
 from raybatch.models.config import read_model_spec

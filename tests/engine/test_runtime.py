@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.engine.forward.coroutine import Module
-from raybatch.engine.forward.runtime import CombineAtExperts, CoroutineRuntime
+from raybatch.engine.forward.coroutine import CoroutineRuntime
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.engine.sampling.sampler import Sampler
@@ -57,7 +56,7 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def make_engine(path, *, num_blocks=120, policy=None, hooks=(), **options):
+def make_engine(path, *, num_blocks=120, policy=None, **options):
     spec = read_model_spec(path)
     # what is no coroutine is plain here, whatever was measured
     options = {"attn_batch_tokens": None, **options}
@@ -69,9 +68,8 @@ def make_engine(path, *, num_blocks=120, policy=None, hooks=(), **options):
         **options,
     )
     runner = ModelRunner.load(str(path), config)
-    if policy is not None or hooks:
-        policy = policy or CombineAtExperts(config.moe_batch_tokens)
-        runner.runtime = CoroutineRuntime(runner.decoder, runner.cache, policy, hooks=hooks)
+    if policy is not None:
+        runner.runtime = CoroutineRuntime(runner.decoder, runner.cache, policy)
     sampler = Sampler(spec.vocab_size, config.max_num_seqs, spec.eos_token_ids)
     return Engine(runner, sampler, FakeStopChecker(), config), runner
 
@@ -159,11 +157,11 @@ def test_interleavings_give_the_logits_of_the_plain_forward_pass(checkpoint, ord
     num_orders = Counter()
 
     def in_many_orders(parts):
-        expected = torch.cat([runner.forward(part.batch) for part in parts])
+        expected = torch.cat([runner.forward(part) for part in parts])
         for seed in range(orders_per_step):
             runtime = CoroutineRuntime(runner.decoder, runner.cache, AnyOrder(seed))
             result = runtime.forward(parts)
-            tolerances.assert_close(result.logits, expected, TOLERANCE)
+            tolerances.assert_close(result, expected, TOLERANCE)
             num_orders[len(parts)] += 1
         return result
 
@@ -172,71 +170,6 @@ def test_interleavings_give_the_logits_of_the_plain_forward_pass(checkpoint, ord
     finish(engine)
     assert num_orders.total() >= 10 * orders_per_step
     assert max(num_orders) > 5
-
-
-def test_a_hook_sees_every_sequence_once_at_every_boundary(sparse):
-    seen = Counter()
-
-    def look(view):
-        seen[view.point, view.slot] += 1
-
-    engine, _ = make_engine(sparse, hooks=[look], attn_batch_tokens=1)
-    engine.add(requests(count=3, ignore_eos=True))
-    found = tokens_of(finish(engine))
-    plain, _ = make_engine(sparse)
-    plain.add(requests(count=3, ignore_eos=True))
-    assert found == tokens_of(finish(plain))
-    num_layers = read_model_spec(sparse).num_layers
-    points = {point for point, _ in seen}
-    assert len(points) == 2 * num_layers
-    # each sequence runs for as many steps as it has tokens, its prompt in one of them
-    behind_attention = [p for p in points if p.module is Module.FFN]
-    assert {sum(seen[p, slot] for slot in range(3)) for p in behind_attention} == {3 * NUM_TOKENS}
-
-
-def test_a_hook_is_called_for_the_last_sequence_as_well(sparse):
-    seen = Counter()
-
-    def look(view):
-        seen[view.slot] += 1
-
-    engine, _ = make_engine(sparse, hooks=[look], attn_batch_tokens=64)
-    engine.add(requests(count=1, ignore_eos=True))
-    finish(engine)
-    assert seen == {0: 2 * read_model_spec(sparse).num_layers * NUM_TOKENS}
-
-
-def test_a_hook_that_raises_fails_its_row_and_no_other(sparse):
-    def refuse(view):
-        if view.slot == 1 and view.point.layer == 1 and len(view.hidden) == 1:
-            raise OSError("no room")
-
-    engine, _ = make_engine(sparse, hooks=[refuse], attn_batch_tokens=2)
-    engine.add(requests(ignore_eos=True))
-    done = finish(engine)
-    plain, _ = make_engine(sparse)
-    plain.add(requests(ignore_eos=True))
-    expected = tokens_of(finish(plain))
-    (bad,) = (i for i, completion in done.items() if completion.error)
-    assert done[bad].error == "OSError: no room"
-    assert done[bad].token_ids.tolist() == expected.pop(bad)[: len(done[bad].token_ids)]
-    assert {i: done[i].token_ids.tolist() for i in expected} == expected
-
-
-def test_a_hook_may_change_hidden_states(sparse):
-    def forget(view):
-        if view.slot == 0:
-            view.hidden.zero_()
-
-    # shared blocks would bring what it did to others
-    options = {"enable_prefix_caching": False}
-    engine, _ = make_engine(sparse, hooks=[forget], attn_batch_tokens=2, **options)
-    engine.add(requests(ignore_eos=True))
-    found = tokens_of(finish(engine))
-    plain, _ = make_engine(sparse, **options)
-    plain.add(requests(ignore_eos=True))
-    expected = tokens_of(finish(plain))
-    assert {i for i in found if found[i] != expected[i]} == {0}
 
 
 @settings(max_examples=examples(5, full=10))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.config import EngineConfig
-from raybatch.engine.drafts.speculation import LookupDrafter
+from raybatch.engine.drafts import LookupDrafter
 from raybatch.engine.engine import Engine
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable

@@ -12,7 +12,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.profile.layer_bench import profile_options
-from raybatch.engine.profile.profile_cache import load_profile, measured_profile, profile_path
+from raybatch.engine.profile.module_profile import load_profile, measured_profile, profile_path
 from raybatch.errors import ConfigError
 from raybatch.policy.batches.step_plan import MeasuredLayer
 from raybatch.redaction import redacted

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from raybatch.engine.profile.stopwatch import Stopwatch, clock_of
+from raybatch.engine.profile.layer_bench import Stopwatch, clock_of
 
 
 class Host:

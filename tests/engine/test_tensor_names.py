@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.engine.weights.recipes import recipes_of
+from raybatch.engine.weights.loading import recipes_of
 from raybatch.models.checkpoint import Checkpoint, check_tensors, needed_tensors, stored_tensors
 from raybatch.models.config import read_model_spec
 from tests.engine.tiny_models import VARIANTS, build

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from raybatch.engine.weights.ring import WeightRing
+from raybatch.engine.weights.layer_store import WeightRing
 
 LAYERS = (1, 2, 4, 5, 7)
 

@@ -22,9 +22,8 @@ import torch
 from raybatch.backends.intake import IntakeBackend
 from raybatch.backends.transformers import TransformersOptions
 from raybatch.config import EngineConfig
-from raybatch.engine.finish_rules import FinishRules, RowLimits, StopCheckerLike
-from raybatch.engine.loading.resolve import check_max_model_len, pick_device
-from raybatch.engine.protocols import SamplerLike
+from raybatch.engine.finish_rules import FinishRules, RowLimits
+from raybatch.engine.loading.loaded_model import check_max_model_len, pick_device
 from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.sequences.table import completion_of
@@ -145,12 +144,7 @@ class TransformersBackend(IntakeBackend):
     """
 
     def __init__(
-        self,
-        model: HubModel,
-        sampler: SamplerLike,
-        stop_checker: StopCheckerLike,
-        *,
-        max_num_seqs: int,
+        self, model: HubModel, sampler: Sampler, stop_checker: StopChecker, *, max_num_seqs: int
     ) -> None:
         self._model = model
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""The input of one forward pass, and how it is built from a schedule; no global context."""
+"""The input of one forward pass, built from a schedule or from parts of it; no global context."""
 
 from dataclasses import dataclass
 
@@ -16,22 +16,15 @@ from raybatch.kernels.attention_plan import AttentionPlan
 class ForwardBatch:
     """Packed tokens of all sequences in one step: decode tokens with their drafts, then chunks.
 
-    Args:
-        token_ids: int64 [T].
-        positions: int64 [T], position in the sequence, from 0.
-        slot_mapping: int64 [T], where the token's KV goes: block_id * B + offset.
-        logits_idx: int64 [S], rows whose logits are needed (decode rows, last rows of prompts),
-            ascending.
-        attention: what each row attends to.
-        logits_attention: the same for the rows of `logits_idx` alone, every one a decode row over
-            all the KV of its sequence; of the last layer, nothing else is needed. None where all
-            rows need logits.
+    Logits are needed of decode rows and of the last rows of prompts. `logits_attention` is the plan
+    of these rows alone, every one a decode row over all the KV of its sequence; of the last layer,
+    nothing else is needed. It is None where all rows need logits.
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    logits_idx: torch.Tensor
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T], in the sequence, from 0
+    slot_mapping: torch.Tensor  # int64 [T], where the token's KV goes: block_id * B + offset
+    logits_idx: torch.Tensor  # int64 [S], rows whose logits are needed, ascending
     attention: AttentionPlan
     logits_attention: AttentionPlan | None = None
 
@@ -49,9 +42,8 @@ class BatchBuilder:
         table, block_size = self._table, self._table.block_size
         decode_slots, lens = schedule.decode_slots, schedule.chunk_lens
         first_rows = np.cumsum(lens) - lens
-        chunk_positions = np.repeat(schedule.chunk_starts - first_rows, lens) + np.arange(
-            lens.sum()
-        )
+        firsts = np.repeat(schedule.chunk_starts - first_rows, lens)
+        chunk_positions = firsts + np.arange(lens.sum())
         decode_slots, places = np.repeat(decode_slots, schedule.decode_lens), schedule.draft_places
         decode_tokens = table.last_token[decode_slots]
         decode_tokens[places > 0] = schedule.draft_tokens
@@ -60,10 +52,12 @@ class BatchBuilder:
         blocks = table.block_table[row_slots, positions // block_size].astype(np.int64)
         stops = schedule.chunk_starts + lens
         is_last = stops == table.num_tokens[schedule.chunk_slots]
+        columns = (schedule.chunk_slots.tolist(), schedule.chunk_starts.tolist(), stops.tolist())
+        chunk_tokens = [table.tokens(*chunk) for chunk in zip(*columns, strict=True)]
         last_rows = len(decode_slots) + (first_rows + lens - 1)[is_last]
         token_ids, positions_tensor, slot_mapping, logits_idx = to_device(
             (
-                np.concatenate((decode_tokens, *self._chunk_tokens(schedule))),
+                np.concatenate((decode_tokens, *chunk_tokens)),
                 positions,
                 blocks * block_size + positions % block_size,
                 np.concatenate((np.arange(len(decode_slots)), last_rows)),
@@ -83,10 +77,74 @@ class BatchBuilder:
             logits_attention=logits_attention,
         )
 
-    def _chunk_tokens(self, schedule: Schedule) -> list[npt.NDArray[np.int32]]:
-        stops = schedule.chunk_starts + schedule.chunk_lens
-        columns = (schedule.chunk_slots, schedule.chunk_starts, stops)
-        return [
-            self._table.tokens(slot, start, stop)
-            for slot, start, stop in zip(*(c.tolist() for c in columns), strict=True)
-        ]
+
+Int64s = npt.NDArray[np.int64]
+
+
+def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) -> list[Schedule]:
+    """Return schedules of at most `max_tokens` tokens each, in the order of their sequences.
+
+    Chunks of which one reads blocks that another fills in this very step stay together, so that no
+    part ever waits for another one; such a part, or a single chunk, may be larger.
+    """
+    assert not len(schedule.draft_tokens), "coroutines take no drafts"
+    num_decode = len(schedule.decode_slots)
+    parts: list[tuple[list[int], list[int]]] = []
+    num_tokens = max_tokens
+    units: list[tuple[list[int], list[int], int]] = [([i], [], 1) for i in range(num_decode)]
+    for chunks in _connected(schedule, table):
+        units.append(([], chunks, int(schedule.chunk_lens[chunks].sum())))
+    for decodes, chunks, size in units:
+        if num_tokens + size > max_tokens:
+            parts.append(([], []))
+            num_tokens = 0
+        parts[-1][0].extend(decodes)
+        parts[-1][1].extend(chunks)
+        num_tokens += size
+    return [
+        Schedule(
+            decode_slots=schedule.decode_slots[decodes],
+            chunk_slots=schedule.chunk_slots[chunks],
+            chunk_starts=schedule.chunk_starts[chunks],
+            chunk_lens=schedule.chunk_lens[chunks],
+        )
+        for decodes, chunks in ((decodes, sorted(chunks)) for decodes, chunks in parts)
+    ]
+
+
+def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Int64s:
+    """Return the sequences of the logits of `schedule`, in the order of their rows."""
+    stops = schedule.chunk_starts + schedule.chunk_lens
+    is_last = stops == table.num_tokens[schedule.chunk_slots]
+    return np.concatenate((schedule.decode_slots, schedule.chunk_slots[is_last]))
+
+
+def logits_order(schedule: Schedule, parts: list[Schedule], table: SequenceTable) -> Int64s:
+    """Return the order of the rows of the parts' logits in which they are those of `schedule`."""
+    slots = np.concatenate([slots_with_logits(part, table) for part in parts])
+    sorter = np.argsort(slots)
+    wanted = slots_with_logits(schedule, table)
+    return sorter[np.searchsorted(slots, wanted, sorter=sorter)]
+
+
+def _connected(schedule: Schedule, table: SequenceTable) -> list[list[int]]:
+    """Return the chunks as groups that read what the others fill, by their first chunk."""
+    block_size = table.block_size
+    writer: dict[int, int] = {}
+    stops = schedule.chunk_starts + schedule.chunk_lens
+    places = list(zip(schedule.chunk_slots.tolist(), schedule.chunk_starts.tolist(), strict=True))
+    for chunk, (slot, start) in enumerate(places):
+        last = -(-int(stops[chunk]) // block_size)
+        for block in table.block_table[slot, start // block_size : last].tolist():
+            writer[block] = chunk
+    group = list(range(len(places)))
+    for chunk, (slot, start) in enumerate(places):
+        for block in table.block_table[slot, : -(-start // block_size)].tolist():
+            other = writer.get(block, chunk)
+            if group[other] != group[chunk]:
+                low, high = sorted((group[other], group[chunk]))
+                group = [low if number == high else number for number in group]
+    members: dict[int, list[int]] = {}
+    for chunk, number in enumerate(group):
+        members.setdefault(number, []).append(chunk)
+    return list(members.values())

@@ -15,7 +15,7 @@ before it: what a row may see is how many positions of each block are valid for 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -39,20 +39,6 @@ def to_device(
     return torch.split(packed, [len(array) for array in arrays])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Readers:
-    """Blocks with more than one reader or read by a chunk, as runs with one set of readers.
-
-    `blocks` are sorted by run and position, `block_ends` and `member_ends` cut the runs apart;
-    members index the sequences of the step: decoding ones, then chunks.
-    """
-
-    blocks: Int64s
-    block_ends: Int64s
-    members: Int64s
-    member_ends: Int64s
-
-
 class _Context(NamedTuple):
     """A `ContextPart` as host arrays."""
 
@@ -65,10 +51,9 @@ class _Context(NamedTuple):
 class PlanBuilder:
     """Builds one plan per step from the table and the schedule.
 
-    Args:
-        min_saved_tokens: decode rows read a shared run together if that saves at least so many
-            reads of cached positions. Below it, a part of its own costs more than it saves
-            (measured on a CPU with blocks of 16).
+    `min_saved_tokens`: decode rows read a shared run together if that saves at least so many reads
+    of cached positions. Below it, a part of its own costs more than it saves (measured on a CPU
+    with blocks of 16).
     """
 
     def __init__(
@@ -126,27 +111,22 @@ class PlanBuilder:
             blocks = np.concatenate((own_blocks, *(p[0] for p in pairs)))
             members = np.concatenate((own_members, *(p[1] for p in pairs)))
             decode = self._decode_part(blocks, members, schedule, decode_starts, device)
+        tensors = to_device([array for c in contexts for array in (c.rows, c.blocks)], device)
         return AttentionPlan(
             num_decode=num_decode_rows,
             decode=decode,
             prefill=prefill,
-            contexts=self._context_parts(contexts, device),
-        )
-
-    def _context_parts(
-        self, contexts: list[_Context], device: torch.device
-    ) -> tuple[ContextPart, ...]:
-        tensors = to_device([array for c in contexts for array in (c.rows, c.blocks)], device)
-        return tuple(
-            ContextPart(
-                query_idx=query_idx,
-                block_ids=block_ids,
-                num_tokens=context.num_tokens,
-                first_position=context.first_position,
-            )
-            for query_idx, block_ids, context in zip(
-                tensors[::2], tensors[1::2], contexts, strict=True
-            )
+            contexts=tuple(
+                ContextPart(
+                    query_idx=query_idx,
+                    block_ids=block_ids,
+                    num_tokens=context.num_tokens,
+                    first_position=context.first_position,
+                )
+                for query_idx, block_ids, context in zip(
+                    tensors[::2], tensors[1::2], contexts, strict=True
+                )
+            ),
         )
 
     def _split(self, num_decode: int) -> tuple[Int64s, Int64s, Int64s]:
@@ -159,18 +139,23 @@ class PlanBuilder:
         own_of_chunks = single[members >= num_decode]
         return single[is_decode], members[is_decode], np.concatenate((shared, own_of_chunks))
 
-    def _group(self, slots: Int64s, blocks: Int64s) -> _Readers:
+    def _runs(self, slots: Int64s, blocks: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield runs of shared blocks, by position, with one set of readers each.
+
+        These are the members: indices of the sequences of the step, decoding ones, then chunks.
+        """
+        if not len(blocks):
+            return
         users, table = self._table.users, self._table
         _, group = np.unique(users.key_sum[blocks], return_inverse=True)
         order = np.lexsort((users.position[blocks], group))
         blocks, group = blocks[order], group[order]
-        position = users.position[blocks]
         # a run ends with its set of readers, or where the positions leave a gap
-        is_end = (np.diff(group) != 0) | (np.diff(position) != 1)
-        ends = np.append(np.flatnonzero(is_end) + 1, len(blocks))
-        first_blocks = blocks[np.concatenate(([0], ends[:-1]))]
+        is_end = (np.diff(group) != 0) | (np.diff(users.position[blocks]) != 1)
+        cuts = np.flatnonzero(is_end) + 1
+        first_blocks = blocks[np.concatenate(([0], cuts))]
         # the first block of a run stands for all of them: every reader of it is a member
-        self._group_of_block[first_blocks] = np.arange(len(ends))
+        self._group_of_block[first_blocks] = np.arange(len(first_blocks))
         group_parts, member_parts = [], []
         attended = users.num_attended[slots]
         for first in np.unique(users.position[first_blocks]).tolist():
@@ -180,13 +165,12 @@ class PlanBuilder:
             member_parts.append(members[groups >= 0])
         self._group_of_block[first_blocks] = -1
         groups, members = np.concatenate(group_parts), np.concatenate(member_parts)
-        order = np.argsort(groups, kind="stable")
-        return _Readers(
-            blocks=blocks,
-            block_ends=ends,
-            members=members[order],
-            member_ends=np.cumsum(np.bincount(groups, minlength=len(ends))),
-        )
+        members = members[np.argsort(groups, kind="stable")]
+        ends = np.cumsum(np.bincount(groups, minlength=len(first_blocks)))
+        block_ends = pairwise([0, *cuts.tolist(), len(blocks)])
+        member_ends = pairwise([0, *ends.tolist()])
+        for (start, stop), (first, last) in zip(block_ends, member_ends, strict=True):
+            yield blocks[start:stop], members[first:last]
 
     def _contexts(
         self, schedule: Schedule, slots: Int64s, blocks: Int64s
@@ -205,25 +189,12 @@ class PlanBuilder:
                 if tail and tail.first_position == start * block_size + num_tokens:
                     del tails[int(members[0])]
                     run, num_tokens = np.append(run, tail.blocks), num_tokens + tail.num_tokens
-                rows = self._rows(schedule, members)
-                contexts.append(_Context(rows, run, num_tokens, start * block_size))
-            elif (len(members) - 1) * len(run) >= self._min_saved_blocks:
-                rows = self._rows(schedule, members)
-                contexts.append(_Context(rows, run, num_tokens, start * block_size))
-            else:
+            elif (len(members) - 1) * len(run) < self._min_saved_blocks:
                 pairs.append((np.repeat(run, len(members)), np.tile(members, len(run))))
+                continue
+            rows = self._rows(schedule, members)
+            contexts.append(_Context(rows, run, num_tokens, start * block_size))
         return contexts + list(tails.values()), pairs
-
-    def _runs(self, slots: Int64s, blocks: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
-        """Yield each run of shared blocks with its members."""
-        if not len(blocks):
-            return
-        readers = self._group(slots, blocks)
-        block_start = member_start = 0
-        ends = zip(readers.block_ends.tolist(), readers.member_ends.tolist(), strict=True)
-        for block_end, member_end in ends:
-            yield readers.blocks[block_start:block_end], readers.members[member_start:member_end]
-            block_start, member_start = block_end, member_end
 
     def _tails(self, schedule: Schedule) -> dict[int, _Context]:
         """Return, by member, what a chunk reads of the block that it starts inside of."""

@@ -1,19 +1,26 @@
-"""Sequences that pause between the modules of a forward pass, as plain records.
+"""Sequences that pause between the modules of a forward pass, and which of them run next, together.
 
 A `SequenceCoroutine` is one or more parts at one yield point, with the hidden states of all their
 rows in one tensor. YIELD parks it in a `Lot`, COMBINE joins parked ones, PARTITION takes them apart
 again; none of them computes anything, so no order of firing changes a token (BatchGen, section 4).
+The default order is that of its Algorithm 1: attention part by part, then the feed-forward block of
+a layer once for all parts that have reached it, so that experts see large batches.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from raybatch.engine.forward.decoder import PreparedBatch
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.decoder import Decoder, PreparedBatch
+from raybatch.engine.memory.kv_cache import KVCache
 
 Int64s = npt.NDArray[np.int64]
 
@@ -27,8 +34,6 @@ class Module(IntEnum):
 
 @dataclass(frozen=True, order=True, slots=True)
 class YieldPoint:
-    """The module that runs next."""
-
     layer: int
     module: Module
 
@@ -41,55 +46,47 @@ class YieldPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """Sequences that attend together; the smallest unit that moves through the layers.
+    """Sequences that attend together; the smallest unit that moves through the layers."""
 
-    Args:
-        index: number of the part in its step; ties of a schedule break by it.
-        slots: int64 [R], the sequence of each row of the forward batch.
-    """
-
+    # number of the part in its step; ties of a schedule break by it
     index: int
-    slots: Int64s
     prepared: PreparedBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SequenceCoroutine:
-    """Parts at one yield point.
-
-    Args:
-        parts: in the order of their rows.
-        num_rows: rows of each part; the last layer leaves only those with logits.
-        hidden: hidden states of all rows, [T, M].
-    """
+    """Parts at one yield point."""
 
     point: YieldPoint
     parts: tuple[Part, ...]
+    # of each part; the last layer leaves only those with logits
     num_rows: tuple[int, ...]
-    hidden: torch.Tensor
+    hidden: torch.Tensor  # of all rows, part after part, [T, M]
 
     @property
     def index(self) -> int:
         return self.parts[0].index
+
+    @property
+    def indices(self) -> set[int]:
+        return {part.index for part in self.parts}
 
     def split(self) -> list["SequenceCoroutine"]:
         """Return one coroutine for each part; their hidden states are views of this one's."""
         if len(self.parts) == 1:
             return [self]
         rows = zip(self.parts, torch.split(self.hidden, list(self.num_rows)), strict=True)
-        return [
-            SequenceCoroutine(
-                point=self.point, parts=(part,), num_rows=(len(hidden),), hidden=hidden
-            )
-            for part, hidden in rows
-        ]
+        return [_single(self.point, part, hidden) for part, hidden in rows]
+
+
+def _single(point: YieldPoint, part: Part, hidden: torch.Tensor) -> SequenceCoroutine:
+    return SequenceCoroutine(point=point, parts=(part,), num_rows=(len(hidden),), hidden=hidden)
 
 
 def combine(coroutines: Sequence[SequenceCoroutine]) -> SequenceCoroutine:
     """Return one coroutine with the rows of all, in the order given.
 
-    Raises:
-        ValueError: none, or coroutines at different yield points.
+    Raises ValueError: none, or coroutines at different yield points.
     """
     if not coroutines:
         raise ValueError("there is nothing to combine")
@@ -125,84 +122,136 @@ def partition(coroutine: SequenceCoroutine, count: int) -> list[SequenceCoroutin
     ]
 
 
+@dataclass(slots=True)
 class Lot:
     """Where coroutines of one step wait, by yield point, in the order in which they came.
 
-    Every part is parked, taken and parked again until it is done; anything else is an error.
+    Every part is parked, taken and parked again until it is done; anything else is an error, as
+    which all methods raise RuntimeError.
     """
 
-    def __init__(self) -> None:
-        self._waiting: dict[YieldPoint, list[SequenceCoroutine]] = {}
-        self._active: set[int] = set()
-        self._done: set[int] = set()
+    # no point without any
+    waiting: dict[YieldPoint, list[SequenceCoroutine]] = field(default_factory=dict)
+    _active: set[int] = field(default_factory=set)
+    _done: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        """Return whether any coroutine waits."""
-        return bool(self._waiting)
-
-    @property
-    def waiting(self) -> Mapping[YieldPoint, Sequence[SequenceCoroutine]]:
-        """Coroutines by yield point; no point without any."""
-        return self._waiting
+        return bool(self.waiting)
 
     def add(self, coroutine: SequenceCoroutine) -> None:
-        """Park a coroutine that has not run yet.
-
-        Raises:
-            RuntimeError: one of its parts is known already.
-        """
-        known = self._active | self._done | {p.index for p in self._parts()}
-        self._refuse(known & {part.index for part in coroutine.parts}, "added twice")
-        self._append(coroutine)
+        waiting = {p.index for here in self.waiting.values() for c in here for p in c.parts}
+        known = self._active | self._done | waiting
+        self._refuse(known & coroutine.indices, "added twice")
+        self.waiting.setdefault(coroutine.point, []).append(coroutine)
 
     def take(self, coroutines: Iterable[SequenceCoroutine]) -> list[SequenceCoroutine]:
-        """Take parked coroutines out to run them.
-
-        Raises:
-            RuntimeError: one of them does not wait here.
-        """
+        """Take parked coroutines out to run them."""
         taken = list(coroutines)
         for coroutine in taken:
-            here = self._waiting.get(coroutine.point, [])
+            here = self.waiting.pop(coroutine.point, [])
             kept = [other for other in here if other is not coroutine]
-            if len(kept) == len(here):
-                self._refuse({part.index for part in coroutine.parts}, "taken but not parked")
             if kept:
-                self._waiting[coroutine.point] = kept
-            else:
-                del self._waiting[coroutine.point]
-            self._active |= {part.index for part in coroutine.parts}
+                self.waiting[coroutine.point] = kept
+            if len(kept) == len(here):
+                self._refuse(coroutine.indices, "taken but not parked")
+            self._active |= coroutine.indices
         return taken
 
     def park(self, coroutine: SequenceCoroutine) -> None:
-        """Park a coroutine that has run one module more.
-
-        Raises:
-            RuntimeError: one of its parts was not taken.
-        """
         self._leave_active(coroutine, "parked but not taken")
-        self._append(coroutine)
+        self.waiting.setdefault(coroutine.point, []).append(coroutine)
 
     def finish(self, coroutine: SequenceCoroutine) -> None:
-        """Note that a coroutine has run its last module.
-
-        Raises:
-            RuntimeError: one of its parts was not taken.
-        """
         self._leave_active(coroutine, "finished but not taken")
-        self._done |= {part.index for part in coroutine.parts}
-
-    def _append(self, coroutine: SequenceCoroutine) -> None:
-        self._waiting.setdefault(coroutine.point, []).append(coroutine)
+        self._done |= coroutine.indices
 
     def _leave_active(self, coroutine: SequenceCoroutine, mistake: str) -> None:
-        indices = {part.index for part in coroutine.parts}
-        self._refuse(indices - self._active, mistake)
-        self._active -= indices
-
-    def _parts(self) -> Iterable[Part]:
-        return (p for here in self._waiting.values() for c in here for p in c.parts)
+        self._refuse(coroutine.indices - self._active, mistake)
+        self._active -= coroutine.indices
 
     def _refuse(self, indices: set[int], mistake: str) -> None:
         if indices:
             raise RuntimeError(f"lot: parts {sorted(indices)} are {mistake}")
+
+
+Waiting = Mapping[YieldPoint, Sequence[SequenceCoroutine]]
+
+
+class CombineAtExperts:
+    """Fires a feed-forward block once `min_tokens` wait for it, or nothing else can run.
+
+    Args:
+        min_tokens: rows that the experts want at once (B_moe); None waits for all that come, 0 for
+            none, so that attention and feed-forward block of a part are one unit.
+        is_layerwise: leave no row behind in a layer, so that one pass over the layers serves all
+            rows of a step.
+    """
+
+    def __init__(self, min_tokens: int | None, *, is_layerwise: bool = False) -> None:
+        self._min_tokens = math.inf if min_tokens is None else min_tokens
+        self._is_layerwise = is_layerwise
+
+    def choose(self, waiting: Waiting) -> Sequence[SequenceCoroutine]:
+        """Return coroutines of one yield point, at least one, that run next as one."""
+        points = sorted(waiting)
+        if self._is_layerwise:
+            points = [point for point in points if point.layer == points[0].layer]
+        for point in points:
+            num_rows = list(accumulate(len(coroutine.hidden) for coroutine in waiting[point]))
+            if point.module is Module.FFN and num_rows[-1] >= self._min_tokens:
+                return waiting[point][: bisect_left(num_rows, self._min_tokens) + 1]
+        attention = [point for point in points if point.module is Module.ATTENTION]
+        return waiting[attention[0]][:1] if attention else waiting[points[0]]
+
+
+@dataclass(kw_only=True, slots=True)
+class RuntimeCounters:
+    num_ffn_calls: int = 0
+    num_ffn_rows: int = 0
+    num_attention_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CoroutineRuntime:
+    """Drives one decoder over one KV pool."""
+
+    _decoder: Decoder
+    _cache: KVCache
+    _policy: CombineAtExperts
+    counters: RuntimeCounters = field(default_factory=RuntimeCounters)
+
+    def forward(self, batches: Sequence[ForwardBatch]) -> torch.Tensor:
+        """Run parts that do not read what another one writes in this step.
+
+        Returns:
+            float32 logits [S, V], part after part.
+        """
+        lot, logits = Lot(), dict[int, torch.Tensor]()
+        for index, batch in enumerate(batches):
+            part = Part(index=index, prepared=self._decoder.prepare(batch, self._cache))
+            hidden = self._decoder.embed(batch)
+            lot.add(_single(YieldPoint(0, Module.ATTENTION), part, hidden))
+        while lot:
+            for coroutine in self._resume(lot.take(self._policy.choose(lot.waiting))):
+                if coroutine.point.layer == self._decoder.num_layers:
+                    lot.finish(coroutine)
+                    logits[coroutine.index] = self._decoder.logits(coroutine.hidden)
+                else:
+                    lot.park(coroutine)
+        return torch.cat([logits[index] for index in range(len(batches))])
+
+    def _resume(self, coroutines: Sequence[SequenceCoroutine]) -> list[SequenceCoroutine]:
+        """Run one module; return one coroutine for each part, at the next yield point."""
+        point, moved = coroutines[0].point, list[SequenceCoroutine]()
+        if point.module is Module.FFN:
+            combined = combine(coroutines)
+            self._decoder.ffn_(point.layer, combined.hidden)
+            self.counters.num_ffn_calls += 1
+            self.counters.num_ffn_rows += len(combined.hidden)
+            return [_single(point.after(), c.parts[0], c.hidden) for c in combined.split()]
+        for single in (single for c in coroutines for single in c.split()):
+            (part,) = single.parts
+            hidden = self._decoder.attention(point.layer, single.hidden, part.prepared, self._cache)
+            self.counters.num_attention_calls += 1
+            moved.append(_single(point.after(), part, hidden))
+        return moved

@@ -9,15 +9,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.decode_buffers import DecodeBuffers, DecodeShape
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, FixedDecode
+from raybatch.models.config import ModelSpec
 
 # kernels are compiled and libraries take their memory before a capture, which allows neither
 _NUM_WARM_UPS = 2
@@ -29,37 +29,119 @@ _CHECKED_ROWS, _CHECKED_BLOCKS = 8, 3
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 
 
-class Graph(Protocol):
-    """A recorded function."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeShape:
+    """How large captured steps may be."""
 
-    def replay(self) -> None:
-        """Run what was recorded again, on the same memory."""
+    # rows of a captured step, ascending; a step is padded to the next one
+    sizes: tuple[int, ...]
+    # blocks that one row may read
+    max_row_blocks: int
+    # pairs of a row and a block of a step, padding included
+    max_entries: int
+
+    @property
+    def max_rows(self) -> int:
+        return self.sizes[-1]
+
+    def entries_of(self, size: int) -> int:
+        return min(size * self.max_row_blocks, self.max_entries)
+
+    def buffer_bytes(self, vocab_size: int) -> int:
+        entries = 3 * self.entries_of(self.max_rows)
+        rows = 5 * self.max_rows + 2
+        return (entries + rows) * _ITEM_BYTES + self.max_rows * vocab_size * 4
 
 
-class Graphs(Protocol):
-    """Records functions; those of one instance never run at the same time and share memory."""
+class DecodeBuffers:
+    """Inputs and logits of decode steps; steps of every size use the first rows of the same.
 
-    def capture(self, function: Callable[[], None]) -> Graph:
-        """Run a function several times and return it as a graph.
+    `scrap_block`: block of the pool that is no sequence's; padded rows read and write it.
+    """
 
-        Args:
-            function: reads and writes tensors that live as long as the graph; whatever else it
-                makes is its own. The largest one comes first, so that others fit its memory.
+    def __init__(
+        self,
+        shape: DecodeShape,
+        *,
+        scrap_block: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        self._scrap_block = scrap_block
+        self._scrap_slot = scrap_block * block_size
+        num_rows, num_entries = shape.max_rows, shape.entries_of(shape.max_rows)
+        self.token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device)
+        self._positions = torch.zeros_like(self.token_ids)
+        self._slots = torch.full_like(self.token_ids, self._scrap_slot)
+        self._row_numbers = torch.arange(num_rows + 1, device=device)
+        self._starts = self._row_numbers.clone()
+        self._block_ids = torch.full((num_entries,), scrap_block, device=device)
+        self._num_valid = torch.zeros_like(self._block_ids)
+        self._num_valid[:num_rows] = 1
+        self._first_positions = torch.zeros_like(self._block_ids)
 
-        Raises:
-            RuntimeError: it cannot be recorded.
+    def part(self, size: int) -> FixedDecode:
+        num_entries = self.shape.entries_of(size)
+        return FixedDecode(
+            positions=self._positions[:size],
+            slot_mapping=self._slots[:size],
+            starts=self._starts[: size + 1],
+            block_ids=self._block_ids[:num_entries],
+            num_valid=self._num_valid[:num_entries],
+            first_positions=self._first_positions[:num_entries],
+            max_row_blocks=self.shape.max_row_blocks,
+        )
+
+    @torch.inference_mode()
+    def fill(self, batch: ForwardBatch, size: int) -> None:
+        """Put a step of decodes into the first rows, and padding into the rest of `size` rows.
+
+        What is copied is on the device already, and nothing of it is waited for.
         """
+        part, num_rows = batch.attention.decode, len(batch.token_ids)
+        assert part is not None, "a step of decodes"
+        for target, source, padding in (
+            (self.token_ids, batch.token_ids, 0),
+            (self._positions, batch.positions, 0),
+            (self._slots, batch.slot_mapping, self._scrap_slot),
+        ):
+            target[:num_rows].copy_(source)
+            target[num_rows:size].fill_(padding)
+        owners, order = part.owners.sort(stable=True)
+        stop = len(order)
+        end = stop + size - num_rows
+        # every padded row reads one position of the scrap block, so that it has a result at all
+        numbers = self._row_numbers
+        self._starts[:num_rows].copy_(torch.searchsorted(owners, numbers[:num_rows]))
+        self._starts[num_rows : size + 1].copy_(numbers[: size - num_rows + 1] + stop)
+        self._block_ids[:stop].copy_(part.block_ids.index_select(0, order))
+        self._block_ids[stop:].fill_(self._scrap_block)
+        self._num_valid[:stop].copy_(part.num_valid.index_select(0, order))
+        self._num_valid[stop:end].fill_(1)
+        self._num_valid[end:].fill_(0)
+        if part.first_positions is not None:
+            self._first_positions[:stop].copy_(part.first_positions.index_select(0, order))
+        self._first_positions[stop:end].fill_(0)
 
 
 class CudaGraphs:
-    """Graphs of CUDA, which share one pool of memory."""
+    """Graphs of CUDA, which share one pool of memory and never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def capture(self, function: Callable[[], None]) -> Graph:
+    def capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Run a function several times and return it as a graph.
+
+        It reads and writes tensors that live as long as the graph; whatever else it makes is its
+        own. The largest one comes first, so that others fit its memory. Raises RuntimeError: it
+        cannot be recorded.
+        """
         current = torch.cuda.current_stream(self._device)
         # libraries keep their working memory by stream, so that warm-up and capture share one
         self._stream.wait_stream(current)
@@ -76,22 +158,17 @@ class CudaGraphs:
         return graph
 
 
-class GraphMismatchError(RuntimeError):
-    """A captured step gives other logits than the plain forward pass."""
+class GraphMismatchError(RuntimeError): ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCounts:
-    """What graphs did.
-
-    Args:
-        num_steps: steps that were repeated from a graph.
-        eager_steps: other steps by why: "prompts", "shared prefix", "rows" (more than the largest
-            graph has) or "blocks" (more than its buffers hold).
-    """
+    """What graphs did."""
 
     num_captured: int = 0
     num_steps: int = 0
+    # steps without a graph by why: "prompts", "shared prefix", "rows" (more than the largest graph
+    # has) or "blocks" (more than its buffers hold)
     eager_steps: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -111,16 +188,12 @@ def step_sizes(max_rows: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """Captured decode steps of one decoder over one pool; owned by one thread.
 
-    Args:
-        decoder: with ops of fixed shapes.
-        cache: its last block is no sequence's.
-
-    Raises:
-        RuntimeError: a step cannot be captured.
+    The decoder has ops of fixed shapes, and the last block of the cache is no sequence's. Raises
+    RuntimeError: a step cannot be captured.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, *, shape: DecodeShape, graphs: Graphs
+        self, decoder: Decoder, cache: KVCache, *, shape: DecodeShape, graphs: CudaGraphs
     ) -> None:
         self._decoder = decoder
         self._cache = cache
@@ -145,22 +218,28 @@ class DecodeGraphs:
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Return the logits of a step [S, V], valid until the next one; None if it has no graph."""
-        size = self._size_of(len(batch.token_ids))
-        reason = self._why_not(batch, size)
-        if reason or size is None:
-            self._eager[reason] += 1
-            return None
-        self._num_steps += 1
-        return self._replay(batch, size)
+        plan, num_rows = batch.attention, len(batch.token_ids)
+        size = next((size for size in self._shape.sizes if size >= num_rows), None)
+        if plan.prefill is not None or plan.decode is None:
+            reason = "prompts"
+        elif plan.contexts:
+            reason = "shared prefix"
+        elif size is None:
+            reason = "rows"
+        elif len(plan.decode.block_ids) + size - num_rows > self._shape.entries_of(size):
+            reason = "blocks"
+        else:
+            self._num_steps += 1
+            return self._replay(batch, size)
+        self._eager[reason] += 1
+        return None
 
     @torch.inference_mode()
     def check(self, plain: Decoder) -> None:
         """Compare every graph with a plain forward pass; the pool must be unused, and is after it.
 
-        `plain` is the same model with ops that are known to be right.
-
-        Raises:
-            GraphMismatchError: they differ by more than rounding does.
+        `plain` is the same model with ops that are known to be right. Raises GraphMismatchError:
+        they differ by more than rounding does.
         """
         pool, shape = self._cache.k, self._shape
         num_blocks = pool.shape[1] - 1
@@ -190,28 +269,16 @@ class DecodeGraphs:
             for tensor in (self._cache.k, self._cache.v):
                 tensor[:, :used] = 0
 
-    def _capture(self, graphs: Graphs, size: int) -> Graph:
+    def _capture(self, graphs: CudaGraphs, size: int) -> torch.cuda.CUDAGraph:
         buffers = self._buffers
-        part, token_ids, logits = buffers.part(size), buffers.token_ids[:size], buffers.logits
-
-        def step() -> None:
-            self._decoder.forward_fixed(token_ids, part, self._cache, logits[:size])
-
+        step = partial(
+            self._decoder.forward_fixed,
+            buffers.token_ids[:size],
+            buffers.part(size),
+            self._cache,
+            buffers.logits[:size],
+        )
         return graphs.capture(step)
-
-    def _size_of(self, num_rows: int) -> int | None:
-        return next((size for size in self._shape.sizes if size >= num_rows), None)
-
-    def _why_not(self, batch: ForwardBatch, size: int | None) -> str:
-        """Return why a step has no graph, "" if it has one."""
-        plan = batch.attention
-        if plan.prefill is not None or plan.decode is None:
-            return "prompts"
-        if plan.contexts:
-            return "shared prefix"
-        if size is None:
-            return "rows"
-        return "" if self._buffers.fits(batch, size) else "blocks"
 
     def _replay(self, batch: ForwardBatch, size: int) -> torch.Tensor:
         self._buffers.fill(batch, size)
@@ -249,3 +316,28 @@ def _random_decodes(
         logits_idx=rows,
         attention=AttentionPlan(num_decode=num_rows, decode=decode, prefill=None, contexts=()),
     )
+
+
+# of the index tensors
+_ITEM_BYTES = 8
+# float32 partial results of splits, at most so many of a row and head
+_MAX_SPLITS = 16
+
+
+def working_bytes(spec: ModelSpec, num_rows: int, dtype: torch.dtype) -> int:
+    """Return the most that a captured step needs besides its buffers: tensors of one layer or head.
+
+    Reasoned from shapes and not measured on a GPU; twice the sum, as freed pieces do not all fit
+    what comes after them.
+    """
+    item, dim, head_dim = dtype.itemsize, spec.model_dim, spec.head_dim
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    attention = (2 * dim + (heads + spec.num_heads) * head_dim) * item + 4 * head_dim
+    attention += _MAX_SPLITS * spec.num_heads * (head_dim + 1) * 4
+    dense = (2 * dim + 3 * spec.ffn_dim) * item
+    sparse = 0
+    if spec.moe is not None:
+        sparse = (2 * dim + spec.moe.top_k * (spec.moe.ffn_dim + dim)) * item
+        sparse += spec.moe.num_experts * 8
+    head = (2 * dim + spec.vocab_size) * item
+    return 2 * num_rows * max(attention, dense, sparse, head)

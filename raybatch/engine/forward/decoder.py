@@ -1,6 +1,7 @@
-"""A decoder-only transformer: tokens of one step in, logits out. No state but its weights.
+"""A decoder-only transformer, and the form of its ops: tokens of one step in, logits out.
 
-`forward` runs a whole step; its parts are methods too, for coroutines that stop between modules.
+No state but its weights. `forward` runs a whole step; its parts are methods too, for coroutines
+that stop between modules.
 """
 
 import math
@@ -13,22 +14,19 @@ from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
-from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared
+from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared, compiled_ops
 from raybatch.kernels.linear import embed_tokens
+from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 from raybatch.kernels.small_ops import rotation_table
 from raybatch.models.config import ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedBatch:
-    """A forward batch with what all its layers share.
-
-    Args:
-        rotation: of its positions, complex64 [T, 1, D / 2].
-    """
+    """A forward batch with what all its layers share."""
 
     batch: ForwardBatch
-    rotation: torch.Tensor
+    rotation: torch.Tensor  # of its positions, complex64 [T, 1, D / 2]
     attention: Prepared
 
 
@@ -52,7 +50,8 @@ class Decoder:
     ) -> None:
         self._spec = spec
         self._weights = weights
-        self._layers = layers or ResidentLayers(weights.layers)
+        self.num_layers, self.vocab_size = spec.num_layers, spec.vocab_size
+        self.layers = layers or ResidentLayers(weights.layers)
         self._ops = ops
         self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
         self._distinct_windows = tuple(dict.fromkeys(spec.windows))
@@ -109,18 +108,6 @@ class Decoder:
             attention=self._prepare(batch, batch.attention, cache),
         )
 
-    @property
-    def num_layers(self) -> int:
-        return self._spec.num_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self._spec.vocab_size
-
-    @property
-    def layers(self) -> LayerStore:
-        return self._layers
-
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the hidden states of a batch before its first layer, [T, M]."""
@@ -138,8 +125,20 @@ class Decoder:
 
         In the last layer only the rows with logits are left, [S, M]; before, they are `x` itself.
         """
-        with self._layers.use(layer_idx) as layer:
-            return self._attention(layer_idx, layer, x, prepared, cache)
+        batch = prepared.batch
+        is_last = layer_idx == self._spec.num_layers - 1
+        drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
+        with self.layers.use(layer_idx) as layer:
+            last = batch.logits_attention if is_last else None
+            # a linear must make keys and values without the queries before them
+            if not layer.qkv.can_start_at(self._spec.num_heads * self._spec.head_dim):
+                last = None
+            attended = self._attend(layer_idx, layer, x, prepared, cache, last)
+            if drops_rows:
+                attended = attended.index_select(0, batch.logits_idx) if last is None else attended
+                x = x.index_select(0, batch.logits_idx)
+            self._ops.add_linear_(x, attended, layer.o)
+        return x
 
     @torch.inference_mode()
     def ffn_(
@@ -148,8 +147,26 @@ class Decoder:
         x: torch.Tensor,  # [T, M], modified in place
     ) -> None:
         """Add the feed-forward block of one layer; its rows may come from any batches."""
-        with self._layers.use(layer_idx) as layer:
-            self._add_ffn(layer, x)
+        spec = self._spec
+        with self.layers.use(layer_idx) as layer:
+            hidden = self._ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
+            if layer.gate_up is not None and layer.down is not None:
+                self._ops.add_mlp_(x, hidden, layer.gate_up, layer.down)
+                return
+            assert spec.moe is not None, "a layer without gate_up is sparse"
+            assert layer.router is not None, "a sparse layer has a router"
+            assert layer.experts_gate_up is not None, "a sparse layer has experts"
+            assert layer.experts_down is not None, "a sparse layer has experts"
+            x += self._ops.moe_ffn(
+                hidden,
+                layer.router,
+                layer.experts_gate_up,
+                layer.experts_down,
+                top_k=spec.moe.top_k,
+                norm_topk_prob=spec.moe.norm_topk_prob,
+                gate_up_scales=layer.experts_gate_up_scales,
+                down_scales=layer.experts_down_scales,
+            )
 
     @torch.inference_mode()
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -174,7 +191,6 @@ class Decoder:
         cache: KVCache,
         rows: torch.Tensor | None = None,
     ) -> Prepared:
-        """Prepare the plan of all rows, or of the given ones."""
         positions, slots = batch.positions, batch.slot_mapping
         if rows is not None:
             positions, slots = positions.index_select(0, rows), slots.index_select(0, rows)
@@ -186,28 +202,6 @@ class Decoder:
             windows=self._distinct_windows,
         )
 
-    def _attention(
-        self,
-        layer_idx: int,
-        layer: LayerWeights,
-        x: torch.Tensor,
-        prepared: PreparedBatch,
-        cache: KVCache,
-    ) -> torch.Tensor:
-        batch = prepared.batch
-        is_last = layer_idx == self._spec.num_layers - 1
-        drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
-        if is_last and batch.logits_attention is not None and self._takes_queries_apart(layer):
-            attended = self._attend_last(layer, x, prepared, cache)
-        else:
-            attended = self._attend(layer_idx, layer, x, prepared, cache)
-            if drops_rows:
-                attended = attended.index_select(0, batch.logits_idx)
-        if drops_rows:
-            x = x.index_select(0, batch.logits_idx)
-        self._ops.add_linear_(x, attended, layer.o)
-        return x
-
     def _attend(
         self,
         layer_idx: int,
@@ -215,40 +209,23 @@ class Decoder:
         x: torch.Tensor,
         prepared: PreparedBatch,
         cache: KVCache,
+        last: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        spec, attention = self._spec, prepared.attention
-        hidden = self._ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
-        heads = slice(0, self._num_projected)
-        qk, v = self._project(layer, hidden, prepared.rotation, heads)
-        q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
+        """Let all rows leave their KV; with the plan `last`, those with logits alone attend."""
+        spec, ops, plan = self._spec, self._ops, prepared.attention
         k_pool, v_pool = cache.k[layer_idx], cache.v[layer_idx]
-        self._ops.store_kv(k, v, k_pool, v_pool, attention)
-        return self._ops.attend(q, k, v, k_pool, v_pool, attention, spec.windows[layer_idx])
-
-    def _takes_queries_apart(self, layer: LayerWeights) -> bool:
-        """Return whether a linear can make keys and values without the queries before them."""
-        num_outputs = self._spec.num_heads * self._spec.head_dim
-        return layer.qkv.can_start_at(num_outputs)
-
-    def _attend_last(
-        self, layer: LayerWeights, x: torch.Tensor, prepared: PreparedBatch, cache: KVCache
-    ) -> torch.Tensor:
-        """Attend in the last layer: all rows leave their KV, those with logits have queries."""
-        batch, rotation = prepared.batch, prepared.rotation
-        assert batch.logits_attention is not None, "the plan of the last layer"
-        spec, rows = self._spec, batch.logits_idx
-        hidden = self._ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
-        k, v = self._project(layer, hidden, rotation, slice(spec.num_heads, self._num_projected))
-        k_pool, v_pool = cache.k[-1], cache.v[-1]
-        self._ops.store_kv(k, v, k_pool, v_pool, prepared.attention)
-        q, _ = self._project(
-            layer,
-            hidden.index_select(0, rows),
-            rotation.index_select(0, rows),
-            slice(0, spec.num_heads),
-        )
-        plan = self._prepare(batch, batch.logits_attention, cache, rows)
-        return self._ops.attend(q, k, v, k_pool, v_pool, plan, spec.windows[-1])
+        hidden = ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
+        num_queries = spec.num_heads if last is None else 0
+        heads = slice(spec.num_heads - num_queries, self._num_projected)
+        qk, v = self._project(layer, hidden, prepared.rotation, heads)
+        q, k = qk[:, :num_queries], qk[:, num_queries:]
+        ops.store_kv(k, v, k_pool, v_pool, plan)
+        if last is not None:
+            rows = prepared.batch.logits_idx
+            hidden, turns = hidden.index_select(0, rows), prepared.rotation.index_select(0, rows)
+            q, _ = self._project(layer, hidden, turns, slice(0, spec.num_heads))
+            plan = self._prepare(prepared.batch, last, cache, rows)
+        return ops.attend(q, k, v, k_pool, v_pool, plan, spec.windows[layer_idx])
 
     def _project(
         self, layer: LayerWeights, hidden: torch.Tensor, rotation: torch.Tensor, heads: slice
@@ -269,27 +246,6 @@ class Decoder:
         self._ops.rotate_(turned, rotation)
         return turned, values
 
-    def _add_ffn(self, layer: LayerWeights, x: torch.Tensor) -> None:
-        spec = self._spec
-        hidden = self._ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
-        if layer.gate_up is not None and layer.down is not None:
-            self._ops.add_mlp_(x, hidden, layer.gate_up, layer.down)
-            return
-        assert spec.moe is not None, "a layer without gate_up is sparse"
-        assert layer.router is not None, "a sparse layer has a router"
-        assert layer.experts_gate_up is not None, "a sparse layer has experts"
-        assert layer.experts_down is not None, "a sparse layer has experts"
-        x += self._ops.moe_ffn(
-            hidden,
-            layer.router,
-            layer.experts_gate_up,
-            layer.experts_down,
-            top_k=spec.moe.top_k,
-            norm_topk_prob=spec.moe.norm_topk_prob,
-            gate_up_scales=layer.experts_gate_up_scales,
-            down_scales=layer.experts_down_scales,
-        )
-
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
     """Return the angle per position of each pair of dimensions, float32 [D / 2].
@@ -303,18 +259,14 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
     if spec.kind == "linear":
         return plain / spec.factor
     if spec.kind == "llama3":
-        return _llama3(spec, plain)
+        turns = spec.original_max_positions * plain / (2 * math.pi)
+        smooth = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+        smooth = smooth.clamp(0, 1)
+        return (1 - smooth) * plain / spec.factor + smooth * plain
     if spec.kind == "yarn":
         ramp = _yarn_ramp(spec, head_dim)
         return 1.0 / (spec.factor * periods) * ramp + plain * (1 - ramp)
     return plain
-
-
-def _llama3(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
-    turns = spec.original_max_positions * plain / (2 * math.pi)
-    smooth = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    smooth = smooth.clamp(0, 1)
-    return (1 - smooth) * plain / spec.factor + smooth * plain
 
 
 def _yarn_ramp(spec: RopeSpec, head_dim: int) -> torch.Tensor:
@@ -332,3 +284,58 @@ def _yarn_ramp(spec: RopeSpec, head_dim: int) -> torch.Tensor:
         high += 0.001
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
     return ramp.clamp(0, 1)
+
+
+def pick_ops(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    *,
+    block_size: int,
+    may_compile: bool,
+    kv_dtype: torch.dtype | None = None,
+) -> Ops:
+    """Return the ops for these weights: compiled for float32 on a CPU, else torch's.
+
+    `may_compile` false takes those of torch, which alone use several threads; a `kv_dtype` of None
+    is that of the weights.
+    """
+    embed = weights.embed
+    if not (may_compile and embed.dtype == torch.float32 and embed.device.type == "cpu"):
+        return REFERENCE
+    # of the experts' panels; a model without such experts has none
+    panel_widths = None
+    for layer in weights.layers:
+        gate_up, down = layer.experts_gate_up, layer.experts_down
+        if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
+            panel_widths = gate_up.shape[3], down.shape[3]
+            break
+    return compiled_ops(
+        head_dim=spec.head_dim,
+        num_grouped=spec.num_heads // spec.num_kv_heads,
+        block_size=block_size,
+        panel_widths=panel_widths,
+        byte_dtype=byte_dtype_of(weights),
+        kv_dtype=kv_dtype or embed.dtype,
+    )
+
+
+def dense_panel_width(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    may_compile: bool,
+    byte_dtype: torch.dtype | None = None,
+) -> int | None:
+    """Return the width of the panels in which dense linears are best; None for torch's layout.
+
+    The ops are compiled for that, once per process.
+    """
+    if not (may_compile and dtype == torch.float32 and device.type == "cpu"):
+        return None
+    return None if compiled_linears(byte_dtype) is None else PANEL_WIDTH
+
+
+def byte_dtype_of(weights: ModelWeights) -> torch.dtype | None:
+    """Return the dtype of the weights that are bytes; None where none are."""
+    linear = weights.layers[0].qkv
+    return None if linear.scales is None else linear.weight.dtype

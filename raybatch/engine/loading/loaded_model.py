@@ -1,19 +1,32 @@
-"""Loads a model onto a device and decides how it runs its steps; the KV pool comes later."""
+"""Resolves an engine's options for a model and loads it onto a device; the KV pool comes later.
+
+`resolve` is the one place where "auto" of a dtype is decided. How steps run (`attn_batch_tokens`,
+`cuda_graphs`) is decided after loading, from layers measured on the device.
+"""
 
 import ctypes
 import logging
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.loading.resolve import ResolvedEngine, check_max_model_len, resolve
+from raybatch.engine.forward.decoder import dense_panel_width
+from raybatch.engine.memory.kv_cache import (
+    max_sequence_len,
+    num_blocks_for,
+    num_host_blocks_for,
+    pick_kv_dtype,
+)
 from raybatch.engine.profile.layer_bench import profile_options
-from raybatch.engine.profile.profile_cache import measured_profile
+from raybatch.engine.profile.module_profile import measured_profile
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
+from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import ModelWeights, load_weights, weight_sizes
-from raybatch.errors import error_text
+from raybatch.errors import CapacityError, ConfigError, error_text
+from raybatch.kernels.byte_numbers import BYTE_DTYPES
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
@@ -27,16 +40,43 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedModel:
-    """A model on a device.
+class ResolvedEngine:
+    """Options without "auto" and None, as all of the engine uses them."""
 
-    Args:
-        weights: layers that do not stay on the device are in host memory.
-    """
+    device: torch.device
+    # in which the model computes
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    # of weights that are kept as bytes; None where none are
+    byte_dtype: torch.dtype | None
+    max_model_len: int
+
+    def weight_form(self, *, may_compile: bool) -> WeightForm:
+        """Return how the weights are kept; ops that are compiled want panels."""
+        width = dense_panel_width(
+            self.dtype, self.device, may_compile=may_compile, byte_dtype=self.byte_dtype
+        )
+        return WeightForm(self.dtype, panel_width=width, byte_dtype=self.byte_dtype)
+
+    def log_changes(self, config: EngineConfig) -> None:
+        for name, option, value in (
+            ("device", config.device, self.device),
+            ("dtype", config.dtype, self.dtype),
+            ("kv_cache_dtype", config.kv_cache_dtype, self.kv_dtype),
+            ("max_model_len", config.max_model_len, self.max_model_len),
+        ):
+            if option in ("auto", None):
+                _logger.info("engine.%s: %s", name, str(value).removeprefix("torch."))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model on a device."""
 
     name: str
     spec: ModelSpec
     resolved: ResolvedEngine
+    # layers that do not stay on the device are in host memory
     weights: ModelWeights
     sizes: WeightSizes
     residence: Residence
@@ -47,7 +87,6 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type that the model computes in, that of all weights but quantised ones."""
         return self.resolved.dtype
 
 
@@ -55,10 +94,7 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     """Load the model that `source` names (see `resolve_model`).
 
     Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
-    process.
-
-    Raises:
-        ConfigError: the model or an option cannot be run.
+    process. Raises ConfigError: the model or an option cannot be run.
     """
     path = resolve_model(source)
     spec = read_model_spec(path)
@@ -66,7 +102,14 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     check_max_model_len(config, spec.max_model_len, path.name)
     resolved = resolve(config, spec)
     resolved.log_changes(config)
-    _set_up_process(config, resolved.device)
+    if resolved.device.type == "cpu":
+        torch.set_num_threads(config.num_threads)
+        mallopt = _libc("mallopt") if config.tune_malloc else None
+        if mallopt is not None:
+            # serve large blocks from the heap and never give it back: otherwise every large
+            # temporary is mapped, cleared page by page and unmapped again
+            mallopt(_MMAP_MAX, 0)
+            mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     form = resolved.weight_form(may_compile=config.compiles_kernels)
     sizes = weight_sizes(path, spec, form, device=resolved.device)
     residence = plan_residence(
@@ -142,9 +185,8 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
         give_back_freed_memory(model.device)
     row = RowShape.within(model.resolved.max_model_len)
     plan = plan_steps(profile.layers, row)
-    how = "by the plain forward pass"
-    if plan.attn_batch_tokens is not None:
-        how = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
+    parts = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
+    how = "by the plain forward pass" if plan.attn_batch_tokens is None else parts
     _logger.info(
         "%s runs %s, as %s, for %d prompt and %d output tokens (raybatch bench plan tells more)",
         model.name,
@@ -165,26 +207,89 @@ def give_back_freed_memory(device: torch.device) -> None:
         trim(0)
 
 
-def _set_up_process(config: EngineConfig, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.set_num_threads(config.num_threads)
-        if config.tune_malloc:
-            _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """Tell glibc to serve large blocks from the heap and never to give the heap back.
-
-    Otherwise every large temporary is mapped, cleared page by page and unmapped again.
-    """
-    mallopt = _libc("mallopt")
-    if mallopt is not None:
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-
-
 def _libc(name: str) -> "ctypes._NamedFuncPointer | None":
-    """Return a function of the C library; None where it is not there."""
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), name, None)
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve(
+    config: EngineConfig, spec: ModelSpec, device: torch.device | None = None
+) -> ResolvedEngine:
+    """Return the resolved options for a model on a device; None takes that of `pick_device`.
+
+    Raises ConfigError: there is no such device.
+    """
+    device = device or pick_device(config)
+    name = config.dtype
+    if name == "auto":
+        # CPUs without bfloat16 units compute it four times slower than float32
+        name = "float32" if device.type == "cpu" else spec.dtype
+    return ResolvedEngine(
+        device=device,
+        dtype=_DTYPES[name],
+        kv_dtype=pick_kv_dtype(config.kv_cache_dtype, _DTYPES[name]),
+        byte_dtype=None if config.quantization is None else BYTE_DTYPES[config.quantization],
+        max_model_len=max_sequence_len(config, spec.max_model_len),
+    )
+
+
+def pick_device(config: EngineConfig) -> torch.device:
+    """Return the device that the options name; "auto" takes a GPU where there is one.
+
+    Raises ConfigError: there is no such device.
+    """
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device {config.device!r} is not a device: {error}") from error
+
+
+def check_max_model_len(config: EngineConfig, model_tokens: int, model: str) -> None:
+    """Raise ConfigError where the options ask for more than the `model_tokens` of a model."""
+    if config.max_model_len is not None and config.max_model_len > model_tokens:
+        raise ConfigError(
+            f"engine.max_model_len is {config.max_model_len}, but {model} was made for "
+            f"{model_tokens} tokens; lower it or leave it out"
+        )
+
+
+def check_budgets(model_path: Path, config: EngineConfig) -> None:
+    """Refuse `kv_cache_bytes`, `host_kv_bytes` and `device_weight_bytes` that are too small.
+
+    Reads the files of the model and loads no weights. Engines may run elsewhere, on another device
+    and so in another dtype: a budget is refused where it is too small for every device that the
+    options allow; the numbers are those of this host. Raises ConfigError: weights or KV in host
+    memory do not fit, or the model cannot be run. Raises CapacityError: the KV cache does not hold
+    a block.
+    """
+    spec = read_model_spec(model_path)
+    devices = [pick_device(config)]
+    if config.device == "auto":
+        devices.append(torch.device("cpu" if devices[0].type == "cuda" else "cuda"))
+    refusals: list[ConfigError | CapacityError] = []
+    for device in devices:
+        try:
+            resolved = resolve(config, spec, device)
+            if config.device_weight_bytes is not None:
+                # compiled ops may fill panels up, which takes no less
+                form = resolved.weight_form(may_compile=False)
+                plan_residence(
+                    weight_sizes(model_path, spec, form, device=device),
+                    device_weight_bytes=config.device_weight_bytes,
+                    weight_buffers=config.weight_buffers,
+                )
+            dtype = resolved.kv_dtype
+            if config.kv_cache_bytes is not None:
+                num_blocks_for(config, spec, dtype=dtype, device=device, free_bytes=0)
+            num_host_blocks_for(config, spec, dtype=dtype)
+        except (ConfigError, CapacityError) as error:
+            refusals.append(error)
+        else:
+            return
+    raise refusals[0]

@@ -10,30 +10,17 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.decode_buffers import DecodeShape, working_bytes
+from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime
 from raybatch.engine.forward.decode_graphs import (
     CudaGraphs,
     DecodeGraphs,
+    DecodeShape,
     GraphCounts,
-    Graphs,
     step_sizes,
+    working_bytes,
 )
-from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.pick_ops import pick_ops
-from raybatch.engine.forward.runtime import (
-    CombineAtExperts,
-    CoroutineRuntime,
-    FiringPolicy,
-    LayerByLayer,
-    PartBatch,
-    StepResult,
-)
-from raybatch.engine.loading.loaded_model import (
-    LoadedModel,
-    load_model,
-    place_layers,
-    planned_attn_batch,
-)
+from raybatch.engine.forward.decoder import Decoder, pick_ops
+from raybatch.engine.loading.loaded_model import load_model, place_layers, planned_attn_batch
 from raybatch.engine.memory.kv_cache import (
     KVCache,
     allocate_kv_cache,
@@ -63,14 +50,11 @@ _GRAPH_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphSetup:
-    """Graphs that an engine is going to capture once it has its pool.
-
-    Args:
-        is_required: the options ask for graphs, so that it is an error to have none.
-    """
+    """Graphs that an engine is going to capture once it has its pool."""
 
     shape: DecodeShape
     ops: Ops
+    # the options ask for graphs, so that it is an error to have none
     is_required: bool = False
 
     def needed_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -88,14 +72,12 @@ class GraphSetup:
         cache: KVCache,
         plain: Decoder,
         *,
-        graphs: Graphs | None = None,
+        graphs: CudaGraphs | None = None,
     ) -> DecodeGraphs | None:
         """Capture every size and compare it with the plain forward pass; None where that fails.
 
         The last block of `cache`, which is unused, is no sequence's; `plain` runs all other steps.
-
-        Raises:
-            ConfigError: it fails, and the options ask for graphs.
+        Raises ConfigError: it fails, and the options ask for graphs.
         """
         try:
             made = DecodeGraphs(
@@ -128,44 +110,40 @@ def plan_graphs(
 ) -> GraphSetup | None:
     """Return what an engine captures; None where it captures nothing.
 
-    Takes options with `attn_batch_tokens` decided; `ops` of None are those of the device.
-
-    Raises:
-        ConfigError: the options ask for graphs, and there can be none.
+    Takes options with `attn_batch_tokens` decided; `ops` of None are those of the device. Raises
+    ConfigError: the options ask for graphs, and there can be none.
     """
     if config.cuda_graphs is False:
         return None
-    reason = ""
-    if device.type != "cuda":
-        reason = f"the engine runs on {device}, and only CUDA has them"
-    elif config.attn_batch_tokens not in (None, "auto"):
-        reason = "steps run as coroutines (attn_batch_tokens)"
-    elif is_streamed:
-        reason = "layers pass through a ring of buffers (device_weight_bytes)"
-    elif config.kv_offload:
-        reason = "the pool has two shapes (kv_offload)"
-    elif config.kv_cache_dtype != "auto":
-        reason = "Triton's kernels read no KV of 8 bits (kv_cache_dtype)"
-    elif config.quantization is not None:
-        reason = "quantized weights become floats before each product, which a graph would keep"
-    else:
-        ops = ops or ops_for(device)
-        if not ops.is_fixed:
-            reason = "they need Triton's kernels: pip install raybatch[gpu]"
+    ops = ops or ops_for(device)
+    obstacles = (
+        (device.type != "cuda", f"the engine runs on {device}, and only CUDA has them"),
+        (
+            config.attn_batch_tokens not in (None, "auto"),
+            "steps run as coroutines (attn_batch_tokens)",
+        ),
+        (is_streamed, "layers pass through a ring of buffers (device_weight_bytes)"),
+        (config.kv_offload, "the pool has two shapes (kv_offload)"),
+        (config.kv_cache_dtype != "auto", "Triton's kernels read no KV of 8 bits (kv_cache_dtype)"),
+        (
+            config.quantization is not None,
+            "quantized weights become floats before each product, which a graph would keep",
+        ),
+        (not ops.is_fixed, "they need Triton's kernels: pip install raybatch[gpu]"),
+    )
+    reason = next((text for holds, text in obstacles if holds), "")
     if reason:
         if config.cuda_graphs:
             raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
         if device.type == "cuda":
             _logger.info("decode steps run without CUDA graphs: %s", reason)
         return None
-    assert ops is not None, "ops of a device with graphs"
     return GraphSetup(
         shape=decode_shape(config, spec), ops=ops, is_required=config.cuda_graphs is True
     )
 
 
 def decode_shape(config: EngineConfig, spec: ModelSpec) -> DecodeShape:
-    """Return how large steps of decodes can be with these options."""
     max_len = max_sequence_len(config, spec.max_model_len)
     max_rows = min(config.max_num_seqs, config.max_batched_tokens, _MAX_ROWS)
     return DecodeShape(
@@ -175,14 +153,12 @@ def decode_shape(config: EngineConfig, spec: ModelSpec) -> DecodeShape:
     )
 
 
-logger = logging.getLogger(__name__)
-
-
 class ModelRunner:
     """A loaded model: `forward` runs one step. Owned by one thread.
 
-    Args:
-        num_scrap_blocks: last blocks of the pool that are no sequence's.
+    KV of all rows is written before any row attends, layer by layer, so a row may attend to blocks
+    that another row of the same forward batch fills. Scrap blocks, the last ones of the pool, are
+    no sequence's.
     """
 
     def __init__(
@@ -195,18 +171,21 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         num_scrap_blocks: int = 0,
     ) -> None:
-        self.spec = spec
-        self.config = config
-        self.cache = cache
+        self.spec, self.config, self.cache = spec, config, cache
         self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
         self.decoder = decoder
         self._graphs = graphs
-        self._num_scrap_blocks = num_scrap_blocks
-        policy: FiringPolicy = CombineAtExperts(config.moe_batch_tokens)
-        if decoder.layers.is_streamed:
-            policy = LayerByLayer(policy)
+        self.device = cache.k.device
+        self.num_blocks = int(cache.k.shape[1]) - num_scrap_blocks
+        # tokens that attend at once where steps run as coroutines: `load` decides, and without it
+        # nothing was measured that would speak for parts
+        tokens = config.attn_batch_tokens
+        self.attn_batch_tokens = None if tokens == "auto" else tokens
+        policy = CombineAtExperts(config.moe_batch_tokens, is_layerwise=decoder.layers.is_streamed)
         self.runtime = CoroutineRuntime(decoder, cache, policy)
         self._window = LayerWindow(cache, self.tiers) if config.kv_offload else None
+        # blocks of the pool in steps whose KV goes to host memory
+        self.num_window_blocks = self._window.num_blocks if self._window else 0
 
     @classmethod
     def load(
@@ -214,24 +193,40 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Load the model that `source` names, see `load_model`.
 
-        Where the options leave it open, a plan from measured layers decides how steps run.
-
-        Raises:
-            ConfigError: the model or an option cannot be run, as weights that do not fit.
-            CapacityError: the memory does not hold a block of KV.
+        Where the options leave it open, a plan from measured layers decides how steps run. Raises
+        ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
+        CapacityError: the memory does not hold a block of KV.
         """
         model = load_model(source, config)
         # both before the pool, which takes most of what is free
         layers = place_layers(model)
         config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
         setup = plan_graphs(config, model.spec, model.device, is_streamed=layers.is_streamed)
-        cache = _make_cache(config, model, num_engines_on_host, setup)
+        num_scrap_blocks, kv_dtype = int(setup is not None), model.resolved.kv_dtype
+        num_blocks = num_blocks_for(
+            config,
+            model.spec,
+            dtype=kv_dtype,
+            device=model.device,
+            free_bytes=free_memory_bytes(model.device),
+            num_engines_on_host=num_engines_on_host,
+            num_scrap_blocks=num_scrap_blocks,
+            graph_bytes=0 if setup is None else setup.needed_bytes(model.spec, model.dtype),
+            host_bytes=host_memory_bytes(),
+        )
+        cache = allocate_kv_cache(
+            model.spec,
+            num_blocks=num_blocks + num_scrap_blocks,
+            block_size=config.block_size_tokens,
+            dtype=kv_dtype,
+            device=model.device,
+        )
         ops = pick_ops(
             model.spec,
             model.weights,
             block_size=config.block_size_tokens,
             may_compile=config.compiles_kernels,
-            kv_dtype=cache.k.dtype,
+            kv_dtype=kv_dtype,
         )
         decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops)
         graphs = None
@@ -243,9 +238,13 @@ class ModelRunner:
             decoder=decoder,
             cache=cache,
             graphs=graphs,
-            num_scrap_blocks=int(setup is not None),
+            num_scrap_blocks=num_scrap_blocks,
         )
-        logger.info(
+        host_memory = ""
+        if runner.tiers.num_host_blocks:
+            role = "where all KV lives (kv_offload)" if config.kv_offload else "for what yields"
+            host_memory = f", and {runner.tiers.num_host_blocks} in host memory, {role}"
+        _logger.info(
             "%s loaded as %s on %s, with %d KV blocks of %d tokens%s%s",
             model.name,
             str(model.dtype).removeprefix("torch."),
@@ -253,31 +252,13 @@ class ModelRunner:
             runner.num_blocks,
             config.block_size_tokens,
             "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
-            _host_memory(runner),
+            host_memory,
         )
         return runner
 
     @property
-    def attn_batch_tokens(self) -> int | None:
-        tokens = self.config.attn_batch_tokens
-        # `load` decides; without it, nothing was measured that would speak for parts
-        return None if tokens == "auto" else tokens
-
-    @property
-    def num_blocks(self) -> int:
-        return int(self.cache.k.shape[1]) - self._num_scrap_blocks
-
-    @property
-    def num_window_blocks(self) -> int:
-        return 0 if self._window is None else self._window.num_blocks
-
-    @property
     def weight_counters(self) -> WeightCounters:
         return self.decoder.layers.counters
-
-    @property
-    def device(self) -> torch.device:
-        return self.cache.k.device
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens.
@@ -285,25 +266,22 @@ class ModelRunner:
         The logits are valid until the next step.
         """
         logits = None if self._graphs is None else self._graphs.run(batch)
-        if logits is not None:
-            return logits
-        return self.decoder.forward(batch, self.cache)
+        return self.decoder.forward(batch, self.cache) if logits is None else logits
 
     @property
     def graph_counts(self) -> GraphCounts:
         return GraphCounts() if self._graphs is None else self._graphs.counts
 
-    def forward_parts(self, parts: Sequence[PartBatch]) -> StepResult:
+    def forward_parts(self, parts: Sequence[ForwardBatch]) -> torch.Tensor:
+        """Return the logits [S, V] of parts of a step that do not read what another one writes."""
         return self.runtime.forward(parts)
 
     @torch.inference_mode()
     def forward_offloaded(self, batch: ForwardBatch, moves: LayerMoves) -> torch.Tensor:
         """Run one step of prompts whose KV goes to host memory, layer by layer.
 
-        Blocks of the batch are those of the window; the pool's content is lost.
-
-        Returns:
-            float32 logits [S, V], once host memory has all of the KV.
+        Blocks of the batch are those of the window; the pool's content is lost. Returns float32
+        logits [S, V], once host memory has all of the KV.
         """
         window, decoder = self._window, self.decoder
         assert window is not None, "a pool that no prompts pass through"
@@ -319,38 +297,6 @@ class ModelRunner:
         return logits
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
+        """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
         for pool in (self.cache.k, self.cache.v):
             pool[:, block_ids] = 0
-
-
-def _host_memory(runner: ModelRunner) -> str:
-    """Return the part of the log message about KV in host memory."""
-    if not runner.tiers.num_host_blocks:
-        return ""
-    role = "where all KV lives (kv_offload)" if runner.config.kv_offload else "for what yields"
-    return f", and {runner.tiers.num_host_blocks} in host memory, {role}"
-
-
-def _make_cache(
-    config: EngineConfig, model: LoadedModel, num_engines_on_host: int, setup: GraphSetup | None
-) -> KVCache:
-    num_scrap_blocks = int(setup is not None)
-    dtype = model.resolved.kv_dtype
-    num_blocks = num_blocks_for(
-        config,
-        model.spec,
-        dtype=dtype,
-        device=model.device,
-        free_bytes=free_memory_bytes(model.device),
-        num_engines_on_host=num_engines_on_host,
-        num_scrap_blocks=num_scrap_blocks,
-        graph_bytes=0 if setup is None else setup.needed_bytes(model.spec, model.dtype),
-        host_bytes=host_memory_bytes(),
-    )
-    return allocate_kv_cache(
-        model.spec,
-        num_blocks=num_blocks + num_scrap_blocks,
-        block_size=config.block_size_tokens,
-        dtype=dtype,
-        device=model.device,
-    )

@@ -2,6 +2,8 @@
 
 import mmap
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +19,13 @@ from raybatch.models.config import ModelSpec
 _CPU_FRACTION = 0.5
 _GPU_FRACTION = 0.9
 
+# what a copy may raise where memory or the device is short of something
+COPY_ERRORS = (RuntimeError, MemoryError, OSError)
+
 _CGROUP = Path("/sys/fs/cgroup")
 _UNKNOWN_BYTES = 4 << 30
+# copies of a trial, of which the quickest counts
+_NUM_TRIALS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +74,21 @@ def _pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+def trial_copy_s(copy: Callable[[], object], device: torch.device) -> float:
+    """Return the least seconds of a few copies from or to a device.
+
+    Before them one is made that does not count: it takes pages from the system, or reads from disk.
+    """
+    seconds = []
+    for _ in range(1 + _NUM_TRIALS):
+        began = time.perf_counter()
+        copy()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return max(min(seconds[1:]), 1e-9)
+
+
 def max_sequence_len(config: EngineConfig, model_tokens: int) -> int:
     """Return the longest prompt plus output, for a model that was made for `model_tokens`."""
     return min(config.max_model_len or model_tokens, model_tokens)
@@ -74,9 +96,8 @@ def max_sequence_len(config: EngineConfig, model_tokens: int) -> int:
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the bytes of KV that one token needs in all layers, in a pool of `dtype`."""
-    return (
-        2 * spec.num_layers * spec.num_kv_heads * row_width(spec.head_dim, dtype) * dtype.itemsize
-    )
+    width = row_width(spec.head_dim, dtype)
+    return 2 * spec.num_layers * spec.num_kv_heads * width * dtype.itemsize
 
 
 def num_blocks_for(
@@ -96,18 +117,16 @@ def num_blocks_for(
     Blocks of no sequence are taken off. It is never more than `max_num_seqs` sequences of
     `max_model_len` tokens can use. `free_bytes` is what the device has once the weights are loaded,
     `graph_bytes` what captured steps take of it beside the pool, and `host_bytes` the memory of a
-    CPU host in all, which no pool may exceed (None: not known).
-
-    Raises:
-        CapacityError: the memory does not hold a single block.
-        ConfigError: `kv_cache_bytes` asks for more than the host has.
+    CPU host in all, which no pool may exceed (None: not known). Raises CapacityError: the memory
+    does not hold a single block. Raises ConfigError: `kv_cache_bytes` asks for more than the host
+    has.
     """
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     is_host = device.type == "cpu"
     share = free_bytes * (_CPU_FRACTION / num_engines_on_host if is_host else _GPU_FRACTION)
-    budget = (
-        max(0, int(share) - graph_bytes) if config.kv_cache_bytes is None else config.kv_cache_bytes
-    )
+    budget = config.kv_cache_bytes
+    if budget is None:
+        budget = max(0, int(share) - graph_bytes)
     max_len = max_sequence_len(config, spec.max_model_len)
     blocks_per_seq = -(-max_len // config.block_size_tokens)
     num_fitting = budget // block_bytes - num_scrap_blocks
@@ -133,8 +152,7 @@ def num_blocks_for(
 def num_host_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype) -> int:
     """Return how many blocks fit into `host_kv_bytes`.
 
-    Raises:
-        ConfigError: the option is set, and holds not a single block.
+    Raises ConfigError: the option is set, and holds not a single block.
     """
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     budget = config.host_kv_bytes or 0
@@ -169,10 +187,8 @@ def _meminfo(name: str) -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    for line in lines:
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return None
+    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return next(found, None)
 
 
 def _cgroup_limit() -> int | None:

@@ -6,12 +6,13 @@ is preempted, only what is behind them is copied; when it runs again, the copy s
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.engine.memory.kv_cache import COPY_ERRORS
+from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks, SwappedKV
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
 
@@ -20,69 +21,31 @@ logger = logging.getLogger(__name__)
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
-# what a copy may raise where memory or the device is short of something
-COPY_ERRORS = (RuntimeError, MemoryError, OSError)
-
-
-class BlockCopier(Protocol):
-    """Copies blocks between the pools of device and host, each id to the one at its place."""
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks of the host's pool; 0 where there is none."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, keys and values of all layers."""
-
-    def save_blocks(self, block_ids: Int64s, host_ids: Int64s) -> None:
-        """Copy blocks of the device into as many of the host."""
-
-    def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
-        """Copy blocks of the host into as many of the device."""
-
-    def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
-        """Copy blocks of the host into as many others."""
-
-    def copy_bytes_per_s(self) -> float:
-        """Measure copies between both pools, which must be idle."""
-
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointCounters:
-    """Copies ahead since the start.
-
-    Args:
-        num_used_blocks: that were in host memory when their sequence yielded.
-    """
+    """Copies ahead since the start."""
 
     num_bytes: int = 0
+    # that were in host memory when their sequence yielded
     num_used_blocks: int = 0
     num_failures: int = 0
 
 
+@dataclass(slots=True)
 class KVCheckpoints:
     """Keeps checkpoints in the host blocks that nothing else needs; `Sequence.checkpoint` has them.
 
-    Args:
-        blocks: of the host; shared with the KV of sequences that wait, which comes first.
-        keeps_loaded: let what was brought back stay in host memory as well.
+    The host's blocks are shared with the KV of sequences that wait, which comes first. What was
+    brought back stays in host memory as well where it `_keeps_loaded`.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        blocks: HostBlocks,
-        copier: BlockCopier | None,
-        *,
-        keeps_loaded: bool = False,
-    ) -> None:
-        self.counters = CheckpointCounters()
-        self._block_size = block_size
-        self._blocks = blocks
-        self._copier = copier
-        self._keeps_loaded = keeps_loaded
-        self._holders: dict[int, Sequence] = {}
+    _block_size: int
+    _blocks: HostBlocks
+    _copier: KVTiers | None
+    _keeps_loaded: bool
+    counters: CheckpointCounters = field(default_factory=CheckpointCounters)
+    _holders: dict[int, Sequence] = field(default_factory=dict)
 
     def extend(
         self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int, max_blocks: int
@@ -128,26 +91,27 @@ class KVCheckpoints:
 
     def take(self, record: Sequence, used: Int32s) -> None:
         """End the checkpoint of a sequence; the host blocks in `used` have another owner now."""
-        held = record.checkpoint
-        if held is not None:
-            self._blocks.release(np.setdiff1d(held.host_blocks, used))
+        if record.checkpoint is not None:
+            self._release(record, np.setdiff1d(record.checkpoint.host_blocks, used))
             self.counters.num_used_blocks += len(used)
-            self._forget(record)
+
+    def _release(self, record: Sequence, blocks: Int32s) -> None:
+        self._blocks.release(blocks)
+        record.checkpoint = None
+        del self._holders[record.arrival]
 
     def keep(self, record: Sequence, loaded: SwappedKV) -> None:
         """Own the host blocks of a sequence that was brought back; those that change go."""
-        num_full = max(0, loaded.num_tokens // self._block_size - loaded.first_block)
-        if not (self._keeps_loaded and num_full):
-            num_full = 0
+        num_full = 0
+        if self._keeps_loaded:
+            num_full = max(0, loaded.num_tokens // self._block_size - loaded.first_block)
         self._blocks.release(loaded.host_blocks[num_full:])
         if num_full:
             self._hold(record, loaded.first_block, loaded.host_blocks[:num_full])
 
     def drop(self, record: Sequence) -> None:
-        """Give up the checkpoint of a sequence, if it has one."""
         if record.checkpoint is not None:
-            self._blocks.release(record.checkpoint.host_blocks)
-            self._forget(record)
+            self._release(record, record.checkpoint.host_blocks)
 
     def make_room(self, count: int, *, but: Sequence) -> None:
         """Give up checkpoints until so many host blocks are available, if possible.
@@ -163,9 +127,8 @@ class KVCheckpoints:
     def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> list[Int32s]:
         """Return the host blocks of all checkpoints.
 
-        Raises:
-            RuntimeError: these sequences, all there are, have other checkpoints than were made, or
-                one that waits has any.
+        Raises RuntimeError: these sequences, all there are, have other checkpoints than were made,
+        or one that waits has any.
         """
         if any(record.checkpoint is not None for record in waiting):
             raise RuntimeError("checkpoints: a sequence that waits has one")
@@ -190,33 +153,18 @@ class KVCheckpoints:
         )
         self._holders[record.arrival] = record
 
-    def _forget(self, record: Sequence) -> None:
-        record.checkpoint = None
-        del self._holders[record.arrival]
 
-
+@dataclass(frozen=True, slots=True)
 class CopiesAhead:
-    """Copies nothing while there is room, so that what is copied is likely to be needed.
+    """Copies nothing while there is room, so that what is copied is likely to be needed."""
 
-    Args:
-        max_blocks: blocks of one step; 0 never copies.
-        num_found_again: of a slot, leading blocks that others use as well.
-    """
-
-    def __init__(
-        self,
-        table: SequenceTable,
-        blocks: BlockManager,
-        checkpoints: KVCheckpoints,
-        *,
-        max_blocks: int,
-        num_found_again: Callable[[int], int],
-    ) -> None:
-        self._table = table
-        self._blocks = blocks
-        self._checkpoints = checkpoints
-        self._max_blocks = max_blocks
-        self._num_found_again = num_found_again
+    _table: SequenceTable
+    _blocks: BlockManager
+    _checkpoints: KVCheckpoints
+    # blocks of one step; 0 never copies
+    _max_blocks: int
+    # of a slot, leading blocks that others use as well
+    _num_found_again: Callable[[int], int]
 
     def copy(self) -> None:
         """Copy KV of the next to be preempted, if blocks run out before all have filled theirs."""

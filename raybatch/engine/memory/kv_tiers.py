@@ -7,7 +7,6 @@ one gather and one scatter for any number of layers, and on a GPU one transfer f
 While prompts are computed whose KV goes to the host, the device's pool is a `LayerWindow`.
 """
 
-import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raybatch.engine.memory.kv_cache import KVCache, allocate_memory
+from raybatch.engine.memory.kv_cache import KVCache, allocate_memory, trial_copy_s
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.errors import ConfigError
 
 Int64s = npt.NDArray[np.int64]
 
-# blocks of a trial copy, and trials of which the quickest counts
-_TRIAL_BLOCKS, _NUM_TRIALS = 4, 3
+# of a trial copy
+_TRIAL_BLOCKS = 4
 
 
 class _Arriving(NamedTuple):
@@ -35,13 +34,11 @@ class _Arriving(NamedTuple):
 
 
 class KVTiers:
-    """A device's pool with a host's behind it, a `BlockCopier`; owned by one thread.
+    """A device's pool with a host's behind it; owned by one thread.
 
     On a GPU, transfers run on a stream of their own: moves wait for each other and for the steps
-    before them, and the next step waits only for what was brought back.
-
-    Args:
-        num_host_blocks: blocks in host memory, pinned where the device is a GPU; may be 0.
+    before them, and the next step waits only for what was brought back. `num_host_blocks`: blocks
+    in host memory, pinned where the device is a GPU; may be 0.
     """
 
     def __init__(self, device: KVCache, num_host_blocks: int) -> None:
@@ -67,24 +64,52 @@ class KVTiers:
             self._stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
 
     def save_blocks(self, block_ids: Int64s, host_ids: Int64s) -> None:
-        if self._stream is not None:
-            self._save_async(self._stream, block_ids, host_ids)
+        """Copy blocks of the device into as many of the host, each to the one at its place."""
+        stream, device = self._stream, self._device.k.device
+        if stream is None:
+            for start, stop, first in _runs(host_ids):
+                ids, places = (
+                    torch.from_numpy(block_ids[start:stop]),
+                    slice(first, first + stop - start),
+                )
+                torch.index_select(self._device.k, 1, ids, out=self.host.k[:, places])
+                torch.index_select(self._device.v, 1, ids, out=self.host.v[:, places])
             return
-        for start, stop, first in _runs(host_ids):
-            ids = torch.from_numpy(block_ids[start:stop])
-            last = first + stop - start
-            torch.index_select(self._device.k, 1, ids, out=self.host.k[:, first:last])
-            torch.index_select(self._device.v, 1, ids, out=self.host.v[:, first:last])
+        ids = torch.from_numpy(block_ids).to(device)
+        pools = (self._device.k, self._device.v)
+        # [n, 2, L, G, B, R]; gathered in the order of steps, so the next one may write the blocks
+        staged = torch.stack([pool.index_select(1, ids).transpose(0, 1) for pool in pools], dim=1)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for start, stop, first in _runs(host_ids):
+                rows = self._memory[first : first + stop - start]
+                rows.copy_(staged[start:stop], non_blocking=True)
+        staged.record_stream(stream)
 
     def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
-        if self._stream is not None:
-            self._load_async(self._stream, host_ids, block_ids)
+        """Copy blocks of the host into as many of the device, each to the one at its place."""
+        stream, device = self._stream, self._device.k.device
+        if stream is None:
+            for start, stop, first in _runs(host_ids):
+                ids, places = (
+                    torch.from_numpy(block_ids[start:stop]),
+                    slice(first, first + stop - start),
+                )
+                self._device.k.index_copy_(1, ids, self.host.k[:, places])
+                self._device.v.index_copy_(1, ids, self.host.v[:, places])
             return
-        for start, stop, first in _runs(host_ids):
-            ids = torch.from_numpy(block_ids[start:stop])
-            last = first + stop - start
-            self._device.k.index_copy_(1, ids, self.host.k[:, first:last])
-            self._device.v.index_copy_(1, ids, self.host.v[:, first:last])
+        with torch.cuda.stream(stream):
+            shape = (len(host_ids), *self._memory.shape[1:])
+            staged = torch.empty(shape, dtype=self._memory.dtype, device=device)
+            for start, stop, first in _runs(host_ids):
+                rows = self._memory[first : first + stop - start]
+                staged[start:stop].copy_(rows, non_blocking=True)
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        staged.record_stream(current)
+        ids = torch.from_numpy(block_ids).to(device)
+        self._device.k.index_copy_(1, ids, staged[:, 0].transpose(0, 1))
+        self._device.v.index_copy_(1, ids, staged[:, 1].transpose(0, 1))
 
     def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
         if self._stream is not None:
@@ -99,14 +124,25 @@ class KVTiers:
 
         `half` is where the layer is, [W, G, B, R].
         """
-        if self._stream is not None:
-            # at most the layer before is still on its way, so pinned memory is for two
-            self._scatter(keep=1)
-            self._save_layer_async(self._stream, layer_idx, half, block_ids, host_ids)
+        stream, device = self._stream, half.k.device
+        ids = torch.from_numpy(block_ids).to(device)
+        if stream is None:
+            targets = torch.from_numpy(host_ids)
+            self.host.k[layer_idx].index_copy_(0, targets, half.k.index_select(0, ids))
+            self.host.v[layer_idx].index_copy_(0, targets, half.v.index_select(0, ids))
             return
-        ids, targets = torch.from_numpy(block_ids), torch.from_numpy(host_ids)
-        self.host.k[layer_idx].index_copy_(0, targets, half.k.index_select(0, ids))
-        self.host.v[layer_idx].index_copy_(0, targets, half.v.index_select(0, ids))
+        # at most the layer before is still on its way, so pinned memory is for two
+        self._scatter(keep=1)
+        # gathered in the order of kernels, so a later layer may write the half
+        staged = torch.stack((half.k.index_select(0, ids), half.v.index_select(0, ids)), dim=1)
+        rows = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            rows.copy_(staged, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(stream)
+        staged.record_stream(stream)
+        self._arriving.append(_Arriving(layer_idx, host_ids, rows, arrived))
 
     def load_layer(
         self, layer_idx: int, host_ids: Int64s, half: KVCache, block_ids: Int64s
@@ -130,39 +166,14 @@ class KVTiers:
 
     def copy_bytes_per_s(self) -> float:
         """Measure copies there and back; both pools must be idle, the device's stays as it is."""
-        count = min(_TRIAL_BLOCKS, self.num_host_blocks, self._device.k.shape[1])
-        ids = np.arange(count)
-        seconds = []
-        for _ in range(1 + _NUM_TRIALS):
-            began = time.perf_counter()
+        ids = np.arange(min(_TRIAL_BLOCKS, self.num_host_blocks, self._device.k.shape[1]))
+
+        def there_and_back() -> None:
             self.save_blocks(ids, ids)
             self.load_blocks(ids, ids)
-            if self._stream is not None:
-                torch.cuda.synchronize(self._device.k.device)
-            seconds.append(time.perf_counter() - began)
-        # the first one takes the pages of the host's pool from the system
-        return 2 * count * self.block_bytes / max(min(seconds[1:]), 1e-9)
 
-    def _save_layer_async(
-        self,
-        stream: torch.cuda.Stream,
-        layer_idx: int,
-        half: KVCache,
-        block_ids: Int64s,
-        host_ids: Int64s,
-    ) -> None:
-        device = half.k.device
-        ids = torch.from_numpy(block_ids).to(device)
-        # gathered in the order of kernels, so a later layer may write the half
-        staged = torch.stack((half.k.index_select(0, ids), half.v.index_select(0, ids)), dim=1)
-        rows = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            rows.copy_(staged, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(stream)
-        staged.record_stream(stream)
-        self._arriving.append(_Arriving(layer_idx, host_ids, rows, arrived))
+        num_bytes = 2 * len(ids) * self.block_bytes
+        return num_bytes / trial_copy_s(there_and_back, self._device.k.device)
 
     def _scatter(self, *, keep: int) -> None:
         """Put layers that have arrived into the host's pool, but for the last ones."""
@@ -170,34 +181,6 @@ class KVTiers:
             layer = self._arriving.pop(0)
             layer.arrived.synchronize()
             self._memory[torch.from_numpy(layer.host_ids), :, layer.layer_idx] = layer.rows
-
-    def _save_async(self, stream: torch.cuda.Stream, block_ids: Int64s, host_ids: Int64s) -> None:
-        device = self._device.k.device
-        ids = torch.from_numpy(block_ids).to(device)
-        pools = (self._device.k, self._device.v)
-        # [n, 2, L, G, B, R]; gathered in the order of steps, so the next one may write the blocks
-        staged = torch.stack([pool.index_select(1, ids).transpose(0, 1) for pool in pools], dim=1)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for start, stop, first in _runs(host_ids):
-                rows = self._memory[first : first + stop - start]
-                rows.copy_(staged[start:stop], non_blocking=True)
-        staged.record_stream(stream)
-
-    def _load_async(self, stream: torch.cuda.Stream, host_ids: Int64s, block_ids: Int64s) -> None:
-        device = self._device.k.device
-        with torch.cuda.stream(stream):
-            shape = (len(host_ids), *self._memory.shape[1:])
-            staged = torch.empty(shape, dtype=self._memory.dtype, device=device)
-            for start, stop, first in _runs(host_ids):
-                rows = self._memory[first : first + stop - start]
-                staged[start:stop].copy_(rows, non_blocking=True)
-        current = torch.cuda.current_stream(device)
-        current.wait_stream(stream)
-        staged.record_stream(current)
-        ids = torch.from_numpy(block_ids).to(device)
-        self._device.k.index_copy_(1, ids, staged[:, 0].transpose(0, 1))
-        self._device.v.index_copy_(1, ids, staged[:, 1].transpose(0, 1))
 
 
 def _runs(host_ids: Int64s) -> Iterator[tuple[int, int, int]]:
@@ -231,12 +214,10 @@ class LayerWindow:
     def __init__(self, pool: KVCache, tiers: KVTiers) -> None:
         num_layers, num_blocks = pool.k.shape[:2]
         self._tiers = tiers
-        num_halves = min(2, num_layers)
-        self.num_blocks = num_layers * num_blocks // num_halves
-        halves = [
-            (_half(pool.k, i, self.num_blocks), _half(pool.v, i, self.num_blocks))
-            for i in range(num_halves)
-        ]
+        self.num_blocks = num_layers * num_blocks // min(2, num_layers)
+        # all blocks of the pool, [W, G, B, R] of each half
+        memory = [torch.split(x.view(-1, *x.shape[2:]), self.num_blocks) for x in (pool.k, pool.v)]
+        halves = list(zip(*memory, strict=True))[: min(2, num_layers)]
         self._halves = [KVCache(k=k, v=v) for k, v in halves]
         # every layer of such a cache is the same memory
         self._caches = [
@@ -259,8 +240,3 @@ class LayerWindow:
 
     def finish(self) -> None:
         self._tiers.finish_layers()
-
-
-def _half(pool: torch.Tensor, place: int, num_blocks: int) -> torch.Tensor:
-    """Return one half of a pool's memory as blocks, [W, G, B, R]."""
-    return pool.view(-1, *pool.shape[2:])[place * num_blocks : (place + 1) * num_blocks]

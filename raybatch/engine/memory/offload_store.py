@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier
+from raybatch.engine.memory.kv_cache import COPY_ERRORS
+from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.swap import SwapCounters
 from raybatch.engine.sequences.block_manager import HostBlocks
 from raybatch.engine.sequences.table import Sequence, SequenceTable
@@ -22,42 +23,36 @@ _MAX_FAILURES = 3
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StoredSequence:
-    """A sequence of an engine whose KV lives in host memory.
-
-    Args:
-        record: of the sequence; its arrival is its id.
-        status: as `raybatch.policy.boundary.records.SequencePages` has it.
-        host_blocks: that it holds, in order of position.
-        num_stored: tokens whose KV is in them.
-        waited: boundaries since its status changed.
-        num_failures: loads of its KV that failed in a row.
-    """
+    """A sequence of an engine whose KV lives in host memory."""
 
     record: Sequence
+    # as `raybatch.policy.boundary.records.SequencePages` has it
     status: Status
+    # that it holds, in order of position
     host_blocks: list[int] = field(default_factory=list)
+    # tokens whose KV is in them
     num_stored: int = 0
     slot: int | None = None
+    # boundaries since its status changed
     waited: int = 0
+    # loads of its KV that failed in a row
     num_failures: int = 0
 
     @property
     def id(self) -> int:
-        """The same for as long as the engine has the sequence."""
         return self.record.arrival
 
 
+@dataclass(frozen=True, slots=True)
 class StoredPrefixes:
     """Who has which prefix; a hash covers a block and all before it, so also its place."""
 
-    def __init__(self, block_size: int, *, has_cache: bool) -> None:
-        self._block_size = block_size
-        self._has_cache = has_cache
-        self._holders: dict[bytes, dict[int, StoredSequence]] = {}
-        self._num_known: dict[int, int] = {}
+    _block_size: int
+    _has_cache: bool
+    _holders: dict[bytes, dict[int, StoredSequence]] = field(default_factory=dict)
+    _num_known: dict[int, int] = field(default_factory=dict)
 
     def hashes(self, record: Sequence) -> list[bytes]:
-        """Return the hashes of the full blocks of a prompt, which are made once."""
         return record.prompt_hashes(self._block_size, has_cache=self._has_cache)
 
     def add(self, holder: StoredSequence) -> None:
@@ -77,22 +72,20 @@ class StoredPrefixes:
             if not holders:
                 del self._holders[block_hash]
 
-    def find(self, record: Sequence) -> tuple[int, StoredSequence | None]:
-        """Return how many leading blocks another sequence has, and which one."""
-        count = self._count(record)
-        if not count:
-            return 0, None
-        # a holder of a block has all before it
-        return count, next(iter(self._holders[self.hashes(record)[count - 1]].values()))
-
     def will_find_more(self, record: Sequence, running: Container[bytes]) -> bool:
         """Return whether sequences that are being computed will leave a longer prefix.
 
         `running` are the hashes of all their full blocks.
         """
-        wanted, count = self._wanted(record), self._count(record)
+        wanted, count = self._find(record)
         # a holder of the next block has all before it
         return count < len(wanted) and wanted[count] in running
+
+    def find(self, record: Sequence) -> tuple[int, StoredSequence | None]:
+        """Return how many leading blocks another sequence has, and which one."""
+        wanted, count = self._find(record)
+        # a holder of a block has all before it
+        return count, next(iter(self._holders[wanted[count - 1]].values())) if count else None
 
     def check(self, holders: Iterable[StoredSequence]) -> None:
         """Raise RuntimeError unless exactly these are found, by what they have stored."""
@@ -107,32 +100,28 @@ class StoredPrefixes:
         if expected != {key: set(ids) for key, ids in self._holders.items()}:
             raise RuntimeError("stored prefixes: who is found differs from who has stored")
 
-    def _wanted(self, record: Sequence) -> list[bytes]:
+    def _find(self, record: Sequence) -> tuple[list[bytes], int]:
+        """Return the blocks that are wanted, and how many of the first somebody has stored."""
         # the last known token is always computed, because its logits are needed
-        return self.hashes(record)[: (record.num_tokens - 1) // self._block_size]
-
-    def _count(self, record: Sequence) -> int:
-        """Return how many of the wanted blocks, from the first on, somebody has stored."""
-        wanted = self._wanted(record)
-        return next((i for i, h in enumerate(wanted) if h not in self._holders), len(wanted))
+        wanted = self.hashes(record)[: (record.num_tokens - 1) // self._block_size]
+        count = next((i for i, h in enumerate(wanted) if h not in self._holders), len(wanted))
+        return wanted, count
 
 
 class OffloadStore:
     """Owns the host's blocks.
 
-    Args:
-        has_cache: requests share equal leading blocks; samples of one request always do.
+    `has_cache`: requests share equal leading blocks; samples of one request always do.
     """
 
-    def __init__(self, block_size: int, copier: BlockCopier, *, has_cache: bool) -> None:
+    def __init__(self, block_size: int, copier: KVTiers, *, has_cache: bool) -> None:
         self.counters = SwapCounters()
-        self.prefixes = StoredPrefixes(block_size, has_cache=has_cache)
+        self.prefixes = StoredPrefixes(block_size, has_cache)
         self.blocks = HostBlocks(copier.num_host_blocks)
         self._block_size = block_size
         self._copier = copier
 
     def grow(self, stored: StoredSequence, count: int) -> None:
-        """Give a sequence more host blocks."""
         stored.host_blocks += self.blocks.allocate(count)
 
     def drop(self, stored: StoredSequence) -> None:
@@ -191,8 +180,7 @@ class OffloadStore:
     def load(self, stored: StoredSequence, blocks: list[int]) -> bool:
         """Copy the KV of a sequence into blocks of the device; False if that failed.
 
-        Raises:
-            Exception: of the copy, where it failed several times in a row for this sequence.
+        Raises Exception: of the copy, where it failed several times in a row for this sequence.
         """
         host_ids = np.array(stored.host_blocks[: len(blocks)], np.int64)
         try:

@@ -9,12 +9,13 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.memory.kv_checkpoints import COPY_ERRORS, BlockCopier, KVCheckpoints
+from raybatch.engine.memory.kv_cache import COPY_ERRORS
+from raybatch.engine.memory.kv_checkpoints import KVCheckpoints
+from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import HostBlocks, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
@@ -26,27 +27,14 @@ logger = logging.getLogger(__name__)
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 # steps of each kind that costs are fitted to, and steps after which they are fitted afresh
 _NUM_STEPS, _REFIT_STEPS = 128, 64
-
-
-class RecoveryChoice(Protocol):
-    """Chooses how a preempted sequence gets its KV back."""
-
-    def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
-        """Return whether copying takes no longer than computing.
-
-        `num_bytes` go there and back; the first `num_shared_tokens` will be found again.
-        """
-
-    def note(self, schedule: Schedule, table: SequenceTable, seconds: float) -> None:
-        """Learn from a step that has run, and whose tokens are in the table."""
+_FAILURE = "KV of a sequence is computed again, because a copy failed: %s"
 
 
 class LearnedRecovery:
-    """Learns from the steps of an engine what its tokens cost."""
+    """Chooses how a preempted sequence gets its KV back, by what steps of an engine cost."""
 
     def __init__(self, link: Roofline, limits: EngineLimits) -> None:
         self._link = link
@@ -71,29 +59,24 @@ class LearnedRecovery:
             self._num_new += 1
 
     def is_copy_quicker(self, *, num_bytes: int, num_tokens: int, num_shared_tokens: int) -> bool:
+        """Return whether copying takes no longer than computing.
+
+        `num_bytes` go there and back; the first `num_shared_tokens` will be found again.
+        """
         if self._num_new >= _REFIT_STEPS or (self._costs is None and self._num_new):
             steps = [*self._prefills, *self._decodes]
             self._costs, self._num_new = fit(steps, self._limits), 0
         if self._costs is None:
             return True
-        whole_s, shared_s = (
-            recompute_time(self._costs, n) for n in (num_tokens, num_shared_tokens)
-        )
-        choice = choose_recovery(
-            kv_bytes=num_bytes, link=self._link, recompute_s=max(0.0, whole_s - shared_s)
-        )
+        whole_s = recompute_time(self._costs, num_tokens)
+        recompute_s = max(0.0, whole_s - recompute_time(self._costs, num_shared_tokens))
+        choice = choose_recovery(kv_bytes=num_bytes, link=self._link, recompute_s=recompute_s)
         return choice.way == "transfer"
 
 
 @dataclass(kw_only=True, slots=True)
 class SwapCounters:
-    """Moves since the start.
-
-    Args:
-        num_saves: sequences whose KV went to host memory.
-        num_loads: sequences that got it back.
-        num_tokens: whose KV was restored.
-    """
+    """Moves since the start: sequences saved and loaded, and tokens whose KV was restored."""
 
     num_saves: int = 0
     num_loads: int = 0
@@ -115,19 +98,15 @@ class SwapSpace:
     def __init__(
         self,
         block_size: int,
-        copier: BlockCopier | None = None,
-        choice: RecoveryChoice | None = None,
+        copier: KVTiers | None = None,
+        choice: LearnedRecovery | None = None,
         *,
         has_checkpoints: bool = False,
     ) -> None:
         self.counters = SwapCounters()
         self.blocks = HostBlocks(copier.num_host_blocks if copier else 0)
-        self._block_size = block_size
-        self._copier = copier
-        self._choice = choice
-        self.checkpoints = KVCheckpoints(
-            block_size, self.blocks, copier, keeps_loaded=has_checkpoints
-        )
+        self._block_size, self._copier, self._choice = block_size, copier, choice
+        self.checkpoints = KVCheckpoints(block_size, self.blocks, copier, has_checkpoints)
 
     def save(self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int) -> None:
         """Keep the KV of a sequence that is about to lose its blocks, if that pays.
@@ -141,10 +120,18 @@ class SwapSpace:
             return
         host_blocks = self.checkpoints.find(record, num_shared, stop)
         is_missing = host_blocks < 0
-        if not self._is_worth_it(record, is_missing, num_shared, num_tokens):
+        num_missing = int(is_missing.sum())
+        # what host memory has already is copied back alone
+        is_worth_it = self._choice is None or self._choice.is_copy_quicker(
+            num_bytes=(num_missing + len(is_missing)) * self._copier.block_bytes,
+            num_tokens=num_tokens,
+            num_shared_tokens=num_shared * self._block_size,
+        )
+        if is_worth_it:
+            self.checkpoints.make_room(num_missing, but=record)
+        if not is_worth_it or num_missing > self.blocks.num_available:
             self.checkpoints.drop(record)
             return
-        num_missing = int(is_missing.sum())
         added = np.array(self.blocks.allocate(num_missing), np.int32)
         try:
             if num_missing:
@@ -153,7 +140,8 @@ class SwapSpace:
         except COPY_ERRORS as error:
             self.blocks.release(added)
             self.checkpoints.drop(record)
-            self._note_failure(error)
+            self.counters.num_failures += 1
+            logger.warning(_FAILURE, error)
             return
         self.checkpoints.take(record, host_blocks[~is_missing])
         host_blocks[is_missing] = added
@@ -177,7 +165,8 @@ class SwapSpace:
         try:
             copier.load_blocks(host_ids, np.array(blocks, np.int64))
         except COPY_ERRORS as error:
-            self._note_failure(error)
+            self.counters.num_failures += 1
+            logger.warning(_FAILURE, error)
             self.drop(record)
             return False
         record.swapped = None
@@ -188,7 +177,6 @@ class SwapSpace:
         return True
 
     def drop(self, record: Sequence) -> None:
-        """Give up what a sequence has in host memory, if anything."""
         self.checkpoints.drop(record)
         if record.swapped is not None:
             self.blocks.release(record.swapped.host_blocks)
@@ -204,25 +192,3 @@ class SwapSpace:
             num_blocks = swapped.first_block + len(swapped.host_blocks)
             if num_blocks != -(-swapped.num_tokens // self._block_size):
                 raise RuntimeError("swap space: host blocks do not end where the tokens do")
-
-    def _is_worth_it(
-        self, record: Sequence, is_missing: Bools, num_shared: int, num_tokens: int
-    ) -> bool:
-        """Return whether there is room for what is missing, and copying is quicker than computing.
-
-        What host memory has already is copied back alone.
-        """
-        assert self._copier is not None, "a copy without a host"
-        num_missing = int(is_missing.sum())
-        if self._choice is not None and not self._choice.is_copy_quicker(
-            num_bytes=(num_missing + len(is_missing)) * self._copier.block_bytes,
-            num_tokens=num_tokens,
-            num_shared_tokens=num_shared * self._block_size,
-        ):
-            return False
-        self.checkpoints.make_room(num_missing, but=record)
-        return num_missing <= self.blocks.num_available
-
-    def _note_failure(self, error: Exception) -> None:
-        self.counters.num_failures += 1
-        logger.warning("KV of a sequence is computed again, because a copy failed: %s", error)

@@ -17,7 +17,6 @@ _logger = logging.getLogger(__name__)
 
 
 def cpu_name() -> str:
-    """Return the model of the processor of this host."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -28,7 +27,6 @@ def cpu_name() -> str:
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
     installed = {}
     for package in packages:
         # a source tree that is not installed has no version

@@ -1,6 +1,8 @@
 """Times the modules of a decoder, and whole layers with attention in parts, on made-up batches."""
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +11,6 @@ from raybatch.config import EngineConfig, KVCacheDType
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, PreparedBatch
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.engine.profile.stopwatch import Run, Stopwatch
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
@@ -19,43 +20,129 @@ from raybatch.kernels.native.compiler import has_compiler
 from raybatch.models.config import ModelSpec
 from raybatch.policy.batches.layer_plan import LayerShape, Workload
 from raybatch.policy.batches.step_plan import MeasuredLayer, Phase
-from raybatch.policy.cost.roofline import MeasuredWork
+from raybatch.policy.cost.roofline import MeasuredWork, Work
+
+# a sample shorter than this is made of several runs, so that the clock's own steps do not count
+_MIN_SAMPLE_S = 1e-3
+_LEAST_RUN_S = 1e-6
+
+Clock = Callable[[], float]
+Run = Callable[[int], object]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return CPU seconds of this process for one thread of a CPU, which other load does not change.
+
+    Several threads take the time by the clock, as does a GPU, which is synchronised first.
+    """
+    if device.type == "cpu":
+        return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def synchronised() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return synchronised
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Times runs, each size as often as it repeats after a first run that does not count."""
+
+    _clock: Clock
+    _num_repeats: int
+
+    def measure(
+        self, sizes: Sequence[tuple[int, Work]], prepare: Callable[[int], Run], budget_s: float
+    ) -> tuple[MeasuredWork, ...]:
+        """Measure sizes in order until the budget, of seconds, is spent; the first one always.
+
+        A size is its tokens and work, the smallest first; `prepare` makes what is run from its
+        position. A run gets a number that counts up.
+        """
+        points: list[MeasuredWork] = []
+        left_s = budget_s
+        for idx, (tokens, work) in enumerate(sizes):
+            began = self._clock()
+            seconds = self._median_s(prepare(idx), left_s if points else float("inf"))
+            if seconds is None:
+                break
+            left_s -= self._clock() - began
+            points.append(MeasuredWork(tokens=tokens, work=work, seconds=seconds))
+        return tuple(points)
+
+    def compare(self, runs: Sequence[Run], budget_s: float) -> tuple[float, ...]:
+        """Return the least seconds of runs that take turns, so that drift meets all alike.
+
+        The least and not the median: what else the host does only adds to a run, and ways that
+        differ by a few per cent are to be distinguished. A run gets a number that counts up. Where
+        all of them would take longer than the budget, of seconds, the last ones are left out, but
+        never the first.
+        """
+        first_s = []
+        for run in runs:
+            began = self._clock()
+            run(0)
+            first_s.append(self._clock() - began)
+            if sum(first_s) * (1 + self._num_repeats) > budget_s and len(first_s) > 1:
+                first_s.pop()
+                break
+        samples: list[list[float]] = [[] for _ in first_s]
+        for repeat in range(self._num_repeats):
+            for run, times in zip(runs, samples, strict=False):
+                start = self._clock()
+                run(1 + repeat)
+                times.append(self._clock() - start)
+        return tuple(map(min, samples))
+
+    def _median_s(self, run: Run, left_s: float) -> float | None:
+        """Return the median seconds of a run; None where the samples would take too long."""
+        began = self._clock()
+        run(0)
+        first_s = self._clock() - began
+        if first_s * (1 + self._num_repeats) > left_s:
+            return None
+        num_runs = max(1, round(_MIN_SAMPLE_S / max(first_s, _LEAST_RUN_S)))
+        samples = []
+        for repeat in range(self._num_repeats):
+            start = self._clock()
+            for i in range(num_runs):
+                run(1 + repeat * num_runs + i)
+            samples.append((self._clock() - start) / num_runs)
+        return statistics.median(samples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
     """What is measured.
 
-    Args:
-        workloads: kinds of sequences that attention is measured with.
-        attention_tokens: sizes of its batches, each with every workload.
-        ffn_tokens: sizes of the batches of the experts.
-        prefill_tokens: of a step that is measured in parts of whole prompts.
-        decode_tokens: of such a step whose sequences decode, each behind a prompt.
-        prompt_tokens: of one prompt in these steps.
-        part_tokens: sizes of the parts; those that are no smaller than a step are left out.
-        num_repeats: samples of each size after a first one that does not count.
-        budget_s: seconds of all measurements; sizes that would not fit are left out, and the
-            smallest of each module never is.
-        max_kv_bytes: of the KV that attention is measured with; larger batches are left out.
-
-    Raises:
-        ConfigError: there is no size, or a number is too small.
+    Raises ConfigError: there is no size, or a number is too small.
     """
 
+    # kinds of sequences that attention is measured with
     workloads: tuple[Workload, ...] = (
         Workload(cached_tokens=127),
         Workload(cached_tokens=1023),
         Workload(tokens_per_sequence=256),
     )
+    # sizes of its batches, each with every workload
     attention_tokens: tuple[int, ...] = (1, 4, 16, 64, 256)
+    # sizes of the batches of the experts
     ffn_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096)
+    # of a step that is measured in parts of whole prompts
     prefill_tokens: int = 1024
+    # of such a step whose sequences decode, each behind a prompt
     decode_tokens: int = 256
+    # of one prompt in these steps
     prompt_tokens: int = 256
+    # sizes of the parts; those that are no smaller than a step are left out
     part_tokens: tuple[int, ...] = (512, 256, 128, 64)
+    # samples of each size after a first one that does not count
     num_repeats: int = 5
+    # seconds of all measurements; sizes that would not fit are left out, and the smallest of each
+    # module never is
     budget_s: float = 8.0
+    # of the KV that attention is measured with; larger batches are left out
     max_kv_bytes: int = 256 << 20
     block_size: int = 64
     kv_cache_dtype: KVCacheDType = "auto"
@@ -73,7 +160,6 @@ class ProfileOptions:
 
 
 def profile_options(config: EngineConfig) -> ProfileOptions:
-    """Return the options that measure what an engine runs on this host."""
     return ProfileOptions(
         block_size=config.block_size_tokens,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -95,18 +181,15 @@ def probe_decoder(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionBatch:
-    """Tokens of S sequences of the same length, with all that a layer needs to attend.
+    """Tokens of S sequences of the same length, with all that a layer needs to attend."""
 
-    Args:
-        x: hidden states [T, M].
-        prepared: the forward batch as the decoder prepares it once per step; all rows have logits,
-            so that the last layer keeps them.
-        cache: KV [L, N, G, B, R]. All layers lie in the memory of one, filled with random numbers:
-            pages of zeros would all be one page of memory.
-    """
-
+    # hidden states [T, M]
     x: torch.Tensor
+    # the forward batch as the decoder prepares it once per step; all rows have logits, so that the
+    # last layer keeps them
     prepared: PreparedBatch
+    # KV [L, N, G, B, R]. All layers lie in the memory of one, filled with random numbers: pages of
+    # zeros would all be one page of memory
     cache: KVCache
 
     @classmethod
@@ -125,7 +208,7 @@ class AttentionBatch:
 
         A `kv_dtype` of None is that of `like`, a tensor with the device and dtype of the model.
         """
-        lens = _sequence_lens(tokens, workload)
+        lens = _cut(tokens, workload.tokens_per_sequence)
         cached, device = workload.cached_tokens, like.device
         blocks_per_seq = -(-(cached + max(lens)) // block_size)
         random = torch.Generator().manual_seed(0)
@@ -156,54 +239,47 @@ class AttentionBatch:
         return decoder.attention(layer_idx, self.x.clone(), self.prepared, self.cache)
 
 
+@dataclass(frozen=True, slots=True)
 class LayerBench:
     """Times the modules of a decoder whose layers are all of one kind; runs take turns over them.
 
-    Each measurement takes a tensor with the device and dtype of the model, and a budget in seconds.
+    Each measurement takes a budget in seconds.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        decoder: Decoder,
-        shape: LayerShape,
-        options: ProfileOptions,
-        stopwatch: Stopwatch,
-        kv_dtype: torch.dtype,
-    ) -> None:
-        self._spec = spec
-        self._decoder = decoder
-        self._shape = shape
-        self._options = options
-        self._stopwatch = stopwatch
-        self._kv_dtype = kv_dtype
+    _spec: ModelSpec
+    _decoder: Decoder
+    _shape: LayerShape
+    _options: ProfileOptions
+    _stopwatch: Stopwatch
+    _kv_dtype: torch.dtype
+    # a tensor with the device and dtype of the model
+    _like: torch.Tensor
 
-    def attention(self, like: torch.Tensor, budget_s: float) -> tuple[MeasuredWork, ...]:
+    def attention(self, budget_s: float) -> tuple[MeasuredWork, ...]:
         """Time attention with the linears around it, for each size and kind of sequences."""
         options, decoder = self._options, self._decoder
         kinds = [(n, kind) for n in sorted(options.attention_tokens) for kind in options.workloads]
         kinds = [k for k in kinds if self._kv_bytes(*k) <= options.max_kv_bytes] or kinds[:1]
 
         def prepare(idx: int) -> Run:
-            batch = self._batch(*kinds[idx], like)
+            batch = self._batch(*kinds[idx])
             return lambda turn: batch.run(decoder, turn % decoder.num_layers)
 
         sizes = [(n, self._shape.attention_work(n, workload)) for n, workload in kinds]
         return self._stopwatch.measure(sizes, prepare, budget_s)
 
-    def ffn(self, like: torch.Tensor, budget_s: float) -> tuple[MeasuredWork, ...]:
-        """Time the experts, or the dense block, for each size."""
+    def ffn(self, budget_s: float) -> tuple[MeasuredWork, ...]:
         batches, decoder = sorted(self._options.ffn_tokens), self._decoder
         random = torch.Generator().manual_seed(0)
 
         def prepare(idx: int) -> Run:
-            x = torch.randn(batches[idx], self._spec.model_dim, generator=random).to(like)
+            x = torch.randn(batches[idx], self._spec.model_dim, generator=random).to(self._like)
             return lambda turn: decoder.ffn_(turn % decoder.num_layers, x.clone())
 
         sizes = [(tokens, self._shape.ffn_work(tokens)) for tokens in batches]
         return self._stopwatch.measure(sizes, prepare, budget_s)
 
-    def layers(self, phase: Phase, like: torch.Tensor, budget_s: float) -> list[MeasuredLayer]:
+    def layers(self, phase: Phase, budget_s: float) -> list[MeasuredLayer]:
         """Time a step's layer plain, and with attention in parts, the largest parts first."""
         options = self._options
         tokens, workload = options.decode_tokens, Workload(cached_tokens=options.prompt_tokens)
@@ -218,20 +294,16 @@ class LayerBench:
         least = workload.tokens_per_sequence
         smaller = {max(n // least, 1) * least for n in options.part_tokens}
         part_tokens = [tokens, *sorted((n for n in smaller if n < tokens), reverse=True)]
-        runs = [self._layer_run(tokens, size, workload, like) for size in part_tokens]
+        runs = [self._layer_run(tokens, size, workload) for size in part_tokens]
         seconds = self._stopwatch.compare(runs, budget_s)
         return [
             MeasuredLayer(phase=phase, gate_tokens=tokens, attention_tokens=size, seconds=best_s)
             for size, best_s in zip(part_tokens, seconds, strict=False)
         ]
 
-    def _layer_run(
-        self, tokens: int, part_tokens: int, workload: Workload, like: torch.Tensor
-    ) -> Run:
+    def _layer_run(self, tokens: int, part_tokens: int, workload: Workload) -> Run:
         decoder = self._decoder
-        full, rest = divmod(tokens, part_tokens)
-        counts = [part_tokens] * full + [rest] * (rest > 0)
-        parts = [self._batch(count, workload, like) for count in counts]
+        parts = [self._batch(count, workload) for count in _cut(tokens, part_tokens)]
 
         def run(turn: int) -> None:
             layer = turn % decoder.num_layers
@@ -240,13 +312,13 @@ class LayerBench:
 
         return run
 
-    def _batch(self, tokens: int, workload: Workload, like: torch.Tensor) -> AttentionBatch:
+    def _batch(self, tokens: int, workload: Workload) -> AttentionBatch:
         return AttentionBatch.build(
             self._decoder,
             self._spec,
             tokens,
             workload,
-            like=like,
+            like=self._like,
             block_size=self._options.block_size,
             kv_dtype=self._kv_dtype,
         )
@@ -261,9 +333,8 @@ def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return quantise(x, dtype) if is_quantised(dtype) else x
 
 
-def _sequence_lens(tokens: int, workload: Workload) -> list[int]:
-    full, rest = divmod(tokens, workload.tokens_per_sequence)
-    return [workload.tokens_per_sequence] * full + [rest] * (rest > 0)
+def _cut(total: int, size: int) -> list[int]:
+    return [size] * (total // size) + [total % size] * (total % size > 0)
 
 
 def _plan(

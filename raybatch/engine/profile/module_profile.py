@@ -1,20 +1,37 @@
 """Measures one representative layer: attention and experts by themselves, and both in parts.
 
 What is measured feeds `raybatch.policy.cost.roofline` and `raybatch.policy.batches.step_plan`, not
-`raybatch.policy.cost.cost_model`. It is the decoder's own code that runs.
+`raybatch.policy.cost.cost_model`. It is the decoder's own code that runs. A kind of host measures
+once and keeps the profile on disk.
 """
 
+import hashlib
+import json
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 
-from raybatch.engine.forward.pick_ops import byte_dtype_of, pick_ops
+from raybatch.config import cache_dir
+from raybatch.engine.forward.decoder import byte_dtype_of, pick_ops
 from raybatch.engine.memory.kv_cache import pick_kv_dtype
-from raybatch.engine.profile.layer_bench import LayerBench, ProfileOptions, probe_decoder
-from raybatch.engine.profile.stopwatch import Clock, Run, Stopwatch, clock_of
+from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
+from raybatch.engine.profile.layer_bench import (
+    Clock,
+    LayerBench,
+    ProfileOptions,
+    Run,
+    Stopwatch,
+    clock_of,
+    probe_decoder,
+)
 from raybatch.engine.weights.layout import map_tensors, tensors_of
-from raybatch.engine.weights.loading import LayerWeights, ModelWeights
+from raybatch.engine.weights.loading import ModelWeights
+from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.byte_numbers import row_width
 from raybatch.models.config import ModelSpec
 from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
@@ -30,8 +47,6 @@ _SHARES = (0.2, 0.25, 0.05, 0.5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleProfile:
-    """What was measured of a model's representative layer."""
-
     model: ModelShape
     attention: tuple[MeasuredWork, ...]
     ffn: tuple[MeasuredWork, ...]
@@ -41,7 +56,6 @@ class ModuleProfile:
     copies_overlap: bool
 
     def costs(self) -> ModuleCosts:
-        """Fit a roofline to each of the four."""
         return ModuleCosts(
             attention=fit_roofline(self.attention),
             ffn=fit_roofline(self.ffn),
@@ -105,7 +119,11 @@ def profile_layer(
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
     model = model_shape(spec, dtype=dtype, kv_dtype=kv_dtype, byte_dtype=byte_dtype_of(weights))
     is_sparse = model.layer.num_experts > 1
-    layers = _layers_beyond_cache(spec, weights, model.layer)
+    # so many layers of the representative kind that no cache holds them; those that do not stay on
+    # the device are measured there all the same
+    alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
+    num_layers = -(-_BEYOND_CACHE_BYTES // (model.layer.attention_bytes + model.layer.ffn_bytes))
+    layers = map_tensors(alike[: max(num_layers, 2)], lambda tensor: tensor.to(device))
     ops = pick_ops(
         spec,
         weights,
@@ -114,21 +132,21 @@ def profile_layer(
         kv_dtype=kv_dtype,
     )
     decoder = probe_decoder(spec, weights, layers, ops)
-    bench = LayerBench(spec, decoder, model.layer, options, stopwatch, kv_dtype)
+    bench = LayerBench(spec, decoder, model.layer, options, stopwatch, kv_dtype, weights.norm)
     budgets = [options.budget_s * share for share in _SHARES]
     with torch.inference_mode():
-        for layer in layers:
-            _read(layer)
+        for tensor in tensors_of(layers):
+            tensor.clone()
         tell("attention")
-        attention = bench.attention(weights.norm, budgets[0])
+        attention = bench.attention(budgets[0])
         tell("experts" if is_sparse else "feed-forward block")
-        ffn = bench.ffn(weights.norm, budgets[1])
+        ffn = bench.ffn(budgets[1])
         tell("copies")
         to_device, to_host = _profile_copies(device, stopwatch, budgets[2])
         tell("attention in parts")
         in_parts = [
-            *bench.layers("prefill", weights.norm, budgets[3] / 2),
-            *bench.layers("decode", weights.norm, budgets[3] / 2),
+            *bench.layers("prefill", budgets[3] / 2),
+            *bench.layers("decode", budgets[3] / 2),
         ]
     return ModuleProfile(
         model=model,
@@ -141,42 +159,96 @@ def profile_layer(
     )
 
 
-def _layers_beyond_cache(
-    spec: ModelSpec, weights: ModelWeights, shape: LayerShape
-) -> list[LayerWeights]:
-    """Return so many layers of the representative kind that no cache holds them, on the device."""
-    is_sparse = shape.num_experts > 1
-    alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
-    num_layers = -(-_BEYOND_CACHE_BYTES // (shape.attention_bytes + shape.ffn_bytes))
-    device = weights.embed.device
-    # those that do not stay on the device are measured there all the same
-    return [
-        map_tensors(layer, lambda tensor: tensor.to(device))
-        for layer in alike[: max(num_layers, 2)]
-    ]
-
-
-def _read(layer: LayerWeights) -> None:
-    for tensor in tensors_of(layer):
-        tensor.clone()
-
-
 def _profile_copies(
     device: torch.device, stopwatch: Stopwatch, budget_s: float
-) -> tuple[tuple[MeasuredWork, ...], tuple[MeasuredWork, ...]]:
+) -> list[tuple[MeasuredWork, ...]]:
     """Measure copies to the device and back; on a CPU, between two places of its memory."""
     sizes = [(0, Work(operations=0.0, moved_bytes=size)) for size in _COPY_BYTES]
-
     host = torch.ones(_BEYOND_CACHE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.ones(_BEYOND_CACHE_BYTES, dtype=torch.uint8, device=device)
 
-    def copying(target: torch.Tensor, source: torch.Tensor, num_bytes: int) -> Run:
-        targets, sources = torch.split(target, num_bytes), torch.split(source, num_bytes)
+    def copying(target: torch.Tensor, source: torch.Tensor, idx: int) -> Run:
+        targets, sources = (torch.split(x, _COPY_BYTES[idx]) for x in (target, source))
         return lambda turn: targets[turn % len(targets)].copy_(
             sources[turn % len(sources)], non_blocking=True
         )
 
-    return (
-        stopwatch.measure(sizes, lambda i: copying(there, host, _COPY_BYTES[i]), budget_s / 2),
-        stopwatch.measure(sizes, lambda i: copying(host, there, _COPY_BYTES[i]), budget_s / 2),
+    return [
+        stopwatch.measure(sizes, partial(copying, *pair), budget_s / 2)
+        for pair in ((there, host), (host, there))
+    ]
+
+
+_FOLDER = "batch-plans"
+
+_logger = logging.getLogger(__name__)
+
+
+def measured_profile(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    options: ProfileOptions | None = None,
+    *,
+    fresh: bool = False,
+    folder: Path | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+    measure: Callable[..., ModuleProfile] = profile_layer,
+) -> tuple[ModuleProfile, bool]:
+    """Return the profile of a model on this host, and whether it was read and not measured.
+
+    `fresh` measures also where a profile is there, and puts the new one in its place; a `folder` of
+    None is `batch-plans` below the cache folder; `tell` is called with what is measured next.
+    """
+    options = options or ProfileOptions()
+    path = profile_path(spec, weights.embed.dtype, weights.embed.device, options, folder=folder)
+    cached = None if fresh else load_profile(path)
+    if cached is not None:
+        return cached, True
+    _logger.info(
+        "measuring what layers cost here, about %.0f s; this happens once", options.budget_s
     )
+    profile = measure(spec, weights, options, tell=tell)
+    write_cached(path, json.dumps(asdict(profile), indent=1), what="profile of the model")
+    return profile, False
+
+
+def profile_path(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: ProfileOptions,
+    *,
+    folder: Path | None = None,
+) -> Path:
+    """Return the file of a profile; its name is a hash of all that it depends on.
+
+    That is the model's shapes and not its weights, so that models of one shape share a file.
+    """
+    folder = cache_dir() / _FOLDER if folder is None else folder
+    is_cpu = device.type == "cpu"
+    described = {
+        "spec": asdict(spec),
+        "dtype": str(dtype),
+        "device": cpu_name() if is_cpu else torch.cuda.get_device_name(device),
+        "num_threads": torch.get_num_threads() if is_cpu else None,
+        "versions": versions(("raybatch", "torch")),
+        "options": asdict(options),
+    }
+    text = json.dumps(described, sort_keys=True, default=repr)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def load_profile(path: Path) -> ModuleProfile | None:
+    """Read a profile; None if there is none, or a broken one, which is warned about."""
+    try:
+        profile = TypeAdapter(ModuleProfile).validate_json(path.read_bytes())
+        # what cannot be fitted was never measured
+        profile.costs()
+        return profile
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, ConfigError) as error:
+        _logger.warning(
+            "the profile %s cannot be read and is measured again: %s", path, error_text(error)
+        )
+        return None

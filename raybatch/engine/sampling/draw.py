@@ -6,8 +6,7 @@ token in any batch. Rows are worked on in runs that fit the cache; candidates ar
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,46 +20,44 @@ _RUN_ENTRIES_CPU = 1 << 20
 _RUN_ENTRIES_GPU = 1 << 27
 _WIDTHS = (64, 1024)  # candidates tried before the whole vocabulary is sorted
 
+Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
 Uint64s = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrawOptions:
+class DrawOptions(NamedTuple):
     """Options and random numbers of S rows; `top_k` is V where there is none."""
 
-    temperature: npt.NDArray[np.float64]
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float64]
-    uniform: npt.NDArray[np.float64]
+    temperature: Float64s
+    top_k: Int64s
+    top_p: Float64s
+    min_p: Float64s
+    uniform: Float64s
 
-    def take(self, rows: npt.NDArray[np.int64]) -> "DrawOptions":
-        return DrawOptions(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            uniform=self.uniform[rows],
-        )
+    def take(self, rows: Int64s) -> "DrawOptions":
+        return DrawOptions._make(column[rows] for column in self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """Token ids int64 [S], and the largest logit of each row: not finite for a broken row."""
 
-    token_ids: npt.NDArray[np.int64]
+    token_ids: Int64s
     max_logits: npt.NDArray[np.float32]
 
 
-def draw_greedy(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> Drawn:
+def draw_greedy(logits: torch.Tensor, rows: Int64s, _: DrawOptions | None = None) -> Drawn:
     """Return the most likely token of each row of `logits` [N, V] named in `rows`."""
-    winners = [_argmax_run(run) for _, run in _runs(logits, rows)]
-    ids, values = (torch.cat(parts) for parts in zip(*winners, strict=True))
-    return Drawn(token_ids=_numpy(ids), max_logits=_numpy(values))
+    ids, values = [], []
+    for _span, run in _runs(logits, rows):
+        winners = _first_max(run)
+        ids.append(winners)
+        # argmax takes a NaN for the largest value, so the winner shows whether the row is sound
+        values.append(run.gather(1, winners[:, None])[:, 0])
+    return Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(values)))
 
 
-def draw_dense(logits: torch.Tensor, rows: npt.NDArray[np.int64], options: DrawOptions) -> Drawn:
+def draw_dense(logits: torch.Tensor, rows: Int64s, options: DrawOptions) -> Drawn:
     """Draw from the whole vocabulary in the order of token ids; min_p is the only filter."""
     ids, values = [], []
     for span, run in _runs(logits, rows):
@@ -74,7 +71,7 @@ def draw_dense(logits: torch.Tensor, rows: npt.NDArray[np.int64], options: DrawO
     return Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(values)))
 
 
-def draw_ranked(logits: torch.Tensor, rows: npt.NDArray[np.int64], options: DrawOptions) -> Drawn:
+def draw_ranked(logits: torch.Tensor, rows: Int64s, options: DrawOptions) -> Drawn:
     """Draw from the most likely tokens, in falling order, where top_k or top_p cut the rest.
 
     A few candidates settle almost every row. A row is settled only when its last kept token lies
@@ -104,7 +101,7 @@ def draw_ranked(logits: torch.Tensor, rows: npt.NDArray[np.int64], options: Draw
 
 
 def _draw_candidates(
-    logits: torch.Tensor, rows: npt.NDArray[np.int64], options: DrawOptions, width: int
+    logits: torch.Tensor, rows: Int64s, options: DrawOptions, width: int
 ) -> tuple[Drawn, npt.NDArray[np.bool_]]:
     ids, settled, max_logits = [], [], []
     for span, run in _runs(logits, rows):
@@ -170,12 +167,12 @@ def _find_ranked(
     chosen = values.gather(1, choice)
     num_equal_before = choice - (values > chosen).sum(dim=-1, keepdim=True)
     is_equal = _equal(run, chosen)
-    token_ids = _first_true(is_equal)
+    token_ids = _first_max(is_equal)
     tied = num_equal_before[:, 0].nonzero()[:, 0]
     if len(tied):
         occurrence = is_equal[tied].cumsum(dim=-1, dtype=torch.int32)
         is_wanted = is_equal[tied] & (occurrence == num_equal_before[tied] + 1)
-        token_ids[tied] = _first_true(is_wanted)
+        token_ids[tied] = _first_max(is_wanted)
     return token_ids
 
 
@@ -183,22 +180,15 @@ def _equal(run: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return run == chosen if run.is_cuda else torch.from_numpy(run.numpy() == chosen.numpy())
 
 
-def _first_true(flags: torch.Tensor) -> torch.Tensor:
-    if flags.is_cuda:
-        return flags.int().argmax(dim=-1)
-    return torch.from_numpy(flags.numpy().argmax(axis=-1))
+def _first_max(values: torch.Tensor) -> torch.Tensor:
+    """Return the first of the largest values, or of the flags that are set, of each row."""
+    if values.is_cuda:
+        return (values.int() if values.dtype == torch.bool else values).argmax(dim=-1)
+    # numpy's search uses the CPU's vector units, torch's does not
+    return torch.from_numpy(values.numpy().argmax(axis=-1))
 
 
-def _argmax_run(run: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # numpy's search uses the CPU's vector units, torch's does not; both take the first of equals
-    ids = run.argmax(dim=-1) if run.is_cuda else torch.from_numpy(run.numpy().argmax(axis=-1))
-    # argmax takes a NaN for the largest value, so the winner shows whether the row is sound
-    return ids, run.gather(1, ids[:, None])[:, 0]
-
-
-def _runs(
-    logits: torch.Tensor, rows: npt.NDArray[np.int64]
-) -> Iterator[tuple[slice, torch.Tensor]]:
+def _runs(logits: torch.Tensor, rows: Int64s) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield runs of `rows` with their logits; views where the rows are all rows in order."""
     entries = _RUN_ENTRIES_GPU if logits.is_cuda else _RUN_ENTRIES_CPU
     length = max(1, entries // logits.shape[1])
@@ -212,7 +202,7 @@ def _runs(
 
 
 def _column(
-    values: npt.NDArray[np.float64], like: torch.Tensor, dtype: torch.dtype = torch.float64
+    values: Float64s, like: torch.Tensor, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
     return torch.from_numpy(values).to(like.device, dtype)[:, None]
 
@@ -228,7 +218,7 @@ def sequence_key(seed: int, sample_idx: int) -> int:
     return int(mix64(first ^ (words[1:] * GOLDEN + np.uint64(1)))[0])
 
 
-def uniforms(keys: Uint64s, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def uniforms(keys: Uint64s, positions: Int64s) -> Float64s:
     """Return one number in [0, 1) with 53 random bits for each pair of key and position."""
     counters = (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN
     bits = mix64(mix64(keys + counters)) >> np.uint64(11)

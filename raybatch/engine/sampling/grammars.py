@@ -10,6 +10,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -32,8 +33,7 @@ _SOURCE = re.compile(r"^\[[\d:]+\] \S+: ")
 def check_grammar(text: str) -> str:
     """Return what is wrong with a constraint as far as that needs no tokenizer, "" for nothing.
 
-    Raises:
-        MissingDependency: XGrammar is not installed.
+    Raises MissingDependency: XGrammar is not installed.
     """
     try:
         _grammar(text)
@@ -42,26 +42,18 @@ def check_grammar(text: str) -> str:
     return ""
 
 
+@dataclass(slots=True)
 class GrammarSlots:
-    """The grammars of running sequences, by slot.
+    """The grammars of running sequences, by slot."""
 
-    Args:
-        load_tokenizer: returns the tokenizer of the model; called when the first grammar comes.
-        eos_token_ids: end tokens of the model, which are allowed where an answer may end.
-    """
-
-    def __init__(
-        self,
-        load_tokenizer: Callable[[], PreTrainedTokenizerFast],
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-    ) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._compiler: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
-        self._matchers: dict[int, Any] = {}
+    # returns the tokenizer of the model; called when the first grammar comes
+    _load_tokenizer: Callable[[], PreTrainedTokenizerFast]
+    _vocab_size: int
+    # end tokens of the model, which are allowed where an answer may end
+    _eos_token_ids: tuple[int, ...]
+    _compiler: Any = None
+    _compiled: OrderedDict[str, Any] = field(default_factory=OrderedDict)
+    _matchers: dict[int, Any] = field(default_factory=dict)
 
     def refusal(self, text: str | None) -> str:
         """Return why a sequence cannot run with this constraint, "" where it can.
@@ -91,7 +83,6 @@ class GrammarSlots:
         self._matchers[slot] = matcher
 
     def remove(self, slot: int) -> None:
-        """Empty a slot; emptying an empty one does nothing."""
         self._matchers.pop(slot, None)
 
     def has(self, slot: int) -> bool:
@@ -118,23 +109,20 @@ class GrammarSlots:
         if compiled is None:
             grammar = _grammar(text)
             if self._compiler is None:
-                self._compiler = self._make_compiler()
+                import xgrammar
+
+                info = xgrammar.TokenizerInfo.from_huggingface(
+                    self._load_tokenizer(),
+                    vocab_size=self._vocab_size,
+                    stop_token_ids=list(self._eos_token_ids),
+                )
+                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
             compiled = self._compiler.compile_grammar(grammar)
             self._compiled[text] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(text)
         return compiled
-
-    def _make_compiler(self) -> Any:  # noqa: ANN401
-        import xgrammar
-
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            self._load_tokenizer(),
-            vocab_size=self._vocab_size,
-            stop_token_ids=list(self._eos_token_ids),
-        )
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
 def _grammar(text: str) -> Any:  # noqa: ANN401

@@ -4,6 +4,7 @@ A slot is a sequence's place in the engine's arrays. Options live in arrays inde
 of a step are grouped by what they need, so that a greedy row never pays for a random one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,9 +22,9 @@ from raybatch.engine.sampling.draw import (
     uniforms,
 )
 from raybatch.engine.sampling.grammars import GrammarSlots
-from raybatch.engine.sampling.penalties import TokenHistory, apply_penalties, mask_tokens
 from raybatch.records.types import Sampling, TokenIds
 
+Int64s = npt.NDArray[np.int64]
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 
 # below this a division by the temperature has no meaning in float32; vLLM draws the same line
@@ -32,17 +33,14 @@ _MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleResult:
-    """What one step drew.
+    """What one step drew."""
 
-    Args:
-        token_ids: int64 [S]; 0 for a row that is not finite.
-        is_finite: bool [S]; False where the logits held NaN, or infinity as the largest value.
-        logprobs: per row a pair (token ids, log probabilities) with the sampled token first, or
-            None for a row that asked for none; None when no row asked.
-    """
-
-    token_ids: npt.NDArray[np.int64]
+    # int64 [S]; 0 for a row that is not finite
+    token_ids: Int64s
+    # bool [S]; False where the logits held NaN, or infinity as the largest value
     is_finite: npt.NDArray[np.bool_]
+    # per row a pair (token ids, log probabilities) with the sampled token first, or None for a row
+    # that asked for none; None when no row asked
     logprobs: list[TokenLogprobs | None] | None = None
 
 
@@ -79,7 +77,7 @@ class Sampler:
         self._min_p = np.zeros(max_slots)
         self._key = np.zeros(max_slots, np.uint64)
         self._histories: dict[int, TokenHistory] = {}
-        self._held_back: dict[int, npt.NDArray[np.int64]] = {}
+        self._held_back: dict[int, Int64s] = {}
 
     def refusal(self, sampling: Sampling) -> str:
         if sampling.structured_outputs is None:
@@ -105,11 +103,7 @@ class Sampler:
         prompt_token_ids: npt.ArrayLike,
         generated: npt.ArrayLike = (),
     ) -> None:
-        """Take over a sequence in a free slot.
-
-        What the slot held is replaced; `generated` are tokens made before, by a preempted or
-        migrated sequence.
-        """
+        """Take over a sequence, with its tokens so far; what the slot held is replaced."""
         self.remove(slot)
         self._is_random[slot] = sampling.temperature >= _MIN_TEMPERATURE
         self._temperature[slot] = max(sampling.temperature, _MIN_TEMPERATURE)
@@ -133,7 +127,6 @@ class Sampler:
             self._has_grammar[slot] = self._grammars.has(slot)
 
     def remove(self, slot: int) -> None:
-        """Free a slot; freeing a free one does nothing."""
         self._is_random[slot] = False
         self._is_penalized[slot] = False
         self._min_tokens[slot] = 0
@@ -147,8 +140,8 @@ class Sampler:
     def sample(
         self,
         logits: torch.Tensor,  # [S, V] float32, read only
-        slots: npt.NDArray[np.int64],
-        num_generated: npt.NDArray[np.int64],
+        slots: Int64s,
+        num_generated: Int64s,
     ) -> SampleResult:
         """Draw one token per row and remember it where a penalty needs it.
 
@@ -161,10 +154,11 @@ class Sampler:
         is_adjusted = self._is_penalized[slots] | is_held_back | has_grammar
         token_ids = np.zeros(len(slots), np.int64)
         is_finite = np.ones(len(slots), np.bool_)
-        for group, is_copy in ((rows[~is_adjusted], False), (rows[is_adjusted], True)):
+        for is_copy in (False, True):
+            group = source_rows = rows[is_adjusted == is_copy]
             if not len(group):
                 continue
-            source, source_rows = logits, group
+            source = logits
             if is_copy:
                 source = self._adjust(logits, group, slots, is_held_back)
                 source_rows = np.arange(len(group))
@@ -185,8 +179,8 @@ class Sampler:
     def _adjust(
         self,
         logits: torch.Tensor,
-        group: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int64],
+        group: Int64s,
+        slots: Int64s,
         is_held_back: npt.NDArray[np.bool_],
     ) -> torch.Tensor:
         """Return the logits of the group's rows with penalties, min_tokens and grammars applied."""
@@ -205,13 +199,8 @@ class Sampler:
         return adjusted
 
     def _draw(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int64],
-        num_generated: npt.NDArray[np.int64],
+        self, logits: torch.Tensor, rows: Int64s, slots: Int64s, num_generated: Int64s
     ) -> Drawn:
-        """Draw for rows of `logits`, each kind of row in its own way."""
         is_random = self._is_random[slots]
         if not is_random.any():
             return draw_greedy(logits, rows)
@@ -226,17 +215,14 @@ class Sampler:
         token_ids = np.zeros(len(rows), np.int64)
         max_logits = np.zeros(len(rows), np.float32)
         for draw, is_member in (
-            (None, ~is_random),
+            (draw_greedy, ~is_random),
             (draw_dense, is_random & ~is_cut),
             (draw_ranked, is_random & is_cut),
         ):
             members = np.flatnonzero(is_member)
             if not len(members):
                 continue
-            if draw is None:
-                drawn = draw_greedy(logits, rows[members])
-            else:
-                drawn = draw(logits, rows[members], options.take(members))
+            drawn = draw(logits, rows[members], options.take(members))
             token_ids[members] = drawn.token_ids
             max_logits[members] = drawn.max_logits
         return Drawn(token_ids=token_ids, max_logits=max_logits)
@@ -258,8 +244,8 @@ def has_penalty(sampling: Sampling) -> bool:
 
 def gather_logprobs(
     logits: torch.Tensor,  # [S, V]
-    token_ids: npt.NDArray[np.int64],
-    num_logprobs: npt.NDArray[np.int64],
+    token_ids: Int64s,
+    num_logprobs: Int64s,
 ) -> list[TokenLogprobs | None] | None:
     """Return the log-softmax of the raw logits for the sampled and the most likely tokens.
 
@@ -289,3 +275,91 @@ def _without_repeat(
     is_kept = ids[: num_logprobs + 1] != ids[0]
     is_kept[0] = True
     return ids[: num_logprobs + 1][is_kept], values[: num_logprobs + 1][is_kept]
+
+
+class TokenHistory:
+    """Distinct tokens of one sequence with the number of times each was generated.
+
+    Tokens of the prompt take part only where a repetition penalty asks for them. A new token
+    costs O(1) amortised.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        vocab_size: int,
+        prompt_token_ids: npt.ArrayLike,
+        generated: npt.ArrayLike,
+    ) -> None:
+        self.repetition = sampling.repetition_penalty
+        self.presence = sampling.presence_penalty
+        self.frequency = sampling.frequency_penalty
+        ids = np.empty(0, np.int64)
+        if sampling.repetition_penalty != 1.0:
+            ids = np.unique(np.asarray(prompt_token_ids, np.int64))
+            # ids that the model has no logit for cannot be generated either
+            ids = ids[(ids >= 0) & (ids < vocab_size)]
+        self._size = len(ids)
+        self._ids = np.concatenate([ids, np.zeros(64, np.int64)])
+        self._counts = np.zeros(len(self._ids), np.int64)
+        self._index = {token_id: idx for idx, token_id in enumerate(ids.tolist())}
+        for token_id in np.asarray(generated, np.int64).tolist():
+            self.record(token_id)
+
+    @property
+    def ids(self) -> Int64s:
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> Int64s:
+        return self._counts[: self._size]
+
+    def record(self, token_id: int) -> None:
+        idx = self._index.get(token_id)
+        if idx is None:
+            idx = self._size
+            if idx == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._index[token_id] = idx
+            self._ids[idx] = token_id
+            self._size += 1
+        self._counts[idx] += 1
+
+
+def apply_penalties(
+    logits: torch.Tensor,  # [S, V] float32, modified in place
+    row_idx: Sequence[int],
+    histories: Sequence[TokenHistory],
+) -> None:
+    """Lower the logits of tokens that the rows have seen.
+
+    Repetition comes first (a positive logit is divided, a negative one multiplied; prompt and
+    output), then frequency times count and presence once (output only), as vLLM does it.
+    """
+    sizes = [len(history.ids) for history in histories]
+    rows = np.repeat(np.asarray(row_idx, np.int64), sizes)
+    ids = np.concatenate([history.ids for history in histories])
+    counts = np.concatenate([history.counts for history in histories])
+    repetition, frequency, presence = (
+        np.repeat([getattr(history, name) for history in histories], sizes)
+        for name in ("repetition", "frequency", "presence")
+    )
+    offset = frequency * counts + presence * (counts > 0)
+    flat_idx = torch.from_numpy(rows * logits.shape[1] + ids).to(logits.device)
+    factor = torch.from_numpy(repetition.astype(np.float32)).to(logits.device)
+    flat = logits.view(-1)
+    seen = flat[flat_idx]
+    seen = torch.where(seen > 0, seen / factor, seen * factor)
+    seen -= torch.from_numpy(offset.astype(np.float32)).to(logits.device)
+    flat[flat_idx] = seen
+
+
+def mask_tokens(
+    logits: torch.Tensor,  # [S, V] float32, modified in place
+    row_idx: Sequence[int],
+    token_ids: Sequence[Int64s],
+) -> None:
+    rows = np.repeat(np.asarray(row_idx, np.int64), [len(ids) for ids in token_ids])
+    flat_idx = rows * logits.shape[1] + np.concatenate(token_ids)
+    logits.view(-1)[torch.from_numpy(flat_idx).to(logits.device)] = -torch.inf

@@ -15,6 +15,7 @@ from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 
 Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Float64s = npt.NDArray[np.float64]
 # steps of unused pace that may be caught up on: short outputs are not slowed, long ones spread
 _MAX_CREDIT_STEPS = 2
@@ -42,7 +43,6 @@ class OutputLengths:
         return float(self._survival[-1]) < 0.5
 
     def note(self, length: int) -> None:
-        """Remember an output that ended by itself."""
         self._ring[self._num_noted % len(self._ring)] = length
         self._num_noted += 1
 
@@ -72,11 +72,8 @@ class KVForecast:
     With sequences in order of their remaining steps r, longest first, the pool holds
     `shared + sum(sizes[:i]) + i * r[i - 1] / block_size` just before the i-th of them ends.
 
-    Args:
-        shared: blocks that several sequences use, held until the end.
-        sizes: blocks of each sequence now, alone, fractions included.
-        remaining: steps to go of each.
-        block_size: tokens of one block, so steps in which a sequence grows by one.
+    The `shared` blocks are held until the end; `sizes` are those of each sequence now, alone and
+    with fractions. A block is as many steps as it has tokens.
     """
 
     def __init__(
@@ -115,8 +112,7 @@ class KVForecast:
 class Admission:
     """Decides by a forecast whether one more sequence may run.
 
-    Args:
-        fraction: of the pool that a forecast may reach; None lets every sequence start.
+    `fraction`: of the pool that a forecast may reach; None lets every sequence start.
     """
 
     def __init__(
@@ -164,11 +160,8 @@ class Admission:
         return record.expected_len is not None or self.lengths.is_known
 
     def _current(self) -> KVForecast:
-        if self._forecast is None:
-            self._forecast = self._build()
-        return self._forecast
-
-    def _build(self) -> KVForecast:
+        if self._forecast is not None:
+            return self._forecast
         table = self._table
         slots = np.flatnonzero(table.phase != EMPTY)
         num_generated = table.num_tokens[slots] - table.num_prompt[slots]
@@ -183,7 +176,9 @@ class Admission:
             table.expected_len[slots] - table.num_prompt[slots],
             table.is_expected[slots],
         )
-        return KVForecast(float(num_taken - num_own.sum()), sizes, remaining, table.block_size)
+        shared = float(num_taken - num_own.sum())
+        self._forecast = KVForecast(shared, sizes, remaining, table.block_size)
+        return self._forecast
 
     def _measure(self, record: Sequence, num_shared: int) -> tuple[float, float]:
         """Return the size of a waiting sequence in blocks, and its remaining steps."""
@@ -197,11 +192,7 @@ class Admission:
         return record.num_tokens / self._table.block_size - num_shared + 0.5, float(remaining[0])
 
     def _remaining(
-        self,
-        num_generated: Int64s,
-        max_generated: Int64s,
-        expected: Int64s,
-        is_expected: npt.NDArray[np.bool_],
+        self, num_generated: Int64s, max_generated: Int64s, expected: Int64s, is_expected: Bools
     ) -> Float64s:
         final = self.lengths.expect(num_generated, max_generated)
         # one that outgrew its expectation is taken to go on for a while

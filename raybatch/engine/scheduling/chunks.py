@@ -1,6 +1,7 @@
 """Fills a step: with chunks of prompts, whose blocks it allocates and shares, and with drafts."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,28 +16,20 @@ Int64s = npt.NDArray[np.int64]
 _NONE: Int64s = np.empty(0, np.int64)
 
 
+@dataclass(frozen=True, slots=True)
 class Chunks:
     """What a step computes of sequences that are not decoding, or brings back from host memory."""
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        blocks: BlockManager,
-        groups: PrefixGroups,
-        swap: SwapSpace,
-        counters: SchedulerCounters,
-    ) -> None:
-        self._table = table
-        self._blocks = blocks
-        self._groups = groups
-        self._swap = swap
-        self._counters = counters
+    _table: SequenceTable
+    _blocks: BlockManager
+    _groups: PrefixGroups
+    _swap: SwapSpace
+    _counters: SchedulerCounters
 
     def take(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
         """Bring back what host memory has of `slot`, or take a chunk; return the tokens taken.
 
-        `chunks` are those of the step so far, as slot, first token and length; one more is
-        appended.
+        It is appended to `chunks`, those of the step so far, as slot, first token and length.
         """
         table = self._table
         stop, kept = int(table.num_tokens[slot]), table.record(slot).swapped
@@ -48,24 +41,22 @@ class Chunks:
                 return 0
             elif self._restore(slot) and table.phase[slot] == DECODE:
                 return 1
-        return self._take_chunk(slot, min(budget, stop - int(table.num_computed[slot])), chunks)
+        start = int(table.num_computed[slot])
+        length = min(budget, stop - start)
+        if length <= 0:
+            return 0
+        stop = start + length
+        num_new = -(-stop // table.block_size) - int(table.num_blocks[slot])
+        self._add_reserved(slot, self._blocks.allocate(num_new, is_reserved=True))
+        self._share(slot, start // table.block_size, stop)
+        chunks.append((slot, start, length))
+        return length
 
     def _shares_unfinished(self, slot: int, chunks: list[tuple[int, int, int]]) -> bool:
         """Return whether `slot` has blocks that this step fills; a decode must find its KV."""
         table = self._table
         filled = [table.blocks(other)[start // table.block_size :] for other, start, _ in chunks]
         return bool(filled) and bool(np.isin(table.blocks(slot), np.concatenate(filled)).any())
-
-    def _take_chunk(self, slot: int, length: int, chunks: list[tuple[int, int, int]]) -> int:
-        if length <= 0:
-            return 0
-        start = int(self._table.num_computed[slot])
-        stop = start + length
-        num_new = -(-stop // self._table.block_size) - int(self._table.num_blocks[slot])
-        self._add_reserved(slot, self._blocks.allocate(num_new, is_reserved=True))
-        self._share(slot, start // self._table.block_size, stop)
-        chunks.append((slot, start, length))
-        return length
 
     def _restore(self, slot: int) -> bool:
         """Bring back what host memory has of `slot`; False if it has to be computed after all."""
@@ -106,30 +97,26 @@ class Chunks:
         self._groups.pin(record.group, first, filled)
 
 
+@dataclass(frozen=True, slots=True)
 class DraftRoom:
     """Cuts drafts to what the step, the sequence and the KV memory hold.
 
     A draft takes nothing that known tokens need: no place in the budget of a decoding sequence, no
-    block that running sequences will ask for soon, and never another one's blocks.
-
-    Args:
-        spare_steps: steps for whose growth blocks are left free.
+    block that running sequences will ask for soon, and never another one's blocks. `_spare_steps`:
+    steps for whose growth blocks are left free.
     """
 
-    def __init__(self, table: SequenceTable, blocks: BlockManager, *, spare_steps: int) -> None:
-        self._table = table
-        self._blocks = blocks
-        self._spare_steps = spare_steps
+    _table: SequenceTable
+    _blocks: BlockManager
+    _spare_steps: int
 
     def place(
         self, decode_slots: Int64s, drafts: Mapping[int, list[int]], budget: int
     ) -> tuple[Int64s, Int64s]:
-        """Return the number of drafts of each slot and the drafts; allocates their blocks.
+        """Return the number of drafts of each slot, int64 [D], and all drafts, slot after slot.
 
-        Each of the `decode_slots`, int64 [D], has the block of its next token.
-
-        Returns:
-            int64 [D] and all drafts, slot after slot; two empty arrays where there are none.
+        Allocates their blocks; the arrays are empty where there are none. Each decoding slot, int64
+        [D], has the block of its next token.
         """
         if not drafts or budget <= 0:
             return _NONE, _NONE
@@ -149,17 +136,9 @@ class DraftRoom:
         wanted = min(wanted, int(table.max_len[slot] - table.num_tokens[slot]) - 1)
         next_position = int(table.num_computed[slot]) + 1
         room = int(table.num_blocks[slot]) * table.block_size - next_position
-        while room < wanted and self._has_spare_block():
+        while room < wanted and self._blocks.num_available > table.num_needed_blocks(
+            self._spare_steps
+        ):
             table.add_blocks(slot, self._blocks.allocate(1))
             room += table.block_size
         return max(0, min(wanted, room))
-
-    def _has_spare_block(self) -> bool:
-        return self._blocks.num_available > self._table.num_needed_blocks(self._spare_steps)
-
-
-def spread(values: Int64s, slots: Int64s, among: Int64s) -> Int64s:
-    """Return the values of ascending slots at their places among more of them, 0 elsewhere."""
-    spread = np.zeros(len(among), np.int64)
-    spread[np.searchsorted(among, slots)] = values
-    return spread

@@ -13,19 +13,12 @@ import numpy.typing as npt
 
 from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
 from raybatch.engine.memory.offload_store import OffloadStore, StoredSequence
-from raybatch.engine.memory.swap import SwapCounters
 from raybatch.engine.scheduling.prefill_round import PrefillRound
-from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks
 from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
 from raybatch.policy.boundary.page_boundary import plan_boundary
-from raybatch.policy.boundary.records import (
-    BoundaryOptions,
-    BoundaryPlan,
-    BoundarySnapshot,
-    SequencePages,
-    Status,
-)
+from raybatch.policy.boundary.records import BoundaryOptions, BoundarySnapshot, SequencePages
 
 Int64s = npt.NDArray[np.int64]
 
@@ -37,9 +30,8 @@ _ENDED_SHARE = 0.125
 class OffloadScheduler:
     """Owns sequences, the bookkeeping of both pools and the table of running ones.
 
-    Args:
-        num_window_blocks: blocks of the device's pool while prompts are computed.
-        max_batched_tokens: token budget of one step of prompts, at least the slots of `table`.
+    The window are blocks of the device's pool while prompts are computed; the token budget of one
+    step of prompts is at least the slots of the table.
     """
 
     def __init__(
@@ -52,17 +44,13 @@ class OffloadScheduler:
         max_batched_tokens: int,
         options: BoundaryOptions,
     ) -> None:
-        self.blocks = blocks
-        self.table = table
-        self.store = store
+        self.blocks, self.table, self.store = blocks, table, store
         self.counters = SchedulerCounters()
+        # all KV is copied before its sequence is suspended, so that nothing is copied ahead
+        self.moves, self.ahead, self.num_pinned = store.counters, CheckpointCounters(), 0
         self._options = options
         self._round = PrefillRound(
-            table,
-            store,
-            num_window_blocks=num_window_blocks,
-            max_batched_tokens=max_batched_tokens,
-            counters=self.counters,
+            table, store, HostBlocks(num_window_blocks), max_batched_tokens, self.counters
         )
         # by arrival; a boundary looks at all of `_sequences`, and at no new one
         self._new: dict[int, Sequence] = {}
@@ -78,27 +66,13 @@ class OffloadScheduler:
         return len(self._new) + len(self._sequences) - self.table.num_running
 
     @property
-    def moves(self) -> SwapCounters:
-        return self.store.counters
-
-    @property
-    def ahead(self) -> CheckpointCounters:
-        """Always zero: all KV is copied before its sequence is suspended, and `moves` counts it."""
-        return CheckpointCounters()
-
-    @property
     def kv_used_fraction(self) -> float:
         """Share of the host's KV memory, where all of it lives, that sequences hold."""
         return self.store.blocks.num_used / max(1, self.store.blocks.num_blocks)
 
-    @property
-    def num_pinned(self) -> int:
-        return 0
-
     def add(self, record: Sequence) -> None:
-        """Take a sequence in, whose tokens have to be computed."""
         if record.has_started:
-            self._take_in(record, "evicted")
+            self._sequences[record.arrival] = StoredSequence(record=record, status="evicted")
         else:
             self._new[record.arrival] = record
 
@@ -122,8 +96,11 @@ class OffloadScheduler:
         if self._round.is_open:
             return self._round.schedule(preempted, ended)
         self._steps_left -= 1
+        for slot in self.table.full_slots().tolist():
+            self.table.add_blocks(slot, self.blocks.allocate(1, is_reserved=True))
+            self.table.num_reserved[slot] -= 1
         return Schedule(
-            decode_slots=self._grow_decodes(),
+            decode_slots=np.flatnonzero(self.table.phase == DECODE),
             admitted=tuple(admitted),
             preempted=tuple(preempted),
             ended=tuple(ended),
@@ -134,13 +111,12 @@ class OffloadScheduler:
             self._round.note_computed(schedule)
         return note_computed(self.table, schedule)
 
-    def finish(self, slot: int) -> Sequence:
-        return self.remove(slot)
-
     def remove(self, slot: int) -> Sequence:
         stored = self._vacate(slot)
         self._forget(stored)
         return stored.record
+
+    finish = remove
 
     def discard(self, slot: int) -> tuple[Sequence, Int64s]:
         """Take a sequence with broken KV out; return also the blocks of the pool to be cleared."""
@@ -155,73 +131,34 @@ class OffloadScheduler:
         return stored.record, blocks
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent; linear in the pools."""
         self.blocks.check([self.table.blocks(slot) for slot in self._active])
         self.store.check(self._sequences.values())
         self._round.check()
         self.table.check(num_reserved=self.blocks.num_reserved)
 
     def _is_at_boundary(self) -> bool:
-        """Return whether the steps between two boundaries are over."""
         if not self._sequences and not self._new:
             return False
-        if not self._active or self._steps_left <= 0 or self._has_starved():
+        # one that needs a block must have some set aside
+        is_starved = not self.table.num_reserved[self.table.full_slots()].all()
+        if not self._active or self._steps_left <= 0 or is_starved:
             return True
         num_ended = self._num_begun - len(self._active)
         is_worth_it = num_ended >= max(1, _ENDED_SHARE * self._num_begun)
         return is_worth_it and self.num_waiting > 0
 
-    def _has_starved(self) -> bool:
-        """Return whether a sequence needs a block and has none set aside."""
-        return not self.table.num_reserved[self.table.full_slots()].all()
-
-    def _grow_decodes(self) -> Int64s:
-        for slot in self.table.full_slots().tolist():
-            self.table.add_blocks(slot, self.blocks.allocate(1, is_reserved=True))
-            self.table.num_reserved[slot] -= 1
-        return np.flatnonzero(self.table.phase == DECODE)
-
     def _cross_boundary(self, preempted: list[int], admitted: list[int]) -> list[Sequence]:
         """Carry a plan out; return the sequences that cannot fit even alone."""
-        self.store.sync(self._active, self.table)
-        self._take_new()
-        before = {id: stored.status for id, stored in self._sequences.items()}
-        plan = plan_boundary(self._snapshot(), self._options)
-        ended = [self._end(self._sequences[id], preempted) for id in plan.over_capacity]
-        self._yield(plan, preempted)
-        for grant in plan.extend:
-            slot = self._sequences[grant.id].slot
-            assert slot is not None, "more blocks for a sequence that does not run"
-            self._reserve(slot, grant.num_pages)
-        for grant in plan.grow:
-            self.store.grow(self._sequences[grant.id], grant.num_pages)
-        for grant in plan.load:
-            self._load(self._sequences[grant.id], grant.num_pages, admitted)
-        for grant in plan.prefill:
-            self.store.grow(self._sequences[grant.id], grant.num_pages)
-        self._round.begin(self._sequences[grant.id] for grant in plan.prefill)
-        for id, stored in self._sequences.items():
-            stored.waited = stored.waited + 1 if stored.status == before[id] else 0
-        self._boundaries_since_prefill += 1
-        if plan.is_prefill:
-            self._boundaries_since_prefill = 0
-        self._steps_left = self._options.interval * self.table.block_size
-        self._num_begun = len(self._active)
-        return ended
-
-    def _take_in(self, record: Sequence, status: Status) -> None:
-        self._sequences[record.arrival] = StoredSequence(record=record, status=status)
-
-    def _take_new(self) -> None:
-        """Let the boundary see as many sequences without KV as one round can take."""
-        num_waiting = sum(stored.status == "waiting" for stored in self._sequences.values())
-        for arrival in list(islice(self._new, max(0, len(self.table.records) - num_waiting))):
-            self._take_in(self._new.pop(arrival), "waiting")
-
-    def _snapshot(self) -> BoundarySnapshot:
-        table = self.table
-        return BoundarySnapshot(
-            sequences=tuple(self._pages(stored) for stored in self._sequences.values()),
+        table, sequences = self.table, self._sequences
+        self.store.sync(self._active, table)
+        # as many sequences without KV as one round can take
+        num_waiting = sum(stored.status == "waiting" for stored in sequences.values())
+        for arrival in list(islice(self._new, max(0, len(table.records) - num_waiting))):
+            record = self._new.pop(arrival)
+            sequences[arrival] = StoredSequence(record=record, status="waiting")
+        before = {id: stored.status for id, stored in sequences.items()}
+        snapshot = BoundarySnapshot(
+            sequences=tuple(self._pages(stored) for stored in sequences.values()),
             page_tokens=table.block_size,
             device_pages=self.blocks.num_blocks,
             device_free=self.blocks.num_available,
@@ -230,6 +167,50 @@ class OffloadScheduler:
             max_active=len(table.records),
             boundaries_since_prefill=self._boundaries_since_prefill,
         )
+        plan = plan_boundary(snapshot, self._options)
+        ended = [sequences[id] for id in plan.over_capacity]
+        for stored in ended:
+            self._yield(stored, preempted)
+            self._forget(stored)
+        for id in (*plan.evict, *plan.suspend):
+            # the device's blocks of suspended sequences, and the host's of evicted ones
+            is_behind = self._yield(sequences[id], preempted)
+            if is_behind or id in plan.evict:
+                self._evict(sequences[id])
+            else:
+                sequences[id].status = "suspended"
+        self.counters.num_preemptions += len(plan.evict)
+        if not plan.is_prefill:
+            self.counters.num_preemptions += len(plan.suspend)
+        for grant in plan.extend:
+            slot = sequences[grant.id].slot
+            assert slot is not None, "more blocks for a sequence that does not run"
+            self.blocks.reserve(grant.num_pages)
+            table.num_reserved[slot] += grant.num_pages
+        for grant in plan.grow:
+            self.store.grow(sequences[grant.id], grant.num_pages)
+        for grant in plan.load:
+            self._load(sequences[grant.id], grant.num_pages, admitted)
+        for grant in plan.prefill:
+            self.store.grow(sequences[grant.id], grant.num_pages)
+        self._round.begin(sequences[grant.id] for grant in plan.prefill)
+        for id, stored in sequences.items():
+            stored.waited = stored.waited + 1 if stored.status == before[id] else 0
+        self._boundaries_since_prefill = (
+            0 if plan.is_prefill else self._boundaries_since_prefill + 1
+        )
+        self._steps_left = self._options.interval * table.block_size
+        self._num_begun = len(self._active)
+        return [stored.record for stored in ended]
+
+    def _yield(self, stored: StoredSequence, preempted: list[int]) -> bool:
+        """Empty the slot of a sequence; return whether host memory lacks some of its KV."""
+        if stored.slot is None:
+            return False
+        is_behind = stored.num_stored < int(self.table.num_computed[stored.slot])
+        preempted.append(stored.slot)
+        self._vacate(stored.slot)
+        return is_behind
 
     def _pages(self, stored: StoredSequence) -> SequencePages:
         record, slot = stored.record, stored.slot
@@ -253,23 +234,6 @@ class OffloadScheduler:
             waited=stored.waited,
         )
 
-    def _yield(self, plan: BoundaryPlan, preempted: list[int]) -> None:
-        """Take the device's blocks from suspended sequences, and the host's from evicted ones."""
-        for id in (*plan.evict, *plan.suspend):
-            stored = self._sequences[id]
-            is_behind = False
-            if stored.slot is not None:
-                is_behind = stored.num_stored < int(self.table.num_computed[stored.slot])
-                preempted.append(stored.slot)
-                self._vacate(stored.slot)
-            if is_behind or id in plan.evict:
-                self._evict(stored)
-            else:
-                stored.status = "suspended"
-        self.counters.num_preemptions += len(plan.evict)
-        if not plan.is_prefill:
-            self.counters.num_preemptions += len(plan.suspend)
-
     def _load(self, stored: StoredSequence, num_pages: int, admitted: list[int]) -> None:
         """Bring a sequence back to the device, with blocks for what it decodes next."""
         count = -(-stored.num_stored // self.table.block_size)
@@ -281,27 +245,17 @@ class OffloadScheduler:
         slot = stored.slot = self.table.place(stored.record, [])
         self.table.add_blocks(slot, blocks)
         self.table.skip_to(slot, stored.num_stored)
-        self._reserve(slot, num_pages - count)
+        self.blocks.reserve(num_pages - count)
+        self.table.num_reserved[slot] += num_pages - count
         stored.status = "active"
         self._active[slot] = stored
         admitted.append(slot)
-
-    def _reserve(self, slot: int, num_pages: int) -> None:
-        self.blocks.reserve(num_pages)
-        self.table.num_reserved[slot] += num_pages
 
     def _evict(self, stored: StoredSequence) -> None:
         # the last token of a sequence that decodes has no KV
         stored.record.num_computed_before = stored.record.num_tokens - 1
         self.store.drop(stored)
         stored.status = "evicted"
-
-    def _end(self, stored: StoredSequence, preempted: list[int]) -> Sequence:
-        if stored.slot is not None:
-            preempted.append(stored.slot)
-            self._vacate(stored.slot)
-        self._forget(stored)
-        return stored.record
 
     def _forget(self, stored: StoredSequence) -> None:
         self._round.discard(stored)

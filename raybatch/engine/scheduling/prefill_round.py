@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -14,33 +15,24 @@ from raybatch.engine.sequences.table import PREFILL, Sequence, SequenceTable
 Int64s = npt.NDArray[np.int64]
 
 
+@dataclass(slots=True)
 class PrefillRound:
     """Fills steps with prompts, first come, first served, and lists the blocks each layer moves.
 
     A prompt may be cut where the budget of a step ends; its next chunk reads the one before from
     host memory. So does one whose beginning another sequence has there. A prompt waits for others
     that are computing blocks which it lacks, and lets those behind it pass.
-
-    Args:
-        table: running sequences; those of a round have blocks of the window there.
     """
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        store: OffloadStore,
-        *,
-        num_window_blocks: int,
-        max_batched_tokens: int,
-        counters: SchedulerCounters,
-    ) -> None:
-        self._table = table
-        self._store = store
-        self._window = HostBlocks(num_window_blocks)
-        self._budget = max_batched_tokens
-        self._counters = counters
-        self._waiting: deque[StoredSequence] = deque()
-        self._running: dict[int, StoredSequence] = {}
+    # running sequences; those of a round have blocks of the window there
+    _table: SequenceTable
+    _store: OffloadStore
+    _window: HostBlocks
+    # tokens of a step
+    _budget: int
+    _counters: SchedulerCounters
+    _waiting: deque[StoredSequence] = field(default_factory=deque)
+    _running: dict[int, StoredSequence] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
@@ -86,7 +78,6 @@ class PrefillRound:
         return slot in self._running
 
     def vacate(self, slot: int) -> StoredSequence:
-        """Take a sequence of the round out of its slot."""
         stored = self._running.pop(slot)
         self._window.release(self._table.blocks(slot))
         self._table.remove(slot)
@@ -109,39 +100,25 @@ class PrefillRound:
         kept: list[StoredSequence] = []
         while budget > 0 and self._waiting and self._table.has_free_slot:
             stored = self._waiting[0]
-            num_blocks = self._num_blocks(stored)
+            num_blocks = -(-stored.record.num_tokens // self._table.block_size)
             if num_blocks > self._window.num_available:
                 break
             self._waiting.popleft()
             if prefixes.will_find_more(stored.record, running):
                 kept.append(stored)
                 continue
-            running.update(prefixes.hashes(stored.record))
-            slot = self._place(stored, num_blocks)
+            record = stored.record
+            running.update(prefixes.hashes(record))
+            num_hits = self._store.take_prefix(stored)
+            self._counters.note_start(record, num_hits, self._table.block_size)
+            blocks = self._window.allocate(num_blocks)
+            slot = stored.slot = self._table.place(record, blocks[:num_hits])
+            self._table.add_blocks(slot, blocks[num_hits:])
+            self._running[slot] = stored
             admitted.append(slot)
             budget -= self._take(slot, budget, chunks)
         self._waiting.extendleft(reversed(kept))
         return admitted
-
-    def _num_blocks(self, stored: StoredSequence) -> int:
-        return -(-stored.record.num_tokens // self._table.block_size)
-
-    def _place(self, stored: StoredSequence, num_blocks: int) -> int:
-        record, num_hits = stored.record, self._store.take_prefix(stored)
-        num_hit_tokens = num_hits * self._table.block_size
-        if record.has_started:
-            lost = min(record.num_computed_before, record.num_tokens) - num_hit_tokens
-            self._counters.num_recomputed_tokens += max(0, lost)
-        else:
-            record.has_started = True
-            record.num_cached_tokens = num_hit_tokens
-            self._counters.prompt_tokens += len(record.request.prompt_token_ids)
-            self._counters.cached_tokens += num_hit_tokens
-        blocks = self._window.allocate(num_blocks)
-        stored.slot = self._table.place(record, blocks[:num_hits])
-        self._table.add_blocks(stored.slot, blocks[num_hits:])
-        self._running[stored.slot] = stored
-        return stored.slot
 
     def _take(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
         start = int(self._table.num_computed[slot])
@@ -158,19 +135,11 @@ class PrefillRound:
             saves.append((slot, start // block_size, -(-(start + length) // block_size)))
         load_blocks, load_host = self._pairs(loads)
         save_blocks, save_host = self._pairs(saves)
-        return LayerMoves(
-            load_host=load_host,
-            load_blocks=load_blocks,
-            save_blocks=save_blocks,
-            save_host=save_host,
-        )
+        return LayerMoves(load_host, load_blocks, save_blocks, save_host)
 
-    def _pairs(self, ranges: list[tuple[int, int, int]]) -> tuple[Int64s, Int64s]:
+    def _pairs(self, ranges: list[tuple[int, int, int]]) -> list[Int64s]:
         """Return blocks of the window and of the host for ranges of blocks of some slots."""
         window = [self._table.blocks(slot)[first:stop] for slot, first, stop in ranges]
         host = [self._running[slot].host_blocks[first:stop] for slot, first, stop in ranges]
         none = np.empty(0, np.int64)
-        return (
-            np.concatenate((none, *window)).astype(np.int64),
-            np.concatenate((none, *host)).astype(np.int64),
-        )
+        return [np.concatenate((none, *ids)).astype(np.int64) for ids in (window, host)]

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.config import AdmissionPolicy
-from raybatch.engine.memory.kv_checkpoints import CheckpointCounters, CopiesAhead
-from raybatch.engine.memory.swap import SwapCounters, SwapSpace
+from raybatch.engine.memory.kv_checkpoints import CopiesAhead
+from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.scheduling.admission import Admission
-from raybatch.engine.scheduling.chunks import Chunks, DraftRoom, spread
+from raybatch.engine.scheduling.chunks import Chunks, DraftRoom
 from raybatch.engine.scheduling.waiting import ClosedBatch, Need, Needs, WaitingQueue
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.groups import PrefixGroups
@@ -66,47 +66,32 @@ class Scheduler:
         self._spare_steps = min(_MAX_SPARE_STEPS, max(1, table.block_size // 4))
         self._resume_steps = min(_RESUME_STEPS, table.block_size)
         self._swap = swap or SwapSpace(table.block_size)
+        # KV of preempted sequences that was copied to host memory and back, and ahead of that
+        self.moves, self.ahead = self._swap.counters, self._swap.checkpoints.counters
         self._has_cache = enable_prefix_caching
         self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
-        self._needs = Needs(blocks, has_cache=enable_prefix_caching)
+        self._needs = Needs(blocks, enable_prefix_caching)
         self._queue = WaitingQueue(admission, step_tokens=max_batched_tokens)
         is_closed = admission in ("static", "multi_bin")
         self._batch = ClosedBatch(blocks) if is_closed else None
         self._num_steps = 0
         self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
-        self._draft_room = DraftRoom(table, blocks, spare_steps=self._spare_steps)
+        self._draft_room = DraftRoom(table, blocks, self._spare_steps)
         self._chunks = Chunks(table, blocks, self._groups, self._swap, self.counters)
-        self._ahead = CopiesAhead(
-            table,
-            blocks,
-            self._swap.checkpoints,
-            max_blocks=checkpoint_blocks,
-            num_found_again=self._num_found_again,
+        self._copies_ahead = CopiesAhead(
+            table, blocks, self._swap.checkpoints, checkpoint_blocks, self._num_found_again
         )
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot."""
         return len(self._queue)
 
     @property
-    def moves(self) -> SwapCounters:
-        """KV of preempted sequences that was copied to host memory and back."""
-        return self._swap.counters
-
-    @property
-    def ahead(self) -> CheckpointCounters:
-        """KV that was copied to host memory ahead of a preemption."""
-        return self._swap.checkpoints.counters
-
-    @property
     def kv_used_fraction(self) -> float:
-        """Share of the KV memory that sequences hold."""
         return self.blocks.num_used / self.blocks.num_blocks
 
     @property
     def num_pinned(self) -> int:
-        """Blocks held for prefix groups."""
         return self._groups.num_pinned
 
     def add(self, record: Sequence) -> None:
@@ -116,11 +101,9 @@ class Scheduler:
         self._queue.add(record)
 
     def waiting(self) -> list[Sequence]:
-        """Return the sequences without a slot, in the order of their admission."""
         return list(self._queue)
 
     def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Take the waiting sequences that `is_wanted` accepts out, and return them by arrival."""
         taken = self._queue.withdraw(is_wanted)
         for record in taken:
             self._leave(record)
@@ -129,11 +112,10 @@ class Scheduler:
     def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
         """Decide the next step, allocate its blocks and admit what fits.
 
-        Args:
-            drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
-                of them are computed as budget, blocks and length allow.
+        Drafts are, by slot of a decoding sequence, tokens that may follow its known ones; as many
+        of them are computed as budget, blocks and length allow.
         """
-        self._ahead.copy()
+        self._copies_ahead.copy()
         self._num_steps += 1
         preempted, ended = self._grow_decodes()
         chunks: list[tuple[int, int, int]] = []
@@ -152,7 +134,8 @@ class Scheduler:
         # including sequences restored from host memory, which have no drafts
         decode_slots = np.flatnonzero(self.table.phase == DECODE)
         if len(draft_lens):
-            draft_lens = spread(draft_lens, grown, decode_slots)
+            grown_lens, draft_lens = draft_lens, np.zeros(len(decode_slots), np.int64)
+            draft_lens[np.searchsorted(decode_slots, grown)] = grown_lens
         return Schedule(
             decode_slots=decode_slots,
             chunk_slots=columns[:, 0],
@@ -166,17 +149,14 @@ class Scheduler:
         )
 
     def advance(self, schedule: Schedule) -> Int64s:
-        """Note that `schedule` is computed, and return the slots of its logits, in row order."""
         return note_computed(self.table, schedule)
 
     def finish(self, slot: int) -> Sequence:
-        """Take out a running sequence that has ended by itself."""
         length = self.table.num_tokens[slot] - self.table.num_prompt[slot]
         self._admission.lengths.note(int(length))
         return self.remove(slot)
 
     def remove(self, slot: int) -> Sequence:
-        """Take a running sequence out for good and give its blocks back."""
         record = self._vacate(slot)
         self._leave(record)
         return record
@@ -205,11 +185,10 @@ class Scheduler:
         return record, blocks[self.blocks.num_refs[blocks] == 0]
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent; linear in the pool."""
         running = np.flatnonzero(self.table.phase != EMPTY).tolist()
         tables = [self.table.blocks(slot) for slot in running]
         self.blocks.check([*tables, *self._groups.tables()])
-        waiting, records = list(self._queue), [self.table.record(slot) for slot in running]
+        waiting, records = self.waiting(), [self.table.record(slot) for slot in running]
         self._groups.check(record.group for record in (*waiting, *records))
         self._swap.check(records, waiting)
         self.table.check(num_reserved=self.blocks.num_reserved)
@@ -245,12 +224,8 @@ class Scheduler:
         running = np.flatnonzero(table.phase != EMPTY)
         slot = int(running[np.argmax(table.arrival[running])])
         num_computed, record = int(table.num_computed[slot]), table.record(slot)
-        self._swap.save(
-            record,
-            table.blocks(slot),
-            num_shared=self._num_found_again(slot),
-            num_tokens=num_computed,
-        )
+        num_shared = self._num_found_again(slot)
+        self._swap.save(record, table.blocks(slot), num_shared=num_shared, num_tokens=num_computed)
         self._vacate(slot)
         record.num_computed_before = num_computed
         self.counters.num_preemptions += 1
@@ -295,7 +270,12 @@ class Scheduler:
                     continue
                 self._leave(record)
                 return [self._queue.pop()]
-            if table.num_running and not self._is_forecast_to_fit(record, need):
+            if table.num_running and not self._admission.accepts(
+                record,
+                num_shared=need.num_shared,
+                num_new=need.num_new_shared,
+                num_waiting=self.num_waiting,
+            ):
                 self.counters.num_held_steps += 1
                 return []
             slot = self._place(self._queue.pop(), need)
@@ -303,14 +283,6 @@ class Scheduler:
             admitted.append(slot)
             budget -= self._chunks.take(slot, budget, chunks)
         return []
-
-    def _is_forecast_to_fit(self, record: Sequence, need: Need) -> bool:
-        return self._admission.accepts(
-            record,
-            num_shared=need.num_shared,
-            num_new=need.num_new_shared,
-            num_waiting=self.num_waiting,
-        )
 
     def _place(self, record: Sequence, need: Need) -> int:
         hits, num_total = need.hits, need.num_total
@@ -323,16 +295,5 @@ class Scheduler:
         self.table.num_shared[slot] = need.num_shared
         self.blocks.reserve(num_total - len(hits))
         self.table.num_reserved[slot] = num_total - len(hits)
-        num_hit_tokens = len(hits) * self.table.block_size
-        if record.has_started:
-            known = min(record.num_computed_before, record.num_tokens)
-            if record.swapped is not None:
-                known = record.swapped.first_block * self.table.block_size
-            lost = known - num_hit_tokens
-            self.counters.num_recomputed_tokens += max(lost, 0)
-        else:
-            record.has_started = True
-            record.num_cached_tokens = num_hit_tokens
-            self.counters.prompt_tokens += len(record.request.prompt_token_ids)
-            self.counters.cached_tokens += num_hit_tokens
+        self.counters.note_start(record, len(hits), self.table.block_size)
         return slot

@@ -3,6 +3,8 @@
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +24,7 @@ class WaitingQueue:
     fresh:   all others in the order of the policy, a group as a whole
 
     Args:
-        policy: orders the fresh line; a group is at the place of its first member in "fcfs" and
-            "static".
+        policy: a group is at the place of its first member in "fcfs" and "static".
         step_tokens: token budget of a step, by which prompts count beside outputs.
     """
 
@@ -43,7 +44,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Yield the sequences in the order of their admission, as far as it is decided."""
         self._order()
-        for _, record in sorted(self._resumed, key=_arrival):
+        for _, record in sorted(self._resumed, key=itemgetter(0)):
             yield record
         for unit in (*self._ready, *self._fresh):
             yield from self._rows(unit)
@@ -65,7 +66,6 @@ class WaitingQueue:
             (self._ready if group.has_started else self._fresh).append(group)
 
     def peek(self) -> Sequence:
-        """Return the next sequence; the queue is not empty."""
         if self._resumed:
             return self._resumed[0][1]
         return self._rows(self._next_unit())[0]
@@ -108,7 +108,6 @@ class WaitingQueue:
         return num_begun + min(num_left, sum(len(rows[i]) for i in chosen))
 
     def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Take the sequences that `is_wanted` accepts out, and return them by arrival."""
         taken, kept = list[Sequence](), list[Sequence]()
         for record in self:
             (taken if is_wanted(record) else kept).append(record)
@@ -146,37 +145,27 @@ class WaitingQueue:
         return predicted_steps(num_output, num_prompt, self._step_tokens)
 
 
-def _arrival(item: tuple[int, Sequence]) -> int:
-    return item[0]
-
-
 class Need(NamedTuple):
-    """Blocks that are there for a sequence, and counts.
+    """Blocks that are there for a sequence, and counts."""
 
-    Args:
-        hits: blocks of its prefix that hold what it would compute, in order.
-        num_total: blocks of all its known tokens.
-        num_available: of the available blocks, how many it takes.
-        num_shared: blocks that it uses together with others.
-        num_new_shared: of these, blocks that nobody uses yet.
-    """
-
+    # blocks of its prefix that hold what it would compute, in order
     hits: list[int]
+    # blocks of all its known tokens
     num_total: int
+    # of the available blocks, how many it takes
     num_available: int
+    # blocks that it uses together with others
     num_shared: int
+    # of these, blocks that nobody uses yet
     num_new_shared: int
 
 
+@dataclass(frozen=True, slots=True)
 class Needs:
-    """Looks up what sequences need."""
-
-    def __init__(self, blocks: BlockManager, *, has_cache: bool) -> None:
-        self._blocks = blocks
-        self._has_cache = has_cache
+    _blocks: BlockManager
+    _has_cache: bool
 
     def of(self, record: Sequence) -> Need:
-        """Return what a sequence needs to start now."""
         hits = self.hits(record)
         num_total = -(-record.num_tokens // self._blocks.block_size)
         num_unused = self._blocks.num_unused(hits)
@@ -198,6 +187,7 @@ class Needs:
         return pinned + self._blocks.find_prefix(hashes[len(pinned) : max_hits])
 
 
+@dataclass(slots=True)
 class ClosedBatch:
     """Who belongs to the batch that runs.
 
@@ -205,11 +195,10 @@ class ClosedBatch:
     the blocks of its full length, so that none of them has to give up its KV.
     """
 
-    def __init__(self, blocks: BlockManager) -> None:
-        self._pool = blocks
-        self._num_places = 0
-        self._num_blocks = 0
-        self._is_empty = True
+    _pool: BlockManager
+    _num_places: int = 0
+    _num_blocks: int = 0
+    _is_empty: bool = True
 
     def open(self, num_rows: int) -> None:
         """Begin a batch of so many rows, if memory holds them; nobody runs."""

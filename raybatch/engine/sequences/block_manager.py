@@ -12,43 +12,29 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.records.types import Request, TokenIds
+from raybatch.records.types import TokenIds
+
+Int32s = npt.NDArray[np.int32]
 
 
 def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> list[bytes]:
     """Return one 128-bit hash per full block, each over its tokens and all blocks before it.
 
-    Args:
-        token_ids: int32 [P], read only.
-        block_size: tokens of one block.
-        root: mixed into the first block; equal tokens under another root hash differently.
+    `root` is mixed into the first block: equal tokens under another root hash differently.
     """
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
-    num_full = len(tokens) // block_size
     hashes: list[bytes] = []
     parent = root
-    for i in range(num_full):
-        block = tokens[i * block_size : (i + 1) * block_size]
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        block = tokens[start : start + block_size]
         parent = hashlib.blake2b(block.data, digest_size=16, key=parent).digest()
         hashes.append(parent)
     return hashes
-
-
-def hash_prompt(request: Request, block_size: int, *, has_cache: bool) -> list[bytes]:
-    """Return the hashes by which the full blocks of a prompt are found, as `hash_blocks`.
-
-    With `has_cache`, requests share equal leading blocks; samples of one request always do.
-    """
-    if has_cache:
-        return hash_blocks(request.prompt_token_ids, block_size)
-    if request.sampling.n == 1:
-        return []
-    root = request.request_id.to_bytes(16, "little", signed=True)
-    return hash_blocks(request.prompt_token_ids, block_size, root=root)
 
 
 class BlockManager:
@@ -61,7 +47,7 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_refs: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
+        self.num_refs: Int32s = np.zeros(num_blocks, np.int32)
         self.num_reserved = 0
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -75,21 +61,14 @@ class BlockManager:
 
     @property
     def num_used(self) -> int:
-        """Blocks that some sequence has in its block table."""
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest known prefix, in order of position."""
-        blocks: list[int] = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        known = takewhile(self._block_of.__contains__, hashes)
+        return [self._block_of[block_hash] for block_hash in known]
 
     def num_unused(self, blocks: Sequence[int]) -> int:
-        """Return how many of `blocks` have no user, so that pinning them costs availability."""
         return int(np.count_nonzero(self.num_refs[list(blocks)] == 0))
 
     def pin(self, blocks: Sequence[int]) -> None:
@@ -99,7 +78,6 @@ class BlockManager:
             self._cached.pop(block, None)
 
     def reserve(self, count: int) -> None:
-        """Promise `count` of the available blocks to a sequence."""
         if count > self.num_available:
             raise RuntimeError(f"{count} blocks reserved, {self.num_available} available")
         self.num_reserved += count
@@ -110,10 +88,8 @@ class BlockManager:
     def allocate(self, count: int, *, is_reserved: bool = False) -> list[int]:
         """Return `count` blocks with one user each: free ones first, then the LRU cached ones.
 
-        `is_reserved` takes them out of a promise made by `reserve`.
-
-        Raises:
-            RuntimeError: fewer blocks are available; callers ask `num_available` first.
+        `is_reserved` takes them out of a promise made by `reserve`. Raises RuntimeError: fewer
+        blocks are available; callers ask `num_available` first.
         """
         if is_reserved:
             self.unreserve(count)
@@ -134,11 +110,10 @@ class BlockManager:
             self._hash_of[block] = block_hash
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Make used blocks unfindable, because their content is not to be trusted."""
         for block in blocks:
             self._drop_hash(block)
 
-    def release(self, blocks: npt.NDArray[np.int32], *, keep_cached: bool = True) -> None:
+    def release(self, blocks: Int32s, *, keep_cached: bool = True) -> None:
         """Remove one user from each of `blocks`, given in order of position.
 
         Findable blocks without a user become cached, later positions evicted first.
@@ -151,8 +126,7 @@ class BlockManager:
                 self._drop_hash(block)
                 heapq.heappush(self._free, block)
 
-    def check(self, tables: Sequence[npt.NDArray[np.int32]]) -> None:
-        """Raise RuntimeError unless the bookkeeping agrees with all block tables."""
+    def check(self, tables: Sequence[Int32s]) -> None:
         free, cached = set(self._free), set(self._cached)
         users = Counter(block for table in tables for block in table.tolist())
         counted = {int(b): int(self.num_refs[b]) for b in np.flatnonzero(self.num_refs)}
@@ -185,9 +159,6 @@ class BlockManager:
             del self._block_of[block_hash]
 
 
-Int32s = npt.NDArray[np.int32]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SwappedKV:
     """KV of a sequence in host memory; what lies before its first block stayed on the device.
@@ -197,15 +168,12 @@ class SwappedKV:
     found again by hash      | x | x |                      num_tokens ends within block 4;
     in host memory                   | h | h | h |          block 5 is not there yet
     ```
-
-    Args:
-        first_block: place of the first host block in the sequence.
-        host_blocks: int32 [n], in order of position.
-        num_tokens: tokens of the sequence that had KV, from its beginning.
     """
 
     first_block: int
+    # int32 [n], in order of position
     host_blocks: Int32s
+    # tokens of the sequence that had KV, from its beginning
     num_tokens: int
 
 
@@ -218,20 +186,13 @@ class HostBlocks:
 
     @property
     def num_available(self) -> int:
-        """Blocks that may be allocated."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Blocks that sequences hold."""
         return self.num_blocks - len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks, ascending.
-
-        Raises:
-            RuntimeError: fewer are available; callers ask `num_available` first.
-        """
         if count > len(self._free):
             raise RuntimeError(f"{count} host blocks asked for, {len(self._free)} available")
         return [heapq.heappop(self._free) for _ in range(count)]
@@ -241,7 +202,6 @@ class HostBlocks:
             heapq.heappush(self._free, int(block))
 
     def check(self, tables: Sequence[Int32s]) -> None:
-        """Raise RuntimeError unless the bookkeeping agrees with what the sequences hold."""
         held = [block for table in tables for block in table.tolist()]
         if sorted([*held, *self._free]) != list(range(self.num_blocks)):
             raise RuntimeError(

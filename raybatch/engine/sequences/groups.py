@@ -9,6 +9,7 @@ the group takes a share in every prefix block as soon as it is scheduled:
 So the prefix survives the preemption of that member, and another one goes on where it stopped.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,29 +22,25 @@ from raybatch.records.types import Request, TokenIds
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PrefixGroup:
-    """The sequences of one engine that share a prefix.
-
-    Args:
-        prefix: the common tokens, whole blocks; read only.
-        num_members: sequences that wait or run.
-        has_started: a member was admitted, so that the others go before new groups.
-        blocks: pinned blocks, the first ones of the prefix.
-    """
+    """The sequences of one engine that share a prefix."""
 
     group_id: int
+    # the common tokens, whole blocks; read only
     prefix: TokenIds
     max_blocks: int
+    # sequences that wait or run
     num_members: int = 0
+    # a member was admitted, so that the others go before new groups
     has_started: bool = False
+    # pinned blocks, the first ones of the prefix
     blocks: list[int] = field(default_factory=list)
 
 
 class PrefixGroups:
     """The groups of one engine by their id; a group lives as long as it has members.
 
-    Args:
-        blocks: of the KV pool; a pin is a user like any other there.
-        keep_cached: whether blocks stay findable after their last user.
+    A pin is a user of a block like any other. `keep_cached`: blocks stay findable after their last
+    user.
     """
 
     def __init__(self, blocks: BlockManager, *, keep_cached: bool) -> None:
@@ -53,7 +50,6 @@ class PrefixGroups:
 
     @property
     def num_pinned(self) -> int:
-        """Prefix blocks that live groups hold."""
         return sum(len(group.blocks) for group in self._groups.values())
 
     def join(self, request: Request) -> PrefixGroup | None:
@@ -117,15 +113,11 @@ class PrefixGroups:
                 self.unpin(group, keep=int(is_idle.argmax()))
 
     def tables(self) -> list[npt.NDArray[np.int32]]:
-        """Return the pinned blocks of each group, for `BlockManager.check`."""
         return [np.array(group.blocks, np.int32) for group in self._groups.values()]
 
     def check(self, members: Iterable[PrefixGroup | None]) -> None:
         """Raise RuntimeError unless the groups are those of all waiting and running `members`."""
-        counts: dict[int, int] = {}
-        for group in members:
-            if group is not None:
-                counts[id(group)] = counts.get(id(group), 0) + 1
+        counts = Counter(id(group) for group in members if group is not None)
         expected = {id(group): group.num_members for group in self._groups.values()}
         if counts != expected:
             raise RuntimeError("prefix groups: members differ from the sequences in the engine")

@@ -14,21 +14,14 @@ def _none() -> Int64s:
     return np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LayerMoves:
-    """What goes between the window and host memory in each layer of a step; blocks one by one.
+    """What goes between the window and host memory in each layer of a step; blocks one by one."""
 
-    Args:
-        load_host: int64 [X], host blocks that the step reads.
-        load_blocks: int64 [X], blocks of the window that they come into, before a layer.
-        save_blocks: int64 [Y], blocks of the window that the step writes into.
-        save_host: int64 [Y], host blocks that they go to, after the attention of a layer.
-    """
-
-    load_host: Int64s
-    load_blocks: Int64s
-    save_blocks: Int64s
-    save_host: Int64s
+    load_host: Int64s  # [X], host blocks that the step reads
+    load_blocks: Int64s  # [X], blocks of the window that they come into, before a layer
+    save_blocks: Int64s  # [Y], blocks of the window that the step writes into
+    save_host: Int64s  # [Y], host blocks that they go to, after the attention of a layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,26 +31,18 @@ class Schedule:
     A draft is a guess of the token after the ones known. It is computed as one more row behind the
     row of its sequence, and each such row has logits: they show whether the next draft is right.
 
-    Args:
-        decode_slots: int64 [D], ascending.
-        chunk_slots: int64 [C], started prompts first, then new ones in order of submission.
-        chunk_starts: int64 [C], first position of each chunk.
-        chunk_lens: int64 [C], tokens of each chunk, at least 1.
-        draft_lens: int64 [D], drafts of each decoding slot; empty where no slot has any.
-        draft_tokens: int64, the drafts, slot after slot.
-        admitted: slots filled for this step.
-        preempted: slots emptied for this step.
-        ended: sequences that cannot fit even alone.
-        moves: of a step whose KV goes to host memory layer by layer; its blocks are those of the
-            window. None for any other step.
+    Slots of `admitted` were filled for this step, those of `preempted` emptied; `ended` sequences
+    cannot fit even alone. `moves` is of a step whose KV goes to host memory layer by layer; its
+    blocks are those of the window.
     """
 
-    decode_slots: Int64s = field(default_factory=_none)
+    decode_slots: Int64s = field(default_factory=_none)  # [D], ascending
+    # [C], started prompts first, then new ones in order of submission
     chunk_slots: Int64s = field(default_factory=_none)
-    chunk_starts: Int64s = field(default_factory=_none)
-    chunk_lens: Int64s = field(default_factory=_none)
-    draft_lens: Int64s = field(default_factory=_none)
-    draft_tokens: Int64s = field(default_factory=_none)
+    chunk_starts: Int64s = field(default_factory=_none)  # [C], first position of each chunk
+    chunk_lens: Int64s = field(default_factory=_none)  # [C], at least 1
+    draft_lens: Int64s = field(default_factory=_none)  # [D], or empty where no slot has any
+    draft_tokens: Int64s = field(default_factory=_none)  # slot after slot
     admitted: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     ended: tuple[Sequence, ...] = ()
@@ -65,7 +50,6 @@ class Schedule:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the forward batch."""
         return len(self.decode_slots) + len(self.draft_tokens) + int(self.chunk_lens.sum())
 
     @property
@@ -92,6 +76,19 @@ class SchedulerCounters:
     num_recomputed_tokens: int = 0
     num_held_steps: int = 0
     num_drafted_tokens: int = 0
+
+    def note_start(self, record: Sequence, num_hits: int, block_size: int) -> None:
+        """Note that a sequence starts, or starts again, with so many blocks of its KV there."""
+        if record.has_started:
+            known = min(record.num_computed_before, record.num_tokens)
+            if record.swapped is not None:
+                known = record.swapped.first_block * block_size
+            self.num_recomputed_tokens += max(known - num_hits * block_size, 0)
+        else:
+            record.has_started = True
+            record.num_cached_tokens = num_hits * block_size
+            self.prompt_tokens += len(record.request.prompt_token_ids)
+            self.cached_tokens += record.num_cached_tokens
 
 
 def note_computed(table: SequenceTable, schedule: Schedule) -> Int64s:

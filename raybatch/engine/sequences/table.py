@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.sequences.block_manager import SwappedKV, hash_prompt
+from raybatch.engine.sequences.block_manager import SwappedKV, hash_blocks
 from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.records.types import (
     Completion,
@@ -35,20 +35,15 @@ class BlockUsers:
     def __init__(self, num_blocks: int, max_slots: int) -> None:
         generator = np.random.Generator(np.random.PCG64(0x5EED))
         self._keys = generator.integers(0, 2**64, max_slots, dtype=np.uint64)
-        self.count: Int64s = np.zeros(num_blocks, np.int64)
-        self.slot_sum: Int64s = np.zeros(num_blocks, np.int64)
+        self.count, self.slot_sum, self.position = _columns(num_blocks, 3)
         self.key_sum: npt.NDArray[np.uint64] = np.zeros(num_blocks, np.uint64)
-        self.position: Int64s = np.zeros(num_blocks, np.int64)
         self.num_attended: Int64s = np.zeros(max_slots, np.int64)
         self.high_water = 0
 
     def extend(self, slots: Int64s, targets: Int64s, block_table: npt.NDArray[np.int32]) -> None:
-        """Let each slot attend to the first `targets` blocks of its row of the table.
+        """Let each of the distinct slots [S] attend to the first `targets` blocks of its row.
 
-        Args:
-            slots: distinct slots [S].
-            targets: blocks that each attends to; fewer than before changes nothing.
-            block_table: int32 [max_slots, X], read only.
+        Fewer than before changes nothing; the table is read only.
         """
         grows = self.num_attended[slots] < targets
         slots, targets = slots[grows], targets[grows]
@@ -76,7 +71,6 @@ class BlockUsers:
         self.num_attended[slot] = 0
 
     def check(self, block_table: npt.NDArray[np.int32]) -> None:
-        """Raise RuntimeError unless the sums equal those of a full recount."""
         count, slot_sum = np.zeros_like(self.count), np.zeros_like(self.slot_sum)
         for slot in np.flatnonzero(self.num_attended).tolist():
             blocks = block_table[slot, : self.num_attended[slot]]
@@ -122,61 +116,60 @@ def completion_of(
 class Sequence:
     """One sample of one request, as long as it is unfinished.
 
-    Args:
-        arrival: order of submission; the latest is preempted first.
-        arrival_step: steps of the engine before it was queued, set by the scheduler.
-        max_len: tokens at which it ends by length, prompt included.
-        expected_len: tokens at which it is likely to end; None where nothing is known.
-        token_ids: generated tokens while it is not running; the table holds them else.
-        group: prefix-sharing group, set by the scheduler.
-        block_hashes: of the full blocks of the prompt; None before the first admission.
-        num_cached_tokens: prompt tokens whose KV came from another request.
-        num_computed_before: tokens whose KV was lost by preemption.
-        logprobs: collected per generated token; None unless asked for.
-        num_reported: generated tokens that are known outside the engine.
-        swapped: KV in host memory, until all that it holds is on the device again.
-        checkpoint: KV of full blocks that host memory has ahead, while it runs.
-        may_draft: whether its tokens may be guessed ahead; false once a guess broke its KV.
+    The scheduler sets `arrival_step`, steps of the engine before it was queued, and `group`.
     """
 
     request: Request
     sample_idx: int
+    # order of submission; the latest is preempted first
     arrival: int
+    # tokens at which it ends by length, prompt included
     max_len: int
+    # tokens at which it is likely to end; None where nothing is known
     expected_len: int | None = None
+    # generated tokens while it is not running; the table holds them else
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     group: PrefixGroup | None = None
+    # of the full blocks of the prompt; None before the first admission
     block_hashes: list[bytes] | None = None
+    # prompt tokens whose KV came from another request
     num_cached_tokens: int = 0
+    # tokens whose KV was lost by preemption
     num_computed_before: int = 0
     has_started: bool = False
     logprobs: list[TokenLogprobs] | None = None
+    # generated tokens that are known outside the engine
     num_reported: int = 0
+    # KV in host memory, until all that it holds is on the device again
     swapped: SwappedKV | None = None
+    # KV of full blocks that host memory has ahead, while it runs
     checkpoint: SwappedKV | None = None
+    # false once a guess broke its KV
     may_draft: bool = True
     arrival_step: int = 0
 
     def prompt_hashes(self, block_size: int, *, has_cache: bool) -> list[bytes]:
-        """Return the hashes of the full blocks of its prompt, which are made once."""
-        if self.block_hashes is None:
-            self.block_hashes = hash_prompt(self.request, block_size, has_cache=has_cache)
-        return self.block_hashes
+        """Return the hashes of the full blocks of its prompt, which are made once.
+
+        With `has_cache`, requests share equal leading blocks; samples of one request always do.
+        """
+        request = self.request
+        if self.block_hashes is None and (has_cache or request.sampling.n > 1):
+            root = b"" if has_cache else request.request_id.to_bytes(16, "little", signed=True)
+            self.block_hashes = hash_blocks(request.prompt_token_ids, block_size, root=root)
+        return self.block_hashes or []
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known while it is not running."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def max_blocks(self, block_size: int) -> int:
-        """Return the blocks it needs at its full length."""
         # the last token is never fed back, so it needs no place in the cache
         return -(-(self.max_len - 1) // block_size)
 
     def completion(
         self, reason: FinishReason, stop_reason: str | int | None = None, *, error: str = ""
     ) -> Completion:
-        """Return the completion of a sequence that does not run any more."""
         return completion_of(self.state(), reason, stop_reason, error=error)
 
     def state(self) -> SequenceState:
@@ -188,6 +181,10 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
         )
+
+
+def _columns(num_rows: int, count: int) -> list[Int64s]:
+    return [np.zeros(num_rows, np.int64) for _ in range(count)]
 
 
 class SequenceTable:
@@ -203,18 +200,11 @@ class SequenceTable:
         max_blocks = min(num_blocks, -(-max_model_len // block_size))
         self.block_size = block_size
         self.phase: npt.NDArray[np.int8] = np.zeros(max_slots, np.int8)
-        self.arrival: Int64s = np.zeros(max_slots, np.int64)
-        self.num_prompt: Int64s = np.zeros(max_slots, np.int64)
-        self.num_tokens: Int64s = np.zeros(max_slots, np.int64)
-        self.num_computed: Int64s = np.zeros(max_slots, np.int64)
-        self.max_len: Int64s = np.zeros(max_slots, np.int64)
-        self.num_blocks: Int64s = np.zeros(max_slots, np.int64)
-        self.num_reserved: Int64s = np.zeros(max_slots, np.int64)
-        self.num_shared: Int64s = np.zeros(max_slots, np.int64)
-        self.expected_len: Int64s = np.zeros(max_slots, np.int64)
         self.is_expected: npt.NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
-        self.max_blocks: Int64s = np.zeros(max_slots, np.int64)
-        self.last_token: Int64s = np.zeros(max_slots, np.int64)
+        # int64 [max_slots] each
+        self.arrival, self.num_prompt, self.num_tokens, self.num_computed = _columns(max_slots, 4)
+        self.max_len, self.expected_len, self.last_token, self.max_blocks = _columns(max_slots, 4)
+        self.num_blocks, self.num_reserved, self.num_shared = _columns(max_slots, 3)
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_slots, max_blocks), np.int32)
         self.records: list[Sequence | None] = [None] * max_slots
         self.users = BlockUsers(num_blocks, max_slots)
@@ -230,22 +220,14 @@ class SequenceTable:
         return bool(self._free_slots)
 
     def record(self, slot: int) -> Sequence:
-        """Return the sequence that runs in `slot`.
-
-        Raises:
-            KeyError: nothing runs there.
-        """
+        """Return the sequence that runs in `slot`; KeyError where nothing does."""
         record = self.records[slot]
         if record is None:
             raise KeyError(f"slot {slot} is empty")
         return record
 
     def place(self, record: Sequence, blocks: list[int]) -> int:
-        """Give `record` the lowest free slot, with `blocks` holding its first tokens.
-
-        Returns:
-            The slot; the sequence starts in the prefill phase.
-        """
+        """Start `record` in the lowest free slot, with `blocks` holding its first tokens."""
         slot = heapq.heappop(self._free_slots)
         num_prompt, num_generated = len(record.request.prompt_token_ids), len(record.token_ids)
         self.records[slot] = record
@@ -260,12 +242,14 @@ class SequenceTable:
         self.expected_len[slot] = record.expected_len or record.max_len
         self.is_expected[slot] = record.expected_len is not None
         self.block_table[slot, : len(blocks)] = blocks
-        self._grow_generated(record.max_len - num_prompt)
+        num_columns = self._generated.shape[1]
+        if record.max_len - num_prompt > num_columns:
+            num_more = max(record.max_len - num_prompt - num_columns, num_columns)
+            self._generated = np.pad(self._generated, ((0, 0), (0, num_more)))
         self._generated[slot, :num_generated] = record.token_ids
         return slot
 
     def remove(self, slot: int) -> Sequence:
-        """Empty `slot` and return its sequence with the tokens it generated."""
         record = self.record(slot)
         record.token_ids = self.generated(slot)
         self.users.remove(slot, self.block_table)
@@ -293,7 +277,6 @@ class SequenceTable:
             self.last_token[slot] = self._generated[slot, num_generated - 1]
 
     def append_tokens(self, slots: Int64s, token_ids: Int64s) -> None:
-        """Append one generated token to each of the distinct `slots`."""
         self._generated[slots, self.num_tokens[slots] - self.num_prompt[slots]] = token_ids
         self.last_token[slots] = token_ids
         self.num_tokens[slots] += 1
@@ -321,15 +304,12 @@ class SequenceTable:
         self.users.check(self.block_table)
 
     def blocks(self, slot: int) -> npt.NDArray[np.int32]:
-        """Return the block table of `slot`, a view."""
         return self.block_table[slot, : self.num_blocks[slot]]
 
     def generated(self, slot: int) -> TokenIds:
-        """Return a copy of the tokens that `slot` generated."""
         return self._generated[slot, : self.num_tokens[slot] - self.num_prompt[slot]].copy()
 
     def generated_since(self, slot: int, start: int) -> list[int]:
-        """Return the tokens that `slot` generated from its `start`-th on."""
         stop = self.num_tokens[slot] - self.num_prompt[slot]
         token_ids: list[int] = self._generated[slot, start:stop].tolist()
         return token_ids
@@ -354,10 +334,3 @@ class SequenceTable:
             return prompt[start:stop]
         generated = self._generated[slot, max(start - num_prompt, 0) : stop - num_prompt]
         return np.concatenate((prompt[start:num_prompt], generated))
-
-    def _grow_generated(self, num_columns: int) -> None:
-        old = self._generated
-        if num_columns > old.shape[1]:
-            grown = np.zeros((old.shape[0], max(num_columns, 2 * old.shape[1])), np.int32)
-            grown[:, : old.shape[1]] = old
-            self._generated = grown

@@ -1,31 +1,50 @@
-"""Lends the weights of layers to the decoder: all on the device, or some through a ring."""
+"""Lends the weights of layers to the decoder: all on the device, or some through a ring.
 
-import time
+```
+layers of a pass   0   1   2   3   4   5     0 and 3 are resident, 1, 2, 4 and 5 pass through
+used now               ^                     layer 1
+buffers            | 1 | 2 |                 2 is on its way while 1 computes; 4 may come as soon
+                                             as layer 2 or a later one is used
+```
+"""
+
+import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from raybatch.engine.memory.kv_cache import allocate_memory
+from raybatch.engine.memory.kv_cache import COPY_ERRORS, allocate_memory, trial_copy_s
 from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.loading import LayerWeights
-from raybatch.engine.weights.ring import Transfer, WeightCopier, WeightRing
+from raybatch.errors import error_text
 from raybatch.policy.residence import Residence
 
-# source and target of each tensor of a layer in a buffer
+# source and target of each tensor of a layer, by layer and buffer
 CopyPairs = Callable[[int, int], list[tuple[torch.Tensor, torch.Tensor]]]
 
-# trial copies, of which the quickest counts
-_NUM_TRIALS = 3
+logger = logging.getLogger(__name__)
 
 
-class CountedCopies:
-    """Copies that are counted where they are made.
+class Transfer(NamedTuple):
+    """A copy of one layer's weights into a buffer."""
 
-    Args:
-        pairs: source and target of each tensor, by layer and buffer.
+    is_done: Callable[[], bool]
+    # lets all that is computed from now on find them; raises where the copy failed
+    wait: Callable[[], None]
+
+
+class HostCopies:
+    """Copies within the memory of a CPU, made when a layer is waited for.
+
+    A core that copies does not compute, so nothing is gained by copying ahead, and a layer that has
+    just been copied is in the processor's cache. Copies are carried out in the order in which they
+    were begun, so that one that nobody has waited for may be followed by another one into the same
+    buffer.
     """
 
     def __init__(self, pairs: CopyPairs) -> None:
@@ -40,36 +59,16 @@ class CountedCopies:
         self.num_copies += 1
         self.num_bytes += sum(source.nbytes for source, _ in pairs)
 
-
-class HostCopies(CountedCopies):
-    """Copies within the memory of a CPU, made when a layer is waited for.
-
-    A core that copies does not compute, so nothing is gained by copying ahead, and a layer that has
-    just been copied is in the processor's cache.
-    """
-
     def mark(self) -> object:
-        """Return nothing: what was computed before is done."""
+        """Return a mark behind all that was computed so far; here nothing, as that is done."""
         return None
 
     def start(self, layer: int, buffer: int, after: object) -> Transfer:
-        return _Later(self, layer, buffer)
+        """Begin to copy, once what lies before the mark `after` (None: nothing) is computed."""
+        return Transfer(is_done=lambda: False, wait=lambda: self.copy(layer, buffer))
 
 
-@dataclass(slots=True)
-class _Later:
-    copies: HostCopies
-    layer: int
-    buffer: int
-
-    def is_done(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        self.copies.copy(self.layer, self.buffer)
-
-
-class StreamCopies(CountedCopies):
+class StreamCopies(HostCopies):
     """Transfers from pinned memory to a GPU, on a stream of their own.
 
     A transfer waits for the kernels that used its buffer before, and the kernels of its layer wait
@@ -82,7 +81,6 @@ class StreamCopies(CountedCopies):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event behind the kernels that were queued so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -94,52 +92,25 @@ class StreamCopies(CountedCopies):
             self.copy(layer, buffer)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        return _Queued(done, self._device)
-
-
-@dataclass(slots=True)
-class _Queued:
-    done: torch.cuda.Event
-    device: torch.device
-
-    def is_done(self) -> bool:
-        return bool(self.done.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.done)
+        return Transfer(
+            is_done=done.query,
+            wait=lambda: torch.cuda.current_stream(self._device).wait_event(done),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightCounters:
-    """What was copied to the device since the start.
-
-    Args:
-        num_stalls: layers whose weights had not arrived when they were needed.
-    """
+    """What was copied to the device since the start."""
 
     num_copies: int = 0
     num_bytes: int = 0
+    # layers whose weights had not arrived when they were needed
     num_stalls: int = 0
     num_failures: int = 0
 
 
-class LayerStore(Protocol):
-    """Where the decoder gets the weights of its layers."""
-
-    def use(self, layer: int) -> AbstractContextManager[LayerWeights]:
-        """Lend the weights of a layer on the device; they may be gone when the block ends."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether using a layer may copy it, so that one pass should serve many rows."""
-
-    @property
-    def counters(self) -> WeightCounters:
-        """What was copied."""
-
-
 class ResidentLayers:
-    """All layers on the device."""
+    """All layers on the device: the decoder borrows them with `use`, as of `StreamedLayers`."""
 
     is_streamed = False
     counters = WeightCounters()
@@ -147,21 +118,12 @@ class ResidentLayers:
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
         self._uses = tuple(nullcontext(layer) for layer in layers)
 
-    def use(self, layer: int) -> AbstractContextManager[LayerWeights]:
+    def use(self, layer: int) -> nullcontext[LayerWeights]:
         return self._uses[layer]
 
 
-class _CountedCopier(WeightCopier, Protocol):
-    num_copies: int
-    num_bytes: int
-
-
 class StreamedLayers:
-    """Some layers on the device, the others in host memory behind a ring; owned by one thread.
-
-    Args:
-        make_copier: of the copies to be made; None takes that of the device.
-    """
+    """Some layers on the device, the others in host memory behind a ring; owned by one thread."""
 
     is_streamed = True
 
@@ -171,14 +133,19 @@ class StreamedLayers:
         residence: Residence,
         device: torch.device,
         *,
-        make_copier: Callable[[CopyPairs], _CountedCopier] | None = None,
+        make_copier: Callable[[CopyPairs], HostCopies] | None = None,
     ) -> None:
         self._layers = tuple(layers)
         self._residence = residence
         num_bytes = max(packed_bytes(layers[layer]) for layer in residence.streamed)
-        self._memory = _buffers((residence.num_buffers, num_bytes), device)
+        shape = (residence.num_buffers, num_bytes)
+        if device.type == "cuda":
+            self._memory = torch.empty(shape, dtype=torch.uint8, device=device)
+            make_copier = make_copier or partial(StreamCopies, device=device)
+        else:
+            self._memory = allocate_memory(shape, torch.uint8, device)
         self._views: dict[tuple[int, int], LayerWeights] = {}
-        self._copier = (make_copier or _copier_for(device))(self._pairs)
+        self._copier = (make_copier or HostCopies)(self._pairs)
         self._ring = WeightRing(residence.streamed, residence.num_buffers, self._copier)
 
     @property
@@ -190,18 +157,11 @@ class StreamedLayers:
             num_failures=self._ring.num_failures,
         )
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the ring, and of the layers that stay."""
-        stays = zip(self._layers, self._residence.is_resident, strict=True)
-        return self._memory.nbytes + sum(packed_bytes(layer) for layer, kept in stays if kept)
-
     @contextmanager
     def use(self, layer: int) -> Iterator[LayerWeights]:
-        """Lend the weights of a layer on the device.
+        """Lend the weights of a layer on the device; they may be gone when the block ends.
 
-        Raises:
-            RuntimeError: the weights could not be copied; the store goes on.
+        Raises RuntimeError: the weights could not be copied; the store goes on.
         """
         if self._residence.is_resident[layer]:
             self._ring.advance(layer)
@@ -213,20 +173,12 @@ class StreamedLayers:
     def bytes_per_s(self) -> float:
         """Measure copies of a layer, before anything uses the ring; nothing of it is counted."""
         assert not self._copier.num_copies, "the ring holds weights"
-        layer = self._residence.streamed[0]
-        trial = CountedCopies(self._pairs)
-        seconds = []
-        for _ in range(1 + _NUM_TRIALS):
-            began = time.perf_counter()
-            trial.copy(layer, 0)
-            if self._memory.device.type == "cuda":
-                torch.cuda.synchronize(self._memory.device)
-            seconds.append(time.perf_counter() - began)
-        # the first one reads the weights from disk, and takes the pages of the ring
-        return trial.num_bytes / trial.num_copies / max(min(seconds[1:]), 1e-9)
+        trial = HostCopies(self._pairs)
+        copy = partial(trial.copy, self._residence.streamed[0], 0)
+        seconds = trial_copy_s(copy, self._memory.device)
+        return trial.num_bytes / trial.num_copies / seconds
 
     def check(self) -> None:
-        """Raise RuntimeError if the bookkeeping is inconsistent."""
         self._ring.check()
 
     def _view(self, layer: int, buffer: int) -> LayerWeights:
@@ -240,13 +192,133 @@ class StreamedLayers:
         return list(zip(sources, targets, strict=True))
 
 
-def _buffers(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return allocate_memory(shape, torch.uint8, device)
-    return torch.empty(shape, dtype=torch.uint8, device=device)
+@dataclass(slots=True)
+class _Buffer:
+    # whose weights are here or on their way
+    layer: int | None = None
+    # that nobody has waited for yet
+    transfer: Transfer | None = None
+    # uses that have not ended, and the mark behind the last one that has
+    num_users: int = 0
+    last_use: object = None
 
 
-def _copier_for(device: torch.device) -> Callable[[CopyPairs], _CountedCopier]:
-    if device.type == "cuda":
-        return lambda pairs: StreamCopies(pairs, device)
-    return HostCopies
+# where the decoder gets the weights of its layers; using a streamed one may copy it
+LayerStore = ResidentLayers | StreamedLayers
+
+
+class WeightRing:
+    """Hands out buffers by layer; a buffer that is in use is never given to another layer.
+
+    Copies run ahead in the order of the layers, from the last back to the first: at any layer, the
+    ring holds or fetches those that come next, itself included. The layers that pass through are
+    given in ascending order.
+    """
+
+    def __init__(self, layers: Sequence[int], num_buffers: int, copier: HostCopies) -> None:
+        self.num_stalls = 0
+        self.num_failures = 0
+        self._layers = tuple(layers)
+        self._buffers = [_Buffer() for _ in range(num_buffers)]
+        self._copier = copier
+
+    @contextmanager
+    def use(self, layer: int) -> Iterator[int]:
+        """Lend the buffer with the weights of a layer, until the block ends.
+
+        Raises RuntimeError: the weights could not be copied, or all buffers are lent; the ring goes
+        on as if there had been no call.
+        """
+        window = self._window(layer)
+        idx = self._find(layer)
+        if idx is None:
+            idx = self._claim(window)
+            self._begin(idx, layer)
+        buffer = self._buffers[idx]
+        self._wait(buffer, layer)
+        buffer.num_users += 1
+        try:
+            self._prefetch(window)
+            yield idx
+        finally:
+            buffer.num_users -= 1
+            buffer.last_use = self._copier.mark()
+
+    def advance(self, layer: int) -> None:
+        """Note that a pass is at a layer that does not pass through, and fetch what comes next."""
+        self._prefetch(self._window(layer))
+
+    def check(self) -> None:
+        held = [buffer.layer for buffer in self._buffers if buffer.layer is not None]
+        if len(set(held)) != len(held) or not set(held) <= set(self._layers):
+            raise RuntimeError(f"weight ring: buffers hold layers {held} of {self._layers}")
+        for buffer in self._buffers:
+            if buffer.num_users < 0 or (buffer.num_users and buffer.layer is None):
+                raise RuntimeError(f"weight ring: {buffer.num_users} uses of layer {buffer.layer}")
+            if buffer.transfer is not None and buffer.layer is None:
+                raise RuntimeError("weight ring: weights of no layer are on their way")
+
+    def _window(self, layer: int) -> tuple[int, ...]:
+        # the layers that come next, from `layer` on, as many as there are buffers
+        first, count = bisect_left(self._layers, layer), len(self._layers)
+        return tuple(
+            self._layers[(first + i) % count] for i in range(min(count, len(self._buffers)))
+        )
+
+    def _find(self, layer: int) -> int | None:
+        held = (i for i, buffer in enumerate(self._buffers) if buffer.layer == layer)
+        return next(held, None)
+
+    def _claim(self, window: tuple[int, ...]) -> int:
+        """Return a buffer that nobody uses, of the layer that is wanted last."""
+        free = [i for i, buffer in enumerate(self._buffers) if not buffer.num_users]
+        if not free:
+            raise RuntimeError("weight ring: every buffer is in use")
+        held = {i: self._buffers[i].layer for i in free}
+        return max(free, key=lambda i: window.index(held[i]) if held[i] in window else len(window))
+
+    def _begin(self, idx: int, layer: int) -> None:
+        buffer = self._buffers[idx]
+        # the old weights may be overwritten from here on, also if the copy fails
+        buffer.layer, buffer.transfer = None, None
+        try:
+            transfer = self._copier.start(layer, idx, buffer.last_use)
+        except COPY_ERRORS as error:
+            raise self._failure(layer, error) from error
+        buffer.layer, buffer.transfer = layer, transfer
+
+    def _wait(self, buffer: _Buffer, layer: int) -> None:
+        if buffer.transfer is None:
+            return
+        self.num_stalls += not buffer.transfer.is_done()
+        try:
+            buffer.transfer.wait()
+        except COPY_ERRORS as error:
+            buffer.layer, buffer.transfer = None, None
+            raise self._failure(layer, error) from error
+        buffer.transfer = None
+
+    def _prefetch(self, window: tuple[int, ...]) -> None:
+        for layer in window:
+            if self._find(layer) is not None:
+                continue
+            free = (
+                i
+                for i, buffer in enumerate(self._buffers)
+                if not buffer.num_users and buffer.layer not in window
+            )
+            idx = next(free, None)
+            if idx is None:
+                return
+            try:
+                self._begin(idx, layer)
+            except RuntimeError as error:
+                # it is tried again when its layer runs, and ends the step only then
+                logger.warning("%s; it is tried again", error)
+                return
+
+    def _failure(self, layer: int, error: Exception) -> RuntimeError:
+        self.num_failures += 1
+        return RuntimeError(
+            f"the weights of layer {layer} could not be copied to the device: {error_text(error)}"
+        )

@@ -1,11 +1,12 @@
-"""The weights of a model in the form that the decoder uses.
+"""The weights of a model in the form that the decoder uses, built from those of a checkpoint.
 
-On a CPU they are written once into a safetensors file that every replica of the host maps, so that
-they share one copy.
+Queries, keys and values become one matrix, gate and up one, experts are stacked, and the rows of
+queries and keys are reordered for `raybatch.kernels.small_ops`. On a CPU the result is written once
+into a safetensors file that every replica of the host maps, so that they share one copy.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from raybatch.config import cache_dir
-from raybatch.engine.weights.layout import LAYER_LINEARS, WeightForm, lay_out, piece_bytes, view_of
-from raybatch.engine.weights.recipes import recipes_of
-from raybatch.engine.weights.tensor_file import Part, advise_huge_pages, exclusive, write_tensors
+from raybatch.engine.weights.layout import (
+    LAYER_LINEARS,
+    Part,
+    WeightForm,
+    advise_huge_pages,
+    exclusive,
+    lay_out,
+    piece_bytes,
+    view_of,
+    write_tensors,
+)
 from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear
+from raybatch.kernels.small_ops import interleave_order
 from raybatch.models.checkpoint import Checkpoint, stat_key
 from raybatch.models.config import ModelSpec
 from raybatch.models.source import model_fingerprint
@@ -90,9 +100,8 @@ def load_weights(
                 "weights are loaded privately, as no prepared copy could be kept: %s", error
             )
     with Checkpoint(model_path) as checkpoint:
-        parts = _laid_out(checkpoint, spec, form, device)
         tensors = {}
-        for name, (_, dtype, build) in parts.items():
+        for name, (_, dtype, build) in _laid_out(checkpoint, spec, form, device).items():
             if device.type == "cuda" and _layer_of(name) in streamed:
                 tensors[name] = build().to(dtype).pin_memory()
             else:
@@ -129,7 +138,6 @@ def weight_sizes(
 
 
 def _layer_of(name: str) -> int | None:
-    """Return the layer of a prepared tensor; None for what belongs to none."""
     layer, dot, _ = name.partition(".")
     return int(layer) if dot and layer.isdecimal() else None
 
@@ -137,10 +145,8 @@ def _layer_of(name: str) -> int | None:
 def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path:
     """Write the prepared file unless it exists, and return its path.
 
-    Processes that ask at the same time write it once.
-
-    Raises:
-        OSError: the cache folder cannot be written.
+    Processes that ask at the same time write it once. Raises OSError: the cache folder cannot be
+    written.
     """
     key = stat_key(model_path, model_fingerprint(model_path), str(form), str(_FORMAT_VERSION))
     target = cache_dir() / "weights" / f"{key}.safetensors"
@@ -157,8 +163,7 @@ def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path
 def _map_prepared(path: Path, parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
     """Return the tensors of a prepared file; the numbers in it are taken as they are.
 
-    Raises:
-        SafetensorError: it is cut, or its header does not say what `parts` are.
+    Raises SafetensorError: it is cut, or its header does not say what `parts` are.
     """
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -171,68 +176,183 @@ def _map_prepared(path: Path, parts: Mapping[str, Part]) -> dict[str, torch.Tens
 
 def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeights:
     views = dict(view_of(name, tensor) for name, tensor in tensors.items())
-    layers = []
-    for i in range(spec.num_layers):
-        prefix = f"{i}."
-        of_layer = {n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)}
-        layers.append(_assemble_layer(of_layer, spec))
-    embed, head = (views[name] for name in (("table",) * 2 if spec.is_tied else ("embed", "head")))
-    return ModelWeights(
-        embed=embed, layers=tuple(layers), norm=views["norm"], head=Linear(head, spec.vocab_size)
-    )
-
-
-def _assemble_layer(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> LayerWeights:
     num_outputs = {
         "qkv": (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
         "o": spec.model_dim,
         "gate_up": 2 * spec.ffn_dim,
         "down": spec.model_dim,
     }
-    parts: dict[str, Any] = dict(tensors)
-    for name in num_outputs.keys() & tensors.keys():
-        bias, scales = (parts.pop(f"{name}{suffix}", None) for suffix in ("_bias", _SCALES))
-        parts[name] = Linear(tensors[name], num_outputs[name], bias, scales)
-    return LayerWeights(**parts)
+    layers = []
+    for i in range(spec.num_layers):
+        prefix = f"{i}."
+        parts: dict[str, Any] = {
+            n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)
+        }
+        for name in num_outputs.keys() & parts.keys():
+            bias, scales = (parts.pop(f"{name}{suffix}", None) for suffix in ("_bias", _SCALES))
+            parts[name] = Linear(parts[name], num_outputs[name], bias, scales)
+        layers.append(LayerWeights(**parts))
+    embed, head = (views[name] for name in (("table",) * 2 if spec.is_tied else ("embed", "head")))
+    return ModelWeights(
+        embed=embed, layers=tuple(layers), norm=views["norm"], head=Linear(head, spec.vocab_size)
+    )
 
 
 def _laid_out(
     checkpoint: Checkpoint, spec: ModelSpec, form: WeightForm, device: torch.device
 ) -> dict[str, Part]:
-    """Return every tensor as it lies in memory."""
-    parts = _parts(checkpoint, spec, form)
+    """Return every tensor as it lies in memory, and behind one that becomes bytes its scales."""
+    parts: dict[str, Part] = {}
+    for name, (shape, build) in recipes_of(checkpoint, spec).items():
+        if form.byte_dtype is None or name.rpartition(".")[2] not in LAYER_LINEARS:
+            parts[name] = shape, form.dtype, build
+            continue
+        values, scales = _quantised(build, form.byte_dtype)
+        parts[name] = shape, form.byte_dtype, values
+        parts[f"{name}{_SCALES}"] = shape[:-1], torch.float32, scales
     if device.type != "cpu":
         return parts
     return dict(lay_out(*part, form.panel_width) for part in parts.items())
 
 
-def _parts(checkpoint: Checkpoint, spec: ModelSpec, form: WeightForm) -> dict[str, Part]:
-    """Return every tensor with its dtype; those that become bytes are followed by their scales."""
-    parts: dict[str, Part] = {}
-    byte_dtype = form.byte_dtype
-    for name, (shape, build) in recipes_of(checkpoint, spec).items():
-        if byte_dtype is None or name.rpartition(".")[2] not in LAYER_LINEARS:
-            parts[name] = shape, form.dtype, build
-            continue
-        quantised = _Quantised(build, byte_dtype)
-        parts[name] = shape, byte_dtype, quantised.values
-        parts[f"{name}{_SCALES}"] = shape[:-1], torch.float32, quantised.take_scales
-    return parts
+def _quantised(
+    build: Callable[[], torch.Tensor], dtype: torch.dtype
+) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """Return how a weight is made as bytes, and how its scales are.
+
+    The weight is built once where both are made, the bytes first.
+    """
+    made: list[torch.Tensor] = []
+
+    def values() -> torch.Tensor:
+        weight = build()
+        made[:] = [weight_scales(weight, dtype)]
+        return quantise_weight(weight, made[0], dtype)
+
+    return values, lambda: made.pop() if made else weight_scales(build(), dtype)
 
 
-class _Quantised:
-    """A weight as bytes, and its scales; built once where both are taken, the bytes first."""
+# a shape and the function that builds the tensor
+Recipe = tuple[tuple[int, ...], Callable[[], torch.Tensor]]
 
-    def __init__(self, build: Callable[[], torch.Tensor], dtype: torch.dtype) -> None:
-        self._build = build
-        self._dtype = dtype
-        self._scales: torch.Tensor | None = None
 
-    def values(self) -> torch.Tensor:
-        weight = self._build()
-        self._scales = weight_scales(weight, self._dtype)
-        return quantise_weight(weight, self._scales, self._dtype)
+def recipes_of(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Recipe]:
+    get = checkpoint.get
+    recipe: dict[str, Recipe] = {
+        "table" if spec.is_tied else "embed": (
+            (spec.vocab_size, spec.model_dim),
+            lambda: get("model.embed_tokens.weight"),
+        ),
+        "norm": ((spec.model_dim,), lambda: get("model.norm.weight")),
+    }
+    if not spec.is_tied:
+        recipe["head"] = ((spec.vocab_size, spec.model_dim), lambda: get("lm_head.weight"))
+    for i in range(spec.num_layers):
+        layer = _Layer(checkpoint, spec, f"model.layers.{i}.")
+        parts = layer.attention() | (layer.sparse() if spec.is_sparse(i) else layer.dense())
+        recipe |= {f"{i}.{name}": part for name, part in parts.items()}
+    return recipe
 
-    def take_scales(self) -> torch.Tensor:
-        scales, self._scales = self._scales, None
-        return weight_scales(self._build(), self._dtype) if scales is None else scales
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    prefix: str
+
+    def get(self, name: str) -> torch.Tensor:
+        return self.checkpoint.get(self.prefix + name)
+
+    def _part(self, name: str, *shape: int) -> Recipe:
+        return shape, lambda: self.get(name)
+
+    def attention(self) -> dict[str, Recipe]:
+        spec = self.spec
+        num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        qkv_dim = (num_heads + 2 * num_kv_heads) * head_dim
+        part = self._part
+        parts: dict[str, Recipe] = {
+            "attention_norm": part("input_layernorm.weight", spec.model_dim),
+            "qkv": ((qkv_dim, spec.model_dim), lambda: self._qkv("weight")),
+            "o": part("self_attn.o_proj.weight", spec.model_dim, num_heads * head_dim),
+            "ffn_norm": part("post_attention_layernorm.weight", spec.model_dim),
+        }
+        if spec.has_qkv_bias:
+            parts["qkv_bias"] = ((qkv_dim,), lambda: self._qkv("bias"))
+        if spec.has_o_bias:
+            parts["o_bias"] = part("self_attn.o_proj.bias", spec.model_dim)
+        if spec.has_qk_norm:
+            parts["qk_norm"] = ((num_heads + num_kv_heads, head_dim), self._qk_norm)
+        return parts
+
+    def _qkv(self, kind: str) -> torch.Tensor:
+        order = interleave_order(self.spec.head_dim)
+        queries, keys = (
+            heads.view(-1, self.spec.head_dim, *heads.shape[1:])
+            .index_select(1, order)
+            .flatten(0, 1)
+            for heads in (self.get(f"self_attn.{name}_proj.{kind}") for name in ("q", "k"))
+        )
+        return torch.cat((queries, keys, self.get(f"self_attn.v_proj.{kind}")))
+
+    def _qk_norm(self) -> torch.Tensor:
+        order = interleave_order(self.spec.head_dim)
+        return torch.cat(
+            [
+                self.get(f"self_attn.{name}_norm.weight")[order].expand(count, -1)
+                for name, count in (("q", self.spec.num_heads), ("k", self.spec.num_kv_heads))
+            ]
+        )
+
+    def dense(self) -> dict[str, Recipe]:
+        model_dim, ffn_dim = self.spec.model_dim, self.spec.ffn_dim
+        parts: dict[str, Recipe] = {
+            "gate_up": ((2 * ffn_dim, model_dim), lambda: self._gate_up("mlp.", "weight")),
+            "down": self._part("mlp.down_proj.weight", model_dim, ffn_dim),
+        }
+        if self.spec.has_mlp_bias:
+            parts["gate_up_bias"] = ((2 * ffn_dim,), lambda: self._gate_up("mlp.", "bias"))
+            parts["down_bias"] = self._part("mlp.down_proj.bias", model_dim)
+        return parts
+
+    def _gate_up(self, prefix: str, kind: str) -> torch.Tensor:
+        names = (f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}")
+        return torch.cat([self.get(name) for name in names])
+
+    def sparse(self) -> dict[str, Recipe]:
+        moe = self.spec.moe
+        assert moe is not None, "a sparse layer needs the model's MoeSpec"
+        model_dim, ffn_dim, num_experts = self.spec.model_dim, moe.ffn_dim, moe.num_experts
+        block = "block_sparse_moe." if self._has("block_sparse_moe.gate.weight") else "mlp."
+        return {
+            "router": self._part(f"{block}gate.weight", num_experts, model_dim),
+            "experts_gate_up": (
+                (num_experts, 2 * ffn_dim, model_dim),
+                # Mixtral's w1 is the gate, w3 goes up and w2 down
+                lambda: self._stack(
+                    f"{block}experts.gate_up_proj", ("gate_proj", "up_proj"), ("w1", "w3")
+                ),
+            ),
+            "experts_down": (
+                (num_experts, model_dim, ffn_dim),
+                lambda: self._stack(f"{block}experts.down_proj", ("down_proj",), ("w2",)),
+            ),
+        }
+
+    def _has(self, name: str) -> bool:
+        return self.prefix + name in self.checkpoint
+
+    def _stack(self, fused: str, names: Sequence[str], of_mixtral: Sequence[str]) -> torch.Tensor:
+        """Return a linear of all experts, in which those of several names lie one by one."""
+        assert self.spec.moe is not None, "a sparse layer needs the model's MoeSpec"
+        if self._has(fused):
+            return self.get(fused)
+        experts = fused.rpartition(".")[0]
+        if self._has(f"{experts}.0.{of_mixtral[0]}.weight"):
+            names = of_mixtral
+        return torch.stack(
+            [
+                torch.cat([self.get(f"{experts}.{e}.{name}.weight") for name in names])
+                for e in range(self.spec.moe.num_experts)
+            ]
+        )

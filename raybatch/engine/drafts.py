@@ -1,4 +1,4 @@
-"""Guesses of the tokens that follow, from prompts and earlier answers; no model, no clock.
+"""Speculative tokens: guessed from prompts and earlier answers, verified, and how many of them pay.
 
 Answers repeat parts of their prompt, and rows of one template answer alike. So what follows the
 last three tokens is looked up where they stood before: in the prompt of the sequence itself, in
@@ -6,12 +6,16 @@ answers of its prefix group, then in any answer of the engine. A wrong guess cos
 nothing, so keys may collide and old answers may be forgotten.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.engine.sequences.schedule import Schedule
+from raybatch.engine.sequences.table import DECODE, EMPTY, SequenceTable
+from raybatch.policy.speculation import MAX_BREAK_EVEN, StepTimes, draft_length
 from raybatch.records.types import TokenIds
 
 Int64s = npt.NDArray[np.int64]
@@ -27,31 +31,26 @@ _NEWEST, _NEWEST_OF_ALL = 1 / 8, 1 / 64
 
 
 class _Place(NamedTuple):
-    """A token of some text: what is expected next."""
-
     text: Sequence[int] | TokenIds
     position: int
 
 
+@dataclass(slots=True)
 class AnswerIndex:
     """Where contexts stood in answers, the latest places first; the oldest are forgotten.
 
     Two generations of at most `max_contexts` are kept: when the younger one is full it becomes the
-    older one, and what was there before is dropped. Adding and finding take constant time.
-
-    Args:
-        max_contexts: of one generation; a token of an answer adds two where it has a group.
+    older one, and what was there before is dropped. A token of an answer adds two contexts where it
+    has a group. Adding and finding take constant time.
     """
 
-    def __init__(self, max_contexts: int = 1 << 16) -> None:
-        self._max_contexts = max_contexts
-        self._young: dict[int, _Place] = {}
-        self._old: dict[int, _Place] = {}
-        # share of right guesses of all sequences; the first ones are taken to be worth a try
-        self.acceptance = 0.5
+    max_contexts: int = 1 << 16
+    _young: dict[int, _Place] = field(default_factory=dict)
+    _old: dict[int, _Place] = field(default_factory=dict)
+    # share of right guesses of all sequences; the first ones are taken to be worth a try
+    acceptance: float = 0.5
 
     def __len__(self) -> int:
-        """Return the number of contexts held."""
         return len(self._young) + len(self._old)
 
     def add(self, contexts: Sequence[int], text: Sequence[int], start: int, group: int) -> None:
@@ -65,7 +64,7 @@ class AnswerIndex:
         if group:
             salt = group << _CONTEXT_BITS
             self._young.update(zip([salt | c for c in contexts], places, strict=True))
-        if len(self._young) >= self._max_contexts:
+        if len(self._young) >= self.max_contexts:
             self._old, self._young = self._young, {}
 
     def find(self, context: int, group: int) -> _Place | None:
@@ -101,10 +100,8 @@ class Guesser:
     It follows the text in which the last tokens were found as long as that is right, so a copied
     passage is looked up once. Each token that was expected counts as a right or a wrong guess,
     whether it was drafted or not: a sequence that drafts nothing still learns what it would be
-    worth. Tokens become findable `lag` tokens later, because a draft wants so many behind them.
-
-    Args:
-        lag: most drafts of one step.
+    worth. Tokens become findable `lag` tokens later, the most drafts of one step, because a draft
+    wants so many behind them.
     """
 
     def __init__(self, prompt: TokenIds, answers: AnswerIndex, *, group: int, lag: int) -> None:
@@ -115,7 +112,9 @@ class Guesser:
         self._token_ids = prompt
         self._prompt: PromptIndex | None = None
         self._answer: list[int] = []
-        self._context = _pack(prompt[-_NUM_TOKENS:].tolist())
+        self._context = 0
+        for token_id in prompt[-_NUM_TOKENS:].tolist():
+            self._context = self._context << _TOKEN_BITS | token_id & _TOKEN_MASK
         # contexts before the tokens of the answer that are not findable yet
         self._pending = [self._context]
         self._place: _Place | None = None
@@ -130,7 +129,9 @@ class Guesser:
             text, position = self._place or ((), 0)
             if position < len(text):
                 is_right = bool(text[position] == token_id)
-                self._count(is_right)
+                self.acceptance += (is_right - self.acceptance) * _NEWEST
+                of_all = self._answers.acceptance
+                self._answers.acceptance += (is_right - of_all) * _NEWEST_OF_ALL
                 self._place = _Place(text, position + 1) if is_right else None
             else:
                 self._place = None
@@ -162,7 +163,6 @@ class Guesser:
         self._publish(len(self._pending) - 1)
 
     def draft(self, count: int) -> list[int]:
-        """Return up to `count` tokens that may come next."""
         if self._place is None:
             return []
         text, position = self._place
@@ -179,20 +179,126 @@ class Guesser:
             self._answers.add(self._pending[:count], self._answer, start, self._group)
             del self._pending[:count]
 
-    def _count(self, is_right: bool) -> None:
-        self.acceptance += (is_right - self.acceptance) * _NEWEST
-        self._answers.acceptance += (is_right - self._answers.acceptance) * _NEWEST_OF_ALL
-
-
-def _pack(token_ids: Sequence[int]) -> int:
-    context = 0
-    for token_id in token_ids:
-        context = context << _TOKEN_BITS | token_id & _TOKEN_MASK
-    return context
-
 
 def _contexts(token_ids: npt.NDArray[np.integer]) -> Int64s:
     """Return the context at each token from the third on, int64 [P - 2], empty if P < 3."""
     tokens = token_ids.astype(np.int64) & _TOKEN_MASK
     first, second, third = tokens[:-2], tokens[1:-1], tokens[2:]
     return (first << 2 * _TOKEN_BITS) | (second << _TOKEN_BITS) | third
+
+
+# a sequence that drafts nothing is looked at again after so many tokens, by its last few
+_REST_TOKENS = 32
+_LOOKED_AT_TOKENS = 8
+
+Bools = npt.NDArray[np.bool_]
+
+
+class LookupDrafter:
+    """Proposes tokens for the sequences of a table, which are computed, and then kept or refused.
+
+    They are looked up in prompts and answers (`Guesser`) as long as that pays (`StepTimes`).
+    """
+
+    def __init__(self, table: SequenceTable, max_tokens: int) -> None:
+        self._table = table
+        self._max_tokens = max_tokens
+        self._times = StepTimes(1 + max_tokens)
+        self._answers = AnswerIndex()
+        self._guessers: dict[int, Guesser] = {}
+        self._is_known = np.zeros(len(table.records), np.bool_)
+        # tokens at which a sequence is looked at next
+        self._next_look: npt.NDArray[np.int64] = np.zeros(len(table.records), np.int64)
+
+    def add(self, slot: int) -> None:
+        self._is_known[slot] = True
+        self._next_look[slot] = 0
+
+    def remove(self, slot: int) -> None:
+        if not self._is_known[slot]:
+            return
+        self._is_known[slot] = False
+        guesser = self._guessers.pop(slot, None)
+        if self._table.phase[slot] != EMPTY:
+            # also the tokens of one that never drafted may help others
+            guesser = guesser or self._guesser(slot)
+            guesser.skip(self._table.generated_since(slot, guesser.num_fed))
+        if guesser is not None:
+            guesser.finish()
+
+    def propose(self) -> Mapping[int, list[int]]:
+        table = self._table
+        slots = np.flatnonzero(table.phase == DECODE)
+        if not len(slots):
+            return {}
+        break_even = self._times.break_even(len(slots))
+        if break_even > MAX_BREAK_EVEN:
+            return {}
+        is_due = self._is_known[slots] & (self._next_look[slots] <= table.num_tokens[slots])
+        drafts = {}
+        for slot in slots[is_due].tolist():
+            guesser = self._look(slot)
+            count = draft_length(guesser.acceptance, break_even, self._max_tokens)
+            if not count:
+                self._next_look[slot] = table.num_tokens[slot] + _REST_TOKENS
+            elif draft := guesser.draft(count):
+                drafts[slot] = draft
+        return drafts
+
+    def note_step(self, num_rows: int, seconds: float) -> None:
+        self._times.note(num_rows, seconds)
+
+    def _look(self, slot: int) -> Guesser:
+        guesser = self._guessers.get(slot)
+        if guesser is None:
+            guesser = self._guessers[slot] = self._guesser(slot)
+        token_ids = self._table.generated_since(slot, guesser.num_fed)
+        guesser.skip(token_ids[:-_LOOKED_AT_TOKENS])
+        guesser.feed(token_ids[-_LOOKED_AT_TOKENS:])
+        return guesser
+
+    def _guesser(self, slot: int) -> Guesser:
+        request = self._table.record(slot).request
+        # ids of groups may be 0
+        group = 0 if request.group_id is None else request.group_id + 1
+        return Guesser(request.prompt_token_ids, self._answers, group=group, lag=self._max_tokens)
+
+
+def accepted_rows(schedule: Schedule, token_ids: Int64s) -> list[Int64s]:
+    """Return the rows whose tokens go on a sequence, as rounds with a row per slot at most.
+
+    The first round has the rows that a step without drafts has. A later one has those that were
+    computed with a draft as their input which is the token drawn in the round before. `token_ids`
+    were drawn for each row with logits, int64 [S].
+    """
+    lens = schedule.decode_lens
+    num_decode_rows = int(lens.sum())
+    first_rows = np.cumsum(lens) - lens
+    rounds = [np.concatenate((first_rows, np.arange(num_decode_rows, len(token_ids))))]
+    if not len(schedule.draft_lens):
+        return rounds
+    drafts = np.zeros(num_decode_rows, np.int64)
+    drafts[schedule.draft_places > 0] = schedule.draft_tokens
+    rows, left = first_rows, schedule.draft_lens
+    while len(rows):
+        has_next = left > 0
+        rows, left = rows[has_next] + 1, left[has_next] - 1
+        is_right = drafts[rows] == token_ids[rows - 1]
+        rows, left = rows[is_right], left[is_right]
+        if len(rows):
+            rounds.append(rows)
+    return rounds
+
+
+def slots_to_restart(schedule: Schedule, is_finite: Bools) -> Int64s:
+    """Return the slots with drafts of which a row has no finite logits.
+
+    A draft that the model cannot stand spoils KV which other rows of its sequence read with weight
+    0, and 0 times NaN is NaN. So such a sequence is computed again, without drafts. `is_finite` is
+    that of each row with logits, bool [S].
+    """
+    if not len(schedule.draft_lens) or is_finite.all():
+        return np.empty(0, np.int64)
+    lens = schedule.decode_lens
+    is_spoilt = np.logical_or.reduceat(~is_finite[: lens.sum()], np.cumsum(lens) - lens)
+    return schedule.decode_slots[is_spoilt & (schedule.draft_lens > 0)]

@@ -1,1 +1,0 @@
-"""Speculative tokens: proposed, verified, and how many of them pay."""
