@@ -9,8 +9,8 @@ from raybatch.explanation.record import PROBE, Explanation, KVSize
 from raybatch.pictures.wording import full
 from raybatch.planning.planned import PlannedInput
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
+from raybatch.prefix.histogram import histogram_bands, length_bands
 from raybatch.prefix.hits import CacheSize
-from raybatch.prefix.lengths import histogram_bands, length_bands
 from raybatch.prefix.outline import TreeBox, outline_tree
 from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.records.types import TokenIds

@@ -11,8 +11,7 @@ from raybatch.planning.sidecar import FILTERED
 from raybatch.policy.cost.estimate import money
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.forecast import OrderForecast
-from raybatch.prefix.histogram import Histogram
-from raybatch.prefix.lengths import LengthBands
+from raybatch.prefix.histogram import Histogram, LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
 

@@ -23,9 +23,9 @@ from raybatch.planning.planned import (
     planned_work,
 )
 from raybatch.planning.probe import estimate, probe_rows
+from raybatch.prefix.block_keys import Floats, Ints
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
 from raybatch.prefix.hits import CacheSize
-from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.outline import outline_tree
 from raybatch.prefix.plan import (
     Arrangement,

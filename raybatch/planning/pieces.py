@@ -19,10 +19,8 @@ from raybatch.planning.planned import PieceSummary
 from raybatch.planning.shards import contents_digest, digest_of, make_shard
 from raybatch.planning.sidecar import Sidecar
 from raybatch.planning.small import RowDescriber
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.forecast import rows_that_fit
+from raybatch.prefix.block_keys import BlockKeys, Ints
 from raybatch.prefix.hits import CacheLoad, CacheSize, simulate_hits
-from raybatch.prefix.load import Ints
 from raybatch.prefix.partition import Partitioner
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import ROW
@@ -105,15 +103,9 @@ def input_hits(
             counted.
     """
     piece = pa.concat_tables(stretch).slice(0, max_rows)
-    keys, expected = keys_of([piece]), piece.column("expected").to_numpy()
-    load = CacheLoad(
-        keys=keys.keys,
-        offsets=keys.offsets,
-        num_tokens=keys.num_tokens,
-        block_size=keys.block_size,
-        output_tokens=np.ceil(expected).astype(np.int64),
-    )
-    order = rows_that_fit(keys, expected, size)
+    keys = keys_of([piece])
+    load = CacheLoad(keys=keys, output_tokens=piece.column("expected").to_numpy())
+    order = load.rows_that_fit(size)
     counted = slice(0 if is_whole else len(order) // 2, None)
     cached = simulate_hits(load, order, size)[counted].sum()
     return int(cached), int(keys.num_tokens[order[counted]].sum())

@@ -14,8 +14,7 @@ from raybatch.inputs.source import Source
 from raybatch.planning.fingerprint import InputFile
 from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.policy.cost.work import WorkTotals, work_totals
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.load import Floats, Ints
+from raybatch.prefix.block_keys import BlockKeys, Floats, Ints
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.plan import Arrangement, RowPlan, is_worth_ordering
 from raybatch.prefix.profile import InputProfile

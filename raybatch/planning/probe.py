@@ -1,19 +1,20 @@
 """A probe: some rows are generated before the plan is made, to learn how long outputs are.
 
-Their results stay in the output like all others.
+Their results stay in the output like all others. An estimate orders work and predicts its end; it
+is never a limit of what a row may generate.
 """
 
 import logging
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from raybatch.config import PlanConfig
 from raybatch.durable.journal import ROW
+from raybatch.errors import ConfigError
 from raybatch.planning.tally import counted_columns
-from raybatch.prefix.lengths import choose_probe, estimate_from_probe
+from raybatch.prefix.block_keys import Bools, Floats, Ints, ranges
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 
 logger = logging.getLogger(__name__)
@@ -21,13 +22,10 @@ logger = logging.getLogger(__name__)
 # more rows change no mean
 _MAX_ROWS = 20_000
 
-Int64s = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-
 
 def probe_rows(
-    group_id: Int64s, max_tokens: Int64s, plan: PlanConfig, *, num_rows: int | None = None
-) -> Int64s:
+    group_id: Ints, max_tokens: Ints, plan: PlanConfig, *, num_rows: int | None = None
+) -> Ints:
     """Choose the rows of a probe: int64 [n], positions in rising order.
 
     Args:
@@ -40,12 +38,12 @@ def probe_rows(
     return choose_probe(group_id, strata_of(max_tokens), fraction=fraction, seed=plan.seed)
 
 
-def strata_of(max_tokens: Int64s) -> Int64s:
+def strata_of(max_tokens: Ints) -> Ints:
     """Return bands of longest outputs, each twice as wide as the one below: int64 [R]."""
     return np.log2(np.maximum(max_tokens, 1)).astype(np.int64)
 
 
-def generated_lengths(rows: Int64s, finished: pa.Table, output: OutputSchema) -> Floats:
+def generated_lengths(rows: Ints, finished: pa.Table, output: OutputSchema) -> Floats:
     """Return the tokens that rows have generated over all samples, float64 [n]; NaN after an error.
 
     Args:
@@ -77,7 +75,7 @@ def log_probe(lengths: Floats) -> None:
     )
 
 
-def estimate(probe: Int64s, lengths: Floats, group_id: Int64s, max_tokens: Int64s) -> Floats:
+def estimate(probe: Ints, lengths: Floats, group_id: Ints, max_tokens: Ints) -> Floats:
     """Return the output to expect of each row, float64 [R], at most what it may generate.
 
     Args:
@@ -89,7 +87,60 @@ def estimate(probe: Int64s, lengths: Floats, group_id: Int64s, max_tokens: Int64
     is_known = ~np.isnan(lengths)
     if not is_known.any():
         return max_tokens.astype(float)
-    estimated = estimate_from_probe(
-        probe[is_known], lengths[is_known], group_id, strata_of(max_tokens)
-    )
+    known, strata = probe[is_known], strata_of(max_tokens)
+    estimated = estimate_from_probe(known, lengths[is_known], group_id, strata)
     return np.clip(estimated, 1, max_tokens)
+
+
+def choose_probe(group_id: Ints, strata: Ints, *, fraction: float = 0.01, seed: int = 0) -> Ints:
+    """Choose the rows whose outputs are generated first: int64 [n], positions in rising order.
+
+    Every stratum gives its share, rounded up, and so at least one row. Inside a stratum the rows
+    are spread evenly over groups sorted by id, at random inside a group. O(R log R).
+
+    Args:
+        strata: int64 [R], what sets rows apart that may differ in length: their template, model or
+            adapter, a band of `max_tokens`.
+    """
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"a probe of {fraction} of the rows; the share is above 0 and at most 1")
+    random = np.random.default_rng(seed)
+    by_stratum = np.lexsort((random.random(len(strata)), group_id, strata))
+    _, first, count = np.unique(strata[by_stratum], return_index=True, return_counts=True)
+    num_chosen = np.ceil(fraction * count).astype(np.int64)
+    stride = count / np.maximum(num_chosen, 1)
+    start = random.random(len(count))
+    nth = ranges(np.zeros_like(num_chosen), num_chosen)
+    within = np.floor((nth + np.repeat(start, num_chosen)) * np.repeat(stride, num_chosen))
+    within = np.minimum(within.astype(np.int64), np.repeat(count, num_chosen) - 1)
+    return np.sort(by_stratum[np.repeat(first, num_chosen) + within])
+
+
+def estimate_from_probe(probe_rows: Ints, lengths: Floats, group_id: Ints, strata: Ints) -> Floats:
+    """Return float64 [R]: the mean length of a row's group in the probe, else of its stratum.
+
+    A row without either gets the mean of the whole probe, a row of the probe its own length.
+
+    Args:
+        probe_rows: int64 [n], distinct rows that were generated.
+
+    Source: BlendServe, arXiv:2411.16102, section 5; strata in place of neighbouring subtrees.
+    """
+    if not len(probe_rows):
+        raise ConfigError("no output lengths can be estimated from a probe without rows")
+    estimate = np.full(len(group_id), lengths.mean())
+    for label in (strata, group_id):
+        mean, is_known = _means(label, label[probe_rows], lengths)
+        if label is group_id:
+            is_known &= group_id >= 0
+        estimate[is_known] = mean[is_known]
+    estimate[probe_rows] = lengths
+    return estimate
+
+
+def _means(label: Ints, seen: Ints, lengths: Floats) -> tuple[Floats, Bools]:
+    """Return for each row the mean length of its label's probe rows, and whether there are any."""
+    known, which = np.unique(seen, return_inverse=True)
+    mean = np.bincount(which, weights=lengths) / np.bincount(which)
+    at = np.minimum(np.searchsorted(known, label), len(known) - 1)
+    return mean[at], known[at] == label

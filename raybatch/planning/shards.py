@@ -9,8 +9,7 @@ import pyarrow as pa
 
 from raybatch.config import PlanConfig
 from raybatch.durable.units import UnitPlan, row_sum
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.load import Floats, Ints
+from raybatch.prefix.block_keys import BlockKeys, Floats, Ints
 from raybatch.prefix.plan import RowPlan
 
 Ints32 = npt.NDArray[np.int32]

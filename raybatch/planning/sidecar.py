@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 from raybatch.actors.submitting import row_keys
 from raybatch.errors import ConfigError
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.lengths import expected_lengths
 from raybatch.records.types import Sampling
 from raybatch.rows.prepare import Prepared, is_deterministic, row_seed
 from raybatch.rows.prompt import POOLED
@@ -144,8 +143,10 @@ def _expected(
     max_tokens: npt.NDArray[np.int64],
     num_samples: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float64]:
+    """Return the output length to expect of each row, at least 1 and at most its `max_tokens`."""
+    limit = max_tokens.astype(float)
     if column is None:
-        return expected_lengths(max_tokens)
+        return limit
     check_expected(table.schema, column)
     values = pc.cast(table.column(column), pa.float64()).to_numpy()[list(prepared.rows)]
     is_wrong = (values < 0) | np.isinf(values)
@@ -157,4 +158,4 @@ def _expected(
             f"plan.expected_tokens_column {column!r} is {value} in row {row_id!r}; give a "
             "number of tokens, or null where it is not known"
         )
-    return expected_lengths(max_tokens, values * num_samples)
+    return np.clip(np.where(np.isnan(values), limit, values * num_samples), 1, limit)

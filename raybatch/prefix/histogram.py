@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raybatch.prefix.load import Floats, Ints
+from raybatch.errors import ConfigError
+from raybatch.prefix.block_keys import Floats, Ints
 
 # below: a bin for each number; from here on four bins for each doubling
 _EXACT = 8
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,3 +103,47 @@ def _first(index: int) -> int:
         return index
     doublings, steps = divmod(index - _EXACT, 4)
     return (4 + steps) << (doublings + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthBands:
+    """How output lengths spread.
+
+    Args:
+        tokens: length that this share of the rows does not exceed.
+        top_tenth: share of all tokens that the longest tenth of the rows generates.
+    """
+
+    quantiles: tuple[float, ...]
+    tokens: tuple[float, ...]
+    mean: float
+    top_tenth: float
+
+
+def length_bands(lengths: Floats) -> LengthBands:
+    """Summarise expected or measured output lengths."""
+    if not len(lengths):
+        raise ConfigError("output lengths of no rows have no bands")
+    longest = np.sort(lengths)[-max(len(lengths) // 10, 1) :]
+    return LengthBands(
+        quantiles=QUANTILES,
+        tokens=tuple(float(value) for value in np.quantile(lengths, QUANTILES)),
+        mean=float(lengths.mean()),
+        top_tenth=float(longest.sum() / max(lengths.sum(), 1)),
+    )
+
+
+def histogram_bands(lengths: Histogram) -> LengthBands:
+    """Summarise output lengths of which only a histogram is known."""
+    if not lengths.num_values:
+        raise ConfigError("output lengths of no rows have no bands")
+    edges, counts = np.array(lengths.edges()), np.array(lengths.counts)
+    tokens = ((edges[:-1] + edges[1:] - 1) / 2).clip(lengths.lowest, lengths.highest)
+    num_longest = max(lengths.num_values // 10, 1)
+    longest = np.diff(np.minimum(np.cumsum(counts[::-1]), num_longest), prepend=0)
+    return LengthBands(
+        quantiles=QUANTILES,
+        tokens=tuple(float(lengths.quantile(share)) for share in QUANTILES),
+        mean=lengths.mean,
+        top_tenth=float((longest * tokens[::-1]).sum() / max((counts * tokens).sum(), 1)),
+    )

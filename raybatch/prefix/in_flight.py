@@ -10,17 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.prefix.block_keys import BlockKeys, Int64s, start_offsets
-from raybatch.prefix.load import GroupLoad
-from raybatch.prefix.tree.enlarge import exact_single_level, nearest_open
-from raybatch.prefix.tree.groups import PrefixGroups, make_groups
-from raybatch.prefix.tree.prefix_tree import build_tree
-from raybatch.prefix.tree.tree_order import order_in_tree
+from raybatch.prefix.block_keys import BlockKeys, Ints
+from raybatch.prefix.groups import exact_single_level, make_groups, nearest_open
+from raybatch.prefix.order import GroupLoad, order_in_tree
+from raybatch.prefix.tree import build_tree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InFlightPlan:
-    """Groups of rows and their order.
+    """Groups of rows and their order, int64 [R] each.
 
     Args:
         group_id: name of each row's group; -1 for a row that is alone.
@@ -28,12 +26,12 @@ class InFlightPlan:
         order: row numbers in the order in which they should run, members of a group together.
     """
 
-    group_id: Int64s  # [R]
-    prefix_len: Int64s  # [R]
-    order: Int64s  # [R]
+    group_id: Ints
+    prefix_len: Ints
+    order: Ints
 
 
-def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
+def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:
     """Group rows by the prefixes that save most, and order the groups; near-linear in rows.
 
     The most output per computed prompt token is first, and what shares a prefix stays
@@ -44,7 +42,7 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
     is_open = exact_single_level(tree, keys)
     groups = make_groups(tree, keys, is_open)
     is_alone = groups.group_id < 0
-    num_alone = int(np.count_nonzero(is_alone))
+    num_alone = np.count_nonzero(is_alone)
     element = groups.group_id.copy()
     element[is_alone] = groups.num_groups + np.arange(num_alone)
     load = GroupLoad(
@@ -63,14 +61,18 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
     rank[order_in_tree(tree, node, load)] = np.arange(len(load))
     place = np.empty(keys.num_rows, np.int64)
     place[tree.row_order] = np.arange(keys.num_rows)
+    last_block = groups.prefix_len // keys.block_size - 1
+    last_keys = keys.keys[keys.offsets[groups.first_row] + last_block]
+    # a row that is alone has group -1, which finds the last name
+    names = np.append(_as_names(last_keys), -1)
     return InFlightPlan(
-        group_id=_names(groups, keys)[groups.group_id],
+        group_id=names[groups.group_id],
         prefix_len=groups.prefix_tokens.astype(np.int64),
         order=np.lexsort((place, rank[element])),
     )
 
 
-def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Int64s, Int64s]:
+def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Ints, Ints]:
     """Find for each row the longest prefix that names one of the groups; linear in the keys.
 
     Args:
@@ -92,26 +94,5 @@ def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Int64s,
     return group_id, prefix_len
 
 
-def select_rows(keys: BlockKeys, rows: Int64s) -> BlockKeys:
-    """Return the keys of some rows, in the order given."""
-    num_blocks = keys.num_blocks[rows]
-    offsets = start_offsets(num_blocks)
-    shifts = np.repeat(keys.offsets[rows] - offsets[:-1], num_blocks)
-    return BlockKeys(
-        keys=keys.keys[shifts + np.arange(offsets[-1])],
-        offsets=offsets,
-        num_tokens=keys.num_tokens[rows],
-        digest=keys.digest[rows],
-        block_size=keys.block_size,
-    )
-
-
-def _names(groups: PrefixGroups, keys: BlockKeys) -> Int64s:
-    """Return the name of each group, and -1 as the last entry: int64 [G + 1]."""
-    last_block = groups.prefix_len // keys.block_size - 1
-    last_keys = keys.keys[keys.offsets[groups.first_row] + last_block]
-    return np.append(_as_names(last_keys), -1)
-
-
-def _as_names(keys: npt.NDArray[np.uint64]) -> Int64s:
+def _as_names(keys: npt.NDArray[np.uint64]) -> Ints:
     return (keys >> np.uint64(1)).astype(np.int64)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raybatch.prefix.block_keys import BlockKeys, start_offsets
-from raybatch.prefix.load import Ints
-from raybatch.prefix.tree.prefix_tree import PrefixTree
+from raybatch.prefix.block_keys import BlockKeys, Ints, start_offsets
+from raybatch.prefix.tree import PrefixTree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,21 +94,29 @@ class _Outline:
 
     def boxes(self, min_rows: int) -> list[TreeBox]:
         """Return boxes of at least `min_rows` rows, but for the rest of a node's children."""
-        boxes: list[TreeBox] = []
-        stack = [(0, 0, 0)]
+        tree, boxes, stack = self.tree, list[TreeBox](), [(0, 0, 0)]
         while stack:
             node, place, level = stack.pop()
             if node:
-                boxes.append(self._node(node, place, level))
+                boxes.append(self._box(np.array([node]), place, level))
             children = self.by_parent[self.first_child[node] : self.first_child[node + 1]]
             num_wide = int(np.searchsorted(-self.num_below[children], -min_rows, side="right"))
             for child in children[:num_wide].tolist():
                 stack.append((child, place, level + 1))
                 place += int(self.num_below[child])
             for nodes in self._bunches(children[num_wide:], min_rows):
-                boxes += self._bunch(nodes, place, level + 1)
-                place = boxes[-1].row_stop
-            boxes += self._own(node, place, level + 1)
+                shared = self._box(nodes, place, level + 1)
+                place, rows = shared.row_stop, slice(shared.row_start, shared.row_stop)
+                prompts = self.prompt_sums[tree.row_stop[nodes]]
+                tokens = (prompts - self.prompt_sums[tree.row_start[nodes]]).sum()
+                rest = self._rest(rows, tokens, shared.token_stop, level + 2, shared.example_row)
+                boxes += [shared, *rest]
+            # the rows of the node that are in no child
+            first, count = int(tree.row_start[node]), int(tree.num_ending[node])
+            if count:
+                rows, depth = slice(place, place + count), float(tree.depth_tokens[node])
+                tokens = self.prompt_sums[first + count] - self.prompt_sums[first]
+                boxes += self._rest(rows, tokens, depth, level + 1, int(tree.row_order[first]))
         return boxes
 
     def _bunches(self, nodes: Ints, min_rows: int) -> list[Ints]:
@@ -120,9 +127,6 @@ class _Outline:
         before = np.cumsum(self.num_below[nodes]) - self.num_below[nodes]
         cuts = np.flatnonzero(np.diff(before // min_rows)) + 1
         return np.split(nodes, cuts)
-
-    def _node(self, node: int, place: int, level: int) -> TreeBox:
-        return self._box(np.array([node]), place, level)
 
     def _box(self, nodes: Ints, place: int, level: int) -> TreeBox:
         """Return the box of what the rows of some siblings share."""
@@ -140,43 +144,22 @@ class _Outline:
             example_row=int(tree.row_order[tree.row_start[nodes[0]]]),
         )
 
-    def _bunch(self, nodes: Ints, place: int, level: int) -> list[TreeBox]:
-        """Return a box for several siblings, and one for the rest of their rows below it."""
-        tree, shared = self.tree, self._box(nodes, place, level)
-        prompts = self.prompt_sums[tree.row_stop[nodes]] - self.prompt_sums[tree.row_start[nodes]]
-        return [shared, *self._rest(shared, float(prompts.sum()) / shared.num_rows, level + 1)]
-
-    def _own(self, node: int, place: int, level: int) -> list[TreeBox]:
-        """Return the box of the rows of a node that are in no child."""
-        first, count = int(self.tree.row_start[node]), int(self.tree.num_ending[node])
-        if not count:
-            return []
-        depth = float(self.tree.depth_tokens[node])
-        above = TreeBox(
-            row_start=place,
-            row_stop=place + count,
-            token_start=depth,
-            token_stop=depth,
-            level=level,
-            num_nodes=0,
-            saved_tokens=0,
-            example_row=int(self.tree.row_order[first]),
-        )
-        prompts = self.prompt_sums[first + count] - self.prompt_sums[first]
-        return self._rest(above, float(prompts) / count, level)
-
-    def _rest(self, above: TreeBox, mean_prompt: float, level: int) -> list[TreeBox]:
-        if mean_prompt <= above.token_stop:
+    def _rest(
+        self, rows: slice, prompt_tokens: int, token_start: float, level: int, example_row: int
+    ) -> list[TreeBox]:
+        """Return the box of what rows do not share, if they have any of it."""
+        mean_prompt = float(prompt_tokens) / (rows.stop - rows.start)
+        if mean_prompt <= token_start:
             return []
         return [
             TreeBox(
-                row_start=above.row_start,
-                row_stop=above.row_stop,
-                token_start=above.token_stop,
+                row_start=rows.start,
+                row_stop=rows.stop,
+                token_start=token_start,
                 token_stop=mean_prompt,
                 level=level,
                 num_nodes=0,
                 saved_tokens=0,
-                example_row=above.example_row,
+                example_row=example_row,
             )
         ]

@@ -4,7 +4,7 @@ Pure and in memory: rows in, plan out. Rows that never reach an engine are left 
 behind all others at the end (`with_unasked`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -12,25 +12,20 @@ import numpy.typing as npt
 
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import BlockKeys, find_representatives
-from raybatch.prefix.load import Floats, GroupLoad, Ints
-from raybatch.prefix.order import order_groups
-from raybatch.prefix.tree.enlarge import (
-    Bools,
-    exact_single_level,
-    multi_level,
-    nearest_open,
-    num_computed_tokens,
-)
-from raybatch.prefix.tree.groups import (
+from raybatch.prefix.block_keys import BlockKeys, Bools, Floats, Ints, find_representatives, ranges
+from raybatch.prefix.groups import (
     PrefixGroups,
     entries_of_groups,
     entries_of_subtrees,
+    exact_single_level,
     make_groups,
+    multi_level,
+    nearest_open,
+    num_computed_tokens,
     passed_nodes,
 )
-from raybatch.prefix.tree.prefix_tree import PrefixTree, TreeStats, build_tree, tree_stats
-from raybatch.prefix.tree.tree_order import order_in_tree, values_in_tree
+from raybatch.prefix.order import GroupLoad, order_groups, order_in_tree, values_in_tree
+from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
 
 _Number = TypeVar("_Number", np.int64, np.float64)
 
@@ -56,16 +51,12 @@ class PlanRows:
                 f"{self.keys.num_rows} rows have {len(self.expected_tokens)} expected lengths"
             )
 
-    @property
-    def num_rows(self) -> int:
-        return self.keys.num_rows
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arrangement:
     """Rows in entries: what runs together. An order of entries is all that a plan still needs.
 
-    What an entry is, see `raybatch.prefix.tree.groups`.
+    What an entry is, see `raybatch.prefix.groups`.
 
     Args:
         groups: of all rows; with sharing at all levels, by the deepest shared prefix of each row.
@@ -135,10 +126,10 @@ def plan_rows(
         )
     if not is_reordered:
         kept = RowPlan(
-            order=np.arange(rows.num_rows),
-            group_id=np.full(rows.num_rows, -1),
-            prefix_len=np.zeros(rows.num_rows, np.int32),
-            unit_starts=_even_units(rows.num_rows, config),
+            order=np.arange(rows.keys.num_rows),
+            group_id=np.full(rows.keys.num_rows, -1),
+            prefix_len=np.zeros(rows.keys.num_rows, np.int32),
+            unit_starts=_even_units(rows.keys.num_rows, config),
             is_reordered=False,
         )
         return kept, arrangement
@@ -149,7 +140,7 @@ def plan_rows(
         order=rank_entries(arrangement, entries),
         group_id=arrangement.groups.group_id,
         prefix_len=arrangement.groups.prefix_tokens,
-        unit_starts=_cut(np.diff(arrangement.starts)[entries], config),
+        unit_starts=cut_by(np.diff(arrangement.starts)[entries], config),
         is_reordered=True,
     )
     return plan, arrangement
@@ -158,8 +149,7 @@ def plan_rows(
 def by_adapter(entries: Ints, adapters: npt.NDArray[np.uint64]) -> Ints:
     """Return entries in their order, where those of an adapter follow its first one."""
     _, first, which = np.unique(adapters[entries], return_index=True, return_inverse=True)
-    grouped: Ints = entries[np.argsort(first[which], kind="stable")]
-    return grouped
+    return entries[np.argsort(first[which], kind="stable")]
 
 
 def is_worth_ordering(
@@ -178,9 +168,8 @@ def is_worth_ordering(
 
 def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> Arrangement:
     """Build the tree, choose what is shared, and put the rows into entries."""
-    keys, all_rows = rows.keys, np.arange(rows.num_rows)
-    tree = build_tree(keys)
-    first_equal = find_representatives(keys)
+    keys, all_rows = rows.keys, np.arange(rows.keys.num_rows)
+    tree, first_equal = build_tree(keys), find_representatives(keys)
     representative = first_equal if dedup else all_rows
     is_multi = config.sharing == "multi_level"
     if is_multi:
@@ -214,10 +203,8 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
 def order_entries(arrangement: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]:
     """Return the entries in their order, and rising values to merge those of several parts.
 
-    What is below one node of the tree stays together where the order is by ratio.
-
-    Returns:
-        Permutation of the entries, int64 [E], and their values in this order, float64 [E].
+    What is below one node of the tree stays together where the order is by ratio. Both are [E], the
+    first a permutation.
     """
     tree, node, load = arrangement.tree, arrangement.entry_node, arrangement.load
     if config.order in ("ratio", "ascending"):
@@ -232,11 +219,8 @@ def order_entries(arrangement: Arrangement, config: PlanConfig) -> tuple[Ints, F
 
 def rank_entries(arrangement: Arrangement, entries: Ints) -> Ints:
     """Return the rows by rank, int64 [R]."""
-    sizes = np.diff(arrangement.starts)[entries]
-    ends = np.cumsum(sizes)
-    within = np.arange(len(arrangement.rows)) - np.repeat(ends - sizes, sizes)
-    order: Ints = arrangement.rows[np.repeat(arrangement.starts[:-1][entries], sizes) + within]
-    return order
+    starts = arrangement.starts
+    return arrangement.rows[ranges(starts[:-1][entries], np.diff(starts)[entries])]
 
 
 def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
@@ -248,11 +232,11 @@ def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
     is_border = (np.diff(group, prepend=-2) != 0) | (group < 0)
     borders = np.append(np.flatnonzero(is_border), len(others))
     head = _even_units(len(chosen), config)
-    return RowPlan(
+    tail = cut_by(np.diff(borders), config)[1:] + len(chosen)
+    return replace(
+        plan,
         order=np.concatenate([chosen, others]),
-        group_id=plan.group_id,
-        prefix_len=plan.prefix_len,
-        unit_starts=np.concatenate([head, _cut(np.diff(borders), config)[1:] + len(chosen)]),
+        unit_starts=np.concatenate([head, tail]),
         is_reordered=True,
     )
 
@@ -260,27 +244,20 @@ def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
 def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
     """Return the plan of all rows: those that engines see, then the others in input order."""
     asked, others = np.flatnonzero(is_asked), np.flatnonzero(~is_asked)
-    if not plan.is_reordered:
-        order = np.arange(len(is_asked))
-        unit_starts = _even_units(len(order), config)
-    else:
+    order, unit_starts = np.arange(len(is_asked)), _even_units(len(is_asked), config)
+    if plan.is_reordered:
         order = np.concatenate([asked[plan.order], others])
         tail = _even_units(len(others), config)[1:] + len(asked)
         unit_starts = np.concatenate([plan.unit_starts, tail])
-    group_id = np.full(len(is_asked), -1)
-    prefix_len = np.zeros(len(is_asked), np.int32)
+    group_id, prefix_len = np.full(len(is_asked), -1), np.zeros(len(is_asked), np.int32)
     group_id[asked], prefix_len[asked] = plan.group_id, plan.prefix_len
-    return RowPlan(
-        order=order,
-        group_id=group_id,
-        prefix_len=prefix_len,
-        unit_starts=unit_starts,
-        is_reordered=plan.is_reordered,
+    return replace(
+        plan, order=order, group_id=group_id, prefix_len=prefix_len, unit_starts=unit_starts
     )
 
 
 def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
-    """Return the ranks at which units begin, and the number of rows as the last entry.
+    """Return the ranks at which units begin, and the number of rows: int64 [units + 1].
 
     A unit closes at the first border between groups at or after `target_rows`, and before a group
     that would take it above `max_rows`. A group above the maximum is cut into neighbouring units
@@ -288,11 +265,7 @@ def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
 
     Args:
         group_rows: int64 [G], rows of each group in the order of ranks.
-        target_rows: wanted size of a unit, at least 1.
-        max_rows: largest size, at least `target_rows`.
-
-    Returns:
-        int64 [units + 1]; [0] when there are no rows.
+        target_rows: wanted size of a unit, 1 to `max_rows`.
     """
     if not 1 <= target_rows <= max_rows:
         raise ConfigError(
@@ -318,14 +291,14 @@ def _unit_end(borders: Ints, start: int, target_rows: int, max_rows: int) -> int
     return start + -(-(end - start) // num_units)
 
 
-def _cut(entry_rows: Ints, config: PlanConfig) -> Ints:
+def cut_by(entry_rows: Ints, config: PlanConfig) -> Ints:
+    """Return the ranks at which units of such entries begin, see `cut_units`."""
     return cut_units(entry_rows, target_rows=config.unit_rows, max_rows=config.max_unit_rows)
 
 
 def _even_units(num_rows: int, config: PlanConfig) -> Ints:
-    return _cut(np.ones(num_rows, np.int64), config)
+    return cut_by(np.ones(num_rows, np.int64), config)
 
 
 def _sums(values: npt.NDArray[_Number], starts: Ints) -> npt.NDArray[_Number]:
-    sums: npt.NDArray[_Number] = np.add.reduceat(values, starts[:-1]) if len(values) else values
-    return sums
+    return np.add.reduceat(values, starts[:-1]) if len(values) else values

@@ -146,10 +146,11 @@ def gather_stats(job):
 
 def test_lengths_of_a_column_reach_the_plan(tmp_path, model):
     plan = PlanConfig(expected_tokens_column="long")
-    table = pa.table({"id": ["a", "b", "c"], "text": ["x" * 9] * 3, "long": [2, None, 1]})
+    lengths = [2, None, 1, 0, 99]
+    table = pa.table({"id": list("abcde"), "text": ["x" * 9] * 5, "long": lengths})
     job = planned_run(tmp_path, model, table, plan=plan)
     rows = gather(job)
-    assert [2.0, 4.0, 1.0] == rows.sidecar.expected_tokens.tolist()
+    assert [2.0, 4.0, 1.0, 1.0, 4.0] == rows.sidecar.expected_tokens.tolist()
     (unit,), _ = units_of(job)
     assert {2, 4, 1} == set(take_off(unit)[1].expected_lens)
 

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raybatch.actors.wire.records import Submission
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.distinct import DistinctKeys
+from raybatch.prefix.block_keys import BlockKeys, DistinctKeys
 from raybatch.records.counts import TOKEN_COUNTS
 from raybatch.records.types import OpenUnit, PoolStats
 

@@ -22,7 +22,7 @@ from raybatch.actors.queue.row_states import ALONE, RowStates, spans_of
 from raybatch.actors.queue.waiting_line import WaitingLine
 from raybatch.actors.wire.records import Span
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.in_flight import match_prefixes, plan_in_flight, select_rows
+from raybatch.prefix.in_flight import match_prefixes, plan_in_flight
 
 _NEW_FRACTION = 1 / 4
 # groupings that a row takes part in before it is old
@@ -140,7 +140,7 @@ class Regrouping:
 def _keys_of(batch: RowStates, rows: _Int64s) -> BlockKeys:
     if batch.keys is None:
         raise AssertionError("only rows with block keys are grouped")
-    return select_rows(batch.keys, rows)
+    return batch.keys.take(rows)
 
 
 def _runs(columns: tuple[_Int64s, ...]) -> list[tuple[int, int]]:

@@ -1,4 +1,9 @@
-"""Prefix groups, and entries: the rows that run together, and what their shared prefixes cost.
+"""The choice of shared prefixes, the groups of their rows, and entries: the rows that run together.
+
+An engine that shares at a single level computes each open node from the first token on, and a row
+uses its nearest open node. So a deep node is worth opening when its rows save more than its whole
+depth costs: the first-level prefixes are enlarged at the price of computing their heads again.
+A row that its prefix covers entirely still needs one forward token.
 
 A group is the rows that use one shared prefix. With one level of sharing an entry is a group, or a
 row that is alone and its duplicates. With sharing at all levels it is a subtree of bounded size.
@@ -12,17 +17,128 @@ What is larger is passed through, so that a system prompt of all rows leaves som
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.prefix.block_keys import BlockKeys, Int64s
-from raybatch.prefix.load import Floats, Ints
-from raybatch.prefix.tree.enlarge import Bools, nearest_open
-from raybatch.prefix.tree.prefix_tree import PrefixTree
+from raybatch.prefix.block_keys import BlockKeys, Bools, Ints
+from raybatch.prefix.tree import PrefixTree
 
 # a subtree with a larger share of the rows is passed through, if it fills more than a unit
 _LARGE_FRACTION = 1 / 16
+
+
+def multi_level(tree: PrefixTree) -> Bools:
+    """Open every node but the root: bool [N]; for engines that share at all levels."""
+    return tree.parent >= 0
+
+
+def exact_single_level(
+    tree: PrefixTree, keys: BlockKeys, *, representative: Ints | None = None
+) -> Bools:
+    """Open the nodes with which a single level of sharing computes the fewest tokens: bool [N].
+
+    A dynamic programme over pairs of a node and its nearest open ancestor, all nodes of one level
+    of the tree at a time. There are no more pairs than keys. A tie opens fewer nodes.
+
+    Args:
+        representative: as of `find_representatives`, where identical rows are generated once;
+            the others cost nothing.
+
+    Source: facility location on a tree; BatchLLM (arXiv 2412.03594) solves the same by a greedy.
+    """
+    num_ending, num_covered = _ending_rows(tree, keys, representative)
+    depth, levels = tree.depth_tokens, _nodes_by_level(tree)
+    # of each level: the places of the parents in the level above, and the depths of all ancestors
+    parents, above = [np.zeros(1, np.int64)], [np.zeros((1, 0), np.int64)]
+    for upper, nodes in pairwise(levels):
+        parents.append(np.searchsorted(upper, tree.parent[nodes]))
+        inherited = above[-1][parents[-1]]
+        above.append(np.hstack([inherited, depth[tree.parent[nodes], None]]))
+    opens = []
+    below = np.zeros((len(levels[-1]), len(levels)), np.int64)
+    for level in range(len(levels) - 1, 0, -1):
+        nodes = levels[level]
+        closed = num_ending[nodes, None] * (depth[nodes, None] - above[level]) + below[:, :level]
+        opened = depth[nodes] + num_covered[nodes] + below[:, level]
+        opens.append(opened[:, None] < closed)
+        best = np.minimum(opened[:, None], closed)
+        # parents ascend, and not every node of the level above is one
+        below = np.zeros((len(levels[level - 1]), level), np.int64)
+        starts = np.flatnonzero(np.diff(parents[level], prepend=-1))
+        below[parents[level][starts]] = np.add.reduceat(best, starts, axis=0)
+    # down from the root: a node's choice depends on the level of its open ancestor
+    is_open, open_level = np.zeros(tree.num_nodes, np.bool_), np.zeros(1, np.int64)
+    for level, choices in enumerate(reversed(opens), start=1):
+        inherited = open_level[parents[level]]
+        is_open[levels[level]] = choices[np.arange(len(inherited)), inherited]
+        open_level = np.where(is_open[levels[level]], level, inherited)
+    return is_open
+
+
+def nearest_open(tree: PrefixTree, open_nodes: Bools) -> Ints:
+    """Return for each node itself when it is open, else its nearest open ancestor: int64 [N].
+
+    The root counts as open.
+    """
+    nearest = np.where(open_nodes, np.arange(tree.num_nodes), tree.parent)
+    nearest[0] = 0
+    while True:
+        further = nearest[nearest]
+        if np.array_equal(further, nearest):
+            return nearest
+        nearest = further
+
+
+def num_computed_tokens(
+    tree: PrefixTree,
+    keys: BlockKeys,
+    open_nodes: Bools,
+    multi_level: bool = False,
+    *,
+    representative: Ints | None = None,
+) -> int:
+    """Return the prompt tokens that are computed when each open node is computed once.
+
+    Args:
+        open_nodes: bool [N]; the root is never computed.
+        multi_level: an open node continues the nearest open node above it, instead of computing
+            all of its tokens.
+    """
+    nearest = nearest_open(tree, open_nodes)
+    opened = np.flatnonzero(open_nodes[1:]) + 1
+    prefix_tokens = int(tree.depth_tokens[opened].sum())
+    if multi_level:
+        prefix_tokens -= int(tree.depth_tokens[nearest[tree.parent[opened]]].sum())
+    prefix = tree.depth_tokens[nearest[tree.deepest_nodes()]]
+    rest = np.maximum(keys.num_tokens - prefix, 1)
+    return prefix_tokens + int(rest[_is_generated(tree.num_rows, representative)].sum())
+
+
+def _is_generated(num_rows: int, representative: Ints | None) -> Bools:
+    if representative is None:
+        return np.ones(num_rows, np.bool_)
+    return np.equal(representative, np.arange(num_rows))
+
+
+def _ending_rows(
+    tree: PrefixTree, keys: BlockKeys, representative: Ints | None
+) -> tuple[Ints, Ints]:
+    """Count for each node the generated rows that end there, and those that it covers entirely."""
+    deepest = tree.deepest_nodes()
+    generated = _is_generated(tree.num_rows, representative)
+    covered = generated & (keys.num_tokens <= tree.depth_tokens[deepest])
+    return (
+        np.bincount(deepest[generated], minlength=tree.num_nodes),
+        np.bincount(deepest[covered], minlength=tree.num_nodes),
+    )
+
+
+def _nodes_by_level(tree: PrefixTree) -> list[Ints]:
+    levels = tree.levels()
+    order = np.argsort(levels, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(levels))[:-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,13 +157,13 @@ class PrefixGroups:
             duplicate of an earlier one.
     """
 
-    group_id: Int64s  # [R]
+    group_id: Ints  # [R]
     prefix_tokens: npt.NDArray[np.int32]  # [R]
-    num_rows: Int64s  # [G]
-    prefix_len: Int64s  # [G]
-    distinct_tokens: Int64s  # [G]
-    first_row: Int64s  # [G]
-    representative: Int64s  # [R]
+    num_rows: Ints  # [G]
+    prefix_len: Ints  # [G]
+    distinct_tokens: Ints  # [G]
+    first_row: Ints  # [G]
+    representative: Ints  # [R]
 
     @property
     def num_groups(self) -> int:
@@ -56,7 +172,7 @@ class PrefixGroups:
 
 
 def make_groups(
-    tree: PrefixTree, keys: BlockKeys, open_nodes: Bools, representative: Int64s | None = None
+    tree: PrefixTree, keys: BlockKeys, open_nodes: Bools, representative: Ints | None = None
 ) -> PrefixGroups:
     """Group the rows by their nearest open node; linear in rows and nodes.
 
@@ -101,6 +217,7 @@ class Entries:
         starts: int64 [E + 1], where entries begin in `rows`.
         prefix_tokens: int64 [E], tokens of the prefixes that an entry computes once. What several
             entries share is split among them by their rows.
+        node: int64 [E], the deepest node of the tree that all rows of an entry are below.
     """
 
     rows: Ints
@@ -122,14 +239,9 @@ def entries_of_subtrees(tree: PrefixTree, unit_rows: int, representative: Ints) 
     An entry is the subtree of a highest node that has at most one unit's rows, or a sixteenth of
     all rows where that is more, or what ends at a node above.
     """
-    is_passed = passed_nodes(tree, unit_rows)
-    edges = tree.edge_tokens()
-    entries = _entries(
-        tree,
-        nearest_open(tree, is_passed[tree.parent]),
-        np.where(is_passed, 0, edges),
-        representative,
-    )
+    is_passed, edges = passed_nodes(tree, unit_rows), tree.edge_tokens()
+    own = np.where(is_passed, 0, edges)
+    entries = _entries(tree, nearest_open(tree, is_passed[tree.parent]), own, representative)
     # rounded at the borders of entries, so that all shares of a node add up to its tokens
     before = np.rint(_tokens_before(tree, np.flatnonzero(is_passed), edges)[entries.starts])
     shares: Ints = np.diff(before).astype(np.int64)
@@ -144,7 +256,7 @@ def passed_nodes(tree: PrefixTree, unit_rows: int) -> Bools:
     return is_passed
 
 
-def _tokens_before(tree: PrefixTree, nodes: Ints, edges: Ints) -> Floats:
+def _tokens_before(tree: PrefixTree, nodes: Ints, edges: Ints) -> npt.NDArray[np.float64]:
     """Return what the rows before each place bear of some nodes, and all rows: float64 [R + 1].
 
     Each row below a node bears an equal share of the node's own tokens.
@@ -167,8 +279,13 @@ def _entries(tree: PrefixTree, entry_of_node: Ints, own_tokens: Ints, first_equa
         first_equal: int64 [R], the first row that is identical.
     """
     deepest = tree.deepest_nodes()
-    places = _places(deepest, first_equal)
-    label = _labels(entry_of_node[deepest], places, places[first_equal], tree.num_nodes)
+    entry = entry_of_node[deepest]
+    # of each row: its place in the order of the tree, and the first place of its entry
+    places = np.empty(len(deepest), np.int64)
+    places[np.lexsort((first_equal, deepest))] = np.arange(len(deepest))
+    first_place = np.full(tree.num_nodes, len(places))
+    np.minimum.at(first_place, entry, places)
+    label = np.where(entry > 0, first_place[entry], places[first_equal])
     by_entry = np.lexsort((places, label))
     starts = np.append(np.flatnonzero(np.diff(label[by_entry], prepend=-1)), len(label))
     first = deepest[by_entry[starts[:-1]]]
@@ -180,18 +297,3 @@ def _entries(tree: PrefixTree, entry_of_node: Ints, own_tokens: Ints, first_equa
         prefix_tokens=tokens[entry_of_node[first]],
         node=np.where(entry_of_node[first] > 0, entry_of_node[first], first),
     )
-
-
-def _places(deepest: Ints, representative: Ints) -> Ints:
-    """Return the place of each row in the order of the tree, identical rows side by side."""
-    places = np.empty(len(deepest), np.int64)
-    places[np.lexsort((representative, deepest))] = np.arange(len(deepest))
-    return places
-
-
-def _labels(entry: Ints, places: Ints, first_equal: Ints, num_nodes: int) -> Ints:
-    """Return for each row the first place of its entry: int64 [R]."""
-    first = np.full(num_nodes, len(places))
-    np.minimum.at(first, entry, places)
-    label: Ints = np.where(entry > 0, first[entry], first_equal)
-    return label

@@ -11,13 +11,19 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from raybatch.prefix.block_keys import BlockKeys, Int64s, find_representatives, start_offsets
+from raybatch.prefix.block_keys import (
+    BlockKeys,
+    Bools,
+    Ints,
+    equal_to_previous,
+    find_representatives,
+    ranges,
+    start_offsets,
+)
 
-Bools = npt.NDArray[np.bool_]
 # (groups, number of blocks for each) -> whether all rows of the group agree in that many
-_Test = Callable[[Int64s, Int64s], Bools]
+_Test = Callable[[Ints, Ints], Bools]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,12 +44,12 @@ class PrefixTree:
         num_ending: rows whose deepest node this is; they are first in the node's slice.
     """
 
-    row_order: Int64s  # [R]
-    parent: Int64s  # [N]
-    depth_tokens: Int64s  # [N]
-    row_start: Int64s  # [N]
-    row_stop: Int64s  # [N]
-    num_ending: Int64s  # [N]
+    row_order: Ints  # [R]
+    parent: Ints  # [N]
+    depth_tokens: Ints  # [N]
+    row_start: Ints  # [N]
+    row_stop: Ints  # [N]
+    num_ending: Ints  # [N]
 
     @property
     def num_rows(self) -> int:
@@ -53,24 +59,24 @@ class PrefixTree:
     def num_nodes(self) -> int:
         return len(self.parent)
 
-    def deepest_nodes(self) -> Int64s:
+    def deepest_nodes(self) -> Ints:
         """Return the deepest node of each row, by row number: int64 [R]."""
         nodes = np.empty(self.num_rows, np.int64)
         nodes[self.row_order] = np.repeat(np.arange(self.num_nodes), self.num_ending)
         return nodes
 
-    def node_stops(self) -> Int64s:
+    def node_stops(self) -> Ints:
         """Return the node after each node's subtree: int64 [N]."""
         stops = np.searchsorted(self.row_start, self.row_stop, side="left")
         stops[0] = self.num_nodes
         return stops
 
-    def levels(self) -> Int64s:
+    def levels(self) -> Ints:
         """Return the number of nodes above each node: int64 [N]."""
         closed = np.bincount(self.node_stops(), minlength=self.num_nodes + 1)
         return np.arange(self.num_nodes) - np.cumsum(closed)[: self.num_nodes]
 
-    def edge_tokens(self) -> Int64s:
+    def edge_tokens(self) -> Ints:
         """Return the tokens of each node that its parent does not have: int64 [N]."""
         edges = self.depth_tokens.copy()
         edges[1:] -= self.depth_tokens[self.parent[1:]]
@@ -115,18 +121,36 @@ def build_tree(keys: BlockKeys) -> PrefixTree:
     costs the logarithm of its length. Memory is about 100 bytes per row without the keys. The
     result does not depend on the values of the hashes.
     """
-    grown = grow(keys)
-    pre_order, stops = _number(grown.parent, grown.first_row, grown.round_starts)
-    num_nodes = len(pre_order)
-    parent = np.full(num_nodes, -1, np.int64)
-    parent[pre_order[1:]] = pre_order[grown.parent[1:]]
-    depth_tokens = np.empty(num_nodes, np.int64)
-    depth_tokens[pre_order] = grown.num_blocks * keys.block_size
-    node_of_row = pre_order[grown.node_of_row]
+    # nodes in the order in which they are found: the root, its children, their children
+    parents, depths, first_rows = [np.array([-1])], [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
+    round_starts, num_nodes = [0, 1], 1
+    node_of_row = np.zeros(keys.num_rows, np.int64)
+    rows, depth = np.arange(keys.num_rows), np.zeros(keys.num_rows, np.int64)
+    while len(rows):
+        groups = _split(keys, rows, depth, node_of_row)
+        if len(groups.parent) == 0:
+            break
+        depths.append(_agreed_blocks(keys, groups))
+        parents.append(groups.parent)
+        first_rows.append(np.minimum.reduceat(groups.rows, groups.bounds[:-1]))
+        sizes = np.diff(groups.bounds)
+        rows, depth = groups.rows, np.repeat(depths[-1], sizes)
+        node_of_row[rows] = np.repeat(num_nodes + np.arange(len(sizes)), sizes)
+        num_nodes += len(sizes)
+        round_starts.append(num_nodes)
+    found_parent = np.concatenate(parents)
+    pre_order, stops = _number(found_parent, np.concatenate(first_rows), round_starts)
+    parent, depth_tokens = np.full(num_nodes, -1, np.int64), np.empty(num_nodes, np.int64)
+    parent[pre_order[1:]] = pre_order[found_parent[1:]]
+    depth_tokens[pre_order] = np.concatenate(depths) * keys.block_size
+    node_of_row = pre_order[node_of_row]
     num_ending = np.bincount(node_of_row, minlength=num_nodes)
     starts = start_offsets(num_ending)
+    # by node, then by number; both in one word, which sorts fastest
+    packed = node_of_row * max(1, keys.num_rows) + np.arange(keys.num_rows)
+    packed.sort()
     return PrefixTree(
-        row_order=_sort_rows(node_of_row),
+        row_order=packed % max(1, keys.num_rows),
         parent=parent,
         depth_tokens=depth_tokens,
         row_start=starts[:-1],
@@ -135,9 +159,38 @@ def build_tree(keys: BlockKeys) -> PrefixTree:
     )
 
 
-def tree_stats(
-    tree: PrefixTree, keys: BlockKeys, representative: Int64s | None = None
-) -> TreeStats:
+def _number(parent: Ints, first_row: Ints, round_starts: list[int]) -> tuple[Ints, Ints]:
+    """Return the pre-order number of each node, and the end of its subtree in pre-order."""
+    rounds = [slice(a, b) for a, b in pairwise(round_starts)]
+    sizes = np.ones(len(parent), np.int64)
+    for nodes in reversed(rounds[1:]):
+        np.add.at(sizes, parent[nodes], sizes[nodes])
+    shift = np.zeros(len(parent), np.int64)
+    shift[1:] = 1 + sizes_before(parent[1:], sizes[1:], np.lexsort((first_row[1:], parent[1:])))
+    numbers = np.zeros(len(parent), np.int64)
+    for nodes in rounds[1:]:
+        numbers[nodes] = numbers[parent[nodes]] + shift[nodes]
+    stops = np.empty(len(parent), np.int64)
+    stops[numbers] = numbers + sizes
+    return numbers, stops
+
+
+def sizes_before(above: Ints, sizes: Ints, order: Ints) -> Ints:
+    """Return the sizes of the siblings before each element, summed: int64 [n].
+
+    Args:
+        above: int64 [n], what each is a child of.
+        order: int64 [n], the elements with siblings side by side.
+    """
+    before = start_offsets(sizes[order])[:-1]
+    is_first = ~equal_to_previous(above[order])
+    before -= before[is_first][np.cumsum(is_first) - 1]
+    summed = np.empty(len(order), np.int64)
+    summed[order] = before
+    return summed
+
+
+def tree_stats(tree: PrefixTree, keys: BlockKeys, representative: Ints | None = None) -> TreeStats:
     """Return what is shared at all levels of the tree; linear in rows and nodes."""
     if representative is None:
         representative = find_representatives(keys)
@@ -162,83 +215,16 @@ def tree_stats(
     )
 
 
-def _number(parent: Int64s, first_row: Int64s, round_starts: list[int]) -> tuple[Int64s, Int64s]:
-    """Return the pre-order number of each node, and the end of its subtree in pre-order."""
-    rounds = [slice(a, b) for a, b in pairwise(round_starts)]
-    sizes = np.ones(len(parent), np.int64)
-    for nodes in reversed(rounds[1:]):
-        np.add.at(sizes, parent[nodes], sizes[nodes])
-    # among the children of one node: the sizes of the siblings before
-    order = np.lexsort((first_row[1:], parent[1:])) + 1
-    before = start_offsets(sizes[order])[:-1]
-    is_first = np.diff(parent[order], prepend=-1) != 0
-    before -= before[is_first][np.cumsum(is_first) - 1] if len(order) else 0
-    shift = np.zeros(len(parent), np.int64)
-    shift[order] = 1 + before
-    numbers = np.zeros(len(parent), np.int64)
-    for nodes in rounds[1:]:
-        numbers[nodes] = numbers[parent[nodes]] + shift[nodes]
-    stops = np.empty(len(parent), np.int64)
-    stops[numbers] = numbers + sizes
-    return numbers, stops
-
-
-def _sort_rows(node_of_row: npt.NDArray[np.int64]) -> Int64s:
-    """Return the rows by node, then by number; both in one word, which sorts fastest."""
-    num_rows = max(1, len(node_of_row))
-    packed = node_of_row * num_rows + np.arange(len(node_of_row))
-    packed.sort()
-    return packed % num_rows
-
-
-class Grown(NamedTuple):
-    """Nodes in the order in which they were found: the root, its children, their children."""
-
-    parent: Int64s  # [N], -1 for the root
-    num_blocks: Int64s  # [N], blocks from the root to the end of the node
-    first_row: Int64s  # [N], lowest row number below the node
-    round_starts: list[int]  # node number at which each level begins, and N
-    node_of_row: Int64s  # [R], deepest node of each row
-
-
 class _Groups(NamedTuple):
     """Rows by group: `rows[bounds[g]:bounds[g + 1]]` agree in their first `known[g]` blocks."""
 
-    rows: Int64s  # [M]
-    bounds: Int64s  # [G + 1]
-    parent: Int64s  # [G]
-    known: Int64s  # [G]
+    rows: Ints  # [M]
+    bounds: Ints  # [G + 1]
+    parent: Ints  # [G]
+    known: Ints  # [G]
 
 
-def grow(keys: BlockKeys) -> Grown:
-    """Return the nodes of the tree and the deepest node of each row."""
-    num_rows = keys.num_rows
-    parents, depths, first_rows = [np.array([-1])], [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
-    round_starts, num_nodes = [0, 1], 1
-    node_of_row = np.zeros(num_rows, np.int64)
-    rows, depth = np.arange(num_rows), np.zeros(num_rows, np.int64)
-    while len(rows):
-        groups = _split(keys, rows, depth, node_of_row)
-        if len(groups.parent) == 0:
-            break
-        depths.append(_agreed_blocks(keys, groups))
-        parents.append(groups.parent)
-        first_rows.append(np.minimum.reduceat(groups.rows, groups.bounds[:-1]))
-        sizes = np.diff(groups.bounds)
-        rows, depth = groups.rows, np.repeat(depths[-1], sizes)
-        node_of_row[rows] = np.repeat(num_nodes + np.arange(len(sizes)), sizes)
-        num_nodes += len(sizes)
-        round_starts.append(num_nodes)
-    return Grown(
-        parent=np.concatenate(parents),
-        num_blocks=np.concatenate(depths),
-        first_row=np.concatenate(first_rows),
-        round_starts=round_starts,
-        node_of_row=node_of_row,
-    )
-
-
-def _split(keys: BlockKeys, rows: Int64s, depth: Int64s, node_of_row: Int64s) -> _Groups:
+def _split(keys: BlockKeys, rows: Ints, depth: Ints, node_of_row: Ints) -> _Groups:
     """Group the rows that are not alone in their block number `depth`."""
     places = keys.offsets[rows] + depth
     goes_on = places < keys.offsets[rows + 1]
@@ -247,9 +233,7 @@ def _split(keys: BlockKeys, rows: Int64s, depth: Int64s, node_of_row: Int64s) ->
     next_keys = keys.keys[places[goes_on]]
     order = np.argsort(next_keys)
     next_keys = next_keys[order]
-    is_first = np.ones(len(rows), np.bool_)
-    is_first[1:] = next_keys[1:] != next_keys[:-1]
-    starts = np.flatnonzero(is_first)
+    starts = np.flatnonzero(~equal_to_previous(next_keys))
     sizes = np.diff(starts, append=len(rows))
     is_shared = sizes > 1
     order = order[np.repeat(is_shared, sizes)]
@@ -260,7 +244,7 @@ def _split(keys: BlockKeys, rows: Int64s, depth: Int64s, node_of_row: Int64s) ->
     )
 
 
-def _agreed_blocks(keys: BlockKeys, groups: _Groups) -> Int64s:
+def _agreed_blocks(keys: BlockKeys, groups: _Groups) -> Ints:
     """Return how many leading blocks all rows of each group have in common."""
     rows, bounds = groups.rows, groups.bounds
     starts, sizes = bounds[:-1], np.diff(bounds)
@@ -270,8 +254,8 @@ def _agreed_blocks(keys: BlockKeys, groups: _Groups) -> Int64s:
     # two rows of a group settle most of it, for two reads per step
     high = _search(groups.known, high, lambda at, probe: _same(keys, heads[at], tails[at], probe))
 
-    def all_agree(at: Int64s, probe: Int64s) -> Bools:
-        members = _ranges(starts[at], sizes[at])
+    def all_agree(at: Ints, probe: Ints) -> Bools:
+        members = ranges(starts[at], sizes[at])
         agree = _same(
             keys, np.repeat(heads[at], sizes[at]), first[members], np.repeat(probe, sizes[at])
         )
@@ -281,7 +265,7 @@ def _agreed_blocks(keys: BlockKeys, groups: _Groups) -> Int64s:
     return _search(low, high, all_agree)
 
 
-def _search(low: Int64s, high: Int64s, agrees: _Test) -> Int64s:
+def _search(low: Ints, high: Ints, agrees: _Test) -> Ints:
     """Return for each group the largest number up to `high` that agrees; `low` is known to."""
     low, high = low.copy(), high.copy()
     at = np.flatnonzero(low < high)
@@ -296,12 +280,6 @@ def _search(low: Int64s, high: Int64s, agrees: _Test) -> Int64s:
     return low
 
 
-def _same(keys: BlockKeys, first: Int64s, other: Int64s, num_blocks: Int64s) -> Bools:
+def _same(keys: BlockKeys, first: Ints, other: Ints, num_blocks: Ints) -> Bools:
     same: Bools = keys.keys[first + num_blocks - 1] == keys.keys[other + num_blocks - 1]
     return same
-
-
-def _ranges(starts: Int64s, sizes: Int64s) -> Int64s:
-    """Return the numbers of all ranges, one range after another."""
-    offsets = start_offsets(sizes)
-    return np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
