@@ -78,9 +78,7 @@ InputFile = tuple[str, int, str]
 def fingerprint(
     config: StageConfig, schema: pa.Schema, job: Mapping[str, object] | None = None
 ) -> dict[str, str]:
-    """Return what decides the answers beside the input files, name to text.
-
-    Long texts and functions are there as digests.
+    """Return what decides the answers beside the input files, name to text; long ones as digests.
 
     Args:
         config: of the stage, with a backend that is decided.
@@ -108,12 +106,7 @@ def fingerprint(
 
 
 def deciding_options(config: object, prefix: str = "") -> dict[str, object]:
-    """Return the options of a config that decide answers, those that say nothing of it included.
-
-    Args:
-        config: of a stage, an engine or a job; configs in it are left out.
-        prefix: put before the names.
-    """
+    """Return the options that decide answers, prefixed; configs in the config are left out."""
     named = {}
     for name, field in fields_of(type(config)).items():
         value = getattr(config, name)
@@ -219,12 +212,7 @@ def input_files(source: Source) -> tuple[InputFile, ...]:
 
 
 def compare_files(root: str, files: Sequence[InputFile]) -> tuple[list[str], list[str]]:
-    """Return the names of files that have changed, and of those that cannot be read.
-
-    Args:
-        root: folder that their names are relative to.
-        files: as they once were.
-    """
+    """Return the names of files below `root` that have changed, and of unreadable ones."""
 
     def state(file: InputFile) -> str:
         name, _, digest = file
@@ -268,15 +256,9 @@ def check_same(
 ) -> None:
     """Raise ConfigError where the output below a sink was begun by a job with other answers.
 
-    The error names what is different: options, and files of the input; new ones may have come
-    where the input may grow.
+    The error names what is different: options, and files of the input.
 
     Args:
-        sink: of the output.
-        stored: what decided its answers.
-        stored_files: its input.
-        now: what decides the answers of this job.
-        files: input of this job.
         may_grow: files that are new are no difference.
         can_extend: whoever asks has an option `extend`.
     """

@@ -34,11 +34,7 @@ _SHOWN_CHARS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutHint:
-    """A better order of the fields.
-
-    Args:
-        crosses_messages: a field gets into another message than the one it stands in.
-    """
+    """A better order of the fields; with it, fields may get into other messages."""
 
     advice: LayoutAdvice
     num_rows: int

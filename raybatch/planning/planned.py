@@ -27,9 +27,9 @@ class PlannedInput:
     """The rows that engines will see, in input order, and their plan; arrays are read only.
 
     Args:
-        asked: int64 [A], positions of the rows among all rows of the source.
-        max_tokens: int64 [A], longest output over all samples.
-        expected_tokens: float64 [A], output to expect over all samples.
+        asked: positions of the rows among all rows of the source.
+        max_tokens: longest output over all samples.
+        expected_tokens: output to expect over all samples.
         unasked: rows that no engine sees: class of their error, or "filtered", to their number.
         whole: plan of all rows of the source.
         prompts: their token ids, where they are in memory.
@@ -37,10 +37,10 @@ class PlannedInput:
     """
 
     keys: BlockKeys
-    asked: npt.NDArray[np.int64]
+    asked: npt.NDArray[np.int64]  # [A]
     num_rows: int
-    max_tokens: npt.NDArray[np.int64]
-    expected_tokens: npt.NDArray[np.float64]
+    max_tokens: npt.NDArray[np.int64]  # [A]
+    expected_tokens: npt.NDArray[np.float64]  # [A]
     unasked: Mapping[str, int]
     plan: RowPlan
     whole: RowPlan
@@ -132,8 +132,7 @@ class PieceSummary:
     Args:
         unasked: rows that no engine sees, by class of error, or "filtered".
         contents: digest of what decides the results of its rows.
-        adapters: uint64 [A], different ones that its rows name, 0 for none; empty where the stage
-            has none.
+        adapters: different ones that its rows name, 0 for none; empty where the stage has none.
     """
 
     num_rows: int
@@ -141,7 +140,7 @@ class PieceSummary:
     unasked: Counter[str]
     sample: BlockKeys
     contents: str
-    adapters: npt.NDArray[np.uint64]
+    adapters: npt.NDArray[np.uint64]  # [A]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -149,10 +148,10 @@ class PartSummary:
     """What the driver keeps of one part.
 
     Args:
-        work_alone: that they make in the order of the input.
-        values: float64 [n], some of the values by which entries are ordered.
-        weights: int64 [n], rows that each of them stands for.
-        probe: int64 [m], numbers of the rows to generate first, where lengths are to be probed.
+        work_alone: that its rows make in the order of the input.
+        values: some of the values by which entries are ordered.
+        weights: rows that each of them stands for.
+        probe: numbers of the rows to generate first, where lengths are to be probed.
     """
 
     num_rows: int
@@ -160,32 +159,22 @@ class PartSummary:
     work: WorkTotals
     work_alone: WorkTotals
     boxes: Sequence[TreeBox]
-    values: Floats
-    weights: Ints
-    probe: Ints
+    values: Floats  # [n]
+    weights: Ints  # [n]
+    probe: Ints  # [m]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ArrangedPart:
-    """A part in its own order; stays in the object store.
+    """A part in its own order; stays in the object store."""
 
-    Args:
-        row: int64 [R], number in the source of each row, by rank inside the part.
-        group_id: int64 [R], numbered inside the part; -1 for a row that is alone.
-        prefix_len: int32 [R].
-        expected: float64 [R], output to expect of each row; NaN where nothing is known.
-        entry_rows: int64 [E], rows of each entry.
-        values: float64 [E], rising; what entries of different parts are ordered by.
-        adapters: uint64 [E], of each entry; None where the stage has none.
-    """
-
-    row: Ints
-    group_id: Ints
-    prefix_len: npt.NDArray[np.int32]
-    expected: Floats
-    entry_rows: Ints
-    values: Floats
-    adapters: npt.NDArray[np.uint64] | None
+    row: Ints  # [R], number in the source of each row, by rank inside the part
+    group_id: Ints  # [R], numbered inside the part; -1 for a row that is alone
+    prefix_len: npt.NDArray[np.int32]  # [R]
+    expected: Floats  # [R], output to expect; NaN where nothing is known
+    entry_rows: Ints  # [E], rows of each entry
+    values: Floats  # [E], rising; entries of different parts are ordered by them
+    adapters: npt.NDArray[np.uint64] | None  # [E]; None where the stage has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,15 +189,10 @@ class ArrangeJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ProbedRows:
-    """Rows that were generated before the plan.
+    """Rows that were generated before the plan."""
 
-    Args:
-        row: int64 [n], their numbers in the source, rising.
-        lengths: float64 [n], tokens that each generated; NaN after an error.
-    """
-
-    row: Ints
-    lengths: Floats
+    row: Ints  # [n], numbers in the source, rising
+    lengths: Floats  # [n], tokens that each generated; NaN after an error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -278,9 +262,7 @@ def planned_work(
 ) -> WorkTotals:
     """Return the work of rows whose shared prefixes run once each; copies are no work.
 
-    Args:
-        expected_tokens: float64 [R], outputs to expect.
-        is_grouped: rows run in groups; else each computes its whole prompt.
+    Where rows are not grouped, each computes its whole prompt.
     """
     groups = arrangement.groups
     rows = np.flatnonzero(groups.representative == np.arange(keys.num_rows))

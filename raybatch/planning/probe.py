@@ -33,18 +33,19 @@ def probe_rows(
         max_tokens: int64 [R], longest outputs; rows with different ones may differ in length.
         num_rows: of the whole input, where these are a part of it.
     """
-    most = _MAX_ROWS / max(1, num_rows or len(group_id))
-    fraction = min(plan.probe_fraction, most)
-    return choose_probe(group_id, strata_of(max_tokens), fraction=fraction, seed=plan.seed)
+    fraction = min(plan.probe_fraction, _MAX_ROWS / max(1, num_rows or len(group_id)))
+    return choose_probe(group_id, _strata(max_tokens), fraction=fraction, seed=plan.seed)
 
 
-def strata_of(max_tokens: Ints) -> Ints:
+def _strata(max_tokens: Ints) -> Ints:
     """Return bands of longest outputs, each twice as wide as the one below: int64 [R]."""
     return np.log2(np.maximum(max_tokens, 1)).astype(np.int64)
 
 
 def generated_lengths(rows: Ints, finished: pa.Table, output: OutputSchema) -> Floats:
     """Return the tokens that rows have generated over all samples, float64 [n]; NaN after an error.
+
+    What the probe measured is told in the log.
 
     Args:
         rows: int64 [n], their numbers in the source.
@@ -61,11 +62,7 @@ def generated_lengths(rows: Ints, finished: pa.Table, output: OutputSchema) -> F
     row_numbers = finished.column(ROW).to_numpy()
     order = np.argsort(row_numbers)
     place = order[np.searchsorted(row_numbers, rows, sorter=order)]
-    return np.where(is_failed, np.nan, totals)[place]
-
-
-def log_probe(lengths: Floats) -> None:
-    """Log the lengths that a probe measured; NaN after an error."""
+    lengths: Floats = np.where(is_failed, np.nan, totals)[place]
     known = lengths[~np.isnan(lengths)]
     logger.info(
         "probed %d rows: %.1f tokens on average, at most %d; their results are kept",
@@ -73,6 +70,7 @@ def log_probe(lengths: Floats) -> None:
         float(known.mean()) if len(known) else 0.0,
         int(known.max(initial=0)),
     )
+    return lengths
 
 
 def estimate(probe: Ints, lengths: Floats, group_id: Ints, max_tokens: Ints) -> Floats:
@@ -87,7 +85,7 @@ def estimate(probe: Ints, lengths: Floats, group_id: Ints, max_tokens: Ints) -> 
     is_known = ~np.isnan(lengths)
     if not is_known.any():
         return max_tokens.astype(float)
-    known, strata = probe[is_known], strata_of(max_tokens)
+    known, strata = probe[is_known], _strata(max_tokens)
     estimated = estimate_from_probe(known, lengths[is_known], group_id, strata)
     return np.clip(estimated, 1, max_tokens)
 
@@ -119,10 +117,8 @@ def choose_probe(group_id: Ints, strata: Ints, *, fraction: float = 0.01, seed: 
 def estimate_from_probe(probe_rows: Ints, lengths: Floats, group_id: Ints, strata: Ints) -> Floats:
     """Return float64 [R]: the mean length of a row's group in the probe, else of its stratum.
 
-    A row without either gets the mean of the whole probe, a row of the probe its own length.
-
-    Args:
-        probe_rows: int64 [n], distinct rows that were generated.
+    A row without either gets the mean of the whole probe, one of the distinct rows of the probe its
+    own length.
 
     Source: BlendServe, arXiv:2411.16102, section 5; strata in place of neighbouring subtrees.
     """

@@ -20,11 +20,7 @@ _MAX_UNIT_BYTES = 64 << 20
 def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | LargePlan | None:
     """Plan a source, write the plan, generate the rows in its order, and return the plan.
 
-    Args:
-        stored: the plan that lies below the sink, which is followed; None where there is none.
-
-    Returns:
-        The plan; None where it is not known beyond what lies below the sink.
+    A plan that lies below the sink is followed. None where it is not known beyond what lies there.
 
     Raises:
         ConfigError: the folder cannot be written.

@@ -18,7 +18,7 @@ from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.planning.dataset import with_places, with_plan
 from raybatch.planning.layout_lint import can_change_layout
 from raybatch.planning.planned import PlannedInput, PlannedRun
-from raybatch.planning.probe import estimate, generated_lengths, log_probe, probe_rows
+from raybatch.planning.probe import estimate, generated_lengths, probe_rows
 from raybatch.planning.shards import contents_digest, digest_of, shard_of
 from raybatch.planning.sidecar import Sidecar, describe_rows
 from raybatch.planning.store import log_plan, read_shards, write_plan, write_shard
@@ -34,11 +34,7 @@ from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
 
 
 class RowDescriber:
-    """Renders, tokenizes and describes tables of a source; loads the tokenizer once.
-
-    Args:
-        config: of the stage, with the id column of the run.
-    """
+    """Renders, tokenizes and describes tables of a source; loads the tokenizer once."""
 
     def __init__(self, config: StageConfig, plan: PlanConfig) -> None:
         model_dir = find_model(config)
@@ -68,12 +64,7 @@ class RowDescriber:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GatheredRows:
-    """All rows of a source in memory, in input order.
-
-    Args:
-        table: the user's columns, and the ids where the job makes them.
-        prompts: of every row, errors included.
-    """
+    """All rows of a source in memory, in input order, errors included."""
 
     table: pa.Table
     prompts: Sequence[Prompt]
@@ -165,8 +156,7 @@ def store_plan(
 ) -> StoredPlan:
     """Write a plan below the sink, once; return the plan that holds, whoever has written it.
 
-    Args:
-        expected: float64 [rows of the source], output to expect; NaN where nothing is known.
+    `expected` is float64 [rows of the source], NaN where nothing is known.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -192,12 +182,7 @@ def store_plan(
 
 
 def _block(rows: GatheredRows, shard: pa.Table, chosen: npt.NDArray[np.int64]) -> pa.Table:
-    """Return some rows with their prompts and the columns of their plan.
-
-    Args:
-        shard: of all of them, in input order.
-        chosen: int64 [n], rows in the order in which they run.
-    """
+    """Return the `chosen` rows as they run, with their prompts and the columns of their plan."""
     prompts = prompt_columns([rows.prompts[row] for row in chosen.tolist()])
     # neighbours are not copied
     is_slice = len(chosen) > 0 and bool((np.diff(chosen) == 1).all())
@@ -217,7 +202,6 @@ def _after_probe(
     parts = [_block(rows, before, part) for part in np.split(chosen, cuts)]
     finished = job.runner.collect(parts)
     lengths = generated_lengths(chosen, finished, job.config.output)
-    log_probe(lengths)
     expected = estimate(probe, lengths, group_id, planned.max_tokens)
     rows = replace(rows, sidecar=replace(rows.sidecar, expected_tokens=expected))
     planned = plan_gathered(rows, job.config, job.plan)

@@ -44,12 +44,7 @@ def shard_name(stored: StoredPlan, name: str) -> str:
 
 
 def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
-    """Write one shard and return its name; the same shard may be written again.
-
-    Args:
-        first_row: number of the shard's first row in the source.
-        shard: of `SHARD_SCHEMA`.
-    """
+    """Write one shard, which may lie there already, and return its name."""
     name = f"rows-{first_row:012d}.arrow"
     _create(sink, f"_raybatch/plan/{plan}/{name}", _as_bytes(shard))
     return name
@@ -152,11 +147,7 @@ def _read_shard(sink: str, stored: StoredPlan, name: str, num_rows: int) -> pa.T
 
 
 def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = False) -> None:
-    """Say in the log what was planned.
-
-    Args:
-        can_change_layout: the fields of the template could stand in another order.
-    """
+    """Say in the log what was planned, and whether the template could change its layout."""
     order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
     saved = max(0.0, 1 - stored.computed_tokens / max(1, stored.logical_tokens))
     logger.info(
@@ -194,8 +185,7 @@ def _as_bytes(table: pa.Table) -> bytes:
 def damage_of(sink: str, stored: StoredPlan, *, is_deep: bool) -> str | None:
     """Return what is wrong with the shards of a plan, and the way out; None where nothing is.
 
-    Args:
-        is_deep: read all rows and compare the sums of units, not the end of each file alone.
+    Deep compares the sums of units after reading all rows, else the end of each file is looked at.
     """
     if not (is_deep and stored.shards):
         return _damaged_end(sink, stored)

@@ -115,9 +115,8 @@ class PlanSubject:
     def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
         """Return the hash of a whole plan.
 
-        Args:
-            contents: digest of all that decides the results of the rows of each piece: prompts,
-                options and seeds, see `contents_digest`.
+        `contents` are digests of all that decides the results of the rows of each piece: prompts,
+        options and seeds, see `contents_digest`.
         """
         options = dataclasses.asdict(self.options)
         parts = [list(shards), list(contents), options, list(self.files), dict(self.fingerprint)]

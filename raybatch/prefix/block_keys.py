@@ -40,18 +40,12 @@ class BlockKeys:
 
     Key i of a row stands for all of its tokens up to the end of block i: equal keys mean equal
     prefixes, and rows that agree in one block agree in all blocks before it.
-
-    Args:
-        keys: chained hashes of the whole blocks of all rows.
-        offsets: the keys of row r are `keys[offsets[r]:offsets[r + 1]]`.
-        num_tokens: tokens of each prompt, those after the last whole block included.
-        digest: hash of each entire prompt.
     """
 
-    keys: Uint64s  # [K]
-    offsets: Ints  # [R + 1]
-    num_tokens: Ints  # [R]
-    digest: Uint64s  # [R]
+    keys: Uint64s  # [K], chained hashes of the whole blocks of all rows
+    offsets: Ints  # [R + 1], the keys of row r are `keys[offsets[r]:offsets[r + 1]]`
+    num_tokens: Ints  # [R], those after the last whole block included
+    digest: Uint64s  # [R], of each entire prompt
     block_size: int
 
     @property
@@ -107,9 +101,7 @@ class BlockKeys:
     def salted(self, prefixes: Uint64s, results: Uint64s) -> "BlockKeys":
         """Return the keys where rows share prefixes, or are identical, only within equal salts.
 
-        Args:
-            prefixes: uint64 [R], what else than its tokens decides the KV of a row; 0 for nothing.
-            results: uint64 [R], what else decides its result; 0 for nothing.
+        Salts are uint64 [R]: what else than its tokens decides the KV of a row, and its result.
         """
         return replace(
             self,
@@ -138,9 +130,7 @@ class BlockKeys:
 def hash_blocks(token_ids: TokenIds, offsets: Ints, block_size: int) -> BlockKeys:
     """Hash the prompts of a row batch; linear in tokens, fastest for some 10,000 rows at a time.
 
-    Args:
-        token_ids: int32 [T], the prompts one after another, read only.
-        offsets: int64 [R + 1], the tokens of row r are `token_ids[offsets[r]:offsets[r + 1]]`.
+    The tokens of row r are `token_ids[offsets[r]:offsets[r + 1]]`, read only.
     """
     _check(token_ids, offsets, block_size)
     # little endian everywhere, so that two tokens are the same 64-bit word on all machines

@@ -101,10 +101,8 @@ def num_computed_tokens(
 ) -> int:
     """Return the prompt tokens that are computed when each open node is computed once.
 
-    Args:
-        open_nodes: bool [N]; the root is never computed.
-        multi_level: an open node continues the nearest open node above it, instead of computing
-            all of its tokens.
+    With `multi_level` an open node continues the nearest open node above it, instead of computing
+    all of its tokens. The root is never computed.
     """
     nearest = nearest_open(tree, open_nodes)
     opened = np.flatnonzero(open_nodes[1:]) + 1
@@ -146,23 +144,21 @@ class PrefixGroups:
     """Groups of two rows or more, numbered by their first row in the input.
 
     Args:
-        group_id: group of each row; -1 for a row that is alone.
         prefix_tokens: tokens of each row that its group shares; 0 for a row that is alone.
         num_rows: rows of each group, duplicates included.
         prefix_len: tokens of the shared prefix of each group.
         distinct_tokens: tokens of each group beyond its prefix: the sum over the rows that are
             generated, at least 1 for each.
-        first_row: lowest row number of each group.
         representative: the row that is generated in place of each row; itself, unless it is a
             duplicate of an earlier one.
     """
 
-    group_id: Ints  # [R]
+    group_id: Ints  # [R], -1 for a row that is alone
     prefix_tokens: npt.NDArray[np.int32]  # [R]
     num_rows: Ints  # [G]
     prefix_len: Ints  # [G]
     distinct_tokens: Ints  # [G]
-    first_row: Ints  # [G]
+    first_row: Ints  # [G], lowest number of its rows
     representative: Ints  # [R]
 
     @property
@@ -176,9 +172,7 @@ def make_groups(
 ) -> PrefixGroups:
     """Group the rows by their nearest open node; linear in rows and nodes.
 
-    Args:
-        representative: as of `find_representatives`, to generate identical rows once; None
-            generates every row. Only for results that do not depend on the row.
+    With the rows of `find_representatives` identical ones are generated once, else each is.
     """
     rows = np.arange(keys.num_rows)
     representative = rows if representative is None else representative
@@ -209,21 +203,12 @@ def make_groups(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """Rows in entries; arrays are read only.
+    """Rows in entries; arrays are read only."""
 
-    Args:
-        rows: int64 [R], the rows of one entry after those of another, in the order of the tree,
-            identical ones side by side.
-        starts: int64 [E + 1], where entries begin in `rows`.
-        prefix_tokens: int64 [E], tokens of the prefixes that an entry computes once. What several
-            entries share is split among them by their rows.
-        node: int64 [E], the deepest node of the tree that all rows of an entry are below.
-    """
-
-    rows: Ints
-    starts: Ints
-    prefix_tokens: Ints
-    node: Ints
+    rows: Ints  # [R], those of one entry after those of another, in the order of the tree
+    starts: Ints  # [E + 1], where entries begin in `rows`
+    prefix_tokens: Ints  # [E], computed once; what several entries share is split by rows
+    node: Ints  # [E], the deepest node of the tree that all rows of an entry are below
 
 
 def entries_of_groups(tree: PrefixTree, is_open: Bools, representative: Ints) -> Entries:
@@ -276,7 +261,6 @@ def _entries(tree: PrefixTree, entry_of_node: Ints, own_tokens: Ints, first_equa
     Args:
         entry_of_node: int64 [N], node that names the entry; 0 for none.
         own_tokens: int64 [N], tokens of each node that its entry computes once.
-        first_equal: int64 [R], the first row that is identical.
     """
     deepest = tree.deepest_nodes()
     entry = entry_of_node[deepest]

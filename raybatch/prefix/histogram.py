@@ -15,15 +15,9 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Histogram:
-    """How whole numbers from 0 spread: 0, 1, ..., 8, 10, 12, 14, 16, 20, ... begin a bin.
+    """How whole numbers from 0 spread: 0, 1, ..., 8, 10, 12, 14, 16, 20, ... begin a bin."""
 
-    Args:
-        counts: numbers in each bin, without the empty bins at the end.
-        lowest: smallest number; 0 where there are none.
-        highest: largest number; 0 where there are none.
-    """
-
-    counts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()  # numbers in each bin, without the empty bins at the end
     total: int = 0
     lowest: int = 0
     highest: int = 0
@@ -107,15 +101,10 @@ def _first(index: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthBands:
-    """How output lengths spread.
-
-    Args:
-        tokens: length that this share of the rows does not exceed.
-        top_tenth: share of all tokens that the longest tenth of the rows generates.
-    """
+    """How output lengths spread; `top_tenth` is the share of tokens of the longest tenth of rows."""
 
     quantiles: tuple[float, ...]
-    tokens: tuple[float, ...]
+    tokens: tuple[float, ...]  # length that this share of the rows does not exceed
     mean: float
     top_tenth: float
 

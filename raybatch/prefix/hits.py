@@ -20,11 +20,7 @@ _T_QUANTILE = 2.36
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CacheLoad:
-    """The rows as a cache sees them; arrays are read only.
-
-    Args:
-        output_tokens: float64 [R], tokens that each row generates.
-    """
+    """The rows as a cache sees them, with the tokens that each generates; arrays are read only."""
 
     keys: BlockKeys
     output_tokens: Floats
@@ -42,12 +38,7 @@ class CacheLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSize:
-    """The engine's side.
-
-    Args:
-        concurrency: rows that run at the same time at most.
-        finds_blocks: whether rows find what others have left; else only groups share.
-    """
+    """The engine's side; rows find what others have left where they find blocks, else in groups."""
 
     num_blocks: int
     concurrency: int
@@ -56,12 +47,10 @@ class CacheSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HitEstimate:
-    """Share of prompt tokens found in the cache.
+    """Share of prompt tokens found in the cache; `error` is half the 95 % interval over windows.
 
-    Args:
-        error: half width of the 95 % interval over windows; 0 where all rows were simulated.
-        is_lower_bound: the cache was not yet full when counting began in some window, so rows
-            before that window may have left more to hit.
+    A lower bound where the cache was not yet full when counting began in some window, so rows
+    before that window may have left more to hit.
     """
 
     rate: float
@@ -122,11 +111,7 @@ def estimate_hit_rate(
 
 
 def windows_of(num_rows: int, max_rows: int) -> list[tuple[slice, slice]]:
-    """Return evenly spaced windows of rows in order, each with its second half, which is counted.
-
-    Args:
-        num_rows: to take windows of, more than `max_rows`, which all windows have together.
-    """
+    """Return evenly spaced windows of rows, each with its second half, which is counted."""
     length = max_rows // NUM_WINDOWS
     starts = np.linspace(0, num_rows - length, NUM_WINDOWS).astype(np.int64).tolist()
     return [

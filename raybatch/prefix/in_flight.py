@@ -18,17 +18,11 @@ from raybatch.prefix.tree import build_tree
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InFlightPlan:
-    """Groups of rows and their order, int64 [R] each.
+    """Groups of rows and their order; a row that is alone has group -1."""
 
-    Args:
-        group_id: name of each row's group; -1 for a row that is alone.
-        prefix_len: tokens that the group shares; 0 for a row that is alone.
-        order: row numbers in the order in which they should run, members of a group together.
-    """
-
-    group_id: Ints
-    prefix_len: Ints
-    order: Ints
+    group_id: Ints  # [R], name of each row's group
+    prefix_len: Ints  # [R], tokens that the group shares
+    order: Ints  # [R], rows as they should run, members of a group together
 
 
 def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:

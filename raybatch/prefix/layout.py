@@ -23,26 +23,17 @@ MAX_EXACT_FIELDS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateField:
-    """One field of a template over all rows; arrays are read only.
-
-    Args:
-        value_ids: int64 [R], equal where the values are equal.
-        label_tokens: fixed text that moves with the field, such as "Question: ".
-    """
+    """One field of a template over all rows; arrays are read only."""
 
     name: str
-    value_ids: Ints
-    num_tokens: Ints
-    label_tokens: int = 0
+    value_ids: Ints  # [R], equal where the values are equal
+    num_tokens: Ints  # [R]
+    label_tokens: int = 0  # fixed text that moves with the field, such as "Question: "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """An order of fields and what it shares.
-
-    Args:
-        hit_rate: share of all prompt tokens that come from a cache that holds everything.
-    """
+    """An order of fields, and the share of prompt tokens that a cache of any size gives."""
 
     fields: tuple[str, ...]
     hit_rate: float
@@ -50,11 +41,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutAdvice:
-    """The order in use, and the best one.
-
-    Args:
-        best: the order with the highest hit rate; `used` if none is better.
-    """
+    """The order in use, and the one with the highest hit rate; the former if none is better."""
 
     used: Layout
     best: Layout

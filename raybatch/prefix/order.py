@@ -32,20 +32,12 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLoad:
-    """Token counts of all groups; arrays are int64 or float64 [G], read only.
+    """Token counts of all groups, read only; a row that shares nothing is a group of one."""
 
-    A row that shares nothing is a group of one. Nothing here knows which rows a group holds.
-
-    Args:
-        prefix_tokens: length of the prefix that the group's rows share, computed once.
-        distinct_tokens: prompt tokens of all members beyond the prefix, summed.
-        output_tokens: expected generated tokens of all members, summed.
-    """
-
-    prefix_tokens: Ints
-    distinct_tokens: Ints
-    num_rows: Ints
-    output_tokens: Floats
+    prefix_tokens: Ints  # [G], of the prefix that the group's rows share, computed once
+    distinct_tokens: Ints  # [G], prompt tokens of all members beyond the prefix
+    num_rows: Ints  # [G]
+    output_tokens: Floats  # [G], expected of all members
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -45,13 +45,10 @@ class TreeBox:
 
 
 def outline_tree(tree: PrefixTree, keys: BlockKeys, *, max_boxes: int = 600) -> list[TreeBox]:
-    """Return boxes from the root down, parents before children.
+    """Return about `max_boxes` boxes at most, from the root down, parents before children.
 
     Nodes with too few rows to be seen are put together with their neighbours in depth, and what is
     below them is not shown. O(N log N) time for N nodes.
-
-    Args:
-        max_boxes: about as many boxes at most.
     """
     outline = _Outline(tree, keys)
     min_rows = max(1, tree.num_rows // (max_boxes // 2))
@@ -63,12 +60,9 @@ def outline_tree(tree: PrefixTree, keys: BlockKeys, *, max_boxes: int = 600) -> 
 
 
 def join_outlines(parts: Sequence[tuple[Sequence[TreeBox], int]]) -> list[TreeBox]:
-    """Return the boxes of parts of an input, side by side.
+    """Return the boxes of parts of an input, with their numbers of rows, side by side.
 
     A prefix of several parts is a box in each of them.
-
-    Args:
-        parts: boxes and the number of rows of each part.
     """
     joined, first = [], 0
     for boxes, num_rows in parts:

@@ -30,20 +30,13 @@ _DENSE_FRACTION = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Partitioner:
-    """Which part each row belongs to; the same rule wherever it runs.
-
-    Args:
-        depths: int64 [D], blocks of the nodes, rising.
-        keys: for each depth the keys of its nodes, rising.
-        parts: for each depth the parts of its nodes; -1 passes a dense node through.
-        digests: of identical rows that are dense, rising.
-    """
+    """Which part each row belongs to; the same rule wherever it runs."""
 
     num_parts: int
-    depths: Ints
-    keys: tuple[Uint64s, ...]
-    parts: tuple[Ints, ...]
-    digests: Uint64s
+    depths: Ints  # [D], blocks of the nodes, rising
+    keys: tuple[Uint64s, ...]  # of the nodes of each depth, rising
+    parts: tuple[Ints, ...]  # of the nodes of each depth; -1 passes a dense node through
+    digests: Uint64s  # of identical rows that are dense, rising
 
     def assign(self, rows: BlockKeys, numbers: Ints) -> Ints:
         """Return the part of each row, int64 [R]."""

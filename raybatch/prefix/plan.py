@@ -37,8 +37,8 @@ class PlanRows:
     Args:
         keys: of the prompts. An identical digest means that one result serves both rows, so what
             else decides a result must be part of it.
-        expected_tokens: float64 [R], output that a row is expected to generate over all samples.
-        adapters: uint64 [R], rows with equal numbers run one after the other; None for all alike.
+        expected_tokens: [R], output that a row is expected to generate over all samples.
+        adapters: [R], rows with equal numbers run one after the other; None for all alike.
     """
 
     keys: BlockKeys
@@ -56,14 +56,10 @@ class PlanRows:
 class Arrangement:
     """Rows in entries: what runs together. An order of entries is all that a plan still needs.
 
-    What an entry is, see `raybatch.prefix.groups`.
+    What an entry is, see `raybatch.prefix.groups`, which also says what the arrays are.
 
     Args:
         groups: of all rows; with sharing at all levels, by the deepest shared prefix of each row.
-        rows: int64 [R], the rows of one entry after those of another, in the order of the tree,
-            identical ones side by side.
-        starts: int64 [E + 1], where entries begin in `rows`.
-        entry_node: int64 [E], the deepest node of the tree that all rows of an entry are below.
         computed_tokens: prompt tokens that engines compute when every shared prefix runs once.
     """
 
@@ -84,20 +80,13 @@ class Arrangement:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowPlan:
-    """Where each row runs; arrays are read only.
+    """Where each row runs; arrays are read only."""
 
-    Args:
-        group_id: int64 [R] by row, groups numbered by their first row; -1 for a row that is alone.
-        prefix_len: int32 [R] by row, tokens that the row's group shares.
-        unit_starts: int64 [U + 1], the ranks at which units begin, and the number of rows.
-        is_reordered: rows run in another order than that of the input.
-    """
-
-    order: Ints
-    group_id: Ints
-    prefix_len: npt.NDArray[np.int32]
-    unit_starts: Ints
-    is_reordered: bool
+    order: Ints  # [R], rows by rank
+    group_id: Ints  # [R], numbered by their first row; -1 for a row that is alone
+    prefix_len: npt.NDArray[np.int32]  # [R], tokens that the row's group shares
+    unit_starts: Ints  # [U + 1], ranks at which units begin, and the number of rows
+    is_reordered: bool  # rows run in another order than that of the input
 
     @property
     def num_rows(self) -> int:
@@ -114,10 +103,7 @@ def plan_rows(
     """Plan rows that fit one process; near-linear in rows.
 
     Where nothing is worth another order, rows keep that of the input and belong to no group.
-
-    Args:
-        is_reordered: whether they get another order, where these rows are a part of an input for
-            which that is decided; None decides by these rows.
+    `is_reordered` decides it where these rows are a part of an input.
     """
     arrangement = arrange_rows(rows, config, dedup=dedup)
     if is_reordered is None:

@@ -37,16 +37,13 @@ class PrefixTree:
     Args:
         row_order: row numbers, neighbours share most: first the rows of a node that are in no
             child, in input order, then those of its children.
-        parent: node above; -1 for the root, which is node 0.
-        depth_tokens: tokens from the root to the end of the node.
         row_start: the rows below node n are `row_order[row_start[n]:row_stop[n]]`.
-        row_stop: see `row_start`.
         num_ending: rows whose deepest node this is; they are first in the node's slice.
     """
 
     row_order: Ints  # [R]
-    parent: Ints  # [N]
-    depth_tokens: Ints  # [N]
+    parent: Ints  # [N], node above; -1 for the root, which is node 0
+    depth_tokens: Ints  # [N], from the root to the end of the node
     row_start: Ints  # [N]
     row_stop: Ints  # [N]
     num_ending: Ints  # [N]
@@ -178,9 +175,7 @@ def _number(parent: Ints, first_row: Ints, round_starts: list[int]) -> tuple[Int
 def sizes_before(above: Ints, sizes: Ints, order: Ints) -> Ints:
     """Return the sizes of the siblings before each element, summed: int64 [n].
 
-    Args:
-        above: int64 [n], what each is a child of.
-        order: int64 [n], the elements with siblings side by side.
+    `above` is what each is a child of, `order` has siblings side by side.
     """
     before = start_offsets(sizes[order])[:-1]
     is_first = ~equal_to_previous(above[order])
