@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from raybatch.pictures.document import Section, Table
 from raybatch.pictures.wording import amount, count, full, percent
 from raybatch.policy.batches.layer_plan import BatchPlan, MemoryBudget, ModuleCosts
-from raybatch.policy.batches.saturation import GateTarget
-from raybatch.policy.batches.search import PricedPlan, SearchResult
+from raybatch.policy.batches.search import GateTarget, PricedPlan, SearchResult
 from raybatch.policy.batches.step_plan import Phase
 from raybatch.policy.cost.roofline import Work
 from raybatch.policy.residence import Residence, WeightSizes, pass_time

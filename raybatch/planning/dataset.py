@@ -132,7 +132,7 @@ def _whole_units(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 def with_places(
     sink: str, stored: StoredPlan, finished: pa.Table
 ) -> tuple[npt.NDArray[np.int64], pa.Table]:
-    """Return the units of finished rows in a plan that was made later, and the rows with positions."""
+    """Return the units of finished rows in a plan that was made later, and the rows placed."""
     finished = finished.sort_by(journal.ROW)
     rows = finished.column(journal.ROW).to_numpy()
     if stored.shards:
@@ -162,7 +162,7 @@ def without_groups(table: pa.Table) -> pa.Table:
 
 
 def with_plan(table: pa.Table, shard: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
-    """Return rows with the columns of a plan; `shard` is about these rows, whose numbers are `rows`."""
+    """Return rows with the columns of a plan; the shard is about these rows, by number."""
     unit, pos = (shard.column(name).to_numpy() for name in ("unit", "pos"))
     of_plan = (shard.column(name) for name in ("group_id", "prefix_len", "expected_len"))
     return with_columns(table, place_columns(unit, pos, rows) | plan_columns(*of_plan))

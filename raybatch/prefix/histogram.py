@@ -101,7 +101,7 @@ def _first(index: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthBands:
-    """How output lengths spread; `top_tenth` is the share of tokens of the longest tenth of rows."""
+    """How output lengths spread; `top_tenth` is the share of tokens of the longest tenth."""
 
     quantiles: tuple[float, ...]
     tokens: tuple[float, ...]  # length that this share of the rows does not exceed

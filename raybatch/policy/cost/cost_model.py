@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.roofline import solve_nonnegative
+from raybatch.policy.cost.roofline import Roofline, solve_nonnegative
 
 Floats = npt.NDArray[np.float64]
 
@@ -23,11 +23,7 @@ _OTHER_COSTS = ("row_s", "pair_s", "context_s", "shared_pair_s", "shared_read_s"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLimits:
-    """What bounds the batch of one engine.
-
-    Args:
-        max_batched_tokens: token budget of one step; None where a backend has none.
-    """
+    """What bounds the batch of one engine; some backends have no token budget of a step."""
 
     kv_tokens: int
     max_num_seqs: int
@@ -90,10 +86,13 @@ class CostModel:
                 f"a cost model with {len(self.knots)} knots has {len(self.token_s)} slopes; it "
                 "needs one more than knots"
             )
-        others = [getattr(self, name) for name in _OTHER_COSTS]
-        for cost in (self.step_s, *self.token_s, *others, self.fit_error):
+        for cost in (*self._costs(), self.fit_error):
             if not 0 <= cost < float("inf"):
                 raise ConfigError(f"a cost model has a cost of {cost}")
+
+    def _costs(self) -> Floats:
+        others = [getattr(self, name) for name in _OTHER_COSTS]
+        return np.array([self.step_s, *self.token_s, *others])
 
     def tokens_s(self, tokens: npt.ArrayLike) -> Floats:
         """Return the seconds that forward batches of so many tokens take, without `step_s`."""
@@ -101,11 +100,7 @@ class CostModel:
         return seconds
 
     def predict(self, step: MeasuredStep) -> float:
-        return float((_features([step], self.knots) @ self._coefficients())[0])
-
-    def _coefficients(self) -> Floats:
-        others = [getattr(self, name) for name in _OTHER_COSTS]
-        return np.array([self.step_s, *self.token_s, *others])
+        return float((_features([step], self.knots) @ self._costs())[0])
 
 
 def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
@@ -119,7 +114,12 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
     if not (seconds > 0).all():
         raise ConfigError(f"a measured step took {seconds.min()} s; every step takes time")
     # a step of a prefix group would have to determine the slope and the cost of sharing at once
-    knots = _measured_knots({step.tokens for step in steps if not step.shared_pairs})
+    sizes = {step.tokens for step in steps if not step.shared_pairs}
+    measured = [0.0]
+    for knot in TOKEN_KNOTS:
+        if any(measured[-1] < size <= knot for size in sizes) and knot < max(sizes):
+            measured.append(knot)
+    knots = tuple(measured[1:])
     features = _features(steps, knots)
     costs = solve_nonnegative(features / seconds[:, None], np.ones(len(steps)))
     error = features @ costs / seconds - 1.0
@@ -134,14 +134,6 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
     )
 
 
-def _measured_knots(tokens: set[float]) -> tuple[float, ...]:
-    knots = [0.0]
-    for knot in TOKEN_KNOTS:
-        if any(knots[-1] < n <= knot for n in tokens) and knot < max(tokens):
-            knots.append(knot)
-    return tuple(knots[1:])
-
-
 def _features(steps: Sequence[MeasuredStep], knots: tuple[float, ...]) -> Floats:
     tokens = np.array([step.tokens for step in steps], float)
     others = [(s.rows, s.pairs, s.context_reads, s.shared_pairs, s.shared_reads) for s in steps]
@@ -150,7 +142,33 @@ def _features(steps: Sequence[MeasuredStep], knots: tuple[float, ...]) -> Floats
 
 def _segments(tokens: Floats, knots: tuple[float, ...]) -> Floats:
     """Return [..., K + 1]: how many of the tokens lie between neighbouring knots."""
-    lower = np.array((0.0, *knots))
-    upper = np.array((*knots, np.inf))
+    lower, upper = np.array((0.0, *knots)), np.array((*knots, np.inf))
     between: Floats = np.clip(tokens[..., None], lower, upper) - lower
     return between
+
+
+def is_copy_quicker(*, kv_bytes: float, link: Roofline, recompute_s: float) -> bool:
+    """Return whether KV comes back sooner by a copy over the link than by computing it again.
+
+    A copy wins a tie, as it leaves the processor to others. For `recompute_s` see `recompute_time`.
+    """
+    if kv_bytes < 0 or recompute_s < 0:
+        raise ConfigError(
+            f"kv_bytes is {kv_bytes} and recompute_s {recompute_s}; both must be at least 0"
+        )
+    return link.copy_s(kv_bytes) <= recompute_s
+
+
+def recompute_time(costs: CostModel, num_tokens: int) -> float:
+    """Return the seconds of computing the KV of so many tokens again.
+
+    They are priced as steps of the engine's token budget, in which chunks of other prompts are not.
+    """
+    budget = costs.limits.max_batched_tokens or num_tokens
+    seconds = 0.0
+    for start in range(0, num_tokens, max(budget, 1)):
+        tokens = min(budget, num_tokens - start)
+        # every token of the chunk sees those before the chunk, and half of the chunk
+        pairs = tokens * start + tokens * (tokens + 1) / 2
+        seconds += costs.predict(MeasuredStep(seconds=0.0, tokens=tokens, rows=0, pairs=pairs))
+    return seconds

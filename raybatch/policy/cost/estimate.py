@@ -22,20 +22,17 @@ _MAX_SPARE_STEPS = 4
 _GOLDEN = 0.6180339887
 # tokens that are nothing but the error of sums
 _ROUNDING = 1e-6
+# totals that replicas share evenly
+_SHARED_SUMS = ("computed_tokens", "pairs", "context_reads", "shared_pairs", "shared_reads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepForecast:
-    """Steps of one engine; arrays are float64 [steps].
+    """Steps of one engine; prefill tokens count those computed again."""
 
-    Args:
-        prefill_tokens: prompt tokens of the step, those computed again included.
-        weight: how many steps of the run this one stands for.
-    """
-
-    decode_rows: Floats
-    prefill_tokens: Floats
-    weight: Floats
+    decode_rows: Floats  # [steps]
+    prefill_tokens: Floats  # [steps]
+    weight: Floats  # [steps], how many steps of the run this one stands for
     recomputed_tokens: float
 
     @property
@@ -50,19 +47,13 @@ class StepForecast:
 
 
 class _Row(NamedTuple):
-    """A row that waits.
-
-    Args:
-        held: KV that it holds once it starts.
-        left: of `tokens`, those that are not computed yet.
-        has_started: it was preempted before.
-    """
+    """A row that waits; with the KV that it holds once it starts, and tokens not computed yet."""
 
     tokens: float
     outputs: int
     held: float
     left: float
-    has_started: bool = False
+    has_started: bool = False  # it was preempted before
 
 
 class _Running(NamedTuple):
@@ -76,26 +67,21 @@ def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
 
     A long run is forecast from fewer rows: the steps of its middle stand for all that are alike.
     """
-    num_rows = _num_simulated(work, limits)
-    if not num_rows:
-        empty = np.zeros(0)
-        return StepForecast(
-            decode_rows=empty, prefill_tokens=empty, weight=empty, recomputed_tokens=0.0
-        )
-    simulation = _Simulation(work, limits, num_rows)
-    simulation.run()
-    return simulation.result(work)
-
-
-def _num_simulated(work: WorkTotals, limits: EngineLimits) -> int:
-    """Return how many rows stand for all: as many waves as steps allow, and some at least."""
     if not work.num_rows:
-        return 0
+        none = np.zeros(0)
+        return StepForecast(
+            decode_rows=none, prefill_tokens=none, weight=none, recomputed_tokens=0.0
+        )
     prompt, output = (n / work.num_rows for n in (work.computed_tokens, work.generated_tokens))
     # rows are half way through their outputs on average
     batch = min(limits.max_num_seqs, max(1.0, limits.kv_tokens / (prompt + output / 2)))
+    # as many waves as steps allow, and some rows at least
     in_steps = max(_MAX_STEPS * batch / output, _WAVES * batch, _LEAST_ROWS)
-    return min(work.num_rows, max(_MIN_ROWS, _WAVES * limits.max_num_seqs), int(in_steps))
+    most = max(_MIN_ROWS, _WAVES * limits.max_num_seqs)
+    num_rows = min(work.num_rows, most, int(in_steps))
+    simulation = _Simulation(work, limits, num_rows)
+    simulation.run()
+    return simulation.result(work)
 
 
 class _Simulation:
@@ -271,7 +257,13 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     num_rows = -(-totals.num_rows // num_replicas)
     # with more replicas than rows some have nothing to do
     factor = num_rows / totals.num_rows if totals.num_rows else 1.0
-    share = _scaled(totals, num_rows, factor)
+    share = replace(
+        totals,
+        num_rows=num_rows,
+        # where each row generates one token, the product may be less than that by rounding
+        generated_tokens=max(totals.generated_tokens * factor, num_rows),
+        **{name: getattr(totals, name) * factor for name in _SHARED_SUMS},
+    )
     forecast = forecast_steps(share, model.limits)
     weight = forecast.weight
     tokens = forecast.decode_rows + forecast.prefill_tokens
@@ -282,8 +274,18 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     # what is computed again attends to as much as the rest does
     again = 1 + forecast.recomputed_tokens / max(1.0, share.computed_tokens)
     prefill_s = float(tokens_s @ of_prefill) + model.pair_s * share.pairs * again
-    decode_s = float(tokens_s @ (1 - of_prefill))
-    decode_s += _attend_s(model, share, forecast.mean_decode_rows)
+    # members of a large group cannot all run at once
+    reads = share.shared_pairs / max(1.0, forecast.mean_decode_rows)
+    # half of each sequence's last block is empty on average, and read all the same
+    num_decodes = share.generated_tokens - share.num_rows
+    context_reads = share.context_reads + num_decodes * model.limits.block_size / 2
+    decode_s = (
+        float(tokens_s @ (1 - of_prefill))
+        + model.row_s * share.generated_tokens
+        + model.context_s * context_reads
+        + model.shared_pair_s * share.shared_pairs
+        + model.shared_read_s * max(share.shared_reads, reads)
+    )
     overhead_s = model.step_s * forecast.num_steps
     wall_s = prefill_s + decode_s + overhead_s
     error = min(0.9, _BAND_ERRORS * max(_MIN_ERROR, model.fit_error))
@@ -300,21 +302,6 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     )
 
 
-def _attend_s(model: CostModel, share: WorkTotals, mean_decode_rows: float) -> float:
-    """Return the time for sampling rows and for the KV that decoding ones read."""
-    # members of a large group cannot all run at once
-    reads = max(share.shared_reads, share.shared_pairs / max(1.0, mean_decode_rows))
-    # half of each sequence's last block is empty on average, and read all the same
-    num_decodes = share.generated_tokens - share.num_rows
-    context_reads = share.context_reads + num_decodes * model.limits.block_size / 2
-    return (
-        model.row_s * share.generated_tokens
-        + model.context_s * context_reads
-        + model.shared_pair_s * share.shared_pairs
-        + model.shared_read_s * reads
-    )
-
-
 def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> float:
     """Return the price of a run, in the currency of the argument.
 
@@ -327,20 +314,6 @@ def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> flo
             f"got {price_per_engine_hour}"
         )
     return wall_s * num_replicas * price_per_engine_hour / 3600
-
-
-def _scaled(totals: WorkTotals, num_rows: int, factor: float) -> WorkTotals:
-    return replace(
-        totals,
-        num_rows=num_rows,
-        computed_tokens=totals.computed_tokens * factor,
-        pairs=totals.pairs * factor,
-        # where each row generates one token, the product may be less than that by rounding
-        generated_tokens=max(totals.generated_tokens * factor, num_rows),
-        context_reads=totals.context_reads * factor,
-        shared_pairs=totals.shared_pairs * factor,
-        shared_reads=totals.shared_reads * factor,
-    )
 
 
 def _band(expected: float, error: float) -> Band:

@@ -78,8 +78,7 @@ class WorkTotals:
     def with_cache(self, computed_tokens: float) -> "WorkTotals":
         """Return the totals where the beginnings of prompts are in a cache.
 
-        Args:
-            computed_tokens: prompt tokens that are left; more than there are change nothing.
+        More `computed_tokens` than there are prompt tokens change nothing.
         """
         cached = max(0.0, 1 - computed_tokens / max(1.0, self.computed_tokens))
         # cached tokens are the first ones, which attend to the fewest
@@ -132,7 +131,9 @@ def work_totals(
     cached = none if cached_tokens is None else cached_tokens.astype(float)
     shared = none if shared_tokens is None else shared_tokens.astype(float)
     members = none + 1 if num_members is None else np.maximum(num_members, 1).astype(float)
-    _check_lengths(prompts, output=outputs, cached=cached, shared=shared)
+    for name, values in {"output": outputs, "cached": cached, "shared": shared}.items():
+        if values.shape != prompts.shape:
+            raise ConfigError(f"{len(values)} {name} lengths for {len(prompts)} rows")
     shared = np.where(members > 1, shared, 0.0)
     # the step of the prompt gives the first token, which reads nothing more
     decodes = outputs - 1
@@ -147,12 +148,6 @@ def work_totals(
         shared_reads=float((decodes * shared / members).sum()),
         output_lengths=output_sample(outputs),
     )
-
-
-def _check_lengths(prompts: Floats, **lengths: Floats) -> None:
-    for name, values in lengths.items():
-        if values.shape != prompts.shape:
-            raise ConfigError(f"{len(values)} {name} lengths for {len(prompts)} rows")
 
 
 def output_sample(output_tokens: Floats, size: int = _SAMPLE_SIZE) -> tuple[float, ...]:
