@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable import journal
@@ -14,6 +13,7 @@ from raybatch.planning.planned import PlannedRun
 from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_shards, read_units
 from raybatch.planning.stored import StoredPlan
+from raybatch.prefix.block_keys import Bools, Ints
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import (
     RANK,
@@ -30,7 +30,7 @@ _BYTES_PER_BLOCK = 64 << 20
 _MAX_BLOCK_PAIRS = 1 << 20
 
 
-def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bool_]) -> Any:  # noqa: ANN401 - Ray has no types
+def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: Bools) -> Any:  # noqa: ANN401 - Ray has no types
     """Return a Ray dataset of the rows of units that are `todo`, in the order of their plan."""
     import ray  # slow to load, and a local run does without
 
@@ -69,9 +69,7 @@ def ray_pieces(source: Source, read: Callable[[range, int], Iterator[pa.Table]])
     return items.map_batches(read_tasks, batch_size=1, batch_format="pyarrow")
 
 
-def planned_tables(
-    job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bool_]
-) -> Iterator[pa.Table]:
+def planned_tables(job: PlannedRun, stored: StoredPlan, todo: Bools) -> Iterator[pa.Table]:
     """Yield the rows of a plan in tables of whole units, read as they are asked for.
 
     A plan in another order than that of the input is held in memory as a whole.
@@ -98,7 +96,7 @@ def _read_piece(
     stored: StoredPlan,
     slices: range,
     first_row: int,
-    is_todo: npt.NDArray[np.bool_],
+    is_todo: Bools,
 ) -> Iterator[pa.Table]:
     """Yield rows of some slices, from `first_row` of the source on, with columns of their plan."""
     num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
@@ -129,9 +127,7 @@ def _whole_units(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     yield from rest
 
 
-def with_places(
-    sink: str, stored: StoredPlan, finished: pa.Table
-) -> tuple[npt.NDArray[np.int64], pa.Table]:
+def with_places(sink: str, stored: StoredPlan, finished: pa.Table) -> tuple[Ints, pa.Table]:
     """Return the units of finished rows in a plan that was made later, and the rows placed."""
     finished = finished.sort_by(journal.ROW)
     rows = finished.column(journal.ROW).to_numpy()
@@ -161,7 +157,7 @@ def without_groups(table: pa.Table) -> pa.Table:
     return with_columns(table, rank | plan_columns(alone, zeros, unknown))
 
 
-def with_plan(table: pa.Table, shard: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
+def with_plan(table: pa.Table, shard: pa.Table, rows: Ints) -> pa.Table:
     """Return rows with the columns of a plan; the shard is about these rows, by number."""
     unit, pos = (shard.column(name).to_numpy() for name in ("unit", "pos"))
     of_plan = (shard.column(name) for name in ("group_id", "prefix_len", "expected_len"))

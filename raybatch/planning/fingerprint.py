@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, is_dataclass
@@ -200,34 +201,30 @@ def input_files(source: Source) -> tuple[InputFile, ...]:
     Raises:
         ConfigError: a file cannot be read.
     """
-    rows: dict[tuple[str, str], int] = {}
+    rows = Counter[tuple[str, str]]()
     for part in source.slices:
-        rows[part.name, part.path] = rows.get((part.name, part.path), 0) + part.num_rows
+        rows[part.name, part.path] += part.num_rows
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = pool.map(_digest, [path for _, path in rows])
-        return tuple(
-            (name, num_rows, digest)
-            for ((name, _), num_rows), digest in zip(rows.items(), digests, strict=True)
-        )
+        return tuple((name, rows[name, path], next(digests)) for name, path in rows)
 
 
 def compare_files(root: str, files: Sequence[InputFile]) -> tuple[list[str], list[str]]:
     """Return the names of files below `root` that have changed, and of unreadable ones."""
 
-    def state(file: InputFile) -> str:
-        name, _, digest = file
+    def digest(name: str) -> str | None:
         try:
-            return "same" if _digest(f"{root}/{name}") == digest else "changed"
+            return _digest(f"{root}/{name}")
         except ConfigError:
-            return "unreadable"
+            return None
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        states = list(pool.map(state, files))
-    found = [(name, said) for (name, _, _), said in zip(files, states, strict=True)]
-    return (
-        [name for name, said in found if said == "changed"],
-        [name for name, said in found if said == "unreadable"],
-    )
+        now = list(pool.map(digest, [name for name, _, _ in files]))
+    unreadable = [name for (name, _, _), found in zip(files, now, strict=True) if found is None]
+    changed = [
+        name for (name, _, was), found in zip(files, now, strict=True) if found not in (None, was)
+    ]
+    return changed, unreadable
 
 
 def _digest(path: str) -> str:
@@ -239,7 +236,6 @@ def _digest(path: str) -> str:
 
 
 def fingerprint_digest(found: Mapping[str, str]) -> str:
-    """Return a short name of a fingerprint, for logs."""
     text = json.dumps(dict(found), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -270,10 +266,9 @@ def check_same(
     # where nothing but new files is different
     would_extend = not different and not _different_files(stored_files, files, may_grow=True)
     different += _different_files(stored_files, files, may_grow)
-    more = ""
-    if would_extend and can_extend:
-        more = ", set extend=True (--extend in a shell) to add new files"
     if different:
+        hint = ", set extend=True (--extend in a shell) to add new files"
+        more = hint if would_extend and can_extend else ""
         raise ConfigError(
             f"the output in {sink} belongs to another job: {'; '.join(different)}. Restore that to "
             f"go on with it{more}, choose another folder, or set overwrite=True (--overwrite in a "

@@ -14,7 +14,6 @@ from ray.exceptions import RayTaskError
 from raybatch.actors.ray_errors import own_cause
 from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
-from raybatch.durable.units import Uint64s
 from raybatch.planning import tasks
 from raybatch.planning.dataset import ordered_dataset, pieces_of, with_places, without_groups
 from raybatch.planning.layout_lint import can_change_layout
@@ -174,7 +173,12 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     firsts, tables = large.piece_rows[:-1].tolist(), [table for _, table in shards]
     units = stretches(name, unit_rows)
     if shards:
-        units = replace(units, row_sums=_sums(tables, firsts, len(unit_rows)))
+        sums_of, added = ray.remote(tasks.sums_of), ray.remote(tasks.added)
+        sums = [sums_of.remote(*at, len(unit_rows)) for at in zip(tables, firsts, strict=True)]
+        # in tasks, so that the driver sees one array
+        while len(sums) > 1:
+            sums = [added.remote(*sums[i : i + _FAN_IN]) for i in range(0, len(sums), _FAN_IN)]
+        units = replace(units, row_sums=np.array(_get(sums)[0]))
     write = ray.remote(write_shard)
     reach("before_shards")
     written = _get([write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=False)])
@@ -190,15 +194,6 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
         shards=tuple(zip(written, firsts, strict=False)),
     )
     return write_plan(job.sink, stored, units)
-
-
-def _sums(tables: Sequence[_Ref], firsts: Sequence[int], num_units: int) -> Uint64s:
-    """Add up the sums of all pieces in tasks; the driver sees one array."""
-    sums_of, added = ray.remote(tasks.sums_of), ray.remote(tasks.added)
-    sums = [sums_of.remote(t, first, num_units) for t, first in zip(tables, firsts, strict=True)]
-    while len(sums) > 1:
-        sums = [added.remote(*sums[i : i + _FAN_IN]) for i in range(0, len(sums), _FAN_IN)]
-    return np.array(_get(sums)[0])
 
 
 def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:

@@ -14,7 +14,7 @@ from raybatch.inputs.source import Source
 from raybatch.planning.fingerprint import InputFile
 from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.policy.cost.work import WorkTotals, work_totals
-from raybatch.prefix.block_keys import BlockKeys, Floats, Ints
+from raybatch.prefix.block_keys import BlockKeys, Bools, Floats, Ints, Uint64s
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.plan import Arrangement, RowPlan, is_worth_ordering
 from raybatch.prefix.profile import InputProfile
@@ -24,29 +24,20 @@ from raybatch.rows.options import StageConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlannedInput:
-    """The rows that engines will see, in input order, and their plan; arrays are read only.
-
-    Args:
-        asked: positions of the rows among all rows of the source.
-        max_tokens: longest output over all samples.
-        expected_tokens: output to expect over all samples.
-        unasked: rows that no engine sees: class of their error, or "filtered", to their number.
-        whole: plan of all rows of the source.
-        prompts: their token ids, where they are in memory.
-        is_probed: `expected_tokens` come from rows that were generated before the plan.
-    """
+    """The rows that engines will see, in input order, and their plan; arrays are read only."""
 
     keys: BlockKeys
-    asked: npt.NDArray[np.int64]  # [A]
+    asked: Ints  # [A], positions of the rows among all rows of the source
     num_rows: int
-    max_tokens: npt.NDArray[np.int64]  # [A]
-    expected_tokens: npt.NDArray[np.float64]  # [A]
+    max_tokens: Ints  # [A], longest output over all samples
+    expected_tokens: Floats  # [A], output to expect over all samples
+    # rows that no engine sees: class of their error, or "filtered", to their number
     unasked: Mapping[str, int]
     plan: RowPlan
-    whole: RowPlan
+    whole: RowPlan  # plan of all rows of the source
     found: Arrangement
-    prompts: Sequence[TokenIds] | None = None
-    is_probed: bool = False
+    prompts: Sequence[TokenIds] | None = None  # their token ids, where they are in memory
+    is_probed: bool = False  # `expected_tokens` come from rows that were generated before the plan
 
 
 class UnitRunner(Protocol):
@@ -59,7 +50,7 @@ class UnitRunner(Protocol):
     def is_local(self) -> bool:
         """Whether it runs in this process, without Ray."""
 
-    def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
+    def todo(self, stored: StoredPlan) -> Bools:
         """Return which units of a plan are still to be written, bool [units]."""
 
     def run(self, stored: StoredPlan, rows: Any) -> None:  # noqa: ANN401 - Ray has no types
@@ -68,39 +59,28 @@ class UnitRunner(Protocol):
     def collect(self, rows: Sequence[pa.Table]) -> pa.Table:
         """Generate rows before there is a plan; return them as the journal has them."""
 
-    def keep(self, stored: StoredPlan, units: npt.NDArray[np.int64], finished: pa.Table) -> None:
+    def keep(self, stored: StoredPlan, units: Ints, finished: pa.Table) -> None:
         """Write finished rows, each to its unit, or to the journal where a unit is not complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """What a run and its plan are about.
+    """What a run and its plan are about."""
 
-    Args:
-        source: with at least one row.
-        config: of the stage, with the id column of the run.
-        row_id_column: column to make for ids; None where the user has one.
-        units: runs the plan; None where it is only made.
-        partition_by: columns of the source by which the output is laid out.
-        number: of the plan among those of the output, from 1.
-        first_unit: number in the output of the plan's first unit.
-    """
-
-    source: Source
-    config: StageConfig
+    source: Source  # with at least one row
+    config: StageConfig  # of the stage, with the id column of the run
     plan: PlanConfig
     sink: str
-    row_id_column: str | None
-    units: UnitRunner | None = None
+    row_id_column: str | None  # column to make for ids; None where the user has one
+    units: UnitRunner | None = None  # runs the plan; None where it is only made
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[InputFile] = ()
-    partition_by: tuple[str, ...] = ()
-    number: int = 1
-    first_unit: int = 0
+    partition_by: tuple[str, ...] = ()  # columns of the source by which the output is laid out
+    number: int = 1  # of the plan among those of the output, from 1
+    first_unit: int = 0  # number in the output of the plan's first unit
 
     @property
     def subject(self) -> PlanSubject:
-        """What the plan is of."""
         return PlanSubject(
             options=self.plan,
             files=self.files,
@@ -120,48 +100,35 @@ class PlannedRun:
 
     @property
     def runner(self) -> UnitRunner:
-        """What runs the plan."""
         assert self.units is not None, "this plan is not to be run"
         return self.units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PieceSummary:
-    """What the driver keeps of one piece of the source.
-
-    Args:
-        unasked: rows that no engine sees, by class of error, or "filtered".
-        contents: digest of what decides the results of its rows.
-        adapters: different ones that its rows name, 0 for none; empty where the stage has none.
-    """
+    """What the driver keeps of one piece of the source."""
 
     num_rows: int
     num_keys: int
-    unasked: Counter[str]
+    unasked: Counter[str]  # rows that no engine sees, by class of error, or "filtered"
     sample: BlockKeys
-    contents: str
-    adapters: npt.NDArray[np.uint64]  # [A]
+    contents: str  # digest of what decides the results of its rows
+    # different ones that its rows name, 0 for none; empty where the stage has none
+    adapters: Uint64s  # [A]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartSummary:
-    """What the driver keeps of one part.
-
-    Args:
-        work_alone: that its rows make in the order of the input.
-        values: some of the values by which entries are ordered.
-        weights: rows that each of them stands for.
-        probe: numbers of the rows to generate first, where lengths are to be probed.
-    """
+    """What the driver keeps of one part."""
 
     num_rows: int
     profile: InputProfile
     work: WorkTotals
-    work_alone: WorkTotals
+    work_alone: WorkTotals  # that its rows make in the order of the input
     boxes: Sequence[TreeBox]
-    values: Floats  # [n]
-    weights: Ints  # [n]
-    probe: Ints  # [m]
+    values: Floats  # [n], some of the values by which entries are ordered
+    weights: Ints  # [n], rows that each of them stands for
+    probe: Ints  # [m], numbers of the rows to generate first, where lengths are to be probed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -174,13 +141,11 @@ class ArrangedPart:
     expected: Floats  # [R], output to expect; NaN where nothing is known
     entry_rows: Ints  # [E], rows of each entry
     values: Floats  # [E], rising; entries of different parts are ordered by them
-    adapters: npt.NDArray[np.uint64] | None  # [E]; None where the stage has none
+    adapters: Uint64s | None  # [E], None where the stage has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrangeJob:
-    """What `arrange` needs beside the rows."""
-
     plan: PlanConfig
     dedup: bool
     num_rows: int
@@ -189,44 +154,33 @@ class ArrangeJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ProbedRows:
-    """Rows that were generated before the plan."""
-
     row: Ints  # [n], numbers in the source, rising
     lengths: Floats  # [n], tokens that each generated; NaN after an error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LargePlan:
-    """A plan whose rows lie in the object store; what is here does not grow with their number.
-
-    Args:
-        tables: references to what is known of the rows of each piece; none after a run, nor of
-            `rows` and `arranged`.
-        rows: for each part references to its rows, piece by piece.
-        arranged: references to the parts in their own order.
-        probed: rows that were generated before the plan.
-    """
+    """A plan whose rows lie in the object store; what is here does not grow with their number."""
 
     pieces: Sequence[PieceSummary]
+    # references to what is known of the rows of each piece; none after a run, nor of `rows` and
+    # `arranged`
     tables: Sequence[Any]
     parts: Sequence[PartSummary]
-    rows: Sequence[Sequence[Any]]
-    arranged: Sequence[Any]
-    probed: ProbedRows
+    rows: Sequence[Sequence[Any]]  # for each part references to its rows, piece by piece
+    arranged: Sequence[Any]  # references to the parts in their own order
+    probed: ProbedRows  # rows that were generated before the plan
 
     @property
     def num_rows(self) -> int:
-        """Rows of the source."""
         return sum(piece.num_rows for piece in self.pieces)
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block."""
         return self.pieces[0].sample.block_size
 
     @property
     def profile(self) -> InputProfile:
-        """What the input is made of."""
         unasked = sum((piece.unasked for piece in self.pieces), Counter())
         merged = InputProfile.merge([part.profile for part in self.parts])
         return replace(merged, num_rows=self.num_rows, unasked=dict(unasked))
@@ -243,11 +197,9 @@ class LargePlan:
 
     @property
     def saved_fraction(self) -> float:
-        """Share of the prompt tokens that engines do not compute."""
         return max(0.0, 1 - self.computed_tokens / max(1, self.logical_tokens))
 
     def is_reordered(self, plan: PlanConfig) -> bool:
-        """Return whether rows run in another order than that of the input."""
         adapters = np.unique(np.concatenate([piece.adapters for piece in self.pieces]))
         return is_worth_ordering(self.saved_fraction, plan, has_adapters=len(adapters) > 1)
 

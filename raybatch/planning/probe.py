@@ -14,7 +14,7 @@ from raybatch.config import PlanConfig
 from raybatch.durable.journal import ROW
 from raybatch.errors import ConfigError
 from raybatch.planning.tally import counted_columns
-from raybatch.prefix.block_keys import Bools, Floats, Ints, ranges
+from raybatch.prefix.block_keys import Floats, Ints, ranges
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 
 logger = logging.getLogger(__name__)
@@ -126,17 +126,12 @@ def estimate_from_probe(probe_rows: Ints, lengths: Floats, group_id: Ints, strat
         raise ConfigError("no output lengths can be estimated from a probe without rows")
     estimate = np.full(len(group_id), lengths.mean())
     for label in (strata, group_id):
-        mean, is_known = _means(label, label[probe_rows], lengths)
+        known, which = np.unique(label[probe_rows], return_inverse=True)
+        mean = np.bincount(which, weights=lengths) / np.bincount(which)
+        at = np.minimum(np.searchsorted(known, label), len(known) - 1)
+        is_known = known[at] == label
         if label is group_id:
             is_known &= group_id >= 0
-        estimate[is_known] = mean[is_known]
+        estimate[is_known] = mean[at][is_known]
     estimate[probe_rows] = lengths
     return estimate
-
-
-def _means(label: Ints, seen: Ints, lengths: Floats) -> tuple[Floats, Bools]:
-    """Return for each row the mean length of its label's probe rows, and whether there are any."""
-    known, which = np.unique(seen, return_inverse=True)
-    mean = np.bincount(which, weights=lengths) / np.bincount(which)
-    at = np.minimum(np.searchsorted(known, label), len(known) - 1)
-    return mean[at], known[at] == label

@@ -74,8 +74,6 @@ def as_texts(ids: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 class Repeated(NamedTuple):
-    """Ids that several rows have."""
-
     num_rows: int  # that have the id of a row before them
     num_ids: int
     examples: Uint64s  # [E, 2], hashes of some of these ids
@@ -113,7 +111,6 @@ class RepeatedIds:
                 self._spill()
 
     def repeated(self) -> Repeated:
-        """Return what is there more than once, with a few examples."""
         with self._lock:
             self._spill()
         num_rows = num_ids = 0

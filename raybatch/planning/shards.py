@@ -92,6 +92,5 @@ def even_units(piece_rows: Sequence[int], plan: PlanConfig) -> Ints:
 
 
 def even_stretch(num_rows: int, plan: PlanConfig) -> Ints:
-    """Return the rows of units that follow each other."""
     full, rest = divmod(num_rows, plan.unit_rows)
     return np.array([plan.unit_rows] * full + [rest] * (rest > 0), np.int64)

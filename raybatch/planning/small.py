@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import PlanConfig
@@ -23,6 +22,7 @@ from raybatch.planning.shards import contents_digest, digest_of, shard_of
 from raybatch.planning.sidecar import Sidecar, describe_rows
 from raybatch.planning.store import log_plan, read_shards, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
+from raybatch.prefix.block_keys import Floats, Ints
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
 from raybatch.rows.batches import as_movable
 from raybatch.rows.options import StageConfig
@@ -46,7 +46,6 @@ class RowDescriber:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether rows may name adapters."""
         return self._config.lora_column is not None
 
     def __call__(self, table: pa.Table) -> tuple[Prepared, Sidecar]:
@@ -85,7 +84,10 @@ def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
             probe_began = time.monotonic()
             rows, planned, probed = _after_probe(job, rows, planned)
             probe_s = time.monotonic() - probe_began
-        stored = store_plan(job, planned, _expected(job, rows))
+        expected = np.full(planned.num_rows, np.nan)
+        if job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None:
+            expected[planned.asked] = planned.expected_tokens
+        stored = store_plan(job, planned, expected)
         seconds = time.monotonic() - began - probe_s
         log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
     shard = read_shards(job.sink, stored, 0, stored.num_rows)
@@ -99,14 +101,6 @@ def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
     if blocks:
         job.runner.run(stored, blocks)
     return planned
-
-
-def _expected(job: PlannedRun, rows: GatheredRows) -> npt.NDArray[np.float64]:
-    """Return the output to expect of each row of the source; NaN where nothing is known."""
-    expected = np.full(rows.sidecar.num_rows, np.nan)
-    if job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None:
-        expected[rows.sidecar.asked] = rows.sidecar.expected_tokens
-    return expected
 
 
 def gather(job: PlannedRun) -> GatheredRows:
@@ -126,7 +120,6 @@ def gather(job: PlannedRun) -> GatheredRows:
 
 
 def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> PlannedInput:
-    """Plan rows that are in memory."""
     sidecar = rows.sidecar
     plan_of_asked, arrangement = plan_rows(
         PlanRows(
@@ -151,9 +144,7 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
     )
 
 
-def store_plan(
-    job: PlannedRun, planned: PlannedInput, expected: npt.NDArray[np.float64]
-) -> StoredPlan:
+def store_plan(job: PlannedRun, planned: PlannedInput, expected: Floats) -> StoredPlan:
     """Write a plan below the sink, once; return the plan that holds, whoever has written it.
 
     `expected` is float64 [rows of the source], NaN where nothing is known.
@@ -181,7 +172,7 @@ def store_plan(
     return write_plan(job.sink, stored, units)
 
 
-def _block(rows: GatheredRows, shard: pa.Table, chosen: npt.NDArray[np.int64]) -> pa.Table:
+def _block(rows: GatheredRows, shard: pa.Table, chosen: Ints) -> pa.Table:
     """Return the `chosen` rows as they run, with their prompts and the columns of their plan."""
     prompts = prompt_columns([rows.prompts[row] for row in chosen.tolist()])
     # neighbours are not copied

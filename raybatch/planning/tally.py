@@ -10,7 +10,6 @@ from raybatch.rows.schema import ERROR_COLUMN, OutputSchema, Status, error_class
 
 
 def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
-    """Count the rows of a unit."""
     table = counted_columns(finished, output)
     asked = table.filter(pc.greater(table.column("attempts"), 0))
     generated = _per_sample(table, output)
@@ -35,12 +34,10 @@ def _per_sample(table: pa.Table, output: OutputSchema) -> pa.ChunkedArray:
 
 
 def _bins(lengths: pa.ChunkedArray) -> tuple[int, ...]:
-    known = lengths.drop_null()
-    return Histogram.of(known.to_numpy().astype(np.int64)).counts
+    return Histogram.of(lengths.drop_null().to_numpy().astype(np.int64)).counts
 
 
 def row_statuses(finished: pa.Table, output: OutputSchema) -> list[Status]:
-    """Return the status of each finished row."""
     table = counted_columns(finished, output)
     reasons, errors = (table.column(n).to_pylist() for n in ("finish_reason", ERROR_COLUMN))
     return [row_status(r or "", e or "") for r, e in zip(reasons, errors, strict=True)]
@@ -57,9 +54,8 @@ def _statuses(table: pa.Table) -> dict[str, int]:
 
 def _errors(table: pa.Table) -> dict[str, ErrorCount]:
     errors: dict[str, ErrorCount] = {}
-    failed = table.select(["row_id", ERROR_COLUMN])
-    failed = failed.filter(pc.not_equal(failed.column(ERROR_COLUMN), ""))
-    for row in failed.to_pylist():
+    failed = table.filter(pc.not_equal(table.column(ERROR_COLUMN), ""))
+    for row in failed.select(["row_id", ERROR_COLUMN]).to_pylist():
         name = error_class(row[ERROR_COLUMN])
         one = ErrorCount(num_rows=1, row_ids=(str(row["row_id"]),), message=row[ERROR_COLUMN])
         errors[name] = errors[name] + one if name in errors else one

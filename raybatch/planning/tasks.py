@@ -235,7 +235,6 @@ def forecast(
 
 
 def unit_sizes(part: ArrangedPart, cuts: Floats, plan: PlanConfig) -> list[Ints]:
-    """Return the rows of each unit, for each stretch of a part."""
     stretches = _stretches(part, cuts)
     return [np.diff(cut_by(part.entry_rows[entries], plan)) for entries in stretches]
 
@@ -348,7 +347,6 @@ def _plan_rows(pieces: Sequence[pa.Table]) -> PlanRows:
 
 
 def keys_of(tables: Sequence[pa.Table]) -> BlockKeys:
-    """Return the block keys of tables, one after another."""
     return BlockKeys.concat([BlockKeys.from_table(table) for table in tables])
 
 

@@ -28,8 +28,6 @@ class WeightSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residence:
-    """Where the weights of each layer are."""
-
     is_resident: tuple[bool, ...]  # by layer, whether its weights stay on the device
     num_buffers: int  # layers of the ring; 0 where all are resident
     buffer_bytes: int  # of one of them: the largest layer that passes through

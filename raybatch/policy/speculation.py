@@ -45,7 +45,7 @@ class StepTimes:
         """Note a step of so many rows, drafts included; at least 1."""
         size = round(math.log2(rows))
         self._num_steps += 1
-        if self._is_old(size):
+        if self._num_steps - self._last_step.get(size, 0) > self._max_age:
             self._samples.pop(size, None)
             self._medians.pop(size, None)
         self._last_step[size] = self._num_steps
@@ -72,10 +72,11 @@ class StepTimes:
         return max(_MIN_BREAK_EVEN, max(shares, default=_UNKNOWN_BREAK_EVEN))
 
     def _median(self, size: int) -> float | None:
-        return None if self._is_old(size) else self._medians.get(size)
-
-    def _is_old(self, size: int) -> bool:
-        return self._num_steps - self._last_step.get(size, 0) > self._max_age
+        return (
+            None
+            if self._num_steps - self._last_step.get(size, 0) > self._max_age
+            else self._medians.get(size)
+        )
 
 
 def draft_length(acceptance: float, break_even: float, max_tokens: int) -> int:

@@ -28,21 +28,16 @@ ForecastName = Literal["input", "sorted", "planned", "bound"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderForecast:
-    """What one order would compute.
-
-    Args:
-        computed_tokens: those whose KV an engine computes.
-        error: half width of the 95 % interval of the hit rate; 0 where all rows were simulated.
-        is_lower_bound: the sample was too short to fill the cache, so there may be more hits.
-        num_rows_too_large: rows that do not fit the cache even alone, and are left out.
-    """
+    """What one order would compute."""
 
     name: ForecastName
     prompt_tokens: int
-    computed_tokens: int
+    computed_tokens: int  # those whose KV an engine computes
+    # half width of the 95 % interval of the hit rate; 0 where all rows were simulated
     error: float = 0.0
+    # the sample was too short to fill the cache, so there may be more hits
     is_lower_bound: bool = False
-    num_rows_too_large: int = 0
+    num_rows_too_large: int = 0  # rows that do not fit the cache even alone, and are left out
 
     @property
     def hit_rate(self) -> float:
@@ -124,8 +119,13 @@ def _planned(
     known for all rows; of many rows only the rest is simulated, in windows that begin with an
     empty cache and count their second half.
     """
-    num_tokens, pinned = load.keys.num_tokens[order], _pinned(load.keys, plan, order)
-    prompt_tokens, error = int(num_tokens.sum()), 0.0
+    num_tokens, group_id = load.keys.num_tokens[order], plan.group_id[order]
+    prompt_tokens, error, block_size = int(num_tokens.sum()), 0.0, load.keys.block_size
+    # the last token of a prompt is always computed, and with it its block
+    last = (num_tokens - 1) // block_size * block_size
+    pinned = np.where(group_id >= 0, np.minimum(plan.prefix_len[order], last), 0)
+    # where a group begins, its prefix is computed; also when others ran in between, as a probe's do
+    pinned[np.diff(group_id, prepend=-1) != 0] = 0
     if not size.finds_blocks:
         computed = prompt_tokens - int(pinned.sum())
     elif len(order) <= max_rows:
@@ -182,14 +182,3 @@ def merge_forecasts(
         is_lower_bound=not is_whole,
     )
     return (from_input, *merged[1:])
-
-
-def _pinned(keys: BlockKeys, plan: RowPlan, order: Ints) -> Ints:
-    """Return the tokens that each row of `order` finds because its group holds them."""
-    group_id = plan.group_id[order]
-    # the last token of a prompt is always computed, and with it its block
-    last = (keys.num_tokens[order] - 1) // keys.block_size * keys.block_size
-    pinned = np.where(group_id >= 0, np.minimum(plan.prefix_len[order], last), 0)
-    # where a group begins, its prefix is computed; also when others ran in between, as a probe's do
-    pinned[np.diff(group_id, prepend=-1) != 0] = 0
-    return pinned.astype(np.int64)

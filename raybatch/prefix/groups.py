@@ -49,7 +49,9 @@ def exact_single_level(
     Source: facility location on a tree; BatchLLM (arXiv 2412.03594) solves the same by a greedy.
     """
     num_ending, num_covered = _ending_rows(tree, keys, representative)
-    depth, levels = tree.depth_tokens, _nodes_by_level(tree)
+    depth, level_of_node = tree.depth_tokens, tree.levels()
+    by_level = np.argsort(level_of_node, kind="stable")
+    levels = np.split(by_level, np.cumsum(np.bincount(level_of_node))[:-1])
     # of each level: the places of the parents in the level above, and the depths of all ancestors
     parents, above = [np.zeros(1, np.int64)], [np.zeros((1, 0), np.int64)]
     for upper, nodes in pairwise(levels):
@@ -133,37 +135,25 @@ def _ending_rows(
     )
 
 
-def _nodes_by_level(tree: PrefixTree) -> list[Ints]:
-    levels = tree.levels()
-    order = np.argsort(levels, kind="stable")
-    return np.split(order, np.cumsum(np.bincount(levels))[:-1])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrefixGroups:
-    """Groups of two rows or more, numbered by their first row in the input.
-
-    Args:
-        prefix_tokens: tokens of each row that its group shares; 0 for a row that is alone.
-        num_rows: rows of each group, duplicates included.
-        prefix_len: tokens of the shared prefix of each group.
-        distinct_tokens: tokens of each group beyond its prefix: the sum over the rows that are
-            generated, at least 1 for each.
-        representative: the row that is generated in place of each row; itself, unless it is a
-            duplicate of an earlier one.
-    """
+    """Groups of two rows or more, numbered by their first row in the input."""
 
     group_id: Ints  # [R], -1 for a row that is alone
+    # tokens of each row that its group shares; 0 for a row that is alone
     prefix_tokens: npt.NDArray[np.int32]  # [R]
-    num_rows: Ints  # [G]
-    prefix_len: Ints  # [G]
+    num_rows: Ints  # [G], rows of each group, duplicates included
+    prefix_len: Ints  # [G], tokens of the shared prefix of each group
+    # tokens of each group beyond its prefix: the sum over the rows that are generated, at least 1
+    # for each
     distinct_tokens: Ints  # [G]
     first_row: Ints  # [G], lowest number of its rows
+    # the row that is generated in place of each row; itself, unless it is a duplicate of an earlier
+    # one
     representative: Ints  # [R]
 
     @property
     def num_groups(self) -> int:
-        """Groups; rows that are alone belong to none."""
         return len(self.num_rows)
 
 
@@ -227,9 +217,16 @@ def entries_of_subtrees(tree: PrefixTree, unit_rows: int, representative: Ints) 
     is_passed, edges = passed_nodes(tree, unit_rows), tree.edge_tokens()
     own = np.where(is_passed, 0, edges)
     entries = _entries(tree, nearest_open(tree, is_passed[tree.parent]), own, representative)
+    # each row below a node that is passed through bears an equal share of the node's own tokens
+    start, stop = tree.row_start[is_passed], tree.row_stop[is_passed]
+    share = edges[is_passed] / np.maximum(stop - start, 1)
+    change = np.zeros(tree.num_rows + 1)
+    np.add.at(change, start, share)
+    np.add.at(change, stop, -share)
+    per_row = np.cumsum(change)[:-1].clip(min=0)
+    before = np.concatenate([np.zeros(1), np.cumsum(per_row)])
     # rounded at the borders of entries, so that all shares of a node add up to its tokens
-    before = np.rint(_tokens_before(tree, np.flatnonzero(is_passed), edges)[entries.starts])
-    shares: Ints = np.diff(before).astype(np.int64)
+    shares: Ints = np.diff(np.rint(before[entries.starts])).astype(np.int64)
     return replace(entries, prefix_tokens=entries.prefix_tokens + shares)
 
 
@@ -239,20 +236,6 @@ def passed_nodes(tree: PrefixTree, unit_rows: int) -> Bools:
     is_passed: Bools = sizes > max(unit_rows, _LARGE_FRACTION * tree.num_rows)
     is_passed[0] = True
     return is_passed
-
-
-def _tokens_before(tree: PrefixTree, nodes: Ints, edges: Ints) -> npt.NDArray[np.float64]:
-    """Return what the rows before each place bear of some nodes, and all rows: float64 [R + 1].
-
-    Each row below a node bears an equal share of the node's own tokens.
-    """
-    start, stop = tree.row_start[nodes], tree.row_stop[nodes]
-    share = edges[nodes] / np.maximum(stop - start, 1)
-    change = np.zeros(tree.num_rows + 1)
-    np.add.at(change, start, share)
-    np.add.at(change, stop, -share)
-    per_row = np.cumsum(change)[:-1].clip(min=0)
-    return np.concatenate([np.zeros(1), np.cumsum(per_row)])
 
 
 def _entries(tree: PrefixTree, entry_of_node: Ints, own_tokens: Ints, first_equal: Ints) -> Entries:

@@ -28,8 +28,12 @@ class Histogram:
         if not len(values):
             return cls()
         numbers = np.rint(values).astype(np.int64)
+        large = np.maximum(numbers, _EXACT)
+        doublings = np.frexp(large.astype(float))[1] - 1
+        steps = (large >> (doublings - 2)) - 4
+        bins = np.where(numbers < _EXACT, numbers, _EXACT + 4 * (doublings - 3) + steps)
         return cls(
-            counts=tuple(np.bincount(_bins(numbers)).tolist()),
+            counts=tuple(np.bincount(bins).tolist()),
             total=int(numbers.sum()),
             lowest=int(numbers.min()),
             highest=int(numbers.max()),
@@ -84,14 +88,6 @@ class Histogram:
         return min(max(value, self.lowest), self.highest)
 
 
-def _bins(numbers: Ints) -> Ints:
-    large = np.maximum(numbers, _EXACT)
-    doublings = np.frexp(large.astype(float))[1] - 1
-    steps = (large >> (doublings - 2)) - 4
-    bins: Ints = np.where(numbers < _EXACT, numbers, _EXACT + 4 * (doublings - 3) + steps)
-    return bins
-
-
 def _first(index: int) -> int:
     if index < _EXACT:
         return index
@@ -110,7 +106,6 @@ class LengthBands:
 
 
 def length_bands(lengths: Floats) -> LengthBands:
-    """Summarise expected or measured output lengths."""
     if not len(lengths):
         raise ConfigError("output lengths of no rows have no bands")
     longest = np.sort(lengths)[-max(len(lengths) // 10, 1) :]
@@ -123,7 +118,6 @@ def length_bands(lengths: Floats) -> LengthBands:
 
 
 def histogram_bands(lengths: Histogram) -> LengthBands:
-    """Summarise output lengths of which only a histogram is known."""
     if not lengths.num_values:
         raise ConfigError("output lengths of no rows have no bands")
     edges, counts = np.array(lengths.edges()), np.array(lengths.counts)

@@ -192,7 +192,10 @@ class _Cache:
             if self.num_resident[run] < length:
                 break
         num_new = self.held[position] - num_hits
-        while num_new > self.num_free + self.num_cached - self._num_unused(path):
+        while True:
+            num_unused = sum(self.num_resident[run] for run in path if not self.num_users[run])
+            if num_new <= self.num_free + self.num_cached - num_unused:
+                break
             self._end_oldest()
         for run in path:
             if not self.num_users[run] and self.num_resident[run]:
@@ -208,9 +211,6 @@ class _Cache:
             self.num_resident[run] = length
         self.live.append((path, self.held[position] - sum(lengths[: len(path)])))
         return num_hits
-
-    def _num_unused(self, path: list[int]) -> int:
-        return sum(self.num_resident[run] for run in path if not self.num_users[run])
 
     def _allocate(self, count: int) -> None:
         taken = min(count, self.num_free)

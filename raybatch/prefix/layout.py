@@ -49,7 +49,6 @@ class LayoutAdvice:
 
     @property
     def text(self) -> str:
-        """One sentence for the user."""
         used, best = (f"{100 * layout.hit_rate:.0f} %" for layout in (self.used, self.best))
         if self.best.hit_rate <= self.used.hit_rate:
             return f"the order of the fields is the best one, with a hit rate of {used}"

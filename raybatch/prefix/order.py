@@ -67,17 +67,12 @@ class GroupLoad:
 
     @property
     def decode_ratio(self) -> Floats:
-        """Expected output tokens per computed prompt token."""
         return self.output_tokens / np.maximum(self.prefill_tokens, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DensityModel:
     """The part of a model and its device that decides what a token costs.
-
-    Args:
-        flops_per_s: achieved, not peak.
-        bytes_per_s: achieved memory bandwidth.
 
     Source: BlendServe, arXiv:2411.16102, section 4. A shared prefix is counted once here, with its
     attention, where the paper scales the whole compute time by the share of saved tokens.
@@ -87,8 +82,8 @@ class DensityModel:
     num_layers: int
     hidden_size: int
     kv_bytes_per_token: float
-    flops_per_s: float
-    bytes_per_s: float
+    flops_per_s: float  # achieved, not peak
+    bytes_per_s: float  # achieved memory bandwidth
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -18,26 +18,17 @@ from raybatch.prefix.tree import PrefixTree
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeBox:
-    """A rectangle over rows and token positions.
+    """A rectangle over rows and token positions."""
 
-    Args:
-        row_start: place of its first row, in an order that puts wide nodes first.
-        token_start: first position; a mean where several nodes are put together.
-        num_nodes: prefixes in this box; 0 for what rows do not share.
-        saved_tokens: prompt tokens of these rows here that need no computing.
-        example_row: a row whose prompt runs through this box.
-        text: of one prefix; "" where it is not known.
-    """
-
-    row_start: int
+    row_start: int  # place of its first row, in an order that puts wide nodes first
     row_stop: int
-    token_start: float
+    token_start: float  # first position; a mean where several nodes are put together
     token_stop: float
     level: int
-    num_nodes: int
-    saved_tokens: int
-    example_row: int
-    text: str = ""
+    num_nodes: int  # prefixes in this box; 0 for what rows do not share
+    saved_tokens: int  # prompt tokens of these rows here that need no computing
+    example_row: int  # a row whose prompt runs through this box
+    text: str = ""  # of one prefix; "" where it is not known
 
     @property
     def num_rows(self) -> int:
@@ -98,7 +89,12 @@ class _Outline:
             for child in children[:num_wide].tolist():
                 stack.append((child, place, level + 1))
                 place += int(self.num_below[child])
-            for nodes in self._bunches(children[num_wide:], min_rows):
+            # small siblings, deep ones first, in runs of `min_rows` rows or a little more
+            small = children[num_wide:]
+            small = small[np.lexsort((small, -tree.depth_tokens[small]))]
+            before = np.cumsum(self.num_below[small]) - self.num_below[small]
+            cuts = np.flatnonzero(np.diff(before // min_rows)) + 1
+            for nodes in np.split(small, cuts) if len(small) else []:
                 shared = self._box(nodes, place, level + 1)
                 place, rows = shared.row_stop, slice(shared.row_start, shared.row_stop)
                 prompts = self.prompt_sums[tree.row_stop[nodes]]
@@ -112,15 +108,6 @@ class _Outline:
                 tokens = self.prompt_sums[first + count] - self.prompt_sums[first]
                 boxes += self._rest(rows, tokens, depth, level + 1, int(tree.row_order[first]))
         return boxes
-
-    def _bunches(self, nodes: Ints, min_rows: int) -> list[Ints]:
-        """Split small siblings, deep ones first, into runs of `min_rows` rows or a little more."""
-        if not len(nodes):
-            return []
-        nodes = nodes[np.lexsort((nodes, -self.tree.depth_tokens[nodes]))]
-        before = np.cumsum(self.num_below[nodes]) - self.num_below[nodes]
-        cuts = np.flatnonzero(np.diff(before // min_rows)) + 1
-        return np.split(nodes, cuts)
 
     def _box(self, nodes: Ints, place: int, level: int) -> TreeBox:
         """Return the box of what the rows of some siblings share."""

@@ -50,7 +50,11 @@ class Partitioner:
             part[deep[is_found]] = parts[place[is_found]]
             leaves_at[deep[is_found]] = depth
         unseen = np.flatnonzero(part < 0)
-        part[unseen] = self._dealt(_next_keys(rows, unseen, leaves_at))
+        # by the first block after the dense nodes, or the digest where there is none
+        words, has_more = rows.digest[unseen].copy(), (rows.num_blocks > leaves_at)[unseen]
+        deeper = unseen[has_more]
+        words[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
+        part[unseen] = self._dealt(words)
         copies = unseen[np.isin(rows.digest[unseen], self.digests)]
         # hashed, because copies may be at even distances
         part[copies] = self._dealt(numbers[copies].astype(np.uint64))
@@ -107,12 +111,3 @@ def cut_values(values: Floats, weights: Ints, num_stretches: int) -> Floats:
     ends = np.cumsum(weights[order])
     goals = ends[-1] * np.arange(1, num_stretches) / num_stretches if len(ends) else np.zeros(0)
     return np.unique(values[order][np.searchsorted(ends, goals, side="right")])
-
-
-def _next_keys(rows: BlockKeys, chosen: Ints, leaves_at: Ints) -> Uint64s:
-    """Return the key of the first block after the dense nodes; the digest where there is none."""
-    next_keys = rows.digest[chosen].copy()
-    has_more = rows.num_blocks[chosen] > leaves_at[chosen]
-    deeper = chosen[has_more]
-    next_keys[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
-    return next_keys

@@ -32,17 +32,13 @@ _Number = TypeVar("_Number", np.int64, np.float64)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanRows:
-    """What planning knows of the rows that engines will see; arrays are read only.
+    """What planning knows of the rows that engines will see; arrays are read only."""
 
-    Args:
-        keys: of the prompts. An identical digest means that one result serves both rows, so what
-            else decides a result must be part of it.
-        expected_tokens: [R], output that a row is expected to generate over all samples.
-        adapters: [R], rows with equal numbers run one after the other; None for all alike.
-    """
-
+    # of the prompts. An identical digest means that one result serves both rows, so what else
+    # decides a result must be part of it.
     keys: BlockKeys
-    expected_tokens: Floats
+    expected_tokens: Floats  # [R], output that a row is expected to generate over all samples
+    # [R], rows with equal numbers run one after the other; None for all alike
     adapters: npt.NDArray[np.uint64] | None = None
 
     def __post_init__(self) -> None:
@@ -57,24 +53,20 @@ class Arrangement:
     """Rows in entries: what runs together. An order of entries is all that a plan still needs.
 
     What an entry is, see `raybatch.prefix.groups`, which also says what the arrays are.
-
-    Args:
-        groups: of all rows; with sharing at all levels, by the deepest shared prefix of each row.
-        computed_tokens: prompt tokens that engines compute when every shared prefix runs once.
     """
 
     tree: PrefixTree
+    # of all rows; with sharing at all levels, by the deepest shared prefix of each row
     groups: PrefixGroups
     rows: Ints
     starts: Ints
     entry_node: Ints
     load: GroupLoad
     stats: TreeStats
-    computed_tokens: int
+    computed_tokens: int  # prompt tokens that engines compute when every shared prefix runs once
 
     @property
     def saved_fraction(self) -> float:
-        """Share of the prompt tokens that engines do not compute."""
         return max(0.0, 1 - self.computed_tokens / max(1, self.stats.logical_tokens))
 
 
@@ -153,7 +145,6 @@ def is_worth_ordering(
 
 
 def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> Arrangement:
-    """Build the tree, choose what is shared, and put the rows into entries."""
     keys, all_rows = rows.keys, np.arange(rows.keys.num_rows)
     tree, first_equal = build_tree(keys), find_representatives(keys)
     representative = first_equal if dedup else all_rows

@@ -19,11 +19,6 @@ class InputProfile:
     """Rows, tokens, sharing and groups of an input or of a part of it.
 
     Parts that no prefix group reaches across add up exactly; else a group counts in each.
-
-    Args:
-        computed_tokens: prompt tokens that the plan computes when each prefix runs once.
-        bound_tokens: those that a plan must compute: every shared prefix once, at all depths.
-        num_generated: rows that are generated; the others are identical to one of them.
     """
 
     num_rows: int
@@ -32,9 +27,9 @@ class InputProfile:
     output_tokens: Histogram
     limit_tokens: int
     tree: TreeStats
-    computed_tokens: int
-    bound_tokens: int
-    num_generated: int
+    computed_tokens: int  # prompt tokens that the plan computes when each prefix runs once
+    bound_tokens: int  # those that a plan must compute: every shared prefix once, at all depths
+    num_generated: int  # rows that are generated; the others are identical to one of them
     group_rows: Histogram
     group_prefix: Histogram
     num_units: int
@@ -58,7 +53,6 @@ class InputProfile:
 
     @property
     def num_groups(self) -> int:
-        """Prefix groups; rows that are alone belong to none."""
         return self.group_rows.num_values
 
 

@@ -33,20 +33,16 @@ class PrefixTree:
     A node stands for the longest prefix that the rows below it have in common, so it has two
     children or more, or rows of its own. Children follow each other by their first row in the
     input. The root is the empty prefix, however much all rows share.
-
-    Args:
-        row_order: row numbers, neighbours share most: first the rows of a node that are in no
-            child, in input order, then those of its children.
-        row_start: the rows below node n are `row_order[row_start[n]:row_stop[n]]`.
-        num_ending: rows whose deepest node this is; they are first in the node's slice.
     """
 
+    # row numbers, neighbours share most: first the rows of a node that are in no child, in input
+    # order, then those of its children
     row_order: Ints  # [R]
     parent: Ints  # [N], node above; -1 for the root, which is node 0
     depth_tokens: Ints  # [N], from the root to the end of the node
-    row_start: Ints  # [N]
+    row_start: Ints  # [N], the rows below node n are `row_order[row_start[n]:row_stop[n]]`
     row_stop: Ints  # [N]
-    num_ending: Ints  # [N]
+    num_ending: Ints  # [N], rows whose deepest node this is; they are first in the node's slice
 
     @property
     def num_rows(self) -> int:
@@ -82,32 +78,22 @@ class PrefixTree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeStats:
-    """What sharing at all levels of the tree can save.
-
-    Args:
-        num_duplicates: rows that are identical to an earlier one; they count as rows everywhere.
-        logical_tokens: prompt tokens of all rows.
-        saved_tokens: logical tokens less physical ones.
-        physical_tokens: tokens to compute when every node is computed once. A row that its nodes
-            cover entirely still needs one forward token.
-        mean_sharing_degree: rows that share a token of the tree, on average over those tokens.
-        mean_prefix_len: tokens of a row that are in the tree, on average over the rows.
-        mean_distinct_len: tokens that a row computes for itself, on average over the rows.
-    """
+    """What sharing at all levels of the tree can save."""
 
     num_rows: int
     num_nodes: int
-    num_duplicates: int
-    logical_tokens: int
-    saved_tokens: int
+    num_duplicates: int  # rows that are identical to an earlier one; they count as rows everywhere
+    logical_tokens: int  # prompt tokens of all rows
+    saved_tokens: int  # logical tokens less physical ones
+    # tokens to compute when every node is computed once. A row that its nodes cover entirely still
+    # needs one forward token.
     physical_tokens: int
-    mean_sharing_degree: float
-    mean_prefix_len: float
-    mean_distinct_len: float
+    mean_sharing_degree: float  # rows that share a token of the tree, on average over those tokens
+    mean_prefix_len: float  # tokens of a row that are in the tree, on average over the rows
+    mean_distinct_len: float  # tokens that a row computes for itself, on average over the rows
 
     @property
     def saved_fraction(self) -> float:
-        """Share of the logical tokens that need not be computed."""
         return self.saved_tokens / max(1, self.logical_tokens)
 
 

@@ -54,15 +54,13 @@ class ForwardTime:
     """Predicted time of one forward pass through all layers.
 
     Embedding and head are left out: no choice of a plan changes what they take for a token.
-
-    Args:
-        busy_fraction: by resource, the share of the time that it works, in the laid out layers.
-        longest_chain: names of the nodes that decide the time, in the laid out layers.
     """
 
     seconds: float
     layer_s: float
+    # by resource, the share of the time that it works, in the laid out layers
     busy_fraction: dict[str, float]
+    # names of the nodes that decide the time, in the laid out layers
     longest_chain: tuple[str, ...]
 
 

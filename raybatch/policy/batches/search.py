@@ -37,15 +37,13 @@ class PlanGrid:
     """The values that are tried, each with each.
 
     Left out is attention over more tokens than are at the gate, or in too many runs.
-
-    Args:
-        max_attention_runs: of one layer; a graph of more takes long, and each costs a fixed time.
     """
 
     attention_tokens: tuple[int, ...]
     gate_tokens: tuple[int, ...]
     parameter_buffers: tuple[int | None, ...] = (None,)
     kv_on_host: tuple[bool, ...] = (False, True)
+    # of one layer; a graph of more takes long, and each costs a fixed time
     max_attention_runs: int = 32
 
     def __post_init__(self) -> None:
@@ -84,8 +82,6 @@ class PlanGrid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricedPlan:
-    """A plan with what it takes."""
-
     plan: BatchPlan
     time: ForwardTime
     memory: MemoryNeed
@@ -97,17 +93,12 @@ class PricedPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """The best plan, and the best of each other residence, best first.
-
-    Args:
-        num_considered: plans of the grid that the sequences there are can fill.
-        num_infeasible: of these, plans that memory does not hold.
-    """
+    """The best plan, and the best of each other residence, best first."""
 
     best: PricedPlan
     runners_up: tuple[PricedPlan, ...]
-    num_considered: int
-    num_infeasible: int
+    num_considered: int  # plans of the grid that the sequences there are can fill
+    num_infeasible: int  # of these, plans that memory does not hold
 
 
 def price_plan(

@@ -33,51 +33,31 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredStep:
-    """Counts of one step, and the seconds that it took.
-
-    Args:
-        tokens: of the forward batch: prompt tokens and one per decoding sequence.
-        rows: sequences that got a token.
-        pairs: prompt tokens times the tokens that each attends to.
-        context_reads: KV tokens that decoding sequences read for themselves.
-        shared_pairs: decoding sequences times KV tokens that they share with others.
-        shared_reads: shared KV tokens, counted once for all that share them.
-    """
+    """Counts of one step, and the seconds that it took."""
 
     seconds: float
-    tokens: float
-    rows: float
-    pairs: float = 0.0
-    context_reads: float = 0.0
-    shared_pairs: float = 0.0
-    shared_reads: float = 0.0
+    tokens: float  # of the forward batch: prompt tokens and one per decoding sequence
+    rows: float  # sequences that got a token
+    pairs: float = 0.0  # prompt tokens times the tokens that each attends to
+    context_reads: float = 0.0  # KV tokens that decoding sequences read for themselves
+    shared_pairs: float = 0.0  # decoding sequences times KV tokens that they share with others
+    shared_reads: float = 0.0  # shared KV tokens, counted once for all that share them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """Seconds of everything that a step does, and what bounds the batch.
+    """Seconds of everything that a step does, and what bounds the batch."""
 
-    Args:
-        step_s: of a step, whatever it computes.
-        knots: tokens at which the slope changes, ascending.
-        token_s: per token of the forward batch, one slope below each knot and one above the last.
-        row_s: per token that is sampled.
-        pair_s: per prompt token and token that it attends to.
-        context_s: per KV token that a decoding sequence reads for itself.
-        shared_pair_s: per decoding sequence and KV token that others read as well.
-        shared_read_s: per shared KV token and step.
-        fit_error: root mean square of the relative errors over the measured steps.
-    """
-
-    step_s: float
-    knots: tuple[float, ...]
+    step_s: float  # of a step, whatever it computes
+    knots: tuple[float, ...]  # tokens at which the slope changes, ascending
+    # per token of the forward batch, one slope below each knot and one above the last
     token_s: tuple[float, ...]
-    row_s: float
-    pair_s: float
-    context_s: float
-    shared_pair_s: float
-    shared_read_s: float
-    fit_error: float
+    row_s: float  # per token that is sampled
+    pair_s: float  # per prompt token and token that it attends to
+    context_s: float  # per KV token that a decoding sequence reads for itself
+    shared_pair_s: float  # per decoding sequence and KV token that others read as well
+    shared_read_s: float  # per shared KV token and step
+    fit_error: float  # root mean square of the relative errors over the measured steps
     limits: EngineLimits
 
     def __post_init__(self) -> None:

@@ -79,9 +79,7 @@ def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
     in_steps = max(_MAX_STEPS * batch / output, _WAVES * batch, _LEAST_ROWS)
     most = max(_MIN_ROWS, _WAVES * limits.max_num_seqs)
     num_rows = min(work.num_rows, most, int(in_steps))
-    simulation = _Simulation(work, limits, num_rows)
-    simulation.run()
-    return simulation.result(work)
+    return _Simulation(work, limits, num_rows).run(work)
 
 
 class _Simulation:
@@ -90,9 +88,7 @@ class _Simulation:
         # half a block of every sequence is empty on average
         held = tokens + limits.block_size / 2
         self._waiting = deque(_Row(tokens, n, held, tokens) for n in _outputs(work, num_rows))
-        self._kv_tokens = float(limits.kv_tokens)
-        self._max_rows = limits.max_num_seqs
-        self._block_size = limits.block_size
+        self._limits = limits
         self._budget = float(limits.max_batched_tokens or np.inf)
         self._running: list[_Running] = []
         # sequences by the step after which they end, and the KV that they give back then
@@ -106,11 +102,9 @@ class _Simulation:
         self.ended: list[int] = []
         self.recomputed: list[float] = []
 
-    def run(self) -> None:
+    def run(self, work: WorkTotals) -> StepForecast:
         while self._waiting or self._num_running:
             self._step()
-
-    def result(self, work: WorkTotals) -> StepForecast:
         weight = np.ones(len(self.decode_rows))
         decode_rows, ended = np.array(self.decode_rows), np.cumsum(self.ended)
         if work.num_rows > self._num_rows:
@@ -134,7 +128,7 @@ class _Simulation:
         step = len(self.decode_rows)
         self._used += self._num_decoding
         has_preempted = False
-        while self._used > self._kv_tokens and self._num_running > 1:
+        while self._used > self._limits.kv_tokens and self._num_running > 1:
             self._preempt(step)
             has_preempted = True
         num_decoding = self._num_decoding
@@ -161,10 +155,12 @@ class _Simulation:
     def _has_room(self) -> bool:
         if not self._num_running:
             return True
-        spare_steps = min(_MAX_SPARE_STEPS, max(1, self._block_size // 4))
-        reserve = self._num_running * spare_steps // self._block_size * self._block_size
-        fits = self._used + self._waiting[0].held + reserve <= self._kv_tokens
-        return fits and self._num_running < self._max_rows
+        spare_steps = min(_MAX_SPARE_STEPS, max(1, self._limits.block_size // 4))
+        reserve = (
+            self._num_running * spare_steps // self._limits.block_size * self._limits.block_size
+        )
+        fits = self._used + self._waiting[0].held + reserve <= self._limits.kv_tokens
+        return fits and self._num_running < self._limits.max_num_seqs
 
     def _start(self, row: _Row, step: int) -> None:
         # the step of the prompt gives the first token
@@ -213,8 +209,6 @@ _BAND_ERRORS = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """A value with the range in which it is likely to lie."""
-
     expected: float
     low: float
     high: float
@@ -225,29 +219,19 @@ class CostEstimate:
     """Time that engines need; starts of engines, reading and writing are extra.
 
     The ranges are those of the cost model's own error. What is not known about output lengths is
-    not in them: estimate again with other totals for that.
-
-    Args:
-        engine_s: seconds in steps, summed over replicas.
-        wall_s: seconds by the clock, with the work spread evenly over the replicas.
-        prefill_s: of `engine_s.expected`, for prompt tokens and their attention.
-        decode_s: the same for generated tokens.
-        overhead_s: the same for what a step costs whatever it computes.
-        num_replicas: that share the work.
-        num_steps: summed over replicas.
-        mean_decode_rows: sequences that decode in a step of one replica, on average.
-        recomputed_tokens: computed again after KV memory ran out, summed over replicas.
+    not in them: estimate again with other totals for that. Parts, steps and tokens are of the
+    expected engine seconds, summed over replicas.
     """
 
-    engine_s: Band
-    wall_s: Band
+    engine_s: Band  # seconds in steps, summed over replicas
+    wall_s: Band  # seconds by the clock, with the work spread evenly over the replicas
     prefill_s: float
     decode_s: float
-    overhead_s: float
+    overhead_s: float  # what steps cost whatever they compute
     num_replicas: int
     num_steps: float
-    mean_decode_rows: float
-    recomputed_tokens: float
+    mean_decode_rows: float  # sequences that decode in a step of one replica, on average
+    recomputed_tokens: float  # computed again after KV memory ran out
 
 
 def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> CostEstimate:

@@ -33,8 +33,6 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredWork:
-    """One run of a module, and the seconds that it took."""
-
     tokens: int
     work: Work
     seconds: float
@@ -42,20 +40,15 @@ class MeasuredWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """Seconds of a module: a fixed time, then the longer of computing and moving its bytes.
-
-    Args:
-        byte_s: per byte; 0 where moving bound no measured run.
-        serial_fraction: share of the shorter of the two that the longer does not hide: 0 is the
-            textbook roofline, 1 a sum. Cores that wait for memory hide little of it.
-        fit_error: root mean square of the relative errors over the measured runs.
-    """
+    """Seconds of a module: a fixed time, then the longer of computing and moving its bytes."""
 
     fixed_s: float
     operation_s: float
-    byte_s: float
+    byte_s: float  # per byte; 0 where moving bound no measured run
+    # share of the shorter of the two that the longer does not hide: 0 is the textbook roofline, 1 a
+    # sum. Cores that wait for memory hide little of it.
     serial_fraction: float = 0.0
-    fit_error: float = 0.0
+    fit_error: float = 0.0  # root mean square of the relative errors over the measured runs
 
     def __post_init__(self) -> None:
         for cost in (self.fixed_s, self.operation_s, self.byte_s, self.fit_error):

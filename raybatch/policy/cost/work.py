@@ -17,23 +17,16 @@ _MERGED_SIZE = 1 << 14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkTotals:
-    """Sums over all rows; a row with n samples counts as n rows that share their prompt.
-
-    Args:
-        computed_tokens: prompt tokens that are computed.
-        pairs: sum over the computed tokens of the tokens that each attends to.
-        shared_pairs: KV tokens that decoding rows read and share, over all steps.
-        shared_reads: the same, counted once for all rows that read them in a step.
-        output_lengths: outputs of rows that stand for all, evenly over their distribution.
-    """
+    """Sums over all rows; a row with n samples counts as n rows that share their prompt."""
 
     num_rows: int
-    computed_tokens: float
-    pairs: float
+    computed_tokens: float  # prompt tokens that are computed
+    pairs: float  # sum over the computed tokens of the tokens that each attends to
     generated_tokens: float
     context_reads: float
-    shared_pairs: float = 0.0
-    shared_reads: float = 0.0
+    shared_pairs: float = 0.0  # KV tokens that decoding rows read and share, over all steps
+    shared_reads: float = 0.0  # the same, counted once for all rows that read them in a step
+    # outputs of rows that stand for all, evenly over their distribution
     output_lengths: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -118,10 +111,9 @@ def work_totals(
     """Sum up rows. O(R log R).
 
     Args:
-        cached_tokens: int [R], prompt tokens with KV from another row; None for none.
+        cached_tokens: int [R], prompt tokens with KV from another row.
         shared_tokens: int [R], leading tokens that the row shares with the rows of its group, the
-            row that computes them included; None for none.
-        num_members: int [R], rows of the row's group; needed with `shared_tokens`.
+            row that computes them included; needs `num_members`, int [R], the rows of its group.
     """
     outputs = np.maximum(np.asarray(output_tokens, float), 1.0)
     none = np.zeros(len(prompt_tokens))
