@@ -35,9 +35,7 @@ def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: Bools) -> Any:  #
     import ray  # slow to load, and a local run does without
 
     read, wanted = _reader(job, stored), ray.put(todo)
-    rows = ray_pieces(
-        job.source, lambda slices, first_row: read(slices, first_row, ray.get(wanted))
-    )
+    rows = ray_pieces(job.source, lambda slices, first: read(slices, first, ray.get(wanted)))
     if not stored.is_reordered:
         return rows
     # blocks of the shuffle hold a bounded number of rows and of bytes, and whole units each

@@ -74,6 +74,7 @@ _THREADS = 16
 
 # name, rows, and a digest of size and end
 InputFile = tuple[str, int, str]
+InputFiles = Sequence[InputFile]
 
 
 def fingerprint(
@@ -81,10 +82,7 @@ def fingerprint(
 ) -> dict[str, str]:
     """Return what decides the answers beside the input files, name to text; long ones as digests.
 
-    Args:
-        config: of the stage, with a backend that is decided.
-        schema: of the output.
-        job: what `deciding_options` returns of the job's config; None where there is no job.
+    The backend is decided. `job` is what `deciding_options` returns of the job's config, if any.
     """
     assert config.backend.is_decided, "what answers is not decided yet"
     named: dict[str, Any] = {
@@ -220,11 +218,9 @@ def compare_files(root: str, files: Sequence[InputFile]) -> tuple[list[str], lis
 
     with ThreadPoolExecutor(_THREADS) as pool:
         now = list(pool.map(digest, [name for name, _, _ in files]))
-    unreadable = [name for (name, _, _), found in zip(files, now, strict=True) if found is None]
-    changed = [
-        name for (name, _, was), found in zip(files, now, strict=True) if found not in (None, was)
-    ]
-    return changed, unreadable
+    found = list(zip(files, now, strict=True))
+    changed = [name for (name, _, was), new in found if new not in (None, was)]
+    return changed, [name for (name, _, _), new in found if new is None]
 
 
 def _digest(path: str) -> str:
@@ -244,19 +240,16 @@ def check_same(
     sink: str,
     *,
     stored: Mapping[str, str],
-    stored_files: Sequence[InputFile],
+    stored_files: InputFiles,
     now: Mapping[str, str],
-    files: Sequence[InputFile],
+    files: InputFiles,
     may_grow: bool = False,
     can_extend: bool = True,
 ) -> None:
     """Raise ConfigError where the output below a sink was begun by a job with other answers.
 
-    The error names what is different: options, and files of the input.
-
-    Args:
-        may_grow: files that are new are no difference.
-        can_extend: whoever asks has an option `extend`.
+    It names options and files of the input; new ones are no difference where the input may grow.
+    `can_extend` says that whoever asks has an option `extend`.
     """
     different = [
         f"{name} is {now.get(name, 'not there')} and was {stored.get(name, 'not there')}"
@@ -276,9 +269,7 @@ def check_same(
         )
 
 
-def _different_files(
-    stored: Sequence[InputFile], files: Sequence[InputFile], may_grow: bool
-) -> list[str]:
+def _different_files(stored: InputFiles, files: InputFiles, may_grow: bool) -> list[str]:
     before, after = ({name: rest for name, *rest in found} for found in (stored, files))
     said = []
     for what, names in (

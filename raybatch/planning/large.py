@@ -42,14 +42,7 @@ _Ref = Any  # Ray has no types
 
 
 def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
-    """Plan a source by Ray tasks, write the plan, generate the rows, and return the plan.
-
-    Returns:
-        The plan, or None where one was there already.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Plan a source by Ray tasks, generate the rows; return the plan, None where one was there."""
     large = None
     if stored is None:
         began, probe_s, probed = time.monotonic(), 0.0, None
@@ -157,11 +150,7 @@ def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table
 
 
 def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
-    """Rank the parts, write the shards below the sink, and return what `plan.json` says.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Rank the parts, write the shards below the sink, and return what `plan.json` says."""
     plan, is_reordered = job.plan, large.is_reordered(job.plan)
     shards: list[tuple[_Ref, _Ref]] = []
     if is_reordered:

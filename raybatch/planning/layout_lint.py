@@ -248,9 +248,9 @@ class _Values:
 
     def field(self, name: str, label_tokens: int) -> TemplateField:
         rows = np.array(self._rows, np.int64)
-        lengths = np.array(self._lengths, np.int64)
+        tokens = np.array(self._lengths, np.int64)[rows]
         return TemplateField(
-            name=name, value_ids=rows, num_tokens=lengths[rows], label_tokens=label_tokens
+            name=name, value_ids=rows, num_tokens=tokens, label_tokens=label_tokens
         )
 
     def _length(self, text: str) -> int:

@@ -91,12 +91,11 @@ class PlannedRun:
             number=self.number,
             first_unit=self.first_unit,
             skipped=self.source.skipped,
-            partition_types=tuple(map(self._type_name, self.partition_by)),
+            partition_types=tuple(
+                str(kind.value_type if pa.types.is_dictionary(kind) else kind)
+                for kind in (self.source.schema.field(name).type for name in self.partition_by)
+            ),
         )
-
-    def _type_name(self, column: str) -> str:
-        kind = self.source.schema.field(column).type
-        return str(kind.value_type if pa.types.is_dictionary(kind) else kind)
 
     @property
     def runner(self) -> UnitRunner:

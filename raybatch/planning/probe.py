@@ -26,12 +26,9 @@ _MAX_ROWS = 20_000
 def probe_rows(
     group_id: Ints, max_tokens: Ints, plan: PlanConfig, *, num_rows: int | None = None
 ) -> Ints:
-    """Choose the rows of a probe: int64 [n], positions in rising order.
+    """Choose the rows of a probe: int64 [n], positions in rising order; see `choose_probe`.
 
-    Args:
-        group_id: int64 [R], -1 for a row that is alone.
-        max_tokens: int64 [R], longest outputs; rows with different ones may differ in length.
-        num_rows: of the whole input, where these are a part of it.
+    Rows with different longest outputs may differ in length. `num_rows` is that of the whole input.
     """
     fraction = min(plan.probe_fraction, _MAX_ROWS / max(1, num_rows or len(group_id)))
     return choose_probe(group_id, _strata(max_tokens), fraction=fraction, seed=plan.seed)
@@ -45,11 +42,7 @@ def _strata(max_tokens: Ints) -> Ints:
 def generated_lengths(rows: Ints, finished: pa.Table, output: OutputSchema) -> Floats:
     """Return the tokens that rows have generated over all samples, float64 [n]; NaN after an error.
 
-    What the probe measured is told in the log.
-
-    Args:
-        rows: int64 [n], their numbers in the source.
-        finished: their results in any order, with these numbers in a column.
+    Results are in any order, with the numbers of their rows. What was measured is told in the log.
     """
     results = counted_columns(finished, output)
     generated = results.column("num_generated_tokens").combine_chunks()
@@ -74,13 +67,12 @@ def generated_lengths(rows: Ints, finished: pa.Table, output: OutputSchema) -> F
 
 
 def estimate(probe: Ints, lengths: Floats, group_id: Ints, max_tokens: Ints) -> Floats:
-    """Return the output to expect of each row, float64 [R], at most what it may generate.
+    """Return the output to expect of each row, float64 [R], at most its longest, `max_tokens`.
 
     Args:
         probe: int64 [n], the rows that were generated.
         lengths: float64 [n], what they generated; NaN after an error.
         group_id: int64 [R], -1 for a row that is alone.
-        max_tokens: int64 [R], longest outputs.
     """
     is_known = ~np.isnan(lengths)
     if not is_known.any():
@@ -93,12 +85,9 @@ def estimate(probe: Ints, lengths: Floats, group_id: Ints, max_tokens: Ints) -> 
 def choose_probe(group_id: Ints, strata: Ints, *, fraction: float = 0.01, seed: int = 0) -> Ints:
     """Choose the rows whose outputs are generated first: int64 [n], positions in rising order.
 
-    Every stratum gives its share, rounded up, and so at least one row. Inside a stratum the rows
-    are spread evenly over groups sorted by id, at random inside a group. O(R log R).
-
-    Args:
-        strata: int64 [R], what sets rows apart that may differ in length: their template, model or
-            adapter, a band of `max_tokens`.
+    Every stratum gives its share, rounded up, and so at least one row: strata set rows apart that
+    may differ in length, by template, model, adapter or a band of `max_tokens`. Inside a stratum
+    the rows are spread evenly over groups sorted by id, at random inside a group. O(R log R).
     """
     if not 0 < fraction <= 1:
         raise ConfigError(f"a probe of {fraction} of the rows; the share is above 0 and at most 1")

@@ -125,9 +125,7 @@ class RepeatedIds:
             starts = np.flatnonzero(is_next_same & ~np.append(False, is_next_same[:-1]))
             num_rows += int(is_next_same.sum())
             num_ids += len(starts)
-            examples = np.concatenate(
-                [examples, hashes[starts, :2][: _NUM_EXAMPLES - len(examples)]]
-            )
+            examples = np.concatenate([examples, hashes[starts, :2]])[:_NUM_EXAMPLES]
             if len(starts):
                 first = starts[np.argmin(hashes[starts, 2])]
                 firsts.append((int(hashes[first, 2]), int(hashes[first + 1, 2])))

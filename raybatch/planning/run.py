@@ -77,9 +77,8 @@ def store_stretches(source: Source, sink: str, subject: PlanSubject) -> StoredPl
 def fit_units(plan: PlanConfig, source: Source) -> PlanConfig:
     """Return options whose units stay small in memory, whatever the size of a row."""
     most = max(1, _MAX_UNIT_BYTES * source.num_rows // max(1, _num_bytes(source)))
-    return replace(
-        plan, unit_rows=min(plan.unit_rows, most), max_unit_rows=min(plan.max_unit_rows, most)
-    )
+    target, limit = min(plan.unit_rows, most), min(plan.max_unit_rows, most)
+    return replace(plan, unit_rows=target, max_unit_rows=limit)
 
 
 def is_small(source: Source, plan: PlanConfig) -> bool:

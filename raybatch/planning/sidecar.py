@@ -43,9 +43,7 @@ class Sidecar:
         firsts = np.cumsum([0, *(part.num_rows for part in parts)])
         return cls(
             keys=BlockKeys.concat([part.keys for part in parts]),
-            asked=np.concatenate(
-                [part.asked + first for part, first in zip(parts, firsts, strict=False)]
-            ),
+            asked=np.concatenate([part.asked + firsts[i] for i, part in enumerate(parts)]),
             max_tokens=np.concatenate([part.max_tokens for part in parts]),
             expected_tokens=np.concatenate([part.expected_tokens for part in parts]),
             num_rows=int(firsts[-1]),
@@ -63,11 +61,9 @@ class Sidecar:
 def describe_rows(
     table: pa.Table, prepared: Prepared, *, block_size: int, expected_column: str | None = None
 ) -> Sidecar:
-    """Describe the rows of one batch.
+    """Describe the rows of one batch; every asked row is among the prepared requests (no copies).
 
-    Args:
-        prepared: the same rows, every asked row among its requests (no copies).
-        expected_column: output lengths that the user expects; None takes the longest allowed.
+    Without a column of output lengths the longest allowed are expected.
 
     Raises:
         ConfigError: the column is no column of numbers, or holds a length below 0.
@@ -109,9 +105,7 @@ def check_expected(schema: pa.Schema, column: str | None) -> None:
         )
 
 
-def _result_keys(
-    digests: Uint64s, samplings: Sequence[Sampling], row_ids: Sequence[str]
-) -> Uint64s:
+def _result_keys(digest: Uint64s, samplings: Sequence[Sampling], row_ids: Sequence[str]) -> Uint64s:
     """Mix into the digest of each prompt what else decides its result."""
     texts = {sampling: repr(dataclasses.astuple(sampling)) for sampling in set(samplings)}
     known = {
@@ -122,7 +116,7 @@ def _result_keys(
         known[one] ^ (0 if is_deterministic(one) else row_seed(one.seed, row_id))
         for one, row_id in zip(samplings, row_ids, strict=True)
     ]
-    return digests ^ np.array(salts, np.uint64)
+    return digest ^ np.array(salts, np.uint64)
 
 
 def _expected(

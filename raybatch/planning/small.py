@@ -71,11 +71,7 @@ class GatheredRows:
 
 
 def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
-    """Plan a source in this process, write the plan, generate the rows, and return the plan.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Plan a source in this process, write the plan, generate the rows, and return the plan."""
     began, probe_s, probed = time.monotonic(), 0.0, None
     rows = gather(job)
     planned = plan_gathered(rows, job.config, job.plan)
@@ -148,9 +144,6 @@ def store_plan(job: PlannedRun, planned: PlannedInput, expected: Floats) -> Stor
     """Write a plan below the sink, once; return the plan that holds, whoever has written it.
 
     `expected` is float64 [rows of the source], NaN where nothing is known.
-
-    Raises:
-        ConfigError: the folder cannot be written.
     """
     whole = planned.whole
     shard = shard_of(whole, expected)

@@ -23,10 +23,7 @@ _SHOWN_CHARS = 40
 def check_partition_values(source: Source, columns: Sequence[str]) -> None:
     """Raise ConfigError that names the first row that no folder can hold.
 
-    Memory: a table of a source file at a time.
-
-    Args:
-        columns: by which the output is laid out, each of a type that `check_partitions` takes.
+    Columns are of types that `check_partitions` takes. Memory: a table of a source file at a time.
     """
     schema = pa.schema([source.schema.field(name) for name in columns])
     doubtful = []

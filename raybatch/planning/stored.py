@@ -63,9 +63,8 @@ def parse_plan(data: bytes, path: str) -> StoredPlan:
         if version != _VERSION:
             raise ConfigError(f"{path} has version {version}; this is {_VERSION}; {way_out}")
         kinds = get_type_hints(StoredPlan)
-        return StoredPlan(
-            **{name: _typed(name, value, kinds.get(name)) for name, value in values.items()}
-        )
+        typed = {name: _typed(name, value, kinds.get(name)) for name, value in values.items()}
+        return StoredPlan(**typed)
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - data of a file

@@ -67,10 +67,7 @@ def describe(
 ) -> tuple[PieceSummary, pa.Table]:
     """Describe the rows of some slices: what the driver keeps, and block keys with row numbers.
 
-    Args:
-        options: pickled options of stage and plan.
-        sample_every: one of so many rows is in the sample.
-        row_id_column: column to make for ids; None where the user has one.
+    Options of stage and plan are pickled; one of `sample_every` rows is in the sample.
     """
     describer = _describer(options)
     parts = [describer(table)[1] for table in source.read(slices, row_id_column=row_id_column)]
@@ -124,15 +121,13 @@ def chosen_rows(
     return pa.concat_tables(tables)
 
 
-def input_hits(
-    size: CacheSize, max_rows: int, is_whole: bool, *stretch: pa.Table
-) -> tuple[int, int]:
+def input_hits(size: CacheSize, max_rows: int, is_whole: bool, *rows: pa.Table) -> tuple[int, int]:
     """Return cached and all prompt tokens of a stretch of the input, from an empty cache.
 
     The first `max_rows` rows are simulated. Where the stretch is not the whole input, their first
     half fills the cache and is not counted.
     """
-    piece = pa.concat_tables(stretch).slice(0, max_rows)
+    piece = pa.concat_tables(rows).slice(0, max_rows)
     keys = keys_of([piece])
     load = CacheLoad(keys=keys, output_tokens=piece.column("expected").to_numpy())
     order = load.rows_that_fit(size)
@@ -144,11 +139,9 @@ def input_hits(
 def arrange(
     job: ArrangeJob, probed: ProbedRows | None, *pieces: pa.Table
 ) -> tuple[PartSummary, ArrangedPart]:
-    """Plan one part by itself.
+    """Plan one part by itself, from its rows, piece after piece in input order.
 
-    Args:
-        probed: rows that were generated already, which are left out; None before a probe.
-        pieces: rows of the part, piece after piece in input order.
+    Rows that were generated already are left out; there are none before a probe.
     """
     plan, rows = job.plan, _plan_rows(pieces)
     keys, row, max_tokens = rows.keys, _column(pieces, "row"), _column(pieces, "max_tokens")
@@ -249,9 +242,7 @@ def rank(
 ) -> Any:  # noqa: ANN401 - one object is no list
     """Return the plan of the part's rows, a table for each piece of the source.
 
-    Args:
-        first_units: number of the first unit of each stretch.
-        piece_rows: int64 [T + 1], number of the first row of each piece, and of all rows.
+    Stretches begin at these units; `piece_rows` is the first row of each piece, and of all rows.
     """
     # the places in the part of its rows, in the order of their stretches
     entries = np.concatenate(_stretches(part, cuts))
@@ -304,7 +295,6 @@ def shard(
         first_unit: number of the first unit of such rows.
         unit_rows: size of their units, and of those of a probe.
         probe: int64 [n], numbers of the rows of a probe in the whole source, rising.
-        parts: what the plan says of the other rows, by part.
     """
     rows = pa.concat_tables(parts).combine_chunks()
     place = rows.column("row").to_numpy() - first_row

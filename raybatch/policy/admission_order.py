@@ -12,8 +12,8 @@ import numpy.typing as npt
 from raybatch.config import AdmissionPolicy
 from raybatch.errors import ConfigError, range_text
 
-Int64s = npt.NDArray[np.int64]
-Float64s = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 # an entry is passed only by those that arrive within so many times its own steps after it
 PATIENCE = 8.0
@@ -38,9 +38,7 @@ def predicted_steps(num_output: int, num_prompt: int, step_tokens: int) -> float
     return num_output + num_prompt / step_tokens
 
 
-def shortest_first(
-    service: Float64s, arrival_step: Int64s, *, patience: float = PATIENCE
-) -> Int64s:
+def shortest_first(service: Floats, arrival_step: Ints, *, patience: float = PATIENCE) -> Ints:
     """Return the entries in the order in which they start: the shortest first, with ageing.
 
     An entry counts as if it had arrived `patience` times its own steps later. So entries
@@ -51,7 +49,6 @@ def shortest_first(
     Args:
         service: float64 [E], predicted steps of each entry; the mean of a group's members.
         arrival_step: int64 [E], steps of the engine before the entry came.
-        patience: 0 is the order of arrival.
     """
     if not 0 <= patience < math.inf:
         allowed = range_text("at least 0", patience)
@@ -60,8 +57,8 @@ def shortest_first(
 
 
 def next_batch(
-    service: Float64s, num_rows: Int64s, *, batch_rows: int, max_bins: int = MAX_BINS
-) -> Int64s:
+    service: Floats, num_rows: Ints, *, batch_rows: int, max_bins: int = MAX_BINS
+) -> Ints:
     """Return the entries that run as the next batch: rows of like length, the oldest among them.
 
     The rows are cut into bins of like length with as many rows each (quantiles, so that a long tail
@@ -72,8 +69,7 @@ def next_batch(
     Args:
         service: float64 [E], predicted steps of each entry, the oldest first; the largest of a
             group's members.
-        batch_rows: that run at once, at least 1. The last entry may hold more than are left.
-        max_bins: 1 is the order of arrival.
+        batch_rows: that run at once. The last entry may hold more than are left.
 
     Source: arXiv:2412.04504, which has bins with borders that are known beforehand and waits until
     one of them holds a batch.

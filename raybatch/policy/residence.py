@@ -77,10 +77,8 @@ def pass_time(
     """Return the seconds of one pass through the layers, once passes follow each other.
 
     It is the critical path of computations and copies: a layer waits for its copy, and a copy for
-    the layer that had its buffer. What the copies add is this less the sum of `layer_s`.
-
-    Args:
-        copies_overlap: copies run during computations, as on a GPU; on a CPU they take turns.
+    the layer that had its buffer. What the copies add is this less the sum of `layer_s`. Copies
+    overlap with computations on a GPU; on a CPU they take turns.
     """
     nodes, users, ends = list[DagNode](), list[str](), list[int]()
     link = "to_device" if copies_overlap else "compute"

@@ -60,10 +60,8 @@ def forecast_orders(
 ) -> tuple[OrderForecast, ...]:
     """Forecast all four orders; rows that do not fit the cache are left out of all of them.
 
-    The cost is that of simulating `max_rows` rows three times.
-
-    Args:
-        max_rows: rows to simulate for each order; of more, evenly spaced windows are taken.
+    The cost is that of simulating `max_rows` rows three times; of more rows, evenly spaced windows
+    are taken.
     """
     load, tree = CacheLoad(keys=keys, output_tokens=output_tokens), arrangement.tree
     in_input = load.rows_that_fit(size)
@@ -152,11 +150,8 @@ def merge_forecasts(
 ) -> tuple[OrderForecast, ...]:
     """Return the forecasts of all parts of an input together.
 
-    Args:
-        parts: of each part, as `forecast_orders` returns them; their forecast of the order of the
-            input is not used, because a part is no stretch of it.
-        windows: cached and all prompt tokens of stretches of the input.
-        is_whole: the stretches are all of the input, from its beginning.
+    The parts' forecast of the order of the input is not used, because a part is no stretch of it;
+    in its place are cached and all prompt tokens of stretches, which may be all of the input.
     """
     merged = []
     for orders in zip(*parts, strict=True):

@@ -40,11 +40,8 @@ def exact_single_level(
     """Open the nodes with which a single level of sharing computes the fewest tokens: bool [N].
 
     A dynamic programme over pairs of a node and its nearest open ancestor, all nodes of one level
-    of the tree at a time. There are no more pairs than keys. A tie opens fewer nodes.
-
-    Args:
-        representative: as of `find_representatives`, where identical rows are generated once;
-            the others cost nothing.
+    of the tree at a time. There are no more pairs than keys. A tie opens fewer nodes. With the rows
+    of `find_representatives` identical ones are generated once, and the others cost nothing.
 
     Source: facility location on a tree; BatchLLM (arXiv 2412.03594) solves the same by a greedy.
     """
@@ -239,11 +236,9 @@ def passed_nodes(tree: PrefixTree, unit_rows: int) -> Bools:
 
 
 def _entries(tree: PrefixTree, entry_of_node: Ints, own_tokens: Ints, first_equal: Ints) -> Entries:
-    """Return the entries of all rows.
+    """Return the entries of all rows, from the node [N] that names each entry, 0 for none.
 
-    Args:
-        entry_of_node: int64 [N], node that names the entry; 0 for none.
-        own_tokens: int64 [N], tokens of each node that its entry computes once.
+    `own_tokens` are those of each node that its entry computes once.
     """
     deepest = tree.deepest_nodes()
     entry = entry_of_node[deepest]

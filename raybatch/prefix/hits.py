@@ -61,12 +61,9 @@ class HitEstimate:
 def simulate_hits(load: CacheLoad, order: Ints, size: CacheSize) -> Ints:
     """Return the prompt tokens that each row of `order` finds in the cache, int64 [n].
 
-    The last token of a prompt is always computed, as its logits are needed. Runs of blocks that
-    occur only together count as one, so the cost is O(N log N) for the sort of the keys and
-    O(branches on the path) per row.
-
-    Args:
-        order: int64 [n], distinct rows in the order in which they start; may be a part of all.
+    The order has distinct rows, all or some. The last token of a prompt is always computed, as its
+    logits are needed. Runs of blocks that occur only together count as one, so the cost is
+    O(N log N) for the sort of the keys and O(branches on the path) per row.
 
     Raises:
         CapacityError: a row does not fit the empty cache.
@@ -83,11 +80,7 @@ def estimate_hit_rate(
 ) -> HitEstimate:
     """Return the hit rate of an order, from evenly spaced windows if it has over `max_rows` rows.
 
-    Each window begins with an empty cache and counts its second half only.
-
-    Args:
-        order: int64 [n], distinct rows in the order in which they start.
-        max_rows: rows to simulate at most, at least 16.
+    Each window begins with an empty cache and counts its second half only; at least 16 rows.
 
     Raises:
         CapacityError: a simulated row does not fit the empty cache.
@@ -156,11 +149,9 @@ class _Cache:
         count = keys.num_blocks[order]
         row_start = start_offsets(count)
         flat = ranges(keys.offsets[order], count)
-        unique, key_id, num_rows = np.unique(
-            keys.keys[flat], return_inverse=True, return_counts=True
-        )
+        ids, key_id, num_rows = np.unique(keys.keys[flat], return_inverse=True, return_counts=True)
         is_whole = (keys.num_tokens[order] == count * keys.block_size) & (count > 0)
-        ends_a_row = np.zeros(len(unique), bool)
+        ends_a_row = np.zeros(len(ids), bool)
         ends_a_row[key_id[row_start[1:][is_whole] - 1]] = True
         is_start = ends_a_row[key_id]
         is_start[1:] |= num_rows[key_id[1:]] != num_rows[key_id[:-1]]
@@ -171,8 +162,8 @@ class _Cache:
         self.lengths: list[int] = np.diff(np.append(at, len(flat))).tolist()
         self.offsets: list[int] = np.searchsorted(at, row_start).tolist()
         self.is_whole: list[bool] = is_whole.tolist()
-        self.num_resident = [0] * len(unique)
-        self.num_users = [0] * len(unique)
+        self.num_resident = [0] * len(ids)
+        self.num_users = [0] * len(ids)
 
     def run(self, begin: int, end: int) -> Ints:
         """Run the rows at positions `begin` to `end`; return their cached tokens."""

@@ -28,9 +28,8 @@ class InFlightPlan:
 def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:
     """Group rows by the prefixes that save most, and order the groups; near-linear in rows.
 
-    The most output per computed prompt token is first, and what shares a prefix stays
-    together; a row that is alone counts as a group of one. Members follow each other as in the
-    prefix tree.
+    The most output per computed prompt token is first, what shares a prefix stays together, and
+    members follow each other as in the prefix tree; a row that is alone counts as a group of one.
     """
     tree = build_tree(keys)
     is_open = exact_single_level(tree, keys)
@@ -48,11 +47,10 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:
         ).astype(float),
     )
     deepest = tree.deepest_nodes()
-    node = np.concatenate(
-        [nearest_open(tree, is_open)[deepest[groups.first_row]], deepest[is_alone]]
-    )
+    of_groups = nearest_open(tree, is_open)[deepest[groups.first_row]]
+    node = np.concatenate([of_groups, deepest[is_alone]])
     rank = np.empty(len(load), np.int64)
-    rank[order_in_tree(tree, node, load)] = np.arange(len(load))
+    rank[order_in_tree(tree, node, load, is_rising=False)] = np.arange(len(load))
     place = np.empty(keys.num_rows, np.int64)
     place[tree.row_order] = np.arange(keys.num_rows)
     last_block = groups.prefix_len // keys.block_size - 1
@@ -69,11 +67,8 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:
 def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Ints, Ints]:
     """Find for each row the longest prefix that names one of the groups; linear in the keys.
 
-    Args:
-        groups: sets of names of groups, however large, such as the keys of dictionaries.
-
-    Returns:
-        The name for each row, -1 without any, and the tokens of the prefix; int64 [R].
+    Return the name for each row, -1 without any, and the tokens of the prefix; int64 [R]. Groups
+    are sets of names, however large, such as the keys of dictionaries.
     """
     names = _as_names(keys.keys)
     wanted = set(names.tolist())

@@ -168,9 +168,7 @@ def _sums_before(values: Floats) -> Floats:
     return np.concatenate([np.zeros(1), np.cumsum(values)])[:-1]
 
 
-def order_in_tree(
-    tree: PrefixTree, node: Ints, load: GroupLoad, *, is_rising: bool = False
-) -> Ints:
+def order_in_tree(tree: PrefixTree, node: Ints, load: GroupLoad, *, is_rising: bool) -> Ints:
     """Return the entries in their order: int64 [E], a permutation.
 
     Siblings are ordered by the ratio of all that is below them, and what is below one of them runs
@@ -183,11 +181,8 @@ def order_in_tree(
          |    `-- part 2 .. ratio 1
          `-- document 1 ... ratio 3
 
-    Equal siblings keep the order of the tree. O((E + N) log (E + N)).
-
-    Args:
-        node: int64 [E], the deepest node that all rows of an entry are below.
-        is_rising: least output per computed prompt token first.
+    Equal siblings keep the order of the tree. O((E + N) log (E + N)). `node` is the deepest node of
+    the tree that all rows of an entry are below; rising is least output per prompt token first.
     """
     num_entries = len(node)
     ones = np.ones(num_entries, np.int64)
@@ -206,21 +201,12 @@ def order_in_tree(
 
 
 def values_in_tree(
-    tree: PrefixTree,
-    node: Ints,
-    load: GroupLoad,
-    order: Ints,
-    is_passed: Bools,
-    *,
-    is_rising: bool = False,
+    tree: PrefixTree, node: Ints, load: GroupLoad, order: Ints, is_passed: Bools, *, is_rising: bool
 ) -> Floats:
     """Return values, rising, by which entries of several trees are merged: float64 [E].
 
     Entries below a highest node that is not passed through share one value, so none of another
-    tree comes between them.
-
-    Args:
-        is_passed: bool [N], nodes that are too large to stay in one piece; the root is one.
+    tree comes between them. The root is passed through, and nodes too large to stay in one piece.
     """
     is_top = ~is_passed & is_passed[tree.parent]
     top = nearest_open(tree, is_top)[node]

@@ -9,6 +9,7 @@ token | document A    | document B   | +812 |   boxes of nodes, widest first
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -55,14 +56,12 @@ def join_outlines(parts: Sequence[tuple[Sequence[TreeBox], int]]) -> list[TreeBo
 
     A prefix of several parts is a box in each of them.
     """
-    joined, first = [], 0
-    for boxes, num_rows in parts:
-        joined += [
-            replace(box, row_start=box.row_start + first, row_stop=box.row_stop + first)
-            for box in boxes
-        ]
-        first += num_rows
-    return joined
+    firsts = accumulate((num_rows for _, num_rows in parts), initial=0)
+    return [
+        replace(box, row_start=box.row_start + first, row_stop=box.row_stop + first)
+        for (boxes, _), first in zip(parts, firsts, strict=False)
+        for box in boxes
+    ]
 
 
 class _Outline:
@@ -73,9 +72,8 @@ class _Outline:
         self.num_below = tree.row_stop - tree.row_start
         self.prompt_sums = start_offsets(keys.num_tokens[tree.row_order])
         self.by_parent = np.lexsort((-tree.depth_tokens, -self.num_below, tree.parent))
-        self.first_child = np.searchsorted(
-            tree.parent[self.by_parent], np.arange(tree.num_nodes + 1)
-        )
+        parents = tree.parent[self.by_parent]
+        self.first_child = np.searchsorted(parents, np.arange(tree.num_nodes + 1))
 
     def boxes(self, min_rows: int) -> list[TreeBox]:
         """Return boxes of at least `min_rows` rows, but for the rest of a node's children."""

@@ -102,10 +102,7 @@ def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
 def cut_values(values: Floats, weights: Ints, num_stretches: int) -> Floats:
     """Return the values at which stretches of nearly equal weight begin, rising, all but the first.
 
-    Args:
-        values: float64 [n], what is ordered by.
-        weights: [n], rows that each value stands for.
-        num_stretches: at least 1; equal values make fewer.
+    Each value stands for so many rows; equal values make fewer stretches.
     """
     order = np.argsort(values, kind="stable")
     ends = np.cumsum(weights[order])

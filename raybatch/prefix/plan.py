@@ -130,9 +130,7 @@ def by_adapter(entries: Ints, adapters: npt.NDArray[np.uint64]) -> Ints:
     return entries[np.argsort(first[which], kind="stable")]
 
 
-def is_worth_ordering(
-    saved_fraction: float, config: PlanConfig, *, has_adapters: bool = False
-) -> bool:
+def is_worth_ordering(saved_fraction: float, config: PlanConfig, *, has_adapters: bool) -> bool:
     """Return whether rows run in another order than that of the input.
 
     They do where enough is shared, where lengths are known better than by their limit, and where
@@ -239,10 +237,6 @@ def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
     A unit closes at the first border between groups at or after `target_rows`, and before a group
     that would take it above `max_rows`. A group above the maximum is cut into neighbouring units
     of nearly equal size. O(units log G).
-
-    Args:
-        group_rows: int64 [G], rows of each group in the order of ranks.
-        target_rows: wanted size of a unit, 1 to `max_rows`.
     """
     if not 1 <= target_rows <= max_rows:
         raise ConfigError(

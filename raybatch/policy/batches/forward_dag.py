@@ -37,16 +37,12 @@ class DagNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticalPath:
-    """How long a graph takes, and why: the names of the nodes of the longest chain, in order.
-
-    When each node ends stands in the order in which the graph lists them; resources are busy for
-    some seconds each.
-    """
+    """How long a graph takes, and why."""
 
     seconds: float
-    names: tuple[str, ...]
-    finish_s: tuple[float, ...]
-    busy_s: dict[str, float]
+    names: tuple[str, ...]  # of the nodes of the longest chain, first to last
+    finish_s: tuple[float, ...]  # when each node ends, in the order in which the graph lists them
+    busy_s: dict[str, float]  # by resource, how long it works
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

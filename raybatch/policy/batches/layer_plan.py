@@ -45,12 +45,10 @@ class LayerShape:
     num_experts: int = 1
     top_k: int = 1
     element_bytes: int = 4
-    weight_bytes: int | None = (
-        None  # of one weight of a linear or an expert; None for `element_bytes`
-    )
-    kv_row_bytes: int | None = (
-        None  # of keys or values of a token and KV head; None for their elements
-    )
+    # of one weight of a linear or an expert; None for `element_bytes`
+    weight_bytes: int | None = None
+    # of keys or values of a token and KV head; None for their elements
+    kv_row_bytes: int | None = None
 
     def __post_init__(self) -> None:
         known = [n for n in self.__dataclass_fields__ if getattr(self, n) is not None]

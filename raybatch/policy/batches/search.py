@@ -191,9 +191,6 @@ def saturating_tokens(shape: LayerShape, cost: Roofline, *, efficiency: float = 
 
     The best rate is that of an endless batch. Time per token only falls with the batch, so the
     answer is found by bisection.
-
-    Args:
-        efficiency: the share, above 0 and below 1.
     """
     if not 0 < efficiency < 1:
         raise ConfigError(f"efficiency is {efficiency}; it must be above 0 and below 1")
@@ -237,9 +234,7 @@ def gate_target(
 ) -> GateTarget:
     """Return the tokens that can be at the gate, at most enough of them, and what bounds them.
 
-    Args:
-        plan: residence and sub-batches of attention; its tokens at the gate are not read.
-        saturated_tokens: that would be enough, see `saturating_tokens`.
+    Of the plan, tokens at the gate are not read; for what is enough see `saturating_tokens`.
 
     Raises:
         ConfigError: memory does not hold one token.
@@ -288,12 +283,9 @@ def plan_batches(
 ) -> PlannedBatches:
     """Choose the batches of one phase, such as decoding.
 
-    Tried are powers of two up to what keeps the experts busy, and the largest batches that memory
-    holds. Where it does not hold the experts, batches may be so large that computing hides them
-    being streamed. It takes about a second.
-
-    Args:
-        efficiency: share of their best rate from which experts count as busy.
+    Tried are powers of two up to what keeps the experts busy, at a share of their best rate, and
+    the largest batches that memory holds. Where it does not hold the experts, batches may be so
+    large that computing hides them being streamed. It takes about a second.
 
     Raises:
         ConfigError: memory does not hold one token of any plan.
@@ -312,9 +304,7 @@ def plan_batches(
             allowed = gate_target(model, plan, workload, memory, saturated_tokens=enough)
             largest.add(allowed.tokens)
     tokens = tuple(sorted({*powers.gate_tokens, *largest}))
-    grid = PlanGrid(
-        attention_tokens=tokens, gate_tokens=tokens, parameter_buffers=powers.parameter_buffers
-    )
+    grid = replace(powers, attention_tokens=tokens, gate_tokens=tokens)
     search = search_plans(model, costs, workload, memory, grid)
     target = gate_target(model, search.best.plan, workload, memory, saturated_tokens=enough)
     return PlannedBatches(search=search, target=target)

@@ -33,26 +33,21 @@ def plan_boundary(snapshot: BoundarySnapshot, options: BoundaryOptions) -> Bound
     evicted. One that fills all memory that a sequence alone can have ends with "capacity", so
     nothing is reloaded for ever.
 
-    Candidates are loaded first come, first served; one that does not fit is passed over, but
-    once it has waited `max_wait` boundaries nobody who has waited less is loaded before it. So a
-    candidate waits for at most as many boundaries that load anything as there were candidates
-    before it, and `max_wait` more. The same holds for prefilling.
+    Candidates are loaded or prefilled first come, first served; one that does not fit is passed
+    over, but once it has waited `max_wait` boundaries nobody who has waited less goes before it.
 
     Prompts are computed in rounds, while all that decode are suspended: when nothing is left to
     load, the device has room, and a round is worth it (`refill_ratio`). A round goes on until
     `max_active` sequences are in store or host memory is full but for the growth of
     `lookahead` boundaries; so none of them is evicted for want of host pages before those are
-    over, and no further round begins, however many sequences arrive.
-
-    Sorting takes O(n log n) time in the sequences of the snapshot.
+    over, and no further round begins. O(n log n) in the sequences of the snapshot.
 
     Raises:
         RuntimeError: the snapshot, or the state that the plan leads to, breaks a rule of
             `raybatch.policy.boundary.records`.
 
-    Source:
-        BatchGen (arXiv:2606.21712), section 5.3. The order of victims, ageing, host pages granted
-        ahead and the rules for prefill rounds are this library's.
+    Source: BatchGen (arXiv:2606.21712), section 5.3. The order of victims, ageing, host pages
+    granted ahead and the rules for prefill rounds are this library's.
     """
     check_snapshot(snapshot)
     boundary = _Boundary(snapshot, options)

@@ -155,10 +155,9 @@ class _Simulation:
     def _has_room(self) -> bool:
         if not self._num_running:
             return True
-        spare_steps = min(_MAX_SPARE_STEPS, max(1, self._limits.block_size // 4))
-        reserve = (
-            self._num_running * spare_steps // self._limits.block_size * self._limits.block_size
-        )
+        block_size = self._limits.block_size
+        spare_steps = min(_MAX_SPARE_STEPS, max(1, block_size // 4))
+        reserve = self._num_running * spare_steps // block_size * block_size
         fits = self._used + self._waiting[0].held + reserve <= self._limits.kv_tokens
         return fits and self._num_running < self._limits.max_num_seqs
 
@@ -182,10 +181,8 @@ class _Simulation:
         self._num_running -= 1
         self._num_decoding -= 1
         self._used -= row.held + generated
-        tokens = row.tokens + generated
-        self._waiting.appendleft(
-            _Row(tokens, row.outputs - generated, row.held + generated, tokens, True)
-        )
+        tokens, held = row.tokens + generated, row.held + generated
+        self._waiting.appendleft(_Row(tokens, row.outputs - generated, held, tokens, True))
 
 
 def _outputs(work: WorkTotals, num_rows: int) -> list[int]:
@@ -249,12 +246,9 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
         **{name: getattr(totals, name) * factor for name in _SHARED_SUMS},
     )
     forecast = forecast_steps(share, model.limits)
-    weight = forecast.weight
-    tokens = forecast.decode_rows + forecast.prefill_tokens
-    tokens_s = weight * model.tokens_s(tokens)
-    of_prefill = np.divide(
-        forecast.prefill_tokens, tokens, out=np.zeros(len(tokens)), where=tokens > 0
-    )
+    prefill, tokens = forecast.prefill_tokens, forecast.decode_rows + forecast.prefill_tokens
+    tokens_s = forecast.weight * model.tokens_s(tokens)
+    of_prefill = np.divide(prefill, tokens, out=np.zeros(len(tokens)), where=tokens > 0)
     # what is computed again attends to as much as the rest does
     again = 1 + forecast.recomputed_tokens / max(1.0, share.computed_tokens)
     prefill_s = float(tokens_s @ of_prefill) + model.pair_s * share.pairs * again

@@ -45,12 +45,9 @@ class WorkTotals:
     ) -> "WorkTotals":
         """Return the totals of what was done, for a comparison with the time that it took.
 
-        Sums that engines do not count are those of the plan, scaled.
-
-        Args:
-            computed_tokens: prompt tokens less cached ones; what is computed again after KV memory
-                ran out is forecast, as for a plan.
-            num_rows: that generated; None takes those of the plan.
+        Sums that engines do not count are those of the plan, scaled. Computed tokens are prompt
+        tokens less cached ones; what is computed again after KV memory ran out is forecast, as for
+        a plan. Without a number of rows, those of the plan generated.
         """
         num_rows = self.num_rows if num_rows is None else num_rows
         prefill = computed_tokens / max(1.0, self.computed_tokens)
@@ -110,10 +107,8 @@ def work_totals(
 ) -> WorkTotals:
     """Sum up rows. O(R log R).
 
-    Args:
-        cached_tokens: int [R], prompt tokens with KV from another row.
-        shared_tokens: int [R], leading tokens that the row shares with the rows of its group, the
-            row that computes them included; needs `num_members`, int [R], the rows of its group.
+    Cached are prompt tokens with KV from another row. Shared are leading tokens that a row shares
+    with the rows of its group, the row that computes them included; they need `num_members`.
     """
     outputs = np.maximum(np.asarray(output_tokens, float), 1.0)
     none = np.zeros(len(prompt_tokens))
