@@ -15,9 +15,9 @@ import conditions
 import numpy as np
 from step_simulator import Device, Outcome, Rows, StepSimulator
 
-from raybatch.prefix.lengths import choose_probe, estimate_from_probe
-from raybatch.prefix.load import DensityModel, Floats, GroupLoad, Ints
-from raybatch.prefix.order import OrderName, order_groups
+from raybatch.planning.probe import choose_probe, estimate_from_probe
+from raybatch.prefix.block_keys import Floats, Ints
+from raybatch.prefix.order import DensityModel, GroupLoad, OrderName, order_groups
 
 TAIL_SIGMA, TAIL_CLIP = 1.95, 9.2
 
@@ -145,7 +145,7 @@ def group_load(rows: Rows, outputs: Floats | None) -> GroupLoad:
         prefix_tokens=rows.prefix[first],
         distinct_tokens=np.bincount(rows.group, rows.distinct).astype(np.int64),
         num_rows=np.bincount(rows.group),
-        output_tokens=None if outputs is None else np.bincount(rows.group, outputs),
+        output_tokens=np.ones(len(first)) if outputs is None else np.bincount(rows.group, outputs),
     )
 
 

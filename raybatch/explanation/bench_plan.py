@@ -26,8 +26,13 @@ from raybatch.errors import ConfigError
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, full, percent
 from raybatch.policy.batches.layer_plan import MemoryBudget, ModelShape, ModuleCosts
-from raybatch.policy.batches.saturation import GateTarget
-from raybatch.policy.batches.search import PlannedBatches, PricedPlan, SearchResult, plan_batches
+from raybatch.policy.batches.search import (
+    GateTarget,
+    PlannedBatches,
+    PricedPlan,
+    SearchResult,
+    plan_batches,
+)
 from raybatch.policy.batches.step_plan import Phase, RowShape, StepPlan, plan_steps
 from raybatch.policy.cost.roofline import Work
 from raybatch.policy.residence import Residence, WeightSizes, pass_time

@@ -26,8 +26,8 @@ from raybatch.policy.cost.cost_model import CostModel
 from raybatch.policy.cost.estimate import estimate, money
 from raybatch.policy.cost.work import WorkTotals, merge_work
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
+from raybatch.prefix.histogram import histogram_bands, length_bands
 from raybatch.prefix.hits import CacheSize
-from raybatch.prefix.lengths import histogram_bands, length_bands
 from raybatch.prefix.outline import TreeBox, join_outlines, outline_tree
 from raybatch.prefix.profile import InputProfile, profile_rows
 from raybatch.records.types import TokenIds

@@ -21,7 +21,7 @@ from raybatch.explanation.facts import (
 )
 from raybatch.pictures.document import Section, to_fragment, to_page, to_text
 from raybatch.prefix.forecast import ForecastName, OrderForecast
-from raybatch.prefix.lengths import LengthBands
+from raybatch.prefix.histogram import LengthBands
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.profile import InputProfile
 

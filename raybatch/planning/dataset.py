@@ -1,11 +1,10 @@
 """The rows of a source with a plan that lies below the sink, read piece by piece."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable import journal
@@ -14,6 +13,7 @@ from raybatch.planning.planned import PlannedRun
 from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_shards, read_units
 from raybatch.planning.stored import StoredPlan
+from raybatch.prefix.block_keys import Bools, Ints
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import (
     RANK,
@@ -30,32 +30,28 @@ _BYTES_PER_BLOCK = 64 << 20
 _MAX_BLOCK_PAIRS = 1 << 20
 
 
-def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bool_]) -> Any:  # noqa: ANN401 - Ray has no types
-    """Return a Ray dataset of the rows in the order of a plan that lies below the sink.
-
-    Args:
-        todo: bool [units], rows of the others are left out.
-    """
+def ordered_dataset(job: PlannedRun, stored: StoredPlan, todo: Bools) -> Any:  # noqa: ANN401 - Ray has no types
+    """Return a Ray dataset of the rows of units that are `todo`, in the order of their plan."""
     import ray  # slow to load, and a local run does without
 
-    # what travels to the tasks
-    reader, wanted = _PieceReader.of(job, stored), ray.put(todo)
-    rows = ray_pieces(
-        job.source, lambda slices, first_row: reader.read(slices, first_row, ray.get(wanted))
-    )
+    read, wanted = _reader(job, stored), ray.put(todo)
+    rows = ray_pieces(job.source, lambda slices, first: read(slices, first, ray.get(wanted)))
     if not stored.is_reordered:
         return rows
+    # blocks of the shuffle hold a bounded number of rows and of bytes, and whole units each
+    units, num_tasks = np.flatnonzero(todo), len(pieces_of(job.source))
     num_bytes = sum(part.num_bytes for part in job.source.slices)
-    starts = _block_starts(stored, todo, num_bytes, len(pieces_of(job.source)))
-    return rows.sort(RANK, boundaries=rank_of(starts).tolist())
+    least = max(stored.num_rows / _ROWS_PER_BLOCK, num_bytes / _BYTES_PER_BLOCK)
+    least *= len(units) / max(1, stored.num_units)
+    num_blocks = max(1, min(int(np.ceil(least)), _MAX_BLOCK_PAIRS // num_tasks, len(units)))
+    starts = np.linspace(0, len(units), num_blocks + 1).astype(np.int64)[1:-1]
+    return rows.sort(RANK, boundaries=rank_of(np.unique(units[starts])).tolist())
 
 
 def ray_pieces(source: Source, read: Callable[[range, int], Iterator[pa.Table]]) -> Any:  # noqa: ANN401 - Ray has no types
-    """Return a Ray dataset of what is read of each piece of a source.
+    """Return a Ray dataset of what is read of each piece of a source with at least one row.
 
-    Args:
-        source: with at least one row.
-        read: takes the slices of a piece and the number of its first row; called in tasks of Ray.
+    `read` takes the slices of a piece and the number of its first row; it is called in tasks.
     """
     import ray  # slow to load, and a local run does without
 
@@ -71,21 +67,47 @@ def ray_pieces(source: Source, read: Callable[[range, int], Iterator[pa.Table]])
     return items.map_batches(read_tasks, batch_size=1, batch_format="pyarrow")
 
 
-def planned_tables(
-    job: PlannedRun, stored: StoredPlan, todo: npt.NDArray[np.bool_]
-) -> Iterator[pa.Table]:
+def planned_tables(job: PlannedRun, stored: StoredPlan, todo: Bools) -> Iterator[pa.Table]:
     """Yield the rows of a plan in tables of whole units, read as they are asked for.
 
     A plan in another order than that of the input is held in memory as a whole.
     """
-    reader = _PieceReader.of(job, stored)
-    pieces = (reader.read(slices, first_row, todo) for slices, first_row in pieces_of(job.source))
+    read = _reader(job, stored)
+    pieces = (read(slices, first_row, todo) for slices, first_row in pieces_of(job.source))
     if stored.is_reordered:
         yield pa.concat_tables(table for piece in pieces for table in piece).sort_by(RANK)
         return
     # no unit lies in two pieces
     for piece in pieces:
         yield from _whole_units(piece)
+
+
+def _reader(job: PlannedRun, stored: StoredPlan) -> Callable[..., Iterator[pa.Table]]:
+    """Return `_read_piece` with what it needs of a run, small enough to travel to tasks."""
+    return partial(_read_piece, job.source, job.sink, job.row_id_column, stored)
+
+
+def _read_piece(
+    source: Source,
+    sink: str,
+    row_id_column: str | None,
+    stored: StoredPlan,
+    slices: range,
+    first_row: int,
+    is_todo: Bools,
+) -> Iterator[pa.Table]:
+    """Yield rows of some slices, from `first_row` of the source on, with columns of their plan."""
+    num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
+    shard = read_shards(sink, stored, first_row, first_row + num_rows)
+    is_wanted, place = is_todo[shard.column("unit").to_numpy()], 0
+    if not is_wanted.any():
+        return
+    for table in source.read(slices, row_id_column=row_id_column):
+        stop = place + table.num_rows
+        rows = np.arange(first_row + place, first_row + stop)
+        planned = with_plan(as_movable(table), shard.slice(place, table.num_rows), rows)
+        yield planned.filter(is_wanted[place:stop])
+        place = stop
 
 
 def _whole_units(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -103,58 +125,8 @@ def _whole_units(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     yield from rest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PieceReader:
-    """Reads rows of a source with the columns of their plan."""
-
-    source: Source
-    sink: str
-    row_id_column: str | None
-    stored: StoredPlan
-
-    @classmethod
-    def of(cls, job: PlannedRun, stored: StoredPlan) -> "_PieceReader":
-        return cls(source=job.source, sink=job.sink, row_id_column=job.row_id_column, stored=stored)
-
-    def read(
-        self, slices: range, first_row: int, is_todo: npt.NDArray[np.bool_]
-    ) -> Iterator[pa.Table]:
-        num_rows = sum(part.num_rows for part in self.source.slices[slices.start : slices.stop])
-        shard = read_shards(self.sink, self.stored, first_row, first_row + num_rows)
-        is_wanted, place = is_todo[shard.column("unit").to_numpy()], 0
-        if not is_wanted.any():
-            return
-        for table in self.source.read(slices, row_id_column=self.row_id_column):
-            here = slice(place, place + table.num_rows)
-            rows = np.arange(first_row + place, first_row + place + table.num_rows)
-            planned = with_plan(as_movable(table), shard.slice(place, table.num_rows), rows)
-            place += table.num_rows
-            yield planned.filter(is_wanted[here])
-
-
-def _block_starts(
-    stored: StoredPlan, todo: npt.NDArray[np.bool_], num_bytes: int, num_tasks: int
-) -> npt.NDArray[np.int64]:
-    """Return the units at which blocks of the shuffle begin, without the first.
-
-    Blocks hold a bounded number of rows and of bytes; whole units lie in each.
-    """
-    units = np.flatnonzero(todo)
-    share = len(units) / max(1, stored.num_units)
-    least = max(stored.num_rows / _ROWS_PER_BLOCK, num_bytes / _BYTES_PER_BLOCK) * share
-    num_blocks = max(1, min(int(np.ceil(least)), _MAX_BLOCK_PAIRS // num_tasks, len(units)))
-    bounds = np.linspace(0, len(units), num_blocks + 1).astype(np.int64)[1:-1]
-    return np.unique(units[bounds])
-
-
-def with_places(
-    sink: str, stored: StoredPlan, finished: pa.Table
-) -> tuple[npt.NDArray[np.int64], pa.Table]:
-    """Return the units of finished rows in a plan that was made later, and the rows.
-
-    Args:
-        finished: rows as the journal has them, but for their positions.
-    """
+def with_places(sink: str, stored: StoredPlan, finished: pa.Table) -> tuple[Ints, pa.Table]:
+    """Return the units of finished rows in a plan that was made later, and the rows placed."""
     finished = finished.sort_by(journal.ROW)
     rows = finished.column(journal.ROW).to_numpy()
     if stored.shards:
@@ -183,14 +155,8 @@ def without_groups(table: pa.Table) -> pa.Table:
     return with_columns(table, rank | plan_columns(alone, zeros, unknown))
 
 
-def with_plan(table: pa.Table, shard: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
-    """Return rows with the columns of a plan.
-
-    Args:
-        table: the rows.
-        shard: of the plan, about these rows.
-        rows: int64 [R], their numbers in the source.
-    """
+def with_plan(table: pa.Table, shard: pa.Table, rows: Ints) -> pa.Table:
+    """Return rows with the columns of a plan; the shard is about these rows, by number."""
     unit, pos = (shard.column(name).to_numpy() for name in ("unit", "pos"))
     of_plan = (shard.column(name) for name in ("group_id", "prefix_len", "expected_len"))
     return with_columns(table, place_columns(unit, pos, rows) | plan_columns(*of_plan))

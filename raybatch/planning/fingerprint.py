@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, is_dataclass
@@ -73,19 +74,15 @@ _THREADS = 16
 
 # name, rows, and a digest of size and end
 InputFile = tuple[str, int, str]
+InputFiles = Sequence[InputFile]
 
 
 def fingerprint(
     config: StageConfig, schema: pa.Schema, job: Mapping[str, object] | None = None
 ) -> dict[str, str]:
-    """Return what decides the answers beside the input files, name to text.
+    """Return what decides the answers beside the input files, name to text; long ones as digests.
 
-    Long texts and functions are there as digests.
-
-    Args:
-        config: of the stage, with a backend that is decided.
-        schema: of the output.
-        job: what `deciding_options` returns of the job's config; None where there is no job.
+    The backend is decided. `job` is what `deciding_options` returns of the job's config, if any.
     """
     assert config.backend.is_decided, "what answers is not decided yet"
     named: dict[str, Any] = {
@@ -108,12 +105,7 @@ def fingerprint(
 
 
 def deciding_options(config: object, prefix: str = "") -> dict[str, object]:
-    """Return the options of a config that decide answers, those that say nothing of it included.
-
-    Args:
-        config: of a stage, an engine or a job; configs in it are left out.
-        prefix: put before the names.
-    """
+    """Return the options that decide answers, prefixed; configs in the config are left out."""
     named = {}
     for name, field in fields_of(type(config)).items():
         value = getattr(config, name)
@@ -207,39 +199,28 @@ def input_files(source: Source) -> tuple[InputFile, ...]:
     Raises:
         ConfigError: a file cannot be read.
     """
-    rows: dict[tuple[str, str], int] = {}
+    rows = Counter[tuple[str, str]]()
     for part in source.slices:
-        rows[part.name, part.path] = rows.get((part.name, part.path), 0) + part.num_rows
+        rows[part.name, part.path] += part.num_rows
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = pool.map(_digest, [path for _, path in rows])
-        return tuple(
-            (name, num_rows, digest)
-            for ((name, _), num_rows), digest in zip(rows.items(), digests, strict=True)
-        )
+        return tuple((name, rows[name, path], next(digests)) for name, path in rows)
 
 
 def compare_files(root: str, files: Sequence[InputFile]) -> tuple[list[str], list[str]]:
-    """Return the names of files that have changed, and of those that cannot be read.
+    """Return the names of files below `root` that have changed, and of unreadable ones."""
 
-    Args:
-        root: folder that their names are relative to.
-        files: as they once were.
-    """
-
-    def state(file: InputFile) -> str:
-        name, _, digest = file
+    def digest(name: str) -> str | None:
         try:
-            return "same" if _digest(f"{root}/{name}") == digest else "changed"
+            return _digest(f"{root}/{name}")
         except ConfigError:
-            return "unreadable"
+            return None
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        states = list(pool.map(state, files))
-    found = [(name, said) for (name, _, _), said in zip(files, states, strict=True)]
-    return (
-        [name for name, said in found if said == "changed"],
-        [name for name, said in found if said == "unreadable"],
-    )
+        now = list(pool.map(digest, [name for name, _, _ in files]))
+    found = list(zip(files, now, strict=True))
+    changed = [name for (name, _, was), new in found if new not in (None, was)]
+    return changed, [name for (name, _, _), new in found if new is None]
 
 
 def _digest(path: str) -> str:
@@ -251,7 +232,6 @@ def _digest(path: str) -> str:
 
 
 def fingerprint_digest(found: Mapping[str, str]) -> str:
-    """Return a short name of a fingerprint, for logs."""
     text = json.dumps(dict(found), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -260,25 +240,16 @@ def check_same(
     sink: str,
     *,
     stored: Mapping[str, str],
-    stored_files: Sequence[InputFile],
+    stored_files: InputFiles,
     now: Mapping[str, str],
-    files: Sequence[InputFile],
+    files: InputFiles,
     may_grow: bool = False,
     can_extend: bool = True,
 ) -> None:
     """Raise ConfigError where the output below a sink was begun by a job with other answers.
 
-    The error names what is different: options, and files of the input; new ones may have come
-    where the input may grow.
-
-    Args:
-        sink: of the output.
-        stored: what decided its answers.
-        stored_files: its input.
-        now: what decides the answers of this job.
-        files: input of this job.
-        may_grow: files that are new are no difference.
-        can_extend: whoever asks has an option `extend`.
+    It names options and files of the input; new ones are no difference where the input may grow.
+    `can_extend` says that whoever asks has an option `extend`.
     """
     different = [
         f"{name} is {now.get(name, 'not there')} and was {stored.get(name, 'not there')}"
@@ -288,10 +259,9 @@ def check_same(
     # where nothing but new files is different
     would_extend = not different and not _different_files(stored_files, files, may_grow=True)
     different += _different_files(stored_files, files, may_grow)
-    more = ""
-    if would_extend and can_extend:
-        more = ", set extend=True (--extend in a shell) to add new files"
     if different:
+        hint = ", set extend=True (--extend in a shell) to add new files"
+        more = hint if would_extend and can_extend else ""
         raise ConfigError(
             f"the output in {sink} belongs to another job: {'; '.join(different)}. Restore that to "
             f"go on with it{more}, choose another folder, or set overwrite=True (--overwrite in a "
@@ -299,9 +269,7 @@ def check_same(
         )
 
 
-def _different_files(
-    stored: Sequence[InputFile], files: Sequence[InputFile], may_grow: bool
-) -> list[str]:
+def _different_files(stored: InputFiles, files: InputFiles, may_grow: bool) -> list[str]:
     before, after = ({name: rest for name, *rest in found} for found in (stored, files))
     said = []
     for what, names in (

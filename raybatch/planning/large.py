@@ -14,26 +14,17 @@ from ray.exceptions import RayTaskError
 from raybatch.actors.ray_errors import own_cause
 from raybatch.config import PlanConfig
 from raybatch.durable.fault_points import reach
-from raybatch.durable.units import Uint64s
-from raybatch.planning import parts, pieces
+from raybatch.planning import tasks
 from raybatch.planning.dataset import ordered_dataset, pieces_of, with_places, without_groups
 from raybatch.planning.layout_lint import can_change_layout
-from raybatch.planning.planned import (
-    ArrangeJob,
-    LargePlan,
-    PartSummary,
-    PieceSummary,
-    PlannedRun,
-    ProbedRows,
-)
-from raybatch.planning.probe import generated_lengths, log_probe
+from raybatch.planning.planned import ArrangeJob, LargePlan, PieceSummary, PlannedRun, ProbedRows
+from raybatch.planning.probe import generated_lengths
 from raybatch.planning.shards import even_stretch, even_units, stretches
 from raybatch.planning.store import log_plan, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
-from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.block_keys import BlockKeys, Ints
 from raybatch.prefix.forecast import OrderForecast, merge_forecasts
 from raybatch.prefix.hits import NUM_WINDOWS, CacheSize
-from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.partition import choose_parts, cut_values
 
 # a part of so many rows, or of so many keys, takes 1 to 2 GB while it is planned
@@ -51,14 +42,7 @@ _Ref = Any  # Ray has no types
 
 
 def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
-    """Plan a source by Ray tasks, write the plan, generate the rows, and return the plan.
-
-    Returns:
-        The plan, or None where one was there already.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Plan a source by Ray tasks, generate the rows; return the plan, None where one was there."""
     large = None
     if stored is None:
         began, probe_s, probed = time.monotonic(), 0.0, None
@@ -89,7 +73,7 @@ def plan_large(job: PlannedRun) -> LargePlan:
     """Describe and arrange a source by Ray tasks."""
     options, source = cloudpickle.dumps((job.config, job.plan)), ray.put(job.source)
     every = -(-job.source.num_rows // _SAMPLE_ROWS)
-    describe = ray.remote(num_returns=2)(pieces.describe)
+    describe = ray.remote(num_returns=2)(tasks.describe)
     described = [
         describe.remote(options, source, slices, first_row, every, job.row_id_column)
         for slices, first_row in pieces_of(job.source)
@@ -102,14 +86,13 @@ def plan_large(job: PlannedRun) -> LargePlan:
     if num_parts > 1:
         sample = BlockKeys.concat([piece.sample for piece in summaries])
         rule = ray.put(choose_parts(sample, num_parts))
-        split = ray.remote(num_returns=num_parts)(pieces.split)
+        split = ray.remote(num_returns=num_parts)(tasks.split)
         by_part = list(zip(*(split.remote(table, rule) for table in tables), strict=True))
-    nothing = ProbedRows(row=np.zeros(0, np.int64), lengths=np.zeros(0))
     return LargePlan(
         pieces=summaries,
         tables=tables,
         rows=by_part,
-        probed=nothing,
+        probed=ProbedRows(row=np.zeros(0, np.int64), lengths=np.zeros(0)),
         **_arrange(job, by_part, probed=None),
     )
 
@@ -117,7 +100,7 @@ def plan_large(job: PlannedRun) -> LargePlan:
 def _arrange(
     job: PlannedRun, by_part: Sequence[Sequence[_Ref]], probed: ProbedRows | None
 ) -> dict[str, Any]:
-    arrange = ray.remote(num_returns=2)(parts.arrange)
+    arrange = ray.remote(num_returns=2)(tasks.arrange)
     what = _arrange_job(job, len(by_part))
     arranged = [arrange.remote(what, probed, *rows) for rows in by_part]
     return {
@@ -136,10 +119,9 @@ def forecast_large(
     job: PlannedRun, large: LargePlan, size: CacheSize, *, max_rows: int
 ) -> tuple[OrderForecast, ...]:
     """Forecast what orders compute: the input's from stretches of it, the others part by part."""
-    forecast, hits = ray.remote(parts.forecast), ray.remote(pieces.input_hits)
-    what, share = _arrange_job(job, len(large.parts)), max_rows // len(large.parts)
-    is_reordered = large.is_reordered(job.plan)
-    share = max(share, NUM_WINDOWS)
+    forecast, hits = ray.remote(tasks.forecast), ray.remote(tasks.input_hits)
+    what, is_reordered = _arrange_job(job, len(large.parts)), large.is_reordered(job.plan)
+    share = max(max_rows // len(large.parts), NUM_WINDOWS)
     by_part = [forecast.remote(what, is_reordered, size, share, *rows) for rows in large.rows]
     if is_whole := large.num_rows <= max_rows:
         windows = [hits.remote(size, max_rows, True, *large.tables)]
@@ -154,29 +136,21 @@ def forecast_large(
 def _after_probe(job: PlannedRun, large: LargePlan) -> tuple[LargePlan, pa.Table]:
     """Generate the rows of a probe, and arrange the others with the lengths."""
     rows = np.sort(np.concatenate([part.probe for part in large.parts]))
-    source, wanted, chosen = ray.put(job.source), ray.put(rows), ray.remote(pieces.chosen_rows)
+    source, wanted, chosen = ray.put(job.source), ray.put(rows), ray.remote(tasks.chosen_rows)
     tables = [
         chosen.remote(source, slices, first_row, wanted, job.row_id_column)
         for slices, first_row in pieces_of(job.source)
     ]
-    table = pa.concat_tables(_get(tables)).combine_chunks()
-    blocks = [
-        without_groups(table.slice(start, job.plan.unit_rows))
-        for start in range(0, table.num_rows, job.plan.unit_rows)
-    ]
-    finished = job.runner.collect(blocks)
+    table, size = pa.concat_tables(_get(tables)).combine_chunks(), job.plan.unit_rows
+    starts = range(0, table.num_rows, size)
+    finished = job.runner.collect([without_groups(table.slice(i, size)) for i in starts])
     lengths = generated_lengths(rows, finished, job.config.output)
-    log_probe(lengths)
     probed = ProbedRows(row=rows, lengths=lengths)
     return replace(large, probed=probed, **_arrange(job, large.rows, probed)), finished
 
 
 def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
-    """Rank the parts, write the shards below the sink, and return what `plan.json` says.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Rank the parts, write the shards below the sink, and return what `plan.json` says."""
     plan, is_reordered = job.plan, large.is_reordered(job.plan)
     shards: list[tuple[_Ref, _Ref]] = []
     if is_reordered:
@@ -188,7 +162,12 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     firsts, tables = large.piece_rows[:-1].tolist(), [table for _, table in shards]
     units = stretches(name, unit_rows)
     if shards:
-        units = replace(units, row_sums=_sums(tables, firsts, len(unit_rows)))
+        sums_of, added = ray.remote(tasks.sums_of), ray.remote(tasks.added)
+        sums = [sums_of.remote(*at, len(unit_rows)) for at in zip(tables, firsts, strict=True)]
+        # in tasks, so that the driver sees one array
+        while len(sums) > 1:
+            sums = [added.remote(*sums[i : i + _FAN_IN]) for i in range(0, len(sums), _FAN_IN)]
+        units = replace(units, row_sums=np.array(_get(sums)[0]))
     write = ray.remote(write_shard)
     reach("before_shards")
     written = _get([write.remote(job.sink, name, *at) for at in zip(firsts, tables, strict=False)])
@@ -206,20 +185,15 @@ def store_large_plan(job: PlannedRun, large: LargePlan) -> StoredPlan:
     return write_plan(job.sink, stored, units)
 
 
-def _sums(tables: Sequence[_Ref], firsts: Sequence[int], num_units: int) -> Uint64s:
-    """Add up the sums of all pieces in tasks; the driver sees one array."""
-    sums_of, added = ray.remote(pieces.sums_of), ray.remote(pieces.added)
-    sums = [sums_of.remote(t, first, num_units) for t, first in zip(tables, firsts, strict=True)]
-    while len(sums) > 1:
-        sums = [added.remote(*sums[i : i + _FAN_IN]) for i in range(0, len(sums), _FAN_IN)]
-    return np.array(_get(sums)[0])
-
-
 def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]], Ints]:
     """Return digest and shard of each piece, and the rows of each unit."""
     head = even_stretch(len(large.probed.row), plan)
-    cuts = _stretches(large.parts)
-    unit_sizes = ray.remote(parts.unit_sizes)
+    # the values at which stretches begin: parts take turns, a stretch at a time
+    values = np.concatenate([part.values for part in large.parts])
+    weights = np.concatenate([part.weights for part in large.parts])
+    num_stretches = int(weights.sum()) // (len(large.parts) * ROWS_PER_STRETCH)
+    cuts = cut_values(values, weights, max(1, min(num_stretches, _MAX_STRETCHES)))
+    unit_sizes = ray.remote(tasks.unit_sizes)
     sizes = _get([unit_sizes.remote(part, cuts, plan) for part in large.arranged])
     # stretch by stretch, and in each of them part by part
     counts = np.array([[len(stretch) for stretch in part] for part in sizes])
@@ -230,13 +204,13 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
     unit_rows = np.concatenate([head, *middle])
     first_groups = np.cumsum([0, *(part.profile.num_groups for part in large.parts)]).tolist()
     piece_rows, num_pieces = ray.put(large.piece_rows), len(large.pieces)
-    rank = ray.remote(num_returns=num_pieces)(parts.rank)
+    rank = ray.remote(num_returns=num_pieces)(tasks.rank)
     ranked = [
         rank.remote(part, cuts, plan, units.tolist(), first_group, piece_rows)
         for part, units, first_group in zip(large.arranged, first_units, first_groups, strict=False)
     ]
     by_part = [[part] if num_pieces == 1 else part for part in ranked]
-    shard, probe = ray.remote(num_returns=2)(pieces.shard), ray.put(large.probed.row)
+    shard, probe = ray.remote(num_returns=2)(tasks.shard), ray.put(large.probed.row)
     num_unasked, shards = 0, []
     for i, piece in enumerate(large.pieces):
         where = (int(large.piece_rows[i]), piece.num_rows, num_unasked, len(unit_rows))
@@ -244,14 +218,6 @@ def _ranked(large: LargePlan, plan: PlanConfig) -> tuple[list[tuple[_Ref, _Ref]]
         shards.append(shard.remote(*where, plan.unit_rows, probe, *of_piece))
         num_unasked += piece.unasked.total()
     return shards, np.concatenate([unit_rows, even_stretch(num_unasked, plan)])
-
-
-def _stretches(summaries: Sequence[PartSummary]) -> Floats:
-    """Return the values at which stretches begin: parts take turns, a stretch at a time."""
-    values = np.concatenate([part.values for part in summaries])
-    weights = np.concatenate([part.weights for part in summaries])
-    num_stretches = int(weights.sum()) // (len(summaries) * ROWS_PER_STRETCH)
-    return cut_values(values, weights, max(1, min(num_stretches, _MAX_STRETCHES)))
 
 
 def _get(refs: Sequence[_Ref]) -> list[Any]:

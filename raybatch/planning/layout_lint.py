@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import pyarrow as pa
@@ -34,11 +34,7 @@ _SHOWN_CHARS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutHint:
-    """A better order of the fields.
-
-    Args:
-        crosses_messages: a field gets into another message than the one it stands in.
-    """
+    """A better order of the fields; with it, fields may get into other messages."""
 
     advice: LayoutAdvice
     num_rows: int
@@ -47,7 +43,6 @@ class LayoutHint:
 
     @property
     def text(self) -> str:
-        """One sentence for the user."""
         where = f", in a sample of {self.num_rows:,} rows" if self.is_sample else ""
         crossing = ", and moves text from one message to another" if self.crosses_messages else ""
         return f"{self.advice.text}{crossing}{where}"
@@ -76,18 +71,21 @@ def lint_layout(
     """
     if not can_change_layout(config):
         return None
-    templates = _templates(config)
-    fields = [name for template in templates for name in template.fields]
-    pieces = [piece for template in templates for piece in template.layout]
+    templates, fields = _templates(config), _occurrences(config)
     values = [_Values(count_tokens) for _ in fields]
     num_sampled = 0
     for table in tables:
         table = table.slice(0, max_rows - num_sampled)
         num_sampled += table.num_rows
-        _add(table, templates, values)
+        for row in zip(*(template.field_texts(table) for template in templates), strict=True):
+            # rows whose prompts cannot be made are left out
+            texts = [texts for texts in row if texts is not None]
+            if len(texts) == len(row):
+                for of_field, text in zip(values, chain.from_iterable(texts), strict=True):
+                    of_field.add(text)
         if num_sampled >= max_rows:
             break
-    head, labels, tail = _split(pieces)
+    head, labels, tail = _split([piece for template in templates for piece in template.layout])
     advice = advise_layout(
         [
             of_field.field(name, count_tokens(label))
@@ -99,13 +97,12 @@ def lint_layout(
     )
     if advice.best.hit_rate - advice.used.hit_rate < _MIN_GAIN:
         return None
-    is_sample = num_rows is not None and num_sampled < num_rows
+    used, best = (_by_message(order.fields, templates) for order in (advice.used, advice.best))
     return LayoutHint(
         advice=advice,
         num_rows=num_sampled,
-        is_sample=is_sample,
-        crosses_messages=_by_message(advice.best.fields, templates)
-        != _by_message(advice.used.fields, templates),
+        is_sample=num_rows is not None and num_sampled < num_rows,
+        crosses_messages=best != used,
     )
 
 
@@ -140,7 +137,7 @@ def lint_source(
     Raises:
         ConfigError: the template is malformed, or the source lacks one of its columns.
     """
-    columns = [name for template in _templates(config) for name in template.fields]
+    columns = _occurrences(config)
     for template in _templates(config):
         template.check(source.schema.names)
     if len(columns) < 2:
@@ -231,16 +228,6 @@ def _split(pieces: Sequence[tuple[str, str | None]]) -> tuple[str, list[str], st
     return head + line_end, [label, *labels[1:]], pending
 
 
-def _add(table: pa.Table, templates: Sequence[PromptTemplate], values: Sequence["_Values"]) -> None:
-    """Take in the rows whose prompts can be made."""
-    for row in zip(*(template.field_texts(table) for template in templates), strict=True):
-        texts = [texts for texts in row if texts is not None]
-        if len(texts) == len(row):
-            flat = [text for part in texts for text in part]
-            for of_field, text in zip(values, flat, strict=True):
-                of_field.add(text)
-
-
 class _Values:
     """The values of one field by number, and how long they are."""
 
@@ -252,7 +239,6 @@ class _Values:
         self._num_chars = self._num_tokens = 0
 
     def add(self, text: str) -> None:
-        """Count one row with this value."""
         encoded = text.encode("utf-8", "surrogatepass")
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
         number = self._numbers.setdefault(digest, len(self._lengths))
@@ -261,11 +247,10 @@ class _Values:
         self._rows.append(number)
 
     def field(self, name: str, label_tokens: int) -> TemplateField:
-        """Return the field over all rows."""
         rows = np.array(self._rows, np.int64)
-        lengths = np.array(self._lengths, np.int64)
+        tokens = np.array(self._lengths, np.int64)[rows]
         return TemplateField(
-            name=name, value_ids=rows, num_tokens=lengths[rows], label_tokens=label_tokens
+            name=name, value_ids=rows, num_tokens=tokens, label_tokens=label_tokens
         )
 
     def _length(self, text: str) -> int:

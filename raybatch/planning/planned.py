@@ -14,8 +14,7 @@ from raybatch.inputs.source import Source
 from raybatch.planning.fingerprint import InputFile
 from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.policy.cost.work import WorkTotals, work_totals
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.load import Floats, Ints
+from raybatch.prefix.block_keys import BlockKeys, Bools, Floats, Ints, Uint64s
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.plan import Arrangement, RowPlan, is_worth_ordering
 from raybatch.prefix.profile import InputProfile
@@ -25,29 +24,20 @@ from raybatch.rows.options import StageConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlannedInput:
-    """The rows that engines will see, in input order, and their plan; arrays are read only.
-
-    Args:
-        asked: int64 [A], positions of the rows among all rows of the source.
-        max_tokens: int64 [A], longest output over all samples.
-        expected_tokens: float64 [A], output to expect over all samples.
-        unasked: rows that no engine sees: class of their error, or "filtered", to their number.
-        whole: plan of all rows of the source.
-        prompts: their token ids, where they are in memory.
-        is_probed: `expected_tokens` come from rows that were generated before the plan.
-    """
+    """The rows that engines will see, in input order, and their plan; arrays are read only."""
 
     keys: BlockKeys
-    asked: npt.NDArray[np.int64]
+    asked: Ints  # [A], positions of the rows among all rows of the source
     num_rows: int
-    max_tokens: npt.NDArray[np.int64]
-    expected_tokens: npt.NDArray[np.float64]
+    max_tokens: Ints  # [A], longest output over all samples
+    expected_tokens: Floats  # [A], output to expect over all samples
+    # rows that no engine sees: class of their error, or "filtered", to their number
     unasked: Mapping[str, int]
     plan: RowPlan
-    whole: RowPlan
+    whole: RowPlan  # plan of all rows of the source
     found: Arrangement
-    prompts: Sequence[TokenIds] | None = None
-    is_probed: bool = False
+    prompts: Sequence[TokenIds] | None = None  # their token ids, where they are in memory
+    is_probed: bool = False  # `expected_tokens` come from rows that were generated before the plan
 
 
 class UnitRunner(Protocol):
@@ -60,7 +50,7 @@ class UnitRunner(Protocol):
     def is_local(self) -> bool:
         """Whether it runs in this process, without Ray."""
 
-    def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
+    def todo(self, stored: StoredPlan) -> Bools:
         """Return which units of a plan are still to be written, bool [units]."""
 
     def run(self, stored: StoredPlan, rows: Any) -> None:  # noqa: ANN401 - Ray has no types
@@ -69,39 +59,28 @@ class UnitRunner(Protocol):
     def collect(self, rows: Sequence[pa.Table]) -> pa.Table:
         """Generate rows before there is a plan; return them as the journal has them."""
 
-    def keep(self, stored: StoredPlan, units: npt.NDArray[np.int64], finished: pa.Table) -> None:
+    def keep(self, stored: StoredPlan, units: Ints, finished: pa.Table) -> None:
         """Write finished rows, each to its unit, or to the journal where a unit is not complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """What a run and its plan are about.
+    """What a run and its plan are about."""
 
-    Args:
-        source: with at least one row.
-        config: of the stage, with the id column of the run.
-        row_id_column: column to make for ids; None where the user has one.
-        units: runs the plan; None where it is only made.
-        partition_by: columns of the source by which the output is laid out.
-        number: of the plan among those of the output, from 1.
-        first_unit: number in the output of the plan's first unit.
-    """
-
-    source: Source
-    config: StageConfig
+    source: Source  # with at least one row
+    config: StageConfig  # of the stage, with the id column of the run
     plan: PlanConfig
     sink: str
-    row_id_column: str | None
-    units: UnitRunner | None = None
+    row_id_column: str | None  # column to make for ids; None where the user has one
+    units: UnitRunner | None = None  # runs the plan; None where it is only made
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[InputFile] = ()
-    partition_by: tuple[str, ...] = ()
-    number: int = 1
-    first_unit: int = 0
+    partition_by: tuple[str, ...] = ()  # columns of the source by which the output is laid out
+    number: int = 1  # of the plan among those of the output, from 1
+    first_unit: int = 0  # number in the output of the plan's first unit
 
     @property
     def subject(self) -> PlanSubject:
-        """What the plan is of."""
         return PlanSubject(
             options=self.plan,
             files=self.files,
@@ -112,87 +91,60 @@ class PlannedRun:
             number=self.number,
             first_unit=self.first_unit,
             skipped=self.source.skipped,
-            partition_types=tuple(map(self._type_name, self.partition_by)),
+            partition_types=tuple(
+                str(kind.value_type if pa.types.is_dictionary(kind) else kind)
+                for kind in (self.source.schema.field(name).type for name in self.partition_by)
+            ),
         )
-
-    def _type_name(self, column: str) -> str:
-        kind = self.source.schema.field(column).type
-        return str(kind.value_type if pa.types.is_dictionary(kind) else kind)
 
     @property
     def runner(self) -> UnitRunner:
-        """What runs the plan."""
         assert self.units is not None, "this plan is not to be run"
         return self.units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PieceSummary:
-    """What the driver keeps of one piece of the source.
-
-    Args:
-        unasked: rows that no engine sees, by class of error, or "filtered".
-        contents: digest of what decides the results of its rows.
-        adapters: uint64 [A], different ones that its rows name, 0 for none; empty where the stage
-            has none.
-    """
+    """What the driver keeps of one piece of the source."""
 
     num_rows: int
     num_keys: int
-    unasked: Counter[str]
+    unasked: Counter[str]  # rows that no engine sees, by class of error, or "filtered"
     sample: BlockKeys
-    contents: str
-    adapters: npt.NDArray[np.uint64]
+    contents: str  # digest of what decides the results of its rows
+    # different ones that its rows name, 0 for none; empty where the stage has none
+    adapters: Uint64s  # [A]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartSummary:
-    """What the driver keeps of one part.
-
-    Args:
-        work_alone: that they make in the order of the input.
-        values: float64 [n], some of the values by which entries are ordered.
-        weights: int64 [n], rows that each of them stands for.
-        probe: int64 [m], numbers of the rows to generate first, where lengths are to be probed.
-    """
+    """What the driver keeps of one part."""
 
     num_rows: int
     profile: InputProfile
     work: WorkTotals
-    work_alone: WorkTotals
+    work_alone: WorkTotals  # that its rows make in the order of the input
     boxes: Sequence[TreeBox]
-    values: Floats
-    weights: Ints
-    probe: Ints
+    values: Floats  # [n], some of the values by which entries are ordered
+    weights: Ints  # [n], rows that each of them stands for
+    probe: Ints  # [m], numbers of the rows to generate first, where lengths are to be probed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ArrangedPart:
-    """A part in its own order; stays in the object store.
+    """A part in its own order; stays in the object store."""
 
-    Args:
-        row: int64 [R], number in the source of each row, by rank inside the part.
-        group_id: int64 [R], numbered inside the part; -1 for a row that is alone.
-        prefix_len: int32 [R].
-        expected: float64 [R], output to expect of each row; NaN where nothing is known.
-        entry_rows: int64 [E], rows of each entry.
-        values: float64 [E], rising; what entries of different parts are ordered by.
-        adapters: uint64 [E], of each entry; None where the stage has none.
-    """
-
-    row: Ints
-    group_id: Ints
-    prefix_len: npt.NDArray[np.int32]
-    expected: Floats
-    entry_rows: Ints
-    values: Floats
-    adapters: npt.NDArray[np.uint64] | None
+    row: Ints  # [R], number in the source of each row, by rank inside the part
+    group_id: Ints  # [R], numbered inside the part; -1 for a row that is alone
+    prefix_len: npt.NDArray[np.int32]  # [R]
+    expected: Floats  # [R], output to expect; NaN where nothing is known
+    entry_rows: Ints  # [E], rows of each entry
+    values: Floats  # [E], rising; entries of different parts are ordered by them
+    adapters: Uint64s | None  # [E], None where the stage has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrangeJob:
-    """What `arrange` needs beside the rows."""
-
     plan: PlanConfig
     dedup: bool
     num_rows: int
@@ -201,49 +153,33 @@ class ArrangeJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ProbedRows:
-    """Rows that were generated before the plan.
-
-    Args:
-        row: int64 [n], their numbers in the source, rising.
-        lengths: float64 [n], tokens that each generated; NaN after an error.
-    """
-
-    row: Ints
-    lengths: Floats
+    row: Ints  # [n], numbers in the source, rising
+    lengths: Floats  # [n], tokens that each generated; NaN after an error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LargePlan:
-    """A plan whose rows lie in the object store; what is here does not grow with their number.
-
-    Args:
-        tables: references to what is known of the rows of each piece; none after a run, nor of
-            `rows` and `arranged`.
-        rows: for each part references to its rows, piece by piece.
-        arranged: references to the parts in their own order.
-        probed: rows that were generated before the plan.
-    """
+    """A plan whose rows lie in the object store; what is here does not grow with their number."""
 
     pieces: Sequence[PieceSummary]
+    # references to what is known of the rows of each piece; none after a run, nor of `rows` and
+    # `arranged`
     tables: Sequence[Any]
     parts: Sequence[PartSummary]
-    rows: Sequence[Sequence[Any]]
-    arranged: Sequence[Any]
-    probed: ProbedRows
+    rows: Sequence[Sequence[Any]]  # for each part references to its rows, piece by piece
+    arranged: Sequence[Any]  # references to the parts in their own order
+    probed: ProbedRows  # rows that were generated before the plan
 
     @property
     def num_rows(self) -> int:
-        """Rows of the source."""
         return sum(piece.num_rows for piece in self.pieces)
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block."""
         return self.pieces[0].sample.block_size
 
     @property
     def profile(self) -> InputProfile:
-        """What the input is made of."""
         unasked = sum((piece.unasked for piece in self.pieces), Counter())
         merged = InputProfile.merge([part.profile for part in self.parts])
         return replace(merged, num_rows=self.num_rows, unasked=dict(unasked))
@@ -260,11 +196,9 @@ class LargePlan:
 
     @property
     def saved_fraction(self) -> float:
-        """Share of the prompt tokens that engines do not compute."""
         return max(0.0, 1 - self.computed_tokens / max(1, self.logical_tokens))
 
     def is_reordered(self, plan: PlanConfig) -> bool:
-        """Return whether rows run in another order than that of the input."""
         adapters = np.unique(np.concatenate([piece.adapters for piece in self.pieces]))
         return is_worth_ordering(self.saved_fraction, plan, has_adapters=len(adapters) > 1)
 
@@ -279,9 +213,7 @@ def planned_work(
 ) -> WorkTotals:
     """Return the work of rows whose shared prefixes run once each; copies are no work.
 
-    Args:
-        expected_tokens: float64 [R], outputs to expect.
-        is_grouped: rows run in groups; else each computes its whole prompt.
+    Where rows are not grouped, each computes its whole prompt.
     """
     groups = arrangement.groups
     rows = np.flatnonzero(groups.representative == np.arange(keys.num_rows))

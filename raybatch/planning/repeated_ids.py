@@ -32,13 +32,7 @@ _BYTES = (
 
 
 def id_hashes(ids: pa.ChunkedArray) -> Uint64s:
-    """Return two hashes of each id.
-
-    Args:
-        ids: [R], strings without nulls.
-
-    Returns:
-        uint64 [R, 2].
+    """Return two hashes of each id, uint64 [R, 2]; `ids` are strings or bytes without nulls.
 
     Example:
         >>> id_hashes(pa.chunked_array([["a", "b", "a"]]))[:, 0].argmin() in (0, 1)
@@ -80,25 +74,16 @@ def as_texts(ids: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 class Repeated(NamedTuple):
-    """Ids that several rows have.
-
-    Args:
-        num_rows: that have the id of a row before them.
-        examples: uint64 [E, 2], hashes of some of these ids.
-        first: the first row whose id another has too, and the next one that has it.
-    """
-
-    num_rows: int
+    num_rows: int  # that have the id of a row before them
     num_ids: int
-    examples: Uint64s
-    first: tuple[int, int] | None
+    examples: Uint64s  # [E, 2], hashes of some of these ids
+    first: tuple[int, int] | None  # a row whose id another has too, and the next one
 
 
 class RepeatedIds:
     """Takes ids in any order and from many threads; a context that owns a temporary folder.
 
-    Args:
-        num_rows: about as many ids as will come; a guess that is too low costs memory.
+    `num_rows` is about as many ids as will come; a guess that is too low costs memory.
     """
 
     def __init__(self, num_rows: int, *, hashes_at_once: int = _HASHES_AT_ONCE) -> None:
@@ -126,7 +111,6 @@ class RepeatedIds:
                 self._spill()
 
     def repeated(self) -> Repeated:
-        """Return what is there more than once, with a few examples."""
         with self._lock:
             self._spill()
         num_rows = num_ids = 0
@@ -141,9 +125,7 @@ class RepeatedIds:
             starts = np.flatnonzero(is_next_same & ~np.append(False, is_next_same[:-1]))
             num_rows += int(is_next_same.sum())
             num_ids += len(starts)
-            examples = np.concatenate(
-                [examples, hashes[starts, :2][: _NUM_EXAMPLES - len(examples)]]
-            )
+            examples = np.concatenate([examples, hashes[starts, :2]])[:_NUM_EXAMPLES]
             if len(starts):
                 first = starts[np.argmin(hashes[starts, 2])]
                 firsts.append((int(hashes[first, 2]), int(hashes[first + 1, 2])))

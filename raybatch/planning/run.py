@@ -20,11 +20,7 @@ _MAX_UNIT_BYTES = 64 << 20
 def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | LargePlan | None:
     """Plan a source, write the plan, generate the rows in its order, and return the plan.
 
-    Args:
-        stored: the plan that lies below the sink, which is followed; None where there is none.
-
-    Returns:
-        The plan; None where it is not known beyond what lies below the sink.
+    A plan that lies below the sink is followed. None where it is not known beyond what lies there.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -81,9 +77,8 @@ def store_stretches(source: Source, sink: str, subject: PlanSubject) -> StoredPl
 def fit_units(plan: PlanConfig, source: Source) -> PlanConfig:
     """Return options whose units stay small in memory, whatever the size of a row."""
     most = max(1, _MAX_UNIT_BYTES * source.num_rows // max(1, _num_bytes(source)))
-    return replace(
-        plan, unit_rows=min(plan.unit_rows, most), max_unit_rows=min(plan.max_unit_rows, most)
-    )
+    target, limit = min(plan.unit_rows, most), min(plan.max_unit_rows, most)
+    return replace(plan, unit_rows=target, max_unit_rows=limit)
 
 
 def is_small(source: Source, plan: PlanConfig) -> bool:

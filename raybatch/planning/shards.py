@@ -9,11 +9,8 @@ import pyarrow as pa
 
 from raybatch.config import PlanConfig
 from raybatch.durable.units import UnitPlan, row_sum
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.load import Floats, Ints
+from raybatch.prefix.block_keys import BlockKeys, Floats, Ints, ranges
 from raybatch.prefix.plan import RowPlan
-
-Ints32 = npt.NDArray[np.int32]
 
 SHARD_SCHEMA = pa.schema(
     [
@@ -27,31 +24,32 @@ SHARD_SCHEMA = pa.schema(
 
 
 def shard_of(plan: RowPlan, expected: Floats) -> pa.Table:
-    """Return the shard of a plan that holds all rows of a source: one row each, in input order.
+    """Return the shard of a plan of all rows of a source: one row each, in input order.
 
-    Args:
-        expected: float64 [R], output to expect of each row; NaN where nothing is known.
+    `expected` is float64 [R], NaN where nothing is known.
     """
-    unit = np.empty(plan.num_rows, np.int32)
-    pos = np.empty(plan.num_rows, np.int32)
-    sizes = np.diff(plan.unit_starts)
-    unit[plan.order] = np.repeat(np.arange(plan.num_units), sizes)
-    pos[plan.order] = np.arange(plan.num_rows) - np.repeat(plan.unit_starts[:-1], sizes)
+    unit, pos = np.empty((2, plan.num_rows), np.int64)
+    unit[plan.order], pos[plan.order] = places_in_units(np.diff(plan.unit_starts))
     return make_shard(unit, pos, plan.group_id, plan.prefix_len, expected)
 
 
+def places_in_units(unit_rows: Ints) -> tuple[Ints, Ints]:
+    """Return unit and position of rows by rank, where units have so many rows each."""
+    unit = np.repeat(np.arange(len(unit_rows)), unit_rows)
+    return unit, ranges(np.zeros_like(unit_rows), unit_rows)
+
+
 def make_shard(
-    unit: Ints32, pos: Ints32, group_id: Ints, prefix_len: Ints32, expected: Floats
+    unit: Ints, pos: Ints, group_id: Ints, prefix_len: npt.NDArray[np.int32], expected: Floats
 ) -> pa.Table:
     """Return a shard of columns; a negative group and an expected length of NaN become null."""
     is_unknown = np.isnan(expected)
-    whole = np.where(is_unknown, 0, np.ceil(np.nan_to_num(expected))).astype(np.int32)
     columns = [
-        unit,
-        pos,
+        unit.astype(np.int32),
+        pos.astype(np.int32),
         pa.array(group_id, mask=group_id < 0),
         prefix_len,
-        pa.array(whole, mask=is_unknown),
+        pa.array(np.ceil(np.nan_to_num(expected)).astype(np.int32), mask=is_unknown),
     ]
     return pa.table(columns, schema=SHARD_SCHEMA)
 
@@ -71,18 +69,12 @@ def contents_digest(keys: BlockKeys) -> str:
 
 
 def rows_in_stretches(unit_rows: Ints, row: Ints) -> pa.Table:
-    """Return the shard of rows whose units are stretches of the input.
-
-    Args:
-        unit_rows: int64 [U], rows of each unit.
-        row: int64 [R], numbers of rows in the source.
-    """
+    """Return the shard of some rows, by number, where units of such sizes are stretches."""
     ends = np.cumsum(unit_rows)
     unit = np.searchsorted(ends, row, side="right")
     pos = row - (ends - unit_rows)[unit]
     nothing, unknown = np.zeros(len(row), np.int32), np.full(len(row), np.nan)
-    alone = np.full(len(row), -1)
-    return make_shard(unit.astype(np.int32), pos.astype(np.int32), alone, nothing, unknown)
+    return make_shard(unit, pos, np.full(len(row), -1), nothing, unknown)
 
 
 def stretches(plan: str, unit_rows: Ints) -> UnitPlan:
@@ -100,6 +92,5 @@ def even_units(piece_rows: Sequence[int], plan: PlanConfig) -> Ints:
 
 
 def even_stretch(num_rows: int, plan: PlanConfig) -> Ints:
-    """Return the rows of units that follow each other."""
     full, rest = divmod(num_rows, plan.unit_rows)
     return np.array([plan.unit_rows] * full + [rest] * (rest > 0), np.int64)

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from raybatch.actors.submitting import row_keys
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.lengths import expected_lengths
+from raybatch.prefix.block_keys import BlockKeys, Bools, Floats, Ints, Uint64s
 from raybatch.records.types import Sampling
 from raybatch.rows.prepare import Prepared, is_deterministic, row_seed
 from raybatch.rows.prompt import POOLED
@@ -26,23 +24,17 @@ FILTERED = "filtered"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sidecar:
-    """Rows of a source as planning sees them, in input order; arrays are read only.
+    """Rows of a source as planning sees them, in input order; arrays are read only."""
 
-    Args:
-        keys: of the rows that engines see; the digest also tells options apart that decide a
-            result, and rows whose results differ by chance.
-        asked: int64 [A], positions of these rows among all rows described.
-        max_tokens: int64 [A], longest output over all samples.
-        adapters: uint64 [A], what the adapter of each of these rows is known by; 0 for none.
-        unasked: rows that no engine sees: class of their error, or "filtered", to their number.
-    """
-
+    # of the rows that engines see; the digest also tells options apart that decide a result, and
+    # rows whose results differ by chance
     keys: BlockKeys
-    asked: npt.NDArray[np.int64]
-    max_tokens: npt.NDArray[np.int64]
-    expected_tokens: npt.NDArray[np.float64]
+    asked: Ints  # [A], positions of these rows among all rows described
+    max_tokens: Ints  # [A], longest output over all samples
+    expected_tokens: Floats
     num_rows: int
-    adapters: npt.NDArray[np.uint64]
+    adapters: Uint64s  # [A], what the adapter of each of these rows is known by; 0 for none
+    # rows that no engine sees: class of their error, or "filtered", to their number
     unasked: Counter[str]
 
     @classmethod
@@ -51,9 +43,7 @@ class Sidecar:
         firsts = np.cumsum([0, *(part.num_rows for part in parts)])
         return cls(
             keys=BlockKeys.concat([part.keys for part in parts]),
-            asked=np.concatenate(
-                [part.asked + first for part, first in zip(parts, firsts, strict=False)]
-            ),
+            asked=np.concatenate([part.asked + firsts[i] for i, part in enumerate(parts)]),
             max_tokens=np.concatenate([part.max_tokens for part in parts]),
             expected_tokens=np.concatenate([part.expected_tokens for part in parts]),
             num_rows=int(firsts[-1]),
@@ -62,8 +52,7 @@ class Sidecar:
         )
 
     @property
-    def is_asked(self) -> npt.NDArray[np.bool_]:
-        """Whether an engine sees a row, bool [num_rows]."""
+    def is_asked(self) -> Bools:
         is_asked = np.zeros(self.num_rows, np.bool_)
         is_asked[self.asked] = True
         return is_asked
@@ -72,11 +61,9 @@ class Sidecar:
 def describe_rows(
     table: pa.Table, prepared: Prepared, *, block_size: int, expected_column: str | None = None
 ) -> Sidecar:
-    """Describe the rows of one batch.
+    """Describe the rows of one batch; every asked row is among the prepared requests (no copies).
 
-    Args:
-        prepared: the same rows, every asked row among its requests (no copies).
-        expected_column: output lengths that the user expects; None takes the longest allowed.
+    Without a column of output lengths the longest allowed are expected.
 
     Raises:
         ConfigError: the column is no column of numbers, or holds a length below 0.
@@ -118,43 +105,35 @@ def check_expected(schema: pa.Schema, column: str | None) -> None:
         )
 
 
-def _result_keys(
-    digests: npt.NDArray[np.uint64], samplings: Sequence[Sampling], row_ids: Sequence[str]
-) -> npt.NDArray[np.uint64]:
+def _result_keys(digest: Uint64s, samplings: Sequence[Sampling], row_ids: Sequence[str]) -> Uint64s:
     """Mix into the digest of each prompt what else decides its result."""
-    known = {sampling: _options_key(sampling) for sampling in set(samplings)}
+    texts = {sampling: repr(dataclasses.astuple(sampling)) for sampling in set(samplings)}
+    known = {
+        sampling: int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        for sampling, text in texts.items()
+    }
     salts = [
-        known[sampling]
-        if is_deterministic(sampling)
-        else known[sampling] ^ row_seed(sampling.seed, row_id)
-        for sampling, row_id in zip(samplings, row_ids, strict=True)
+        known[one] ^ (0 if is_deterministic(one) else row_seed(one.seed, row_id))
+        for one, row_id in zip(samplings, row_ids, strict=True)
     ]
-    return digests ^ np.array(salts, np.uint64)
-
-
-def _options_key(sampling: Sampling) -> int:
-    text = repr(dataclasses.astuple(sampling))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return digest ^ np.array(salts, np.uint64)
 
 
 def _expected(
-    table: pa.Table,
-    column: str | None,
-    prepared: Prepared,
-    max_tokens: npt.NDArray[np.int64],
-    num_samples: npt.NDArray[np.int64],
-) -> npt.NDArray[np.float64]:
+    table: pa.Table, column: str | None, prepared: Prepared, max_tokens: Ints, num_samples: Ints
+) -> Floats:
+    """Return the output length to expect of each row, at least 1 and at most its `max_tokens`."""
+    limit = max_tokens.astype(float)
     if column is None:
-        return expected_lengths(max_tokens)
+        return limit
     check_expected(table.schema, column)
     values = pc.cast(table.column(column), pa.float64()).to_numpy()[list(prepared.rows)]
     is_wrong = (values < 0) | np.isinf(values)
     if is_wrong.any():
-        place = int(np.argmax(is_wrong))
-        row = prepared.rows[place]
+        row = prepared.rows[int(np.argmax(is_wrong))]
         row_id, value = prepared.row_ids[row], table.column(column)[row].as_py()
         raise ConfigError(
             f"plan.expected_tokens_column {column!r} is {value} in row {row_id!r}; give a "
             "number of tokens, or null where it is not known"
         )
-    return expected_lengths(max_tokens, values * num_samples)
+    return np.clip(np.where(np.isnan(values), limit, values * num_samples), 1, limit)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.config import PlanConfig
@@ -18,11 +17,12 @@ from raybatch.durable.units import UnitPlan, row_sums
 from raybatch.planning.dataset import with_places, with_plan
 from raybatch.planning.layout_lint import can_change_layout
 from raybatch.planning.planned import PlannedInput, PlannedRun
-from raybatch.planning.probe import estimate, generated_lengths, log_probe, probe_rows
+from raybatch.planning.probe import estimate, generated_lengths, probe_rows
 from raybatch.planning.shards import contents_digest, digest_of, shard_of
 from raybatch.planning.sidecar import Sidecar, describe_rows
 from raybatch.planning.store import log_plan, read_shards, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
+from raybatch.prefix.block_keys import Floats, Ints
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
 from raybatch.rows.batches import as_movable
 from raybatch.rows.options import StageConfig
@@ -34,11 +34,7 @@ from raybatch.rows.stage_model import find_model, load_tokenizer, max_model_len
 
 
 class RowDescriber:
-    """Renders, tokenizes and describes tables of a source; loads the tokenizer once.
-
-    Args:
-        config: of the stage, with the id column of the run.
-    """
+    """Renders, tokenizes and describes tables of a source; loads the tokenizer once."""
 
     def __init__(self, config: StageConfig, plan: PlanConfig) -> None:
         model_dir = find_model(config)
@@ -50,7 +46,6 @@ class RowDescriber:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether rows may name adapters."""
         return self._config.lora_column is not None
 
     def __call__(self, table: pa.Table) -> tuple[Prepared, Sidecar]:
@@ -68,12 +63,7 @@ class RowDescriber:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GatheredRows:
-    """All rows of a source in memory, in input order.
-
-    Args:
-        table: the user's columns, and the ids where the job makes them.
-        prompts: of every row, errors included.
-    """
+    """All rows of a source in memory, in input order, errors included."""
 
     table: pa.Table
     prompts: Sequence[Prompt]
@@ -81,11 +71,7 @@ class GatheredRows:
 
 
 def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
-    """Plan a source in this process, write the plan, generate the rows, and return the plan.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Plan a source in this process, write the plan, generate the rows, and return the plan."""
     began, probe_s, probed = time.monotonic(), 0.0, None
     rows = gather(job)
     planned = plan_gathered(rows, job.config, job.plan)
@@ -94,7 +80,10 @@ def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
             probe_began = time.monotonic()
             rows, planned, probed = _after_probe(job, rows, planned)
             probe_s = time.monotonic() - probe_began
-        stored = store_plan(job, planned, _expected(job, rows))
+        expected = np.full(planned.num_rows, np.nan)
+        if job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None:
+            expected[planned.asked] = planned.expected_tokens
+        stored = store_plan(job, planned, expected)
         seconds = time.monotonic() - began - probe_s
         log_plan(stored, seconds, can_change_layout=can_change_layout(job.config))
     shard = read_shards(job.sink, stored, 0, stored.num_rows)
@@ -108,14 +97,6 @@ def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
     if blocks:
         job.runner.run(stored, blocks)
     return planned
-
-
-def _expected(job: PlannedRun, rows: GatheredRows) -> npt.NDArray[np.float64]:
-    """Return the output to expect of each row of the source; NaN where nothing is known."""
-    expected = np.full(rows.sidecar.num_rows, np.nan)
-    if job.plan.lengths == "probe" or job.plan.expected_tokens_column is not None:
-        expected[rows.sidecar.asked] = rows.sidecar.expected_tokens
-    return expected
 
 
 def gather(job: PlannedRun) -> GatheredRows:
@@ -135,7 +116,6 @@ def gather(job: PlannedRun) -> GatheredRows:
 
 
 def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> PlannedInput:
-    """Plan rows that are in memory."""
     sidecar = rows.sidecar
     plan_of_asked, arrangement = plan_rows(
         PlanRows(
@@ -160,16 +140,10 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
     )
 
 
-def store_plan(
-    job: PlannedRun, planned: PlannedInput, expected: npt.NDArray[np.float64]
-) -> StoredPlan:
+def store_plan(job: PlannedRun, planned: PlannedInput, expected: Floats) -> StoredPlan:
     """Write a plan below the sink, once; return the plan that holds, whoever has written it.
 
-    Args:
-        expected: float64 [rows of the source], output to expect; NaN where nothing is known.
-
-    Raises:
-        ConfigError: the folder cannot be written.
+    `expected` is float64 [rows of the source], NaN where nothing is known.
     """
     whole = planned.whole
     shard = shard_of(whole, expected)
@@ -191,13 +165,8 @@ def store_plan(
     return write_plan(job.sink, stored, units)
 
 
-def _block(rows: GatheredRows, shard: pa.Table, chosen: npt.NDArray[np.int64]) -> pa.Table:
-    """Return some rows with their prompts and the columns of their plan.
-
-    Args:
-        shard: of all of them, in input order.
-        chosen: int64 [n], rows in the order in which they run.
-    """
+def _block(rows: GatheredRows, shard: pa.Table, chosen: Ints) -> pa.Table:
+    """Return the `chosen` rows as they run, with their prompts and the columns of their plan."""
     prompts = prompt_columns([rows.prompts[row] for row in chosen.tolist()])
     # neighbours are not copied
     is_slice = len(chosen) > 0 and bool((np.diff(chosen) == 1).all())
@@ -217,7 +186,6 @@ def _after_probe(
     parts = [_block(rows, before, part) for part in np.split(chosen, cuts)]
     finished = job.runner.collect(parts)
     lengths = generated_lengths(chosen, finished, job.config.output)
-    log_probe(lengths)
     expected = estimate(probe, lengths, group_id, planned.max_tokens)
     rows = replace(rows, sidecar=replace(rows.sidecar, expected_tokens=expected))
     planned = plan_gathered(rows, job.config, job.plan)

@@ -23,13 +23,15 @@ _SHOWN_CHARS = 40
 def check_partition_values(source: Source, columns: Sequence[str]) -> None:
     """Raise ConfigError that names the first row that no folder can hold.
 
-    Memory: a table of a source file at a time.
-
-    Args:
-        columns: by which the output is laid out, each of a type that `check_partitions` takes.
+    Columns are of types that `check_partitions` takes. Memory: a table of a source file at a time.
     """
     schema = pa.schema([source.schema.field(name) for name in columns])
-    doubtful = [field.name for field in schema if _may_be_long(field)]
+    doubtful = []
+    for field in schema:
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        if is_text or len(quote(field.name, safe="")) + 1 + _LONGEST_NUMBER > _SURELY_FITS:
+            doubtful.append(field.name)
     if not doubtful:
         return
     schema = pa.schema([schema.field(name) for name in doubtful])
@@ -38,12 +40,6 @@ def check_partition_values(source: Source, columns: Sequence[str]) -> None:
         for rows in read_slice(part, columns=doubtful):
             _check_table(in_common_schema(rows, schema), part, first_row)
             first_row += rows.num_rows
-
-
-def _may_be_long(field: pa.Field) -> bool:
-    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return is_text or len(quote(field.name, safe="")) + 1 + _LONGEST_NUMBER > _SURELY_FITS
 
 
 def _check_table(table: pa.Table, part: FileSlice, first_row: int) -> None:
@@ -95,7 +91,6 @@ def check_unique_ids(source: Source, column: str) -> None:
 
 
 def _ids(source: Source, column: str) -> Iterator[pa.ChunkedArray]:
-    """Yield the ids of all rows, some at a time."""
     schema = pa.schema([source.schema.field(column)])
     for part in joined(source.slices):
         for table in read_slice(part, columns=[column]):
@@ -113,7 +108,6 @@ def _comparable(ids: pa.ChunkedArray, column: str) -> pa.ChunkedArray:
 
 
 def _show_repeated(source: Source, column: str, first: int, second: int) -> str:
-    """Return an id and the two rows that have it."""
     row, value = 0, None
     for ids in _ids(source, column):
         if row <= first < row + len(ids):
@@ -127,7 +121,6 @@ def _show_repeated(source: Source, column: str, first: int, second: int) -> str:
 
 
 def _place(slices: Sequence[FileSlice], row: int) -> str:
-    """Return file and position of a row of the source."""
     for part in slices:
         if row < part.num_rows:
             return f"{part.name}:{part.first_row + row}"

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 Ints32 = npt.NDArray[np.int32]
 
 # what becomes of an output whose plan is damaged
-_DAMAGED = (
-    "cannot be read, and without it the output cannot be gone on with; bring it back from a copy, "
-    "or choose another folder"
+_WAY_OUT = (
+    "and without it the output cannot be gone on with; bring it back from a copy, or choose "
+    "another folder"
 )
 # the last bytes of an Arrow file: one that was cut lacks them
 _MAGIC = b"ARROW1"
@@ -44,12 +44,7 @@ def shard_name(stored: StoredPlan, name: str) -> str:
 
 
 def write_shard(sink: str, plan: str, first_row: int, shard: pa.Table) -> str:
-    """Write one shard and return its name; the same shard may be written again.
-
-    Args:
-        first_row: number of the shard's first row in the source.
-        shard: of `SHARD_SCHEMA`.
-    """
+    """Write one shard, which may lie there already, and return its name."""
     name = f"rows-{first_row:012d}.arrow"
     _create(sink, f"_raybatch/plan/{plan}/{name}", _as_bytes(shard))
     return name
@@ -101,7 +96,6 @@ def read_plans(sink: str) -> tuple[StoredPlan, ...]:
 
 
 def read_all_units(sink: str, plans: Sequence[StoredPlan]) -> UnitPlan:
-    """Return rows and sums of the units of all plans of an output."""
     return join_plans([read_units(sink, stored) for stored in plans])
 
 
@@ -109,7 +103,7 @@ def read_units(sink: str, stored: StoredPlan) -> UnitPlan:
     """Return rows and sums of the units of a plan that lies below the sink."""
     name = f"_raybatch/plan/{stored.hash}/units.arrow"
     path = f"{sink.rstrip('/')}/{name}"
-    with error_context(f"{path} {_DAMAGED}"):
+    with error_context(f"{path} cannot be read, {_WAY_OUT}"):
         table = _read_table(sink, name)
         units = UnitPlan(
             hash=stored.hash,
@@ -141,7 +135,7 @@ def read_shards(sink: str, stored: StoredPlan, start: int, stop: int) -> pa.Tabl
 
 def _read_shard(sink: str, stored: StoredPlan, name: str, num_rows: int) -> pa.Table:
     path = shard_name(stored, name)
-    with error_context(f"{sink.rstrip('/')}/{path} {_DAMAGED}"):
+    with error_context(f"{sink.rstrip('/')}/{path} cannot be read, {_WAY_OUT}"):
         shard = _read_table(sink, path)
         if shard.schema != SHARD_SCHEMA or shard.num_rows != num_rows:
             raise ValueError(f"it has {shard.num_rows} rows, the plan says {num_rows}")
@@ -152,20 +146,12 @@ def _read_shard(sink: str, stored: StoredPlan, name: str, num_rows: int) -> pa.T
 
 
 def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = False) -> None:
-    """Say in the log what was planned.
-
-    Args:
-        can_change_layout: the fields of the template could stand in another order.
-    """
+    """Say in the log what was planned, and whether the template could change its layout."""
     order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
     saved = max(0.0, 1 - stored.computed_tokens / max(1, stored.logical_tokens))
+    told = (stored.num_rows, seconds, order, 100 * saved, stored.logical_tokens)
     logger.info(
-        "planned %d rows in %.1f s: %s, %.1f %% of %d prompt tokens need not be computed",
-        stored.num_rows,
-        seconds,
-        order,
-        100 * saved,
-        stored.logical_tokens,
+        "planned %d rows in %.1f s: %s, %.1f %% of %d prompt tokens need not be computed", *told
     )
     if can_change_layout and not stored.is_reordered:
         logger.info(
@@ -194,42 +180,29 @@ def _as_bytes(table: pa.Table) -> bytes:
 def damage_of(sink: str, stored: StoredPlan, *, is_deep: bool) -> str | None:
     """Return what is wrong with the shards of a plan, and the way out; None where nothing is.
 
-    Args:
-        is_deep: read all rows and compare the sums of units, not the end of each file alone.
+    Deep compares the sums of units after reading all rows, else the end of each file is looked at.
     """
+    store = store_of(sink)
     if not (is_deep and stored.shards):
-        return _damaged_end(sink, stored)
+        for name, _ in stored.shards:
+            path = shard_name(stored, name)
+            try:
+                if store.tail(path, len(_MAGIC)) != _MAGIC:
+                    return f"{store.uri}/{path} was cut, {_WAY_OUT}"
+            except FileNotFoundError:
+                return f"{store.uri}/{path} is gone, {_WAY_OUT}"
+        return None
     units = read_units(sink, stored)
-    sums = np.zeros(units.num_units, np.uint64)
     ends = [*(first for _, first in stored.shards[1:]), stored.num_rows]
+    sums = np.zeros(units.num_units, np.uint64)
     for (_, first), end in zip(stored.shards, ends, strict=True):
         try:
             shard = read_shards(sink, stored, first, end)
         except ConfigError as error:
             return str(error)
         sums += row_sums(shard.column("unit").to_numpy(), np.arange(first, end), units.num_units)
-    if not np.array_equal(sums, units.row_sums):
-        number = stored.first_unit + int(np.argmax(sums != units.row_sums))
-        folder = shard_name(stored, "").rstrip("/")
-        return _damaged(f"{sink.rstrip('/')}/{folder} has other rows in unit {number} than planned")
-    return None
-
-
-def _damaged_end(sink: str, stored: StoredPlan) -> str | None:
-    store = store_of(sink)
-    for name, _ in stored.shards:
-        path = shard_name(stored, name)
-        try:
-            is_whole = store.tail(path, len(_MAGIC)) == _MAGIC
-        except FileNotFoundError:
-            return _damaged(f"{store.uri}/{path} is gone")
-        if not is_whole:
-            return _damaged(f"{store.uri}/{path} was cut")
-    return None
-
-
-def _damaged(what: str) -> str:
-    return (
-        f"{what}, and without it the output cannot be gone on with; bring it back from a copy, or "
-        "choose another folder"
-    )
+    if np.array_equal(sums, units.row_sums):
+        return None
+    number = stored.first_unit + int(np.argmax(sums != units.row_sums))
+    folder = f"{sink.rstrip('/')}/{shard_name(stored, '').rstrip('/')}"
+    return f"{folder} has other rows in unit {number} than planned, {_WAY_OUT}"

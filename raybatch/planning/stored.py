@@ -17,46 +17,32 @@ _VERSION = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPlan:
-    """What `plan.json` says.
+    """What `plan.json` says."""
 
-    Args:
-        hash: of all shards.
-        is_reordered: rows run in another order than that of the input.
-        logical_tokens: prompt tokens of the rows that engines see.
-        computed_tokens: of them, tokens that engines compute when every shared prefix runs once.
-        files: name, rows and digest of each file of the source, in order.
-        shards: name and first row of each shard, in order; none where units are stretches of the
-            input and `units.arrow` says all.
-        fingerprint: what decides the answers, see `raybatch.planning.fingerprint`.
-        partition_by: columns of the source by which the output is laid out.
-        partition_types: of these columns, as Arrow names them.
-        skipped: name and reason of files of the source that were left out as unreadable.
-        source: folder that the names of the files are relative to, when the plan was made; for
-            people and for looking whether the files are still the same.
-        model: as the user named it; for people.
-        number: of the plan among those of the output; above 1 it is of input that came later.
-        first_unit: number in the output of its first unit.
-    """
-
-    hash: str
+    hash: str  # of all shards
     num_rows: int
     num_units: int
     num_groups: int
-    is_reordered: bool
-    logical_tokens: int
-    computed_tokens: int
+    is_reordered: bool  # rows run in another order than that of the input
+    logical_tokens: int  # prompt tokens of the rows that engines see
+    computed_tokens: int  # of them, tokens that engines compute when every shared prefix runs once
     block_size: int
     options: dict[str, Any]
-    files: tuple[InputFile, ...]
+    files: tuple[InputFile, ...]  # name, rows and digest of each file of the source, in order
+    # name and first row of each shard, in order; none where units are stretches of the input and
+    # `units.arrow` says all
     shards: tuple[tuple[str, int], ...]
-    fingerprint: Mapping[str, str]
-    partition_by: tuple[str, ...] = ()
+    fingerprint: Mapping[str, str]  # what decides the answers, see `raybatch.planning.fingerprint`
+    partition_by: tuple[str, ...] = ()  # columns of the source by which the output is laid out
+    # folder that the names of the files are relative to, when the plan was made; for people and for
+    # looking whether the files are still the same
     source: str = ""
-    model: str = ""
-    number: int = 1
-    first_unit: int = 0
+    model: str = ""  # as the user named it; for people
+    number: int = 1  # of the plan among those of the output; above 1 it is of input that came later
+    first_unit: int = 0  # number in the output of its first unit
+    # name and reason of files of the source that were left out as unreadable
     skipped: tuple[tuple[str, str], ...] = ()
-    partition_types: tuple[str, ...] = ()
+    partition_types: tuple[str, ...] = ()  # of these columns, as Arrow names them
     version: int = _VERSION
 
     def __hash__(self) -> int:
@@ -77,9 +63,8 @@ def parse_plan(data: bytes, path: str) -> StoredPlan:
         if version != _VERSION:
             raise ConfigError(f"{path} has version {version}; this is {_VERSION}; {way_out}")
         kinds = get_type_hints(StoredPlan)
-        return StoredPlan(
-            **{name: _typed(name, value, kinds.get(name)) for name, value in values.items()}
-        )
+        typed = {name: _typed(name, value, kinds.get(name)) for name, value in values.items()}
+        return StoredPlan(**typed)
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - data of a file
@@ -115,9 +100,8 @@ class PlanSubject:
     def hash_of(self, shards: Sequence[str], contents: Sequence[str]) -> str:
         """Return the hash of a whole plan.
 
-        Args:
-            contents: digest of all that decides the results of the rows of each piece: prompts,
-                options and seeds, see `contents_digest`.
+        `contents` are digests of all that decides the results of the rows of each piece: prompts,
+        options and seeds, see `contents_digest`.
         """
         options = dataclasses.asdict(self.options)
         parts = [list(shards), list(contents), options, list(self.files), dict(self.fingerprint)]

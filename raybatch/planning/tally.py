@@ -1,5 +1,7 @@
 """Counts of finished rows: statuses, errors and tokens, taken once, when they are written."""
 
+from collections import Counter
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -10,10 +12,8 @@ from raybatch.rows.schema import ERROR_COLUMN, OutputSchema, Status, error_class
 
 
 def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
-    """Count the rows of a unit."""
     table = counted_columns(finished, output)
     asked = table.filter(pc.greater(table.column("attempts"), 0))
-    generated = _per_sample(table, output)
     copied = pc.equal(asked.column("num_cached_tokens"), asked.column("num_input_tokens"))
     return UnitCounts(
         num_rows=table.num_rows,
@@ -21,7 +21,7 @@ def unit_counts(finished: pa.Table, output: OutputSchema) -> UnitCounts:
         errors=_errors(table),
         prompt_tokens=_sum(asked.column("num_input_tokens")),
         cached_tokens=_sum(asked.column("num_cached_tokens")),
-        generated_tokens=_sum(generated),
+        generated_tokens=_sum(_per_sample(table, output)),
         num_asked=asked.num_rows,
         num_copies=_sum(copied),
         prompt_lengths=_bins(asked.column("num_input_tokens")),
@@ -35,31 +35,28 @@ def _per_sample(table: pa.Table, output: OutputSchema) -> pa.ChunkedArray:
 
 
 def _bins(lengths: pa.ChunkedArray) -> tuple[int, ...]:
-    known = lengths.drop_null()
-    return Histogram.of(known.to_numpy().astype(np.int64)).counts
+    return Histogram.of(lengths.drop_null().to_numpy().astype(np.int64)).counts
 
 
 def row_statuses(finished: pa.Table, output: OutputSchema) -> list[Status]:
-    """Return the status of each finished row."""
     table = counted_columns(finished, output)
     reasons, errors = (table.column(n).to_pylist() for n in ("finish_reason", ERROR_COLUMN))
     return [row_status(r or "", e or "") for r, e in zip(reasons, errors, strict=True)]
 
 
 def _statuses(table: pa.Table) -> dict[str, int]:
-    statuses: dict[str, int] = {}
+    statuses = Counter[str]()
     keys = table.select(["finish_reason", ERROR_COLUMN])
     for group in keys.group_by(keys.column_names).aggregate([([], "count_all")]).to_pylist():
         status = row_status(group["finish_reason"] or "", group[ERROR_COLUMN] or "")
-        statuses[status] = statuses.get(status, 0) + group["count_all"]
-    return statuses
+        statuses[status] += group["count_all"]
+    return dict(statuses)
 
 
 def _errors(table: pa.Table) -> dict[str, ErrorCount]:
     errors: dict[str, ErrorCount] = {}
-    failed = table.select(["row_id", ERROR_COLUMN])
-    failed = failed.filter(pc.not_equal(failed.column(ERROR_COLUMN), ""))
-    for row in failed.to_pylist():
+    failed = table.filter(pc.not_equal(table.column(ERROR_COLUMN), ""))
+    for row in failed.select(["row_id", ERROR_COLUMN]).to_pylist():
         name = error_class(row[ERROR_COLUMN])
         one = ErrorCount(num_rows=1, row_ids=(str(row["row_id"]),), message=row[ERROR_COLUMN])
         errors[name] = errors[name] + one if name in errors else one
@@ -72,8 +69,8 @@ def counted_columns(table: pa.Table, output: OutputSchema) -> pa.Table:
     names += ["attempts", *(["num_generated_tokens"] if output.task == "generate" else [])]
     table = table.select([output.prefix + name for name in names]).rename_columns(names)
     if output.task != "generate":
-        nothing = np.zeros(table.num_rows, np.int32)
-        table = table.append_column("num_generated_tokens", pa.array(nothing))
+        nothing = pa.array(np.zeros(table.num_rows, np.int32))
+        table = table.append_column("num_generated_tokens", nothing)
     if output.num_samples > 1:
         reasons = pc.list_element(table.column("finish_reason"), 0)
         table = table.set_column(1, "finish_reason", reasons)

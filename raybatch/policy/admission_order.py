@@ -12,8 +12,8 @@ import numpy.typing as npt
 from raybatch.config import AdmissionPolicy
 from raybatch.errors import ConfigError, range_text
 
-Int64s = npt.NDArray[np.int64]
-Float64s = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 # an entry is passed only by those that arrive within so many times its own steps after it
 PATIENCE = 8.0
@@ -25,42 +25,30 @@ def batches_ahead(policy: AdmissionPolicy, *, has_rounds: bool = False) -> int:
     """Return how many times the rows that run at once should wait in an engine of a pool.
 
     A policy can choose among the rows alone that wait where it is applied; the order of arrival
-    needs no choice, and 0 leaves the number to the pool. Where prompts are computed in rounds,
-    those that wait are the next round, and those behind it whose KV is stored.
-
-    Args:
-        has_rounds: prompts are computed in rounds (`kv_offload`).
+    needs no choice, and 0 leaves the number to the pool. Where prompts are computed in rounds
+    (`kv_offload`), those that wait are the next round, and those behind it whose KV is stored.
     """
     return max(int(has_rounds), {"fcfs": 0, "static": 1, "shortest": 2, "multi_bin": 8}[policy])
 
 
 def predicted_steps(num_output: int, num_prompt: int, step_tokens: int) -> float:
-    """Return how many steps a row is likely to take: one a token, and its share of prompts' steps.
-
-    Args:
-        step_tokens: token budget of a step, at least 1.
-    """
+    """Return how many steps a row likely takes: one a token, and its prompt's share of steps."""
     if step_tokens < 1:
         raise ConfigError(f"a step of {step_tokens} tokens; it takes at least one")
     return num_output + num_prompt / step_tokens
 
 
-def shortest_first(
-    service: Float64s, arrival_step: Int64s, *, patience: float = PATIENCE
-) -> Int64s:
+def shortest_first(service: Floats, arrival_step: Ints, *, patience: float = PATIENCE) -> Ints:
     """Return the entries in the order in which they start: the shortest first, with ageing.
 
     An entry counts as if it had arrived `patience` times its own steps later. So entries
     that arrive together start by length, and none is passed by entries that arrive later than that:
     nobody waits for ever, and a long row waits no longer in proportion than a short one. Equal ones
-    keep the order of their arrays.
+    keep the order of their arrays. E log E.
 
     Args:
         service: float64 [E], predicted steps of each entry; the mean of a group's members.
         arrival_step: int64 [E], steps of the engine before the entry came.
-        patience: 0 is the order of arrival.
-
-    Complexity: E log E.
     """
     if not 0 <= patience < math.inf:
         allowed = range_text("at least 0", patience)
@@ -69,25 +57,19 @@ def shortest_first(
 
 
 def next_batch(
-    service: Float64s, num_rows: Int64s, *, batch_rows: int, max_bins: int = MAX_BINS
-) -> Int64s:
+    service: Floats, num_rows: Ints, *, batch_rows: int, max_bins: int = MAX_BINS
+) -> Ints:
     """Return the entries that run as the next batch: rows of like length, the oldest among them.
 
     The rows are cut into bins of like length with as many rows each (quantiles, so that a long tail
     does not leave most rows in one bin); there are `max_bins`, or as many as hold a whole batch.
     The bin of the oldest entry gives the batch, in the order of arrival. So every batch has the
-    oldest entry, and nobody waits for more batches than there are entries before it.
+    oldest entry, and nobody waits for more batches than there are entries before it. E log E.
 
     Args:
         service: float64 [E], predicted steps of each entry, the oldest first; the largest of a
             group's members.
-        batch_rows: that run at once, at least 1. The last entry may hold more than are left.
-        max_bins: 1 is the order of arrival.
-
-    Returns:
-        int64, indices, ascending; none of none.
-
-    Complexity: E log E.
+        batch_rows: that run at once. The last entry may hold more than are left.
 
     Source: arXiv:2412.04504, which has bins with borders that are known beforehand and waits until
     one of them holds a batch.

@@ -16,20 +16,13 @@ _ROWS_PER_ENGINE = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorFacts:
-    """What decides where engines run.
+    """What decides where engines run."""
 
-    Args:
-        is_connected: a cluster is connected, or named by the environment.
-        needs_ray: an option that only Ray can follow, with its value; "" for none.
-        num_bytes: that these take in memory, about.
-        max_driver_bytes: of an input that the driver plans by itself.
-    """
-
-    is_connected: bool
-    needs_ray: str
+    is_connected: bool  # a cluster is connected, or named by the environment
+    needs_ray: str  # an option that only Ray can follow, with its value; "" for none
     num_rows: int
     num_bytes: int
-    max_driver_bytes: int
+    max_driver_bytes: int  # of an input that the driver plans by itself
 
 
 def choose_executor(facts: ExecutorFacts) -> tuple[bool, str]:

@@ -7,8 +7,6 @@ from raybatch.config import LimitConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """What a run has done so far."""
-
     wall_s: float = 0.0
     engine_s: float = 0.0
     num_replicas: int = 0

@@ -26,11 +26,8 @@ class StepTimes:
     """Seconds of steps without prompts, by powers of two of their rows; medians of the latest.
 
     A size that was not seen for `max_age` steps is forgotten, and so tried again: steps change with
-    the length of contexts, and one bad measurement must not decide for ever.
-
-    Args:
-        max_growth: rows of a step with drafts over those without, at most.
-        max_age: steps, at least 1.
+    the length of contexts, and one bad measurement must not decide for ever. Steps with drafts have
+    at most `max_growth` times the rows of those without.
     """
 
     def __init__(self, max_growth: float, *, max_age: int = 256) -> None:
@@ -45,7 +42,7 @@ class StepTimes:
         """Note a step of so many rows, drafts included; at least 1."""
         size = round(math.log2(rows))
         self._num_steps += 1
-        if self._is_old(size):
+        if self._num_steps - self._last_step.get(size, 0) > self._max_age:
             self._samples.pop(size, None)
             self._medians.pop(size, None)
         self._last_step[size] = self._num_steps
@@ -64,28 +61,26 @@ class StepTimes:
         plain_s = self._median(size)
         if not plain_s:
             return math.inf
-        shares = []
-        for more in range(1, self._num_larger + 1):
-            seconds = self._median(size + more)
-            if seconds is not None:
-                shares.append((seconds / plain_s - 1) / (2**more - 1))
+        shares = [
+            (seconds / plain_s - 1) / (2**more - 1)
+            for more in range(1, self._num_larger + 1)
+            if (seconds := self._median(size + more)) is not None
+        ]
         return max(_MIN_BREAK_EVEN, max(shares, default=_UNKNOWN_BREAK_EVEN))
 
     def _median(self, size: int) -> float | None:
-        return None if self._is_old(size) else self._medians.get(size)
-
-    def _is_old(self, size: int) -> bool:
-        return self._num_steps - self._last_step.get(size, 0) > self._max_age
+        return (
+            None
+            if self._num_steps - self._last_step.get(size, 0) > self._max_age
+            else self._medians.get(size)
+        )
 
 
 def draft_length(acceptance: float, break_even: float, max_tokens: int) -> int:
     """Return how many drafts a sequence should get.
 
-    The n-th draft counts only if all before it are right, so it is worth `acceptance ** n`.
-
-    Args:
-        acceptance: share of right guesses, 0 to 1.
-        break_even: share that must be right, above 0.
+    The n-th draft counts only if all before it are right, so it is worth `acceptance ** n`, where
+    acceptance is the share of right guesses, 0 to 1.
 
     Example:
         >>> [draft_length(share, 0.3, 8) for share in (0.2, 0.5, 0.9, 1.0)]

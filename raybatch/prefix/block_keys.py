@@ -18,13 +18,20 @@ from raybatch.errors import ConfigError
 from raybatch.records.hashing import GOLDEN, mix64
 from raybatch.records.types import TokenIds
 
-Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
+# rows or keys by their numbers, or a view of those that follow each other
+_Rows = Ints | slice
 # of each run of tokens: its hash, and the sum of the states on the way there
 _Hashes = tuple[Uint64s, Uint64s]
 
 # blocks hashed at a time: their tokens and the words in flight stay in the CPU's second level cache
 _CHUNK = 1 << 13
+# 64-bit keys, and as many of them as a sample holds
+_ALL_KEYS = 1 << 64
+_MAX_KEYS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,18 +40,12 @@ class BlockKeys:
 
     Key i of a row stands for all of its tokens up to the end of block i: equal keys mean equal
     prefixes, and rows that agree in one block agree in all blocks before it.
-
-    Args:
-        keys: chained hashes of the whole blocks of all rows.
-        offsets: the keys of row r are `keys[offsets[r]:offsets[r + 1]]`.
-        num_tokens: tokens of each prompt, those after the last whole block included.
-        digest: hash of each entire prompt.
     """
 
-    keys: Uint64s  # [K]
-    offsets: Int64s  # [R + 1]
-    num_tokens: Int64s  # [R]
-    digest: Uint64s  # [R]
+    keys: Uint64s  # [K], chained hashes of the whole blocks of all rows
+    offsets: Ints  # [R + 1], the keys of row r are `keys[offsets[r]:offsets[r + 1]]`
+    num_tokens: Ints  # [R], those after the last whole block included
+    digest: Uint64s  # [R], of each entire prompt
     block_size: int
 
     @property
@@ -52,7 +53,7 @@ class BlockKeys:
         return len(self.num_tokens)
 
     @property
-    def num_blocks(self) -> Int64s:
+    def num_blocks(self) -> Ints:
         """Whole blocks of each row, int64 [R]."""
         return np.diff(self.offsets)
 
@@ -75,12 +76,20 @@ class BlockKeys:
         """Return rows `start` to `stop` (exclusive, cut at the last row); their keys are a view."""
         start, stop = min(start, self.num_rows), min(stop, self.num_rows)
         bounds = self.offsets[start : max(start, stop) + 1]
-        return BlockKeys(
-            keys=self.keys[bounds[0] : bounds[-1]],
-            offsets=bounds - bounds[0],
-            num_tokens=self.num_tokens[start:stop],
-            digest=self.digest[start:stop],
-            block_size=self.block_size,
+        return self._of(slice(start, stop), bounds - bounds[0], slice(bounds[0], bounds[-1]))
+
+    def take(self, rows: Ints) -> "BlockKeys":
+        """Return the keys of some rows, in the order given."""
+        num_blocks = self.num_blocks[rows]
+        return self._of(rows, start_offsets(num_blocks), ranges(self.offsets[rows], num_blocks))
+
+    def _of(self, rows: _Rows, offsets: Ints, keys: _Rows) -> "BlockKeys":
+        return replace(
+            self,
+            keys=self.keys[keys],
+            offsets=offsets,
+            num_tokens=self.num_tokens[rows],
+            digest=self.digest[rows],
         )
 
     def to_table(self) -> pa.Table:
@@ -92,9 +101,7 @@ class BlockKeys:
     def salted(self, prefixes: Uint64s, results: Uint64s) -> "BlockKeys":
         """Return the keys where rows share prefixes, or are identical, only within equal salts.
 
-        Args:
-            prefixes: uint64 [R], what else than its tokens decides the KV of a row; 0 for nothing.
-            results: uint64 [R], what else decides its result; 0 for nothing.
+        Salts are uint64 [R]: what else than its tokens decides the KV of a row, and its result.
         """
         return replace(
             self,
@@ -120,12 +127,10 @@ class BlockKeys:
         )
 
 
-def hash_blocks(token_ids: TokenIds, offsets: Int64s, block_size: int) -> BlockKeys:
+def hash_blocks(token_ids: TokenIds, offsets: Ints, block_size: int) -> BlockKeys:
     """Hash the prompts of a row batch; linear in tokens, fastest for some 10,000 rows at a time.
 
-    Args:
-        token_ids: int32 [T], the prompts one after another, read only.
-        offsets: int64 [R + 1], the tokens of row r are `token_ids[offsets[r]:offsets[r + 1]]`.
+    The tokens of row r are `token_ids[offsets[r]:offsets[r + 1]]`, read only.
     """
     _check(token_ids, offsets, block_size)
     # little endian everywhere, so that two tokens are the same 64-bit word on all machines
@@ -136,11 +141,25 @@ def hash_blocks(token_ids: TokenIds, offsets: Int64s, block_size: int) -> BlockK
     first = start_offsets(num_blocks)
     shifts = np.repeat(offsets[:-1] - first[:-1] * block_size, num_blocks)
     starts = shifts + np.arange(first[-1]) * block_size
-    keys, trails = _hash_whole_blocks(tokens, starts, block_size)
+
+    def whole_blocks(here: slice) -> TokenIds:
+        blocks: TokenIds = sliding_window_view(tokens, block_size)[starts[here]]
+        return blocks
+
+    keys, trails = _hash_chunks(whole_blocks, len(starts))
     roots = mix64(np.zeros(len(num_tokens), np.uint64) + GOLDEN)
     _chain(keys, first, num_blocks, roots)
-    tail_starts = offsets[:-1] + num_blocks * block_size
-    tails, tail_trails = _hash_tails(tokens, tail_starts, num_tokens % block_size, block_size)
+    tail_starts, tail_lengths = offsets[:-1] + num_blocks * block_size, num_tokens % block_size
+    columns = np.arange(block_size)
+
+    def tail_blocks(here: slice) -> TokenIds:
+        """Return runs that are shorter than a block, filled up with zeros."""
+        is_token = columns < tail_lengths[here, None]
+        filled = np.zeros(is_token.shape, tokens.dtype)
+        filled[is_token] = tokens[(tail_starts[here, None] + columns)[is_token]]
+        return filled
+
+    tails, tail_trails = _hash_chunks(tail_blocks, len(tail_starts))
     # a sum over every state on the way: two prompts whose states meet by chance differ in it
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys + trails)])
     digest = _combine(roots, sums[first[1:]] - sums[first[:-1]] + tail_trails)
@@ -150,7 +169,7 @@ def hash_blocks(token_ids: TokenIds, offsets: Int64s, block_size: int) -> BlockK
     )
 
 
-def find_representatives(keys: BlockKeys) -> Int64s:
+def find_representatives(keys: BlockKeys) -> Ints:
     """Return for each row the first row that is identical, int64 [R].
 
     Rows count as identical when length, digest and last key are equal; the latter two collide
@@ -158,27 +177,38 @@ def find_representatives(keys: BlockKeys) -> Int64s:
     """
     first_rows = np.arange(keys.num_rows)
     order = np.argsort(keys.digest)
-    same = _equal_to_previous(keys.digest[order])
+    same = equal_to_previous(keys.digest[order])
     rows = np.sort(order[same | np.append(same[1:], False)])
     last_keys = np.zeros(len(rows), np.uint64)
     has_key = keys.num_blocks[rows] > 0
     last_keys[has_key] = keys.keys[keys.offsets[rows[has_key] + 1] - 1]
     traits = (keys.num_tokens[rows], last_keys, keys.digest[rows])
     by_traits = np.lexsort((rows, *traits))
-    starts = ~np.logical_and.reduce([_equal_to_previous(trait[by_traits]) for trait in traits])
+    starts = ~np.logical_and.reduce([equal_to_previous(trait[by_traits]) for trait in traits])
     rows = rows[by_traits]
     first_rows[rows] = rows[np.flatnonzero(starts)][np.cumsum(starts) - 1]
     return first_rows
 
 
-def start_offsets(counts: Int64s) -> Int64s:
+def start_offsets(counts: Ints) -> Ints:
     """Return the running total before each count, and the sum: int64 [n + 1]."""
     offsets = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
 
 
-def _equal_to_previous(values: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+def ranges(starts: Ints, sizes: Ints) -> Ints:
+    """Return the numbers of all ranges, one range after another.
+
+    Example:
+        >>> ranges(np.array([7, 2]), np.array([2, 3])).tolist()
+        [7, 8, 2, 3, 4]
+    """
+    offsets = start_offsets(sizes)
+    return np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
+
+
+def equal_to_previous(values: npt.NDArray[np.generic]) -> Bools:
     equal = np.zeros(len(values), np.bool_)
     equal[1:] = values[1:] == values[:-1]
     return equal
@@ -188,50 +218,22 @@ def _combine(states: Uint64s, words: Uint64s) -> Uint64s:
     return mix64((states ^ words) + GOLDEN)
 
 
-def _hash_whole_blocks(tokens: TokenIds, starts: Int64s, block_size: int) -> _Hashes:
-    """Hash the blocks that begin at `starts`."""
-
-    def blocks(here: slice) -> TokenIds:
-        return sliding_window_view(tokens, block_size)[starts[here]]
-
-    return _hash_chunks(blocks, len(starts))
-
-
-def _hash_tails(tokens: TokenIds, starts: Int64s, lengths: Int64s, block_size: int) -> _Hashes:
-    """Hash runs that are shorter than a block, filled up with zeros."""
-    columns = np.arange(block_size)
-
-    def blocks(here: slice) -> TokenIds:
-        is_token = columns < lengths[here, None]
-        filled = np.zeros(is_token.shape, tokens.dtype)
-        filled[is_token] = tokens[(starts[here, None] + columns)[is_token]]
-        return filled
-
-    return _hash_chunks(blocks, len(starts))
-
-
 def _hash_chunks(blocks: Callable[[slice], TokenIds], count: int) -> _Hashes:
-    hashes = np.zeros(count, np.uint64)
-    trails = np.zeros(count, np.uint64)
+    hashes, trails = np.zeros((2, count), np.uint64)
     for start in range(0, count, _CHUNK):
         here = slice(start, start + _CHUNK)
         tokens = blocks(here)
         if tokens.shape[1] % 2:
             tokens = np.pad(tokens, ((0, 0), (0, 1)))
-        hashes[here], trails[here] = _hash_words(tokens.view("<u8"))
+        states, trail = np.zeros((2, len(tokens)), np.uint64)
+        for words in tokens.view("<u8").T:
+            trail += states
+            states = _combine(states, words)
+        hashes[here], trails[here] = states, trail
     return hashes, trails
 
 
-def _hash_words(words: Uint64s) -> _Hashes:
-    states = np.zeros(len(words), np.uint64)
-    trails = np.zeros(len(words), np.uint64)
-    for column in words.T:
-        trails += states
-        states = _combine(states, column)
-    return states, trails
-
-
-def _chain(keys: Uint64s, first: Int64s, num_blocks: Int64s, roots: Uint64s) -> None:
+def _chain(keys: Uint64s, first: Ints, num_blocks: Ints, roots: Uint64s) -> None:
     """Replace the hash of each block by one of the block and all before it, in place."""
     rows = np.argsort(-num_blocks, kind="stable")
     # the rows with a block at position i lead the order
@@ -243,7 +245,7 @@ def _chain(keys: Uint64s, first: Int64s, num_blocks: Int64s, roots: Uint64s) -> 
         places += 1
 
 
-def _check(token_ids: TokenIds, offsets: Int64s, block_size: int) -> None:
+def _check(token_ids: TokenIds, offsets: Ints, block_size: int) -> None:
     if block_size < 1:
         raise ConfigError(f"block_size is {block_size}; it must be at least 1")
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(token_ids):
@@ -253,3 +255,53 @@ def _check(token_ids: TokenIds, offsets: Int64s, block_size: int) -> None:
     shrinking = np.flatnonzero(offsets[1:] < offsets[:-1])
     if len(shrinking):
         raise ConfigError(f"offsets must not decrease; row {shrinking[0]} has a negative length")
+
+
+class DistinctKeys:
+    """Estimates what one plan over all rows would compute.
+
+    Keys are uniform, so those below a limit are a fair sample of the distinct ones. The limit is
+    halved when the sample grows too large. Up to `max_keys` distinct keys are counted exactly;
+    beyond that the standard error is at most sqrt(2 / max_keys), 0.6 % as it stands.
+
+    Source: adaptive sampling (Wegman; Flajolet, On adaptive sampling, 1990).
+    """
+
+    def __init__(self, max_keys: int = _MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._limit = _ALL_KEYS
+        self._sample: Uint64s = np.empty(0, np.uint64)
+        self._new: list[Uint64s] = []
+        self._num_new = 0
+        self._tail_tokens = 0
+        self._block_size = 0
+
+    def add(self, keys: BlockKeys) -> None:
+        """Note rows; linear in their keys, apart from a sort now and then."""
+        self._block_size = keys.block_size
+        # a prompt always computes its last token
+        tails = keys.num_tokens - keys.num_blocks * keys.block_size
+        self._tail_tokens += int(np.maximum(tails, np.minimum(keys.num_tokens, 1)).sum())
+        new = (
+            keys.keys if self._limit == _ALL_KEYS else keys.keys[keys.keys < np.uint64(self._limit)]
+        )
+        self._new.append(np.unique(new))
+        self._num_new += len(self._new[-1])
+        if self._num_new > self._max_keys // 4:
+            self._merge()
+
+    def num_distinct(self) -> float:
+        self._merge()
+        return len(self._sample) * (_ALL_KEYS / self._limit)
+
+    def computed_tokens(self) -> float:
+        """Return the estimated prompt tokens to compute when every block is computed once."""
+        return self.num_distinct() * self._block_size + self._tail_tokens
+
+    def _merge(self) -> None:
+        self._sample = np.unique(np.concatenate([self._sample, *self._new]))
+        self._new.clear()
+        self._num_new = 0
+        while len(self._sample) > self._max_keys:
+            self._limit //= 2
+            self._sample = self._sample[: np.searchsorted(self._sample, np.uint64(self._limit))]

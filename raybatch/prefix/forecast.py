@@ -8,11 +8,11 @@ bound    every shared prefix at every depth computed once: a cache that holds ev
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.block_keys import BlockKeys, Floats, Ints
 from raybatch.prefix.hits import (
     CacheLoad,
     CacheSize,
@@ -21,31 +21,23 @@ from raybatch.prefix.hits import (
     simulate_hits,
     windows_of,
 )
-from raybatch.prefix.load import Floats, Ints
 from raybatch.prefix.plan import Arrangement, RowPlan
-from raybatch.prefix.tree.enlarge import Bools
-from raybatch.prefix.tree.prefix_tree import PrefixTree
 
 ForecastName = Literal["input", "sorted", "planned", "bound"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderForecast:
-    """What one order would compute.
-
-    Args:
-        computed_tokens: those whose KV an engine computes.
-        error: half width of the 95 % interval of the hit rate; 0 where all rows were simulated.
-        is_lower_bound: the sample was too short to fill the cache, so there may be more hits.
-        num_rows_too_large: rows that do not fit the cache even alone, and are left out.
-    """
+    """What one order would compute."""
 
     name: ForecastName
     prompt_tokens: int
-    computed_tokens: int
+    computed_tokens: int  # those whose KV an engine computes
+    # half width of the 95 % interval of the hit rate; 0 where all rows were simulated
     error: float = 0.0
+    # the sample was too short to fill the cache, so there may be more hits
     is_lower_bound: bool = False
-    num_rows_too_large: int = 0
+    num_rows_too_large: int = 0  # rows that do not fit the cache even alone, and are left out
 
     @property
     def hit_rate(self) -> float:
@@ -55,12 +47,6 @@ class OrderForecast:
     @property
     def saved_tokens(self) -> int:
         return self.prompt_tokens - self.computed_tokens
-
-
-def rows_that_fit(keys: BlockKeys, output_tokens: Floats, size: CacheSize) -> Ints:
-    """Return the rows that can run alone in a cache of this size, in rising order."""
-    tokens = keys.num_tokens + np.ceil(output_tokens).astype(np.int64)
-    return np.flatnonzero(-(-tokens // keys.block_size) <= size.num_blocks)
 
 
 def forecast_orders(
@@ -74,81 +60,37 @@ def forecast_orders(
 ) -> tuple[OrderForecast, ...]:
     """Forecast all four orders; rows that do not fit the cache are left out of all of them.
 
-    The cost is that of simulating `max_rows` rows three times.
-
-    Args:
-        max_rows: rows to simulate for each order; of more, evenly spaced windows are taken.
+    The cost is that of simulating `max_rows` rows three times; of more rows, evenly spaced windows
+    are taken.
     """
+    load, tree = CacheLoad(keys=keys, output_tokens=output_tokens), arrangement.tree
+    in_input = load.rows_that_fit(size)
     fits = np.zeros(keys.num_rows, np.bool_)
-    fits[rows_that_fit(keys, output_tokens, size)] = True
-    is_generated = arrangement.groups.representative == np.arange(keys.num_rows)
-    load = CacheLoad(
-        keys=keys.keys,
-        offsets=keys.offsets,
-        num_tokens=keys.num_tokens,
-        block_size=keys.block_size,
-        output_tokens=np.ceil(output_tokens).astype(np.int64),
-    )
-    in_input, in_tree = np.flatnonzero(fits), arrangement.tree.row_order
-    in_plan = plan.order[(fits & is_generated)[plan.order]]
-    bound = _bound(arrangement.tree, keys, fits & is_generated)
+    fits[in_input] = True
+    is_generated = fits & (arrangement.groups.representative == np.arange(keys.num_rows))
+    in_plan = plan.order[is_generated[plan.order]]
+    # each node above a generated row is computed once
+    num_before = np.concatenate([[0], np.cumsum(is_generated[tree.row_order])])
+    is_used = num_before[tree.row_stop] > num_before[tree.row_start]
+    own = np.maximum(keys.num_tokens - tree.depth_tokens[tree.deepest_nodes()], 1)
+    bound = int(tree.edge_tokens()[is_used].sum() + own[is_generated].sum())
     orders = (
         _cached("input", load, in_input, size, max_rows),
-        _cached("sorted", load, in_tree[fits[in_tree]], size, max_rows),
+        _cached("sorted", load, tree.row_order[fits[tree.row_order]], size, max_rows),
         _planned(load, plan, in_plan, size, max_rows),
         OrderForecast(name="bound", prompt_tokens=0, computed_tokens=bound),
     )
-    # copies are prompt tokens that need no computing
-    same: dict[str, Any] = {
-        "prompt_tokens": int(keys.num_tokens[in_input].sum()),
-        "num_rows_too_large": keys.num_rows - len(in_input),
-    }
-    return tuple(_within(replace(order, **same), bound) for order in orders)
-
-
-def merge_forecasts(
-    parts: Sequence[tuple[OrderForecast, ...]],
-    windows: Sequence[tuple[int, int]],
-    *,
-    is_whole: bool = False,
-) -> tuple[OrderForecast, ...]:
-    """Return the forecasts of all parts of an input together.
-
-    Args:
-        parts: of each part, as `forecast_orders` returns them; their forecast of the order of the
-            input is not used, because a part is no stretch of it.
-        is_whole: the stretches are all of the input, from its beginning.
-    """
-    merged = []
-    for orders in zip(*parts, strict=True):
-        weights = np.array([order.prompt_tokens for order in orders], float)
-        errors = np.array([order.error for order in orders]) * weights
-        merged.append(
-            OrderForecast(
-                name=orders[0].name,
-                prompt_tokens=int(weights.sum()),
-                computed_tokens=sum(order.computed_tokens for order in orders),
-                error=float(np.sqrt((errors**2).sum()) / max(1.0, weights.sum())),
-                is_lower_bound=any(order.is_lower_bound for order in orders),
-                num_rows_too_large=sum(order.num_rows_too_large for order in orders),
-            )
+    return tuple(
+        replace(
+            order,
+            # copies are prompt tokens that need no computing
+            prompt_tokens=int(keys.num_tokens[in_input].sum()),
+            # an order from a sample may seem to compute less than the bound
+            computed_tokens=max(bound, order.computed_tokens),
+            num_rows_too_large=keys.num_rows - len(in_input),
         )
-    cached, tokens = np.array(windows, float).T
-    rate = cached.sum() / max(1.0, tokens.sum())
-    first = merged[0]
-    from_input = replace(
-        first,
-        name="input",
-        computed_tokens=round(first.prompt_tokens * (1 - rate)),
-        error=half_width(cached / np.maximum(tokens, 1)),
-        is_lower_bound=not is_whole,
+        for order in orders
     )
-    return (_within(from_input, merged[-1].computed_tokens), *merged[1:])
-
-
-def _within(order: OrderForecast, bound: int) -> OrderForecast:
-    """Return a forecast that computes no less than the bound, as one from a sample may."""
-    return replace(order, computed_tokens=max(bound, order.computed_tokens))
 
 
 def _cached(
@@ -156,7 +98,7 @@ def _cached(
 ) -> OrderForecast:
     """Forecast an order that has a prefix cache alone."""
     estimate = estimate_hit_rate(load, order, size, max_rows=max_rows)
-    prompt_tokens = int(load.num_tokens[order].sum())
+    prompt_tokens = int(load.keys.num_tokens[order].sum())
     return OrderForecast(
         name=name,
         prompt_tokens=prompt_tokens,
@@ -175,44 +117,63 @@ def _planned(
     known for all rows; of many rows only the rest is simulated, in windows that begin with an
     empty cache and count their second half.
     """
-    num_tokens = load.num_tokens[order]
-    prompt_tokens = int(num_tokens.sum())
-    if not size.finds_blocks:
-        computed = prompt_tokens - int(_pinned(load, plan, order).sum())
-        return OrderForecast(name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed)
-    if len(order) <= max_rows:
-        computed = prompt_tokens - int(simulate_hits(load, order, size).sum())
-        return OrderForecast(name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed)
-    pinned = _pinned(load, plan, order)
-    windows = windows_of(len(order), max_rows)
-    extra = np.zeros(len(windows))
-    for i, (window, counted) in enumerate(windows):
-        hits = simulate_hits(load, order[window], size)[counted.start - window.start :]
-        more = np.maximum(hits - pinned[counted], 0)
-        extra[i] = more.sum() / max(1, num_tokens[counted].sum())
-    return OrderForecast(
-        name="planned",
-        prompt_tokens=prompt_tokens,
-        computed_tokens=round(prompt_tokens * (1 - extra.mean())) - int(pinned.sum()),
-        error=half_width(extra),
-    )
-
-
-def _bound(tree: PrefixTree, keys: BlockKeys, is_generated: Bools) -> int:
-    """Return the tokens to compute when each node above a generated row is computed once."""
-    num_before = np.concatenate([[0], np.cumsum(is_generated[tree.row_order])])
-    is_used = num_before[tree.row_stop] > num_before[tree.row_start]
-    own = np.maximum(keys.num_tokens - tree.depth_tokens[tree.deepest_nodes()], 1)
-    return int(tree.edge_tokens()[is_used].sum() + own[is_generated].sum())
-
-
-def _pinned(load: CacheLoad, plan: RowPlan, order: Ints) -> Ints:
-    """Return the tokens that each row of `order` finds because its group holds them."""
-    group_id = plan.group_id[order]
+    num_tokens, group_id = load.keys.num_tokens[order], plan.group_id[order]
+    prompt_tokens, error, block_size = int(num_tokens.sum()), 0.0, load.keys.block_size
     # the last token of a prompt is always computed, and with it its block
-    last = (load.num_tokens[order] - 1) // load.block_size * load.block_size
+    last = (num_tokens - 1) // block_size * block_size
     pinned = np.where(group_id >= 0, np.minimum(plan.prefix_len[order], last), 0)
     # where a group begins, its prefix is computed; also when others ran in between, as a probe's do
     pinned[np.diff(group_id, prepend=-1) != 0] = 0
-    result: Ints = pinned.astype(np.int64)
-    return result
+    if not size.finds_blocks:
+        computed = prompt_tokens - int(pinned.sum())
+    elif len(order) <= max_rows:
+        computed = prompt_tokens - int(simulate_hits(load, order, size).sum())
+    else:
+        windows = windows_of(len(order), max_rows)
+        extra = np.zeros(len(windows))
+        for i, (window, counted) in enumerate(windows):
+            hits = simulate_hits(load, order[window], size)[counted.start - window.start :]
+            more = np.maximum(hits - pinned[counted], 0)
+            extra[i] = more.sum() / max(1, num_tokens[counted].sum())
+        computed = round(prompt_tokens * (1 - extra.mean())) - int(pinned.sum())
+        error = half_width(extra)
+    return OrderForecast(
+        name="planned", prompt_tokens=prompt_tokens, computed_tokens=computed, error=error
+    )
+
+
+def merge_forecasts(
+    parts: Sequence[tuple[OrderForecast, ...]],
+    windows: Sequence[tuple[int, int]],
+    *,
+    is_whole: bool = False,
+) -> tuple[OrderForecast, ...]:
+    """Return the forecasts of all parts of an input together.
+
+    The parts' forecast of the order of the input is not used, because a part is no stretch of it;
+    in its place are cached and all prompt tokens of stretches, which may be all of the input.
+    """
+    merged = []
+    for orders in zip(*parts, strict=True):
+        weights = np.array([order.prompt_tokens for order in orders], float)
+        errors = np.array([order.error for order in orders]) * weights
+        merged.append(
+            OrderForecast(
+                name=orders[0].name,
+                prompt_tokens=int(weights.sum()),
+                computed_tokens=sum(order.computed_tokens for order in orders),
+                error=float(np.sqrt((errors**2).sum()) / max(1.0, weights.sum())),
+                is_lower_bound=any(order.is_lower_bound for order in orders),
+                num_rows_too_large=sum(order.num_rows_too_large for order in orders),
+            )
+        )
+    cached, tokens = np.array(windows, float).T
+    rate = cached.sum() / max(1.0, tokens.sum())
+    computed = round(merged[0].prompt_tokens * (1 - rate))
+    from_input = replace(
+        merged[0],
+        computed_tokens=max(merged[-1].computed_tokens, computed),
+        error=half_width(cached / np.maximum(tokens, 1)),
+        is_lower_bound=not is_whole,
+    )
+    return (from_input, *merged[1:])

@@ -5,23 +5,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raybatch.prefix.load import Floats, Ints
+from raybatch.errors import ConfigError
+from raybatch.prefix.block_keys import Floats, Ints
 
 # below: a bin for each number; from here on four bins for each doubling
 _EXACT = 8
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Histogram:
-    """How whole numbers from 0 spread: 0, 1, ..., 8, 10, 12, 14, 16, 20, ... begin a bin.
+    """How whole numbers from 0 spread: 0, 1, ..., 8, 10, 12, 14, 16, 20, ... begin a bin."""
 
-    Args:
-        counts: numbers in each bin, without the empty bins at the end.
-        lowest: smallest number; 0 where there are none.
-        highest: largest number; 0 where there are none.
-    """
-
-    counts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()  # numbers in each bin, without the empty bins at the end
     total: int = 0
     lowest: int = 0
     highest: int = 0
@@ -32,8 +28,12 @@ class Histogram:
         if not len(values):
             return cls()
         numbers = np.rint(values).astype(np.int64)
+        large = np.maximum(numbers, _EXACT)
+        doublings = np.frexp(large.astype(float))[1] - 1
+        steps = (large >> (doublings - 2)) - 4
+        bins = np.where(numbers < _EXACT, numbers, _EXACT + 4 * (doublings - 3) + steps)
         return cls(
-            counts=tuple(np.bincount(_bins(numbers)).tolist()),
+            counts=tuple(np.bincount(bins).tolist()),
             total=int(numbers.sum()),
             lowest=int(numbers.min()),
             highest=int(numbers.max()),
@@ -88,16 +88,45 @@ class Histogram:
         return min(max(value, self.lowest), self.highest)
 
 
-def _bins(numbers: Ints) -> Ints:
-    large = np.maximum(numbers, _EXACT)
-    doublings = np.frexp(large.astype(float))[1] - 1
-    steps = (large >> (doublings - 2)) - 4
-    bins: Ints = np.where(numbers < _EXACT, numbers, _EXACT + 4 * (doublings - 3) + steps)
-    return bins
-
-
 def _first(index: int) -> int:
     if index < _EXACT:
         return index
     doublings, steps = divmod(index - _EXACT, 4)
     return (4 + steps) << (doublings + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthBands:
+    """How output lengths spread; `top_tenth` is the share of tokens of the longest tenth."""
+
+    quantiles: tuple[float, ...]
+    tokens: tuple[float, ...]  # length that this share of the rows does not exceed
+    mean: float
+    top_tenth: float
+
+
+def length_bands(lengths: Floats) -> LengthBands:
+    if not len(lengths):
+        raise ConfigError("output lengths of no rows have no bands")
+    longest = np.sort(lengths)[-max(len(lengths) // 10, 1) :]
+    return LengthBands(
+        quantiles=QUANTILES,
+        tokens=tuple(float(value) for value in np.quantile(lengths, QUANTILES)),
+        mean=float(lengths.mean()),
+        top_tenth=float(longest.sum() / max(lengths.sum(), 1)),
+    )
+
+
+def histogram_bands(lengths: Histogram) -> LengthBands:
+    if not lengths.num_values:
+        raise ConfigError("output lengths of no rows have no bands")
+    edges, counts = np.array(lengths.edges()), np.array(lengths.counts)
+    tokens = ((edges[:-1] + edges[1:] - 1) / 2).clip(lengths.lowest, lengths.highest)
+    num_longest = max(lengths.num_values // 10, 1)
+    longest = np.diff(np.minimum(np.cumsum(counts[::-1]), num_longest), prepend=0)
+    return LengthBands(
+        quantiles=QUANTILES,
+        tokens=tuple(float(lengths.quantile(share)) for share in QUANTILES),
+        mean=lengths.mean,
+        top_tenth=float((longest * tokens[::-1]).sum() / max((counts * tokens).sum(), 1)),
+    )

@@ -10,41 +10,32 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.prefix.block_keys import BlockKeys, Int64s, start_offsets
-from raybatch.prefix.load import GroupLoad
-from raybatch.prefix.tree.enlarge import exact_single_level, nearest_open
-from raybatch.prefix.tree.groups import PrefixGroups, make_groups
-from raybatch.prefix.tree.prefix_tree import build_tree
-from raybatch.prefix.tree.tree_order import order_in_tree
+from raybatch.prefix.block_keys import BlockKeys, Ints
+from raybatch.prefix.groups import exact_single_level, make_groups, nearest_open
+from raybatch.prefix.order import GroupLoad, order_in_tree
+from raybatch.prefix.tree import build_tree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InFlightPlan:
-    """Groups of rows and their order.
+    """Groups of rows and their order; a row that is alone has group -1."""
 
-    Args:
-        group_id: name of each row's group; -1 for a row that is alone.
-        prefix_len: tokens that the group shares; 0 for a row that is alone.
-        order: row numbers in the order in which they should run, members of a group together.
-    """
-
-    group_id: Int64s  # [R]
-    prefix_len: Int64s  # [R]
-    order: Int64s  # [R]
+    group_id: Ints  # [R], name of each row's group
+    prefix_len: Ints  # [R], tokens that the group shares
+    order: Ints  # [R], rows as they should run, members of a group together
 
 
-def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
+def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:
     """Group rows by the prefixes that save most, and order the groups; near-linear in rows.
 
-    The most output per computed prompt token is first, and what shares a prefix stays
-    together; a row that is alone counts as a group of one. Members follow each other as in the
-    prefix tree.
+    The most output per computed prompt token is first, what shares a prefix stays together, and
+    members follow each other as in the prefix tree; a row that is alone counts as a group of one.
     """
     tree = build_tree(keys)
     is_open = exact_single_level(tree, keys)
     groups = make_groups(tree, keys, is_open)
     is_alone = groups.group_id < 0
-    num_alone = int(np.count_nonzero(is_alone))
+    num_alone = np.count_nonzero(is_alone)
     element = groups.group_id.copy()
     element[is_alone] = groups.num_groups + np.arange(num_alone)
     load = GroupLoad(
@@ -56,28 +47,28 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Int64s) -> InFlightPlan:
         ).astype(float),
     )
     deepest = tree.deepest_nodes()
-    node = np.concatenate(
-        [nearest_open(tree, is_open)[deepest[groups.first_row]], deepest[is_alone]]
-    )
+    of_groups = nearest_open(tree, is_open)[deepest[groups.first_row]]
+    node = np.concatenate([of_groups, deepest[is_alone]])
     rank = np.empty(len(load), np.int64)
-    rank[order_in_tree(tree, node, load)] = np.arange(len(load))
+    rank[order_in_tree(tree, node, load, is_rising=False)] = np.arange(len(load))
     place = np.empty(keys.num_rows, np.int64)
     place[tree.row_order] = np.arange(keys.num_rows)
+    last_block = groups.prefix_len // keys.block_size - 1
+    last_keys = keys.keys[keys.offsets[groups.first_row] + last_block]
+    # a row that is alone has group -1, which finds the last name
+    names = np.append(_as_names(last_keys), -1)
     return InFlightPlan(
-        group_id=_names(groups, keys)[groups.group_id],
+        group_id=names[groups.group_id],
         prefix_len=groups.prefix_tokens.astype(np.int64),
         order=np.lexsort((place, rank[element])),
     )
 
 
-def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Int64s, Int64s]:
+def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Ints, Ints]:
     """Find for each row the longest prefix that names one of the groups; linear in the keys.
 
-    Args:
-        groups: sets of names of groups, however large, such as the keys of dictionaries.
-
-    Returns:
-        The name for each row, -1 without any, and the tokens of the prefix; int64 [R].
+    Return the name for each row, -1 without any, and the tokens of the prefix; int64 [R]. Groups
+    are sets of names, however large, such as the keys of dictionaries.
     """
     names = _as_names(keys.keys)
     wanted = set(names.tolist())
@@ -92,26 +83,5 @@ def match_prefixes(keys: BlockKeys, groups: Sequence[Set[int]]) -> tuple[Int64s,
     return group_id, prefix_len
 
 
-def select_rows(keys: BlockKeys, rows: Int64s) -> BlockKeys:
-    """Return the keys of some rows, in the order given."""
-    num_blocks = keys.num_blocks[rows]
-    offsets = start_offsets(num_blocks)
-    shifts = np.repeat(keys.offsets[rows] - offsets[:-1], num_blocks)
-    return BlockKeys(
-        keys=keys.keys[shifts + np.arange(offsets[-1])],
-        offsets=offsets,
-        num_tokens=keys.num_tokens[rows],
-        digest=keys.digest[rows],
-        block_size=keys.block_size,
-    )
-
-
-def _names(groups: PrefixGroups, keys: BlockKeys) -> Int64s:
-    """Return the name of each group, and -1 as the last entry: int64 [G + 1]."""
-    last_block = groups.prefix_len // keys.block_size - 1
-    last_keys = keys.keys[keys.offsets[groups.first_row] + last_block]
-    return np.append(_as_names(last_keys), -1)
-
-
-def _as_names(keys: npt.NDArray[np.uint64]) -> Int64s:
+def _as_names(keys: npt.NDArray[np.uint64]) -> Ints:
     return (keys >> np.uint64(1)).astype(np.int64)

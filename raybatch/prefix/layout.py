@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.errors import ConfigError
-from raybatch.prefix.load import Ints
+from raybatch.prefix.block_keys import Ints
 from raybatch.records.hashing import GOLDEN, mix64
 
 # up to here all 2^n sets of fields are tried; 64 sorts of the rows at six fields
@@ -24,26 +23,17 @@ MAX_EXACT_FIELDS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateField:
-    """One field of a template over all rows; arrays are read only.
-
-    Args:
-        value_ids: int64 [R], equal where the values are equal.
-        label_tokens: fixed text that moves with the field, such as "Question: ".
-    """
+    """One field of a template over all rows; arrays are read only."""
 
     name: str
-    value_ids: Ints
-    num_tokens: Ints
-    label_tokens: int = 0
+    value_ids: Ints  # [R], equal where the values are equal
+    num_tokens: Ints  # [R]
+    label_tokens: int = 0  # fixed text that moves with the field, such as "Question: "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """An order of fields and what it shares.
-
-    Args:
-        hit_rate: share of all prompt tokens that come from a cache that holds everything.
-    """
+    """An order of fields, and the share of prompt tokens that a cache of any size gives."""
 
     fields: tuple[str, ...]
     hit_rate: float
@@ -51,11 +41,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutAdvice:
-    """The order in use, and the best one.
-
-    Args:
-        best: the order with the highest hit rate; `used` if none is better.
-    """
+    """The order in use, and the one with the highest hit rate; the former if none is better."""
 
     used: Layout
     best: Layout
@@ -63,7 +49,6 @@ class LayoutAdvice:
 
     @property
     def text(self) -> str:
-        """One sentence for the user."""
         used, best = (f"{100 * layout.hit_rate:.0f} %" for layout in (self.used, self.best))
         if self.best.hit_rate <= self.used.hit_rate:
             return f"the order of the fields is the best one, with a hit rate of {used}"
@@ -104,7 +89,12 @@ class _Sharing:
         _check(fields)
         self.head_tokens, self.tail_tokens, self.block_size = head_tokens, tail_tokens, block_size
         self.num_rows = len(fields[0].value_ids)
-        self.keys = [_mix(field.value_ids, salt) for salt, field in enumerate(fields)]
+        # pseudorandom; their sum over fields names a combination of values, and two of n of these
+        # collide with probability n^2 / 2^65
+        self.keys = [
+            mix64(field.value_ids.astype(np.uint64) + np.uint64(salt * int(GOLDEN) % 2**64))
+            for salt, field in enumerate(fields, start=1)
+        ]
         self.tokens = [field.num_tokens.astype(np.int64) + field.label_tokens for field in fields]
         self.labels = [field.label_tokens for field in fields]
         self.label_blocks: dict[tuple[frozenset[int], int], int] = {}
@@ -170,14 +160,6 @@ class _Sharing:
         return np.maximum(tokens, 0)
 
 
-def _mix(value_ids: Ints, salt: int) -> npt.NDArray[np.uint64]:
-    """Return pseudorandom keys; their sum over fields names a combination of values.
-
-    Two of n combinations collide with probability n^2 / 2^65.
-    """
-    return mix64(value_ids.astype(np.uint64) + np.uint64((salt + 1) * int(GOLDEN) % 2**64))
-
-
 def _best_order(sharing: _Sharing, num_fields: int) -> tuple[int, ...]:
     best: dict[frozenset[int], tuple[int, tuple[int, ...]]] = {frozenset(): (0, ())}
     for size in range(1, num_fields + 1):
@@ -198,19 +180,13 @@ def _greedy_order(sharing: _Sharing, num_fields: int) -> tuple[int, ...]:
         left = [field for field in range(num_fields) if field not in placed]
         order += (max(left, key=lambda field: (sharing.saved_blocks(placed, field), -field)),)
     while True:
-        better = min(_moves(order), key=lambda moved: (sharing.unique_blocks(moved), moved))
+        # orders in which one field stands elsewhere
+        rests = [(field, tuple(other for other in order if other != field)) for field in order]
+        moves = [(*r[:i], field, *r[i:]) for field, r in rests for i in range(num_fields)]
+        better = min(moves, key=lambda moved: (sharing.unique_blocks(moved), moved))
         if sharing.unique_blocks(better) >= sharing.unique_blocks(order):
             return order
         order = better
-
-
-def _moves(order: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the orders in which one field stands elsewhere."""
-    moves: list[tuple[int, ...]] = []
-    for field in order:
-        rest = tuple(other for other in order if other != field)
-        moves.extend((*rest[:i], field, *rest[i:]) for i in range(len(order)))
-    return moves
 
 
 def _change(used: tuple[str, ...], best: tuple[str, ...]) -> str:

@@ -9,36 +9,27 @@ token | document A    | document B   | +812 |   boxes of nodes, widest first
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
-from raybatch.prefix.block_keys import BlockKeys, start_offsets
-from raybatch.prefix.load import Ints
-from raybatch.prefix.tree.prefix_tree import PrefixTree
+from raybatch.prefix.block_keys import BlockKeys, Ints, start_offsets
+from raybatch.prefix.tree import PrefixTree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeBox:
-    """A rectangle over rows and token positions.
+    """A rectangle over rows and token positions."""
 
-    Args:
-        row_start: place of its first row, in an order that puts wide nodes first.
-        token_start: first position; a mean where several nodes are put together.
-        num_nodes: prefixes in this box; 0 for what rows do not share.
-        saved_tokens: prompt tokens of these rows here that need no computing.
-        example_row: a row whose prompt runs through this box.
-        text: of one prefix; "" where it is not known.
-    """
-
-    row_start: int
+    row_start: int  # place of its first row, in an order that puts wide nodes first
     row_stop: int
-    token_start: float
+    token_start: float  # first position; a mean where several nodes are put together
     token_stop: float
     level: int
-    num_nodes: int
-    saved_tokens: int
-    example_row: int
-    text: str = ""
+    num_nodes: int  # prefixes in this box; 0 for what rows do not share
+    saved_tokens: int  # prompt tokens of these rows here that need no computing
+    example_row: int  # a row whose prompt runs through this box
+    text: str = ""  # of one prefix; "" where it is not known
 
     @property
     def num_rows(self) -> int:
@@ -46,13 +37,10 @@ class TreeBox:
 
 
 def outline_tree(tree: PrefixTree, keys: BlockKeys, *, max_boxes: int = 600) -> list[TreeBox]:
-    """Return boxes from the root down, parents before children.
+    """Return about `max_boxes` boxes at most, from the root down, parents before children.
 
     Nodes with too few rows to be seen are put together with their neighbours in depth, and what is
     below them is not shown. O(N log N) time for N nodes.
-
-    Args:
-        max_boxes: about as many boxes at most.
     """
     outline = _Outline(tree, keys)
     min_rows = max(1, tree.num_rows // (max_boxes // 2))
@@ -64,21 +52,16 @@ def outline_tree(tree: PrefixTree, keys: BlockKeys, *, max_boxes: int = 600) -> 
 
 
 def join_outlines(parts: Sequence[tuple[Sequence[TreeBox], int]]) -> list[TreeBox]:
-    """Return the boxes of parts of an input, side by side.
+    """Return the boxes of parts of an input, with their numbers of rows, side by side.
 
     A prefix of several parts is a box in each of them.
-
-    Args:
-        parts: boxes and the number of rows of each part.
     """
-    joined, first = [], 0
-    for boxes, num_rows in parts:
-        joined += [
-            replace(box, row_start=box.row_start + first, row_stop=box.row_stop + first)
-            for box in boxes
-        ]
-        first += num_rows
-    return joined
+    firsts = accumulate((num_rows for _, num_rows in parts), initial=0)
+    return [
+        replace(box, row_start=box.row_start + first, row_stop=box.row_stop + first)
+        for (boxes, _), first in zip(parts, firsts, strict=False)
+        for box in boxes
+    ]
 
 
 class _Outline:
@@ -89,40 +72,40 @@ class _Outline:
         self.num_below = tree.row_stop - tree.row_start
         self.prompt_sums = start_offsets(keys.num_tokens[tree.row_order])
         self.by_parent = np.lexsort((-tree.depth_tokens, -self.num_below, tree.parent))
-        self.first_child = np.searchsorted(
-            tree.parent[self.by_parent], np.arange(tree.num_nodes + 1)
-        )
+        parents = tree.parent[self.by_parent]
+        self.first_child = np.searchsorted(parents, np.arange(tree.num_nodes + 1))
 
     def boxes(self, min_rows: int) -> list[TreeBox]:
         """Return boxes of at least `min_rows` rows, but for the rest of a node's children."""
-        boxes: list[TreeBox] = []
-        stack = [(0, 0, 0)]
+        tree, boxes, stack = self.tree, list[TreeBox](), [(0, 0, 0)]
         while stack:
             node, place, level = stack.pop()
             if node:
-                boxes.append(self._node(node, place, level))
+                boxes.append(self._box(np.array([node]), place, level))
             children = self.by_parent[self.first_child[node] : self.first_child[node + 1]]
             num_wide = int(np.searchsorted(-self.num_below[children], -min_rows, side="right"))
             for child in children[:num_wide].tolist():
                 stack.append((child, place, level + 1))
                 place += int(self.num_below[child])
-            for nodes in self._bunches(children[num_wide:], min_rows):
-                boxes += self._bunch(nodes, place, level + 1)
-                place = boxes[-1].row_stop
-            boxes += self._own(node, place, level + 1)
+            # small siblings, deep ones first, in runs of `min_rows` rows or a little more
+            small = children[num_wide:]
+            small = small[np.lexsort((small, -tree.depth_tokens[small]))]
+            before = np.cumsum(self.num_below[small]) - self.num_below[small]
+            cuts = np.flatnonzero(np.diff(before // min_rows)) + 1
+            for nodes in np.split(small, cuts) if len(small) else []:
+                shared = self._box(nodes, place, level + 1)
+                place, rows = shared.row_stop, slice(shared.row_start, shared.row_stop)
+                prompts = self.prompt_sums[tree.row_stop[nodes]]
+                tokens = (prompts - self.prompt_sums[tree.row_start[nodes]]).sum()
+                rest = self._rest(rows, tokens, shared.token_stop, level + 2, shared.example_row)
+                boxes += [shared, *rest]
+            # the rows of the node that are in no child
+            first, count = int(tree.row_start[node]), int(tree.num_ending[node])
+            if count:
+                rows, depth = slice(place, place + count), float(tree.depth_tokens[node])
+                tokens = self.prompt_sums[first + count] - self.prompt_sums[first]
+                boxes += self._rest(rows, tokens, depth, level + 1, int(tree.row_order[first]))
         return boxes
-
-    def _bunches(self, nodes: Ints, min_rows: int) -> list[Ints]:
-        """Split small siblings, deep ones first, into runs of `min_rows` rows or a little more."""
-        if not len(nodes):
-            return []
-        nodes = nodes[np.lexsort((nodes, -self.tree.depth_tokens[nodes]))]
-        before = np.cumsum(self.num_below[nodes]) - self.num_below[nodes]
-        cuts = np.flatnonzero(np.diff(before // min_rows)) + 1
-        return np.split(nodes, cuts)
-
-    def _node(self, node: int, place: int, level: int) -> TreeBox:
-        return self._box(np.array([node]), place, level)
 
     def _box(self, nodes: Ints, place: int, level: int) -> TreeBox:
         """Return the box of what the rows of some siblings share."""
@@ -140,43 +123,22 @@ class _Outline:
             example_row=int(tree.row_order[tree.row_start[nodes[0]]]),
         )
 
-    def _bunch(self, nodes: Ints, place: int, level: int) -> list[TreeBox]:
-        """Return a box for several siblings, and one for the rest of their rows below it."""
-        tree, shared = self.tree, self._box(nodes, place, level)
-        prompts = self.prompt_sums[tree.row_stop[nodes]] - self.prompt_sums[tree.row_start[nodes]]
-        return [shared, *self._rest(shared, float(prompts.sum()) / shared.num_rows, level + 1)]
-
-    def _own(self, node: int, place: int, level: int) -> list[TreeBox]:
-        """Return the box of the rows of a node that are in no child."""
-        first, count = int(self.tree.row_start[node]), int(self.tree.num_ending[node])
-        if not count:
-            return []
-        depth = float(self.tree.depth_tokens[node])
-        above = TreeBox(
-            row_start=place,
-            row_stop=place + count,
-            token_start=depth,
-            token_stop=depth,
-            level=level,
-            num_nodes=0,
-            saved_tokens=0,
-            example_row=int(self.tree.row_order[first]),
-        )
-        prompts = self.prompt_sums[first + count] - self.prompt_sums[first]
-        return self._rest(above, float(prompts) / count, level)
-
-    def _rest(self, above: TreeBox, mean_prompt: float, level: int) -> list[TreeBox]:
-        if mean_prompt <= above.token_stop:
+    def _rest(
+        self, rows: slice, prompt_tokens: int, token_start: float, level: int, example_row: int
+    ) -> list[TreeBox]:
+        """Return the box of what rows do not share, if they have any of it."""
+        mean_prompt = float(prompt_tokens) / (rows.stop - rows.start)
+        if mean_prompt <= token_start:
             return []
         return [
             TreeBox(
-                row_start=above.row_start,
-                row_stop=above.row_stop,
-                token_start=above.token_stop,
+                row_start=rows.start,
+                row_stop=rows.stop,
+                token_start=token_start,
                 token_stop=mean_prompt,
                 level=level,
                 num_nodes=0,
                 saved_tokens=0,
-                example_row=above.example_row,
+                example_row=example_row,
             )
         ]

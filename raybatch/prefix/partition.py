@@ -20,10 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import BlockKeys, Int64s, Uint64s
-from raybatch.prefix.load import Floats
-from raybatch.prefix.tree.enlarge import Bools
-from raybatch.prefix.tree.prefix_tree import PrefixTree, build_tree
+from raybatch.prefix.block_keys import BlockKeys, Floats, Ints, Uint64s
+from raybatch.prefix.tree import build_tree
 from raybatch.records.hashing import mix64
 
 # a node with more than this share of a part is cut further
@@ -32,22 +30,15 @@ _DENSE_FRACTION = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Partitioner:
-    """Which part each row belongs to; the same rule wherever it runs.
-
-    Args:
-        depths: int64 [D], blocks of the nodes, rising.
-        keys: for each depth the keys of its nodes, rising.
-        parts: for each depth the parts of its nodes; -1 passes a dense node through.
-        digests: of identical rows that are dense, rising.
-    """
+    """Which part each row belongs to; the same rule wherever it runs."""
 
     num_parts: int
-    depths: Int64s
-    keys: tuple[Uint64s, ...]
-    parts: tuple[Int64s, ...]
-    digests: Uint64s
+    depths: Ints  # [D], blocks of the nodes, rising
+    keys: tuple[Uint64s, ...]  # of the nodes of each depth, rising
+    parts: tuple[Ints, ...]  # of the nodes of each depth; -1 passes a dense node through
+    digests: Uint64s  # of identical rows that are dense, rising
 
-    def assign(self, rows: BlockKeys, numbers: Int64s) -> Int64s:
+    def assign(self, rows: BlockKeys, numbers: Ints) -> Ints:
         """Return the part of each row, int64 [R]."""
         part = np.full(rows.num_rows, -1)
         leaves_at = np.zeros(rows.num_rows, np.int64)
@@ -59,13 +50,18 @@ class Partitioner:
             part[deep[is_found]] = parts[place[is_found]]
             leaves_at[deep[is_found]] = depth
         unseen = np.flatnonzero(part < 0)
-        hashes = mix64(_next_keys(rows, unseen, leaves_at)) % np.uint64(self.num_parts)
-        part[unseen] = hashes.astype(np.int64)
-        dealt = unseen[np.isin(rows.digest[unseen], self.digests)]
+        # by the first block after the dense nodes, or the digest where there is none
+        words, has_more = rows.digest[unseen].copy(), (rows.num_blocks > leaves_at)[unseen]
+        deeper = unseen[has_more]
+        words[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
+        part[unseen] = self._dealt(words)
+        copies = unseen[np.isin(rows.digest[unseen], self.digests)]
         # hashed, because copies may be at even distances
-        hashes = mix64(numbers[dealt].astype(np.uint64)) % np.uint64(self.num_parts)
-        part[dealt] = hashes.astype(np.int64)
+        part[copies] = self._dealt(numbers[copies].astype(np.uint64))
         return part
+
+    def _dealt(self, words: Uint64s) -> Ints:
+        return (mix64(words) % np.uint64(self.num_parts)).astype(np.int64)
 
 
 def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
@@ -82,60 +78,33 @@ def choose_parts(sample: BlockKeys, num_parts: int) -> Partitioner:
     is_packed = ~is_dense & is_dense[tree.parent]
     is_packed[0] = False
     nodes = np.flatnonzero(is_packed | is_dense)[1:]
-    part = _pack(sizes, is_packed, num_parts)
+    # nodes that are packed whole go into parts of like numbers of rows
+    part, packed = np.full(len(sizes), -1), np.flatnonzero(is_packed)
+    ends = np.cumsum(sizes[packed])
+    if len(packed):
+        middle = ends - sizes[packed] / 2
+        part[packed] = np.minimum(middle * num_parts // ends[-1], num_parts - 1)
     depth = tree.depth_tokens[nodes] // sample.block_size
-    keys = _node_keys(tree, sample, nodes, depth)
+    keys = sample.keys[sample.offsets[tree.row_order[tree.row_start[nodes]]] + depth - 1]
+    by_key = np.argsort(keys)
     depths = np.unique(depth)
-    tables = []
-    for value in depths:
-        at = np.flatnonzero(depth == value)
-        at = at[np.argsort(keys[at])]
-        tables.append((keys[at], part[nodes[at]]))
+    by_depth = [by_key[depth[by_key] == value] for value in depths]
     return Partitioner(
         num_parts=num_parts,
         depths=depths,
-        keys=tuple(keys for keys, _ in tables),
-        parts=tuple(parts for _, parts in tables),
+        keys=tuple(keys[at] for at in by_depth),
+        parts=tuple(part[nodes[at]] for at in by_depth),
         # one row of a sample does not show how many are like it
         digests=digests[(counts > most) & (counts > 1)],
     )
 
 
-def cut_values(values: Floats, weights: Int64s, num_stretches: int) -> Floats:
+def cut_values(values: Floats, weights: Ints, num_stretches: int) -> Floats:
     """Return the values at which stretches of nearly equal weight begin, rising, all but the first.
 
-    Args:
-        values: float64 [n], what is ordered by.
-        weights: [n], rows that each value stands for.
-        num_stretches: at least 1; equal values make fewer.
+    Each value stands for so many rows; equal values make fewer stretches.
     """
     order = np.argsort(values, kind="stable")
     ends = np.cumsum(weights[order])
     goals = ends[-1] * np.arange(1, num_stretches) / num_stretches if len(ends) else np.zeros(0)
     return np.unique(values[order][np.searchsorted(ends, goals, side="right")])
-
-
-def _pack(sizes: Int64s, is_packed: Bools, num_parts: int) -> Int64s:
-    """Return the part of each node that is packed whole, of like numbers of rows; else -1."""
-    part = np.full(len(sizes), -1)
-    packed = np.flatnonzero(is_packed)
-    ends = np.cumsum(sizes[packed])
-    if len(packed):
-        middle = ends - sizes[packed] / 2
-        part[packed] = np.minimum(middle * num_parts // ends[-1], num_parts - 1)
-    return part
-
-
-def _node_keys(tree: PrefixTree, sample: BlockKeys, nodes: Int64s, depth: Int64s) -> Uint64s:
-    row = tree.row_order[tree.row_start[nodes]]
-    keys: Uint64s = sample.keys[sample.offsets[row] + depth - 1]
-    return keys
-
-
-def _next_keys(rows: BlockKeys, chosen: Int64s, leaves_at: Int64s) -> Uint64s:
-    """Return the key of the first block after the dense nodes; the digest where there is none."""
-    next_keys = rows.digest[chosen].copy()
-    has_more = rows.num_blocks[chosen] > leaves_at[chosen]
-    deeper = chosen[has_more]
-    next_keys[has_more] = rows.keys[rows.offsets[deeper] + leaves_at[deeper]]
-    return next_keys

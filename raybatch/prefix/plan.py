@@ -4,7 +4,7 @@ Pure and in memory: rows in, plan out. Rows that never reach an engine are left 
 behind all others at the end (`with_unasked`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -12,42 +12,33 @@ import numpy.typing as npt
 
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import BlockKeys, find_representatives
-from raybatch.prefix.load import Floats, GroupLoad, Ints
-from raybatch.prefix.order import order_groups
-from raybatch.prefix.tree.enlarge import (
-    Bools,
-    exact_single_level,
-    multi_level,
-    nearest_open,
-    num_computed_tokens,
-)
-from raybatch.prefix.tree.groups import (
+from raybatch.prefix.block_keys import BlockKeys, Bools, Floats, Ints, find_representatives, ranges
+from raybatch.prefix.groups import (
     PrefixGroups,
     entries_of_groups,
     entries_of_subtrees,
+    exact_single_level,
     make_groups,
+    multi_level,
+    nearest_open,
+    num_computed_tokens,
     passed_nodes,
 )
-from raybatch.prefix.tree.prefix_tree import PrefixTree, TreeStats, build_tree, tree_stats
-from raybatch.prefix.tree.tree_order import order_in_tree, values_in_tree
+from raybatch.prefix.order import GroupLoad, order_groups, order_in_tree, values_in_tree
+from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
 
 _Number = TypeVar("_Number", np.int64, np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanRows:
-    """What planning knows of the rows that engines will see; arrays are read only.
+    """What planning knows of the rows that engines will see; arrays are read only."""
 
-    Args:
-        keys: of the prompts. An identical digest means that one result serves both rows, so what
-            else decides a result must be part of it.
-        expected_tokens: float64 [R], output that a row is expected to generate over all samples.
-        adapters: uint64 [R], rows with equal numbers run one after the other; None for all alike.
-    """
-
+    # of the prompts. An identical digest means that one result serves both rows, so what else
+    # decides a result must be part of it.
     keys: BlockKeys
-    expected_tokens: Floats
+    expected_tokens: Floats  # [R], output that a row is expected to generate over all samples
+    # [R], rows with equal numbers run one after the other; None for all alike
     adapters: npt.NDArray[np.uint64] | None = None
 
     def __post_init__(self) -> None:
@@ -56,57 +47,38 @@ class PlanRows:
                 f"{self.keys.num_rows} rows have {len(self.expected_tokens)} expected lengths"
             )
 
-    @property
-    def num_rows(self) -> int:
-        return self.keys.num_rows
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arrangement:
     """Rows in entries: what runs together. An order of entries is all that a plan still needs.
 
-    What an entry is, see `raybatch.prefix.tree.groups`.
-
-    Args:
-        groups: of all rows; with sharing at all levels, by the deepest shared prefix of each row.
-        rows: int64 [R], the rows of one entry after those of another, in the order of the tree,
-            identical ones side by side.
-        starts: int64 [E + 1], where entries begin in `rows`.
-        entry_node: int64 [E], the deepest node of the tree that all rows of an entry are below.
-        computed_tokens: prompt tokens that engines compute when every shared prefix runs once.
+    What an entry is, see `raybatch.prefix.groups`, which also says what the arrays are.
     """
 
     tree: PrefixTree
+    # of all rows; with sharing at all levels, by the deepest shared prefix of each row
     groups: PrefixGroups
     rows: Ints
     starts: Ints
     entry_node: Ints
     load: GroupLoad
     stats: TreeStats
-    computed_tokens: int
+    computed_tokens: int  # prompt tokens that engines compute when every shared prefix runs once
 
     @property
     def saved_fraction(self) -> float:
-        """Share of the prompt tokens that engines do not compute."""
         return max(0.0, 1 - self.computed_tokens / max(1, self.stats.logical_tokens))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowPlan:
-    """Where each row runs; arrays are read only.
+    """Where each row runs; arrays are read only."""
 
-    Args:
-        group_id: int64 [R] by row, groups numbered by their first row; -1 for a row that is alone.
-        prefix_len: int32 [R] by row, tokens that the row's group shares.
-        unit_starts: int64 [U + 1], the ranks at which units begin, and the number of rows.
-        is_reordered: rows run in another order than that of the input.
-    """
-
-    order: Ints
-    group_id: Ints
-    prefix_len: npt.NDArray[np.int32]
-    unit_starts: Ints
-    is_reordered: bool
+    order: Ints  # [R], rows by rank
+    group_id: Ints  # [R], numbered by their first row; -1 for a row that is alone
+    prefix_len: npt.NDArray[np.int32]  # [R], tokens that the row's group shares
+    unit_starts: Ints  # [U + 1], ranks at which units begin, and the number of rows
+    is_reordered: bool  # rows run in another order than that of the input
 
     @property
     def num_rows(self) -> int:
@@ -123,10 +95,7 @@ def plan_rows(
     """Plan rows that fit one process; near-linear in rows.
 
     Where nothing is worth another order, rows keep that of the input and belong to no group.
-
-    Args:
-        is_reordered: whether they get another order, where these rows are a part of an input for
-            which that is decided; None decides by these rows.
+    `is_reordered` decides it where these rows are a part of an input.
     """
     arrangement = arrange_rows(rows, config, dedup=dedup)
     if is_reordered is None:
@@ -135,10 +104,10 @@ def plan_rows(
         )
     if not is_reordered:
         kept = RowPlan(
-            order=np.arange(rows.num_rows),
-            group_id=np.full(rows.num_rows, -1),
-            prefix_len=np.zeros(rows.num_rows, np.int32),
-            unit_starts=_even_units(rows.num_rows, config),
+            order=np.arange(rows.keys.num_rows),
+            group_id=np.full(rows.keys.num_rows, -1),
+            prefix_len=np.zeros(rows.keys.num_rows, np.int32),
+            unit_starts=_even_units(rows.keys.num_rows, config),
             is_reordered=False,
         )
         return kept, arrangement
@@ -149,7 +118,7 @@ def plan_rows(
         order=rank_entries(arrangement, entries),
         group_id=arrangement.groups.group_id,
         prefix_len=arrangement.groups.prefix_tokens,
-        unit_starts=_cut(np.diff(arrangement.starts)[entries], config),
+        unit_starts=cut_by(np.diff(arrangement.starts)[entries], config),
         is_reordered=True,
     )
     return plan, arrangement
@@ -158,13 +127,10 @@ def plan_rows(
 def by_adapter(entries: Ints, adapters: npt.NDArray[np.uint64]) -> Ints:
     """Return entries in their order, where those of an adapter follow its first one."""
     _, first, which = np.unique(adapters[entries], return_index=True, return_inverse=True)
-    grouped: Ints = entries[np.argsort(first[which], kind="stable")]
-    return grouped
+    return entries[np.argsort(first[which], kind="stable")]
 
 
-def is_worth_ordering(
-    saved_fraction: float, config: PlanConfig, *, has_adapters: bool = False
-) -> bool:
+def is_worth_ordering(saved_fraction: float, config: PlanConfig, *, has_adapters: bool) -> bool:
     """Return whether rows run in another order than that of the input.
 
     They do where enough is shared, where lengths are known better than by their limit, and where
@@ -177,10 +143,8 @@ def is_worth_ordering(
 
 
 def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> Arrangement:
-    """Build the tree, choose what is shared, and put the rows into entries."""
-    keys, all_rows = rows.keys, np.arange(rows.num_rows)
-    tree = build_tree(keys)
-    first_equal = find_representatives(keys)
+    keys, all_rows = rows.keys, np.arange(rows.keys.num_rows)
+    tree, first_equal = build_tree(keys), find_representatives(keys)
     representative = first_equal if dedup else all_rows
     is_multi = config.sharing == "multi_level"
     if is_multi:
@@ -214,10 +178,8 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
 def order_entries(arrangement: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]:
     """Return the entries in their order, and rising values to merge those of several parts.
 
-    What is below one node of the tree stays together where the order is by ratio.
-
-    Returns:
-        Permutation of the entries, int64 [E], and their values in this order, float64 [E].
+    What is below one node of the tree stays together where the order is by ratio. Both are [E], the
+    first a permutation.
     """
     tree, node, load = arrangement.tree, arrangement.entry_node, arrangement.load
     if config.order in ("ratio", "ascending"):
@@ -232,11 +194,8 @@ def order_entries(arrangement: Arrangement, config: PlanConfig) -> tuple[Ints, F
 
 def rank_entries(arrangement: Arrangement, entries: Ints) -> Ints:
     """Return the rows by rank, int64 [R]."""
-    sizes = np.diff(arrangement.starts)[entries]
-    ends = np.cumsum(sizes)
-    within = np.arange(len(arrangement.rows)) - np.repeat(ends - sizes, sizes)
-    order: Ints = arrangement.rows[np.repeat(arrangement.starts[:-1][entries], sizes) + within]
-    return order
+    starts = arrangement.starts
+    return arrangement.rows[ranges(starts[:-1][entries], np.diff(starts)[entries])]
 
 
 def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
@@ -248,11 +207,11 @@ def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
     is_border = (np.diff(group, prepend=-2) != 0) | (group < 0)
     borders = np.append(np.flatnonzero(is_border), len(others))
     head = _even_units(len(chosen), config)
-    return RowPlan(
+    tail = cut_by(np.diff(borders), config)[1:] + len(chosen)
+    return replace(
+        plan,
         order=np.concatenate([chosen, others]),
-        group_id=plan.group_id,
-        prefix_len=plan.prefix_len,
-        unit_starts=np.concatenate([head, _cut(np.diff(borders), config)[1:] + len(chosen)]),
+        unit_starts=np.concatenate([head, tail]),
         is_reordered=True,
     )
 
@@ -260,39 +219,24 @@ def put_first(plan: RowPlan, chosen: Ints, config: PlanConfig) -> RowPlan:
 def with_unasked(plan: RowPlan, is_asked: Bools, config: PlanConfig) -> RowPlan:
     """Return the plan of all rows: those that engines see, then the others in input order."""
     asked, others = np.flatnonzero(is_asked), np.flatnonzero(~is_asked)
-    if not plan.is_reordered:
-        order = np.arange(len(is_asked))
-        unit_starts = _even_units(len(order), config)
-    else:
+    order, unit_starts = np.arange(len(is_asked)), _even_units(len(is_asked), config)
+    if plan.is_reordered:
         order = np.concatenate([asked[plan.order], others])
         tail = _even_units(len(others), config)[1:] + len(asked)
         unit_starts = np.concatenate([plan.unit_starts, tail])
-    group_id = np.full(len(is_asked), -1)
-    prefix_len = np.zeros(len(is_asked), np.int32)
+    group_id, prefix_len = np.full(len(is_asked), -1), np.zeros(len(is_asked), np.int32)
     group_id[asked], prefix_len[asked] = plan.group_id, plan.prefix_len
-    return RowPlan(
-        order=order,
-        group_id=group_id,
-        prefix_len=prefix_len,
-        unit_starts=unit_starts,
-        is_reordered=plan.is_reordered,
+    return replace(
+        plan, order=order, group_id=group_id, prefix_len=prefix_len, unit_starts=unit_starts
     )
 
 
 def cut_units(group_rows: Ints, *, target_rows: int, max_rows: int) -> Ints:
-    """Return the ranks at which units begin, and the number of rows as the last entry.
+    """Return the ranks at which units begin, and the number of rows: int64 [units + 1].
 
     A unit closes at the first border between groups at or after `target_rows`, and before a group
     that would take it above `max_rows`. A group above the maximum is cut into neighbouring units
     of nearly equal size. O(units log G).
-
-    Args:
-        group_rows: int64 [G], rows of each group in the order of ranks.
-        target_rows: wanted size of a unit, at least 1.
-        max_rows: largest size, at least `target_rows`.
-
-    Returns:
-        int64 [units + 1]; [0] when there are no rows.
     """
     if not 1 <= target_rows <= max_rows:
         raise ConfigError(
@@ -318,14 +262,14 @@ def _unit_end(borders: Ints, start: int, target_rows: int, max_rows: int) -> int
     return start + -(-(end - start) // num_units)
 
 
-def _cut(entry_rows: Ints, config: PlanConfig) -> Ints:
+def cut_by(entry_rows: Ints, config: PlanConfig) -> Ints:
+    """Return the ranks at which units of such entries begin, see `cut_units`."""
     return cut_units(entry_rows, target_rows=config.unit_rows, max_rows=config.max_unit_rows)
 
 
 def _even_units(num_rows: int, config: PlanConfig) -> Ints:
-    return _cut(np.ones(num_rows, np.int64), config)
+    return cut_by(np.ones(num_rows, np.int64), config)
 
 
 def _sums(values: npt.NDArray[_Number], starts: Ints) -> npt.NDArray[_Number]:
-    sums: npt.NDArray[_Number] = np.add.reduceat(values, starts[:-1]) if len(values) else values
-    return sums
+    return np.add.reduceat(values, starts[:-1]) if len(values) else values

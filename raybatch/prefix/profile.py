@@ -2,16 +2,16 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
-from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.block_keys import BlockKeys, Floats
+from raybatch.prefix.groups import multi_level, num_computed_tokens
 from raybatch.prefix.histogram import Histogram
-from raybatch.prefix.load import Floats
 from raybatch.prefix.plan import Arrangement
-from raybatch.prefix.tree.enlarge import multi_level, num_computed_tokens
-from raybatch.prefix.tree.prefix_tree import TreeStats
+from raybatch.prefix.tree import TreeStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,11 +19,6 @@ class InputProfile:
     """Rows, tokens, sharing and groups of an input or of a part of it.
 
     Parts that no prefix group reaches across add up exactly; else a group counts in each.
-
-    Args:
-        computed_tokens: prompt tokens that the plan computes when each prefix runs once.
-        bound_tokens: those that a plan must compute: every shared prefix once, at all depths.
-        num_generated: rows that are generated; the others are identical to one of them.
     """
 
     num_rows: int
@@ -32,9 +27,9 @@ class InputProfile:
     output_tokens: Histogram
     limit_tokens: int
     tree: TreeStats
-    computed_tokens: int
-    bound_tokens: int
-    num_generated: int
+    computed_tokens: int  # prompt tokens that the plan computes when each prefix runs once
+    bound_tokens: int  # those that a plan must compute: every shared prefix once, at all depths
+    num_generated: int  # rows that are generated; the others are identical to one of them
     group_rows: Histogram
     group_prefix: Histogram
     num_units: int
@@ -42,23 +37,14 @@ class InputProfile:
     @classmethod
     def merge(cls, parts: Sequence["InputProfile"]) -> "InputProfile":
         """Return the profile of all parts together; of no parts, that of no rows."""
-        unasked: Counter[str] = Counter()
-        for part in parts:
-            unasked.update(part.unasked)
-        return cls(
-            num_rows=sum(part.num_rows for part in parts),
-            unasked=dict(unasked),
-            prompt_tokens=Histogram.merge([part.prompt_tokens for part in parts]),
-            output_tokens=Histogram.merge([part.output_tokens for part in parts]),
-            limit_tokens=sum(part.limit_tokens for part in parts),
-            tree=merge_stats([part.tree for part in parts]),
-            computed_tokens=sum(part.computed_tokens for part in parts),
-            bound_tokens=sum(part.bound_tokens for part in parts),
-            num_generated=sum(part.num_generated for part in parts),
-            group_rows=Histogram.merge([part.group_rows for part in parts]),
-            group_prefix=Histogram.merge([part.group_prefix for part in parts]),
-            num_units=sum(part.num_units for part in parts),
-        )
+        merged: dict[str, Any] = {}
+        for one in fields(cls):
+            values = [getattr(part, one.name) for part in parts]
+            if one.type in (int, Histogram):
+                merged[one.name] = sum(values) if one.type is int else Histogram.merge(values)
+        unasked = sum((Counter(part.unasked) for part in parts), Counter())
+        tree = merge_stats([part.tree for part in parts])
+        return cls(**merged, unasked=dict(unasked), tree=tree)
 
     @property
     def num_asked(self) -> int:
@@ -67,7 +53,6 @@ class InputProfile:
 
     @property
     def num_groups(self) -> int:
-        """Prefix groups; rows that are alone belong to none."""
         return self.group_rows.num_values
 
 
@@ -103,25 +88,23 @@ def profile_rows(
 
 def merge_stats(parts: Sequence[TreeStats]) -> TreeStats:
     """Return the statistics of trees that have no prefix in common."""
-    rows = np.array([part.num_rows for part in parts])
-    logical, saved, physical = (
-        sum(getattr(part, name) for part in parts)
-        for name in ("logical_tokens", "saved_tokens", "physical_tokens")
+    counts = [one.name for one in fields(TreeStats) if one.type is int]
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in counts}
+    rows, physical, degree, prefix, distinct = (
+        np.array([getattr(part, name) for part in parts], float)
+        for name in (
+            "num_rows",
+            "physical_tokens",
+            "mean_sharing_degree",
+            "mean_prefix_len",
+            "mean_distinct_len",
+        )
     )
-    distinct = np.array([part.mean_distinct_len for part in parts]) * rows
     # tokens of all nodes: what is computed once, less what rows compute for themselves
-    in_tree = np.array([part.physical_tokens for part in parts]) - distinct
-    shared = np.array([part.mean_sharing_degree for part in parts]) * in_tree
-    prefix = np.array([part.mean_prefix_len for part in parts]) * rows
-    num_rows = int(rows.sum())
+    in_tree = physical - distinct * rows
     return TreeStats(
-        num_rows=num_rows,
-        num_nodes=sum(part.num_nodes for part in parts),
-        num_duplicates=sum(part.num_duplicates for part in parts),
-        logical_tokens=logical,
-        saved_tokens=saved,
-        physical_tokens=physical,
-        mean_sharing_degree=float(shared.sum() / max(1.0, in_tree.sum())),
-        mean_prefix_len=float(prefix.sum() / max(1, num_rows)),
-        mean_distinct_len=float(distinct.sum() / max(1, num_rows)),
+        **sums,
+        mean_sharing_degree=float((degree * in_tree).sum() / max(1.0, in_tree.sum())),
+        mean_prefix_len=float((prefix * rows).sum() / max(1.0, rows.sum())),
+        mean_distinct_len=float((distinct * rows).sum() / max(1.0, rows.sum())),
     )

@@ -3,8 +3,7 @@
 from raybatch.explanation.bench_plan import plan_section
 from raybatch.pictures.document import to_page, to_text
 from raybatch.policy.batches.layer_plan import MemoryBudget, Workload
-from raybatch.policy.batches.saturation import gate_target
-from raybatch.policy.batches.search import PlanGrid, search_plans
+from raybatch.policy.batches.search import PlanGrid, gate_target, search_plans
 from raybatch.policy.residence import WeightSizes, plan_residence
 from tests.policy.layers import MODEL, costs
 

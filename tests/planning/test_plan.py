@@ -12,7 +12,7 @@ from raybatch.config import PlanConfig
 from raybatch.durable.units import row_sums
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
-from raybatch.planning import parts, pieces
+from raybatch.planning import tasks
 from raybatch.planning.fingerprint import fingerprint
 from raybatch.planning.planned import ArrangeJob, PlannedRun, ProbedRows
 from raybatch.planning.probe import estimate, probe_rows
@@ -146,10 +146,11 @@ def gather_stats(job):
 
 def test_lengths_of_a_column_reach_the_plan(tmp_path, model):
     plan = PlanConfig(expected_tokens_column="long")
-    table = pa.table({"id": ["a", "b", "c"], "text": ["x" * 9] * 3, "long": [2, None, 1]})
+    lengths = [2, None, 1, 0, 99]
+    table = pa.table({"id": list("abcde"), "text": ["x" * 9] * 5, "long": lengths})
     job = planned_run(tmp_path, model, table, plan=plan)
     rows = gather(job)
-    assert [2.0, 4.0, 1.0] == rows.sidecar.expected_tokens.tolist()
+    assert [2.0, 4.0, 1.0, 1.0, 4.0] == rows.sidecar.expected_tokens.tolist()
     (unit,), _ = units_of(job)
     assert {2, 4, 1} == set(take_off(unit)[1].expected_lens)
 
@@ -191,22 +192,22 @@ class Tasks:
         source, first_row = job.source, 0
         self.pieces, tables = [], []
         describer = RowDescriber(job.config, plan)
-        kept, pieces._describer = pieces._describer, lambda _: describer
+        kept, tasks._describer = tasks._describer, lambda _: describer
         try:
             for at in range(len(source.slices)):
-                summary, table = pieces.describe(b"", source, range(at, at + 1), first_row, 2, None)
+                summary, table = tasks.describe(b"", source, range(at, at + 1), first_row, 2, None)
                 self.pieces.append(summary)
                 tables.append(table)
                 first_row += summary.num_rows
         finally:
-            pieces._describer = kept
+            tasks._describer = kept
         self.piece_rows = np.cumsum([0, *(p.num_rows for p in self.pieces)])
         rule = choose_parts(BlockKeys.concat([p.sample for p in self.pieces]), num_parts)
-        split = [pieces.split(table, rule) for table in tables]
+        split = [tasks.split(table, rule) for table in tables]
         split = [[tables] if num_parts == 1 else tables for tables in split]
         arrange = ArrangeJob(plan=plan, dedup=True, num_rows=first_row, num_parts=num_parts)
         arranged = [
-            parts.arrange(arrange, probed, *(tables[part] for tables in split))
+            tasks.arrange(arrange, probed, *(tables[part] for tables in split))
             for part in range(num_parts)
         ]
         self.parts, self.arranged = zip(*arranged, strict=True)
@@ -216,7 +217,7 @@ class Tasks:
         values = np.concatenate([part.values for part in self.parts])
         weights = np.concatenate([part.weights for part in self.parts])
         cuts = cut_values(values, weights, num_stretches)
-        sizes = [parts.unit_sizes(part, cuts, plan) for part in self.arranged]
+        sizes = [tasks.unit_sizes(part, cuts, plan) for part in self.arranged]
         unit, first_units = -(-len(probe) // plan.unit_rows), [[] for _ in sizes]
         for stretch in range(len(cuts) + 1):
             for part, sizes_of_part in enumerate(sizes):
@@ -224,13 +225,13 @@ class Tasks:
                 unit += len(sizes_of_part[stretch])
         group, ranked = 0, []
         for part, first, summary in zip(self.arranged, first_units, self.parts, strict=True):
-            tables = parts.rank(part, cuts, plan, first, group, self.piece_rows)
+            tables = tasks.rank(part, cuts, plan, first, group, self.piece_rows)
             ranked.append([tables] if len(self.pieces) == 1 else tables)
             group += summary.profile.num_groups
         shards, unasked = [], 0
         for i, piece in enumerate(self.pieces):
             where = (int(self.piece_rows[i]), piece.num_rows, unasked, unit, plan.unit_rows, probe)
-            shards.append(pieces.shard(*where, *(tables[i] for tables in ranked))[1])
+            shards.append(tasks.shard(*where, *(tables[i] for tables in ranked))[1])
             unasked += piece.unasked.total()
         return pa.concat_tables(shards)
 
@@ -326,7 +327,7 @@ def test_chosen_rows_are_read_by_their_numbers(tmp_path, model):
     tables, first_row = [], 0
     for at, part in enumerate(job.source.slices):
         slices = range(at, at + 1)
-        tables.append(pieces.chosen_rows(job.source, slices, first_row, wanted, None))
+        tables.append(tasks.chosen_rows(job.source, slices, first_row, wanted, None))
         first_row += part.num_rows
     assert [f"r{i}" for i in wanted] == pa.concat_tables(tables).column("id").to_pylist()
 
@@ -473,8 +474,8 @@ def test_places_in_stretches_of_the_input_need_no_shard(tmp_path):
 def test_sums_of_pieces_add_up_to_those_of_the_units():
     unit = np.array([0, 1, 1, 0, 2], np.int32)
     shard = pa.table({"unit": unit})
-    parts = [pieces.sums_of(shard.slice(0, 2), 0, 3), pieces.sums_of(shard.slice(2), 2, 3)]
-    assert row_sums(unit, np.arange(5), 3).tolist() == pieces.added(*parts).tolist()
+    parts = [tasks.sums_of(shard.slice(0, 2), 0, 3), tasks.sums_of(shard.slice(2), 2, 3)]
+    assert row_sums(unit, np.arange(5), 3).tolist() == tasks.added(*parts).tolist()
 
 
 RANDOM = {"max_tokens": 4, "temperature": 1.0}

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.forward_dag import forward_dag
-from raybatch.policy.batches.layer_dag import critical_path
+from raybatch.policy.batches.forward_dag import critical_path, forward_dag
 from raybatch.policy.batches.layer_plan import BatchPlan, MemoryBudget, Workload, memory_need
 from raybatch.policy.batches.search import PlanGrid, price_plan, search_plans
 from raybatch.policy.cost.roofline import Roofline

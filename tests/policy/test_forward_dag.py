@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.forward_dag import forward_dag, forward_time
-from raybatch.policy.batches.layer_dag import critical_path
+from raybatch.policy.batches.forward_dag import critical_path, forward_dag, forward_time
 from raybatch.policy.batches.layer_plan import (
     BatchPlan,
     LayerShape,

@@ -7,16 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.layer_dag import DagNode, critical_path
+from raybatch.policy.batches.forward_dag import DagNode, critical_path
 
 
 def node(name, seconds=1.0, after=(), resource=None):
     return DagNode(
-        name=name,
-        kind="compute",
-        resource=resource or f"own {name}",
-        seconds=seconds,
-        after=tuple(after),
+        name=name, resource=resource or f"own {name}", seconds=seconds, after=tuple(after)
     )
 
 

@@ -10,8 +10,7 @@ from raybatch.policy.batches.layer_plan import (
     Workload,
     memory_need,
 )
-from raybatch.policy.batches.saturation import hiding_tokens, saturating_tokens
-from raybatch.policy.batches.search import plan_batches
+from raybatch.policy.batches.search import hiding_tokens, plan_batches, saturating_tokens
 from tests.policy.layers import MODEL, SPARSE, costs
 
 DECODE = Workload(cached_tokens=500)

@@ -6,9 +6,8 @@ from itertools import product
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.cost_model import CostModel, EngineLimits
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits, is_copy_quicker, recompute_time
 from raybatch.policy.cost.roofline import link
-from raybatch.policy.recovery import choose_recovery, recompute_time
 
 LIMITS = EngineLimits(kv_tokens=4096, max_num_seqs=64, block_size=16, max_batched_tokens=512)
 COSTS = CostModel(
@@ -33,24 +32,20 @@ R1_BYTES_PER_TOKEN = 61 * 576 * 2
 def test_the_way_taken_is_the_quicker_one(tokens, bandwidth):
     kv_bytes = tokens * R1_BYTES_PER_TOKEN
     recompute_s = recompute_time(COSTS, tokens)
-    seconds = {"transfer": kv_bytes / bandwidth + 1e-3, "recompute": recompute_s}
-    found = choose_recovery(
-        kv_bytes=kv_bytes, link=link(bandwidth, fixed_s=1e-3), recompute_s=recompute_s
-    )
-    assert min(seconds, key=seconds.__getitem__) == found.way
-    assert pytest.approx(min(seconds.values())) == found.seconds
+    copy = link(bandwidth, fixed_s=1e-3)
+    found = is_copy_quicker(kv_bytes=kv_bytes, link=copy, recompute_s=recompute_s)
+    assert (kv_bytes / bandwidth + 1e-3 <= recompute_s) == found
 
 
 def test_a_long_sequence_is_copied_over_a_fast_link_and_computed_beside_a_slow_one():
     kv_bytes = 2048 * R1_BYTES_PER_TOKEN
-    fast = choose_recovery(kv_bytes=kv_bytes, link=link(50e9), recompute_s=0.112)
-    assert "transfer" == fast.way
-    assert pytest.approx(2.9e-3, rel=0.02) == fast.seconds
-    assert "recompute" == choose_recovery(kv_bytes=kv_bytes, link=link(1e9), recompute_s=0.112).way
+    assert pytest.approx(2.9e-3, rel=0.02) == link(50e9).copy_s(kv_bytes)
+    assert is_copy_quicker(kv_bytes=kv_bytes, link=link(50e9), recompute_s=0.112)
+    assert not is_copy_quicker(kv_bytes=kv_bytes, link=link(1e9), recompute_s=0.112)
 
 
 def test_a_tie_leaves_the_processor_to_others():
-    assert "transfer" == choose_recovery(kv_bytes=1e9, link=link(1e9), recompute_s=1.0).way
+    assert is_copy_quicker(kv_bytes=1e9, link=link(1e9), recompute_s=1.0)
 
 
 def test_computing_again_takes_the_steps_that_the_token_budget_asks_for():
@@ -73,4 +68,4 @@ def test_nothing_takes_no_time():
 @pytest.mark.parametrize("wrong", [{"kv_bytes": -1.0}, {"recompute_s": -1.0}])
 def test_negative_numbers_are_refused(wrong):
     with pytest.raises(ConfigError, match="at least 0"):
-        choose_recovery(**({"kv_bytes": 1.0, "recompute_s": 1.0, "link": link(1.0)} | wrong))
+        is_copy_quicker(**({"kv_bytes": 1.0, "recompute_s": 1.0, "link": link(1.0)} | wrong))

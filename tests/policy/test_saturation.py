@@ -6,7 +6,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.batches.layer_plan import BatchPlan, MemoryBudget, Workload, memory_need
-from raybatch.policy.batches.saturation import gate_target, hiding_tokens, saturating_tokens
+from raybatch.policy.batches.search import gate_target, hiding_tokens, saturating_tokens
 from raybatch.policy.cost.roofline import Roofline
 from tests.policy.layers import MODEL, SPARSE, costs
 

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from raybatch.prefix.load import GroupLoad
+from raybatch.prefix.order import GroupLoad
 
 
 def make_load(prefix, distinct, rows, outputs=None):
@@ -12,7 +12,7 @@ def make_load(prefix, distinct, rows, outputs=None):
         prefix_tokens=np.array(prefix, np.int64),
         distinct_tokens=np.array(distinct, np.int64),
         num_rows=np.array(rows, np.int64),
-        output_tokens=None if outputs is None else np.array(outputs, float),
+        output_tokens=np.ones(len(rows)) if outputs is None else np.array(outputs, float),
     )
 
 

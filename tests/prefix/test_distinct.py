@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.distinct import DistinctKeys
-from raybatch.prefix.tree.prefix_tree import build_tree, tree_stats
+from raybatch.prefix.block_keys import BlockKeys, DistinctKeys
+from raybatch.prefix.tree import build_tree, tree_stats
 from tests.prefix.prompts import keys_of
 
 

@@ -3,13 +3,13 @@ import pytest
 from hypothesis import given
 
 from raybatch.prefix.block_keys import find_representatives
-from raybatch.prefix.tree.enlarge import (
+from raybatch.prefix.groups import (
     exact_single_level,
     multi_level,
     nearest_open,
     num_computed_tokens,
 )
-from raybatch.prefix.tree.prefix_tree import build_tree, tree_stats
+from raybatch.prefix.tree import build_tree, tree_stats
 from tests.prefix.choices import greedy_single_level, naive_first_level
 from tests.prefix.prompts import (
     SLIDES,

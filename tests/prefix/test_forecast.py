@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from raybatch.prefix.forecast import forecast_orders, merge_forecasts, rows_that_fit
-from raybatch.prefix.hits import CacheSize
+from raybatch.prefix.forecast import forecast_orders, merge_forecasts
+from raybatch.prefix.hits import CacheLoad, CacheSize
 from tests.explanation.inputs import grouped_prompts, plan_prompts
 
 
@@ -54,7 +54,8 @@ def test_rows_that_do_not_fit_are_in_no_order(rng):
     prompts = [*grouped_prompts(rng, groups=2, size=3), list(range(500))]
     planned = plan_prompts(prompts, limit=4)
     size = CacheSize(num_blocks=30, concurrency=4)
-    assert [0, 1, 2, 3, 4, 5] == rows_that_fit(planned.keys, planned.expected_tokens, size).tolist()
+    load = CacheLoad(keys=planned.keys, output_tokens=planned.expected_tokens)
+    assert [0, 1, 2, 3, 4, 5] == load.rows_that_fit(size).tolist()
     assert {6 * 40} == {order.prompt_tokens for order in forecast(planned, num_blocks=30).values()}
 
 

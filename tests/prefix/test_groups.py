@@ -3,9 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.prefix.block_keys import find_representatives
-from raybatch.prefix.tree.enlarge import exact_single_level, multi_level, num_computed_tokens
-from raybatch.prefix.tree.groups import make_groups
-from raybatch.prefix.tree.prefix_tree import build_tree
+from raybatch.prefix.groups import exact_single_level, make_groups, multi_level, num_computed_tokens
+from raybatch.prefix.tree import build_tree
 from tests.prefix.prompts import SLIDES, block_sizes, keys_of, letters, prompt_lists
 
 

@@ -3,10 +3,9 @@
 import numpy as np
 from hypothesis import given
 
-from raybatch.prefix.in_flight import match_prefixes, plan_in_flight, select_rows
-from raybatch.prefix.tree.enlarge import exact_single_level
-from raybatch.prefix.tree.groups import make_groups
-from raybatch.prefix.tree.prefix_tree import build_tree
+from raybatch.prefix.groups import exact_single_level, make_groups
+from raybatch.prefix.in_flight import match_prefixes, plan_in_flight
+from raybatch.prefix.tree import build_tree
 from tests.prefix.prompts import block_sizes, keys_of, letters, prompt_lists
 
 
@@ -84,7 +83,7 @@ def test_most_output_per_computed_token_comes_first():
 @given(prompt_lists, block_sizes)
 def test_selected_rows_have_their_own_keys(prompts, block_size):
     rows = np.arange(len(prompts))[::-2]
-    selected = select_rows(keys_of(prompts, block_size), rows)
+    selected = keys_of(prompts, block_size).take(rows)
     expected = keys_of([prompts[row] for row in rows], block_size)
     assert expected.keys.tolist() == selected.keys.tolist()
     assert expected.offsets.tolist() == selected.offsets.tolist()

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.prefix.load import REFERENCE_ROOFLINE, DensityModel
-from raybatch.prefix.order import ORDERS, order_groups
+from raybatch.prefix.order import ORDERS, REFERENCE_ROOFLINE, DensityModel, order_groups
 from tests.prefix.loads import loads, make_load
 
 # workload W3: sharing documents, long prompts, long outputs; 2 groups, 20 and 12 rows

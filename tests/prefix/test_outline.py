@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.prefix.outline import join_outlines, outline_tree
-from raybatch.prefix.tree.prefix_tree import build_tree, tree_stats
+from raybatch.prefix.tree import build_tree, tree_stats
 from tests.prefix.prompts import block_sizes, draw_prefix_tree, keys_of, prompt_lists
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.prefix.tree.prefix_tree import build_tree, tree_stats
+from raybatch.prefix.tree import build_tree, tree_stats
 from tests.prefix.prompts import (
     SLIDES,
     block_sizes,

@@ -5,9 +5,9 @@ import pytest
 
 from raybatch.config import PlanConfig
 from raybatch.prefix.forecast import forecast_orders
+from raybatch.prefix.groups import nearest_open
 from raybatch.prefix.hits import CacheSize
 from raybatch.prefix.plan import PlanRows, order_entries, plan_rows
-from raybatch.prefix.tree.enlarge import nearest_open
 
 from .prompts import draw_prefix_tree, keys_of, letters
 

@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raybatch.actors.wire.records import Submission
-from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.distinct import DistinctKeys
+from raybatch.prefix.block_keys import BlockKeys, DistinctKeys
 from raybatch.records.types import TOKEN_COUNTS, OpenUnit, PoolStats, ReplicaStats
 
 Rows = npt.NDArray[np.integer[Any]]

@@ -21,7 +21,7 @@ from raybatch.actors.queue.row_states import ALONE, spans_of
 from raybatch.actors.queue.waiting_line import PrefixAffinity, WaitingLine
 from raybatch.actors.wire.records import Span
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.prefix.in_flight import match_prefixes, plan_in_flight, select_rows
+from raybatch.prefix.in_flight import match_prefixes, plan_in_flight
 
 _NEW_FRACTION = 1 / 4
 # groupings that a row takes part in before it is old
@@ -94,7 +94,7 @@ class Regrouping:
         ends = [*np.unique(batch_ids, return_index=True)[1].tolist(), len(rows)]
         parts = [(self._batches[int(batch_ids[a])], rows[a:b]) for a, b in pairwise(ends)]
         keys = BlockKeys.concat(
-            [select_rows(batch.keys, of) for batch, of in parts if batch.keys is not None]
+            [batch.keys.take(of) for batch, of in parts if batch.keys is not None]
         )
         outputs = np.concatenate([batch.output[of_batch] for batch, of_batch in parts])
         plan = plan_in_flight(keys, outputs)

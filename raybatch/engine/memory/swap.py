@@ -19,9 +19,15 @@ from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import HostBlocks, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
-from raybatch.policy.cost.cost_model import CostModel, EngineLimits, MeasuredStep, fit
+from raybatch.policy.cost.cost_model import (
+    CostModel,
+    EngineLimits,
+    MeasuredStep,
+    fit,
+    is_copy_quicker,
+    recompute_time,
+)
 from raybatch.policy.cost.roofline import Roofline
-from raybatch.policy.recovery import choose_recovery, recompute_time
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +76,7 @@ class LearnedRecovery:
             return True
         whole_s = recompute_time(self._costs, num_tokens)
         recompute_s = max(0.0, whole_s - recompute_time(self._costs, num_shared_tokens))
-        choice = choose_recovery(kv_bytes=num_bytes, link=self._link, recompute_s=recompute_s)
-        return choice.way == "transfer"
+        return is_copy_quicker(kv_bytes=num_bytes, link=self._link, recompute_s=recompute_s)
 
 
 @dataclass(kw_only=True, slots=True)

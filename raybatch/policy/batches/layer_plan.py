@@ -14,15 +14,12 @@ class Workload:
     """What the sequences of a forward pass are like; they are taken to be alike.
 
     Decoding is one token per sequence over a long context, prefill is many tokens over none.
-
-    Args:
-        reserved_tokens: of KV kept free for what one sequence will generate next.
-        waiting_sequences: that can be batched at all; None where there are always more.
     """
 
     tokens_per_sequence: int = 1
     cached_tokens: int = 0
-    reserved_tokens: int = 0
+    reserved_tokens: int = 0  # of KV kept free for what one sequence will generate next
+    # that can be batched at all; None where there are always more
     waiting_sequences: int | None = None
 
     def __post_init__(self) -> None:
@@ -38,12 +35,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """Sizes of one layer; a dense layer has one expert, which every token visits.
-
-    Args:
-        weight_bytes: of one weight of a linear or an expert; None for `element_bytes`.
-        kv_row_bytes: of the keys or values of one token and KV head; None for `head_dim` elements.
-    """
+    """Sizes of one layer; a dense layer has one expert, which every token visits."""
 
     model_dim: int
     num_heads: int
@@ -53,7 +45,9 @@ class LayerShape:
     num_experts: int = 1
     top_k: int = 1
     element_bytes: int = 4
+    # of one weight of a linear or an expert; None for `element_bytes`
     weight_bytes: int | None = None
+    # of keys or values of a token and KV head; None for their elements
     kv_row_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -120,18 +114,14 @@ def _check_counts(record: Workload | LayerShape, least: int, *names: str) -> Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """Batch sizes of a forward pass, and where parameters and KV live.
-
-    Args:
-        gate_tokens: of one run of the experts, and of the forward pass.
-        parameter_buffers: pieces of a layer's experts that the device holds at once, in a ring,
-            while all experts are on the host; None keeps all of them on the device.
-        has_kv_on_host: KV is on the host, and on the device for the running sub-batch and the next.
-    """
+    """Batch sizes of a forward pass, and where parameters and KV live."""
 
     attention_tokens: int
-    gate_tokens: int
+    gate_tokens: int  # of one run of the experts, and of the forward pass
+    # pieces of a layer's experts that the device holds at once, in a ring, while all experts are on
+    # the host; None keeps all of them on the device
     parameter_buffers: int | None = None
+    # KV is on the host, and on the device for the running sub-batch and the next
     has_kv_on_host: bool = False
 
     def __post_init__(self) -> None:
@@ -146,11 +136,7 @@ class BatchPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A model as layers that are all alike.
-
-    Args:
-        num_pieces: into which the experts of a layer are cut where they are streamed.
-    """
+    """A model as layers that are all alike; streamed experts are cut into pieces."""
 
     layer: LayerShape
     num_layers: int
@@ -172,12 +158,10 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleCosts:
-    """Measured costs of the parts of a layer.
+    """Measured costs of the parts of a layer; `ffn` is a run of the experts, or of the dense block.
 
-    Args:
-        ffn: of one run of the experts, or of the dense block.
-        copies_overlap: copies run during computation, in either direction; where they take the
-            processor that computes, as on a CPU with one thread, they do not.
+    Copies overlap where they run during computation, in either direction; where they take the
+    processor that computes, as on a CPU with one thread, they do not.
     """
 
     attention: Roofline
@@ -189,13 +173,7 @@ class ModuleCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeed:
-    """Bytes that a plan takes.
-
-    Args:
-        device_bytes: parameters, KV and working memory on the device.
-        host_bytes: parameters that are streamed, and KV that is kept there.
-        kv_bytes: of all sequences of a pass, wherever they are; part of one of the two.
-    """
+    """Bytes that a plan takes: parameters, KV and working memory, and those of KV among them."""
 
     device_bytes: int
     host_bytes: int
@@ -204,11 +182,7 @@ class MemoryNeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """What a plan may take.
-
-    Args:
-        kv_bytes: for KV, wherever it is; None where the two above alone bound it.
-    """
+    """What a plan may take; for KV, wherever it is, None where the other two alone bound it."""
 
     device_bytes: int
     host_bytes: int = 0
@@ -235,14 +209,17 @@ class MemoryBudget:
 
 
 def memory_need(model: ModelShape, plan: BatchPlan, workload: Workload) -> MemoryNeed:
-    """Return the bytes that a plan takes on the device and on the host."""
     layer = model.layer
     context = workload.cached_tokens + workload.tokens_per_sequence
     kv = workload.num_sequences(plan.gate_tokens) * (context + workload.reserved_tokens)
     kv *= layer.kv_bytes_per_token * model.num_layers
     experts = layer.ffn_bytes * model.num_layers
+    # hidden states, and what one run of a module makes on the way
+    hidden = 2 * plan.gate_tokens * layer.model_dim
+    attention = plan.attention_tokens * (layer.projected_dim + layer.num_heads * layer.head_dim)
+    ffn = plan.gate_tokens * layer.top_k * (2 * layer.ffn_dim + layer.model_dim)
     device = model.other_bytes + layer.attention_bytes * model.num_layers
-    device += _workspace_bytes(layer, plan)
+    device += (hidden + max(attention, ffn)) * layer.element_bytes
     host = 0
     if plan.parameter_buffers is None:
         device += experts
@@ -256,11 +233,3 @@ def memory_need(model: ModelShape, plan: BatchPlan, workload: Workload) -> Memor
     else:
         device += kv
     return MemoryNeed(device_bytes=device, host_bytes=host, kv_bytes=kv)
-
-
-def _workspace_bytes(layer: LayerShape, plan: BatchPlan) -> int:
-    """Return the bytes of hidden states, and of what one run of a module makes on the way."""
-    hidden = 2 * plan.gate_tokens * layer.model_dim
-    attention = plan.attention_tokens * (layer.projected_dim + layer.num_heads * layer.head_dim)
-    ffn = plan.gate_tokens * layer.top_k * (2 * layer.ffn_dim + layer.model_dim)
-    return (hidden + max(attention, ffn)) * layer.element_bytes

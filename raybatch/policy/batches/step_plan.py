@@ -23,12 +23,7 @@ _ALIKE = 0.005
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowShape:
-    """What the rows of a job are like, on average.
-
-    Args:
-        prompt_tokens: that have to be computed.
-        output_tokens: that are generated.
-    """
+    """What the rows of a job are like, on average; prompt tokens are those to compute."""
 
     prompt_tokens: int = 512
     output_tokens: int = 128
@@ -67,8 +62,7 @@ class RowShape:
 class MeasuredLayer:
     """One layer over the tokens of a step, attention in parts and then the experts for all.
 
-    Args:
-        attention_tokens: of one part; `gate_tokens` is the layer of the plain forward pass.
+    A part as large as all tokens at the gate is the layer of the plain forward pass.
     """
 
     phase: Phase
@@ -83,12 +77,10 @@ class MeasuredLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """How steps run.
+    """How steps run, and what was measured, as a sentence.
 
-    Args:
-        attn_batch_tokens: tokens that attend at once where steps run as coroutines; None for the
-            plain forward pass. Feed-forward blocks wait for all tokens of the step.
-        reason: what was measured, as a sentence.
+    Where they run as coroutines, so many tokens attend at once, and feed-forward blocks wait for
+    all tokens of the step; None for the plain forward pass.
     """
 
     attn_batch_tokens: int | None
@@ -121,13 +113,9 @@ def plan_steps(layers: Sequence[MeasuredLayer], row: RowShape) -> StepPlan:
 
 def _row_s(layers: Sequence[MeasuredLayer], row: RowShape, part_tokens: int | None) -> float:
     """Return the seconds of a row in one layer, its share of the steps that were measured."""
-    phases: tuple[tuple[Phase, int], ...] = (
-        ("prefill", row.prompt_tokens),
-        ("decode", row.output_tokens),
-    )
     return sum(
         num_tokens * _token_s([layer for layer in layers if layer.phase == phase], part_tokens)
-        for phase, num_tokens in phases
+        for phase, num_tokens in (("prefill", row.prompt_tokens), ("decode", row.output_tokens))
     )
 
 

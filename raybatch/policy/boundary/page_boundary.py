@@ -33,26 +33,21 @@ def plan_boundary(snapshot: BoundarySnapshot, options: BoundaryOptions) -> Bound
     evicted. One that fills all memory that a sequence alone can have ends with "capacity", so
     nothing is reloaded for ever.
 
-    Candidates are loaded first come, first served; one that does not fit is passed over, but
-    once it has waited `max_wait` boundaries nobody who has waited less is loaded before it. So a
-    candidate waits for at most as many boundaries that load anything as there were candidates
-    before it, and `max_wait` more. The same holds for prefilling.
+    Candidates are loaded or prefilled first come, first served; one that does not fit is passed
+    over, but once it has waited `max_wait` boundaries nobody who has waited less goes before it.
 
     Prompts are computed in rounds, while all that decode are suspended: when nothing is left to
     load, the device has room, and a round is worth it (`refill_ratio`). A round goes on until
     `max_active` sequences are in store or host memory is full but for the growth of
     `lookahead` boundaries; so none of them is evicted for want of host pages before those are
-    over, and no further round begins, however many sequences arrive.
-
-    Sorting takes O(n log n) time in the sequences of the snapshot.
+    over, and no further round begins. O(n log n) in the sequences of the snapshot.
 
     Raises:
         RuntimeError: the snapshot, or the state that the plan leads to, breaks a rule of
             `raybatch.policy.boundary.records`.
 
-    Source:
-        BatchGen (arXiv:2606.21712), section 5.3. The order of victims, ageing, host pages granted
-        ahead and the rules for prefill rounds are this library's.
+    Source: BatchGen (arXiv:2606.21712), section 5.3. The order of victims, ageing, host pages
+    granted ahead and the rules for prefill rounds are this library's.
     """
     check_snapshot(snapshot)
     boundary = _Boundary(snapshot, options)
@@ -96,19 +91,10 @@ class _Boundary:
     def _remaining(self, sequence: SequencePages) -> int:
         return min(sequence.remaining_tokens, self._limit_tokens - sequence.context_tokens)
 
-    def _can_go_on(self, sequence: SequencePages) -> bool:
-        """Return whether a sequence can get another token, with nobody else there."""
-        # a prefill gives one, which needs no place yet
-        least = 0 if sequence.is_pending and sequence.context_tokens else 1
-        return self._remaining(sequence) >= least
-
     def _pages_after(self, sequence: SequencePages, tokens: int) -> int:
         """Return the pages of a sequence that has decoded so many tokens more, if it may."""
         tokens = min(tokens, self._remaining(sequence))
         return self._snapshot.pages(sequence.context_tokens + tokens)
-
-    def _most_pages(self, sequence: SequencePages) -> int:
-        return self._pages_after(sequence, sequence.remaining_tokens)
 
     def _host_growth(self, sequence: SequencePages, boundaries: int = 1) -> int:
         """Return the host pages that a sequence lacks for decoding until a later boundary."""
@@ -120,11 +106,14 @@ class _Boundary:
         tokens = self._options.interval * self._snapshot.page_tokens
         if self._pages_after(sequence, tokens) <= sequence.device_pages:
             return 0
-        return min(self._options.extension, self._most_pages(sequence) - sequence.device_pages)
+        return min(
+            self._options.extension,
+            self._pages_after(sequence, sequence.remaining_tokens) - sequence.device_pages,
+        )
 
     def _load_pages(self, sequence: SequencePages) -> int:
         wanted = self._snapshot.pages(sequence.context_tokens) + self._options.initial
-        return min(wanted, self._most_pages(sequence))
+        return min(wanted, self._pages_after(sequence, sequence.remaining_tokens))
 
     def _by_wait(self, sequence: SequencePages) -> tuple[bool, int, bool, int, int]:
         """Order candidates: those that have waited too long, priority, recomputed ones, wait."""
@@ -139,9 +128,11 @@ class _Boundary:
     def end(self) -> None:
         """Sort sequences by kind; those that have ended give their pages back."""
         for sequence in self._snapshot.sequences:
+            # with nobody else there; a prefill gives a token, which needs no place yet
+            least = 0 if sequence.is_pending and sequence.context_tokens else 1
             if sequence.remaining_tokens == 0:
                 self._released.append(sequence)
-            elif not self._can_go_on(sequence):
+            elif self._remaining(sequence) < least:
                 self._over_capacity.append(sequence)
             elif sequence.is_pending:
                 self._pending.append(sequence)
@@ -275,21 +266,21 @@ class _Boundary:
         return chosen
 
     def plan(self) -> BoundaryPlan:
-        return BoundaryPlan(
-            release=_ids(self._released),
-            over_capacity=_ids(self._over_capacity),
-            evict=_ids(self._evicted),
-            suspend=_ids(self._suspended),
-            extend=_grants(self._extended),
-            grow=_grants(self._grown),
-            load=_grants(self._loaded),
-            prefill=_grants(self._prefilled),
+        release, over_capacity, evict, suspend = (
+            tuple(sorted(sequence.id for sequence in chosen))
+            for chosen in (self._released, self._over_capacity, self._evicted, self._suspended)
         )
-
-
-def _ids(sequences: Iterable[SequencePages]) -> tuple[int, ...]:
-    return tuple(sorted(sequence.id for sequence in sequences))
-
-
-def _grants(grants: dict[int, int]) -> tuple[PageGrant, ...]:
-    return tuple(PageGrant(id=id, num_pages=pages) for id, pages in sorted(grants.items()))
+        extend, grow, load, prefill = (
+            tuple(PageGrant(id=id, num_pages=pages) for id, pages in sorted(granted.items()))
+            for granted in (self._extended, self._grown, self._loaded, self._prefilled)
+        )
+        return BoundaryPlan(
+            release=release,
+            over_capacity=over_capacity,
+            evict=evict,
+            suspend=suspend,
+            extend=extend,
+            grow=grow,
+            load=load,
+            prefill=prefill,
+        )

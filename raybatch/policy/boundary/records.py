@@ -12,44 +12,39 @@ from raybatch.config import VictimOrder
 from raybatch.errors import ConfigError, range_text
 
 Status = Literal["active", "suspended", "prefilled", "evicted", "waiting"]
+# those of sequences with host pages
+_HOLDERS: tuple[Status, ...] = ("active", "suspended", "prefilled")
+_FREE_PAGES = ("watermark_pages", "margin_pages", "headroom_pages")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryOptions:
-    """How pages are reserved, who yields, and when prompts are computed.
+    """How pages are reserved, who yields, and when prompts are computed."""
 
-    Args:
-        initial: device pages beyond its context that a sequence is loaded with.
-        extension: device pages that it gets when those that it has end before the next boundary.
-        interval: pages of tokens between two boundaries.
-        victims: who yields first among equal priorities: the sequence with the least progress, the
-            most progress, or the one that came last.
-        max_wait: boundaries after which nobody who has waited less is loaded or prefilled before.
-        watermark_pages: host pages that stay free while more than one sequence has any.
-        margin_pages: host pages that stay free beyond what active sequences grow by.
-        headroom_pages: device pages that no sequence may need.
-        lookahead: boundaries whose growth stays free in host memory after a prefill round, and
-            boundaries that decode between two rounds.
-        refill_ratio: sequences of a prefill round at least, as a multiple of those that can decode.
-    """
-
-    initial: int = 2
+    initial: int = 2  # device pages beyond its context that a sequence is loaded with
+    # device pages that it gets when those that it has end before the next boundary
     extension: int = 2
-    interval: int = 1
+    interval: int = 1  # pages of tokens between two boundaries
+    # who yields first among equal priorities: the sequence with the least progress, the most
+    # progress, or the one that came last
     victims: VictimOrder = "least"
+    # boundaries after which nobody who has waited less is loaded or prefilled before
     max_wait: int = 8
-    watermark_pages: int = 0
-    margin_pages: int = 0
-    headroom_pages: int = 0
+    watermark_pages: int = 0  # host pages that stay free while more than one sequence has any
+    margin_pages: int = 0  # host pages that stay free beyond what active sequences grow by
+    headroom_pages: int = 0  # device pages that no sequence may need
+    # boundaries whose growth stays free in host memory after a prefill round, and boundaries that
+    # decode between two rounds
     lookahead: int = 4
+    # sequences of a prefill round at least, as a multiple of those that can decode
     refill_ratio: float = 0.25
 
     def __post_init__(self) -> None:
-        for name in ("interval", "lookahead"):
-            _check_at_least(name, getattr(self, name), 1)
-        for name in ("max_wait", "watermark_pages", "margin_pages", "headroom_pages"):
-            _check_at_least(name, getattr(self, name), 0)
-        _check_at_least("refill_ratio", self.refill_ratio, 0)
+        for name in ("interval", "lookahead", "max_wait", *_FREE_PAGES, "refill_ratio"):
+            value, least = getattr(self, name), 1 if name in ("interval", "lookahead") else 0
+            if not least <= value < float("inf"):
+                allowed = range_text(f"at least {least}", value)
+                raise ConfigError(f"{name} must be {allowed}, got {value}")
         for name in ("initial", "extension"):
             if getattr(self, name) < self.interval:
                 raise ConfigError(
@@ -68,29 +63,20 @@ class BoundaryOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequencePages:
-    """A sequence at a boundary.
+    """A sequence at a boundary."""
 
-    Args:
-        id: unique; a sequence that came later has a larger one.
-        status: active (pages on the device and in host memory), suspended (in host memory alone,
-            since it yielded), prefilled (the same, since it was prefilled), evicted (no pages; all
-            its tokens have to be prefilled again) or waiting (no pages yet).
-        context_tokens: tokens whose KV it has; without pages, those to prefill.
-        remaining_tokens: that it may still generate; 0 for a sequence that has ended.
-        progress_tokens: that it has decoded, part of the context.
-        waited: boundaries since it came into its status, for one that is not active.
-        priority: larger ones yield later and are taken earlier.
-    """
-
-    id: int
+    id: int  # unique; a sequence that came later has a larger one
+    # active (pages on the device and in host memory), suspended (in host memory alone, since it
+    # yielded), prefilled (the same, since it was prefilled), evicted (no pages; all its tokens have
+    # to be prefilled again) or waiting (no pages yet)
     status: Status
-    context_tokens: int
-    remaining_tokens: int
+    context_tokens: int  # tokens whose KV it has; without pages, those to prefill
+    remaining_tokens: int  # that it may still generate; 0 for a sequence that has ended
     device_pages: int = 0
     host_pages: int = 0
-    progress_tokens: int = 0
-    waited: int = 0
-    priority: int = 0
+    progress_tokens: int = 0  # decoded, part of the context
+    waited: int = 0  # boundaries since it came into its status, for one that is not active
+    priority: int = 0  # larger ones yield later and are taken earlier
 
     @property
     def is_pending(self) -> bool:
@@ -102,11 +88,8 @@ class SequencePages:
 class BoundarySnapshot:
     """One engine at a page boundary, after its host memory has caught up with its device.
 
-    Args:
-        device_free: of them, in no sequence's hands.
-        host_free: of them, in no sequence's hands.
-        host_chunk_tokens: growth for which a sequence gets host pages when it is prefilled.
-        boundaries_since_prefill: boundaries that decoded since the last prefill round.
+    Free pages are in no sequence's hands. A sequence that is prefilled gets host pages for growth
+    by `host_chunk_tokens`.
     """
 
     sequences: tuple[SequencePages, ...]
@@ -117,7 +100,7 @@ class BoundarySnapshot:
     host_free: int
     max_active: int
     host_chunk_tokens: int = 0
-    boundaries_since_prefill: int = 0
+    boundaries_since_prefill: int = 0  # those that decoded
 
     def pages(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
@@ -125,50 +108,33 @@ class BoundarySnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageGrant:
-    """Pages that a sequence gets in addition."""
-
     id: int
     num_pages: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryPlan:
-    """What happens at a boundary; carried out in the order of the fields, ids ascending in each.
+    """What happens at a boundary; carried out in the order of the fields, ids ascending in each."""
 
-    Args:
-        release: ended by themselves; all their pages become free.
-        over_capacity: cannot get another token even alone: they end with the finish reason
-            "capacity" and what they have, and all their pages become free.
-        evict: give up all their pages and keep their tokens, which are prefilled again.
-        suspend: give up their device pages; host memory has them.
-        extend: device pages for active sequences.
-        grow: host pages for sequences that will decode.
-        load: device pages for suspended and prefilled sequences, which become active.
-        prefill: host pages for waiting and evicted sequences. Where there is any, they are
-            prefilled before the next boundary and nothing decodes.
-    """
-
-    release: tuple[int, ...] = ()
+    release: tuple[int, ...] = ()  # ended by themselves; all their pages become free
+    # cannot get another token even alone: they end with the finish reason "capacity" and what they
+    # have, and all their pages become free
     over_capacity: tuple[int, ...] = ()
+    # give up all their pages and keep their tokens, which are prefilled again
     evict: tuple[int, ...] = ()
-    suspend: tuple[int, ...] = ()
-    extend: tuple[PageGrant, ...] = ()
-    grow: tuple[PageGrant, ...] = ()
+    suspend: tuple[int, ...] = ()  # give up their device pages; host memory has them
+    extend: tuple[PageGrant, ...] = ()  # device pages for active sequences
+    grow: tuple[PageGrant, ...] = ()  # host pages for sequences that will decode
+    # device pages for suspended and prefilled sequences, which become active
     load: tuple[PageGrant, ...] = ()
+    # host pages for waiting and evicted sequences. Where there is any, they are prefilled before
+    # the next boundary and nothing decodes.
     prefill: tuple[PageGrant, ...] = ()
 
     @property
     def is_prefill(self) -> bool:
         """Whether the next phase computes prompts instead of decoding."""
         return bool(self.prefill)
-
-
-def _check_at_least(name: str, value: float, least: int) -> None:
-    if not least <= value < float("inf"):
-        raise ConfigError(f"{name} must be {range_text(f'at least {least}', value)}, got {value}")
-
-
-_HOLDERS = ("active", "suspended", "prefilled")
 
 
 def check_snapshot(snapshot: BoundarySnapshot) -> None:
@@ -197,28 +163,21 @@ def check_snapshot(snapshot: BoundarySnapshot) -> None:
 
 def _broken_rule(sequence: SequencePages, page: int) -> str | None:
     is_active, has_host = sequence.status == "active", sequence.status in _HOLDERS
-    counts = (
+    context, device_pages, host_pages = (
         sequence.context_tokens,
-        sequence.remaining_tokens,
         sequence.device_pages,
         sequence.host_pages,
-        sequence.waited,
     )
-    rules = (
-        ("a count is negative", min(counts) >= 0),
-        ("progress is no part of the context", 0 <= sequence.progress_tokens <= counts[0]),
-        ("device pages without being active", is_active or not sequence.device_pages),
-        ("host pages without a KV cache", has_host or not sequence.host_pages),
-        (
-            "a context beyond its device pages",
-            not is_active or sequence.context_tokens <= sequence.device_pages * page,
-        ),
-        (
-            "a context beyond its host pages",
-            not has_host or sequence.context_tokens <= sequence.host_pages * page,
-        ),
-    )
-    return next((text for text, holds in rules if not holds), None)
+    least = min(context, sequence.remaining_tokens, device_pages, host_pages, sequence.waited)
+    rules = {
+        "a count is negative": least >= 0,
+        "progress is no part of the context": 0 <= sequence.progress_tokens <= context,
+        "device pages without being active": is_active or not device_pages,
+        "host pages without a KV cache": has_host or not host_pages,
+        "a context beyond its device pages": not is_active or context <= device_pages * page,
+        "a context beyond its host pages": not has_host or context <= host_pages * page,
+    }
+    return next((text for text, holds in rules.items() if not holds), None)
 
 
 def apply_plan(snapshot: BoundarySnapshot, plan: BoundaryPlan) -> BoundarySnapshot:
@@ -238,14 +197,10 @@ def apply_plan(snapshot: BoundarySnapshot, plan: BoundaryPlan) -> BoundarySnapsh
     for suspended in plan.suspend:
         books.move(suspended, ("active",), "suspended", device_pages=0)
     books.untouched(grant.id for grant in (*plan.extend, *plan.load, *plan.prefill))
-    for grant in plan.extend:
-        books.add(grant, ("active",), "device_pages")
-    for grant in plan.load:
-        books.add(grant, ("suspended", "prefilled"), "device_pages", becomes="active")
-    for grant in plan.grow:
-        books.add(grant, ("active",), "host_pages")
-    for grant in plan.prefill:
-        books.add(grant, ("evicted", "waiting"), "host_pages", becomes="prefilled")
+    books.add(plan.extend, ("active",), "device_pages")
+    books.add(plan.load, ("suspended", "prefilled"), "device_pages", becomes="active")
+    books.add(plan.grow, ("active",), "host_pages")
+    books.add(plan.prefill, ("evicted", "waiting"), "host_pages", becomes="prefilled")
     if plan.prefill and (plan.extend or plan.load or plan.grow):
         raise RuntimeError("page boundary: a prefill round beside pages for decoding")
     after = books.close()
@@ -270,9 +225,8 @@ class _Books:
         self._find(id)
         del self._sequences[id]
 
-    def move(self, id: int, allowed: tuple[str, ...], status: Status, **pages: int) -> None:
-        sequence = self._find(id)
-        self._check_status(sequence, allowed)
+    def move(self, id: int, allowed: tuple[Status, ...], status: Status, **pages: int) -> None:
+        sequence = self._find(id, allowed)
         self._sequences[id] = replace(sequence, status=status, waited=0, **pages)
         self._moved.add(id)
 
@@ -286,40 +240,36 @@ class _Books:
 
     def add(
         self,
-        grant: PageGrant,
-        allowed: tuple[str, ...],
+        grants: Iterable[PageGrant],
+        allowed: tuple[Status, ...],
         tier: str,
-        *,
         becomes: Status | None = None,
     ) -> None:
-        sequence = self._find(grant.id)
-        self._check_status(sequence, allowed)
-        if grant.num_pages < 1:
-            raise RuntimeError(f"page boundary: a grant of {grant.num_pages} pages")
-        held = getattr(sequence, tier) + grant.num_pages
-        if becomes is not None:
-            sequence = replace(sequence, status=becomes, waited=0)
-        self._sequences[grant.id] = replace(sequence, **{tier: held})
+        for grant in grants:
+            sequence = self._find(grant.id, allowed)
+            if grant.num_pages < 1:
+                raise RuntimeError(f"page boundary: a grant of {grant.num_pages} pages")
+            if becomes is not None:
+                sequence = replace(sequence, status=becomes, waited=0)
+            held = getattr(sequence, tier) + grant.num_pages
+            self._sequences[grant.id] = replace(sequence, **{tier: held})
 
     def close(self) -> BoundarySnapshot:
-        sequences = tuple(self._sequences.values())
-        device_held = sum(sequence.device_pages for sequence in sequences)
-        host_held = sum(sequence.host_pages for sequence in sequences)
+        sequences, before = tuple(self._sequences.values()), self._snapshot
         return replace(
-            self._snapshot,
+            before,
             sequences=sequences,
-            device_free=self._snapshot.device_pages - device_held,
-            host_free=self._snapshot.host_pages - host_held,
+            device_free=before.device_pages - sum(one.device_pages for one in sequences),
+            host_free=before.host_pages - sum(one.host_pages for one in sequences),
         )
 
-    def _find(self, id: int) -> SequencePages:
+    def _find(self, id: int, allowed: tuple[Status, ...] = get_args(Status)) -> SequencePages:
         if id not in self._sequences:
             raise RuntimeError(f"page boundary: a decision about sequence {id}, which is not there")
-        return self._sequences[id]
-
-    def _check_status(self, sequence: SequencePages, allowed: tuple[str, ...]) -> None:
+        sequence = self._sequences[id]
         if sequence.status not in allowed:
             raise RuntimeError(
-                f"page boundary: sequence {sequence.id} is {sequence.status}, a decision about it "
+                f"page boundary: sequence {id} is {sequence.status}, a decision about it "
                 f"needs one of {', '.join(allowed)}"
             )
+        return sequence

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.roofline import solve_nonnegative
+from raybatch.policy.cost.roofline import Roofline, solve_nonnegative
 
 Floats = npt.NDArray[np.float64]
 
@@ -23,11 +23,7 @@ _OTHER_COSTS = ("row_s", "pair_s", "context_s", "shared_pair_s", "shared_read_s"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLimits:
-    """What bounds the batch of one engine.
-
-    Args:
-        max_batched_tokens: token budget of one step; None where a backend has none.
-    """
+    """What bounds the batch of one engine; some backends have no token budget of a step."""
 
     kv_tokens: int
     max_num_seqs: int
@@ -37,51 +33,31 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredStep:
-    """Counts of one step, and the seconds that it took.
-
-    Args:
-        tokens: of the forward batch: prompt tokens and one per decoding sequence.
-        rows: sequences that got a token.
-        pairs: prompt tokens times the tokens that each attends to.
-        context_reads: KV tokens that decoding sequences read for themselves.
-        shared_pairs: decoding sequences times KV tokens that they share with others.
-        shared_reads: shared KV tokens, counted once for all that share them.
-    """
+    """Counts of one step, and the seconds that it took."""
 
     seconds: float
-    tokens: float
-    rows: float
-    pairs: float = 0.0
-    context_reads: float = 0.0
-    shared_pairs: float = 0.0
-    shared_reads: float = 0.0
+    tokens: float  # of the forward batch: prompt tokens and one per decoding sequence
+    rows: float  # sequences that got a token
+    pairs: float = 0.0  # prompt tokens times the tokens that each attends to
+    context_reads: float = 0.0  # KV tokens that decoding sequences read for themselves
+    shared_pairs: float = 0.0  # decoding sequences times KV tokens that they share with others
+    shared_reads: float = 0.0  # shared KV tokens, counted once for all that share them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """Seconds of everything that a step does, and what bounds the batch.
+    """Seconds of everything that a step does, and what bounds the batch."""
 
-    Args:
-        step_s: of a step, whatever it computes.
-        knots: tokens at which the slope changes, ascending.
-        token_s: per token of the forward batch, one slope below each knot and one above the last.
-        row_s: per token that is sampled.
-        pair_s: per prompt token and token that it attends to.
-        context_s: per KV token that a decoding sequence reads for itself.
-        shared_pair_s: per decoding sequence and KV token that others read as well.
-        shared_read_s: per shared KV token and step.
-        fit_error: root mean square of the relative errors over the measured steps.
-    """
-
-    step_s: float
-    knots: tuple[float, ...]
+    step_s: float  # of a step, whatever it computes
+    knots: tuple[float, ...]  # tokens at which the slope changes, ascending
+    # per token of the forward batch, one slope below each knot and one above the last
     token_s: tuple[float, ...]
-    row_s: float
-    pair_s: float
-    context_s: float
-    shared_pair_s: float
-    shared_read_s: float
-    fit_error: float
+    row_s: float  # per token that is sampled
+    pair_s: float  # per prompt token and token that it attends to
+    context_s: float  # per KV token that a decoding sequence reads for itself
+    shared_pair_s: float  # per decoding sequence and KV token that others read as well
+    shared_read_s: float  # per shared KV token and step
+    fit_error: float  # root mean square of the relative errors over the measured steps
     limits: EngineLimits
 
     def __post_init__(self) -> None:
@@ -90,10 +66,13 @@ class CostModel:
                 f"a cost model with {len(self.knots)} knots has {len(self.token_s)} slopes; it "
                 "needs one more than knots"
             )
-        others = [getattr(self, name) for name in _OTHER_COSTS]
-        for cost in (self.step_s, *self.token_s, *others, self.fit_error):
+        for cost in (*self._costs(), self.fit_error):
             if not 0 <= cost < float("inf"):
                 raise ConfigError(f"a cost model has a cost of {cost}")
+
+    def _costs(self) -> Floats:
+        others = [getattr(self, name) for name in _OTHER_COSTS]
+        return np.array([self.step_s, *self.token_s, *others])
 
     def tokens_s(self, tokens: npt.ArrayLike) -> Floats:
         """Return the seconds that forward batches of so many tokens take, without `step_s`."""
@@ -101,11 +80,7 @@ class CostModel:
         return seconds
 
     def predict(self, step: MeasuredStep) -> float:
-        return float((_features([step], self.knots) @ self._coefficients())[0])
-
-    def _coefficients(self) -> Floats:
-        others = [getattr(self, name) for name in _OTHER_COSTS]
-        return np.array([self.step_s, *self.token_s, *others])
+        return float((_features([step], self.knots) @ self._costs())[0])
 
 
 def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
@@ -119,7 +94,12 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
     if not (seconds > 0).all():
         raise ConfigError(f"a measured step took {seconds.min()} s; every step takes time")
     # a step of a prefix group would have to determine the slope and the cost of sharing at once
-    knots = _measured_knots({step.tokens for step in steps if not step.shared_pairs})
+    sizes = {step.tokens for step in steps if not step.shared_pairs}
+    measured = [0.0]
+    for knot in TOKEN_KNOTS:
+        if any(measured[-1] < size <= knot for size in sizes) and knot < max(sizes):
+            measured.append(knot)
+    knots = tuple(measured[1:])
     features = _features(steps, knots)
     costs = solve_nonnegative(features / seconds[:, None], np.ones(len(steps)))
     error = features @ costs / seconds - 1.0
@@ -134,14 +114,6 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
     )
 
 
-def _measured_knots(tokens: set[float]) -> tuple[float, ...]:
-    knots = [0.0]
-    for knot in TOKEN_KNOTS:
-        if any(knots[-1] < n <= knot for n in tokens) and knot < max(tokens):
-            knots.append(knot)
-    return tuple(knots[1:])
-
-
 def _features(steps: Sequence[MeasuredStep], knots: tuple[float, ...]) -> Floats:
     tokens = np.array([step.tokens for step in steps], float)
     others = [(s.rows, s.pairs, s.context_reads, s.shared_pairs, s.shared_reads) for s in steps]
@@ -150,7 +122,33 @@ def _features(steps: Sequence[MeasuredStep], knots: tuple[float, ...]) -> Floats
 
 def _segments(tokens: Floats, knots: tuple[float, ...]) -> Floats:
     """Return [..., K + 1]: how many of the tokens lie between neighbouring knots."""
-    lower = np.array((0.0, *knots))
-    upper = np.array((*knots, np.inf))
+    lower, upper = np.array((0.0, *knots)), np.array((*knots, np.inf))
     between: Floats = np.clip(tokens[..., None], lower, upper) - lower
     return between
+
+
+def is_copy_quicker(*, kv_bytes: float, link: Roofline, recompute_s: float) -> bool:
+    """Return whether KV comes back sooner by a copy over the link than by computing it again.
+
+    A copy wins a tie, as it leaves the processor to others. For `recompute_s` see `recompute_time`.
+    """
+    if kv_bytes < 0 or recompute_s < 0:
+        raise ConfigError(
+            f"kv_bytes is {kv_bytes} and recompute_s {recompute_s}; both must be at least 0"
+        )
+    return link.copy_s(kv_bytes) <= recompute_s
+
+
+def recompute_time(costs: CostModel, num_tokens: int) -> float:
+    """Return the seconds of computing the KV of so many tokens again.
+
+    They are priced as steps of the engine's token budget, in which chunks of other prompts are not.
+    """
+    budget = costs.limits.max_batched_tokens or num_tokens
+    seconds = 0.0
+    for start in range(0, num_tokens, max(budget, 1)):
+        tokens = min(budget, num_tokens - start)
+        # every token of the chunk sees those before the chunk, and half of the chunk
+        pairs = tokens * start + tokens * (tokens + 1) / 2
+        seconds += costs.predict(MeasuredStep(seconds=0.0, tokens=tokens, rows=0, pairs=pairs))
+    return seconds

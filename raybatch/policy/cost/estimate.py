@@ -22,20 +22,17 @@ _MAX_SPARE_STEPS = 4
 _GOLDEN = 0.6180339887
 # tokens that are nothing but the error of sums
 _ROUNDING = 1e-6
+# totals that replicas share evenly
+_SHARED_SUMS = ("computed_tokens", "pairs", "context_reads", "shared_pairs", "shared_reads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepForecast:
-    """Steps of one engine; arrays are float64 [steps].
+    """Steps of one engine; prefill tokens count those computed again."""
 
-    Args:
-        prefill_tokens: prompt tokens of the step, those computed again included.
-        weight: how many steps of the run this one stands for.
-    """
-
-    decode_rows: Floats
-    prefill_tokens: Floats
-    weight: Floats
+    decode_rows: Floats  # [steps]
+    prefill_tokens: Floats  # [steps]
+    weight: Floats  # [steps], how many steps of the run this one stands for
     recomputed_tokens: float
 
     @property
@@ -50,19 +47,13 @@ class StepForecast:
 
 
 class _Row(NamedTuple):
-    """A row that waits.
-
-    Args:
-        held: KV that it holds once it starts.
-        left: of `tokens`, those that are not computed yet.
-        has_started: it was preempted before.
-    """
+    """A row that waits; with the KV that it holds once it starts, and tokens not computed yet."""
 
     tokens: float
     outputs: int
     held: float
     left: float
-    has_started: bool = False
+    has_started: bool = False  # it was preempted before
 
 
 class _Running(NamedTuple):
@@ -76,26 +67,19 @@ def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
 
     A long run is forecast from fewer rows: the steps of its middle stand for all that are alike.
     """
-    num_rows = _num_simulated(work, limits)
-    if not num_rows:
-        empty = np.zeros(0)
-        return StepForecast(
-            decode_rows=empty, prefill_tokens=empty, weight=empty, recomputed_tokens=0.0
-        )
-    simulation = _Simulation(work, limits, num_rows)
-    simulation.run()
-    return simulation.result(work)
-
-
-def _num_simulated(work: WorkTotals, limits: EngineLimits) -> int:
-    """Return how many rows stand for all: as many waves as steps allow, and some at least."""
     if not work.num_rows:
-        return 0
+        none = np.zeros(0)
+        return StepForecast(
+            decode_rows=none, prefill_tokens=none, weight=none, recomputed_tokens=0.0
+        )
     prompt, output = (n / work.num_rows for n in (work.computed_tokens, work.generated_tokens))
     # rows are half way through their outputs on average
     batch = min(limits.max_num_seqs, max(1.0, limits.kv_tokens / (prompt + output / 2)))
+    # as many waves as steps allow, and some rows at least
     in_steps = max(_MAX_STEPS * batch / output, _WAVES * batch, _LEAST_ROWS)
-    return min(work.num_rows, max(_MIN_ROWS, _WAVES * limits.max_num_seqs), int(in_steps))
+    most = max(_MIN_ROWS, _WAVES * limits.max_num_seqs)
+    num_rows = min(work.num_rows, most, int(in_steps))
+    return _Simulation(work, limits, num_rows).run(work)
 
 
 class _Simulation:
@@ -104,9 +88,7 @@ class _Simulation:
         # half a block of every sequence is empty on average
         held = tokens + limits.block_size / 2
         self._waiting = deque(_Row(tokens, n, held, tokens) for n in _outputs(work, num_rows))
-        self._kv_tokens = float(limits.kv_tokens)
-        self._max_rows = limits.max_num_seqs
-        self._block_size = limits.block_size
+        self._limits = limits
         self._budget = float(limits.max_batched_tokens or np.inf)
         self._running: list[_Running] = []
         # sequences by the step after which they end, and the KV that they give back then
@@ -120,11 +102,9 @@ class _Simulation:
         self.ended: list[int] = []
         self.recomputed: list[float] = []
 
-    def run(self) -> None:
+    def run(self, work: WorkTotals) -> StepForecast:
         while self._waiting or self._num_running:
             self._step()
-
-    def result(self, work: WorkTotals) -> StepForecast:
         weight = np.ones(len(self.decode_rows))
         decode_rows, ended = np.array(self.decode_rows), np.cumsum(self.ended)
         if work.num_rows > self._num_rows:
@@ -148,7 +128,7 @@ class _Simulation:
         step = len(self.decode_rows)
         self._used += self._num_decoding
         has_preempted = False
-        while self._used > self._kv_tokens and self._num_running > 1:
+        while self._used > self._limits.kv_tokens and self._num_running > 1:
             self._preempt(step)
             has_preempted = True
         num_decoding = self._num_decoding
@@ -175,10 +155,11 @@ class _Simulation:
     def _has_room(self) -> bool:
         if not self._num_running:
             return True
-        spare_steps = min(_MAX_SPARE_STEPS, max(1, self._block_size // 4))
-        reserve = self._num_running * spare_steps // self._block_size * self._block_size
-        fits = self._used + self._waiting[0].held + reserve <= self._kv_tokens
-        return fits and self._num_running < self._max_rows
+        block_size = self._limits.block_size
+        spare_steps = min(_MAX_SPARE_STEPS, max(1, block_size // 4))
+        reserve = self._num_running * spare_steps // block_size * block_size
+        fits = self._used + self._waiting[0].held + reserve <= self._limits.kv_tokens
+        return fits and self._num_running < self._limits.max_num_seqs
 
     def _start(self, row: _Row, step: int) -> None:
         # the step of the prompt gives the first token
@@ -200,10 +181,8 @@ class _Simulation:
         self._num_running -= 1
         self._num_decoding -= 1
         self._used -= row.held + generated
-        tokens = row.tokens + generated
-        self._waiting.appendleft(
-            _Row(tokens, row.outputs - generated, row.held + generated, tokens, True)
-        )
+        tokens, held = row.tokens + generated, row.held + generated
+        self._waiting.appendleft(_Row(tokens, row.outputs - generated, held, tokens, True))
 
 
 def _outputs(work: WorkTotals, num_rows: int) -> list[int]:
@@ -227,8 +206,6 @@ _BAND_ERRORS = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """A value with the range in which it is likely to lie."""
-
     expected: float
     low: float
     high: float
@@ -239,29 +216,19 @@ class CostEstimate:
     """Time that engines need; starts of engines, reading and writing are extra.
 
     The ranges are those of the cost model's own error. What is not known about output lengths is
-    not in them: estimate again with other totals for that.
-
-    Args:
-        engine_s: seconds in steps, summed over replicas.
-        wall_s: seconds by the clock, with the work spread evenly over the replicas.
-        prefill_s: of `engine_s.expected`, for prompt tokens and their attention.
-        decode_s: the same for generated tokens.
-        overhead_s: the same for what a step costs whatever it computes.
-        num_replicas: that share the work.
-        num_steps: summed over replicas.
-        mean_decode_rows: sequences that decode in a step of one replica, on average.
-        recomputed_tokens: computed again after KV memory ran out, summed over replicas.
+    not in them: estimate again with other totals for that. Parts, steps and tokens are of the
+    expected engine seconds, summed over replicas.
     """
 
-    engine_s: Band
-    wall_s: Band
+    engine_s: Band  # seconds in steps, summed over replicas
+    wall_s: Band  # seconds by the clock, with the work spread evenly over the replicas
     prefill_s: float
     decode_s: float
-    overhead_s: float
+    overhead_s: float  # what steps cost whatever they compute
     num_replicas: int
     num_steps: float
-    mean_decode_rows: float
-    recomputed_tokens: float
+    mean_decode_rows: float  # sequences that decode in a step of one replica, on average
+    recomputed_tokens: float  # computed again after KV memory ran out
 
 
 def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> CostEstimate:
@@ -271,19 +238,32 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     num_rows = -(-totals.num_rows // num_replicas)
     # with more replicas than rows some have nothing to do
     factor = num_rows / totals.num_rows if totals.num_rows else 1.0
-    share = _scaled(totals, num_rows, factor)
-    forecast = forecast_steps(share, model.limits)
-    weight = forecast.weight
-    tokens = forecast.decode_rows + forecast.prefill_tokens
-    tokens_s = weight * model.tokens_s(tokens)
-    of_prefill = np.divide(
-        forecast.prefill_tokens, tokens, out=np.zeros(len(tokens)), where=tokens > 0
+    share = replace(
+        totals,
+        num_rows=num_rows,
+        # where each row generates one token, the product may be less than that by rounding
+        generated_tokens=max(totals.generated_tokens * factor, num_rows),
+        **{name: getattr(totals, name) * factor for name in _SHARED_SUMS},
     )
+    forecast = forecast_steps(share, model.limits)
+    prefill, tokens = forecast.prefill_tokens, forecast.decode_rows + forecast.prefill_tokens
+    tokens_s = forecast.weight * model.tokens_s(tokens)
+    of_prefill = np.divide(prefill, tokens, out=np.zeros(len(tokens)), where=tokens > 0)
     # what is computed again attends to as much as the rest does
     again = 1 + forecast.recomputed_tokens / max(1.0, share.computed_tokens)
     prefill_s = float(tokens_s @ of_prefill) + model.pair_s * share.pairs * again
-    decode_s = float(tokens_s @ (1 - of_prefill))
-    decode_s += _attend_s(model, share, forecast.mean_decode_rows)
+    # members of a large group cannot all run at once
+    reads = share.shared_pairs / max(1.0, forecast.mean_decode_rows)
+    # half of each sequence's last block is empty on average, and read all the same
+    num_decodes = share.generated_tokens - share.num_rows
+    context_reads = share.context_reads + num_decodes * model.limits.block_size / 2
+    decode_s = (
+        float(tokens_s @ (1 - of_prefill))
+        + model.row_s * share.generated_tokens
+        + model.context_s * context_reads
+        + model.shared_pair_s * share.shared_pairs
+        + model.shared_read_s * max(share.shared_reads, reads)
+    )
     overhead_s = model.step_s * forecast.num_steps
     wall_s = prefill_s + decode_s + overhead_s
     error = min(0.9, _BAND_ERRORS * max(_MIN_ERROR, model.fit_error))
@@ -300,21 +280,6 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     )
 
 
-def _attend_s(model: CostModel, share: WorkTotals, mean_decode_rows: float) -> float:
-    """Return the time for sampling rows and for the KV that decoding ones read."""
-    # members of a large group cannot all run at once
-    reads = max(share.shared_reads, share.shared_pairs / max(1.0, mean_decode_rows))
-    # half of each sequence's last block is empty on average, and read all the same
-    num_decodes = share.generated_tokens - share.num_rows
-    context_reads = share.context_reads + num_decodes * model.limits.block_size / 2
-    return (
-        model.row_s * share.generated_tokens
-        + model.context_s * context_reads
-        + model.shared_pair_s * share.shared_pairs
-        + model.shared_read_s * reads
-    )
-
-
 def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> float:
     """Return the price of a run, in the currency of the argument.
 
@@ -327,20 +292,6 @@ def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> flo
             f"got {price_per_engine_hour}"
         )
     return wall_s * num_replicas * price_per_engine_hour / 3600
-
-
-def _scaled(totals: WorkTotals, num_rows: int, factor: float) -> WorkTotals:
-    return replace(
-        totals,
-        num_rows=num_rows,
-        computed_tokens=totals.computed_tokens * factor,
-        pairs=totals.pairs * factor,
-        # where each row generates one token, the product may be less than that by rounding
-        generated_tokens=max(totals.generated_tokens * factor, num_rows),
-        context_reads=totals.context_reads * factor,
-        shared_pairs=totals.shared_pairs * factor,
-        shared_reads=totals.shared_reads * factor,
-    )
 
 
 def _band(expected: float, error: float) -> Band:

@@ -25,11 +25,7 @@ _TOLERANCE = 1e-10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a module does in one run.
-
-    Args:
-        moved_bytes: read from and written to the memory that the module works on.
-    """
+    """What a module does in one run; bytes are read from or written to the memory it works on."""
 
     operations: float
     moved_bytes: float
@@ -37,8 +33,6 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredWork:
-    """One run of a module, and the seconds that it took."""
-
     tokens: int
     work: Work
     seconds: float
@@ -46,20 +40,15 @@ class MeasuredWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """Seconds of a module: a fixed time, then the longer of computing and moving its bytes.
-
-    Args:
-        byte_s: per byte; 0 where moving bound no measured run.
-        serial_fraction: share of the shorter of the two that the longer does not hide: 0 is the
-            textbook roofline, 1 a sum. Cores that wait for memory hide little of it.
-        fit_error: root mean square of the relative errors over the measured runs.
-    """
+    """Seconds of a module: a fixed time, then the longer of computing and moving its bytes."""
 
     fixed_s: float
     operation_s: float
-    byte_s: float
+    byte_s: float  # per byte; 0 where moving bound no measured run
+    # share of the shorter of the two that the longer does not hide: 0 is the textbook roofline, 1 a
+    # sum. Cores that wait for memory hide little of it.
     serial_fraction: float = 0.0
-    fit_error: float = 0.0
+    fit_error: float = 0.0  # root mean square of the relative errors over the measured runs
 
     def __post_init__(self) -> None:
         for cost in (self.fixed_s, self.operation_s, self.byte_s, self.fit_error):
@@ -73,13 +62,13 @@ class Roofline:
         sides = self.operation_s * work.operations, self.byte_s * work.moved_bytes
         return self.fixed_s + max(sides) + self.serial_fraction * min(sides)
 
+    def copy_s(self, num_bytes: float) -> float:
+        """Return the seconds of moving bytes without computing anything."""
+        return self.seconds(Work(operations=0.0, moved_bytes=num_bytes))
+
 
 def link(bytes_per_s: float, *, fixed_s: float = 0.0) -> Roofline:
-    """Return the cost of copies between two memories.
-
-    Args:
-        fixed_s: of every copy, whatever its size.
-    """
+    """Return the cost of copies between two memories; `fixed_s` is of each, whatever its size."""
     if not bytes_per_s > 0:
         raise ConfigError(f"bytes_per_s of a link is {bytes_per_s}; it must be above 0")
     return Roofline(fixed_s=fixed_s, operation_s=0.0, byte_s=1.0 / bytes_per_s)
@@ -103,7 +92,10 @@ def fit_roofline(
             raise ConfigError(f"a measured run took {point.seconds} s; every run takes time")
         if not (point.work.operations > 0 or point.work.moved_bytes > 0):
             raise ConfigError(f"a measured run of {point.tokens} tokens did nothing")
-    ordered = sorted(points, key=_intensity)
+    # by operations per byte, without bytes last
+    works = [point.work for point in points]
+    by_intensity = [w.operations / w.moved_bytes if w.moved_bytes else np.inf for w in works]
+    ordered = [points[i] for i in np.argsort(by_intensity, kind="stable")]
     counts = np.array([(p.work.operations, p.work.moved_bytes) for p in ordered], float)
     seconds = np.array([p.seconds for p in ordered])
     best: Roofline | None = None
@@ -117,11 +109,6 @@ def fit_roofline(
                 break
     assert best is not None, "at least one serial_fraction"
     return best
-
-
-def _intensity(point: MeasuredWork) -> float:
-    work = point.work
-    return work.operations / work.moved_bytes if work.moved_bytes else float("inf")
 
 
 def _fit_cut(counts: Floats, seconds: Floats, cut: int, serial_fraction: float) -> Roofline:
@@ -156,8 +143,7 @@ def solve_nonnegative(matrix: Floats, target: Floats) -> Floats:
     """
     norms = np.linalg.norm(matrix, axis=0)
     scale = np.where(norms > 0, norms, 1.0)
-    columns = matrix / scale
-    x = np.zeros(matrix.shape[1])
+    columns, x = matrix / scale, np.zeros(matrix.shape[1])
     is_free = np.zeros(len(x), bool)
     # every change of the free set lowers the residual; the bound is against rounding alone
     for _ in range(10 * len(x)):
@@ -167,22 +153,16 @@ def solve_nonnegative(matrix: Floats, target: Floats) -> Floats:
         if gradient[best] <= _TOLERANCE * max(1.0, float(np.linalg.norm(target))):
             break
         is_free[best] = True
-        x = _step_inside(columns, target, x, is_free)
-    result: Floats = x / scale
-    return result
-
-
-def _step_inside(
-    columns: Floats, target: Floats, x: Floats, is_free: npt.NDArray[np.bool_]
-) -> Floats:
-    """Move to the optimum of the free columns; those that would become negative are fixed at 0."""
-    while True:
-        goal = np.zeros(len(x))
-        goal[is_free] = np.linalg.lstsq(columns[:, is_free], target, rcond=None)[0]
-        is_bad = is_free & (goal <= 0)
-        if not is_bad.any():
-            return goal
-        share = float(np.min(x[is_bad] / np.maximum(x[is_bad] - goal[is_bad], 1e-300)))
-        x = x + share * (goal - x)
-        is_free &= x > _TOLERANCE
-        x[~is_free] = 0.0
+        # to the optimum of the free columns; those that would become negative are fixed at 0
+        while True:
+            goal = np.zeros(len(x))
+            goal[is_free] = np.linalg.lstsq(columns[:, is_free], target, rcond=None)[0]
+            is_bad = is_free & (goal <= 0)
+            if not is_bad.any():
+                break
+            share = float(np.min(x[is_bad] / np.maximum(x[is_bad] - goal[is_bad], 1e-300)))
+            x = x + share * (goal - x)
+            is_free &= x > _TOLERANCE
+            x[~is_free] = 0.0
+        x = goal
+    return x / scale

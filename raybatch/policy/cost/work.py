@@ -17,23 +17,16 @@ _MERGED_SIZE = 1 << 14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkTotals:
-    """Sums over all rows; a row with n samples counts as n rows that share their prompt.
-
-    Args:
-        computed_tokens: prompt tokens that are computed.
-        pairs: sum over the computed tokens of the tokens that each attends to.
-        shared_pairs: KV tokens that decoding rows read and share, over all steps.
-        shared_reads: the same, counted once for all rows that read them in a step.
-        output_lengths: outputs of rows that stand for all, evenly over their distribution.
-    """
+    """Sums over all rows; a row with n samples counts as n rows that share their prompt."""
 
     num_rows: int
-    computed_tokens: float
-    pairs: float
+    computed_tokens: float  # prompt tokens that are computed
+    pairs: float  # sum over the computed tokens of the tokens that each attends to
     generated_tokens: float
     context_reads: float
-    shared_pairs: float = 0.0
-    shared_reads: float = 0.0
+    shared_pairs: float = 0.0  # KV tokens that decoding rows read and share, over all steps
+    shared_reads: float = 0.0  # the same, counted once for all rows that read them in a step
+    # outputs of rows that stand for all, evenly over their distribution
     output_lengths: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -52,12 +45,9 @@ class WorkTotals:
     ) -> "WorkTotals":
         """Return the totals of what was done, for a comparison with the time that it took.
 
-        Sums that engines do not count are those of the plan, scaled.
-
-        Args:
-            computed_tokens: prompt tokens less cached ones; what is computed again after KV memory
-                ran out is forecast, as for a plan.
-            num_rows: that generated; None takes those of the plan.
+        Sums that engines do not count are those of the plan, scaled. Computed tokens are prompt
+        tokens less cached ones; what is computed again after KV memory ran out is forecast, as for
+        a plan. Without a number of rows, those of the plan generated.
         """
         num_rows = self.num_rows if num_rows is None else num_rows
         prefill = computed_tokens / max(1.0, self.computed_tokens)
@@ -78,8 +68,7 @@ class WorkTotals:
     def with_cache(self, computed_tokens: float) -> "WorkTotals":
         """Return the totals where the beginnings of prompts are in a cache.
 
-        Args:
-            computed_tokens: prompt tokens that are left; more than there are change nothing.
+        More `computed_tokens` than there are prompt tokens change nothing.
         """
         cached = max(0.0, 1 - computed_tokens / max(1.0, self.computed_tokens))
         # cached tokens are the first ones, which attend to the fewest
@@ -118,11 +107,8 @@ def work_totals(
 ) -> WorkTotals:
     """Sum up rows. O(R log R).
 
-    Args:
-        cached_tokens: int [R], prompt tokens with KV from another row; None for none.
-        shared_tokens: int [R], leading tokens that the row shares with the rows of its group, the
-            row that computes them included; None for none.
-        num_members: int [R], rows of the row's group; needed with `shared_tokens`.
+    Cached are prompt tokens with KV from another row. Shared are leading tokens that a row shares
+    with the rows of its group, the row that computes them included; they need `num_members`.
     """
     outputs = np.maximum(np.asarray(output_tokens, float), 1.0)
     none = np.zeros(len(prompt_tokens))
@@ -132,7 +118,9 @@ def work_totals(
     cached = none if cached_tokens is None else cached_tokens.astype(float)
     shared = none if shared_tokens is None else shared_tokens.astype(float)
     members = none + 1 if num_members is None else np.maximum(num_members, 1).astype(float)
-    _check_lengths(prompts, output=outputs, cached=cached, shared=shared)
+    for name, values in {"output": outputs, "cached": cached, "shared": shared}.items():
+        if values.shape != prompts.shape:
+            raise ConfigError(f"{len(values)} {name} lengths for {len(prompts)} rows")
     shared = np.where(members > 1, shared, 0.0)
     # the step of the prompt gives the first token, which reads nothing more
     decodes = outputs - 1
@@ -147,12 +135,6 @@ def work_totals(
         shared_reads=float((decodes * shared / members).sum()),
         output_lengths=output_sample(outputs),
     )
-
-
-def _check_lengths(prompts: Floats, **lengths: Floats) -> None:
-    for name, values in lengths.items():
-        if values.shape != prompts.shape:
-            raise ConfigError(f"{len(values)} {name} lengths for {len(prompts)} rows")
 
 
 def output_sample(output_tokens: Floats, size: int = _SAMPLE_SIZE) -> tuple[float, ...]:

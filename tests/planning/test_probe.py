@@ -4,41 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.prefix.histogram import Histogram
-from raybatch.prefix.lengths import (
-    choose_probe,
-    estimate_from_probe,
-    expected_lengths,
-    histogram_bands,
-    length_bands,
-)
+from raybatch.planning.probe import choose_probe, estimate_from_probe
+from raybatch.prefix.histogram import Histogram, histogram_bands, length_bands
 
-NAN = float("nan")
 ROWS = st.lists(st.tuples(st.integers(-1, 5), st.integers(0, 3)), min_size=1, max_size=60)
 
 
 def ints(*values):
     return np.array(values, np.int64)
-
-
-def test_without_a_column_max_tokens_is_expected():
-    assert [64.0, 8.0] == expected_lengths(ints(64, 8)).tolist()
-
-
-def test_a_column_is_bounded_by_one_and_max_tokens():
-    column = np.array([0.0, 30.0, 100.0, NAN])
-    assert [1.0, 30.0, 64.0, 64.0] == expected_lengths(ints(64, 64, 64, 64), column).tolist()
-
-
-@pytest.mark.parametrize("length", [-1.0, float("inf")])
-def test_an_impossible_length_names_its_row(length):
-    with pytest.raises(ConfigError, match=f"row 1 is {length}"):
-        expected_lengths(ints(9, 9), np.array([3.0, length]))
-
-
-def test_a_column_of_another_length_is_refused():
-    with pytest.raises(ConfigError, match="1 expected lengths for 2 rows"):
-        expected_lengths(ints(9, 9), np.array([3.0]))
 
 
 @given(ROWS, st.floats(0.01, 1), st.integers(0, 5))

@@ -1,1 +1,0 @@
-"""The prefix tree of all prompts, what is enlarged in it, and its groups."""
