@@ -9,7 +9,7 @@ import pytest
 
 import raybatch
 from raybatch.durable import storage
-from raybatch.durable.stores import local as local_module
+from raybatch.durable import stores as local_module
 from raybatch.errors import ConfigError
 from raybatch.planning.store import read_plans
 from raybatch.report.rebuild import current_report as report_of

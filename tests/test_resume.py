@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raybatch.durable import stores as local_module
 from raybatch.durable.run_log import live_runs, read_events, run_ids
 from raybatch.durable.storage import open_store
-from raybatch.durable.stores import local as local_module
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.report import RunReport, report_of
