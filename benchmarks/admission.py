@@ -94,7 +94,7 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
     """Return what a run took, and the tokens of all rows."""
     before, tokens = backend.stats(), dict[int, list[int]]()
     ended_s, ended_steps = list[float](), list[int]()
-    scheduler, watch = backend._open()._scheduler, Stopwatch()
+    scheduler, watch = backend._engine._scheduler, Stopwatch()
     scheduler.schedule = watch.around(type(scheduler).schedule.__get__(scheduler))  # type: ignore[method-assign]
     began, num_running = time.process_time(), list[int]()
     backend.submit(requests)

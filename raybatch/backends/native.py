@@ -29,7 +29,7 @@ class NativeBackend:
         vars(self).clear()
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError("the backend is closed")
+        raise AttributeError(name) if vars(self) else RuntimeError("the backend is closed")
 
 
 def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) -> NativeBackend:

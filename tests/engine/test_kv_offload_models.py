@@ -97,7 +97,7 @@ def test_a_round_leaves_the_kv_of_a_plain_prefill_in_host_memory(checkpoint, rng
     kv = {}
     for offload, most in ((False, 512), (True, budget)):
         backend, runner = make(path, num_blocks=60, kv_offload=offload, max_batched_tokens=most)
-        engine = backend._open()
+        engine = backend._engine
         engine.add(requests)
         while engine.stats().generated_tokens < len(prompts):
             engine.step()

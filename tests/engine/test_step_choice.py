@@ -131,7 +131,7 @@ def test_the_backend_runs_steps_as_planned(folder, says):
     backend.submit(requests(count=2))
     while backend.num_unfinished():
         backend.poll()
-    assert backend._open()._runner.runtime.counters.num_ffn_calls > 0
+    assert backend._engine._runner.runtime.counters.num_ffn_calls > 0
 
 
 @pytest.mark.parametrize("wrong", ["aut", 0, 1.5, True])
