@@ -31,7 +31,7 @@ from raybatch.config.job import (
     WaveConfig,
     check_bundles,
 )
-from raybatch.config.option import from_mapping
+from raybatch.config.option import from_mapping, from_plain
 
 __all__ = [
     "AdmissionPolicy",
@@ -52,6 +52,7 @@ __all__ = [
     "check_bundles",
     "environment",
     "from_mapping",
+    "from_plain",
     "is_hub_offline",
     "log_level",
     "proxy_of",

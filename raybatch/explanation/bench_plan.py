@@ -17,7 +17,6 @@ from raybatch.engine.memory.kv_cache import (
     host_memory_bytes,
     kv_bytes_per_token,
     num_blocks_for,
-    pick_kv_dtype,
 )
 from raybatch.engine.profile.cached_file import cpu_name
 from raybatch.engine.profile.layer_bench import profile_options
@@ -253,7 +252,7 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
         # the ring is not there yet
         free = max(0, free - residence.num_buffers * residence.buffer_bytes)
         loaded = residence.device_bytes
-    dtype = pick_kv_dtype(config.kv_cache_dtype, model.dtype)
+    dtype = model.resolved.kv_dtype
     num_blocks = num_blocks_for(
         config,
         model.spec,

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raybatch.config import from_plain
 from raybatch.durable.units import UnitCounts
-from raybatch.explanation.record import PROBE, Explanation, from_plain
+from raybatch.explanation.record import PROBE, Explanation
 from raybatch.pictures.charts import ShareBar, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, count, duration, full, percent

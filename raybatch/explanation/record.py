@@ -5,21 +5,19 @@ As text, in a notebook, as JSON, and as an HTML page with the prefix tree drawn.
 
 import dataclasses
 import json
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from raybatch.config import from_mapping
+from raybatch.backends.choice import backend_text
+from raybatch.config import from_plain
 from raybatch.errors import ConfigError
-from raybatch.explanation.facts import (
-    group_section,
-    input_section,
-    order_section,
-    sharing_section,
-    time_section,
-)
-from raybatch.pictures.document import Section, to_fragment, to_page, to_text
+from raybatch.pictures.charts import ShareBar, draw_histogram, draw_icicle, draw_shares
+from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
+from raybatch.pictures.wording import amount, count, duration, full, percent
+from raybatch.planning.sidecar import FILTERED
+from raybatch.policy.cost.estimate import money
+from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.forecast import ForecastName, OrderForecast
 from raybatch.prefix.histogram import LengthBands
 from raybatch.prefix.outline import TreeBox
@@ -28,7 +26,6 @@ from raybatch.prefix.profile import InputProfile
 # where expected lengths come from that rows had when they were generated before the plan
 PROBE = "a probe"
 _DERIVED = ("hit_rate", "saved_tokens")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +131,7 @@ class Explanation:
 
     def sections(self) -> tuple[Section, ...]:
         """Return what there is to say, for any kind of document."""
-        makers = (input_section, sharing_section, group_section, time_section, order_section)
+        makers = (_input_section, _sharing_section, _group_section, _time_section, _order_section)
         return tuple(section_of(self) for section_of in makers)
 
     def __str__(self) -> str:
@@ -168,36 +165,184 @@ class Explanation:
         return from_plain(cls, stored, where=where)
 
 
-def from_plain(cls: type[_T], value: Mapping[str, Any], *, where: str) -> _T:
-    """Build the dataclass `cls` from nested mappings and lists, as `dataclasses.asdict` gives them.
+def _input_section(explanation: Explanation) -> Section:
+    profile, lengths = explanation.profile, explanation.lengths
+    prompts, outputs = profile.prompt_tokens, profile.output_tokens
+    rows = f"{full(profile.num_rows)} in the source, {full(profile.num_asked)} for the engines"
+    num_saved = profile.num_asked - profile.num_generated
+    if num_copies := num_saved or profile.tree.num_duplicates:
+        rows += f", {count(num_copies, 'copy', 'copies')} of other rows among them"
+    facts = [("rows", f"{rows} (not generated again)" if num_saved else rows)]
+    if unasked := profile.unasked:
+        kinds = ", ".join(f"{full(n)} {name}" for name, n in sorted(unasked.items()))
+        text = f"{count(sum(unasked.values()), 'row')}: {kinds}"
+        if explanation.ends_at_error and any(name != FILTERED for name in unasked):
+            text += "; on_error is 'raise', so the run ends at the first row that fails"
+        facts.append(("not asked", text))
+    spread = ""
+    if prompts.num_values:
+        median, high = (amount(prompts.quantile(share)) for share in (0.5, 0.95))
+        spread = (
+            f", {full(prompts.mean)} a row (half of them up to {median}, 95 % up to {high}, "
+            f"longest {full(prompts.highest)})"
+        )
+    facts.append(("prompts", f"{amount(prompts.total)} tokens{spread}"))
+    figures = [Figure(title="Prompt length", svg=draw_histogram(prompts, x_name="prompt tokens"))]
+    if profile.limit_tokens:
+        expected = f"{amount(outputs.total)} tokens expected (from {explanation.lengths_from})"
+        facts.append(("outputs", f"{expected}, at most {amount(profile.limit_tokens)}"))
+        if lengths is not None and lengths.tokens[0] < lengths.tokens[-1]:
+            bands = ", ".join(
+                f"{100 * share:.0f} % up to {full(tokens)}"
+                for share, tokens in zip(lengths.quantiles, lengths.tokens, strict=True)
+            )
+            top = percent(lengths.top_tenth, 0)
+            facts.append(("spread", f"{bands}; the longest tenth has {top} of the tokens"))
+        drawn = draw_histogram(outputs, x_name="output tokens")
+        figures.append(Figure(title="Expected output length", svg=drawn))
+    return Section(title="Input", facts=tuple(facts), figures=tuple(figures))
 
-    Fields may be plain values, other such dataclasses, tuples, and any of these or None.
 
-    Raises:
-        ConfigError: the value does not have the shape of the record.
-    """
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must hold the fields of {cls.__name__}, got {value!r}")
-    hints = get_type_hints(cls)
-    fields = {
-        key: _convert(hints[key], inner, f"{where}.{key}") if key in hints else inner
-        for key, inner in value.items()
+def _sharing_section(explanation: Explanation) -> Section:
+    profile, tree = explanation.profile, explanation.profile.tree
+    has_copies = profile.num_generated < profile.num_asked
+    shared, drawn = "no two prompts begin with the same block of tokens", ""
+    if tree.num_nodes:
+        shared = (
+            f"{count(tree.num_nodes, 'prefix', 'prefixes')}; a row has "
+            f"{full(tree.mean_prefix_len)} tokens in them and {full(tree.mean_distinct_len)} of "
+            f"its own; {tree.mean_sharing_degree:.1f} rows share a token"
+            f"{', copies counted' if has_copies else ''}"
+        )
+        drawn = draw_icicle(explanation.boxes, num_rows=tree.num_rows)
+    facts = [("sharing", shared)]
+    if explanation.layout:
+        facts.append(("template", f"{explanation.layout}; it is yours to change"))
+    caption = (
+        "Area is prompt tokens. A blue box is a prefix that all rows of its width begin with, so "
+        "one computation serves them all, with a shade for each level; grey is what rows have "
+        "for themselves. Prefixes of few rows are drawn together, with their mean length. Point at "
+        "a box for its numbers and its text."
+    )
+    if has_copies:
+        caption += " Copies of a row are drawn like other rows, and nothing of them is computed."
+    figure = Figure(title="Prefix tree", svg=drawn, caption=caption, is_wide=True)
+    return Section(title="Sharing", facts=tuple(facts), figures=(figure,))
+
+
+def _group_section(explanation: Explanation) -> Section:
+    profile, rows = explanation.profile, explanation.profile.group_rows
+    if not explanation.is_reordered:
+        off = (
+            "the plan is off" if explanation.is_off else "sharing saves too little to reorder them"
+        )
+        return Section(
+            title="Groups", facts=(("plan", f"rows keep the order of the input: {off}"),)
+        )
+    alone = count(profile.num_asked - rows.total, "row")
+    # a group shares between rows that are generated
+    if not profile.num_groups and profile.num_generated < profile.num_asked:
+        alone += f", {full(profile.num_generated)} of them generated and the others copies,"
+    sizes = "no groups"
+    if rows.num_values:
+        sizes = (
+            f"{rows.mean:.1f} rows on average, half of the groups up to "
+            f"{full(rows.quantile(0.5))}, largest {full(rows.highest)}"
+        )
+    plan = (
+        f"{count(profile.num_groups, 'group')} in order {explanation.order!r}, "
+        f"{count(profile.num_units, 'unit')} of commit, {alone} in no group"
+    )
+    prefixes = draw_histogram(
+        profile.group_prefix, x_name="prefix tokens of a group", y_name="groups"
+    )
+    drawn = draw_histogram(rows, x_name="rows of a group", y_name="groups")
+    return Section(
+        title="Groups",
+        facts=(("plan", plan), ("group size", sizes)),
+        figures=(
+            Figure(title="Group size", svg=drawn),
+            Figure(title="Shared prefix", svg=prefixes),
+        ),
+    )
+
+
+def _time_section(explanation: Explanation) -> Section:
+    facts = []
+    if explanation.backend:
+        facts.append(("backend", backend_text(explanation.backend, explanation.backend_reason)))
+    time, price = explanation.time, explanation.price_per_engine_hour
+    if time is None:
+        why = f": {explanation.no_time}" if explanation.no_time else ""
+        facts.append(("time", f"no cost model{why}"))
+        if explanation.answer_cost is not None:
+            least, most = map(amount_of_money, explanation.answer_cost)
+            facts.append(("money", f"answers cost about {least} to {most}, by shared prefixes"))
+    else:
+        replicas = count(time.num_replicas, "replica")
+        likely = f"likely {duration(time.low_s)} to {duration(time.high_s)}"
+        origin = f", {time.origin}" if time.origin else ""
+        hours = f"{time.engine_s / 3600:,.3g} engine-hours ({duration(time.engine_s)})"
+        facts.append(("time", f"{duration(time.wall_s)} on {replicas}, {likely}{origin}"))
+        facts.append(("engine time", hours))
+        if price is not None:
+            cost = money(time.wall_s, time.num_replicas, price)
+            rounded = f"{cost:,.2f}" if cost >= 1 else f"{cost:.3g}"
+            rate = f"{rounded} at {price:,.2f} per engine-hour"
+            facts.append(("money", f"{rate}, {replicas} for all of the time"))
+    if explanation.executor:
+        facts.append(("executor", explanation.executor))
+    return Section(title="Time", facts=tuple(facts))
+
+
+def _order_section(explanation: Explanation) -> Section:
+    if not explanation.orders:
+        return _uncompared_section(explanation)
+    main = "input" if explanation.is_off else "planned"
+    orders = [o for o in explanation.orders if o.name != "planned" or not explanation.is_off]
+    # rows find blocks that others have left
+    cache = "prefix cache alone" if explanation.has_cache else "prefix caching is off"
+    in_input = f"rows as they come, {cache}"
+    in_groups = "prefixes held for their groups, identical rows once"
+    meanings = {
+        "input": f"what will run: {in_input}" if explanation.is_off else in_input,
+        "sorted": f"sorted by prompt, {cache}",
+        "planned": in_groups if explanation.is_reordered else f"{in_input}, identical rows once",
+        "bound": "every shared prefix once, at all depths",
     }
-    return from_mapping(cls, fields, where=where)
+    header = ("order", "computed", "saved", "hit rate", "of the prompt tokens")
+    rows, bars = [], []
+    for order in orders:
+        name, rate, error = order.name, order.hit_rate, order.error
+        computed, saved = amount(order.computed_tokens), amount(order.saved_tokens)
+        sign = ">= " if order.is_lower_bound else ""
+        shown = f"{sign}{percent(rate)}" + (f" +- {100 * error:.1f}" if error else "")
+        rows.append((name, computed, saved, shown, meanings[name]))
+        note, is_main = f"{computed} computed", name == main
+        bars.append(ShareBar(name=name, share=rate, error=error, note=note, is_main=is_main))
+    drawn = draw_shares(bars, label="hit rate, share of all prompt tokens")
+    figure = Figure(title="Prompt tokens that need no computing", svg=drawn, is_wide=True)
+    notes, kv = [], explanation.kv
+    if kv is not None:
+        notes.append(f"KV cache: {kv.tokens:,} tokens of one engine ({kv.origin})")
+    if num_too_large := orders[0].num_rows_too_large:
+        notes.append(f"{count(num_too_large, 'row')} too large for this cache are left out")
+    if any(order.error or order.is_lower_bound for order in orders):
+        notes.append("from a sample of the rows: +- is a 95 % interval, >= a lower bound")
+    table = Table(header=header, rows=tuple(rows))
+    return Section(title="Orders", table=table, notes=tuple(notes), figures=(figure,))
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - data of a file
-    if get_origin(hint) in (Union, types.UnionType):
-        if value is None:
-            return None
-        (hint,) = (arg for arg in get_args(hint) if arg is not type(None))
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return from_plain(hint, value, where=where)
-    if get_origin(hint) is not tuple:
-        return value
-    if not isinstance(value, list | tuple):
-        raise ConfigError(f"{where} must be a list, got {value!r}")
-    item, *rest = get_args(hint)
-    if rest != [...] and len(value) != len(get_args(hint)):
-        raise ConfigError(f"{where} must have {len(get_args(hint))} values, got {value!r}")
-    return tuple(_convert(item, inner, f"{where}[{i}]") for i, inner in enumerate(value))
+def _uncompared_section(explanation: Explanation) -> Section:
+    profile = explanation.profile
+    total = max(1, profile.tree.logical_tokens)
+    at_most = f"{percent(1 - profile.bound_tokens / total)} at most"
+    once = percent(1 - profile.computed_tokens / total)
+    text = (
+        f"{once} of the prompt tokens need no computing when each prefix runs once, {at_most}"
+        if explanation.shares
+        else "nothing is shared: prefix caching is off, and rows keep the order of the input "
+        f"({at_most} with a plan)"
+    )
+    why_not = f"{explanation.no_orders}, so orders are not compared"
+    return Section(title="Orders", facts=(("hit rate", text),), notes=(why_not,))

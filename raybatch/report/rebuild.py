@@ -9,13 +9,13 @@ from importlib import metadata
 
 import fsspec
 
+from raybatch.config import from_plain
 from raybatch.durable.audit import Audit, audit, is_finished
 from raybatch.durable.layout import PLAN, PLAN_ORDER, SUCCESS
 from raybatch.durable.sink import is_marked, output_files
 from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import ConfigError, shell_path
 from raybatch.explanation.outcome import PlanOutcome
-from raybatch.explanation.record import from_plain
 from raybatch.pictures.wording import count
 from raybatch.planning.fingerprint import backend_kind
 from raybatch.planning.store import read_all_units, read_plan, read_plans
