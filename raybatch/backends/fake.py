@@ -314,11 +314,13 @@ class FakeBackend(IntakeBackend):
 
 def _mark_start(marks_dir: str | None) -> int:
     """Leave a mark and return how many starts came before."""
-    for start in itertools.count() if marks_dir is not None else ():
+    if marks_dir is None:
+        return 0
+    for start in itertools.count():
         with suppress(FileExistsError):
-            Path(str(marks_dir), f"start-{start}").touch(exist_ok=False)
+            Path(marks_dir, f"start-{start}").touch(exist_ok=False)
             return start
-    return 0
+    raise AssertionError("counting has no end")
 
 
 def _options(backend: BackendConfig) -> FakeOptions:

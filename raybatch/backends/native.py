@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from raybatch.backends.base import BackendType
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model
+from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 if TYPE_CHECKING:
     from raybatch.engine.engine import Engine
@@ -19,17 +21,46 @@ class NativeBackend:
     """Follows the `Backend` protocol with the methods of an `Engine`, until it is closed."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.capacity, self.stats = engine.capacity, engine.stats
-        self.submit, self.poll, self.num_unfinished = engine.add, engine.step, engine.num_unfinished
-        self.drain, self.abort = engine.drain, engine.abort
-        self.begun, self.export, self.restore = engine.begun, engine.export, engine.restore
+        self._open: Engine | None = engine
+
+    @property
+    def _engine(self) -> Engine:
+        if self._open is None:
+            raise RuntimeError("the backend is closed")
+        return self._open
+
+    def capacity(self) -> Capacity:
+        return self._engine.capacity()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._engine.add(requests)
+
+    def poll(self) -> list[Completion]:
+        return self._engine.step()
+
+    def num_unfinished(self) -> int:
+        return self._engine.num_unfinished()
+
+    def drain(self) -> list[Request]:
+        return self._engine.drain()
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        self._engine.abort(request_ids)
+
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        return self._engine.begun(min_new_tokens)
+
+    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
+        return self._engine.export(request_ids)
+
+    def restore(self, states: Sequence[SequenceState]) -> None:
+        self._engine.restore(states)
+
+    def stats(self) -> ReplicaStats:
+        return self._engine.stats()
 
     def close(self) -> None:
-        vars(self).clear()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(name) if vars(self) else RuntimeError("the backend is closed")
+        self._open = None
 
 
 def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) -> NativeBackend:

@@ -105,19 +105,21 @@ def _text_in(pattern: re.Pattern[str], name: str) -> str | None:
     return match[1] if match else None
 
 
-# what a name stands for, None where it is of another kind: the unit of a part, of a record below
-# `_raybatch/done/`, of a fragment of either kind, of a fragment with tokens of rows that are not
-# finished, of a marker of deaths
+# what a name stands for, None where it is of another kind; the unit of a part
 part_unit = partial(
     _unit_in, re.compile(rf"data/(?:[^/]+=[^/]*/)*part-{_DIGITS}\.parquet", re.ASCII)
 )
+# of a record of what was committed
 done_unit = partial(_unit_in, re.compile(rf"_raybatch/done/{_DIGITS}\.json", re.ASCII))
+# of a fragment of either kind, and of one with tokens of rows that are not finished
 fragment_unit = partial(_unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/[^/]+", re.ASCII))
 begun_unit = partial(_unit_in, re.compile(rf"_raybatch/frag/{_DIGITS}/begun-[^/]+", re.ASCII))
+# of a marker of deaths
 attempt_unit = partial(_unit_in, re.compile(rf"_raybatch/attempts/{_DIGITS}/\d+\.json", re.ASCII))
-# the hash of the plan of a shard, the run of a segment of a log, the run of a heartbeat, the token
-# of a file that a store made to see what it can do
+# the hash of the plan of a shard
 plan_of_shard = partial(_text_in, re.compile(r"_raybatch/plan/([^/]+)/[^/]+"))
+# the run of a segment of a log, and of a heartbeat
 run_log_run = partial(_text_in, re.compile(r"_raybatch/runs/([^/]+)/\d{6,}\.jsonl", re.ASCII))
 heartbeat_run = partial(_text_in, re.compile(r"_raybatch/runs/([^/]+)\.alive"))
+# the token of a file that a store made to see what it can do
 probe_token = partial(_text_in, re.compile(r"_raybatch/probe-([^/]+)"))

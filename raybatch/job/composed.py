@@ -203,16 +203,21 @@ def _settled(sink: str, schema: pa.Schema) -> pa.Schema:
         settled = settle_schema(store_of(sink), schema)
     if settled.equals(schema):
         return settled
-    columns = zip_longest(*(map(_field_text, each) for each in (settled, schema)), fillvalue="none")
-    place, (there, here) = next((i, pair) for i, pair in enumerate(columns) if pair[0] != pair[1])
+    place, (there, here) = next(
+        (place, pair)
+        for place, pair in enumerate(zip_longest(settled, schema))
+        if pair[0] is None or pair[1] is None or not pair[0].equals(pair[1])
+    )
     raise ConfigError(
-        f"schema: column {place} is {here}, and {there} in the output "
+        f"schema: column {place} is {_field_text(here)}, and {_field_text(there)} in the output "
         f"that was begun in {sink}; leave schema out, or begin again with read_parquet(..., "
         "overwrite=True)"
     )
 
 
-def _field_text(field: pa.Field) -> str:
+def _field_text(field: pa.Field | None) -> str:
+    if field is None:
+        return "none"
     return repr(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}")
 
 

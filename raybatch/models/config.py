@@ -102,7 +102,7 @@ class ModelFamily:
 
     A new family is one more record in `FAMILIES`. What it has beyond these fields (another norm,
     activation or kind of block) needs code in `models/checkpoint.py` (names of its tensors),
-    `engine/weights/recipes.py` (how they are put together) and `engine/forward/decoder.py`. Give it
+    `engine/weights/loading.py` (how they are put together) and `engine/forward/decoder.py`. Give it
     a tiny model in `tests/engine/tiny_models.py`: its tokens must be those of transformers.
 
     Args:

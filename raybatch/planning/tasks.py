@@ -323,7 +323,9 @@ def sums_of(shard: pa.Table, first_row: int, num_units: int) -> Uint64s:
 
 def added(*sums: Uint64s) -> Uint64s:
     """Return sums of several pieces together, modulo 2^64."""
-    total: Uint64s = np.add.reduce(sums)
+    total = sums[0].copy()
+    for more in sums[1:]:
+        total += more
     return total
 
 

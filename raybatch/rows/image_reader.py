@@ -123,7 +123,7 @@ class ImageReader:
             if source is None and not left:
                 raise InvalidPrompt("a part of the messages is an image, and the row has none")
             images.append(left.pop(0) if source is None else self._read(source))
-            parts.append(IMAGE_PART)
+            parts.append(dict(IMAGE_PART))
         return {**message, "content": parts}
 
 
@@ -154,7 +154,7 @@ def _before_text(message: Any, num_images: int) -> Any:  # noqa: ANN401 - data o
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(texts, list):
         return message
-    return {**message, "content": [IMAGE_PART] * num_images + texts}
+    return {**message, "content": [dict(IMAGE_PART) for _ in range(num_images)] + texts}
 
 
 class ImageTokens:

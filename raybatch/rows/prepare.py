@@ -53,7 +53,8 @@ class Prepared:
         column = results.schema.get_field_index("row")
         requests, renumbered = np.unique(results.column(column).to_numpy(), return_inverse=True)
         originals = [self.rows[request] for request in requests]
-        copies = {c: row for c, row in self.copies.items() if row in set(originals)}
+        answered = set(originals)
+        copies = {c: row for c, row in self.copies.items() if row in answered}
         rows = sorted([*originals, *copies])
         place = {row: i for i, row in enumerate(rows)}
         numbers = pa.array(renumbered.astype(np.int32))
@@ -65,7 +66,7 @@ class Prepared:
             group_ids=None if self.group_ids is None else [self.group_ids[row] for row in rows],
             rows=[place[row] for row in originals],
             copies={place[copy]: place[row] for copy, row in copies.items()},
-            requests=self.requests.take(requests),
+            requests=self.requests.slice(0, 0),  # nobody asks for them once they are answered
             request_samplings=[self.request_samplings[request] for request in requests],
         )
         return rows, part, results.set_column(column, results.schema.field(column), numbers)
@@ -182,7 +183,9 @@ def _read(
             f"RowTooLarge: the columns of the row take {num_bytes:,} bytes, and max_row_bytes is "
             f"{config.max_row_bytes:,}"
         )
-    if not any(errors) and (errors or input_errors is None):
+    # no rows with a list of errors: the columns that they would have had may not be there
+    may_lack_columns = input_errors is not None and not errors
+    if not any(errors) and not may_lack_columns:
         return reader.read(table)
     good = [table.slice(row, 1) for row, error in enumerate(errors) if not error]
     # without a good row the columns that the rows would have had are unknown

@@ -101,7 +101,8 @@ def answers(handle):
 
 
 def ranks():
-    return [p for p in psutil.process_iter() if "RayWorkerProc" in " ".join(p.cmdline())]
+    found = psutil.process_iter(["cmdline"])  # None of a process that has just ended
+    return [p for p in found if "RayWorkerProc" in " ".join(p.info["cmdline"] or ())]
 
 
 def test_ranks_on_two_hosts_answer_as_one_engine_and_are_replaced_and_released(handle, folder):

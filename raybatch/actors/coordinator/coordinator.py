@@ -288,11 +288,13 @@ class Coordinator:
             self._spawn(self._abort(member, batch_id))
 
     async def _abort(self, member: Member, batch_id: int) -> None:
-        # the death of a replica is noticed, and its load forgotten, where it is awaited
-        with suppress(*self._site.died):
+        try:
             await member.actor.abort.remote(batch_id)
-            self._queue.note_aborted(member.replica_id, batch_id)
-            self._dispatch()
+        except self._site.died:
+            # its death is noticed, and its load forgotten, where it is awaited
+            return
+        self._queue.note_aborted(member.replica_id, batch_id)
+        self._dispatch()
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Queue the rows of a replica that ended again; return whether its death cost any."""

@@ -181,7 +181,8 @@ class Peer:
     def _send(self, message: bytes) -> None:
         assert self._writer is not None, "calls are made once the peer is connected"
         if not self._is_over:
-            self._writer.writelines((_LENGTH.pack(len(message)), message))
+            self._writer.write(_LENGTH.pack(len(message)))  # writelines would copy the message
+            self._writer.write(message)
 
     def _end(self) -> None:
         self._is_over = True

@@ -51,7 +51,8 @@ class LocalPools:
             # pools may differ in the number of engines alone: that follows from the rows of a job,
             # and the host has memory for those of one, so engines of the others that do nothing end
             family = digest_of(replace(spec, pool=replace(spec.pool, replicas=None)))
-            before, self._in_use[family] = self._in_use.get(family, name), name
+            before = self._in_use.get(family)
+            self._in_use[family] = name
             if before != name and before in self._coordinators:
                 self._coordinators[before].rest.remote().result()
             return self._coordinators[name]

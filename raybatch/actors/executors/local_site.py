@@ -120,6 +120,8 @@ class _EngineProcess:
             # the process runs with the coordinator at the other end of its socket
             return await self._peer.call(name, *(() if name == "run" else args))
         except PeerDiedError:
+            if name not in ("start", "run"):
+                raise
             code = await asyncio.to_thread(end_group, self._process)
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
             ended = f"the process of the engine ended {how}"

@@ -58,8 +58,9 @@ def measure_pool(
     _check_free({**plan.total(), **others}, spec)
     timeout_s = patience_s(spec, timeout_s)
     reserved = reserve(plan, spec.pool, name=f"raybatch-measure-{uuid.uuid4().hex}")
-    call = reserved.start(_Measurer, spec).actor.measure.remote(plan.num_engines_on_host, folder)
+    actor = reserved.start(_Measurer, spec).actor
     try:
+        call = actor.measure.remote(plan.num_engines_on_host, folder)
         return model_in(ray.get(call, timeout=timeout_s))
     except GetTimeoutError as error:
         raise MeasureError(

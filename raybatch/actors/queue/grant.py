@@ -107,11 +107,11 @@ class Grant:
                     return
                 bundle.num_passed += 1
                 place += 1
-            elif not self._take_whole(fresh, place) and (
+            elif not self._take_whole(fresh, place):
                 # one that fits no room is cut, as the first of a pull
-                self.spans or not self._take_part(fresh, place, self.share)
-            ):
-                return
+                is_cut = not self.spans and self._take_part(fresh, place, self.share)
+                if not is_cut:
+                    return
 
     def _take_from_others(self) -> None:
         """Take rows that are reserved for other replicas, where no others wait."""

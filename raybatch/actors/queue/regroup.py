@@ -91,15 +91,15 @@ class Regrouping:
             return
         batch_ids = np.repeat([s.batch_id for s in spans], [s.stop - s.start for s in spans])
         rows = np.concatenate([np.arange(s.start, s.stop) for s in spans])
-        ends = [*np.unique(batch_ids, return_index=True)[1].tolist(), len(rows)]
-        parts = [(self._batches[int(batch_ids[a])], rows[a:b]) for a, b in pairwise(ends)]
-        keys = BlockKeys.concat(
-            [batch.keys.take(of) for batch, of in parts if batch.keys is not None]
-        )
+        borders = [*np.unique(batch_ids, return_index=True)[1].tolist(), len(rows)]
+        parts = [(self._batches[int(batch_ids[a])], rows[a:b]) for a, b in pairwise(borders)]
+        kept = [batch.keys.take(of_batch) for batch, of_batch in parts if batch.keys is not None]
+        assert len(kept) == len(parts), "only rows with block keys are grouped"
+        keys = BlockKeys.concat(kept)
         outputs = np.concatenate([batch.output[of_batch] for batch, of_batch in parts])
         plan = plan_in_flight(keys, outputs)
-        for (batch, of_batch), here in zip(parts, map(slice, ends, ends[1:]), strict=True):
-            batch.assign(of_batch, plan.group_id[here], plan.prefix_len[here])
+        for (batch, of_batch), (a, b) in zip(parts, pairwise(borders), strict=True):
+            batch.assign(of_batch, plan.group_id[a:b], plan.prefix_len[a:b])
         ordered = (column[plan.order] for column in (batch_ids, rows, plan.group_id))
         self._add_in_order(*ordered)
 

@@ -138,13 +138,13 @@ class Replica:
 
     def _build(self, num_engines: int) -> Backend:
         obey_log_level()  # before anything is chosen
-        of, num_replicas = self._spec, self._spec.pool.replicas or 1
+        spec = self._spec
         return create_backend(
-            of.model,
-            of.backend,
-            of.engine,
+            spec.model,
+            spec.backend,
+            spec.engine,
             num_engines_on_host=num_engines,
-            num_replicas=num_replicas,
+            num_replicas=spec.pool.replicas or 1,
         )
 
     def _wake(self) -> None:

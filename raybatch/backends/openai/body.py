@@ -170,7 +170,8 @@ def _with_usage(
     counts = usage if isinstance(usage, Mapping) else {}
     num_input, num_output = _count(counts, "prompt_tokens"), _count(counts, "completion_tokens")
     details = counts.get("prompt_tokens_details")
-    num_cached = (isinstance(details, Mapping) and _count(details, "cached_tokens")) or 0
+    cached = _count(details, "cached_tokens") if isinstance(details, Mapping) else None
+    num_cached = cached or 0
     cost = None
     if options.has_prices and num_input is not None:
         cost = options.cost(num_input, num_cached, num_output or 0)
@@ -217,7 +218,8 @@ def _logprobs(reported: object) -> Any:  # noqa: ANN401 - as `Completion.logprob
         tokens, values = reported.get("tokens") or [], reported.get("token_logprobs") or []
         tops = [dict(top or {}) for top in reported.get("top_logprobs") or [None] * len(tokens)]
     places = zip(tokens, values, tops, strict=False)
-    return tuple(_pair({token: v, **top} | {token: v}) for token, v, top in places)
+    # the sampled token first, with its own value also where it is among the top ones
+    return tuple(_pair({token: v} | top | {token: v}) for token, v, top in places)
 
 
 def _pair(entry: Mapping[str, float]) -> tuple[Any, Any]:

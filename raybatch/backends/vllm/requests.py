@@ -164,12 +164,12 @@ class ScorePairs:
 
     def __init__(self, engine: InnerEngine) -> None:
         self._engine = engine
-        self.capacity, self.vocab_size = engine.capacity, engine.vocab_size
-        self.eos_token_ids, self.close = engine.eos_token_ids, engine.close
-        self.num_preemptions, self.kv_used_fraction = (
-            engine.num_preemptions,
-            engine.kv_used_fraction,
-        )
+        self.capacity = engine.capacity
+        self.vocab_size = engine.vocab_size
+        self.eos_token_ids = engine.eos_token_ids
+        self.close = engine.close
+        self.num_preemptions = engine.num_preemptions
+        self.kv_used_fraction = engine.kv_used_fraction
         self._pairs: dict[str, _Pair] = {}
         self._row_of: dict[str, str] = {}
 

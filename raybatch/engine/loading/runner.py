@@ -115,7 +115,6 @@ def plan_graphs(
     """
     if config.cuda_graphs is False:
         return None
-    ops = ops or ops_for(device)
     obstacles = (
         (device.type != "cuda", f"the engine runs on {device}, and only CUDA has them"),
         (
@@ -129,10 +128,12 @@ def plan_graphs(
             config.quantization is not None,
             "quantized weights become floats before each product, which a graph would keep",
         ),
-        (not ops.is_fixed, "they need Triton's kernels: pip install raybatch[gpu]"),
     )
     reason = next((text for holds, text in obstacles if holds), "")
-    if reason:
+    if not reason:
+        ops = ops or ops_for(device)  # which loads Triton
+        reason = "" if ops.is_fixed else "they need Triton's kernels: pip install raybatch[gpu]"
+    if reason or ops is None:
         if config.cuda_graphs:
             raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
         if device.type == "cuda":

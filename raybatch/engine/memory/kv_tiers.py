@@ -68,10 +68,8 @@ class KVTiers:
         stream, device = self._stream, self._device.k.device
         if stream is None:
             for start, stop, first in _runs(host_ids):
-                ids, places = (
-                    torch.from_numpy(block_ids[start:stop]),
-                    slice(first, first + stop - start),
-                )
+                ids = torch.from_numpy(block_ids[start:stop])
+                places = slice(first, first + stop - start)
                 torch.index_select(self._device.k, 1, ids, out=self.host.k[:, places])
                 torch.index_select(self._device.v, 1, ids, out=self.host.v[:, places])
             return
@@ -91,10 +89,8 @@ class KVTiers:
         stream, device = self._stream, self._device.k.device
         if stream is None:
             for start, stop, first in _runs(host_ids):
-                ids, places = (
-                    torch.from_numpy(block_ids[start:stop]),
-                    slice(first, first + stop - start),
-                )
+                ids = torch.from_numpy(block_ids[start:stop])
+                places = slice(first, first + stop - start)
                 self._device.k.index_copy_(1, ids, self.host.k[:, places])
                 self._device.v.index_copy_(1, ids, self.host.v[:, places])
             return

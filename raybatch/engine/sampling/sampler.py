@@ -155,10 +155,10 @@ class Sampler:
         token_ids = np.zeros(len(slots), np.int64)
         is_finite = np.ones(len(slots), np.bool_)
         for is_copy in (False, True):
-            group = source_rows = rows[is_adjusted == is_copy]
+            group = rows[is_adjusted == is_copy]
             if not len(group):
                 continue
-            source = logits
+            source, source_rows = logits, group
             if is_copy:
                 source = self._adjust(logits, group, slots, is_held_back)
                 source_rows = np.arange(len(group))

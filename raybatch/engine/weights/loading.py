@@ -350,9 +350,8 @@ class _Layer:
         experts = fused.rpartition(".")[0]
         if self._has(f"{experts}.0.{of_mixtral[0]}.weight"):
             names = of_mixtral
-        return torch.stack(
-            [
-                torch.cat([self.get(f"{experts}.{e}.{name}.weight") for name in names])
-                for e in range(self.spec.moe.num_experts)
-            ]
-        )
+        of_experts = []
+        for e in range(self.spec.moe.num_experts):
+            parts = [self.get(f"{experts}.{e}.{name}.weight") for name in names]
+            of_experts.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return torch.stack(of_experts)
