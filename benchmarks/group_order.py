@@ -16,8 +16,8 @@ import numpy as np
 from step_simulator import Device, Outcome, Rows, StepSimulator
 
 from raybatch.planning.probe import choose_probe, estimate_from_probe
-from raybatch.prefix.block_keys import Floats, Ints
 from raybatch.prefix.order import DensityModel, GroupLoad, OrderName, order_groups
+from raybatch.records.arrays import Floats, Ints
 
 TAIL_SIGMA, TAIL_CLIP = 1.95, 9.2
 

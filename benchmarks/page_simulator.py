@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 from host_chunk import AdaptiveHostChunk
 from step_simulator import Device
 
@@ -24,8 +23,7 @@ from raybatch.policy.boundary.records import (
     SequencePages,
     apply_plan,
 )
-
-Ints = npt.NDArray[np.int64]
+from raybatch.records.arrays import Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from raybatch.records.arrays import Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

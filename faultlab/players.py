@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from faultlab.plans import Opened, joined, make_plan, read_shard
@@ -21,8 +20,6 @@ from raybatch.durable.storage import Repeating
 from raybatch.durable.stores import Store
 from raybatch.durable.units import Unit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
-
-Ints = npt.NDArray[np.int64]
 
 _FOREIGN_ROW = 77
 _MAX_ROUNDS = 3

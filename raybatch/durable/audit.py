@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.durable.commit import listed_units, strange_files
 from raybatch.durable.fault_points import reach
@@ -17,8 +16,7 @@ from raybatch.durable.parts import PARQUET, PartFormat, read_footer
 from raybatch.durable.stores import Store
 from raybatch.durable.units import PROTOCOL, UnitCounts, UnitPlan, sum_counts
 from raybatch.errors import CommitError
-
-Ints = npt.NDArray[np.int64]
+from raybatch.records.arrays import Ints
 
 # units that one thread takes at a time: their counts are added up before they are kept
 _UNITS_PER_SHARE = 256

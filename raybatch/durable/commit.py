@@ -7,7 +7,6 @@ rows of its unit; so every row is in the output once or not at all, whatever oth
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable.fault_points import reach
@@ -16,9 +15,7 @@ from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
 from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan, row_sum
 from raybatch.errors import CommitError
-
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
+from raybatch.records.arrays import Bools, Ints
 
 
 def open_plan(store: Store, make: Callable[[], bytes], *, name: str = PLAN) -> bytes:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable.fault_points import reach
@@ -36,10 +35,10 @@ from raybatch.durable.layout import (
 from raybatch.durable.stores import Store
 from raybatch.durable.units import Unit
 from raybatch.errors import CommitError, error_text
+from raybatch.records.arrays import Ints
 
 logger = logging.getLogger(__name__)
 
-Ints = npt.NDArray[np.int64]
 
 POS = "__rb_pos"
 ROW = "__rb_row"

@@ -11,7 +11,6 @@ from dataclasses import replace
 from urllib.parse import quote, unquote
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable.commit import check_rows, publish
@@ -21,8 +20,7 @@ from raybatch.durable.parts import PARQUET, Footer, PartFormat, read_footer
 from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, add_row_sums, row_sum, sum_counts
 from raybatch.errors import CommitError, error_text
-
-Ints = npt.NDArray[np.int64]
+from raybatch.records.arrays import Ints
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 # of one step, so that file systems with short names take it

@@ -11,11 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import CommitError
+from raybatch.records.arrays import Ints, Uint64s
 from raybatch.records.hashing import mix64
 from raybatch.records.types import TOKEN_COUNTS, TokenCounts
-
-Ints = npt.NDArray[np.int64]
-Uint64s = npt.NDArray[np.uint64]
 
 # of what lies in the store; another one is refused
 PROTOCOL = 1

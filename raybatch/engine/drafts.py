@@ -16,9 +16,8 @@ import numpy.typing as npt
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import DECODE, EMPTY, SequenceTable
 from raybatch.policy.speculation import MAX_BREAK_EVEN, StepTimes, draft_length
+from raybatch.records.arrays import Bools, Ints
 from raybatch.records.types import TokenIds
-
-Int64s = npt.NDArray[np.int64]
 
 # a context is the last tokens, packed into 63 bits; ids beyond 21 bits share keys with others
 _NUM_TOKENS = 3
@@ -180,7 +179,7 @@ class Guesser:
             del self._pending[:count]
 
 
-def _contexts(token_ids: npt.NDArray[np.integer]) -> Int64s:
+def _contexts(token_ids: npt.NDArray[np.integer]) -> Ints:
     """Return the context at each token from the third on, int64 [P - 2], empty if P < 3."""
     tokens = token_ids.astype(np.int64) & _TOKEN_MASK
     first, second, third = tokens[:-2], tokens[1:-1], tokens[2:]
@@ -190,8 +189,6 @@ def _contexts(token_ids: npt.NDArray[np.integer]) -> Int64s:
 # a sequence that drafts nothing is looked at again after so many tokens, by its last few
 _REST_TOKENS = 32
 _LOOKED_AT_TOKENS = 8
-
-Bools = npt.NDArray[np.bool_]
 
 
 class LookupDrafter:
@@ -264,7 +261,7 @@ class LookupDrafter:
         return Guesser(request.prompt_token_ids, self._answers, group=group, lag=self._max_tokens)
 
 
-def accepted_rows(schedule: Schedule, token_ids: Int64s) -> list[Int64s]:
+def accepted_rows(schedule: Schedule, token_ids: Ints) -> list[Ints]:
     """Return the rows whose tokens go on a sequence, as rounds with a row per slot at most.
 
     The first round has the rows that a step without drafts has. A later one has those that were
@@ -290,7 +287,7 @@ def accepted_rows(schedule: Schedule, token_ids: Int64s) -> list[Int64s]:
     return rounds
 
 
-def slots_to_restart(schedule: Schedule, is_finite: Bools) -> Int64s:
+def slots_to_restart(schedule: Schedule, is_finite: Bools) -> Ints:
     """Return the slots with drafts of which a row has no finite logits.
 
     A draft that the model cannot stand spoils KV which other rows of its sequence read with weight

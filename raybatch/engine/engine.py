@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.config import EngineConfig
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
@@ -20,10 +19,9 @@ from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 from raybatch.engine.step import StepForward, learned_recovery, make_scheduler
+from raybatch.records.arrays import Ints
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 from raybatch.text.stopping import StopChecker
-
-Int64s = npt.NDArray[np.int64]
 
 
 class Engine:
@@ -263,7 +261,7 @@ class Engine:
         return completions
 
     def _take_tokens(
-        self, schedule: Schedule, slots: Int64s, result: SampleResult
+        self, schedule: Schedule, slots: Ints, result: SampleResult
     ) -> list[Completion]:
         table, completions, is_good = self._table, list[Completion](), result.is_finite
         for slot in slots_to_restart(schedule, is_good).tolist():
@@ -287,7 +285,7 @@ class Engine:
             completions += self._append(rows, slots, result)
         return completions
 
-    def _append(self, rows: Int64s, slots: Int64s, result: SampleResult) -> list[Completion]:
+    def _append(self, rows: Ints, slots: Ints, result: SampleResult) -> list[Completion]:
         """Give each of some sequences the token of one of its rows; return those that end."""
         table, slots, token_ids = self._table, slots[rows], result.token_ids[rows]
         if result.logprobs is not None:

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.sequences.table import completion_of
+from raybatch.records.arrays import Ints
 from raybatch.records.types import Completion, FinishReason, Sampling, SequenceState, TokenIds
 from raybatch.text.stopping import StopChecker
 
 Finish = tuple[int, FinishReason, str | int | None]
-Int64s = npt.NDArray[np.int64]
 _NO_TOKEN = -1  # pads rows of stop token ids; no token has this id
 
 
@@ -100,7 +99,7 @@ class FinishRules:
             self._has_stop_strings[slot] = False
 
     def find(
-        self, slots: Int64s, token_ids: Int64s, num_generated: Int64s, max_generated: Int64s
+        self, slots: Ints, token_ids: Ints, num_generated: Ints, max_generated: Ints
     ) -> list[Finish]:
         """Return (slot, reason, stop reason) of the sequences that end.
 

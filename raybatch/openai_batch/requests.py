@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import fsspec
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable.storage import error_context
@@ -17,6 +16,7 @@ from raybatch.errors import encodable
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.json_lines import nesting_depth
 from raybatch.planning.repeated_ids import id_hashes
+from raybatch.records.arrays import Uint64s
 from raybatch.records.types import Task
 
 MAX_LINE_BYTES = 64 << 20
@@ -24,7 +24,6 @@ MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 100
 _CHUNK_BYTES = 8 << 20
 _KEYS = ("custom_id", "method", "url", "body")
-Uint64s = npt.NDArray[np.uint64]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

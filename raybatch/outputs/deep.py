@@ -17,8 +17,9 @@ from raybatch.durable.parts import read_footer
 from raybatch.durable.stores import Store
 from raybatch.durable.units import UnitCounts, UnitPlan
 from raybatch.errors import CommitError, error_text
-from raybatch.planning.repeated_ids import RepeatedIds, Uint64s, id_hashes
+from raybatch.planning.repeated_ids import RepeatedIds, id_hashes
 from raybatch.planning.tally import unit_counts
+from raybatch.records.arrays import Uint64s
 from raybatch.rows.schema import OutputSchema
 
 _THREADS = 4

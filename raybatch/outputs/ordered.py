@@ -37,11 +37,10 @@ from raybatch.planning.store import (
     write_plan,
 )
 from raybatch.planning.stored import PlanSubject, StoredPlan
+from raybatch.records.arrays import Ints
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import RANK, places, rank_of
 from raybatch.stages.unit_writer import UnitWriter
-
-Ints = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from raybatch.planning.planned import PlannedRun
 from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_shards, read_units
 from raybatch.planning.stored import StoredPlan
-from raybatch.prefix.block_keys import Bools, Ints
+from raybatch.records.arrays import Bools, Ints
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import (
     RANK,

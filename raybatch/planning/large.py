@@ -22,10 +22,11 @@ from raybatch.planning.probe import generated_lengths
 from raybatch.planning.shards import even_stretch, even_units, stretches
 from raybatch.planning.store import log_plan, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
-from raybatch.prefix.block_keys import BlockKeys, Ints
+from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.forecast import OrderForecast, merge_forecasts
 from raybatch.prefix.hits import NUM_WINDOWS, CacheSize
 from raybatch.prefix.partition import choose_parts, cut_values
+from raybatch.records.arrays import Ints
 
 # a part of so many rows, or of so many keys, takes 1 to 2 GB while it is planned
 ROWS_PER_PART = 1 << 21

@@ -14,10 +14,11 @@ from raybatch.inputs.source import Source
 from raybatch.planning.fingerprint import InputFile
 from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.policy.cost.work import WorkTotals, work_totals
-from raybatch.prefix.block_keys import BlockKeys, Bools, Floats, Ints, Uint64s
+from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.plan import Arrangement, RowPlan, is_worth_ordering
 from raybatch.prefix.profile import InputProfile
+from raybatch.records.arrays import Bools, Floats, Ints, Uint64s
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 

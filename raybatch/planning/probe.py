@@ -14,7 +14,8 @@ from raybatch.config import PlanConfig
 from raybatch.durable.journal import ROW
 from raybatch.errors import ConfigError
 from raybatch.planning.tally import counted_columns
-from raybatch.prefix.block_keys import Floats, Ints, ranges
+from raybatch.prefix.block_keys import ranges
+from raybatch.records.arrays import Floats, Ints
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raybatch.records.arrays import Uint64s
 from raybatch.records.hashing import GOLDEN, mix64
-
-Uint64s = npt.NDArray[np.uint64]
 
 # 24 MiB of hashes, and a few times that while they are sorted
 _HASHES_AT_ONCE = 1 << 20

@@ -9,8 +9,9 @@ import pyarrow as pa
 
 from raybatch.config import PlanConfig
 from raybatch.durable.units import UnitPlan, row_sum
-from raybatch.prefix.block_keys import BlockKeys, Floats, Ints, ranges
+from raybatch.prefix.block_keys import BlockKeys, ranges
 from raybatch.prefix.plan import RowPlan
+from raybatch.records.arrays import Floats, Ints
 
 SHARD_SCHEMA = pa.schema(
     [

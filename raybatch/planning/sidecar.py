@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 
 from raybatch.actors.submitting import row_keys
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import BlockKeys, Bools, Floats, Ints, Uint64s
+from raybatch.prefix.block_keys import BlockKeys
+from raybatch.records.arrays import Bools, Floats, Ints, Uint64s
 from raybatch.records.types import Sampling
 from raybatch.rows.prepare import Prepared, is_deterministic, row_seed
 from raybatch.rows.prompt import POOLED

@@ -22,8 +22,8 @@ from raybatch.planning.shards import contents_digest, digest_of, shard_of
 from raybatch.planning.sidecar import Sidecar, describe_rows
 from raybatch.planning.store import log_plan, read_shards, write_plan, write_shard
 from raybatch.planning.stored import StoredPlan
-from raybatch.prefix.block_keys import Floats, Ints
 from raybatch.prefix.plan import PlanRows, plan_rows, put_first, with_unasked
+from raybatch.records.arrays import Floats, Ints
 from raybatch.rows.batches import as_movable
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import prompt_columns, with_columns

@@ -32,7 +32,7 @@ from raybatch.planning.probe import estimate, probe_rows
 from raybatch.planning.shards import contents_digest, digest_of, make_shard, places_in_units
 from raybatch.planning.sidecar import Sidecar
 from raybatch.planning.small import RowDescriber
-from raybatch.prefix.block_keys import BlockKeys, Floats, Ints, Uint64s, ranges, start_offsets
+from raybatch.prefix.block_keys import BlockKeys, ranges, start_offsets
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
 from raybatch.prefix.hits import CacheLoad, CacheSize, simulate_hits
 from raybatch.prefix.outline import outline_tree
@@ -48,6 +48,7 @@ from raybatch.prefix.plan import (
     rank_entries,
 )
 from raybatch.prefix.profile import profile_rows
+from raybatch.records.arrays import Floats, Ints, Uint64s
 from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import ROW, with_columns
 

@@ -7,13 +7,10 @@ takes apart. Lengths are predictions; a wrong one costs time and changes no toke
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.config import AdmissionPolicy
 from raybatch.errors import ConfigError, range_text
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from raybatch.records.arrays import Floats, Ints
 
 # an entry is passed only by those that arrive within so many times its own steps after it
 PATIENCE = 8.0

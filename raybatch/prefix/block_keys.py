@@ -15,13 +15,10 @@ import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 
 from raybatch.errors import ConfigError
+from raybatch.records.arrays import Bools, Ints, Uint64s
 from raybatch.records.hashing import GOLDEN, mix64
 from raybatch.records.types import TokenIds
 
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Uint64s = npt.NDArray[np.uint64]
 # rows or keys by their numbers, or a view of those that follow each other
 _Rows = Ints | slice
 # of each run of tokens: its hash, and the sum of the states on the way there

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from raybatch.prefix.block_keys import BlockKeys, Floats, Ints
+from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.hits import (
     CacheLoad,
     CacheSize,
@@ -22,6 +22,7 @@ from raybatch.prefix.hits import (
     windows_of,
 )
 from raybatch.prefix.plan import Arrangement, RowPlan
+from raybatch.records.arrays import Floats, Ints
 
 ForecastName = Literal["input", "sorted", "planned", "bound"]
 

@@ -22,8 +22,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.prefix.block_keys import BlockKeys, Bools, Ints
+from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.tree import PrefixTree
+from raybatch.records.arrays import Bools, Ints
 
 # a subtree with a larger share of the rows is passed through, if it fills more than a unit
 _LARGE_FRACTION = 1 / 16

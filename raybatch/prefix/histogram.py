@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import Floats, Ints
+from raybatch.records.arrays import Floats, Ints
 
 # below: a bin for each number; from here on four bins for each doubling
 _EXACT = 8

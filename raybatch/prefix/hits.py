@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.errors import CapacityError
-from raybatch.prefix.block_keys import BlockKeys, Floats, Ints, ranges, start_offsets
+from raybatch.prefix.block_keys import BlockKeys, ranges, start_offsets
+from raybatch.records.arrays import Floats, Ints
 
 NUM_WINDOWS = 8
 # two-sided 95 % of Student's t for the mean of eight windows

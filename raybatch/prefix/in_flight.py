@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.prefix.block_keys import BlockKeys, Ints
+from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.groups import exact_single_level, make_groups, nearest_open
 from raybatch.prefix.order import GroupLoad, order_in_tree
 from raybatch.prefix.tree import build_tree
+from raybatch.records.arrays import Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import Ints
+from raybatch.records.arrays import Ints
 from raybatch.records.hashing import GOLDEN, mix64
 
 # up to here all 2^n sets of fields are tried; 64 sorts of the rows at six fields

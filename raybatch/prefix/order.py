@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from raybatch.config import OrderName
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.prefix.block_keys import Bools, Floats, Ints
 from raybatch.prefix.groups import nearest_open
 from raybatch.prefix.tree import PrefixTree, sizes_before
+from raybatch.records.arrays import Bools, Floats, Ints
 
 _Number = TypeVar("_Number", np.int64, np.float64)
 

@@ -13,8 +13,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from raybatch.prefix.block_keys import BlockKeys, Ints, start_offsets
+from raybatch.prefix.block_keys import BlockKeys, start_offsets
 from raybatch.prefix.tree import PrefixTree
+from raybatch.records.arrays import Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

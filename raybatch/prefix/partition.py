@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import BlockKeys, Floats, Ints, Uint64s
+from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.tree import build_tree
+from raybatch.records.arrays import Floats, Ints, Uint64s
 from raybatch.records.hashing import mix64
 
 # a node with more than this share of a part is cut further

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.prefix.block_keys import BlockKeys, Bools, Floats, Ints, find_representatives, ranges
+from raybatch.prefix.block_keys import BlockKeys, find_representatives, ranges
 from raybatch.prefix.groups import (
     PrefixGroups,
     entries_of_groups,
@@ -26,6 +26,7 @@ from raybatch.prefix.groups import (
 )
 from raybatch.prefix.order import GroupLoad, order_groups, order_in_tree, values_in_tree
 from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
+from raybatch.records.arrays import Bools, Floats, Ints
 
 _Number = TypeVar("_Number", np.int64, np.float64)
 

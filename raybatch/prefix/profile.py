@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from raybatch.prefix.block_keys import BlockKeys, Floats
+from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.groups import multi_level, num_computed_tokens
 from raybatch.prefix.histogram import Histogram
 from raybatch.prefix.plan import Arrangement
 from raybatch.prefix.tree import TreeStats
+from raybatch.records.arrays import Floats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

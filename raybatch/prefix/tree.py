@@ -14,13 +14,12 @@ import numpy as np
 
 from raybatch.prefix.block_keys import (
     BlockKeys,
-    Bools,
-    Ints,
     equal_to_previous,
     find_representatives,
     ranges,
     start_offsets,
 )
+from raybatch.records.arrays import Bools, Ints
 
 # (groups, number of blocks for each) -> whether all rows of the group agree in that many
 _Test = Callable[[Ints, Ints], Bools]

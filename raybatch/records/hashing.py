@@ -1,9 +1,8 @@
 """The one scrambler of 64-bit words behind random numbers, block keys and row seeds."""
 
 import numpy as np
-import numpy.typing as npt
 
-Uint64s = npt.NDArray[np.uint64]
+from raybatch.records.arrays import Uint64s
 
 # odd, and its multiples spread evenly over 64 bits
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -22,14 +22,13 @@ from raybatch.actors.queue.waiting_line import PrefixAffinity, WaitingLine
 from raybatch.actors.wire.records import Span
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.in_flight import match_prefixes, plan_in_flight
+from raybatch.records.arrays import Ints
 
 _NEW_FRACTION = 1 / 4
 # groupings that a row takes part in before it is old
 _MAX_GROUPINGS = 4
 # of a prompt, so that a short live prefix does not keep a row from a longer one that waits
 _MIN_JOINED_FRACTION = 1 / 2
-
-_Int64s = npt.NDArray[np.int64]
 
 
 class Regrouping:
@@ -103,7 +102,7 @@ class Regrouping:
         ordered = (column[plan.order] for column in (batch_ids, rows, plan.group_id))
         self._add_in_order(*ordered)
 
-    def _add_in_order(self, batch_ids: _Int64s, rows: _Int64s, groups: _Int64s) -> None:
+    def _add_in_order(self, batch_ids: Ints, rows: Ints, groups: Ints) -> None:
         alone: Bundle | None = None
         columns = (batch_ids, rows - np.arange(len(rows)), groups)
         is_border = np.logical_or.reduce([np.diff(column) != 0 for column in columns])

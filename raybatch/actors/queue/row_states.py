@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from raybatch.actors.wire.records import RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys, start_offsets
+from raybatch.records.arrays import Ints
 
 WAITING, HELD, DONE = 0, 1, 2
 ALONE = -1
 
 Rows = npt.NDArray[np.intp]
-_Int64s = npt.NDArray[np.int64]
 
 
 class GroupRows(NamedTuple):
@@ -55,8 +55,8 @@ class RowStates:
         arrival: int = 0,
         strikes: npt.NDArray[np.int16] | None = None,
     ) -> None:
-        self.prompt: _Int64s = np.asarray(prompt_tokens, np.int64)
-        self.output: _Int64s = np.asarray(new_tokens, np.int64)
+        self.prompt: Ints = np.asarray(prompt_tokens, np.int64)
+        self.output: Ints = np.asarray(new_tokens, np.int64)
         self.keys = keys
         self.arrival = arrival
         self.num_left = num_rows = len(self.prompt)
@@ -68,15 +68,15 @@ class RowStates:
         self.group = np.full(num_rows, ALONE, np.int64)
         self.prefix = np.zeros(num_rows, np.int64)
         # entry i sums what is before row i: prompt tokens beyond the prefix, cost
-        self.token_ends: _Int64s
-        self.cost_ends: _Int64s
+        self.token_ends: Ints
+        self.cost_ends: Ints
         if groups is None:
             self.assign(np.arange(num_rows), self.group, self.prefix)
         else:
             prefix_lens = groups.prefix_lens.astype(np.int64)
             self.assign(np.arange(num_rows), groups.group_ids, prefix_lens)
 
-    def assign(self, rows: Rows, group: _Int64s, prefix: _Int64s) -> None:
+    def assign(self, rows: Rows, group: Ints, prefix: Ints) -> None:
         """Put waiting rows into groups; what a group shares is at most the prompt."""
         is_alone = (group < 0) | (prefix <= 0)
         self.group[rows] = np.where(is_alone, ALONE, group)

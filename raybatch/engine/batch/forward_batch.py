@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from raybatch.engine.batch.plan_builder import PlanBuilder, to_device
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan
+from raybatch.records.arrays import Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +78,6 @@ class BatchBuilder:
         )
 
 
-Int64s = npt.NDArray[np.int64]
-
-
 def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) -> list[Schedule]:
     """Return schedules of at most `max_tokens` tokens each, in the order of their sequences.
 
@@ -112,14 +109,14 @@ def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) ->
     ]
 
 
-def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Int64s:
+def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Ints:
     """Return the sequences of the logits of `schedule`, in the order of their rows."""
     stops = schedule.chunk_starts + schedule.chunk_lens
     is_last = stops == table.num_tokens[schedule.chunk_slots]
     return np.concatenate((schedule.decode_slots, schedule.chunk_slots[is_last]))
 
 
-def logits_order(schedule: Schedule, parts: list[Schedule], table: SequenceTable) -> Int64s:
+def logits_order(schedule: Schedule, parts: list[Schedule], table: SequenceTable) -> Ints:
     """Return the order of the rows of the parts' logits in which they are those of `schedule`."""
     slots = np.concatenate([slots_with_logits(part, table) for part in parts])
     sorter = np.argsort(slots)

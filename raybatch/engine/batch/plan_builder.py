@@ -25,8 +25,7 @@ import torch
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
-
-Int64s = npt.NDArray[np.int64]
+from raybatch.records.arrays import Ints
 
 
 def to_device(
@@ -42,8 +41,8 @@ def to_device(
 class _Context(NamedTuple):
     """A `ContextPart` as host arrays."""
 
-    rows: Int64s
-    blocks: Int64s
+    rows: Ints
+    blocks: Ints
     num_tokens: int
     first_position: int
 
@@ -61,8 +60,8 @@ class PlanBuilder:
     ) -> None:
         self._table = table
         self._min_saved_blocks = max(1, -(-min_saved_tokens // table.block_size))
-        self._group_of_block: Int64s = np.full(num_blocks, -1, np.int64)
-        self._member_of_slot: Int64s = np.full(len(table.records), -1, np.int64)
+        self._group_of_block: Ints = np.full(num_blocks, -1, np.int64)
+        self._member_of_slot: Ints = np.full(len(table.records), -1, np.int64)
 
     def build(self, schedule: Schedule, device: torch.device) -> AttentionPlan:
         """Return the plan of `schedule`; its readers are noted in the table."""
@@ -85,7 +84,7 @@ class PlanBuilder:
         return self._build(rows, starts, device)
 
     def _build(
-        self, schedule: Schedule, decode_starts: Int64s, device: torch.device
+        self, schedule: Schedule, decode_starts: Ints, device: torch.device
     ) -> AttentionPlan:
         """Return the plan; `decode_starts` are the positions of the first rows of decodes."""
         table, num_decode = self._table, len(schedule.decode_slots)
@@ -129,7 +128,7 @@ class PlanBuilder:
             ),
         )
 
-    def _split(self, num_decode: int) -> tuple[Int64s, Int64s, Int64s]:
+    def _split(self, num_decode: int) -> tuple[Ints, Ints, Ints]:
         users = self._table.users
         count = users.count[: users.high_water]
         single = np.flatnonzero(count == 1)
@@ -139,7 +138,7 @@ class PlanBuilder:
         own_of_chunks = single[members >= num_decode]
         return single[is_decode], members[is_decode], np.concatenate((shared, own_of_chunks))
 
-    def _runs(self, slots: Int64s, blocks: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+    def _runs(self, slots: Ints, blocks: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Yield runs of shared blocks, by position, with one set of readers each.
 
         These are the members: indices of the sequences of the step, decoding ones, then chunks.
@@ -173,12 +172,12 @@ class PlanBuilder:
             yield blocks[start:stop], members[first:last]
 
     def _contexts(
-        self, schedule: Schedule, slots: Int64s, blocks: Int64s
-    ) -> tuple[list[_Context], list[tuple[Int64s, Int64s]]]:
+        self, schedule: Schedule, slots: Ints, blocks: Ints
+    ) -> tuple[list[_Context], list[tuple[Ints, Ints]]]:
         """Return the context parts, and (blocks, owners) pairs for the decode part."""
         block_size, num_decode = self._table.block_size, len(schedule.decode_slots)
         contexts: list[_Context] = []
-        pairs: list[tuple[Int64s, Int64s]] = []
+        pairs: list[tuple[Ints, Ints]] = []
         tails = self._tails(schedule)
         for run, members in self._runs(slots, blocks):
             if not len(members):
@@ -210,17 +209,17 @@ class PlanBuilder:
             tails[member] = _Context(rows, np.array([block], np.int64), offset, first_position)
         return tails
 
-    def _rows(self, schedule: Schedule, members: Int64s) -> Int64s:
+    def _rows(self, schedule: Schedule, members: Ints) -> Ints:
         """Return the rows of the forward batch of decoding sequences and chunks, ascending."""
         lens = np.concatenate((schedule.decode_lens, schedule.chunk_lens))
         return _ranges((np.cumsum(lens) - lens)[members], lens[members])
 
     def _decode_part(
         self,
-        blocks: Int64s,
-        members: Int64s,
+        blocks: Ints,
+        members: Ints,
         schedule: Schedule,
-        decode_starts: Int64s,
+        decode_starts: Ints,
         device: torch.device,
     ) -> DecodePart:
         """Return the part in which decode rows read `blocks`, each for one of the `members`."""
@@ -252,6 +251,6 @@ class PlanBuilder:
         )
 
 
-def _ranges(starts: Int64s, lens: Int64s) -> Int64s:
+def _ranges(starts: Ints, lens: Ints) -> Ints:
     """Return the numbers of the ranges that begin at `starts`, one range after the other."""
     return np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())

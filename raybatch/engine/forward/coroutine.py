@@ -15,14 +15,11 @@ from enum import IntEnum
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, PreparedBatch
 from raybatch.engine.memory.kv_cache import KVCache
-
-Int64s = npt.NDArray[np.int64]
 
 
 class Module(IntEnum):

@@ -19,7 +19,6 @@ from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
 logger = logging.getLogger(__name__)
 
 Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(kw_only=True, slots=True)

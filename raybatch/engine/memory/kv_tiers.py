@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from raybatch.engine.memory.kv_cache import KVCache, allocate_memory, trial_copy_s
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.errors import ConfigError
-
-Int64s = npt.NDArray[np.int64]
+from raybatch.records.arrays import Ints
 
 # of a trial copy
 _TRIAL_BLOCKS = 4
@@ -28,7 +26,7 @@ class _Arriving(NamedTuple):
     """A layer of some blocks on its way to pinned memory; `rows` are [n, 2, G, B, R]."""
 
     layer_idx: int
-    host_ids: Int64s
+    host_ids: Ints
     rows: torch.Tensor
     arrived: torch.cuda.Event
 
@@ -63,7 +61,7 @@ class KVTiers:
         if device.k.device.type == "cuda":
             self._stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
 
-    def save_blocks(self, block_ids: Int64s, host_ids: Int64s) -> None:
+    def save_blocks(self, block_ids: Ints, host_ids: Ints) -> None:
         """Copy blocks of the device into as many of the host, each to the one at its place."""
         stream, device = self._stream, self._device.k.device
         if stream is None:
@@ -84,7 +82,7 @@ class KVTiers:
                 rows.copy_(staged[start:stop], non_blocking=True)
         staged.record_stream(stream)
 
-    def load_blocks(self, host_ids: Int64s, block_ids: Int64s) -> None:
+    def load_blocks(self, host_ids: Ints, block_ids: Ints) -> None:
         """Copy blocks of the host into as many of the device, each to the one at its place."""
         stream, device = self._stream, self._device.k.device
         if stream is None:
@@ -107,15 +105,13 @@ class KVTiers:
         self._device.k.index_copy_(1, ids, staged[:, 0].transpose(0, 1))
         self._device.v.index_copy_(1, ids, staged[:, 1].transpose(0, 1))
 
-    def copy_host_blocks(self, source_ids: Int64s, target_ids: Int64s) -> None:
+    def copy_host_blocks(self, source_ids: Ints, target_ids: Ints) -> None:
         if self._stream is not None:
             # a block may still be on its way to the host
             self._stream.synchronize()
         self._memory[torch.from_numpy(target_ids)] = self._memory[torch.from_numpy(source_ids)]
 
-    def save_layer(
-        self, layer_idx: int, half: KVCache, block_ids: Int64s, host_ids: Int64s
-    ) -> None:
+    def save_layer(self, layer_idx: int, half: KVCache, block_ids: Ints, host_ids: Ints) -> None:
         """Copy one layer of blocks to the host; `finish_layers` waits until it is there.
 
         `half` is where the layer is, [W, G, B, R].
@@ -140,9 +136,7 @@ class KVTiers:
         staged.record_stream(stream)
         self._arriving.append(_Arriving(layer_idx, host_ids, rows, arrived))
 
-    def load_layer(
-        self, layer_idx: int, host_ids: Int64s, half: KVCache, block_ids: Int64s
-    ) -> None:
+    def load_layer(self, layer_idx: int, host_ids: Ints, half: KVCache, block_ids: Ints) -> None:
         """Copy one layer of blocks of the host into `half`, [W, G, B, R], ids one by one."""
         sources, ids = torch.from_numpy(host_ids), torch.from_numpy(block_ids)
         if self._stream is None:
@@ -179,7 +173,7 @@ class KVTiers:
             self._memory[torch.from_numpy(layer.host_ids), :, layer.layer_idx] = layer.rows
 
 
-def _runs(host_ids: Int64s) -> Iterator[tuple[int, int, int]]:
+def _runs(host_ids: Ints) -> Iterator[tuple[int, int, int]]:
     """Yield start, stop and first host block of each run of neighbouring host blocks."""
     cuts = np.flatnonzero(np.diff(host_ids) != 1) + 1
     starts = [0, *cuts.tolist()]

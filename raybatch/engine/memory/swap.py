@@ -32,7 +32,6 @@ from raybatch.policy.cost.roofline import Roofline
 logger = logging.getLogger(__name__)
 
 Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
 
 # steps of each kind that costs are fitted to, and steps after which they are fitted afresh
 _NUM_STEPS, _REFIT_STEPS = 128, 64

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from raybatch.kernels.sampling import block_sums, invert, weights_of
+from raybatch.records.arrays import Floats, Ints, Uint64s
 from raybatch.records.hashing import GOLDEN, mix64
 
 # entries of one run of rows: 4 MiB of float32 stays in a CPU's cache, a GPU wants long runs
@@ -20,33 +21,30 @@ _RUN_ENTRIES_CPU = 1 << 20
 _RUN_ENTRIES_GPU = 1 << 27
 _WIDTHS = (64, 1024)  # candidates tried before the whole vocabulary is sorted
 
-Int64s = npt.NDArray[np.int64]
-Float64s = npt.NDArray[np.float64]
-Uint64s = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 
 
 class DrawOptions(NamedTuple):
     """Options and random numbers of S rows; `top_k` is V where there is none."""
 
-    temperature: Float64s
-    top_k: Int64s
-    top_p: Float64s
-    min_p: Float64s
-    uniform: Float64s
+    temperature: Floats
+    top_k: Ints
+    top_p: Floats
+    min_p: Floats
+    uniform: Floats
 
-    def take(self, rows: Int64s) -> "DrawOptions":
+    def take(self, rows: Ints) -> "DrawOptions":
         return DrawOptions._make(column[rows] for column in self)
 
 
 class Drawn(NamedTuple):
     """Token ids int64 [S], and the largest logit of each row: not finite for a broken row."""
 
-    token_ids: Int64s
+    token_ids: Ints
     max_logits: npt.NDArray[np.float32]
 
 
-def draw_greedy(logits: torch.Tensor, rows: Int64s, _: DrawOptions | None = None) -> Drawn:
+def draw_greedy(logits: torch.Tensor, rows: Ints, _: DrawOptions | None = None) -> Drawn:
     """Return the most likely token of each row of `logits` [N, V] named in `rows`."""
     ids, values = [], []
     for _span, run in _runs(logits, rows):
@@ -57,7 +55,7 @@ def draw_greedy(logits: torch.Tensor, rows: Int64s, _: DrawOptions | None = None
     return Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(values)))
 
 
-def draw_dense(logits: torch.Tensor, rows: Int64s, options: DrawOptions) -> Drawn:
+def draw_dense(logits: torch.Tensor, rows: Ints, options: DrawOptions) -> Drawn:
     """Draw from the whole vocabulary in the order of token ids; min_p is the only filter."""
     ids, values = [], []
     for span, run in _runs(logits, rows):
@@ -71,7 +69,7 @@ def draw_dense(logits: torch.Tensor, rows: Int64s, options: DrawOptions) -> Draw
     return Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(values)))
 
 
-def draw_ranked(logits: torch.Tensor, rows: Int64s, options: DrawOptions) -> Drawn:
+def draw_ranked(logits: torch.Tensor, rows: Ints, options: DrawOptions) -> Drawn:
     """Draw from the most likely tokens, in falling order, where top_k or top_p cut the rest.
 
     A few candidates settle almost every row. A row is settled only when its last kept token lies
@@ -101,7 +99,7 @@ def draw_ranked(logits: torch.Tensor, rows: Int64s, options: DrawOptions) -> Dra
 
 
 def _draw_candidates(
-    logits: torch.Tensor, rows: Int64s, options: DrawOptions, width: int
+    logits: torch.Tensor, rows: Ints, options: DrawOptions, width: int
 ) -> tuple[Drawn, npt.NDArray[np.bool_]]:
     ids, settled, max_logits = [], [], []
     for span, run in _runs(logits, rows):
@@ -188,7 +186,7 @@ def _first_max(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values.numpy().argmax(axis=-1))
 
 
-def _runs(logits: torch.Tensor, rows: Int64s) -> Iterator[tuple[slice, torch.Tensor]]:
+def _runs(logits: torch.Tensor, rows: Ints) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield runs of `rows` with their logits; views where the rows are all rows in order."""
     entries = _RUN_ENTRIES_GPU if logits.is_cuda else _RUN_ENTRIES_CPU
     length = max(1, entries // logits.shape[1])
@@ -201,9 +199,7 @@ def _runs(logits: torch.Tensor, rows: Int64s) -> Iterator[tuple[slice, torch.Ten
             yield span, logits.index_select(0, torch.from_numpy(rows[span]).to(logits.device))
 
 
-def _column(
-    values: Float64s, like: torch.Tensor, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
+def _column(values: Floats, like: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.from_numpy(values).to(like.device, dtype)[:, None]
 
 
@@ -218,7 +214,7 @@ def sequence_key(seed: int, sample_idx: int) -> int:
     return int(mix64(first ^ (words[1:] * GOLDEN + np.uint64(1)))[0])
 
 
-def uniforms(keys: Uint64s, positions: Int64s) -> Float64s:
+def uniforms(keys: Uint64s, positions: Ints) -> Floats:
     """Return one number in [0, 1) with 53 random bits for each pair of key and position."""
     counters = (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN
     bits = mix64(mix64(keys + counters)) >> np.uint64(11)

@@ -22,9 +22,9 @@ from raybatch.engine.sampling.draw import (
     uniforms,
 )
 from raybatch.engine.sampling.grammars import GrammarSlots
+from raybatch.records.arrays import Ints
 from raybatch.records.types import Sampling, TokenIds
 
-Int64s = npt.NDArray[np.int64]
 TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 
 # below this a division by the temperature has no meaning in float32; vLLM draws the same line
@@ -36,7 +36,7 @@ class SampleResult:
     """What one step drew."""
 
     # int64 [S]; 0 for a row that is not finite
-    token_ids: Int64s
+    token_ids: Ints
     # bool [S]; False where the logits held NaN, or infinity as the largest value
     is_finite: npt.NDArray[np.bool_]
     # per row a pair (token ids, log probabilities) with the sampled token first, or None for a row
@@ -77,7 +77,7 @@ class Sampler:
         self._min_p = np.zeros(max_slots)
         self._key = np.zeros(max_slots, np.uint64)
         self._histories: dict[int, TokenHistory] = {}
-        self._held_back: dict[int, Int64s] = {}
+        self._held_back: dict[int, Ints] = {}
 
     def refusal(self, sampling: Sampling) -> str:
         if sampling.structured_outputs is None:
@@ -140,8 +140,8 @@ class Sampler:
     def sample(
         self,
         logits: torch.Tensor,  # [S, V] float32, read only
-        slots: Int64s,
-        num_generated: Int64s,
+        slots: Ints,
+        num_generated: Ints,
     ) -> SampleResult:
         """Draw one token per row and remember it where a penalty needs it.
 
@@ -177,11 +177,7 @@ class Sampler:
         )
 
     def _adjust(
-        self,
-        logits: torch.Tensor,
-        group: Int64s,
-        slots: Int64s,
-        is_held_back: npt.NDArray[np.bool_],
+        self, logits: torch.Tensor, group: Ints, slots: Ints, is_held_back: npt.NDArray[np.bool_]
     ) -> torch.Tensor:
         """Return the logits of the group's rows with penalties, min_tokens and grammars applied."""
         adjusted = logits.index_select(0, torch.from_numpy(group).to(logits.device))
@@ -198,9 +194,7 @@ class Sampler:
             self._grammars.mask(adjusted, constrained, slots[group[constrained]].tolist())
         return adjusted
 
-    def _draw(
-        self, logits: torch.Tensor, rows: Int64s, slots: Int64s, num_generated: Int64s
-    ) -> Drawn:
+    def _draw(self, logits: torch.Tensor, rows: Ints, slots: Ints, num_generated: Ints) -> Drawn:
         is_random = self._is_random[slots]
         if not is_random.any():
             return draw_greedy(logits, rows)
@@ -244,8 +238,8 @@ def has_penalty(sampling: Sampling) -> bool:
 
 def gather_logprobs(
     logits: torch.Tensor,  # [S, V]
-    token_ids: Int64s,
-    num_logprobs: Int64s,
+    token_ids: Ints,
+    num_logprobs: Ints,
 ) -> list[TokenLogprobs | None] | None:
     """Return the log-softmax of the raw logits for the sampled and the most likely tokens.
 
@@ -307,11 +301,11 @@ class TokenHistory:
             self.record(token_id)
 
     @property
-    def ids(self) -> Int64s:
+    def ids(self) -> Ints:
         return self._ids[: self._size]
 
     @property
-    def counts(self) -> Int64s:
+    def counts(self) -> Ints:
         return self._counts[: self._size]
 
     def record(self, token_id: int) -> None:
@@ -358,7 +352,7 @@ def apply_penalties(
 def mask_tokens(
     logits: torch.Tensor,  # [S, V] float32, modified in place
     row_idx: Sequence[int],
-    token_ids: Sequence[Int64s],
+    token_ids: Sequence[Ints],
 ) -> None:
     rows = np.repeat(np.asarray(row_idx, np.int64), [len(ids) for ids in token_ids])
     flat_idx = rows * logits.shape[1] + np.concatenate(token_ids)

@@ -9,14 +9,11 @@ the pool is empty on average; so starts are spread over time as well.
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
+from raybatch.records.arrays import Bools, Floats, Ints
 
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-Float64s = npt.NDArray[np.float64]
 # steps of unused pace that may be caught up on: short outputs are not slowed, long ones spread
 _MAX_CREDIT_STEPS = 2
 
@@ -31,11 +28,11 @@ class OutputLengths:
     """
 
     def __init__(self, size: int = 512) -> None:
-        self._ring: Int64s = np.zeros(size, np.int64)
+        self._ring: Ints = np.zeros(size, np.int64)
         self._num_noted = 0
-        self._ended: Int64s = np.zeros(0, np.int64)
-        self._survival: Float64s = np.ones(1)
-        self._tail: Float64s = np.zeros(1)
+        self._ended: Ints = np.zeros(0, np.int64)
+        self._survival: Floats = np.ones(1)
+        self._tail: Floats = np.zeros(1)
 
     @property
     def is_known(self) -> bool:
@@ -46,7 +43,7 @@ class OutputLengths:
         self._ring[self._num_noted % len(self._ring)] = length
         self._num_noted += 1
 
-    def update(self, running: Int64s) -> None:
+    def update(self, running: Ints) -> None:
         """Estimate anew, with the tokens that running sequences have generated so far."""
         ended = np.sort(self._ring[: self._num_noted])
         num_longer = len(running) - np.searchsorted(np.sort(running), ended)
@@ -56,13 +53,13 @@ class OutputLengths:
         weighted = ended * -np.diff(self._survival)
         self._tail = np.append(np.cumsum(weighted[::-1])[::-1], 0.0)
 
-    def expect(self, num_generated: Int64s, max_generated: Int64s) -> Float64s:
+    def expect(self, num_generated: Ints, max_generated: Ints) -> Floats:
         """Return the mean final length of outputs that have `num_generated` tokens now."""
         first = np.searchsorted(self._ended, num_generated, side="right")
         alive = self._survival[first]
         total = self._tail[first] + self._survival[-1] * max_generated
         mean = np.divide(total, alive, out=max_generated.astype(np.float64), where=alive > 0)
-        bounded: Float64s = np.minimum(mean, max_generated)
+        bounded: Floats = np.minimum(mean, max_generated)
         return bounded
 
 
@@ -76,9 +73,7 @@ class KVForecast:
     with fractions. A block is as many steps as it has tokens.
     """
 
-    def __init__(
-        self, shared: float, sizes: Float64s, remaining: Float64s, block_size: int
-    ) -> None:
+    def __init__(self, shared: float, sizes: Floats, remaining: Floats, block_size: int) -> None:
         order = np.argsort(-remaining)
         self._shared = shared
         self._sizes, self._growth = sizes[order], remaining[order] / block_size
@@ -192,8 +187,8 @@ class Admission:
         return record.num_tokens / self._table.block_size - num_shared + 0.5, float(remaining[0])
 
     def _remaining(
-        self, num_generated: Int64s, max_generated: Int64s, expected: Int64s, is_expected: Bools
-    ) -> Float64s:
+        self, num_generated: Ints, max_generated: Ints, expected: Ints, is_expected: Bools
+    ) -> Floats:
         final = self.lengths.expect(num_generated, max_generated)
         # one that outgrew its expectation is taken to go on for a while
         outgrown = np.minimum(num_generated + 1 + num_generated // 8, max_generated)

@@ -4,16 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.groups import PrefixGroups
 from raybatch.engine.sequences.schedule import SchedulerCounters
 from raybatch.engine.sequences.table import DECODE, SequenceTable
+from raybatch.records.arrays import Ints
 
-Int64s = npt.NDArray[np.int64]
-_NONE: Int64s = np.empty(0, np.int64)
+_NONE: Ints = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +110,8 @@ class DraftRoom:
     _spare_steps: int
 
     def place(
-        self, decode_slots: Int64s, drafts: Mapping[int, list[int]], budget: int
-    ) -> tuple[Int64s, Int64s]:
+        self, decode_slots: Ints, drafts: Mapping[int, list[int]], budget: int
+    ) -> tuple[Ints, Ints]:
         """Return the number of drafts of each slot, int64 [D], and all drafts, slot after slot.
 
         Allocates their blocks; the arrays are empty where there are none. Each decoding slot, int64

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
 from raybatch.engine.memory.offload_store import OffloadStore, StoredSequence
@@ -19,8 +18,7 @@ from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
 from raybatch.policy.boundary.page_boundary import plan_boundary
 from raybatch.policy.boundary.records import BoundaryOptions, BoundarySnapshot, SequencePages
-
-Int64s = npt.NDArray[np.int64]
+from raybatch.records.arrays import Ints
 
 # a boundary comes early once this share of the sequences that decode have ended, so that short
 # outputs leave no empty slots for whole pages
@@ -106,7 +104,7 @@ class OffloadScheduler:
             ended=tuple(ended),
         )
 
-    def advance(self, schedule: Schedule) -> Int64s:
+    def advance(self, schedule: Schedule) -> Ints:
         if schedule.moves is not None:
             self._round.note_computed(schedule)
         return note_computed(self.table, schedule)
@@ -118,12 +116,12 @@ class OffloadScheduler:
 
     finish = remove
 
-    def discard(self, slot: int) -> tuple[Sequence, Int64s]:
+    def discard(self, slot: int) -> tuple[Sequence, Ints]:
         """Take a sequence with broken KV out; return also the blocks of the pool to be cleared."""
         blocks = self._broken_blocks(slot)
         return self.remove(slot), blocks
 
-    def restart(self, slot: int) -> tuple[Sequence, Int64s]:
+    def restart(self, slot: int) -> tuple[Sequence, Ints]:
         """Let a sequence be computed again; return also the blocks of the pool to be cleared."""
         blocks = self._broken_blocks(slot)
         stored = self._vacate(slot)
@@ -272,7 +270,7 @@ class OffloadScheduler:
         stored.slot = None
         return stored
 
-    def _broken_blocks(self, slot: int) -> Int64s:
+    def _broken_blocks(self, slot: int) -> Ints:
         """Return the blocks of the pool in which the KV of `slot` may be; no other has any."""
         if self._round.has(slot):
             # its blocks are those of the window, which may lie anywhere in the pool

@@ -5,14 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.memory.offload_store import OffloadStore, StoredSequence
 from raybatch.engine.sequences.block_manager import HostBlocks
 from raybatch.engine.sequences.schedule import LayerMoves, Schedule, SchedulerCounters
 from raybatch.engine.sequences.table import PREFILL, Sequence, SequenceTable
-
-Int64s = npt.NDArray[np.int64]
+from raybatch.records.arrays import Ints
 
 
 @dataclass(slots=True)
@@ -127,7 +125,7 @@ class PrefillRound:
             chunks.append((slot, start, length))
         return max(0, length)
 
-    def _moves(self, chunks: Int64s) -> LayerMoves:
+    def _moves(self, chunks: Ints) -> LayerMoves:
         block_size = self._table.block_size
         loads, saves = [], []
         for slot, start, length in chunks.tolist():
@@ -137,7 +135,7 @@ class PrefillRound:
         save_blocks, save_host = self._pairs(saves)
         return LayerMoves(load_host, load_blocks, save_blocks, save_host)
 
-    def _pairs(self, ranges: list[tuple[int, int, int]]) -> list[Int64s]:
+    def _pairs(self, ranges: list[tuple[int, int, int]]) -> list[Ints]:
         """Return blocks of the window and of the host for ranges of blocks of some slots."""
         window = [self._table.blocks(slot)[first:stop] for slot, first, stop in ranges]
         host = [self._running[slot].host_blocks[first:stop] for slot, first, stop in ranges]

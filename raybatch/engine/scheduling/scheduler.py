@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.config import AdmissionPolicy
 from raybatch.engine.memory.kv_checkpoints import CopiesAhead
@@ -21,8 +20,7 @@ from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.groups import PrefixGroups
 from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences.table import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
-
-Int64s = npt.NDArray[np.int64]
+from raybatch.records.arrays import Ints
 
 # admission leaves the blocks free that running sequences will need within so many steps; sequences
 # that start together grow together, so an average over many would not do
@@ -148,7 +146,7 @@ class Scheduler:
             ended=tuple(ended),
         )
 
-    def advance(self, schedule: Schedule) -> Int64s:
+    def advance(self, schedule: Schedule) -> Ints:
         return note_computed(self.table, schedule)
 
     def finish(self, slot: int) -> Sequence:
@@ -161,7 +159,7 @@ class Scheduler:
         self._leave(record)
         return record
 
-    def discard(self, slot: int) -> tuple[Sequence, Int64s]:
+    def discard(self, slot: int) -> tuple[Sequence, Ints]:
         """Take a sequence with broken KV out; return also its blocks, which have to be cleared.
 
         Others do not find that KV any more, and blocks that some of them use are left out.
@@ -172,7 +170,7 @@ class Scheduler:
         record = self.remove(slot)
         return record, blocks[self.blocks.num_refs[blocks] == 0]
 
-    def restart(self, slot: int) -> tuple[Sequence, Int64s]:
+    def restart(self, slot: int) -> tuple[Sequence, Ints]:
         """Queue a running sequence again, so that its KV is computed anew; as `discard`."""
         blocks = self.table.blocks(slot).astype(np.int64)
         # another sequence that matched these blocks would read zeros

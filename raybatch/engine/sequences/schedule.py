@@ -3,14 +3,12 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
+from raybatch.records.arrays import Ints
 
-Int64s = npt.NDArray[np.int64]
 
-
-def _none() -> Int64s:
+def _none() -> Ints:
     return np.empty(0, np.int64)
 
 
@@ -18,10 +16,10 @@ def _none() -> Int64s:
 class LayerMoves:
     """What goes between the window and host memory in each layer of a step; blocks one by one."""
 
-    load_host: Int64s  # [X], host blocks that the step reads
-    load_blocks: Int64s  # [X], blocks of the window that they come into, before a layer
-    save_blocks: Int64s  # [Y], blocks of the window that the step writes into
-    save_host: Int64s  # [Y], host blocks that they go to, after the attention of a layer
+    load_host: Ints  # [X], host blocks that the step reads
+    load_blocks: Ints  # [X], blocks of the window that they come into, before a layer
+    save_blocks: Ints  # [Y], blocks of the window that the step writes into
+    save_host: Ints  # [Y], host blocks that they go to, after the attention of a layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +34,13 @@ class Schedule:
     blocks are those of the window.
     """
 
-    decode_slots: Int64s = field(default_factory=_none)  # [D], ascending
+    decode_slots: Ints = field(default_factory=_none)  # [D], ascending
     # [C], started prompts first, then new ones in order of submission
-    chunk_slots: Int64s = field(default_factory=_none)
-    chunk_starts: Int64s = field(default_factory=_none)  # [C], first position of each chunk
-    chunk_lens: Int64s = field(default_factory=_none)  # [C], at least 1
-    draft_lens: Int64s = field(default_factory=_none)  # [D], or empty where no slot has any
-    draft_tokens: Int64s = field(default_factory=_none)  # slot after slot
+    chunk_slots: Ints = field(default_factory=_none)
+    chunk_starts: Ints = field(default_factory=_none)  # [C], first position of each chunk
+    chunk_lens: Ints = field(default_factory=_none)  # [C], at least 1
+    draft_lens: Ints = field(default_factory=_none)  # [D], or empty where no slot has any
+    draft_tokens: Ints = field(default_factory=_none)  # slot after slot
     admitted: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     ended: tuple[Sequence, ...] = ()
@@ -53,14 +51,14 @@ class Schedule:
         return len(self.decode_slots) + len(self.draft_tokens) + int(self.chunk_lens.sum())
 
     @property
-    def decode_lens(self) -> Int64s:
+    def decode_lens(self) -> Ints:
         """Rows of each decoding slot, int64 [D]: one, and one for each draft."""
         if not len(self.draft_lens):
             return np.ones(len(self.decode_slots), np.int64)
         return self.draft_lens + 1
 
     @property
-    def draft_places(self) -> Int64s:
+    def draft_places(self) -> Ints:
         """Which row of its slot each decode row is, int64, from 0."""
         lens = self.decode_lens
         return np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
@@ -91,7 +89,7 @@ class SchedulerCounters:
             self.cached_tokens += record.num_cached_tokens
 
 
-def note_computed(table: SequenceTable, schedule: Schedule) -> Int64s:
+def note_computed(table: SequenceTable, schedule: Schedule) -> Ints:
     """Note in the table that a step is computed, and return the slots of its logits, in row order.
 
     A decoding slot occurs once for each of its rows; its drafts do not count as computed.

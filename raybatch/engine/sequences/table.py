@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from raybatch.engine.sequences.block_manager import SwappedKV, hash_blocks
 from raybatch.engine.sequences.groups import PrefixGroup
+from raybatch.records.arrays import Ints
 from raybatch.records.types import (
     Completion,
     FinishReason,
@@ -21,8 +22,6 @@ from raybatch.records.types import (
     TokenIds,
     Vector,
 )
-
-Int64s = npt.NDArray[np.int64]
 
 
 class BlockUsers:
@@ -37,10 +36,10 @@ class BlockUsers:
         self._keys = generator.integers(0, 2**64, max_slots, dtype=np.uint64)
         self.count, self.slot_sum, self.position = _columns(num_blocks, 3)
         self.key_sum: npt.NDArray[np.uint64] = np.zeros(num_blocks, np.uint64)
-        self.num_attended: Int64s = np.zeros(max_slots, np.int64)
+        self.num_attended: Ints = np.zeros(max_slots, np.int64)
         self.high_water = 0
 
-    def extend(self, slots: Int64s, targets: Int64s, block_table: npt.NDArray[np.int32]) -> None:
+    def extend(self, slots: Ints, targets: Ints, block_table: npt.NDArray[np.int32]) -> None:
         """Let each of the distinct slots [S] attend to the first `targets` blocks of its row.
 
         Fewer than before changes nothing; the table is read only.
@@ -183,7 +182,7 @@ class Sequence:
         )
 
 
-def _columns(num_rows: int, count: int) -> list[Int64s]:
+def _columns(num_rows: int, count: int) -> list[Ints]:
     return [np.zeros(num_rows, np.int64) for _ in range(count)]
 
 
@@ -276,7 +275,7 @@ class SequenceTable:
             self.phase[slot] = DECODE
             self.last_token[slot] = self._generated[slot, num_generated - 1]
 
-    def append_tokens(self, slots: Int64s, token_ids: Int64s) -> None:
+    def append_tokens(self, slots: Ints, token_ids: Ints) -> None:
         self._generated[slots, self.num_tokens[slots] - self.num_prompt[slots]] = token_ids
         self.last_token[slots] = token_ids
         self.num_tokens[slots] += 1
@@ -292,7 +291,7 @@ class SequenceTable:
         room = held * self.block_size - num_stored
         return int(np.count_nonzero(is_growing & (room < num_steps)))
 
-    def full_slots(self) -> Int64s:
+    def full_slots(self) -> Ints:
         """Return the decoding slots that need a block for the token of this step."""
         slots = np.flatnonzero(self.phase == DECODE)
         return slots[self.num_computed[slots] >= self.num_blocks[slots] * self.block_size]

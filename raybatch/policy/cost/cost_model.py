@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.roofline import Roofline, solve_nonnegative
-
-Floats = npt.NDArray[np.float64]
+from raybatch.records.arrays import Floats
 
 # batch sizes at which the slope of the time per token may change
 TOKEN_KNOTS = (4.0, 8.0, 16.0, 32.0, 64.0, 256.0)

@@ -5,13 +5,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.errors import ConfigError, range_text
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits
 from raybatch.policy.cost.work import WorkTotals, output_sample
-
-Floats = npt.NDArray[np.float64]
+from raybatch.records.arrays import Floats
 
 # enough for many waves of a full batch
 _MIN_ROWS, _WAVES = 2048, 8

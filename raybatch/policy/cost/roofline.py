@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.errors import ConfigError, range_text
-
-Floats = npt.NDArray[np.float64]
+from raybatch.records.arrays import Floats
 
 # shares of the shorter of computing and moving that may be added to the longer one
 SERIAL_FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -7,9 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from raybatch.records.arrays import Floats, Ints
 
 _SAMPLE_SIZE = 128
 _MERGED_SIZE = 1 << 14
