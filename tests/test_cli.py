@@ -59,6 +59,28 @@ def test_settings_that_are_not_of_the_job_are_of_the_stage():
     assert parse_settings(["pool.replicas=2"]) == {"stage.pool.replicas": 2}
 
 
+def test_settings_read_names_as_job_files_do():
+    assert parse_settings(["waves=[{on: truncated}]"]) == {"waves": [{"on": "truncated"}]}
+
+
+def test_a_flag_of_nothing_is_given(monkeypatch, job_file, explained):
+    run_main(monkeypatch, "explain", job_file, "--temperature", "0")
+    assert 0 == explained[1][0][0].stage.sampling.temperature
+    explained[1].clear()
+    assert run_main(monkeypatch, "explain", job_file, "--max-tokens", "0") == 1
+    assert explained[1] == []
+
+
+def test_a_retry_takes_no_columns(monkeypatch, capsys, job_file):
+    assert run_main(monkeypatch, "retry-errors", job_file, "--into", "x", "--columns", "a") == 1
+    assert "--columns: a retry has the columns of the output" in capsys.readouterr().err
+
+
+def test_a_rule_of_waves_that_names_no_status_is_refused(monkeypatch, capsys, job_file):
+    assert run_main(monkeypatch, "explain", job_file, "--set", "waves=[{on: 5, sampling: {}}]") == 1
+    assert "waves" in capsys.readouterr().err
+
+
 def test_a_setting_that_is_nearly_one_of_the_job_gets_a_suggestion():
     with pytest.raises(ConfigError, match=r"unknown option 'limit'.*'limits'"):
         parse_settings(["limit.max_wall_s=3"])

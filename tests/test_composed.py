@@ -88,6 +88,16 @@ def test_a_stage_between_keeps_ids_and_places(source, tmp_path, model):
     assert table.column("generated_text").null_count == 0
 
 
+def test_rows_that_a_stage_failed_are_counted_as_such(tmp_path, model):
+    write_parquet(tmp_path / "in" / "a.parquet", pa.table({"text": ["one", None, "three"]}))
+    sink = tmp_path / "out"
+    stage = fake_stage(model, prompt="{text}")
+    raybatch.write_parquet(stage.apply(read(tmp_path / "in", sink)), sink)
+    found = raybatch.verify(sink, deep=True)
+    assert found.is_complete
+    assert found.statuses == {"truncated": 2, "invalid": 1}
+
+
 def test_a_sink_that_nothing_was_read_for_is_told(source, tmp_path):
     with pytest.raises(ConfigError, match=r"begin the pipeline with raybatch\.read_parquet"):
         raybatch.write_parquet(read(source, tmp_path / "out"), tmp_path / "other")

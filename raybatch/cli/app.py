@@ -142,6 +142,8 @@ def retry_errors(
     allow_error_rows: AllowErrorRows = False,
 ) -> None:
     """Run the error rows of a finished job again, into a folder of their own; exit codes as run."""
+    if "columns" in flags.options:
+        raise ConfigError("--columns: a retry has the columns of the output, so leave it out")
     job, progress = _job_of(flags)
     chosen = {} if statuses is None else {"statuses": [s.strip() for s in statuses.split(",")]}
     report = job.retry_errors(into, progress=progress, start_ray=_start_ray, **chosen)

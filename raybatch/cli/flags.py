@@ -17,7 +17,7 @@ from typer import Argument, Option
 from raybatch.config import PoolConfig
 from raybatch.config.option import documented, fields_of
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.job.config import JobConfig, read_job_file
+from raybatch.job.config import JobConfig, JobYaml, read_job_file
 from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
 
@@ -122,7 +122,7 @@ def read_job_flags(**values: Any) -> dict[str, Any]:  # noqa: ANN401
     given = {
         option: values[name]
         for name, (option, _) in _FLAGS.items()
-        if values.get(name) not in (None, False)
+        if values.get(name) is not None and values[name] is not False  # 0 is a value
     }
     if (is_local := values.get("local")) is not None:
         given["executor"] = "local" if is_local else "ray"
@@ -200,7 +200,7 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {setting!r}: unknown option {first!r}{hint}")
         path = name.strip() if is_of_job else f"stage.{name.strip()}"
         try:
-            parsed[path] = yaml.safe_load(text)
+            parsed[path] = yaml.load(text, Loader=JobYaml)
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {setting!r}: the value is not YAML: {error}") from error
     return parsed

@@ -177,7 +177,7 @@ def _wave_configs(waves: object, where: str) -> tuple[WaveConfig, ...]:
     for number, wave in enumerate(waves or ()):
         if isinstance(wave, Mapping):
             on = wave.get("on", ())
-            wave = {**wave, "on": (on,) if isinstance(on, str) else tuple(on)}
+            wave = {**wave, "on": tuple(on) if isinstance(on, list | tuple) else (on,)}
         at = f"{where}: rule {number}"
         built.append(_built(WaveConfig, wave, at, "have 'on' and 'sampling'"))
     return tuple(built)
@@ -207,7 +207,7 @@ def without_effect(plan: PlanConfig) -> list[str]:
     return [name for name in names if name not in _WITHOUT_A_PLAN and not is_default(plan, name)]
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class JobYaml(yaml.SafeLoader):
     """Reads names as texts and refuses one that is there twice, of which YAML takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -228,7 +228,7 @@ def read_job_file(path: str | Path) -> dict[str, Any]:
     """Return the options in a YAML file; ConfigError: there is none, or it holds no options."""
     try:
         with fsspec.open(str(path), "r", encoding="utf-8") as file:
-            mapping = yaml.load(file, Loader=_UniqueKeys)
+            mapping = yaml.load(file, Loader=JobYaml)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such job file") from None
     except (OSError, ValueError, yaml.YAMLError) as error:

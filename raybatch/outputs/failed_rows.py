@@ -139,7 +139,10 @@ def failed_rows(
 
 def _check_columns(sink: str, before: OutputSchema | None, now: OutputSchema) -> None:
     if before is None:
-        raise ConfigError(f"the output in {sink} was not written by a job, and has no error rows")
+        raise ConfigError(
+            f"the output in {sink} was written by a pipeline of yours; only the error rows of a "
+            "job are run again"
+        )
     if before != now:
         raise ConfigError(
             f"the new answers would have other columns than those in {sink}, so they could not be "

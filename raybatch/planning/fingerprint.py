@@ -254,7 +254,7 @@ def check_same(
     different = [
         f"{name} is {now.get(name, 'not there')} and was {stored.get(name, 'not there')}"
         for name in sorted({*stored, *now})
-        if stored.get(name) != now.get(name)
+        if not _is_same(stored.get(name), now.get(name))
     ]
     # where nothing but new files is different
     would_extend = not different and not _different_files(stored_files, files, may_grow=True)
@@ -267,6 +267,13 @@ def check_same(
             f"go on with it{more}, choose another folder, or set overwrite=True (--overwrite in a "
             "shell) to begin again"
         )
+
+
+def _is_same(before: str | None, now: str | None) -> bool:
+    try:  # 0 and 0.0 are one number
+        return before == now or float(before or "none") == float(now or "none")
+    except ValueError:
+        return False
 
 
 def _different_files(stored: InputFiles, files: InputFiles, may_grow: bool) -> list[str]:

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 
 from raybatch.durable.units import ErrorCount, UnitCounts
 from raybatch.prefix.histogram import Histogram
+from raybatch.rows.batches import is_any_type
 from raybatch.rows.schema import ERROR_COLUMN, OutputSchema, Status, error_class, row_status
 
 
@@ -51,6 +52,12 @@ def _statuses(table: pa.Table) -> dict[str, int]:
         status = row_status(group["finish_reason"] or "", group[ERROR_COLUMN] or "")
         statuses[status] += group["count_all"]
     return dict(statuses)
+
+
+def pipeline_statuses(table: pa.Table) -> dict[str, int]:
+    """Return the statuses of rows that a pipeline made, from the columns that a stage gave them."""
+    texts = {field.name for field in table.schema if is_any_type(field.type, "string large_string")}
+    return _statuses(table) if {"finish_reason", ERROR_COLUMN} <= texts else {"ok": len(table)}
 
 
 def _errors(table: pa.Table) -> dict[str, ErrorCount]:

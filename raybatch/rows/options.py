@@ -24,6 +24,7 @@ from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.pooling import Pooling
 from raybatch.records.types import Sampling, Task
 from raybatch.rows.schema import OutputSchema
+from raybatch.text.chat import InvalidPrompt, check_messages
 
 Chat = bool | Literal["auto"]
 OnTooLong = Literal["error", "truncate_left", "truncate_right", "drop"]
@@ -217,6 +218,18 @@ def _check_inputs(config: StageConfig) -> None:
             "messages must be the name of a column, a function of the row, or a list of "
             f"messages with templates, got {config.messages!r}"
         )
+    if isinstance(config.messages, Sequence) and not isinstance(config.messages, str):
+        try:
+            contents = [message["content"] for message in check_messages(config.messages)]
+        except InvalidPrompt as error:
+            raise ConfigError(str(error)) from error
+        if bad := [(i, text) for i, text in enumerate(contents) if not isinstance(text, str)]:
+            place, text = bad[0]
+            raise ConfigError(f"messages[{place}].content must be a template text, got {text!r}")
+    if not isinstance(config.chat_template_kwargs, Mapping):
+        raise ConfigError(
+            f"chat_template_kwargs must be a mapping, got {config.chat_template_kwargs!r}"
+        )
     if config.system is not None:
         if config.tokenized_prompt is not None:
             raise ConfigError("system has no effect on tokenized_prompt; leave one of them out")
@@ -283,6 +296,8 @@ def _check_chat_template(text: object) -> None:
 
 def _check_overrides(config: StageConfig) -> None:
     names = {f.name for f in fields(Sampling)}
+    if not isinstance(config.overrides, Mapping):
+        raise ConfigError(f"overrides must map options to columns, got {config.overrides!r}")
     for name, column in config.overrides.items():
         if name not in names:
             hint = did_you_mean(name, names)

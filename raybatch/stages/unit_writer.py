@@ -39,7 +39,7 @@ from raybatch.durable.stores import Store
 from raybatch.durable.units import Receipt, Unit, UnitCounts, UnitPlan
 from raybatch.planning.store import read_units
 from raybatch.planning.stored import StoredPlan
-from raybatch.planning.tally import unit_counts
+from raybatch.planning.tally import pipeline_statuses, unit_counts
 from raybatch.records.types import TokenCounts, token_counts
 from raybatch.rows.batches import movable_schema
 from raybatch.rows.schema import OutputSchema
@@ -171,7 +171,7 @@ class UnitWriter:
 
     def _counts(self, rows: pa.Table) -> UnitCounts:
         if self.output is None:
-            return UnitCounts(num_rows=rows.num_rows, statuses={"ok": rows.num_rows})
+            return UnitCounts(num_rows=rows.num_rows, statuses=pipeline_statuses(rows))
         special = rows.column(SPECIAL).to_numpy()
         return replace(
             unit_counts(rows, self.output),

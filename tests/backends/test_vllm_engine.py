@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from raybatch.backends.registry import create_backend
+from raybatch.backends.vllm.args import ENGINE_ARGS
 from raybatch.backends.vllm.model import model_length
-from raybatch.backends.vllm.names import ENGINE_ARGS
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.records.types import Request, Sampling

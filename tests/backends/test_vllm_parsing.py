@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from raybatch import Job, LLMStage
 from raybatch.backends.registry import create_backend
-from raybatch.backends.vllm.names import REASONING_PARSERS, TOOL_PARSERS
+from raybatch.backends.vllm.args import REASONING_PARSERS, TOOL_PARSERS
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.run import BatchOptions, BatchRun

@@ -41,6 +41,15 @@ def test_what_decides_answers_is_there_by_name(model, changes, name):
     assert before[name] != after[name]
 
 
+def test_a_number_that_is_written_otherwise_is_the_same(model):
+    before = said(model, sampling={"temperature": 0})
+    now = said(model, sampling={"temperature": 0.0})
+    check_same("out", stored=before, stored_files=[], now=now, files=[])
+    other = said(model, sampling={"temperature": 0.5})
+    with pytest.raises(ConfigError, match=r"sampling\.temperature is 0\.5 and was 0\b"):
+        check_same("out", stored=before, stored_files=[], now=other, files=[])
+
+
 @pytest.mark.parametrize("option", ["kv_cache_dtype", "quantization"])
 def test_8_bits_are_there_by_name_and_the_default_is_not(model, option):
     changed = said(model, engine={option: "int8"})

@@ -1,19 +1,26 @@
 """Options of the vLLM backend: checked without vLLM, and turned into those of its engine."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from pydantic.dataclasses import dataclass
 
 from raybatch.backends.vllm.meanings import MEANINGS, NATIVE_ONLY, Meaning
-from raybatch.backends.vllm.names import ENGINE_ARGS, REASONING_PARSERS, TOOL_PARSERS, VERSION
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.config.option import CHECKED, Answers, is_default, options
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.records.types import Task
 
+# written by scripts/list_vllm_options.py
+_NAMES = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+VERSION: str = _NAMES["version"]
+ENGINE_ARGS, REASONING_PARSERS, TOOL_PARSERS = (
+    frozenset(_NAMES[kind]) for kind in ("engine_args", "reasoning_parsers", "tool_parsers")
+)
 # what these may be says the task of the stage
 _RUNNERS = {"generate": ("auto", "generate"), "pooling": ("auto", "pooling")}
 _CONVERTS = {"generate": ("auto", "none"), "pooling": ("auto", "none", "embed", "classify")}
