@@ -107,16 +107,7 @@ def make_prompts(values: Iterable[Any], make: Callable[[Any], Encoded]) -> list[
             bad = next((part for part in parts if isinstance(part, Exception)), None)
             if bad is not None:
                 raise bad if isinstance(bad, PromptError) else InvalidPrompt(str(bad))
-            encoded = make(value)
-            prompts.append(
-                Prompt(
-                    encoded.token_ids,
-                    num_special=encoded.num_special,
-                    payload=encoded.payload,
-                    cuttable=encoded.cuttable,
-                    asked_ids=encoded.asked_ids,
-                )
-            )
+            prompts.append(Prompt(**make(value)._asdict()))  # it has all fields of `Encoded`
         except PromptError as error:
             prompts.append(Prompt(None, error_text(error)))
         except ConfigError:
