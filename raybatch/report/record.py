@@ -220,7 +220,8 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
         rows += f"; {report.rows_resumed} of them were written by earlier runs"
     facts = [("model", report.model), ("source", report.source), ("rows", rows)]
     if report.statuses:
-        facts.append(("status", ", ".join(f"{n} {name}" for name, n in report.statuses.items())))
+        ranked = sorted(report.statuses.items(), key=lambda one: (-one[1], one[0]))
+        facts.append(("status", ", ".join(f"{n} {name}" for name, n in ranked)))
     facts.append(("errors", str(report.rows_failed)))
     for error in report.errors:
         more = ", ..." if error.rows > len(error.row_ids) else ""
