@@ -339,7 +339,7 @@ def plan_section(
         buffers = count(residence.num_buffers, "buffer")
         parameters = f"{_resident(residence)} on the device, the others streamed through {buffers}"
     held = ", ".join(
-        f"{_gigabytes(need)} of {_gigabytes(has)} GB on the {where}"
+        f"{need / 1e9:,.3g} of {has / 1e9:,.3g} GB on the {where}"
         for where, need, has in (
             ("device", best.memory.device_bytes, memory.device_bytes),
             ("host", best.memory.host_bytes, memory.host_bytes),
@@ -383,8 +383,8 @@ def _table(priced: Sequence[PricedPlan], residence: Residence | None) -> Table:
             kept if p.plan.parameter_buffers is None else "host",
             full(p.plan.attention_tokens),
             full(p.plan.gate_tokens),
-            _gigabytes(p.memory.device_bytes),
-            _gigabytes(p.memory.host_bytes),
+            f"{p.memory.device_bytes / 1e9:,.3g}",
+            f"{p.memory.host_bytes / 1e9:,.3g}",
             f"{1e6 * p.token_s:,.3g}",
             "host" if p.plan.has_kv_on_host else "device",
         )
@@ -396,7 +396,3 @@ def _table(priced: Sequence[PricedPlan], residence: Residence | None) -> Table:
 
 def _resident(residence: Residence) -> str:
     return f"{full(sum(residence.is_resident))} of {full(len(residence.is_resident))} layers"
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.3g}"
