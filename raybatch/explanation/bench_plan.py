@@ -210,19 +210,12 @@ def plan_report(
         give_back_freed_memory(model.device)
     tell("searching")
     memory, costs = _memory(model, config, profile.model), profile.costs()
-    phases, layer_s = dict[Phase, PlannedBatches](), dict[Phase, float]()
-    for phase in _PHASES:
-        work = row.workload(phase, waiting_sequences=config.max_num_seqs)
-        try:
-            planned = plan_batches(profile.model, costs, work, memory, efficiency=_EFFICIENCY)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error}; raise engine.kv_cache_bytes, or plan for shorter rows (--prompt-tokens, "
-                "--output-tokens)"
-            ) from error
-        priced = _on_device(planned) or planned.search.best
-        # what one layer of the plan computes without copies
-        phases[phase], layer_s[phase] = planned, max(priced.time.layer_s, 1e-9)
+    phases = _planned_phases(row, config, profile.model, costs, memory)
+    # what one layer of each plan computes without copies
+    layer_s = {
+        phase: max((_on_device(planned) or planned.search.best).time.layer_s, 1e-9)
+        for phase, planned in phases.items()
+    }
     threads = f"{cpu_name()}, {count(config.num_threads, 'thread')}"
     return PlanReport(
         model=source if source == "demo" else model.name,
@@ -239,6 +232,22 @@ def plan_report(
         steps=plan_steps(profile.layers, row),
         weights=_streamed_weights(model.residence, model.sizes, costs, layer_s),
     )
+
+
+def _planned_phases(
+    row: RowShape, config: EngineConfig, shape: ModelShape, costs: ModuleCosts, memory: MemoryBudget
+) -> dict[Phase, PlannedBatches]:
+    phases: dict[Phase, PlannedBatches] = {}
+    for phase in _PHASES:
+        work = row.workload(phase, waiting_sequences=config.max_num_seqs)
+        try:
+            phases[phase] = plan_batches(shape, costs, work, memory, efficiency=_EFFICIENCY)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; raise engine.kv_cache_bytes, or plan for shorter rows (--prompt-tokens, "
+                "--output-tokens)"
+            ) from error
+    return phases
 
 
 def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> MemoryBudget:

@@ -56,6 +56,12 @@ def test_the_second_commit_of_a_unit_loses_and_changes_nothing(store):
     assert before == store.read(part_name(0))
 
 
+def test_the_receipt_of_a_part_that_lies_there_is_not_of_a_commit_that_won(store):
+    won = commit(store)
+    found = receipt_of(store, PLAN.unit(0), PLAN.hash)
+    assert (won.won, found.won, found.counts) == (True, False, won.counts)
+
+
 def test_a_lost_commit_returns_the_counts_of_the_rows_in_the_output(store):
     commit(store)
     counts = UnitCounts(num_rows=3, statuses={"error": 3})
