@@ -212,10 +212,8 @@ def plan_report(
     memory, costs = _memory(model, config, profile.model), profile.costs()
     phases = _planned_phases(row, config, profile.model, costs, memory)
     # what one layer of each plan computes without copies
-    layer_s = {
-        phase: max((_on_device(planned) or planned.search.best).time.layer_s, 1e-9)
-        for phase, planned in phases.items()
-    }
+    best = {phase: _on_device(planned) or planned.search.best for phase, planned in phases.items()}
+    layer_s = {phase: max(priced.time.layer_s, 1e-9) for phase, priced in best.items()}
     threads = f"{cpu_name()}, {count(config.num_threads, 'thread')}"
     return PlanReport(
         model=source if source == "demo" else model.name,
