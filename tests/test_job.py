@@ -346,6 +346,11 @@ def test_missing_job_file_is_named(tmp_path):
         Job.from_yaml(tmp_path / "job.yaml")
 
 
+def test_folder_in_place_of_a_job_file_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(ConfigError, match="is a folder; a dataset is given by --input"):
+        Job.from_yaml(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

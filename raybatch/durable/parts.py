@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raybatch.durable.layout import SUCCESS
 from raybatch.durable.stores import Store
 from raybatch.durable.units import PROTOCOL, Unit, UnitCounts
 from raybatch.errors import CommitError, error_text
@@ -121,8 +122,8 @@ def read_footer(store: Store, name: str, part_format: PartFormat = PARQUET) -> F
         tail = store.tail(name, needed)
     if not tail.endswith(_MAGIC) or len(tail) < needed:
         raise CommitError(
-            f"{store.uri}/{name} is damaged: it is no whole Parquet file; move it away and run the "
-            "job again, which makes its rows anew"
+            f"{store.uri}/{name} is damaged: it is no whole Parquet file; move it away, with "
+            f"{SUCCESS} if it is there, and run the job again, which makes its rows anew"
         )
     try:
         num_rows, text = part_format.footer_text(tail)

@@ -231,6 +231,8 @@ def read_job_file(path: str | Path) -> dict[str, Any]:
             mapping = yaml.load(file, Loader=JobYaml)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such job file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; a dataset is given by --input") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(mapping, dict):

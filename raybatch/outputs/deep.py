@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.durable.commit import listed_units
-from raybatch.durable.layout import part_name
+from raybatch.durable.layout import SUCCESS, part_name
 from raybatch.durable.partitioned import read_record
 from raybatch.durable.parts import read_footer
 from raybatch.durable.stores import Store
@@ -24,7 +24,7 @@ from raybatch.rows.schema import OutputSchema
 
 _THREADS = 4
 _FILES_AT_ONCE = 64
-_WAY_OUT = "move the file away and run the job again"
+_WAY_OUT = f"move the file away, with {SUCCESS} if it is there, and run the job again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

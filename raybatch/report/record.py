@@ -239,7 +239,9 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     if report.stopped:
         facts.append(("stopped", report.stopped))
     cached = report.cached_fraction
-    prompts = f"{report.prompt_tokens} prompt ({100 * cached:.1f} % from the prefix cache)"
+    prompts = f"{report.prompt_tokens} prompt"
+    if report.prompt_tokens:
+        prompts += f" ({100 * cached:.1f} % from the prefix cache)"
     facts.append(("tokens", f"{prompts}, {report.generated_tokens} generated"))
     if report.planned_hit_rate is not None and report.plan is None:
         planned = percent(report.planned_hit_rate)

@@ -97,7 +97,7 @@ def _check_column(known: list[str], name: str) -> None:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "no columns"
+    return ", ".join(names) or "no columns: is it empty?"
 
 
 def _template_columns(config: StageConfig) -> list[str]:

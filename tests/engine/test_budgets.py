@@ -69,6 +69,16 @@ def test_the_least_budget_that_the_refusal_names_is_taken(path, name):
     load(path, config)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without GPUs")
+def test_a_gpu_that_is_not_there_is_refused_by_the_engine_alone(path):
+    config = EngineConfig(device="cuda", kv_cache_bytes=1 << 30)
+
+    check_budgets(path, config)  # the hosts of the engines may have one
+
+    with pytest.raises(ConfigError, match=r"engine\.device is 'cuda', .* sees no GPU here"):
+        ModelRunner.load(str(path), config)
+
+
 def test_a_budget_that_another_device_may_take_is_left_to_the_engines(path):
     # float32 on a CPU, and the checkpoint's bfloat16 on a GPU
     half = 64 * kv_bytes_per_token(read_model_spec(path), torch.bfloat16)

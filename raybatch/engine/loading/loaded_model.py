@@ -238,10 +238,18 @@ def resolve(
 
 
 def pick_device(config: EngineConfig) -> torch.device:
-    """Return the device that the options name; "auto" takes a GPU where there is one.
+    """Return the device of an engine on this host; ConfigError: there is no such device."""
+    device = _named_device(config)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"engine.device is {config.device!r}, and torch {torch.__version__} sees no GPU "
+            "here; leave it out, or install a torch for CUDA where the engines run"
+        )
+    return device
 
-    Raises ConfigError: there is no such device.
-    """
+
+def _named_device(config: EngineConfig) -> torch.device:
+    """Return the device that the options name; "auto" takes a GPU where there is one."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -269,7 +277,7 @@ def check_budgets(model_path: Path, config: EngineConfig) -> None:
     a block.
     """
     spec = read_model_spec(model_path)
-    devices = [pick_device(config)]
+    devices = [_named_device(config)]
     if config.device == "auto":
         devices.append(torch.device("cpu" if devices[0].type == "cuda" else "cuda"))
     refusals: list[ConfigError | CapacityError] = []
