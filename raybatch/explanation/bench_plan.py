@@ -100,11 +100,7 @@ class PlanReport:
         bounds = {planned.target.bound for planned in self.phases.values()}
         if tokens is not None and "device memory" not in bounds:
             tokens = max(tokens, self.max_batched_tokens)
-        return {
-            "max_batched_tokens": tokens,
-            "attn_batch_tokens": self.steps.attn_batch_tokens,
-            "moe_batch_tokens": None,
-        }
+        return {"max_batched_tokens": tokens, "attn_batch_tokens": self.steps.attn_batch_tokens}
 
     def to_text(self) -> str:
         """Return the plan in lines for people, printable ASCII only."""
@@ -126,7 +122,7 @@ class PlanReport:
         return json.dumps(fields, indent=1)
 
     def _summary(self) -> Section:
-        options, shape = self.options(), self.profile.model
+        options, shape, layer = self.options(), self.profile.model, self.profile.model.layer
         # as YAML and --set read it
         assigned = ", ".join(
             f"{name}={'null' if value is None else value}" for name, value in options.items()
@@ -147,9 +143,8 @@ class PlanReport:
                 "it measured, so that times are too long; measure again with --fresh"
             )
         experts = "without experts"
-        if shape.layer.num_experts > 1:
-            top_k = full(shape.layer.top_k)
-            experts = f"of {full(shape.layer.num_experts)} experts, {top_k} for a token"
+        if layer.num_experts > 1:
+            experts = f"of {full(layer.num_experts)} experts, {full(layer.top_k)} for a token"
         rows = f"{full(self.row.prompt_tokens)} prompt and {full(self.row.output_tokens)} output"
         facts = [
             ("model", f"{count(shape.num_layers, 'layer')} {experts}, {self.dtype}"),
@@ -280,18 +275,15 @@ def _memory(model: LoadedModel, config: EngineConfig, shape: ModelShape) -> Memo
 def _on_device(planned: PlannedBatches) -> PricedPlan | None:
     """Return the best plan that the engine can carry out; None where the device holds none."""
     every = (planned.search.best, *planned.search.runners_up)
-    own = (p for p in every if p.plan.parameter_buffers is None and not p.plan.has_kv_on_host)
-    return next(own, None)
+    return next((p for p in every if not (p.plan.parameter_buffers or p.plan.has_kv_on_host)), None)
 
 
 def _phase_json(planned: PlannedBatches) -> dict[str, Any]:
     search = planned.search
-    best, *others = (
-        asdict(one) | {"token_s": one.token_s} for one in (search.best, *search.runners_up)
-    )
+    plans = [asdict(one) | {"token_s": one.token_s} for one in (search.best, *search.runners_up)]
     return {
-        "best": best,
-        "runners_up": others,
+        "best": plans[0],
+        "runners_up": plans[1:],
         "target": asdict(planned.target),
         "num_considered": search.num_considered,
         "num_infeasible": search.num_infeasible,
@@ -372,14 +364,14 @@ def plan_section(
         facts.append(("experts", f"kept busy by {count(target.saturated_tokens, 'token')}{limit}"))
     errors = percent(costs.attention.fit_error), percent(costs.ffn.fit_error)
     facts.append(("fit error", "{} of attention, {} of the feed-forward block".format(*errors)))
-    considered = (
-        f"{count(result.num_considered, 'plan')} considered, of which memory does not hold "
-        f"{full(result.num_infeasible)}"
-    )
+    considered = f"{count(result.num_considered, 'plan')} considered, of which memory does not hold"
     # of one way there is nothing to compare
     table = _table([best, *result.runners_up], residence) if result.runners_up else None
     return Section(
-        title=f"Batch plan, {phase}", facts=tuple(facts), table=table, notes=(considered,)
+        title=f"Batch plan, {phase}",
+        facts=tuple(facts),
+        table=table,
+        notes=(f"{considered} {full(result.num_infeasible)}",),
     )
 
 
