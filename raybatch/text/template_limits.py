@@ -74,7 +74,7 @@ class Budget(threading.local):
     def spend(self, value: Any) -> Any:  # noqa: ANN401 - whatever a template makes
         """Return a value that was made, counted; raise TemplateLimitError where it is too much."""
         self.step()
-        self.chars += _size(value)
+        self.chars += len(value) if type(value) is str and len(value) <= MAX_CHARS else _size(value)
         if self.chars > MAX_TOTAL_CHARS:
             raise TemplateLimitError(f"it makes more than {MAX_TOTAL_CHARS:,} characters")
         return value
@@ -117,7 +117,8 @@ def check_operator(operator: str, left: object, right: object) -> None:
             text = left.decode("latin-1") if isinstance(left, bytes) else left
             _check_format(text, _PERCENT_FIELD, [right])
     elif operator == "+":
-        if not isinstance(left, int | float) and not isinstance(right, int | float):
+        # of two texts that fit the sum is counted when it is made
+        if not isinstance(left, str | int | float):
             _fits(_size(left) + _size(right))
     elif isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() + right.bit_length()
