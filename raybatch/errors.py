@@ -156,14 +156,14 @@ def shell_path(path: str) -> str:
     return shlex.quote(path.removeprefix("file://"))
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
+def nearest_name(name: object, known: Iterable[str]) -> str | None:
     """Return the known name nearest to `name`, in letters of either case; None if none is near."""
     folded = {other.casefold(): other for other in sorted(known)}
-    matches = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.6)
     return folded[matches[0]] if matches else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the known name nearest to `name`, else ""."""
     nearest = nearest_name(name, known)
     return "" if nearest is None else f" (did you mean {nearest!r}?)"

@@ -110,6 +110,14 @@ def test_option_below_a_plain_value_is_a_config_error(job_file):
         job_mapping(job_file, {"stage.model.name": "x"})
 
 
+def test_an_option_that_a_job_file_leaves_empty_takes_options(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("source: in\nlimits:\nstage:\n  model: m\n  pool:\n")
+    mapping = job_mapping(path, {"limits.max_tokens": 5, "stage.pool.replicas": 1})
+    assert mapping["limits"] == {"max_tokens": 5}
+    assert mapping["stage"] == {"model": "m", "pool": {"replicas": 1}}
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

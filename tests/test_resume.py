@@ -304,9 +304,22 @@ def test_cut_rows_are_asked_again_with_more_tokens(model, tmp_path):
     assert set(table.column("attempts").to_pylist()) == {3}
 
 
+def test_a_row_whose_own_options_do_not_fit_a_wave_keeps_its_answer(model, tmp_path):
+    write_source(tmp_path, lengths=[2 + i % 3 for i in range(NUM_ROWS)])
+    # rows of 4 tokens must have 4, and the wave allows 3
+    waves = [{"on": "truncated", "sampling": {"max_tokens": 3}}]
+    overrides = {"max_tokens": "most", "min_tokens": "most"}
+    stage = fake_stage(model, prompt="{text}", overrides=overrides, replicas=1)
+    job = local_job(tmp_path / "in", tmp_path / "out", stage, plan=PLANS["small"], waves=waves)
+    check_output(tmp_path / "out", job.run(progress=lambda *_: None))
+    table = pq.read_table(tmp_path / "out", columns=["most", "num_generated_tokens"])
+    assert {(2, 3), (3, 3), (4, 4)} == {tuple(row.values()) for row in table.to_pylist()}
+
+
 @pytest.mark.parametrize(
     ("waves", "message"),
     [
+        ([{"on": "truncated", "sampling": {"min_tokens": 99}}], "of the stage, .*min_tokens"),
         ([{"on": "tired", "sampling": {"max_tokens": 5}}], "must name statuses of truncated"),
         ([{"on": "truncated", "sampling": {"n": 2}}], "other than n and logprobs"),
         ([{"on": "truncated", "sampling": {"max_tokens": 0}}], "max_tokens"),

@@ -15,6 +15,8 @@ from raybatch.records.types import Sampling
         {"ignore_eos": "no"},
         {"stop": 5},
         {"stop_token_ids": ["a"]},
+        {"stop_token_ids": [10**23]},
+        {"stop_token_ids": [1 << 31]},
         {"top_p": 0},
     ],
     ids=str,

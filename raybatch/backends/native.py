@@ -92,6 +92,7 @@ NATIVE = BackendType(
     ),
     max_model_len=_max_model_len,
     package="torch",
+    packages=("raybatch", "torch"),
     missing=(
         "the native backend needs torch, which is not installed here: pip install "
         "'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"

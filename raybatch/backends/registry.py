@@ -12,7 +12,7 @@ from raybatch.backends.native import NATIVE
 from raybatch.backends.openai import OPENAI
 from raybatch.backends.transformers import TRANSFORMERS
 from raybatch.backends.vllm import VLLM
-from raybatch.backends.vllm.meanings import NATIVE_ONLY
+from raybatch.backends.vllm.args import native_options
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency, did_you_mean
 from raybatch.text.text_files import check_template, check_tokenizer
@@ -65,7 +65,8 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
         backend = replace(backend, kind="native")
     of_kind = type_of(backend)
     if backend.task not in of_kind.tasks:
-        able = [repr(k) for k, t in BACKENDS.items() if k != "fake" and backend.task in t.tasks]
+        real = (each for each in BACKENDS.values() if each.has_weights or each.is_endpoint)
+        able = [repr(each.kind) for each in real if backend.task in each.tasks]
         raise ConfigError(
             f"the {backend.kind} backend {of_kind.makes}; task {backend.task!r} needs "
             f"backend={' or '.join(able)}"
@@ -78,14 +79,11 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
                 "return_tool_calls make columns of that"
             )
     if of_kind.refuses_native_options:
-        defaults = EngineConfig()
-        for name in (name for names, _ in NATIVE_ONLY for name in names):
-            # what is switched off is no different from what is not there
-            if getattr(engine, name) not in (getattr(defaults, name), None, False, 0):
-                raise ConfigError(
-                    f"engine.{name} is an option of the native engine, and the {backend.kind} "
-                    "backend has no such; leave it out"
-                )
+        if names := native_options(engine):
+            raise ConfigError(
+                f"engine.{names[0]} is an option of the native engine, and the {backend.kind} "
+                "backend has no such; leave it out"
+            )
         if engine.kv_cache_dtype != "auto":
             raise ConfigError(
                 f"engine.kv_cache_dtype is an option of the native engine and of vLLM; the "

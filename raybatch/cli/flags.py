@@ -211,7 +211,7 @@ def _put(mapping: dict[str, Any], path: str, value: object) -> None:
     for depth, name in enumerate(parents):
         above, inner = ".".join(parents[: depth + 1]), mapping.get(name)
         if not isinstance(inner, dict):
-            if name in mapping and above not in _SHORT_FORMS:
+            if inner is not None and above not in _SHORT_FORMS:
                 raise ConfigError(f"option {above!r} holds no options: {path}")
             inner = {} if inner is None else {_SHORT_FORMS[above]: inner}
         mapping[name] = inner

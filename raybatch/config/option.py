@@ -162,7 +162,7 @@ def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in mapping:
         if name not in fields:
-            raise ConfigError(f"{where}: unknown option {name!r}{did_you_mean(str(name), fields)}")
+            raise ConfigError(f"{where}: unknown option {name!r}{did_you_mean(name, fields)}")
     for name, field in fields.items():
         is_needed = field.default is field.default_factory is dataclasses.MISSING
         if is_needed and name not in mapping:
@@ -260,7 +260,10 @@ def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN40
             return f"{range_text(f'{lowest} {most}', value)}, such as 0.01"
         return range_text(f"at least {least}" if above is None else f"above {above}", value)
     names = {bool: "true or false", str: "a text"}
-    return names.get(kind, "a mapping" if get_origin(kind) in (dict, Mapping) else "a list")
+    if get_origin(kind) is tuple and get_args(kind)[0] is str:
+        return "a list of texts"
+    is_mapping = dataclasses.is_dataclass(kind) or get_origin(kind) in (dict, Mapping)
+    return names.get(kind, "a mapping" if is_mapping else "a list")
 
 
 def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401

@@ -58,7 +58,8 @@ def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Stor
 
     `sleep` waits for so many seconds before a request is sent again.
     """
-    fs, root = fsspec.core.url_to_fs(uri)
+    with error_context(f"{uri!r} cannot be reached"):
+        fs, root = fsspec.core.url_to_fs(uri)
     if isinstance(fs, LocalFileSystem):
         return LocalStore(root)
     return Repeating(ObjectStore(uri), sleep=sleep)
@@ -80,8 +81,9 @@ def real_path(fs: fsspec.AbstractFileSystem, path: str) -> str:
 
 def is_below(folder: str, other: str) -> bool:
     """Return whether a folder is `other` or lies below it, by whatever links it is named."""
-    fs, path = fsspec.core.url_to_fs(folder)
-    other_fs, root = fsspec.core.url_to_fs(other)
+    with error_context(f"{folder!r} cannot be reached"):
+        fs, path = fsspec.core.url_to_fs(folder)
+        other_fs, root = fsspec.core.url_to_fs(other)
     path, root = real_path(fs, path), real_path(other_fs, root)
     return bool(fs == other_fs) and f"{path.rstrip('/')}/".startswith(f"{root.rstrip('/')}/")
 

@@ -11,6 +11,8 @@ from raybatch.text.stopping import StopChecker
 
 Finish = tuple[int, FinishReason, str | int | None]
 _NO_TOKEN = -1  # pads rows of stop token ids; no token has this id
+# stop token ids of a sequence up to which they are compared as an array, over all sequences
+_MAX_COLUMNS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,18 +75,16 @@ class FinishRules:
         self._ignores_eos = np.zeros(max_slots, np.bool_)
         self._has_stop_strings = np.zeros(max_slots, np.bool_)
         self._min_tokens = np.zeros(max_slots, np.int64)
-        self._stop_ids = np.full((max_slots, 1), _NO_TOKEN, np.int64)
+        self._stop_ids = np.full((max_slots, _MAX_COLUMNS), _NO_TOKEN, np.int64)
+        self._many_stop_ids: dict[int, frozenset[int]] = {}
 
     def add(self, slot: int, sampling: Sampling, generated: TokenIds) -> None:
         """Take a sequence into an empty slot; `generated` are its tokens so far."""
-        num_ids = len(sampling.stop_token_ids)
-        num_columns = self._stop_ids.shape[1]
-        if num_ids > num_columns:
-            wider = np.full((len(self._stop_ids), num_ids), _NO_TOKEN, np.int64)
-            wider[:, :num_columns] = self._stop_ids
-            self._stop_ids = wider
+        stop_ids = sampling.stop_token_ids
+        if len(stop_ids) > _MAX_COLUMNS:
+            self._many_stop_ids[slot], stop_ids = frozenset(stop_ids), ()
         self._stop_ids[slot] = _NO_TOKEN
-        self._stop_ids[slot, :num_ids] = sampling.stop_token_ids
+        self._stop_ids[slot, : len(stop_ids)] = stop_ids
         self._ignores_eos[slot] = sampling.ignore_eos
         self._min_tokens[slot] = sampling.min_tokens
         self._has_stop_strings[slot] = bool(sampling.stop)
@@ -94,6 +94,7 @@ class FinishRules:
                 self._stop_checker.check(slot, token_id)
 
     def remove(self, slot: int) -> None:
+        self._many_stop_ids.pop(slot, None)
         if self._has_stop_strings[slot]:
             self._stop_checker.remove(slot)
             self._has_stop_strings[slot] = False
@@ -108,7 +109,10 @@ class FinishRules:
         """
         may_stop = num_generated >= self._min_tokens[slots]
         is_eos = np.isin(token_ids, self._eos_token_ids) & ~self._ignores_eos[slots] & may_stop
-        is_stop = (token_ids[:, None] == self._stop_ids[slots]).any(axis=1) & may_stop
+        is_stop = (token_ids[:, None] == self._stop_ids[slots]).any(axis=1)
+        for slot, stop_ids in self._many_stop_ids.items():
+            is_stop |= (slots == slot) & np.isin(token_ids, list(stop_ids))
+        is_stop &= may_stop
         is_full = num_generated >= max_generated
         has_strings = self._has_stop_strings[slots]
         finished: list[Finish] = []

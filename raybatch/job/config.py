@@ -1,7 +1,7 @@
 """The options of a job as a frozen, validated record, and where they are read from."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from raybatch.config.option import (
     is_default,
     options,
 )
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.schemas import SchemaPolicy
 from raybatch.policy.executor import ExecutorName
 from raybatch.rows.options import StageConfig
@@ -108,6 +108,11 @@ class JobConfig:
                 f"{name} is about generated tokens, and task {self.stage.task!r} generates "
                 "none; leave it out"
             )
+        for wave in self.waves:
+            try:
+                replace(self.stage.sampling, **wave.sampling)
+            except ConfigError as error:
+                raise ConfigError(f"waves: with those of the stage, {error}") from error
         if len(set(self.partition_by)) < len(self.partition_by):
             raise ConfigError(
                 f"partition_by must name each column once, got {list(self.partition_by)!r}"
@@ -150,7 +155,9 @@ def job_config(given: Mapping[str, Any], *, where: str = "Job") -> JobConfig:
 def _column_names(columns: object, where: str) -> tuple[str, ...] | None:
     if columns is None:
         return None
-    names = columns.split(",") if isinstance(columns, str) else columns
+    names = columns
+    if isinstance(columns, str):
+        names = [name.strip() for name in columns.split(",") if name.strip()]
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{where} must be a list of names, got {columns!r}")
     return tuple(names)
@@ -233,8 +240,8 @@ def read_job_file(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: there is no such job file") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder; a dataset is given by --input") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    except Exception as error:  # each file system has errors of its own
+        raise ConfigError(f"{path}: cannot be read as YAML: {error_text(error)}") from error
     if not isinstance(mapping, dict):
         raise ConfigError(f"{path}: a job file holds options, such as source: prompts/")
     return mapping

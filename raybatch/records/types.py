@@ -96,6 +96,11 @@ class Sampling:
             ("n", 1 <= self.n <= MAX_SAMPLES, f"at least 1 and at most {MAX_SAMPLES}"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "None or at least 0"),
             ("stop", all(self.stop), "free of empty strings"),
+            (
+                "stop_token_ids",
+                all(abs(token_id) < 1 << 31 for token_id in self.stop_token_ids),
+                "token ids of 32 bits",
+            ),
         )
         for name, is_valid, allowed in ranges:
             value = getattr(self, name)

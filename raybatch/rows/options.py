@@ -167,7 +167,7 @@ class StageConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a path or a hub id, got {self.model!r}")
-        if self.chat not in (True, False, "auto"):
+        if not isinstance(self.chat, bool) and self.chat != "auto":
             raise ConfigError(f"chat must be True, False or 'auto', got {self.chat!r}")
         _check_inputs(self)
         _check_tools(self)

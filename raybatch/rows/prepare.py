@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from raybatch.actors.wire.columns import request_table
-from raybatch.records.types import Sampling
+from raybatch.errors import ConfigError
+from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.batches import large_rows, python_values
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import PlannedRows
@@ -104,7 +105,7 @@ def prepare(
             fixed=config.fixed_options,
         )
     if changes is not None:
-        samplings = [s if isinstance(s, str) else replace(s, **changes) for s in samplings]
+        samplings = [_changed(sampling, changes) for sampling in samplings]
     checked = partial(_checked, config=config, max_model_len=max_model_len)
     prompts = [checked(*pair) for pair in zip(prompts, samplings, strict=True)]
     row_ids, prompts = _identify(table, config, prompts)
@@ -208,6 +209,16 @@ def _checked(
     )
 
 
+def _changed(sampling: Sampling | str, changes: Mapping[str, Any]) -> Sampling | str:
+    """Return options with others that win; an error text where the two do not fit together."""
+    if isinstance(sampling, str):
+        return sampling
+    try:
+        return replace(sampling, **changes)
+    except ConfigError as error:
+        return describe_error("InvalidSampling", f"retried with other options: {error}")
+
+
 def _identify(
     table: pa.Table, config: StageConfig, prompts: Sequence[Prompt]
 ) -> tuple[list[str], list[Prompt]]:
@@ -225,9 +236,11 @@ def _identify(
 def _fitting(sampling: Sampling | str, prompt: Prompt, max_model_len: int | None) -> Sampling:
     """Bound the output by the context, so that every backend ends such a row as "length"."""
     assert isinstance(sampling, Sampling), "a row with bad options is no request"
-    if max_model_len is None or prompt.token_ids is None or sampling is POOLED:
+    if sampling is POOLED:
         return sampling
-    room = max_model_len - len(prompt.token_ids)
+    room = UNBOUNDED_TOKENS
+    if max_model_len is not None and prompt.token_ids is not None:
+        room = max_model_len - len(prompt.token_ids)
     if sampling.max_tokens <= room:
         return sampling
     return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))

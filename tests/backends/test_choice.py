@@ -45,6 +45,13 @@ def test_options_of_the_native_engine_choose_it():
     assert native_options(EngineConfig(max_num_seqs=3, kv_cache_bytes=1)) == ()
 
 
+def test_an_option_that_is_switched_off_chooses_nothing():
+    off = EngineConfig(
+        host_kv_bytes=0, speculative_tokens=0, cuda_graphs=False, attn_batch_tokens=None
+    )
+    assert native_options(off) == ()
+
+
 def test_nobody_is_asked_for_vllm_where_it_does_not_decide():
     def asked():
         raise AssertionError("asked")

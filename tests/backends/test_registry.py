@@ -8,6 +8,7 @@ import pytest
 from raybatch.backends import registry
 from raybatch.backends.base import BackendType
 from raybatch.backends.choice import gpus_of_engine
+from raybatch.backends.cost_cache import cost_model_path
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.backends.registry import BACKENDS, create_backend, type_of
 from raybatch.config import BackendConfig, EngineConfig
@@ -70,6 +71,9 @@ def test_a_backend_is_added_by_one_record(echo):
     request = Request(request_id=0, row_id="a", prompt_token_ids=prompt, sampling=Sampling())
     backend.submit([request])
     assert backend.num_unfinished() == 1
+    assert cost_model_path("demo", echo, EngineConfig()) != cost_model_path(
+        "demo", BackendConfig(kind="native"), EngineConfig()
+    )
 
 
 @pytest.mark.parametrize(

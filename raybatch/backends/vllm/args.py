@@ -51,7 +51,13 @@ class VllmOptions:
 
 def native_options(engine: EngineConfig) -> tuple[str, ...]:
     """Return the names of the options that were changed and that only the native engine has."""
-    return tuple(name for names, _ in NATIVE_ONLY for name in names if not is_default(engine, name))
+    # what is switched off is no different from what is not there
+    return tuple(
+        name
+        for names, _ in NATIVE_ONLY
+        for name in names
+        if getattr(engine, name) and not is_default(engine, name)
+    )
 
 
 def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
@@ -72,7 +78,7 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             f"parsers read text, and task {backend.task!r} makes none; leave them out"
         )
     for names, way_out in NATIVE_ONLY:
-        if any(not is_default(engine, name) for name in names):
+        if not set(native_options(engine)).isdisjoint(names):
             changed = " and ".join(f"engine.{name}" for name in names)
             are = "are options" if len(names) > 1 else "is an option"
             raise ConfigError(f"{changed} {are} of the native engine; {way_out}")
