@@ -170,9 +170,6 @@ def _sampling(body: Mapping[str, Any], defaults: Sampling, max_tokens: Any) -> d
         options["structured_outputs"] = constraint
     if isinstance(options.get("stop"), str):
         options["stop"] = [options["stop"]]
-    ids = options.get("stop_token_ids", [])
-    if not isinstance(ids, list) or not all(map(_is_id, ids)):
-        raise _bad("stop_token_ids", f"stop_token_ids must be a list of token ids, got {ids!r}")
     # all tokens, as vLLM writes it
     if options.get("top_k") in (0, -1):
         del options["top_k"]

@@ -11,7 +11,7 @@ import pytest
 from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 
 from raybatch.durable import stores
-from raybatch.durable.storage import ObjectStore, Repeating, open_store
+from raybatch.durable.storage import ObjectStore, Repeating, is_below, open_store
 from raybatch.errors import ConfigError
 
 
@@ -259,3 +259,10 @@ def test_an_unknown_kind_of_store_is_not_trusted(tmp_path):
     store = ObjectStore(f"file://{tmp_path}")
     assert not store.is_exclusive
     assert [True, False] == [store.create("x/a", data) for data in (b"one", b"two")]
+
+
+def test_a_place_whose_driver_is_not_there_is_refused_by_name():
+    with pytest.raises(ConfigError, match="'nowhere://a/b' cannot be reached"):
+        open_store("nowhere://a/b")
+    with pytest.raises(ConfigError, match="'nowhere://a' cannot be reached"):
+        is_below("nowhere://a", "/b")

@@ -11,7 +11,7 @@ from raybatch.actors.wire.columns import RequestReader
 from raybatch.backends.openai.options import openai_options
 from raybatch.errors import ConfigError
 from raybatch.planning.fingerprint import fingerprint
-from raybatch.records.types import Sampling
+from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.plan_columns import prompt_columns, take_off, with_columns
 from raybatch.rows.prepare import find_copies, prepare
 from raybatch.rows.prompt import Prompt
@@ -145,6 +145,16 @@ def test_requests_carry_what_is_sent():
     (one, two) = RequestReader(prepared.requests, prepared.samplings).read(0, 2, 0)
     assert one.payload == {"messages": [{"role": "user", "content": "one"}]}
     assert two.payload == {"messages": [{"role": "user", "content": "two"}]}
+
+
+def test_an_output_length_beyond_any_number_is_bounded_where_no_model_says_one():
+    table = TEXTS.append_column("s", pa.array(['{"max_tokens": 1' + "0" * 23 + "}", None]))
+    config = config_of(prompt="{text}", sampling_column="s")
+    reader = PromptReader(config, load_tokenizer(config, None))
+    prepared = prepare(table, config=config, reader=reader, max_model_len=None)
+    (one, two) = RequestReader(prepared.requests, prepared.samplings).read(0, 2, 0)
+    assert one.sampling.max_tokens == UNBOUNDED_TOKENS
+    assert two.sampling == config.sampling
 
 
 @pytest.mark.parametrize(
