@@ -124,8 +124,13 @@ def test_rows_without_a_constraint_are_as_alone(make):
 
 @pytest.mark.parametrize(
     ("constraint", "words"),
-    [({"regex": "(a"}, "parenthesis"), ({"json": {"type": "strng"}}, "strng")],
-    ids=["regex", "schema"],
+    [
+        ({"regex": "(a"}, "parenthesis"),
+        ({"json": {"type": "strng"}}, "strng"),
+        ({"json": {"$ref": "#"}}, "no answer can follow them"),
+        ({"grammar": "root ::= root"}, "no answer can follow them"),
+    ],
+    ids=["regex", "schema", "endless schema", "endless grammar"],
 )
 def test_a_bad_constraint_is_an_error_row_and_harms_no_other(make, constraint, words):
     backend = make()

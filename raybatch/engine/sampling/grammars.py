@@ -108,9 +108,9 @@ class GrammarSlots:
         compiled = self._compiled.get(text)
         if compiled is None:
             grammar = _grammar(text)
-            if self._compiler is None:
-                import xgrammar
+            import xgrammar
 
+            if self._compiler is None:
                 info = xgrammar.TokenizerInfo.from_huggingface(
                     self._load_tokenizer(),
                     vocab_size=self._vocab_size,
@@ -118,6 +118,10 @@ class GrammarSlots:
                 )
                 self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
             compiled = self._compiler.compile_grammar(grammar)
+            first = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+            xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(first)
+            if not first.any():
+                raise ValueError("no answer can follow them")
             self._compiled[text] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
