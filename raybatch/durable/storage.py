@@ -68,7 +68,7 @@ def open_store(uri: str, *, sleep: Callable[[float], None] = time.sleep) -> Stor
 def store_of(sink: str) -> Store:
     """Return the store of a sink: one in a process, because a new one probes the bucket."""
     # a relative path means another folder where the process has changed its own
-    return _store_at(sink if "://" in sink else os.path.abspath(sink))
+    return _store_at(sink if "://" in sink else os.path.abspath(os.path.expanduser(sink)))
 
 
 _store_at = lru_cache(maxsize=8)(open_store)

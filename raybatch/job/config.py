@@ -152,6 +152,14 @@ def job_config(given: Mapping[str, Any], *, where: str = "Job") -> JobConfig:
     return from_mapping(JobConfig, values, where=where)
 
 
+def _path(path: object, where: str) -> str:
+    if not isinstance(path, str | Path) or not str(path):
+        raise ConfigError(
+            f"{where} must be a path or a URI, got {path!r}; several files are a folder or a glob"
+        )
+    return str(path)
+
+
 def _column_names(columns: object, where: str) -> tuple[str, ...] | None:
     if columns is None:
         return None
@@ -200,6 +208,8 @@ def _plan_config(plan: object, where: str) -> PlanConfig:
 
 
 _FORMS: Mapping[str, Callable[[Any, str], object]] = {
+    "source": _path,
+    "sink": _path,
     "plan": _plan_config,
     "limits": _limit_config,
     "waves": _wave_configs,

@@ -118,15 +118,7 @@ class Job:
     ) -> None:
         if not (isinstance(stage, type) and issubclass(stage, StageFeeder)):
             raise ConfigError(f"stage must be what LLMStage(...) returned, got {stage!r}")
-        for name, path in (("source", source), ("sink", sink)):
-            if not isinstance(path, str | Path) or not str(path):
-                raise ConfigError(
-                    f"{name} must be a path or a URI, got {path!r}; several files are a folder or "
-                    "a glob"
-                )
-        self.config = job_config(
-            {"source": str(source), "sink": str(sink), "stage": stage.config, **options}
-        )
+        self.config = job_config({"source": source, "sink": sink, "stage": stage.config, **options})
         self._stage = stage
 
     @classmethod

@@ -72,16 +72,22 @@ def check_unique_ids(source: Source, column: str) -> None:
     """
     if column not in source.schema.names:
         raise ConfigError(f"id_column {column!r} is not in the source: {source.schema.names}")
-    num_nulls = row = 0
+    num_nulls = row = first_null = 0
     with RepeatedIds(source.num_rows) as seen:
         for ids in _ids(source, column):
+            if ids.null_count and not num_nulls:
+                first_null = row + ids.is_null().index(True).as_py()
             num_nulls += ids.null_count
             if not num_nulls:
                 seen.add(_comparable(ids, column), first_row=row)
             row += len(ids)
         repeated = seen.repeated()
     if num_nulls:
-        raise ConfigError(f"id_column {column!r} is null in {num_nulls} rows of the source")
+        raise ConfigError(
+            f"id_column {column!r} is null in {num_nulls} rows of the source, for example in "
+            f"{_place(source.slices, first_null)}; fill it in, or leave id_column out to use file "
+            "and position"
+        )
     if repeated.first is not None:
         raise ConfigError(
             f"id_column {column!r} has {repeated.num_ids} ids on more than one row, for example "

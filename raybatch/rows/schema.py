@@ -118,9 +118,8 @@ class OutputSchema:
                 continue
             if name != id_column or name != self.prefix + ROW_ID:
                 raise ConfigError(
-                    f"the input already has a column {name!r}, which the stage writes; rename it "
-                    f"(ds.rename_columns), or set output_prefix where the stage has that option "
-                    f"(for example LLMStage(..., output_prefix='answer_'))"
+                    f"the input already has a column {name!r}, which the stage writes; rename it, "
+                    "or set output_prefix (--set output_prefix=answer_ in a shell)"
                 )
             if (kind := user.field(name).type) != pa.string():
                 raise ConfigError(

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from raybatch.backends.vllm.args import VllmOptions
+from raybatch.backends.vllm.args import ENGINE_ARGS, VllmOptions
+from raybatch.backends.vllm.meanings import MEANINGS, Meaning
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
 from raybatch.errors import ConfigError, nearest_name
 from raybatch.records.pooling import pooling_of
@@ -12,6 +13,8 @@ from raybatch.records.types import Sampling
 from raybatch.rows.options import PROMPT_OPTIONS, StageConfig
 
 _OUTER: Mapping[str, Any] = {"sampling": Sampling, "engine": EngineConfig, "pool": PoolConfig}
+# what options of other libraries are here
+_MEANT = {"concurrency": "pool.replicas", "batch_size": "engine.max_num_seqs"}
 
 
 def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> StageConfig:
@@ -40,6 +43,8 @@ def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> S
             what = f"{where}: {name} must be a {cls.__name__} or a mapping"
             raise ConfigError(f"{what}, got {value!r}")
         listed = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+        for key in ENGINE_ARGS.intersection(listed).difference(f.name for f in fields(cls)):
+            raise ConfigError(f"{where}: {name}: unknown option {key!r}{_suggestion(key, known)}")
         values[name] = from_mapping(cls, listed, where=f"{where}: {name}")
     if task != "generate":
         values["backend"] = replace(values["backend"], task=task)
@@ -57,5 +62,11 @@ def _suggestion(name: str, known: set[str]) -> str:
     """Say which option may be meant; those that lie deeper are named with where they lie."""
     nested = {f.name: f"{option}.{f.name}" for option, cls in _OUTER.items() for f in fields(cls)}
     nested |= {f.name: f"backend.options.{f.name}" for f in fields(VllmOptions)}
+    if ours := _MEANT.get(name):
+        return f"; raybatch has {ours!r} for it"
+    if name in ENGINE_ARGS and name not in nested:
+        ours = MEANINGS.get(name, Meaning()).ours
+        path = f"engine.{ours}" if ours else f"backend.options.engine_kwargs.{name}"
+        return f"; of vLLM, set {path!r}" + ("" if ours else " and backend.kind 'vllm'")
     nearest = nearest_name(name, [*nested, *known])
     return "" if nearest is None else f" (did you mean {nested.get(nearest, nearest)!r}?)"

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # of a relative path: what is wrong with it, and another way out
 _UNKNOWN = ", and the hosts of the cluster do not have it"
 _IF_RELATIVE = {
-    "source": (_UNKNOWN, ", or send the folder that holds it with --working-dir"),
+    "source": (_UNKNOWN, ", or send the folder that holds it with raybatch submit --working-dir"),
     "sink": (": it would be written into a temporary folder of the cluster and lost", ""),
     "model": (_UNKNOWN, ", or name one of the model hub"),
 }

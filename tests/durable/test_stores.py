@@ -11,7 +11,7 @@ import pytest
 from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 
 from raybatch.durable import stores
-from raybatch.durable.storage import ObjectStore, Repeating, is_below, open_store
+from raybatch.durable.storage import ObjectStore, Repeating, is_below, open_store, store_of
 from raybatch.errors import ConfigError
 
 
@@ -259,6 +259,11 @@ def test_an_unknown_kind_of_store_is_not_trusted(tmp_path):
     store = ObjectStore(f"file://{tmp_path}")
     assert not store.is_exclusive
     assert [True, False] == [store.create("x/a", data) for data in (b"one", b"two")]
+
+
+def test_a_home_folder_is_the_same_in_every_form(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert store_of("~/out").uri == open_store("~/out").uri == open_store(f"{tmp_path}/out").uri
 
 
 def test_a_place_whose_driver_is_not_there_is_refused_by_name():

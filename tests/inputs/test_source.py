@@ -69,7 +69,7 @@ def test_id_column_that_cannot_be_compared_is_refused(tmp_path):
 def test_id_column_that_one_json_file_lacks_is_null_there(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
     (tmp_path / "b.jsonl").write_text('{"x": 1, "id": "b"}\n')
-    with pytest.raises(ConfigError, match="is null in 1 rows"):
+    with pytest.raises(ConfigError, match="is null in 1 rows of the source, for example in a"):
         check_unique_ids(scan_source(str(tmp_path)), "id")
 
 
@@ -86,7 +86,10 @@ def test_pickled_objects_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [(["a", None], "is null in 1 rows"), (["a", "a"], "has 1 ids on more than one row.* 'a' in a")],
+    [
+        (["a", None], "is null in 1 rows of the source, for example in a.*:1;"),
+        (["a", "a"], "has 1 ids on more than one row.* 'a' in a"),
+    ],
 )
 def test_bad_ids_are_refused(tmp_path, ids, message):
     write_parquet(tmp_path / "a.parquet", pa.table({"id": ids}))

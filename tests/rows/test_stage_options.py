@@ -29,6 +29,25 @@ def test_unknown_option_is_told_where_the_one_that_is_meant_lies(name, meant):
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"concurrency": 2}, "raybatch has 'pool.replicas' for it"),
+        ({"batch_size": 2}, "raybatch has 'engine.max_num_seqs' for it"),
+        (
+            {"tensor_parallel_size": 2},
+            "set 'backend.options.engine_kwargs.tensor_parallel_size' and backend.kind 'vllm'",
+        ),
+        ({"engine": {"tensor_parallel_size": 2}}, "engine_kwargs.tensor_parallel_size' and"),
+        ({"engine": {"kv_cache_memory_bytes": 2}}, "of vLLM, set 'engine.kv_cache_bytes'$"),
+    ],
+    ids=str,
+)
+def test_an_option_that_has_another_name_elsewhere_is_told_what_it_is_here(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLMStage("m", **options)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"prompt": "{a", "chat": False},
