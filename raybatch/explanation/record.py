@@ -212,7 +212,7 @@ def _sharing_section(explanation: Explanation) -> Section:
             f"{count(tree.num_nodes, 'prefix', 'prefixes')}; a row has "
             f"{full(tree.mean_prefix_len)} tokens in them and {full(tree.mean_distinct_len)} of "
             f"its own; {tree.mean_sharing_degree:.1f} rows share a token"
-            f"{', copies counted' if has_copies else ''}"
+            f"{', identical rows included' if has_copies else ''}"
         )
         drawn = draw_icicle(explanation.boxes, num_rows=tree.num_rows)
     facts = [("sharing", shared)]

@@ -237,7 +237,8 @@ def _broken(path: str, number: int, line: bytes, reason: str) -> BadFileError:
     where = f"line {number}: {reason}"
     return BadFileError(
         f"source file {safe_text(path)}, {where}: {shown!r}; every line must be one JSON object "
-        "whose values have the types of the lines before: mend or remove the line",
+        "whose values have the types of the lines before: mend or remove the line (skip_bad_files "
+        "leaves out the file)",
         where,
     )
 

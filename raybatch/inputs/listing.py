@@ -185,7 +185,7 @@ def list_files(source: str, *, has_columns: bool = False) -> list[ListedFile]:
         why = ", which was read as a pattern because there is no such file or folder,"
         raise ConfigError(
             f"source {source!r}{why if root.is_glob else ''} holds no file that ends in "
-            f"{', '.join(suffixes)}"
+            f"{', '.join(suffixes)}; other formats have to be converted to one of these"
         )
     if chained := [path for path in places.values() if "::" in path]:
         raise _chained(f"source file {safe_text(min(chained))}")

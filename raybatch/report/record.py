@@ -266,7 +266,7 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
         speed = f"{prompts}, {report.generated_tokens_per_s:.0f} output tokens/s"
     seconds = (
         f"{report.total_s:.1f} s (start-up {report.startup_s:.1f} s, "
-        f"engines {report.engines_s:.1f} s, rest of the writing {report.write_s:.1f} s)"
+        f"engines {report.engines_s:.1f} s, final writing {report.write_s:.1f} s)"
     )
     runs = report.history.runs if len(report.history.runs) > 1 else ()
     if runs:

@@ -97,7 +97,7 @@ def test_copies_are_told(prompts):
 def test_copies_alone_are_no_group_and_that_is_said():
     found = explain_prompts([[1] * 18] * 300)
     said = facts(found)
-    assert said["sharing"].endswith("300.0 rows share a token, copies counted")
+    assert said["sharing"].endswith("300.0 rows share a token, identical rows included")
     assert said["plan"].endswith("300 rows, 1 of them generated and the others copies, in no group")
     assert "Copies of a row are drawn like other rows, and nothing" in found.to_html()
 

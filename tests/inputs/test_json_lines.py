@@ -44,7 +44,7 @@ def test_broken_json_line_is_named_with_file_and_number(tmp_path, line):
     message = failing_json(tmp_path, good * 700 + line + "\n" + good * 700)
     assert "a.jsonl, line 701: " in message
     assert line in message
-    assert message.endswith("mend or remove the line")
+    assert message.endswith("mend or remove the line (skip_bad_files leaves out the file)")
 
 
 def test_json_line_longer_than_a_block_of_arrow_is_read(tmp_path):
