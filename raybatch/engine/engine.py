@@ -193,7 +193,6 @@ class Engine:
             weight_copy_bytes=weights.num_bytes,
             num_weight_stalls=weights.num_stalls,
             num_held_steps=counters.num_held_steps,
-            num_pinned_blocks=self._scheduler.num_pinned,
             num_drafted_tokens=counters.num_drafted_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
             num_graphs=graphs.num_captured,

@@ -278,8 +278,6 @@ class ReplicaStats(TokenCounts):
     """Of KV and weights; the engine went on."""
     num_held_steps: int = 0
     """In which a sequence had room but waited, because memory was forecast to run out."""
-    num_pinned_blocks: int = 0
-    """Held for prefix groups now."""
     num_drafted_tokens: int = 0
     """Guessed ahead and computed."""
     num_accepted_tokens: int = 0
@@ -346,8 +344,6 @@ class PoolStats(TokenCounts):
     """Upper bound of tokens still to generate."""
     busy_s: float = 0.0
     """Seconds that engines spent in steps, summed over replicas."""
-    first_row_s: float | None = None
-    """From the first row received to the first row back; None before."""
     replicas: tuple[ReplicaStats, ...] = ()
     """Of the live engines."""
     ranks: tuple[int, ...] = ()

@@ -80,10 +80,8 @@ class LearnedRecovery:
 
 @dataclass(kw_only=True, slots=True)
 class SwapCounters:
-    """Moves since the start: sequences saved and loaded, and tokens whose KV was restored."""
+    """Moves since the start, and tokens whose KV was restored."""
 
-    num_saves: int = 0
-    num_loads: int = 0
     saved_bytes: int = 0
     loaded_bytes: int = 0
     num_tokens: int = 0
@@ -152,7 +150,6 @@ class SwapSpace:
         record.swapped = SwappedKV(
             first_block=num_shared, host_blocks=host_blocks, num_tokens=num_tokens
         )
-        self.counters.num_saves += 1
         self.counters.saved_bytes += num_missing * self._copier.block_bytes
 
     def load(self, record: Sequence, start: int, blocks: list[int]) -> bool:
@@ -175,7 +172,6 @@ class SwapSpace:
             return False
         record.swapped = None
         self.checkpoints.keep(record, kept)
-        self.counters.num_loads += 1
         self.counters.loaded_bytes += len(blocks) * copier.block_bytes
         self.counters.num_tokens += kept.num_tokens - start * self._block_size
         return True
