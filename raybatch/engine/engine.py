@@ -94,8 +94,7 @@ class Engine:
                 raise ValueError(f"request {request.request_id} is already in the engine")
             self._num_open[request.request_id] = request.sampling.n
             for sample_idx in range(request.sampling.n):
-                none = np.empty(0, np.int32)
-                state = SequenceState(request=request, sample_idx=sample_idx, token_ids=none)
+                state = SequenceState(request=request, sample_idx=sample_idx)
                 self._queue(state, has_started=False)
 
     def restore(self, states: Iterable[SequenceState]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.memory.kv_cache import COPY_ERRORS
 from raybatch.engine.memory.kv_checkpoints import KVCheckpoints
@@ -28,10 +27,10 @@ from raybatch.policy.cost.cost_model import (
     recompute_time,
 )
 from raybatch.policy.cost.roofline import Roofline
+from raybatch.records.arrays import Int32s
 
 logger = logging.getLogger(__name__)
 
-Int32s = npt.NDArray[np.int32]
 
 # steps of each kind that costs are fitted to, and steps after which they are fitted afresh
 _NUM_STEPS, _REFIT_STEPS = 128, 64
