@@ -70,7 +70,7 @@ def demo_prompts(folder: Path, count: int) -> tuple[list[list[int]], list[str]]:
         for question in make_questions(document, rng, 4):
             text = PROMPT.format(document=document.text, question=question.text)
             messages = [{"role": "user", "content": text}]
-            prompts.append(tokenizer.apply_chat(messages).tolist())
+            prompts.append(tokenizer.read_chat(messages).token_ids.tolist())
             answers.append(question.answer)
     return prompts[:count], answers[:count]
 

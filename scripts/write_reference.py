@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from raybatch.backends.openai.options import OpenAIOptions
-from raybatch.backends.transformers import TransformersOptions
+from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.backends.vllm.args import VllmOptions
 from raybatch.config import (
     BackendConfig,

@@ -17,8 +17,9 @@ from raybatch.explanation.record import TimeEstimate
 from raybatch.planning.store import write_plan
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
-from raybatch.report import ErrorCount, RunReport, read_report, report_of, report_path
+from raybatch.report import ErrorCount, RunReport, read_report, report_of
 from raybatch.report.history import History, RunRecord, Sample, UnitTime
+from raybatch.report.record import report_path
 from tests.durable.support import make_plan, unit_of
 from tests.explanation.inputs import explain_prompts, grouped_prompts
 

@@ -11,7 +11,7 @@ import numpy as np
 from raybatch.backends.base import Backend
 from raybatch.errors import MeasureError
 from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep
-from raybatch.records.types import Request, Sampling, TokenIds
+from raybatch.records.types import NO_TOKENS, Request, Sampling, TokenIds
 
 # every model has so many; whether they mean anything does not matter
 MIN_VOCAB_SIZE = 128
@@ -19,7 +19,6 @@ _PREFILL_LENS = (16, 64, 256, 1024, 4096)
 _DECODE_ROWS = (1, 4, 16, 64)
 _MORE_DECODE_ROWS = (8, 32, 256, 1024)
 _SHORT_LEN = 8
-_NO_TOKENS = np.empty(0, np.int32)
 # sequences and the lengths to try for them: a large batch if it can have a context worth the name
 _CONTEXTS = ((64, (512, 256)), (16, (512, 256, 192, 128, 64)))
 _SHARED_ROWS = (32, 8)
@@ -235,7 +234,7 @@ class _Driver:
         self.backend.abort([request.request_id for request in requests])
         return steps
 
-    def _request(self, length: int, *, max_tokens: int, prefix: TokenIds = _NO_TOKENS) -> Request:
+    def _request(self, length: int, *, max_tokens: int, prefix: TokenIds = NO_TOKENS) -> Request:
         self.next_id += 1
         return Request(
             request_id=self.next_id,

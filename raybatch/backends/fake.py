@@ -24,6 +24,7 @@ from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import ConfigError
 from raybatch.records.payload import POOLING
 from raybatch.records.types import (
+    NO_TOKENS,
     Capacity,
     Completion,
     FinishReason,
@@ -40,7 +41,6 @@ _VOCAB_SIZE = 256
 # numbers of one vector
 _SIZES: Mapping[Task, int] = {"embed": 8, "classify": 3, "score": 1}
 _HELD_S = 0.001
-_NO_TOKENS = np.empty(0, np.int32)
 
 Lengths = Literal["max", "hash"]
 
@@ -248,7 +248,7 @@ class FakeBackend(IntakeBackend):
             return finished
         vectors = [fake_vector(sequence.state.request, self._task) for sequence in ended]
         return [
-            replace(completion, token_ids=_NO_TOKENS, finish_reason="stop", vector=vector)
+            replace(completion, token_ids=NO_TOKENS, finish_reason="stop", vector=vector)
             for completion, vector in zip(finished, vectors, strict=True)
         ]
 

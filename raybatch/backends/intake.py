@@ -6,8 +6,6 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from raybatch.records.types import Completion, Request, SequenceState
 
 
@@ -43,9 +41,8 @@ class IntakeBackend(ABC):
             if request.request_id in self._num_open:
                 raise ValueError(f"request {request.request_id} is already in the engine")
             self._num_open[request.request_id] = request.sampling.n
-            no_tokens = np.empty(0, np.int32)
             for sample_idx in range(request.sampling.n):
-                state = SequenceState(request=request, sample_idx=sample_idx, token_ids=no_tokens)
+                state = SequenceState(request=request, sample_idx=sample_idx)
                 self._queue(state, self._waiting)
 
     def restore(self, states: Sequence[SequenceState]) -> None:

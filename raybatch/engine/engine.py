@@ -94,8 +94,7 @@ class Engine:
                 raise ValueError(f"request {request.request_id} is already in the engine")
             self._num_open[request.request_id] = request.sampling.n
             for sample_idx in range(request.sampling.n):
-                none = np.empty(0, np.int32)
-                state = SequenceState(request=request, sample_idx=sample_idx, token_ids=none)
+                state = SequenceState(request=request, sample_idx=sample_idx)
                 self._queue(state, has_started=False)
 
     def restore(self, states: Iterable[SequenceState]) -> None:
@@ -193,7 +192,6 @@ class Engine:
             weight_copy_bytes=weights.num_bytes,
             num_weight_stalls=weights.num_stalls,
             num_held_steps=counters.num_held_steps,
-            num_pinned_blocks=self._scheduler.num_pinned,
             num_drafted_tokens=counters.num_drafted_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
             num_graphs=graphs.num_captured,

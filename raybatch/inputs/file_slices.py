@@ -14,12 +14,17 @@ from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.ipc_files import open_ipc, read_batches
 from raybatch.inputs.json_lines import read_json_lines, scan_json_lines
 from raybatch.inputs.listing import IPC_SUFFIXES, JSON_SUFFIXES, ListedFile
-from raybatch.inputs.parquet_files import bytes_of, check_chunks, check_row_groups, open_parquet
+from raybatch.inputs.parquet_files import (
+    READ_BUFFER_BYTES,
+    bytes_of,
+    check_chunks,
+    check_row_groups,
+    open_parquet,
+)
 
 ROWS_PER_TABLE = 1024
 # of one table, as far as the estimate of the rows' sizes goes
 _TABLE_BYTES = 64 << 20
-_READ_BUFFER_BYTES = 1 << 20
 
 
 class Size(NamedTuple):
@@ -198,7 +203,7 @@ def _tables(part: FileSlice, columns: Sequence[str] | None) -> Iterator[pa.Table
             for batch in read_batches(file, part.path, groups, offset=part.offset, columns=names):
                 yield from _cut(pa.Table.from_batches([batch]), max_rows)
             return
-        parquet = open_parquet(file, part.path, buffer_size=_READ_BUFFER_BYTES)
+        parquet = open_parquet(file, part.path, buffer_size=READ_BUFFER_BYTES)
         for batch in parquet.iter_batches(
             max_rows, row_groups=list(groups), columns=names, use_threads=False
         ):

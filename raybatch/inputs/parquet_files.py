@@ -36,7 +36,7 @@ _File = TypeVar("_File")
 # files that are opened once more, and rows that are decoded of each
 _MAX_FILES = 8
 _MAX_ROWS = 64
-_READ_BUFFER_BYTES = 1 << 20
+READ_BUFFER_BYTES = 1 << 20
 # a value takes what it has in the pages, or a page tells how many levels and nulls there are
 _VERBATIM = {"PLAIN", "RLE", "BIT_PACKED"}
 # what a value takes where a dictionary may hold it
@@ -165,7 +165,7 @@ def row_bytes_of(path: str, *, columns: Sequence[str] | None = None) -> float:
         fsspec.open(path, "rb") as file,
     ):
         try:
-            parquet = open_parquet(file, path, buffer_size=_READ_BUFFER_BYTES)
+            parquet = open_parquet(file, path, buffer_size=READ_BUFFER_BYTES)
             check_chunks(parquet.metadata, path)
             return _row_bytes(parquet, columns)
         except (pa.ArrowException, OSError) as error:

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+# of the blocks of one row over programs, whose partial results are merged
+MAX_SPLITS = 16
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillPart:

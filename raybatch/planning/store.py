@@ -14,7 +14,6 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.durable.commit import open_plan
@@ -26,8 +25,6 @@ from raybatch.planning.shards import SHARD_SCHEMA, rows_in_stretches
 from raybatch.planning.stored import StoredPlan, parse_plan
 
 logger = logging.getLogger(__name__)
-
-Ints32 = npt.NDArray[np.int32]
 
 # what becomes of an output whose plan is damaged
 _WAY_OUT = (

@@ -45,7 +45,6 @@ class LayoutAdvice:
 
     used: Layout
     best: Layout
-    is_exact: bool
 
     @property
     def text(self) -> str:
@@ -70,14 +69,14 @@ def advise_layout(
     """
     sharing = _Sharing(fields, head_tokens, tail_tokens, block_size)
     used = tuple(range(len(fields)))
-    is_exact = len(fields) <= MAX_EXACT_FIELDS
-    candidate = (_best_order if is_exact else _greedy_order)(sharing, len(fields))
+    search = _best_order if len(fields) <= MAX_EXACT_FIELDS else _greedy_order
+    candidate = search(sharing, len(fields))
     best = candidate if sharing.unique_blocks(candidate) < sharing.unique_blocks(used) else used
     layouts = [
         Layout(fields=tuple(fields[i].name for i in order), hit_rate=sharing.hit_rate(order))
         for order in (used, best)
     ]
-    return LayoutAdvice(used=layouts[0], best=layouts[1], is_exact=is_exact)
+    return LayoutAdvice(used=layouts[0], best=layouts[1])
 
 
 class _Sharing:

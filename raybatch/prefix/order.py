@@ -10,7 +10,7 @@ dual_scan    from both ends of the groups sorted by compute density, so that eve
 """
 
 from dataclasses import asdict, dataclass, fields
-from typing import TypeVar, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,7 @@ from raybatch.config import OrderName
 from raybatch.errors import ConfigError, did_you_mean
 from raybatch.prefix.groups import nearest_open
 from raybatch.prefix.tree import PrefixTree, sizes_before
-from raybatch.records.arrays import Bools, Floats, Ints
-
-_Number = TypeVar("_Number", np.int64, np.float64)
+from raybatch.records.arrays import Bools, Floats, Ints, Number
 
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
@@ -232,9 +230,9 @@ def _node_keys(tree: PrefixTree, node: Ints, load: GroupLoad, is_rising: bool) -
     return _keys(below, is_rising)
 
 
-def _sums_below(tree: PrefixTree, node: Ints, values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+def _sums_below(tree: PrefixTree, node: Ints, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
     of_node = np.zeros(tree.num_nodes + 1, values.dtype)
     np.add.at(of_node[1:], node, values)
     ends = np.cumsum(of_node, dtype=values.dtype)
-    sums: npt.NDArray[_Number] = ends[tree.node_stops()] - ends[:-1]
+    sums: npt.NDArray[Number] = ends[tree.node_stops()] - ends[:-1]
     return sums

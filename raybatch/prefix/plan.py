@@ -5,7 +5,6 @@ behind all others at the end (`with_unasked`).
 """
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,7 @@ from raybatch.prefix.groups import (
 )
 from raybatch.prefix.order import GroupLoad, order_groups, order_in_tree, values_in_tree
 from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
-from raybatch.records.arrays import Bools, Floats, Ints
-
-_Number = TypeVar("_Number", np.int64, np.float64)
+from raybatch.records.arrays import Bools, Floats, Ints, Number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -272,5 +269,5 @@ def _even_units(num_rows: int, config: PlanConfig) -> Ints:
     return cut_by(np.ones(num_rows, np.int64), config)
 
 
-def _sums(values: npt.NDArray[_Number], starts: Ints) -> npt.NDArray[_Number]:
+def _sums(values: npt.NDArray[Number], starts: Ints) -> npt.NDArray[Number]:
     return np.add.reduceat(values, starts[:-1]) if len(values) else values

@@ -17,7 +17,10 @@ FinishReason = Literal["stop", "length", "filtered", "error", "capacity"]
 Task = Literal["generate", "embed", "classify", "score"]
 
 TokenIds = npt.NDArray[np.int32]
+NO_TOKENS: TokenIds = np.empty(0, np.int32)
 Vector = npt.NDArray[np.float32]
+# ids of likely tokens in one place, and their log-probabilities
+TokenLogprobs = tuple[TokenIds, Vector]
 
 # as `max_tokens`: more than any context holds, so that the context alone bounds the output
 UNBOUNDED_TOKENS = 1 << 30
@@ -195,7 +198,7 @@ class Completion:
 
     request_id: int
     sample_idx: int = 0
-    token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
     """int32; ends with the stop token when one was generated."""
     finish_reason: FinishReason = "stop"
     """"capacity" could not fit even alone."""
@@ -207,7 +210,7 @@ class Completion:
     """Set by backends that detokenize themselves; None leaves it to the stage."""
     vector: Vector | None = None
     """What a pooling task made of the prompt; None where tokens are generated."""
-    logprobs: tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
     """Per generated token a pair (token ids, log probabilities), the sampled token first; None
     unless requested."""
     error: str = ""
@@ -233,9 +236,9 @@ class SequenceState:
 
     request: Request
     sample_idx: int
-    token_ids: TokenIds
+    token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
     num_cached_tokens: int = 0
-    logprobs: tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,8 +286,6 @@ class ReplicaStats(TokenCounts):
     """Of KV and weights; the engine went on."""
     num_held_steps: int = 0
     """In which a sequence had room but waited, because memory was forecast to run out."""
-    num_pinned_blocks: int = 0
-    """Held for prefix groups now."""
     num_drafted_tokens: int = 0
     """Guessed ahead and computed."""
     num_accepted_tokens: int = 0
@@ -351,8 +352,6 @@ class PoolStats(TokenCounts):
     """Upper bound of tokens still to generate."""
     busy_s: float = 0.0
     """Seconds that engines spent in steps, summed over replicas."""
-    first_row_s: float | None = None
-    """From the first row received to the first row back; None before."""
     replicas: tuple[ReplicaStats, ...] = ()
     """Of the live engines."""
     ranks: tuple[int, ...] = ()

@@ -206,10 +206,6 @@ class Tokenizer:
             ids = ids[1:]
         return Encoded(ids, num_special)
 
-    def apply_chat(self, messages: object, **options: Any) -> TokenIds:  # noqa: ANN401
-        """Return the ids of rendered messages, see `read_chat`."""
-        return self.read_chat(messages, **options).token_ids
-
     def read_chat(
         self,
         messages: object,

@@ -39,9 +39,12 @@ def test_an_engine_that_dies_is_an_error(tmp_path):
         measure_pool(spec_of(crashes=True), folder=tmp_path)
 
 
-def test_an_engine_that_takes_too_long_is_an_error(tmp_path):
+def test_an_engine_that_takes_too_long_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("raybatch.actors.executors.local_measure.MEASURE_S", 0.0)
+    pool = PoolConfig(replicas=1, num_cpus_per_replica=0, start_timeout_s=0.1)
+    spec = dataclasses.replace(spec_of(start_s=60), pool=pool)
     with pytest.raises(MeasureError, match=r"within 0\.1 s"):
-        measure_pool(spec_of(start_s=60), folder=tmp_path, timeout_s=0.1)
+        measure_pool(spec, folder=tmp_path)
 
 
 def hold(**resources):
@@ -81,7 +84,7 @@ def test_a_measurement_that_would_wait_for_a_resource_that_is_held_is_an_error(t
     spec = dataclasses.replace(spec_of(), pool=PoolConfig(replicas=1, resources={head: 1}))
     try:
         with pytest.raises(MeasureError, match=r"__internal_head__s, of which 0 are free"):
-            measure_pool(spec, folder=tmp_path, timeout_s=20)
+            measure_pool(spec, folder=tmp_path)
     finally:
         ray.kill(holder)
 

@@ -109,7 +109,7 @@ def prompts():
     messages = [{"role": "user", "content": "Alice bought a red kite. What did Alice buy?"}]
     text = "Alice bought a red kite. Bob bought"
     return [
-        ({"messages": messages}, tokenizer.apply_chat(messages)),
+        ({"messages": messages}, tokenizer.read_chat(messages).token_ids),
         ({"prompt": text}, tokenizer.encode(text)),
         ({}, tokenizer.encode(text)),
     ]

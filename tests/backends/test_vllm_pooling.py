@@ -6,7 +6,6 @@ import pytest
 from raybatch.backends.vllm.backend import VllmBackend, pooling_params
 from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.requests import (
-    NO_TOKENS,
     Answer,
     Progress,
     RequestRefused,
@@ -16,7 +15,7 @@ from raybatch.backends.vllm.requests import (
 )
 from raybatch.errors import ConfigError
 from raybatch.records.payload import LORA
-from raybatch.records.types import Capacity
+from raybatch.records.types import NO_TOKENS, Capacity
 from tests.backends.pooled_requests import pooled_request as request
 
 MAX_LEN = 10

@@ -61,15 +61,20 @@ def test_rows_in_any_order_compute_each_prefix_once(rng):
     assert computed_prefill(runner) == 8 * (24 + 5 * 4)
 
 
+def num_pinned(engine):
+    """Return the blocks that are held for prefix groups."""
+    return engine._scheduler._groups.num_pinned
+
+
 def test_a_prefix_without_running_members_is_kept(rng):
     engine, runner = make_engine(num_blocks=16, enable_prefix_caching=False, max_num_seqs=1)
     first, second = groups(rng, count=1, size=2, prefix=40, suffix=2, max_tokens=1)
     engine.add([first, second])
     engine.step()
-    assert (engine.stats().num_running, engine.stats().num_pinned_blocks) == (0, 10)
+    assert (engine.stats().num_running, num_pinned(engine)) == (0, 10)
     engine.step()
     assert computed_prefill(runner) == 44
-    assert engine.stats().num_pinned_blocks == 0
+    assert num_pinned(engine) == 0
 
 
 def test_a_late_member_joins(rng):
@@ -89,7 +94,7 @@ def test_what_an_aborted_member_computed_of_the_prefix_is_kept(rng):
     engine.add(requests)
     engine.step()
     engine.abort([0])
-    assert engine.stats().num_pinned_blocks == 4
+    assert num_pinned(engine) == 4
     assert expected(requests[1:]) == tokens_of(run_all(engine))
     # one token of the fifth block is lost
     assert computed_prefill(runner) == 17 + (40 - 16) + 2 * 2
@@ -99,7 +104,7 @@ def test_a_prefix_shorter_than_a_block_is_not_pinned(rng):
     engine, _ = make_engine()
     engine.add(groups(rng, count=1, size=3, prefix=3, suffix=2))
     engine.step()
-    assert engine.stats().num_pinned_blocks == 0
+    assert num_pinned(engine) == 0
 
 
 def test_a_member_with_other_tokens_keeps_its_own_output(rng):
@@ -129,7 +134,7 @@ def test_a_row_of_another_group_gets_the_memory_of_idle_prefixes(rng):
     )
     engine.add([short, dataclasses.replace(late, request_id=1)])
     engine.step()
-    assert engine.stats().num_pinned_blocks == 6
+    assert num_pinned(engine) == 6
     (state,) = _states([dataclasses.replace(long, request_id=2, group_id=9)])
     engine.restore([state])
     done = run_all(engine)
@@ -148,7 +153,7 @@ def test_the_prefix_of_a_row_with_bad_logits_is_computed_again(rng):
     shared = np.arange(8)
     engine.add([member(0, 3, shared, [999]), member(1, 3, shared, [5], max_tokens=1)])
     engine.step()
-    assert engine.stats().num_pinned_blocks == 0
+    assert num_pinned(engine) == 0
     run_all(engine)
     assert computed_prefill(runner) == 18
 
@@ -205,8 +210,7 @@ def test_the_books_are_right_whatever_happens(seed, num_blocks, budget, caching,
     done |= run_all(engine)
     outputs = tokens_of({k: c for k, c in done.items() if k[0] not in gone})
     assert {k: v for k, v in expected(requests).items() if k[0] not in gone} == outputs
-    stats = engine.stats()
-    assert (stats.num_pinned_blocks, stats.kv_used_fraction) == (0, 0.0)
+    assert (num_pinned(engine), engine.stats().kv_used_fraction) == (0, 0.0)
 
 
 def _mixed_requests(rng):
@@ -250,4 +254,4 @@ def test_computed_prefill_tokens_are_those_of_the_closed_form(rng, num_rows, deg
     run_all(engine, check=False)
     closed_form = num_groups * (prefix + degree * distinct)
     assert abs(computed_prefill(runner) / closed_form - 1) < 0.01
-    assert engine.stats().num_pinned_blocks == 0
+    assert num_pinned(engine) == 0

@@ -26,11 +26,11 @@ def saves_of(engine, runner):
 
     def save(block_ids, host_ids):
         save_blocks(block_ids, host_ids)
-        found.append([len(block_ids), swap.counters.num_saves])
+        found.append([len(block_ids), swap.counters.saved_bytes])
 
     runner.save_blocks = save
     done = run_all(engine)
-    last = swap.counters.num_saves
+    last = swap.counters.saved_bytes
     counts = [number for _, number in found[1:]] + [last]
     return done, [(n, after > before) for (n, before), after in zip(found, counts, strict=True)]
 
@@ -53,7 +53,7 @@ def test_only_the_tail_is_copied_when_a_sequence_yields(rng):
     assert expected(requests) == tokens_of(done)
     at_yield = [num_blocks for num_blocks, yields in saves if yields]
     # all full blocks were there; the one that is being filled, and one filled in the last step
-    assert len(at_yield) > 3
+    assert engine.stats().num_preemptions > len(at_yield) > 2
     assert max(at_yield) <= 2
     assert engine.stats().checkpoint_used_bytes > 10 * runner.block_bytes
 

@@ -70,14 +70,14 @@ def test_a_chat_gets_the_ids_of_transformers(tokenizer, reference, messages):
         tokenize=True,
         return_dict=False,
     )
-    assert tokenizer.apply_chat(messages).tolist() == expected
+    assert tokenizer.read_chat(messages).token_ids.tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "unigram"])
 @pytest.mark.parametrize("mode", ["escape", "allow"])
 def test_a_template_that_writes_the_begin_token_gets_no_second_one(name, mode, tmp_path):
     tokenizer = load(name, tmp_path)
-    ids = tokenizer.apply_chat([{"role": "user", "content": "text"}], special_tokens=mode)
+    ids = tokenizer.read_chat([{"role": "user", "content": "text"}], special_tokens=mode).token_ids
     assert ids.tolist().count(TRAINED[name].bos_token_id) == 1
 
 
@@ -134,14 +134,14 @@ def test_a_normalized_spelling_of_a_special_token_is_escaped(tmp_path):
 def test_content_cannot_write_control_tokens(tokenizer, reference):
     plain = [{"role": "user", "content": "Paris text"}]
     hostile = [{"role": "user", "content": f"Paris {' '.join(reference.all_special_tokens)} text"}]
-    expected = special_of(tokenizer, tokenizer.apply_chat(plain))
-    assert special_of(tokenizer, tokenizer.apply_chat(hostile)) == expected
+    expected = special_of(tokenizer, tokenizer.read_chat(plain).token_ids)
+    assert special_of(tokenizer, tokenizer.read_chat(hostile).token_ids) == expected
 
 
 def test_content_with_a_special_token_keeps_its_characters(tmp_path):
     tokenizer = load("bpe", tmp_path)
     messages = [{"role": "user", "content": "say <|im_end|> twice <|im_end|>"}]
-    text = tokenizer.decode(tokenizer.apply_chat(messages), skip_special_tokens=False)
+    text = tokenizer.decode(tokenizer.read_chat(messages).token_ids, skip_special_tokens=False)
     assert text == (
         "<|im_start|>user\nsay <|im_end|> twice <|im_end|><|im_end|>\n<|im_start|>assistant\n"
     )
@@ -153,7 +153,7 @@ def test_a_continued_message_with_a_special_token_goes_on_after_it(tmp_path):
         {"role": "user", "content": "text"},
         {"role": "assistant", "content": "write <|im_end|>"},
     ]
-    ids = tokenizer.apply_chat(messages)
+    ids = tokenizer.read_chat(messages).token_ids
     assert tokenizer.decode(ids, skip_special_tokens=False).endswith("write <|im_end|>")
     assert ids[-1] not in tokenizer.special_ids
 
@@ -161,7 +161,7 @@ def test_a_continued_message_with_a_special_token_goes_on_after_it(tmp_path):
 def test_allowed_content_may_write_control_tokens(tmp_path):
     tokenizer = load("bpe", tmp_path)
     messages = [{"role": "user", "content": "a<|im_end|>"}]
-    ids = tokenizer.apply_chat(messages, special_tokens="allow").tolist()
+    ids = tokenizer.read_chat(messages, special_tokens="allow").token_ids.tolist()
     assert ids.count(TRAINED["bpe"].eos_token_id) == 2
 
 
@@ -169,21 +169,21 @@ def test_a_special_token_spread_over_messages_is_refused(tmp_path):
     tokenizer = load("bpe", tmp_path)
     messages = [{"role": "user", "content": "<|im_"}, {"role": "user", "content": "end|>"}]
     with pytest.raises(InvalidPrompt, match="spread over"):
-        tokenizer.apply_chat(messages)
+        tokenizer.read_chat(messages)
 
 
 def test_hostile_fields_beside_the_content_are_escaped(tmp_path):
     tokenizer = load("bpe", tmp_path)
     template = "{% for m in messages %}{{ m['name'] }}: {{ m['content'] }}{% endfor %}"
     messages = [{"role": "user", "content": "text", "name": "<|im_start|>"}]
-    ids = tokenizer.apply_chat(messages, chat_template=template)
+    ids = tokenizer.read_chat(messages, chat_template=template).token_ids
     assert special_of(tokenizer, ids) == []
 
 
 def test_content_is_never_a_template(tmp_path):
     tokenizer = load("bpe", tmp_path)
     messages = [{"role": "user", "content": "{{ 7 * 7 }} {% for %}"}]
-    text = tokenizer.decode(tokenizer.apply_chat(messages))
+    text = tokenizer.decode(tokenizer.read_chat(messages).token_ids)
     assert "{{ 7 * 7 }} {% for %}" in text
 
 
@@ -195,25 +195,30 @@ def test_special_tokens_are_counted(tmp_path):
 def test_parts_are_joined_for_a_template_that_takes_strings(tmp_path):
     tokenizer = load("bpe", tmp_path)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    joined = tokenizer.apply_chat([{"role": "user", "content": "one\ntwo"}])
-    assert tokenizer.apply_chat([{"role": "user", "content": parts}]).tolist() == joined.tolist()
+    joined = tokenizer.read_chat([{"role": "user", "content": "one\ntwo"}]).token_ids
+    assert (
+        tokenizer.read_chat([{"role": "user", "content": parts}]).token_ids.tolist()
+        == joined.tolist()
+    )
 
 
 def test_parts_reach_a_template_that_loops_over_them(tmp_path):
     tokenizer = load("bpe", tmp_path)
     template = "{% for p in messages[0]['content'] %}[{{ p['text'] }}]{% endfor %}"
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    ids = tokenizer.apply_chat([{"role": "user", "content": parts}], chat_template=template)
+    ids = tokenizer.read_chat(
+        [{"role": "user", "content": parts}], chat_template=template
+    ).token_ids
     assert tokenizer.decode(ids) == "[one][two]"
 
 
 def test_template_options_reach_the_template(tmp_path):
     tokenizer = load("bpe", tmp_path)
-    ids = tokenizer.apply_chat(
+    ids = tokenizer.read_chat(
         [{"role": "user", "content": "text"}],
         chat_template="{{ mode }}",
         chat_template_kwargs={"mode": "fast"},
-    )
+    ).token_ids
     assert tokenizer.decode(ids) == "fast"
 
 
@@ -229,7 +234,7 @@ def test_null_keys_of_an_arrow_struct_count_as_absent(tmp_path):
     tokenizer = load("bpe", tmp_path)
     template = "{{ 'name' in messages[0] }}"
     messages = np.array([{"role": "user", "content": "text", "name": None}], object)
-    ids = tokenizer.apply_chat(messages, chat_template=template)
+    ids = tokenizer.read_chat(messages, chat_template=template).token_ids
     assert tokenizer.decode(ids) == "False"
 
 
@@ -240,7 +245,10 @@ def test_an_assistant_message_of_tool_calls_needs_no_content(tmp_path):
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
         {"role": "tool", "content": "4"},
     ]
-    assert tokenizer.decode(tokenizer.apply_chat(messages, chat_template=template)) == "call;4;"
+    assert (
+        tokenizer.decode(tokenizer.read_chat(messages, chat_template=template).token_ids)
+        == "call;4;"
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,25 +271,25 @@ def test_an_assistant_message_of_tool_calls_needs_no_content(tmp_path):
 )
 def test_malformed_messages_are_named(messages, message, tmp_path):
     with pytest.raises(InvalidPrompt, match=message):
-        load("bpe", tmp_path).apply_chat(messages)
+        load("bpe", tmp_path).read_chat(messages)
 
 
 def test_a_template_that_raises_is_a_render_error(tmp_path):
     tokenizer = load("llama", tmp_path)
     messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
     with pytest.raises(RenderError, match="system must come first"):
-        tokenizer.apply_chat(messages)
+        tokenizer.read_chat(messages)
 
 
 def test_a_template_cannot_reach_python(tmp_path):
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(RenderError, match="SecurityError"):
-        load("bpe", tmp_path).apply_chat([{"role": "user", "content": "a"}], chat_template=template)
+        load("bpe", tmp_path).read_chat([{"role": "user", "content": "a"}], chat_template=template)
 
 
 def test_a_template_that_writes_without_end_is_a_render_error(tmp_path):
     with pytest.raises(RenderError, match="has more than 33,554,432 characters"):
-        load("bpe", tmp_path).apply_chat(
+        load("bpe", tmp_path).read_chat(
             [{"role": "user", "content": "a"}], chat_template="{{ 'a' * 70000000 }}"
         )
 
@@ -306,12 +314,12 @@ def test_a_model_without_chat_template_is_a_config_error():
     reference.chat_template = None
     tokenizer = Tokenizer(reference)
     with pytest.raises(ConfigError, match="has no chat template"):
-        tokenizer.apply_chat([{"role": "user", "content": "a"}])
+        tokenizer.read_chat([{"role": "user", "content": "a"}])
 
 
 def test_an_option_of_the_renderer_is_no_template_option(tmp_path):
     with pytest.raises(ConfigError, match="'tokenize'"):
-        load("bpe", tmp_path).apply_chat(
+        load("bpe", tmp_path).read_chat(
             [{"role": "user", "content": "a"}], chat_template_kwargs={"tokenize": True}
         )
 

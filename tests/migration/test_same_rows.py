@@ -245,8 +245,12 @@ def test_the_begin_token_is_doubled_there_and_not_here(tmp_path):
         return [row async for row in udf.udf([{"prompt": rendered, "__idx_in_batch": 0}])]
 
     (row,) = asyncio.run(tokens())
-    here = Tokenizer.load(folder).apply_chat(
-        [{"role": "user", "content": "a"}], chat_template="<|system|>{{ messages[0].content }}"
+    here = (
+        Tokenizer.load(folder)
+        .read_chat(
+            [{"role": "user", "content": "a"}], chat_template="<|system|>{{ messages[0].content }}"
+        )
+        .token_ids
     )
     assert row["tokenized_prompt"][:2] == [SYSTEM, SYSTEM]
     assert here.tolist() == [SYSTEM, ord("a")]

@@ -6,7 +6,7 @@ import pyarrow as pa
 from raybatch.durable.units import ErrorCount, UnitCounts, sum_counts
 from raybatch.planning.tally import unit_counts
 from raybatch.prefix.histogram import Histogram
-from raybatch.report import error_counts
+from raybatch.report.record import error_counts
 from raybatch.rows.schema import OutputSchema
 
 TOKENS = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens", "attempts")

@@ -75,8 +75,6 @@ class ClientCounters:
     generated_tokens: int = 0
     cost: float = 0.0
     max_tokens_left: int = 0
-    first_received: float | None = None
-    first_done: float | None = None
     sharing: Sharing = field(default_factory=Sharing)
     units_written: int = 0
     # no further unit of commit may start
@@ -84,12 +82,10 @@ class ClientCounters:
     # number to begin, host and process
     open_units: dict[int, tuple[float, str, int]] = field(default_factory=dict)
 
-    def received(self, submission: Submission, now: float) -> None:
+    def received(self, submission: Submission) -> None:
         self.rows_received += len(submission.prompt_tokens)
         self.prompt_tokens_received += int(submission.prompt_tokens.sum())
         self.max_tokens_left += int(submission.max_new_tokens.sum())
-        if self.first_received is None:
-            self.first_received = now
         if submission.block_keys is not None:
             self.sharing.received(submission.block_keys)
 
@@ -99,14 +95,10 @@ class ClientCounters:
         self.prompt_tokens_received -= int(submission.prompt_tokens[rows].sum())
         self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
 
-    def finished(
-        self, submission: Submission, rows: Rows, results: pa.RecordBatch, now: float
-    ) -> None:
+    def finished(self, submission: Submission, rows: Rows, results: pa.RecordBatch) -> None:
         self.rows_done += len(rows)
         self.prompt_tokens += _prompt_tokens(submission, rows, results)
         self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
-        if self.first_done is None:
-            self.first_done = now
         counted = results.column("num_generated_tokens")
         generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
         self.generated_tokens += pc.sum(generated).as_py() or 0
@@ -135,9 +127,7 @@ class ClientCounters:
         return None if began is None else now - began
 
     def stats(self, *, now: float, **pool: Any) -> PoolStats:  # noqa: ANN401 - fields of PoolStats
-        first_row_s = oldest = None
-        if self.first_done is not None and self.first_received is not None:
-            first_row_s = self.first_done - self.first_received
+        oldest = None
         if self.open_units:
             unit, (began, host, pid) = min(self.open_units.items(), key=lambda item: item[1][0])
             oldest = OpenUnit(unit=unit, age_s=now - began, host=host, pid=pid)
@@ -145,7 +135,6 @@ class ClientCounters:
             **pool,
             **{name: getattr(self, name) for name in _REPORTED},
             errors=dict(self.errors),
-            first_row_s=first_row_s,
             num_units_written=self.units_written,
             num_open_units=len(self.open_units),
             oldest_unit=oldest,

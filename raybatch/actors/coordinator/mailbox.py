@@ -159,7 +159,7 @@ class Mailbox:
                 keys=submission.block_keys,
                 strikes=submission.crashes,
             )
-            self.clients[submission.client].received(submission, now)
+            self.clients[submission.client].received(submission)
         self._settle(batch)
         return batch
 
@@ -324,7 +324,7 @@ class Mailbox:
         batch.results.append(results)
         batch.begun.drop(set(rows.tolist()))
         counters = self.clients[batch.submission.client]
-        counters.finished(batch.submission, rows, results, time.monotonic())
+        counters.finished(batch.submission, rows, results)
         self._settle(batch)
 
     def _take_out(self, batch: OpenBatch) -> None:

@@ -24,30 +24,22 @@ from raybatch.errors import MeasureError
 from raybatch.policy.cost.cost_model import CostModel
 
 
-def measure_local(
-    spec: PoolSpec, *, folder: Path | None = None, timeout_s: float | None = None
-) -> CostModel:
+def measure_local(spec: PoolSpec) -> CostModel:
     """Return the cost model of one engine of a local pool, cached or measured now.
-
-    Args:
-        folder: of the cached models; None takes this host's cache folder.
-        timeout_s: None takes the pool's `start_timeout_s` and five minutes.
 
     Raises:
         MeasureError: the engine does not start, dies, or takes too long; with the reason.
     """
     num_engines = plan_local_placement(spec).num_replicas
-    if (cached := cached_model(spec, num_engines, folder)) is not None:
+    if (cached := cached_model(spec, num_engines)) is not None:
         return cached
-    timeout_s = patience_s(spec, timeout_s)
+    timeout_s = patience_s(spec)
     failure = f"{spec.model} was not measured"
     process = start_python(
         "raybatch.actors.executors.local_measure", stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
-        answer, _ = process.communicate(
-            pickle.dumps((spec, num_engines, folder)), timeout=timeout_s
-        )
+        answer, _ = process.communicate(pickle.dumps((spec, num_engines)), timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise MeasureError(f"{failure} within {timeout_s} s") from error
     finally:
@@ -57,20 +49,22 @@ def measure_local(
     return model_in(pickle.loads(answer))
 
 
-def cached_model(spec: PoolSpec, num_engines: int, folder: Path | None) -> CostModel | None:
+def cached_model(spec: PoolSpec, num_engines: int, folder: Path | None = None) -> CostModel | None:
     path = cost_model_path(
         spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
     )
     return load_cost_model(path)
 
 
-def patience_s(spec: PoolSpec, timeout_s: float | None) -> float | None:
-    if timeout_s is not None or spec.pool.start_timeout_s is None:
-        return timeout_s
-    return spec.pool.start_timeout_s + MEASURE_S
+def patience_s(spec: PoolSpec) -> float | None:
+    """Return how long a measurement may take: five minutes more than the start of an engine."""
+    start_s = spec.pool.start_timeout_s
+    return None if start_s is None else start_s + MEASURE_S
 
 
-def model_or_reason(spec: PoolSpec, num_engines: int, folder: Path | None) -> CostModel | str:
+def model_or_reason(
+    spec: PoolSpec, num_engines: int, folder: Path | None = None
+) -> CostModel | str:
     """Return the cost model, or as text why there is none: exceptions need not travel."""
     try:
         return load_or_measure(
@@ -91,11 +85,11 @@ def _answer() -> None:
     # output of libraries must not mix with the answer
     answers = os.dup(1)
     os.dup2(2, 1)
-    spec, num_engines, folder = pickle.load(sys.stdin.buffer)
+    spec, num_engines = pickle.load(sys.stdin.buffer)
     use_threads(spec)
     obey_log_level()
     with os.fdopen(answers, "wb") as out:
-        pickle.dump(model_or_reason(spec, num_engines, folder), out)
+        pickle.dump(model_or_reason(spec, num_engines), out)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ from raybatch.policy.cost.cost_model import CostModel
 _RETURN_S = 1.0
 
 
-def measure_pool(
-    spec: PoolSpec, *, folder: Path | None = None, timeout_s: float | None = None
-) -> CostModel:
+def measure_pool(spec: PoolSpec, *, folder: Path | None = None) -> CostModel:
     """Return the cost model of one engine of a pool.
 
     An actor with the resources of a replica reads it from its host's cache, or measures it, and
@@ -39,7 +37,6 @@ def measure_pool(
 
     Args:
         folder: of the cached models, on whatever host; None takes that host's cache folder.
-        timeout_s: None takes the pool's `start_timeout_s` and five minutes.
 
     Raises:
         MeasureError: the engine does not start, dies, or takes too long, or others hold what it
@@ -56,7 +53,7 @@ def measure_pool(
         return cached
     others = {} if plan.bundles else spec.pool.resources
     _check_free({**plan.total(), **others}, spec)
-    timeout_s = patience_s(spec, timeout_s)
+    timeout_s = patience_s(spec)
     reserved = reserve(plan, spec.pool, name=f"raybatch-measure-{uuid.uuid4().hex}")
     actor = reserved.start(_Measurer, spec).actor
     try:

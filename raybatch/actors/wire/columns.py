@@ -18,10 +18,10 @@ import pyarrow.compute as pc
 from raybatch.actors.wire.records import RowGroups
 from raybatch.errors import ConfigError
 from raybatch.records.parsed_text import ParsedText
-from raybatch.records.types import Completion, Request, Sampling, TokenIds, Vector
+from raybatch.records.types import Completion, Request, Sampling, TokenIds, TokenLogprobs, Vector
 
 _JSON_NULL = "null"
-_Logprobs = tuple[tuple[TokenIds, npt.NDArray[np.float32]], ...]
+_Logprobs = tuple[TokenLogprobs, ...]
 
 REQUEST_SCHEMA = pa.schema(
     [

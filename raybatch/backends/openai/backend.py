@@ -14,8 +14,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from raybatch.backends.openai import body as bodies
 from raybatch.backends.openai import http, pace
 from raybatch.backends.openai.options import OpenAIOptions, headers_of
@@ -133,9 +131,8 @@ class OpenAIBackend:
     def export(self, request_ids: Collection[int]) -> list[SequenceState]:
         failed = {completion.request_id for completion in self._failed}
         rows = self._take_out(set(request_ids) - failed)
-        no_tokens = np.empty(0, np.int32)
         return [
-            SequenceState(request=row.request, sample_idx=sample_idx, token_ids=no_tokens)
+            SequenceState(request=row.request, sample_idx=sample_idx)
             for row in rows
             for sample_idx in sorted(row.samples)
         ]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from raybatch.backends.intake import IntakeBackend
-from raybatch.backends.transformers import TransformersOptions
+from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.config import EngineConfig
 from raybatch.engine.finish_rules import FinishRules, RowLimits
 from raybatch.engine.loading.loaded_model import check_max_model_len, pick_device

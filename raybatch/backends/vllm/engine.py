@@ -26,17 +26,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from raybatch.backends.base import ScoreForm
 from raybatch.backends.vllm.parsing import OutputParser
 from raybatch.backends.vllm.patches import leave_room
-from raybatch.backends.vllm.requests import (
-    Answer,
-    Progress,
-    RequestRefused,
-    TokenLogprobs,
-    pooling_task,
-)
+from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused, pooling_task
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.source import resolve_adapter
 from raybatch.records.payload import IMAGES, LORA
-from raybatch.records.types import Capacity, Task
+from raybatch.records.types import Capacity, Task, TokenLogprobs
 from raybatch.text.tokenizer import Tokenizer
 
 # an engine lives for days, and a bucket may be back by then; not every row costs an attempt

@@ -10,24 +10,22 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.backends.base import ScoreForm
 from raybatch.errors import ConfigError
 from raybatch.records.payload import DOCUMENT_AT
 from raybatch.records.types import (
+    NO_TOKENS,
     Capacity,
     Completion,
     Request,
     SequenceState,
     Task,
     TokenIds,
+    TokenLogprobs,
     Vector,
 )
 
-TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
-
-NO_TOKENS: TokenIds = np.empty(0, np.int32)
 # gives a completion its text, and what was taken out of it
 Parse = Callable[[Request, Completion], Completion]
 

@@ -201,13 +201,6 @@ class CombineAtExperts:
         return waiting[attention[0]][:1] if attention else waiting[points[0]]
 
 
-@dataclass(kw_only=True, slots=True)
-class RuntimeCounters:
-    num_ffn_calls: int = 0
-    num_ffn_rows: int = 0
-    num_attention_calls: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class CoroutineRuntime:
     """Drives one decoder over one KV pool."""
@@ -215,7 +208,6 @@ class CoroutineRuntime:
     _decoder: Decoder
     _cache: KVCache
     _policy: CombineAtExperts
-    counters: RuntimeCounters = field(default_factory=RuntimeCounters)
 
     def forward(self, batches: Sequence[ForwardBatch]) -> torch.Tensor:
         """Run parts that do not read what another one writes in this step.
@@ -243,12 +235,9 @@ class CoroutineRuntime:
         if point.module is Module.FFN:
             combined = combine(coroutines)
             self._decoder.ffn_(point.layer, combined.hidden)
-            self.counters.num_ffn_calls += 1
-            self.counters.num_ffn_rows += len(combined.hidden)
             return [_single(point.after(), c.parts[0], c.hidden) for c in combined.split()]
         for single in (single for c in coroutines for single in c.split()):
             (part,) = single.parts
             hidden = self._decoder.attention(point.layer, single.hidden, part.prepared, self._cache)
-            self.counters.num_attention_calls += 1
             moved.append(_single(point.after(), part, hidden))
         return moved

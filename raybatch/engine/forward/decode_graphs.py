@@ -16,7 +16,7 @@ import torch
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.kernels.attention_plan import AttentionPlan, DecodePart, FixedDecode
+from raybatch.kernels.attention_plan import MAX_SPLITS, AttentionPlan, DecodePart, FixedDecode
 from raybatch.models.config import ModelSpec
 
 # kernels are compiled and libraries take their memory before a capture, which allows neither
@@ -320,8 +320,6 @@ def _random_decodes(
 
 # of the index tensors
 _ITEM_BYTES = 8
-# float32 partial results of splits, at most so many of a row and head
-_MAX_SPLITS = 16
 
 
 def working_bytes(spec: ModelSpec, num_rows: int, dtype: torch.dtype) -> int:
@@ -333,7 +331,8 @@ def working_bytes(spec: ModelSpec, num_rows: int, dtype: torch.dtype) -> int:
     item, dim, head_dim = dtype.itemsize, spec.model_dim, spec.head_dim
     heads = spec.num_heads + 2 * spec.num_kv_heads
     attention = (2 * dim + (heads + spec.num_heads) * head_dim) * item + 4 * head_dim
-    attention += _MAX_SPLITS * spec.num_heads * (head_dim + 1) * 4
+    # float32 partial results of splits
+    attention += MAX_SPLITS * spec.num_heads * (head_dim + 1) * 4
     dense = (2 * dim + 3 * spec.ffn_dim) * item
     sparse = 0
     if spec.moe is not None:

@@ -9,16 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.memory.kv_cache import COPY_ERRORS
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks, SwappedKV
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
+from raybatch.records.arrays import Int32s
 
 logger = logging.getLogger(__name__)
-
-Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -150,13 +150,13 @@ class OffloadStore:
             return
         for (slot, stored), blocks in zip(running.items(), sources, strict=True):
             stored.num_stored = int(table.num_computed[slot])
-            self._count_saved(len(blocks))
+            self.counters.saved_bytes += len(blocks) * self._copier.block_bytes
 
     def note_saved(self, stored: StoredSequence, num_tokens: int, num_blocks: int) -> None:
         """Note that the KV of so many tokens is in host memory, after a copy of some blocks."""
         stored.num_stored = num_tokens
         self.prefixes.add(stored)
-        self._count_saved(num_blocks)
+        self.counters.saved_bytes += num_blocks * self._copier.block_bytes
 
     def take_prefix(self, stored: StoredSequence) -> int:
         """Copy leading blocks that another sequence has into a sequence's own; return how many.
@@ -193,7 +193,6 @@ class OffloadStore:
             logger.warning("KV of a sequence is computed again, because a copy failed: %s", error)
             return False
         stored.num_failures = 0
-        self.counters.num_loads += 1
         self.counters.loaded_bytes += len(blocks) * self._copier.block_bytes
         if stored.status == "suspended":
             # what a round of prompts left there was never on the device before
@@ -211,8 +210,3 @@ class OffloadStore:
                     f"host memory has {len(stored.host_blocks)} blocks for {stored.num_stored} "
                     f"tokens of sequence {stored.id}"
                 )
-
-    def _count_saved(self, num_blocks: int) -> None:
-        if num_blocks:
-            self.counters.num_saves += 1
-            self.counters.saved_bytes += num_blocks * self._copier.block_bytes

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from raybatch.engine.memory.kv_cache import COPY_ERRORS
 from raybatch.engine.memory.kv_checkpoints import KVCheckpoints
@@ -28,10 +27,10 @@ from raybatch.policy.cost.cost_model import (
     recompute_time,
 )
 from raybatch.policy.cost.roofline import Roofline
+from raybatch.records.arrays import Int32s
 
 logger = logging.getLogger(__name__)
 
-Int32s = npt.NDArray[np.int32]
 
 # steps of each kind that costs are fitted to, and steps after which they are fitted afresh
 _NUM_STEPS, _REFIT_STEPS = 128, 64
@@ -80,10 +79,8 @@ class LearnedRecovery:
 
 @dataclass(kw_only=True, slots=True)
 class SwapCounters:
-    """Moves since the start: sequences saved and loaded, and tokens whose KV was restored."""
+    """Moves since the start, and tokens whose KV was restored."""
 
-    num_saves: int = 0
-    num_loads: int = 0
     saved_bytes: int = 0
     loaded_bytes: int = 0
     num_tokens: int = 0
@@ -152,7 +149,6 @@ class SwapSpace:
         record.swapped = SwappedKV(
             first_block=num_shared, host_blocks=host_blocks, num_tokens=num_tokens
         )
-        self.counters.num_saves += 1
         self.counters.saved_bytes += num_missing * self._copier.block_bytes
 
     def load(self, record: Sequence, start: int, blocks: list[int]) -> bool:
@@ -175,7 +171,6 @@ class SwapSpace:
             return False
         record.swapped = None
         self.checkpoints.keep(record, kept)
-        self.counters.num_loads += 1
         self.counters.loaded_bytes += len(blocks) * copier.block_bytes
         self.counters.num_tokens += kept.num_tokens - start * self._block_size
         return True

@@ -23,9 +23,7 @@ from raybatch.engine.sampling.draw import (
 )
 from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.records.arrays import Ints
-from raybatch.records.types import Sampling, TokenIds
-
-TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
+from raybatch.records.types import Sampling, TokenIds, TokenLogprobs
 
 # below this a division by the temperature has no meaning in float32; vLLM draws the same line
 _MIN_TEMPERATURE = 1e-5

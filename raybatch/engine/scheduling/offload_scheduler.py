@@ -45,7 +45,7 @@ class OffloadScheduler:
         self.blocks, self.table, self.store = blocks, table, store
         self.counters = SchedulerCounters()
         # all KV is copied before its sequence is suspended, so that nothing is copied ahead
-        self.moves, self.ahead, self.num_pinned = store.counters, CheckpointCounters(), 0
+        self.moves, self.ahead = store.counters, CheckpointCounters()
         self._options = options
         self._round = PrefillRound(
             table, store, HostBlocks(num_window_blocks), max_batched_tokens, self.counters

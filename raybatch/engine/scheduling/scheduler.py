@@ -88,10 +88,6 @@ class Scheduler:
     def kv_used_fraction(self) -> float:
         return self.blocks.num_used / self.blocks.num_blocks
 
-    @property
-    def num_pinned(self) -> int:
-        return self._groups.num_pinned
-
     def add(self, record: Sequence) -> None:
         """Queue a sequence; one that has started goes before all that have not."""
         record.group = self._groups.join(record.request)

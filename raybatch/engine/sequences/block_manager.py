@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
-import numpy.typing as npt
 
+from raybatch.records.arrays import Int32s
 from raybatch.records.types import TokenIds
-
-Int32s = npt.NDArray[np.int32]
 
 
 def hash_blocks(token_ids: TokenIds, block_size: int, *, root: bytes = b"") -> list[bytes]:

@@ -15,11 +15,13 @@ from raybatch.engine.sequences.block_manager import SwappedKV, hash_blocks
 from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.records.arrays import Ints
 from raybatch.records.types import (
+    NO_TOKENS,
     Completion,
     FinishReason,
     Request,
     SequenceState,
     TokenIds,
+    TokenLogprobs,
     Vector,
 )
 
@@ -82,7 +84,6 @@ class BlockUsers:
 EMPTY: Final = 0
 PREFILL: Final = 1
 DECODE: Final = 2
-TokenLogprobs = tuple[TokenIds, npt.NDArray[np.float32]]
 
 
 def completion_of(
@@ -127,7 +128,7 @@ class Sequence:
     # tokens at which it is likely to end; None where nothing is known
     expected_len: int | None = None
     # generated tokens while it is not running; the table holds them else
-    token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
     group: PrefixGroup | None = None
     # of the full blocks of the prompt; None before the first admission
     block_hashes: list[bytes] | None = None

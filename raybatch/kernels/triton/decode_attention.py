@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raybatch.kernels.attention_plan import DecodePart, FixedDecode
+from raybatch.kernels.attention_plan import MAX_SPLITS, DecodePart, FixedDecode
 from raybatch.kernels.triton.jit.attention import decode_kernel, merge_splits_kernel
 from raybatch.kernels.triton.launch import (
     OPTIONS,
@@ -17,8 +17,6 @@ from raybatch.kernels.triton.launch import (
     dot_tile,
     power_of_two,
 )
-
-_MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +90,7 @@ def fixed_walk(
 
 def _num_splits(num_programs: int, blocks_per_seq: int) -> int:
     """Return a power of two, so that few different kernels are compiled."""
-    splits = min(_MAX_SPLITS, TARGET_PROGRAMS // num_programs, blocks_per_seq)
+    splits = min(MAX_SPLITS, TARGET_PROGRAMS // num_programs, blocks_per_seq)
     return 1 << max(0, splits.bit_length() - 1)
 
 

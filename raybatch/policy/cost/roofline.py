@@ -14,7 +14,7 @@ from raybatch.errors import ConfigError, range_text
 from raybatch.records.arrays import Floats
 
 # shares of the shorter of computing and moving that may be added to the longer one
-SERIAL_FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_SERIAL_FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # a later candidate must be better by so much: rounding alone decides nothing
 _BETTER_BY = 1e-9
 # of a gradient, or of a coefficient, that counts as 0
@@ -72,15 +72,13 @@ def link(bytes_per_s: float, *, fixed_s: float = 0.0) -> Roofline:
     return Roofline(fixed_s=fixed_s, operation_s=0.0, byte_s=1.0 / bytes_per_s)
 
 
-def fit_roofline(
-    points: Sequence[MeasuredWork], *, serial_fractions: Sequence[float] = SERIAL_FRACTIONS
-) -> Roofline:
+def fit_roofline(points: Sequence[MeasuredWork]) -> Roofline:
     """Fit a roofline to measured runs, with the same weight for the relative error of each.
 
     Whether a run is bound by computing depends on its operations per byte alone. So runs are sorted
     by these, every place to cut them into bound by bytes and bound by computing is tried, and each
     cut is a linear problem without negative costs. O(N) problems of N rows for each of the
-    `serial_fractions`, of which the first wins a tie. Among cuts, the one with the most runs bound
+    serial fractions, of which the first wins a tie. Among cuts, the one with the most runs bound
     by computing wins it: a batch larger than all that were measured is then taken to gain nothing.
     """
     if not points:
@@ -97,7 +95,7 @@ def fit_roofline(
     counts = np.array([(p.work.operations, p.work.moved_bytes) for p in ordered], float)
     seconds = np.array([p.seconds for p in ordered])
     best: Roofline | None = None
-    for serial_fraction in serial_fractions:
+    for serial_fraction in _SERIAL_FRACTIONS:
         for cut in range(len(ordered) + 1):
             candidate = _fit_cut(counts, seconds, cut, serial_fraction)
             if best is None or candidate.fit_error < best.fit_error - _BETTER_BY:
@@ -105,7 +103,7 @@ def fit_roofline(
             if serial_fraction == 1:
                 # a sum is the same wherever it is cut
                 break
-    assert best is not None, "at least one serial_fraction"
+    assert best is not None, "there are serial fractions"
     return best
 
 
