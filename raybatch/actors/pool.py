@@ -99,6 +99,7 @@ class PoolHandle:
         *,
         client: str = "default",
         name: str = "",
+        copies: npt.NDArray[np.int32] | None = None,
         watch: RowWatch | None = None,
     ) -> pa.Table:
         """Run all rows of a request table and return the result table.
@@ -109,6 +110,7 @@ class PoolHandle:
             name: of these rows among those of the client. A process that submits them again,
                 because the first one died, gets the finished ones. The results stay in the pool
                 until `forget`, for `feeder_timeout_s` at most.
+            copies: see `Submission`; they count with their rows in `stats`.
             watch: knows earlier runs of the rows, and is notified of their progress.
 
         Raises:
@@ -118,6 +120,7 @@ class PoolHandle:
         coordinator = self._connect()
         requests = table, tuple(samplings)
         submission = make_submission(*requests, client, self.spec.engine, name=name)
+        submission = replace(submission, copies=copies)
         call = None
         try:
             while True:

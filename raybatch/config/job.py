@@ -186,7 +186,7 @@ class LimitConfig:
     max_wall_s: Speed[NonNegativeFloat | None] = None
     """Wall-clock seconds of the run."""
     max_tokens: Speed[NonNegative | None] = None
-    """Prompt tokens of finished rows plus all generated tokens."""
+    """Prompt and generated tokens of finished rows."""
     max_engine_hours: Speed[NonNegativeFloat | None] = None
     """Hours of engine work, summed over replicas."""
     max_cost: Speed[NonNegativeFloat | None] = None

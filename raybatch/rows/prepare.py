@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire.columns import request_table
@@ -44,6 +45,11 @@ class Prepared:
     requests: pa.Table
     samplings: Sequence[Sampling]
     request_samplings: Sequence[Sampling]
+
+    def num_copies(self) -> npt.NDArray[np.int32]:
+        """Return how many copies the row of each request has."""
+        counts = Counter(self.copies.values())
+        return np.array([counts[row] for row in self.rows], np.int32)
 
     def of_results(self, results: pa.Table) -> tuple[list[int], "Prepared", pa.Table]:
         """Return the rows that some results are of, and their copies, as a smaller batch.

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from raybatch.actors.pool import PoolHandle
@@ -129,26 +130,28 @@ class StageFeeder:
         client = self.client if changes is None else retry_client(self.client)
         self._raise_first(prepared.row_ids, errors)
         self._all_failed_alarm.see(errors)
-        await self.pool.note_outside(
-            table.num_rows - len(prepared.rows), _error_classes(errors), client=client
-        )
+        num_unasked = sum(not prompt.is_asked for prompt in prepared.prompts)
+        await self.pool.note_outside(num_unasked, _error_classes(errors), client=client)
         asked = None if watch is None else watch.take(prepared.rows)
         return PreparedBatch(prepared, errors, client, asked)
 
     async def _answer(self, batch: PreparedBatch, *, name: str = "") -> pa.Table:
         """Return prepared rows with their answers; for `name` see `PoolHandle.generate`."""
         prepared, results = batch.prepared, RESULT_SCHEMA.empty_table()
+        copies = prepared.num_copies()
         if prepared.rows:
             results = await self.pool.generate(
                 prepared.requests,
                 prepared.samplings,
                 client=batch.client,
                 name=name,
+                copies=copies,
                 watch=batch.watch,
             )
         finished = await asyncio.to_thread(self._finish, prepared, results)
         # the others are counted by the engines, or were before
-        counted = [*batch.prompt_errors, *results.column("error").to_pylist()]
+        num_rows = 1 + copies[results.column("row").to_numpy()]
+        counted = [*batch.prompt_errors, *np.repeat(results.column("error").to_numpy(), num_rows)]
         errors = _error_classes(self._errors_of(finished)) - _error_classes(counted)
         await self.pool.note_outside(0, errors, client=batch.client)
         return finished

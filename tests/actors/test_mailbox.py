@@ -12,13 +12,14 @@ from raybatch.actors.wire.records import Room, Submission
 from raybatch.records.types import Completion
 
 
-def submission(num_rows, token="t", name="", client="c"):
+def submission(num_rows, token="t", name="", client="c", copies=None):
     return Submission(
         token=token,
         client=client,
         name=name,
         prompt_tokens=np.ones(num_rows, np.int32),
         max_new_tokens=np.full(num_rows, 2, np.int64),
+        copies=None if copies is None else np.array(copies, np.int32),
     )
 
 
@@ -90,6 +91,19 @@ def test_a_failed_pool_leaves_only_finished_rows_in_the_counters(mailbox):
     counters = mailbox.clients["c"]
     received = (counters.rows_received, counters.prompt_tokens_received, counters.max_tokens_left)
     assert (received, counters.rows_done) == ((2, 2, 0), 2)
+
+
+def test_copies_count_with_the_row_whose_answer_they_get(mailbox):
+    batch, counters = mailbox.add(submission(3, copies=[7, 0, 2])), mailbox.clients["c"]
+    assert (counters.rows_received, counters.rows_done) == (12, 0)
+    mailbox.queue.dispatch({1: Room(tokens=9, rows=2)})
+    finish(mailbox, batch, 1)
+    assert (counters.rows_done, counters.errors) == (1, {})
+    failed = Completion(request_id=0, finish_reason="error", error="Odd: row")
+    mailbox.take(1, batch.batch_id, encode_completions([0], [failed]))
+    assert (counters.rows_done, counters.errors) == (9, {"Odd": 8})
+    mailbox.drop(batch)
+    assert counters.rows_received == 9
 
 
 def finish(mailbox, batch, row):

@@ -89,6 +89,7 @@ class LocalPool:
         self._task = spec.backend.task
         self.batches: list[list[str]] = []
         self.requests: list[Any] = []
+        self.copies: list[int] = []
         self.rows_outside = 0
         self.errors_outside: Counter[str] = Counter()
 
@@ -102,8 +103,10 @@ class LocalPool:
         *,
         client: str = "default",
         name: str = "",
+        copies: Any = None,
         watch: Any = None,
     ) -> pa.Table:
+        self.copies = [] if copies is None else copies.tolist()
         self.batches.append(table.column("row_id").to_pylist())
         backend = FakeBackend(self._options, self._task)
         requests = RequestReader(table, samplings).read(0, table.num_rows, 0)

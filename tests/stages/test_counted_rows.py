@@ -31,3 +31,10 @@ def test_errors_found_after_the_pool_are_counted(model):
     stage.pool = FullPool(spec)
     answer(stage, pa.table({"text": ["a"]}))
     assert (stage.pool.rows_outside, stage.pool.errors_outside) == (0, {"CapacityError": 1})
+
+
+def test_copies_are_counted_by_the_pool_with_their_rows(model):
+    stage = local(fake_stage(model, prompt="{text}", fake={"error_on": ord("E")}))
+    answer(stage, pa.table({"text": ["good", "E", "good", "bad", "E", "good"]}))
+    assert stage.pool.copies == [2, 1, 0]
+    assert (stage.pool.rows_outside, stage.pool.errors_outside) == (0, {})

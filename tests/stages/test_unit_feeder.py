@@ -36,7 +36,7 @@ class UnitPool(LocalPool):
         self.is_over = False
         self.results = {}
 
-    async def generate(self, table, samplings, *, client="default", name="", watch=None):
+    async def generate(self, table, samplings, *, name="", watch=None, **_):
         self.watches.append(watch)
         results = await super().generate(table, samplings)
         last = table.num_rows - 1

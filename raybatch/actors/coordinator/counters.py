@@ -83,7 +83,7 @@ class ClientCounters:
     open_units: dict[int, tuple[float, str, int]] = field(default_factory=dict)
 
     def received(self, submission: Submission) -> None:
-        self.rows_received += len(submission.prompt_tokens)
+        self.rows_received += _num_rows(submission, np.arange(len(submission.prompt_tokens)))
         self.prompt_tokens_received += int(submission.prompt_tokens.sum())
         self.max_tokens_left += int(submission.max_new_tokens.sum())
         if submission.block_keys is not None:
@@ -91,12 +91,12 @@ class ClientCounters:
 
     def dropped(self, submission: Submission, rows: Rows) -> None:
         """Uncount rows that nobody waits for any more."""
-        self.rows_received -= len(rows)
+        self.rows_received -= _num_rows(submission, rows)
         self.prompt_tokens_received -= int(submission.prompt_tokens[rows].sum())
         self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
 
     def finished(self, submission: Submission, rows: Rows, results: pa.RecordBatch) -> None:
-        self.rows_done += len(rows)
+        self.rows_done += _num_rows(submission, rows)
         self.prompt_tokens += _prompt_tokens(submission, rows, results)
         self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
         counted = results.column("num_generated_tokens")
@@ -104,11 +104,10 @@ class ClientCounters:
         self.generated_tokens += pc.sum(generated).as_py() or 0
         self.cost += pc.sum(results.column("cost")).as_py() or 0.0
         self.cached_tokens += pc.sum(results.column("num_cached_tokens")).as_py() or 0
-        errors = results.column("error")
-        is_error = pc.not_equal(errors, "")
-        if pc.any(is_error).as_py():
-            texts = errors.filter(is_error).to_pylist()
-            self.errors.update(text.partition(":")[0] for text in texts)
+        failed = results.filter(pc.not_equal(results.column("error"), ""))
+        texts = failed.column("error").to_pylist()
+        for row, text in zip(failed.column("row").to_numpy(), texts, strict=True):
+            self.errors[text.partition(":")[0]] += _num_rows(submission, np.array([row]))
 
     def outside(self, num_rows: int, errors: Mapping[str, int]) -> None:
         """Note rows that never reach the pool as handed over and done, and errors found outside."""
@@ -139,6 +138,11 @@ class ClientCounters:
             num_open_units=len(self.open_units),
             oldest_unit=oldest,
         )
+
+
+def _num_rows(submission: Submission, rows: Rows) -> int:
+    """Return how many rows get an answer with these ones, their copies included."""
+    return len(rows) + (0 if submission.copies is None else int(submission.copies[rows].sum()))
 
 
 def _prompt_tokens(submission: Submission, rows: Rows, results: pa.RecordBatch) -> int:

@@ -100,6 +100,7 @@ class Submission:
             owns; in a list, so that Ray passes the reference and not the object.
         max_new_tokens: int64 [rows], upper bound of generated tokens over all samples.
         expected_new_tokens: int64 [rows], what is expected of them; None expects the upper bound.
+        copies: int32 [rows], further rows that each row's answer is for; None where there are none.
         groups: of planned rows; ids that no other client's groups have.
         block_keys: of rows without a plan, from which the pool makes groups by itself.
         begun: tokens of rows that earlier runs did not finish, see `raybatch.actors.wire.begun`.
@@ -112,6 +113,7 @@ class Submission:
     prompt_tokens: npt.NDArray[np.int32]
     max_new_tokens: npt.NDArray[np.int64]
     expected_new_tokens: npt.NDArray[np.int64] | None = None
+    copies: npt.NDArray[np.int32] | None = None
     groups: RowGroups | None = None
     block_keys: BlockKeys | None = None
     crashes: npt.NDArray[np.int16] | None = None
