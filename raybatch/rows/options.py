@@ -184,6 +184,11 @@ class StageConfig:
         """What is made of each prompt."""
         return self.backend.task
 
+    def is_chat(self, *, has_template: bool) -> bool:
+        """Return whether `prompt` becomes a user message; what is pooled is the text itself."""
+        is_auto = has_template and self.task == "generate"
+        return is_auto if self.chat == "auto" else bool(self.chat)
+
     @property
     def fixed_options(self) -> tuple[str, ...]:
         """The sampling options that no row may set for itself."""
@@ -272,7 +277,7 @@ def _check_tools(config: StageConfig) -> None:
             f"column of such lists, got {tools!r:.200}"
         )
     if config.tokenized_prompt is not None or config.chat is False:
-        raise ConfigError("tools are told to a model by its chat template; ask messages or a chat")
+        raise ConfigError("tools need a chat template; leave tokenized_prompt and chat=False out")
     has_other = config.prompt is not None or not isinstance(config.messages, str | None)
     if isinstance(tools, str) and has_other:
         raise ConfigError(
