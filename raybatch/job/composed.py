@@ -76,7 +76,8 @@ def read_parquet(
         >>> raybatch.write_parquet(stage.apply(rows), "answers/")  # doctest: +SKIP
     """
     source, sink = str(source), str(sink)
-    plan = PlanConfig(mode="off", unit_rows=unit_rows, max_unit_rows=max(unit_rows, 4096))
+    max_unit_rows = max(unit_rows, PlanConfig().max_unit_rows)
+    plan = PlanConfig(mode="off", unit_rows=unit_rows, max_unit_rows=max_unit_rows)
     scanned = scan_source(source)
     if taken := [name for name in _PLACES if name in scanned.schema.names]:
         raise ConfigError(f"the source has columns named {', '.join(taken)}; rename them")

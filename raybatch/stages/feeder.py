@@ -35,7 +35,7 @@ from raybatch.stages.unit_writer import PlacedWatch
 # waits: it keeps up with some 800,000 prompt tokens per second, more than several engines take.
 CALLS_PER_FEEDER = 16
 _REPLICAS_PER_FEEDER = 8
-_ROWS_PER_CALL = 256
+CALL_ROWS = 256
 # for the journals of units that fail together
 _KEEP_S = 10.0
 
@@ -154,7 +154,7 @@ class StageFeeder:
         return finished
 
     @classmethod
-    def map_options(cls, *, batch_size: int | None = _ROWS_PER_CALL) -> dict[str, Any]:
+    def map_options(cls, *, batch_size: int | None = CALL_ROWS) -> dict[str, Any]:
         """Return the keyword arguments of `map_batches` that keep the engines full.
 
         A call has `batch_size` rows; None takes Ray blocks as they are.
