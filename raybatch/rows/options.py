@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from raybatch.backends.choice import check_pool
 from raybatch.backends.registry import check_options, parsed_columns, type_of
-from raybatch.config import BackendConfig, EngineConfig, OnError, PoolConfig, SpecialTokens
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig, SpecialTokens
 from raybatch.config.option import (
     CHECKED,
     Answers,
@@ -27,6 +27,7 @@ from raybatch.rows.schema import OutputSchema
 from raybatch.text.chat import InvalidPrompt, check_messages
 
 Chat = bool | Literal["auto"]
+OnError = Literal["row", "raise"]
 OnTooLong = Literal["error", "truncate_left", "truncate_right", "drop"]
 Message = Mapping[str, Any]
 MessagesOption = str | Callable[[Mapping[str, Any]], Sequence[Message]] | Sequence[Message]

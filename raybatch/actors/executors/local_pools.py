@@ -16,6 +16,7 @@ from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, gpus_of_engine, unproven_on_gpus, vllm_build
 from raybatch.backends.registry import type_of
+from raybatch.config import environment
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ async def _make(spec: PoolSpec, loop: LocalLoop) -> CallHandle:
 def gpus_of_host() -> int:
     """Return how many GPUs engines of this host may compute on; loads no library for it."""
     num_gpus = len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = environment().get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return num_gpus
     # as CUDA does, which sees none from the first name on that names none

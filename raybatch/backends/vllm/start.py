@@ -14,7 +14,7 @@ from raybatch.backends.vllm.args import engine_args, vllm_options
 from raybatch.backends.vllm.backend import VllmBackend
 from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.requests import InnerEngine, Parse, ScorePairs
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config import BackendConfig, EngineConfig, environment
 from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.source import resolve_model
@@ -160,7 +160,7 @@ def _on_cpu(args: dict[str, Any], num_engines_on_host: int) -> dict[str, Any]:
     if args.get("dtype", "auto") == "auto":
         args["dtype"] = "float32"
     has_size = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(args)
-    if not has_size and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+    if not has_size and not environment().get("VLLM_CPU_KVCACHE_SPACE"):
         from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
         # the memory node to which vLLM will hold its cache

@@ -23,7 +23,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-from raybatch.config import cache_dir
+from raybatch.config import cache_dir, environment
 from raybatch.config.environment import kernel_vectors
 from raybatch.errors import ConfigError
 
@@ -252,7 +252,7 @@ def has_compiler() -> bool:
 
 def _compiler() -> list[str]:
     """Return the command of the compiler, which CC may give with arguments; empty for none."""
-    commands = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    commands = [shlex.split(environment().get("CC", "")), ["cc"], ["gcc"], ["clang"]]
     return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
