@@ -223,11 +223,11 @@ def _field_text(field: pa.Field | None) -> str:
 
 
 def _writer(
-    sink: str, stored: StoredPlan, schema: pa.Schema | None, found: pa.Schema, *, attempt: str
+    sink: str, stored: StoredPlan, schema: pa.Schema | None, given: pa.Schema, *, attempt: str
 ) -> UnitWriter:
-    """Return what writes units of a schema; None takes that of the output, else the one found."""
+    """Return what writes units of a schema; None takes that of the output, else the given one."""
     with error_context(f"sink {sink!r} cannot be used"):
-        schema = schema or settle_schema(store_of(sink), found)
+        schema = schema or settle_schema(store_of(sink), given)
     return UnitWriter(
         sink=sink, store=store_of(sink), stored=stored, schema=schema, output=None, attempt=attempt
     )

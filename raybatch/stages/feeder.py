@@ -132,8 +132,8 @@ class StageFeeder:
         await self.pool.note_outside(
             table.num_rows - len(prepared.rows), _error_classes(errors), client=client
         )
-        asked = None if watch is None else watch.take(prepared.rows)
-        return PreparedBatch(prepared, errors, client, asked)
+        of_requests = None if watch is None else watch.take(prepared.rows)
+        return PreparedBatch(prepared, errors, client, of_requests)
 
     async def _answer(self, batch: PreparedBatch, *, name: str = "") -> pa.Table:
         """Return prepared rows with their answers; for `name` see `PoolHandle.generate`."""

@@ -44,11 +44,11 @@ class PrefixAffinity:
         """Note groups that a replica had no rows of, each with the tokens of its prefix."""
         for group, prefix_len in started:
             self._past.pop(group, None)
-            homes = self._live.setdefault(group, [])
-            if homes:
+            replica_ids = self._live.setdefault(group, [])
+            if replica_ids:
                 self.num_cuts += 1
                 self.cut_tokens += prefix_len
-            homes.append(replica_id)
+            replica_ids.append(replica_id)
 
     def end(self, replica_id: int, groups: Iterable[int]) -> None:
         """Note groups whose last row at a replica is done."""
@@ -177,7 +177,7 @@ class WaitingLine:
 
 
 class Isolation:
-    """Sets of suspects in the order of their trials, and at most one control before them."""
+    """Sets of suspects in the order in which they run, and at most one control before them."""
 
     def __init__(self) -> None:
         self.control: Span | None = None
