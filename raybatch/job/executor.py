@@ -1,6 +1,6 @@
 """Decides where a job runs and with which backend, and gives its stage the pool for that."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -37,11 +37,6 @@ class Executor:
         return f"{self.name}, because {self.reason}"
 
 
-def is_connected(environment: Mapping[str, str]) -> bool:
-    """Return whether this process has a Ray cluster, or the environment names one."""
-    return bool(environment.get("RAY_ADDRESS")) or connected_ray() is not None
-
-
 def choose(wanted: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfig) -> Executor:
     """Return where a job runs; ConfigError: without Ray, and with options that need it."""
     is_local, reason = wanted == "local", "the job says so"
@@ -49,7 +44,7 @@ def choose(wanted: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfi
     needs_ray = _needs_ray(spec)
     if wanted == "auto":
         facts = ExecutorFacts(
-            is_connected=is_connected(environment()),
+            is_connected=bool(environment().get("RAY_ADDRESS") or connected_ray()),
             needs_ray=needs_ray or _better_on_ray(spec),
             num_rows=source.num_rows,
             num_bytes=num_bytes,

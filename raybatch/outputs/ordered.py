@@ -136,7 +136,7 @@ class RowCopy:
             writer.deliver(unit, writer.joined([rows.append_column(POS, pos)]))
 
 
-def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None = None) -> None:
+def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None) -> None:
     """Write the units that are to be written, in this process or by Ray where they are many."""
     num_rows = int(copy.unit_rows[copy.is_todo].sum())
     logger.info("bringing %d rows into the order of the input, in %s", num_rows, copy.sink)

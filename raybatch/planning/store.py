@@ -145,7 +145,7 @@ def _read_shard(sink: str, stored: StoredPlan, name: str, num_rows: int) -> pa.T
         return shard
 
 
-def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = False) -> None:
+def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool) -> None:
     """Say in the log what was planned, and whether the template could change its layout."""
     order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
     saved = max(0.0, 1 - stored.computed_tokens / max(1, stored.logical_tokens))

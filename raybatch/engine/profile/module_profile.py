@@ -187,7 +187,7 @@ _logger = logging.getLogger(__name__)
 def measured_profile(
     spec: ModelSpec,
     weights: ModelWeights,
-    options: ProfileOptions | None = None,
+    options: ProfileOptions,
     *,
     fresh: bool = False,
     folder: Path | None = None,
@@ -199,7 +199,6 @@ def measured_profile(
     `fresh` measures also where a profile is there, and puts the new one in its place; a `folder` of
     None is `batch-plans` below the cache folder; `tell` is called with what is measured next.
     """
-    options = options or ProfileOptions()
     path = profile_path(spec, weights.embed.dtype, weights.embed.device, options, folder=folder)
     cached = None if fresh else load_profile(path)
     if cached is not None:
