@@ -131,7 +131,7 @@ def expected(workload: Workload, knows: str, seed: int) -> Floats | None:
     if knows == "true":
         return output.astype(float)
     if knows == "probe":
-        probe = choose_probe(workload.rows.group, workload.kind, seed=seed)
+        probe = choose_probe(workload.rows.group, workload.kind, fraction=0.01, seed=seed)
         group = np.where(workload.rows.prefix > 0, workload.rows.group, -1)
         return estimate_from_probe(probe, output[probe], group, workload.kind)
     largest = np.zeros(int(workload.kind.max()) + 1)

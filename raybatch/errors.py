@@ -124,8 +124,8 @@ def last_line(error: BaseException) -> str:
     What Ray guesses about a process that died, in six lines at each death, is left out.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[-1].partition(" Some common causes include: ")[0] if lines else ""
-    return encodable(f"{type(error).__name__}: {said}")
+    message = lines[-1].partition(" Some common causes include: ")[0] if lines else ""
+    return encodable(f"{type(error).__name__}: {message}")
 
 
 def one_line(text: str, max_chars: int = 2000) -> str:

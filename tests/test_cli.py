@@ -385,8 +385,10 @@ def test_the_last_line_of_a_run_names_the_limit_that_stopped_it(monkeypatch, cap
     monkeypatch.setattr(Job, "run", lambda job, *, progress, start_ray: report)
     monkeypatch.setattr("raybatch.cli.app._start_ray", lambda: None)
     assert run_main(monkeypatch, "run", job_file) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    said = capsys.readouterr()
+    last = said.out.splitlines()[-1]
     assert "stopped by limits.max_tokens: 9 tokens are done; run the same command again" in last
+    assert "rows to do" not in said.err
 
 
 def test_the_order_of_rows_is_a_flag(monkeypatch, capsys, job_file):

@@ -27,7 +27,7 @@ NO_SPEED_OF_ENDPOINTS = "the speed of an endpoint is not measured: every request
 
 _FOLDER = "cost-models"
 # of the time by the clock that an engine on a quiet host spends computing
-_QUIET_SHARE = 0.85
+QUIET_SHARE = 0.85
 _GPU_INFO = "driver/nvidia/gpus/*/information"
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def load_or_measure(
 
 def _was_quiet(took_s: float, cpu_s: float) -> bool:
     """Return whether an engine had its CPU for itself while it was measured; warn if not."""
-    if cpu_s >= _QUIET_SHARE * took_s:
+    if cpu_s >= QUIET_SHARE * took_s:
         return True
     _logger.warning(
         "the host is busy: the engine got %.0f %% of a CPU while it was measured; its times are "

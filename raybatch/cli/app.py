@@ -289,7 +289,7 @@ def _end_with(result: "RunReport", allow_error_rows: bool) -> NoReturn:
     typer.echo(result.to_text())
     if result.stopped:
         typer.echo(f"stopped by {result.stopped}; run the same command again to go on")
-    if result.rows_todo:
+    elif result.rows_todo:
         typer.echo(
             f"stopped with {result.rows_todo} rows to do; the same command goes on there", err=True
         )

@@ -1,6 +1,5 @@
 """The commands of the command line that speak to a cluster: submit, manifest, check."""
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ import typer
 from typer import Argument, Option
 
 from raybatch.cli.flags import JobFlags, with_job_flags, with_model
+from raybatch.config import environment
 from raybatch.errors import ConfigError
 
 AllowErrorRows = Annotated[
@@ -53,7 +53,7 @@ def submit(
         flags.mapping,
         Console(write=_write, note=_note, confirm=typer.confirm if can_ask else None),
         where=flags.where,
-        environment=os.environ,
+        environment=environment(),
         address=address,
         submission_id=submission_id,
         is_followed=not no_wait,
@@ -98,7 +98,7 @@ def manifest(
         service_account=service_account,
         max_retries=max_retries,
         timeout_s=timeout_s,
-        env_vars=read_env_vars(env or (), os.environ),
+        env_vars=read_env_vars(env or (), environment()),
     )
     text, notes = render_manifest(kind, job_file, options)
     for note in notes:
@@ -121,7 +121,7 @@ def check(
     from raybatch.submission.cluster_check import find_warnings, probe_cluster
     from raybatch.submission.probe import read_address
 
-    facts = probe_cluster(read_address(address, os.environ), os.environ, Path.home())
+    facts = probe_cluster(read_address(address, environment()), environment(), Path.home())
     warnings = find_warnings(facts)
     for warning in warnings:
         _write(f"warning: {warning}\n")

@@ -270,22 +270,22 @@ def drop_leftovers(
     the stage asks; a stage of pairs asks none.
     """
     names = _names(returned).keys()
-    asked = _asked(before, returned, prompt_columns)
+    chosen = _chosen(before, returned, prompt_columns)
     for name in prompt_columns:
-        is_other = name in names and name not in asked
+        is_other = name in names and name not in chosen
         if is_other and not table.column(name).equals(before.column(name)):
             raise ConfigError(
-                f"preprocess returns {_listed(asked)} and changes {name!r}, which an earlier "
+                f"preprocess returns {_listed(chosen)} and changes {name!r}, which an earlier "
                 "processor was asked: both may be meant; return only the one to ask"
             )
     # to a stage that asks pairs, a prompt that it is handed is data
     handed = _TYPES.keys() if prompt_columns else {*PROMPT_COLUMNS, *_TYPES}
-    inputs = {*(prompt_columns or PROMPT_COLUMNS), *_TYPES} - {*asked} - (handed & names)
+    inputs = {*(prompt_columns or PROMPT_COLUMNS), *_TYPES} - {*chosen} - (handed & names)
     leftovers = {*OutputSchema(has_logprobs=True).arrow().names, PROMPT_IDS_COLUMN, *inputs}
     return table.drop_columns([name for name in table.column_names if name in leftovers])
 
 
-def _asked(
+def _chosen(
     before: pa.Table, returned: Sequence[Row], prompt_columns: Sequence[str]
 ) -> tuple[str, ...]:
     """Return the prompts to ask, by their names alone: values differ from row batch to row batch.
@@ -301,14 +301,14 @@ def _asked(
     if len(choices) > 1:
         several = " for some rows, and for others ".join(_listed(c) for c in sorted(choices))
         raise ConfigError(f"preprocess returns {several}; return the same prompt for every row")
-    (asked,) = choices or {()}
-    if choices and not asked:
+    (chosen,) = choices or {()}
+    if choices and not chosen:
         raise ConfigError(
             f"the column {old[0]!r} holds what an earlier processor was asked; to ask it again, "
             f"return it from preprocess, as in lambda row: {{{old[0]!r}: row[{old[0]!r}]}}; else "
             "return new messages, prompt or tokenized_prompt"
         )
-    return asked[:1] if asked and asked[0] in old else asked
+    return chosen[:1] if chosen and chosen[0] in old else chosen
 
 
 def _prompts_in(names: Collection[str], prompt_columns: Sequence[str]) -> tuple[str, ...]:

@@ -4,8 +4,6 @@
 unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` makes a new one.
 """
 
-from typing import Literal
-
 from raybatch.config.engine import (
     AdmissionPolicy,
     BackendConfig,
@@ -27,6 +25,7 @@ from raybatch.config.job import (
     OrderName,
     PlanConfig,
     PoolConfig,
+    SpecialTokens,
     Strategy,
     WaveConfig,
     check_bundles,
@@ -39,7 +38,6 @@ __all__ = [
     "EngineConfig",
     "KVCacheDType",
     "LimitConfig",
-    "OnError",
     "OrderName",
     "PlanConfig",
     "PoolConfig",
@@ -58,6 +56,3 @@ __all__ = [
     "proxy_of",
     "secret_of",
 ]
-
-OnError = Literal["row", "raise"]
-SpecialTokens = Literal["escape", "allow"]

@@ -3,7 +3,7 @@
 import logging
 import os
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,8 +18,8 @@ def is_hub_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
-def environment() -> Mapping[str, str]:
-    """Return the environment, for secrets whose variables an option names."""
+def environment() -> MutableMapping[str, str]:
+    """Return the environment, also for secrets whose variables an option names."""
     return os.environ
 
 

@@ -27,6 +27,7 @@ from raybatch.errors import ConfigError, range_text
 from raybatch.records.types import Sampling
 
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
+SpecialTokens = Literal["escape", "allow"]
 OrderName = Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"]
 
 
@@ -201,7 +202,7 @@ class LimitConfig:
 
 
 # of rows that other sampling options may help
-_ASKED_STATUSES = ("truncated", "too_long", "error", "crashed")
+_WAVE_STATUSES = ("truncated", "too_long", "error", "crashed")
 
 
 @options("waves.")
@@ -216,10 +217,9 @@ class WaveConfig:
     2048}."""
 
     def __post_init__(self) -> None:
-        if not self.on or not set(self.on) <= set(_ASKED_STATUSES):
+        if not self.on or not set(self.on) <= set(_WAVE_STATUSES):
             raise ConfigError(
-                f"waves.on must name statuses of {', '.join(_ASKED_STATUSES)}, got "
-                f"{list(self.on)!r}"
+                f"waves.on must name statuses of {', '.join(_WAVE_STATUSES)}, got {list(self.on)!r}"
             )
         # one value of these decides the type of a column
         names = {f.name for f in dataclasses.fields(Sampling)} - {"n", "logprobs"}

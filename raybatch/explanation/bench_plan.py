@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from raybatch.backends.cost_cache import QUIET_SHARE
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.loaded_model import LoadedModel, give_back_freed_memory, load_model
 from raybatch.engine.memory.kv_cache import (
@@ -38,8 +39,6 @@ from raybatch.policy.residence import Residence, WeightSizes, pass_time
 
 # share of the best rate from which experts count as busy: a larger batch gains less than the rest
 _EFFICIENCY = 0.95
-# of the time by the clock that a process on a quiet host spends computing
-_QUIET_SHARE = 0.85
 _PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
@@ -137,7 +136,7 @@ class PlanReport:
             for phase, planned in self.phases.items()
             if _on_device(planned) is not planned.search.best
         ]
-        if self.cpu_share is not None and self.cpu_share < _QUIET_SHARE:
+        if self.cpu_share is not None and self.cpu_share < QUIET_SHARE:
             notes.append(
                 f"the host was busy: this process got {percent(self.cpu_share, 0)} of a CPU while "
                 "it measured, so that times are too long; measure again with --fresh"
@@ -181,7 +180,7 @@ def plan_report(
     tell(f"loading {source}")
     model = load_model(source, config)
     is_cpu = model.device.type == "cpu"
-    most = min(model.spec.max_model_len, config.max_model_len or model.spec.max_model_len)
+    most = model.resolved.max_model_len
     row = row or RowShape.within(most)
     if row.prompt_tokens + row.output_tokens > most:
         raise ConfigError(

@@ -48,7 +48,7 @@ class Question:
     Args:
         spec: of the pool that runs it, with a backend that is decided.
         kv_tokens: KV cache of one engine; None takes that of the cost model.
-        kv_tokens_found: what an engine had that has run; taken where neither is known.
+        measured_kv_tokens: what an engine had that has run; taken where neither is known.
         measure: start an engine to measure its speed, where no cost model is kept.
         lint: look for a better order of the template's fields.
 
@@ -61,7 +61,7 @@ class Question:
     name: str
     backend_reason: str = ""
     kv_tokens: int | None = None
-    kv_tokens_found: int | None = None
+    measured_kv_tokens: int | None = None
     price_per_engine_hour: float | None = None
     measure: bool = True
     max_rows: int = MAX_ROWS_EXPLAINED
@@ -123,8 +123,8 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         kv = KVSize(tokens=question.kv_tokens, origin="given")
     elif costs is not None:
         kv = KVSize(tokens=costs.limits.kv_tokens, origin="measured")
-    elif question.kv_tokens_found is not None:
-        kv = KVSize(tokens=question.kv_tokens_found, origin="of the engines")
+    elif question.measured_kv_tokens is not None:
+        kv = KVSize(tokens=question.measured_kv_tokens, origin="of the engines")
     if isinstance(planned, LargePlan):
         explanation = _explain_large(question, planned, kv, known)
     else:
@@ -149,7 +149,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     work = _work(question, planned)
     if explanation.own_order is not None and not explanation.is_reordered:
         work = work.with_cache(explanation.own_order.computed_tokens)
-    num_replicas = _crew(question).num_replicas
+    num_replicas = _placement(question).num_replicas
     cost = estimate(costs, work, num_replicas)
     time = TimeEstimate(
         engine_s=cost.engine_s.expected,
@@ -183,7 +183,7 @@ def explain_plan(
     profile = profile_rows(
         keys,
         expected,
-        planned.found,
+        planned.arrangement,
         num_rows=planned.num_rows,
         unasked=planned.unasked,
         limit_tokens=int(planned.max_tokens.sum()),
@@ -202,7 +202,7 @@ def explain_plan(
     orders = forecast_orders(
         keys,
         planned.plan,
-        planned.found,
+        planned.arrangement,
         output_tokens=expected,
         size=_cache_size(engine, kv.tokens, keys.block_size),
         max_rows=max_rows,
@@ -281,7 +281,7 @@ def _with_orders(
 
 
 def _boxes(planned: PlannedInput, decode: Callable[[TokenIds], str] | None) -> list[TreeBox]:
-    boxes = outline_tree(planned.found.tree, planned.keys)
+    boxes = outline_tree(planned.arrangement.tree, planned.keys)
     if planned.prompts is None or decode is None:
         return boxes
     for i, box in enumerate(boxes):
@@ -308,7 +308,10 @@ def _work(question: Question, planned: PlannedInput | LargePlan) -> WorkTotals:
         is_grouped = planned.is_reordered(question.job.plan)
         return merge_work([part.work if is_grouped else part.work_alone for part in planned.parts])
     return planned_work(
-        planned.keys, planned.expected_tokens, planned.found, is_grouped=planned.plan.is_reordered
+        planned.keys,
+        planned.expected_tokens,
+        planned.arrangement,
+        is_grouped=planned.plan.is_reordered,
     )
 
 
@@ -323,8 +326,8 @@ def explain_run(
         likely = _likely_engine_s(question, planned, actual)
         plan = explain_planned(question, planned)
     except Exception as error:
-        told = "the report leaves out the plan, which could not be explained: %s"
-        _logger.warning(told, error_text(error), exc_info=True)
+        message = "the report leaves out the plan, which could not be explained: %s"
+        _logger.warning(message, error_text(error), exc_info=True)
         return None
     return PlanOutcome(plan=plan, actual=replace(actual, likely_engine_s=likely))
 
@@ -346,7 +349,7 @@ def _likely_engine_s(
     return band.expected, band.low, band.high
 
 
-def _crew(question: Question) -> Placement:
+def _placement(question: Question) -> Placement:
     """Return a pool's engines on the cluster that is connected, or on this host without one."""
     if question.is_local or connected_ray() is None:
         return plan_local_placement(question.spec)
@@ -360,7 +363,7 @@ def _cost_model(question: Question) -> tuple[CostModel | None, str]:
     if spec.backend.task != "generate":
         return None, "only engines that generate are measured"
     if not question.measure:
-        num_engines = _crew(question).num_engines_on_host
+        num_engines = _placement(question).num_engines_on_host
         path = cost_model_path(
             spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines
         )

@@ -178,7 +178,7 @@ def _input_section(explanation: Explanation) -> Section:
         text = f"{count(sum(unasked.values()), 'row')}: {kinds}"
         if explanation.ends_at_error and any(name != FILTERED for name in unasked):
             text += "; on_error is 'raise', so the run ends at the first row that fails"
-        facts.append(("not asked", text))
+        facts.append(("not sent", text))
     spread = ""
     if prompts.num_values:
         median, high = (amount(prompts.quantile(share)) for share in (0.5, 0.95))

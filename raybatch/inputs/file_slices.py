@@ -66,10 +66,10 @@ class FileSlice:
 def scan_file(
     file: ListedFile,
     *,
-    row_bytes: float = 0.0,
-    columns: Sequence[str] | None = None,
-    max_row_group_bytes: int = 2 << 30,
-    max_decompressed_bytes: int | None = None,
+    row_bytes: float,
+    columns: Sequence[str] | None,
+    max_row_group_bytes: int,
+    max_decompressed_bytes: int | None,
 ) -> tuple[pa.Schema, list[FileSlice]]:
     """Return the schema and the slices of one file; neighbours among small row groups share one.
 

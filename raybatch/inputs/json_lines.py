@@ -289,7 +289,7 @@ def _changed(value: Any, kind: pa.DataType) -> int | None:  # noqa: ANN401 - of 
 def read_blocks(
     path: str,
     *,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int,
     max_line_bytes: int = MAX_LINE_BYTES,
     max_decompressed_bytes: int | None = None,
 ) -> Iterator[bytes]:

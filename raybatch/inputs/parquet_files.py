@@ -154,7 +154,7 @@ def sampled(files: Sequence[_File]) -> list[_File]:
     return [files[i * len(files) // num_files] for i in range(num_files)]
 
 
-def row_bytes_of(path: str, *, columns: Sequence[str] | None = None) -> float:
+def row_bytes_of(path: str, *, columns: Sequence[str] | None) -> float:
     """Return what a row of a Parquet file takes in memory, in bytes; raises what `scan_file` does.
 
     The beginning of the first row group that has rows is decoded, and of that only the texts whose

@@ -21,6 +21,7 @@ from raybatch.inputs.schemas import FileSchema, SchemaPolicy, common_schema, in_
 
 logger = logging.getLogger(__name__)
 
+MAX_ROW_GROUP_BYTES = 2 << 30
 # The driver holds a block per read task, so a large source has larger tasks, not more of them.
 _MANY_TASKS = 1024
 _TASK_LIMIT = Size(num_rows=16 << 10, num_bytes=64 << 20, num_pieces=64)
@@ -99,7 +100,7 @@ def scan_source(
     columns: Sequence[str] | None = None,
     schema_policy: SchemaPolicy = "strict",
     skip_bad_files: bool = False,
-    max_row_group_bytes: int = 2 << 30,
+    max_row_group_bytes: int = MAX_ROW_GROUP_BYTES,
     max_decompressed_bytes: int | None = None,
 ) -> Source:
     """List the files of `source` and read their footers, and a few rows of a few Parquet files.

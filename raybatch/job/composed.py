@@ -76,7 +76,8 @@ def read_parquet(
         >>> raybatch.write_parquet(stage.apply(rows), "answers/")  # doctest: +SKIP
     """
     source, sink = str(source), str(sink)
-    plan = PlanConfig(mode="off", unit_rows=unit_rows, max_unit_rows=max(unit_rows, 4096))
+    max_unit_rows = max(unit_rows, PlanConfig().max_unit_rows)
+    plan = PlanConfig(mode="off", unit_rows=unit_rows, max_unit_rows=max_unit_rows)
     scanned = scan_source(source)
     if taken := [name for name in _PLACES if name in scanned.schema.names]:
         raise ConfigError(f"the source has columns named {', '.join(taken)}; rename them")
@@ -222,11 +223,11 @@ def _field_text(field: pa.Field | None) -> str:
 
 
 def _writer(
-    sink: str, stored: StoredPlan, schema: pa.Schema | None, found: pa.Schema, *, attempt: str
+    sink: str, stored: StoredPlan, schema: pa.Schema | None, given: pa.Schema, *, attempt: str
 ) -> UnitWriter:
-    """Return what writes units of a schema; None takes that of the output, else the one found."""
+    """Return what writes units of a schema; None takes that of the output, else the given one."""
     with error_context(f"sink {sink!r} cannot be used"):
-        schema = schema or settle_schema(store_of(sink), found)
+        schema = schema or settle_schema(store_of(sink), given)
     return UnitWriter(
         sink=sink, store=store_of(sink), stored=stored, schema=schema, output=None, attempt=attempt
     )

@@ -24,6 +24,7 @@ from raybatch.config.option import (
 )
 from raybatch.errors import ConfigError, error_text
 from raybatch.inputs.schemas import SchemaPolicy
+from raybatch.inputs.source import MAX_ROW_GROUP_BYTES
 from raybatch.policy.executor import ExecutorName
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import referenced_columns
@@ -77,7 +78,7 @@ class JobConfig:
     skip_bad_files: Answers[bool] = False
     """Leave out unreadable files (empty, cut, of another kind) instead of refusing the source; they
     are logged and reported."""
-    max_row_group_bytes: Place[Positive] = 2 << 30
+    max_row_group_bytes: Place[Positive] = MAX_ROW_GROUP_BYTES
     """Largest row group or record batch that is read, in memory."""
     max_decompressed_bytes: Place[Positive | None] = None
     """Largest size of a compressed JSONL file when unpacked; None allows 1 GiB or a hundred times

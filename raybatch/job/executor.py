@@ -1,7 +1,6 @@
 """Decides where a job runs and with which backend, and gives its stage the pool for that."""
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -12,7 +11,7 @@ from raybatch.actors.replicas.placement import connected_ray
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import type_of
-from raybatch.config import PlanConfig, PoolConfig
+from raybatch.config import PlanConfig, PoolConfig, environment
 from raybatch.durable.layout import PLAN_ORDER
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
@@ -38,19 +37,14 @@ class Executor:
         return f"{self.name}, because {self.reason}"
 
 
-def is_connected(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process has a Ray cluster, or is told of one."""
-    return bool(environment.get("RAY_ADDRESS")) or connected_ray() is not None
-
-
-def choose(asked: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfig) -> Executor:
+def choose(wanted: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfig) -> Executor:
     """Return where a job runs; ConfigError: without Ray, and with options that need it."""
-    is_local, reason = asked == "local", "the job says so"
+    is_local, reason = wanted == "local", "the job says so"
     num_bytes = sum(part.num_bytes for part in source.slices)
     needs_ray = _needs_ray(spec)
-    if asked == "auto":
+    if wanted == "auto":
         facts = ExecutorFacts(
-            is_connected=is_connected(),
+            is_connected=bool(environment().get("RAY_ADDRESS") or connected_ray()),
             needs_ray=needs_ray or _better_on_ray(spec),
             num_rows=source.num_rows,
             num_bytes=num_bytes,

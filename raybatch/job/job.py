@@ -210,8 +210,8 @@ class Job:
         clock, stage = RunClock(), self.config.stage
         id_column = stage.id_column or f"{stage.output_prefix}row_id"
         source = failed_rows(self.config.sink, stage.output, id_column=id_column, statuses=statuses)
-        begun, asked = self.config.sink, replace(stage, id_column=id_column)
-        job = Job._of(replace(self.config, source=begun, sink=str(sink), stage=asked))
+        begun, retried = self.config.sink, replace(stage, id_column=id_column)
+        job = Job._of(replace(self.config, source=begun, sink=str(sink), stage=retried))
         return job._run(source, clock, progress, start_ray, begun_in=(begun,))
 
     def _run(

@@ -369,7 +369,7 @@ class JobRun:
             spec=self.stage.pool.spec,
             name=self.config.source,
             backend_reason=self._backend_reason,
-            kv_tokens_found=actual.kv_tokens,
+            measured_kv_tokens=actual.kv_tokens,
             measure=False,
             is_local=self.executor.is_local,
             max_rows=_MAX_ROWS_SIMULATED,

@@ -106,13 +106,14 @@ def _chosen(sink: str, store: Store, older_than_s: float) -> tuple[list[str], in
         units = read_all_units(sink, plans)
         is_done, _ = listed_units(store, units)
         is_complete = is_finished(store, units)
-    found = leftovers(
-        store,
-        plans=frozenset(stored.hash for stored in plans),
-        is_committed=lambda unit: unit < len(is_done) and bool(is_done[unit]),
-        is_finished=is_complete,
+    files = list(
+        leftovers(
+            store,
+            plans=frozenset(stored.hash for stored in plans),
+            is_committed=lambda unit: unit < len(is_done) and bool(is_done[unit]),
+            is_finished=is_complete,
+        )
     )
-    files = list(found)
     chosen = [n for n, is_needed in files if not is_needed or _age_s(sink, n) >= older_than_s]
     return chosen, len(files) - len(chosen)
 

@@ -129,8 +129,8 @@ def check_parts(
             problems += chain.from_iterable(threads.map(checker.problems_of, share))
         repeated = ids.repeated()
     if repeated.num_rows and output is not None:
-        told = _describe_repeated(store, plan, output, repeated.num_rows, repeated.examples)
-        problems.append(told)
+        problem = _describe_repeated(store, plan, output, repeated.num_rows, repeated.examples)
+        problems.append(problem)
     return DeepCheck(
         repeated_rows=repeated.num_rows,
         problems=tuple(problems[:max_problems]),

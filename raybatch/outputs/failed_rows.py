@@ -77,7 +77,7 @@ class FailedRows(Source):
 
 
 def failed_rows(
-    sink: str, output: OutputSchema, *, id_column: str, statuses: Collection[str] = ERROR_STATUSES
+    sink: str, output: OutputSchema, *, id_column: str, statuses: Collection[str]
 ) -> FailedRows:
     """Return the rows of a finished output that have one of some statuses.
 

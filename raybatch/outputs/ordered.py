@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raybatch.actors.ray_errors import errors_logged_once, message_kept, own_cause
+from raybatch.config import PlanConfig
 from raybatch.durable.audit import Audit, audit, finish, is_finished
 from raybatch.durable.commit import committed
 from raybatch.durable.journal import POS, ROW, drop_journal_and_staging
@@ -27,7 +28,7 @@ from raybatch.durable.sink import prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
 from raybatch.errors import CommitError, ConfigError
 from raybatch.planning.fingerprint import output_columns
-from raybatch.planning.shards import stretches
+from raybatch.planning.shards import MAX_UNIT_BYTES, stretches
 from raybatch.planning.store import (
     read_all_units,
     read_plan,
@@ -54,8 +55,6 @@ _MAX_BLOCKS = 1 << 10
 _ROWS_PER_READ = 1 << 20
 # names of parts have the order of their numbers up to a million of them
 _MAX_PARTS = 500_000
-_MAX_UNIT_BYTES = 64 << 20
-_DEFAULT_UNIT_ROWS = 1024
 _PLACES = pa.schema([(RANK, pa.int64()), (ROW, pa.int64())])
 
 
@@ -137,7 +136,7 @@ class RowCopy:
             writer.deliver(unit, writer.joined([rows.append_column(POS, pos)]))
 
 
-def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None = None) -> None:
+def copy_rows(copy: RowCopy, start_ray: Callable[[], None] | None) -> None:
     """Write the units that are to be written, in this process or by Ray where they are many."""
     num_rows = int(copy.unit_rows[copy.is_todo].sum())
     logger.info("bringing %d rows into the order of the input, in %s", num_rows, copy.sink)
@@ -299,9 +298,9 @@ def _open(sink: str, into: str, stored: StoredPlan, wanted: StoredPlan) -> RowCo
     name = hashlib.blake2b(about, digest_size=8, person=b"input order").hexdigest()
     if store_of(into).size(plan_name(stored.number)) is None:
         # stretches that fit memory, not too many
-        asked = int(stored.options.get("unit_rows", _DEFAULT_UNIT_ROWS))
-        most = max(1, int(_MAX_UNIT_BYTES / max(1.0, row_bytes)))
-        size = max(min(asked, most), -(-stored.num_rows // _MAX_PARTS), 1)
+        unit_rows = int(stored.options.get("unit_rows", PlanConfig().unit_rows))
+        most = max(1, int(MAX_UNIT_BYTES / max(1.0, row_bytes)))
+        size = max(min(unit_rows, most), -(-stored.num_rows // _MAX_PARTS), 1)
         full, rest = divmod(stored.num_rows, size)
         sizes = [size] * full + [rest] * (rest > 0 or not full)
         units = stretches(name, np.array(sizes, np.int64))

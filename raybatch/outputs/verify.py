@@ -123,11 +123,11 @@ def verify(sink: str | Path, *, deep: bool = False) -> Verification:
             )
         plans = read_plans(sink)
         plan = read_all_units(sink, plans)
-        found, success = audit(store, plan), read_success(store)
+        audited, success = audit(store, plan), read_success(store)
         output = output_columns(plans[0].fingerprint)
         look = check_parts(store, plan, output) if deep else None
         damaged = [damage_of(sink, stored, is_deep=deep) for stored in plans]
-    return _verification(sink, plans, plan, found, success, look, damaged)
+    return _verification(sink, plans, plan, audited, success, look, damaged)
 
 
 def _verification(

@@ -69,7 +69,7 @@ class Box:
     is_slow: bool = False
 
 
-def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float] = ()) -> str:
+def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float]) -> str:
     """Draw figures over time, from top to bottom; a vertical line stands at each of `marks`."""
     bottom = 8 + len(bands) * (_BAND + _GAP) - _GAP
     x = _scale(total_s)
@@ -85,7 +85,7 @@ def draw_bands(bands: Sequence[Band], *, total_s: float, marks: Sequence[float] 
 
 
 def draw_lanes(
-    rows: Mapping[str, Sequence[Cell]], *, total_s: float, marks: Sequence[float] = ()
+    rows: Mapping[str, Sequence[Cell]], *, total_s: float, marks: Sequence[float]
 ) -> str:
     """Draw how engines shared out their time: the height of a colour is its share of a moment."""
     if not rows:
@@ -114,7 +114,7 @@ def draw_lanes(
     return drawing(_WIDTH, bottom + _AXIS, label, parts)
 
 
-def draw_boxes(boxes: Sequence[Box], *, total_s: float, marks: Sequence[float] = ()) -> str:
+def draw_boxes(boxes: Sequence[Box], *, total_s: float, marks: Sequence[float]) -> str:
     """Draw what took time, in lanes; boxes that overlap lie below each other."""
     if not boxes:
         return ""

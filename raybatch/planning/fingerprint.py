@@ -120,8 +120,8 @@ def deciding_options(config: object, prefix: str = "") -> dict[str, object]:
 def backend_kind(fingerprint: Mapping[str, str]) -> str | None:
     """Return the kind of the backend in what decides the answers of a job; None for a pipeline."""
     # the text of long options ends in a digest, and is no JSON then
-    found = re.match(r'\{"kind": "(\w+)"', fingerprint.get("backend", ""))
-    return None if found is None else found[1]
+    match = re.match(r'\{"kind": "(\w+)"', fingerprint.get("backend", ""))
+    return None if match is None else match[1]
 
 
 def _model(config: StageConfig) -> dict[str, str]:
@@ -133,10 +133,10 @@ def _model(config: StageConfig) -> dict[str, str]:
     for name in _TEXT_FILES:
         if (path := folder / name).is_file():
             digest.update(f"\0{name}\0".encode() + path.read_bytes())
-    found = {"model.tokenizer": digest.hexdigest()}
+    digests = {"model.tokenizer": digest.hexdigest()}
     if type_of(config.backend).has_weights:
-        found["model.weights"] = model_fingerprint(folder)
-    return found
+        digests["model.weights"] = model_fingerprint(folder)
+    return digests
 
 
 def _as_text(value: object) -> str:
@@ -218,9 +218,9 @@ def compare_files(root: str, files: Sequence[InputFile]) -> tuple[list[str], lis
 
     with ThreadPoolExecutor(_THREADS) as pool:
         now = list(pool.map(digest, [name for name, _, _ in files]))
-    found = list(zip(files, now, strict=True))
-    changed = [name for (name, _, was), new in found if new not in (None, was)]
-    return changed, [name for (name, _, _), new in found if new is None]
+    pairs = list(zip(files, now, strict=True))
+    changed = [name for (name, _, was), new in pairs if new not in (None, was)]
+    return changed, [name for (name, _, _), new in pairs if new is None]
 
 
 def _digest(path: str) -> str:
@@ -231,8 +231,8 @@ def _digest(path: str) -> str:
     return hashlib.blake2b(tail, digest_size=8, salt=int(size).to_bytes(8, "little")).hexdigest()
 
 
-def fingerprint_digest(found: Mapping[str, str]) -> str:
-    text = json.dumps(dict(found), sort_keys=True)
+def fingerprint_digest(fingerprint: Mapping[str, str]) -> str:
+    text = json.dumps(dict(fingerprint), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -277,8 +277,8 @@ def _is_same(before: str | None, now: str | None) -> bool:
 
 
 def _different_files(stored: InputFiles, files: InputFiles, may_grow: bool) -> list[str]:
-    before, after = ({name: rest for name, *rest in found} for found in (stored, files))
-    said = []
+    before, after = ({name: rest for name, *rest in some} for some in (stored, files))
+    differences = []
     for what, names in (
         ("is missing", sorted(before.keys() - after.keys())),
         ("is new", [] if may_grow else sorted(after.keys() - before.keys())),
@@ -286,8 +286,8 @@ def _different_files(stored: InputFiles, files: InputFiles, may_grow: bool) -> l
     ):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            said.append(f"the input file {names[0]}{more} {what}")
+            differences.append(f"the input file {names[0]}{more} {what}")
     order = [name for name, *_ in files if name in before]
-    if not said and [name for name, *_ in stored] != order:
-        said.append("the input files are read in another order")
-    return said
+    if not differences and [name for name, *_ in stored] != order:
+        differences.append("the input files are read in another order")
+    return differences

@@ -147,9 +147,7 @@ def lint_source(
     return lint_layout(config, tables, count, num_rows=source.num_rows, max_rows=max_rows)
 
 
-def sample_tables(
-    source: Source, columns: Sequence[str], *, max_rows: int = SAMPLE_ROWS
-) -> Iterator[pa.Table]:
+def sample_tables(source: Source, columns: Sequence[str], *, max_rows: int) -> Iterator[pa.Table]:
     """Yield about `max_rows` rows of some columns, from slices spread evenly over a source.
 
     Of Parquet, a slice is read from its beginning until it has given its share; a JSONL file is

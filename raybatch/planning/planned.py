@@ -36,7 +36,7 @@ class PlannedInput:
     unasked: Mapping[str, int]
     plan: RowPlan
     whole: RowPlan  # plan of all rows of the source
-    found: Arrangement
+    arrangement: Arrangement
     prompts: Sequence[TokenIds] | None = None  # their token ids, where they are in memory
     is_probed: bool = False  # `expected_tokens` come from rows that were generated before the plan
 

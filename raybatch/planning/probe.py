@@ -83,7 +83,7 @@ def estimate(probe: Ints, lengths: Floats, group_id: Ints, max_tokens: Ints) -> 
     return np.clip(estimated, 1, max_tokens)
 
 
-def choose_probe(group_id: Ints, strata: Ints, *, fraction: float = 0.01, seed: int = 0) -> Ints:
+def choose_probe(group_id: Ints, strata: Ints, *, fraction: float, seed: int = 0) -> Ints:
     """Choose the rows whose outputs are generated first: int64 [n], positions in rising order.
 
     Every stratum gives its share, rounded up, and so at least one row: strata set rows apart that

@@ -8,13 +8,10 @@ from raybatch.config import PlanConfig
 from raybatch.inputs.source import Source
 from raybatch.planning.dataset import pieces_of, planned_tables
 from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun
-from raybatch.planning.shards import even_units, stretches
+from raybatch.planning.shards import MAX_UNIT_BYTES, even_units, stretches
 from raybatch.planning.small import run_small
 from raybatch.planning.store import write_plan
 from raybatch.planning.stored import PlanSubject, StoredPlan
-
-# what a unit may hold in memory, prompts included
-_MAX_UNIT_BYTES = 64 << 20
 
 
 def run_planned(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput | LargePlan | None:
@@ -76,7 +73,7 @@ def store_stretches(source: Source, sink: str, subject: PlanSubject) -> StoredPl
 
 def fit_units(plan: PlanConfig, source: Source) -> PlanConfig:
     """Return options whose units stay small in memory, whatever the size of a row."""
-    most = max(1, _MAX_UNIT_BYTES * source.num_rows // max(1, _num_bytes(source)))
+    most = max(1, MAX_UNIT_BYTES * source.num_rows // max(1, _num_bytes(source)))
     target, limit = min(plan.unit_rows, most), min(plan.max_unit_rows, most)
     return replace(plan, unit_rows=target, max_unit_rows=limit)
 

@@ -13,6 +13,9 @@ from raybatch.prefix.block_keys import BlockKeys, ranges
 from raybatch.prefix.plan import RowPlan
 from raybatch.records.arrays import Floats, Ints
 
+# what a unit may hold in memory, prompts included
+MAX_UNIT_BYTES = 64 << 20
+
 SHARD_SCHEMA = pa.schema(
     [
         pa.field("unit", pa.int32(), nullable=False),

@@ -60,7 +60,7 @@ class Sidecar:
 
 
 def describe_rows(
-    table: pa.Table, prepared: Prepared, *, block_size: int, expected_column: str | None = None
+    table: pa.Table, prepared: Prepared, *, block_size: int, expected_column: str | None
 ) -> Sidecar:
     """Describe the rows of one batch; every asked row is among the prepared requests (no copies).
 

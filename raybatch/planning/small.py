@@ -135,7 +135,7 @@ def plan_gathered(rows: GatheredRows, config: StageConfig, plan: PlanConfig) -> 
         unasked=sidecar.unasked,
         plan=plan_of_asked,
         whole=with_unasked(plan_of_asked, sidecar.is_asked, plan),
-        found=arrangement,
+        arrangement=arrangement,
         prompts=[p.token_ids for p in rows.prompts if p.is_asked and p.token_ids is not None],
     )
 
@@ -153,10 +153,10 @@ def store_plan(job: PlannedRun, planned: PlannedInput, expected: Floats) -> Stor
         hash=name,
         num_rows=whole.num_rows,
         num_units=whole.num_units,
-        num_groups=planned.found.groups.num_groups if whole.is_reordered else 0,
+        num_groups=planned.arrangement.groups.num_groups if whole.is_reordered else 0,
         is_reordered=whole.is_reordered,
-        logical_tokens=planned.found.stats.logical_tokens,
-        computed_tokens=planned.found.computed_tokens,
+        logical_tokens=planned.arrangement.stats.logical_tokens,
+        computed_tokens=planned.arrangement.computed_tokens,
         block_size=planned.keys.block_size,
         shards=((write_shard(job.sink, name, 0, shard), 0),),
     )
@@ -178,7 +178,7 @@ def _after_probe(
     job: PlannedRun, rows: GatheredRows, planned: PlannedInput
 ) -> tuple[GatheredRows, PlannedInput, pa.Table]:
     """Generate the rows of a probe; return rows and plan with the lengths, and the results."""
-    group_id = planned.found.groups.group_id
+    group_id = planned.arrangement.groups.group_id
     probe = probe_rows(group_id, planned.max_tokens, job.plan)
     chosen = planned.asked[probe]
     before = shard_of(planned.whole, np.full(rows.sidecar.num_rows, np.nan))

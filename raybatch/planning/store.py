@@ -142,13 +142,13 @@ def _read_shard(sink: str, stored: StoredPlan, name: str, num_rows: int) -> pa.T
         return shard
 
 
-def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool = False) -> None:
+def log_plan(stored: StoredPlan, seconds: float, *, can_change_layout: bool) -> None:
     """Say in the log what was planned, and whether the template could change its layout."""
     order = f"{stored.num_groups} prefix groups" if stored.is_reordered else "in input order"
     saved = max(0.0, 1 - stored.computed_tokens / max(1, stored.logical_tokens))
-    told = (stored.num_rows, seconds, order, 100 * saved, stored.logical_tokens)
+    figures = (stored.num_rows, seconds, order, 100 * saved, stored.logical_tokens)
     logger.info(
-        "planned %d rows in %.1f s: %s, %.1f %% of %d prompt tokens need not be computed", *told
+        "planned %d rows in %.1f s: %s, %.1f %% of %d prompt tokens need not be computed", *figures
     )
     if can_change_layout and not stored.is_reordered:
         logger.info(

@@ -18,7 +18,7 @@ PATIENCE = 8.0
 MAX_BINS = 16
 
 
-def batches_ahead(policy: AdmissionPolicy, *, has_rounds: bool = False) -> int:
+def batches_ahead(policy: AdmissionPolicy, *, has_rounds: bool) -> int:
     """Return how many times the rows that run at once should wait in an engine of a pool.
 
     A policy can choose among the rows alone that wait where it is applied; the order of arrival

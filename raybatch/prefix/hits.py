@@ -77,7 +77,7 @@ def simulate_hits(load: CacheLoad, order: Ints, size: CacheSize) -> Ints:
 
 
 def estimate_hit_rate(
-    load: CacheLoad, order: Ints, size: CacheSize, *, max_rows: int = 200_000
+    load: CacheLoad, order: Ints, size: CacheSize, *, max_rows: int
 ) -> HitEstimate:
     """Return the hit rate of an order, from evenly spaced windows if it has over `max_rows` rows.
 

@@ -118,11 +118,7 @@ REFERENCE_ROOFLINE = DensityModel(
 
 
 def order_groups(
-    load: GroupLoad,
-    *,
-    by: OrderName = "ratio",
-    seed: int = 0,
-    density: DensityModel = REFERENCE_ROOFLINE,
+    load: GroupLoad, *, by: OrderName, seed: int = 0, density: DensityModel = REFERENCE_ROOFLINE
 ) -> Ints:
     """Return a permutation of the groups: element i is the group that runs as the i-th.
 

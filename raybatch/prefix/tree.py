@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raybatch.prefix.block_keys import (
-    BlockKeys,
-    equal_to_previous,
-    find_representatives,
-    ranges,
-    start_offsets,
-)
+from raybatch.prefix.block_keys import BlockKeys, equal_to_previous, ranges, start_offsets
 from raybatch.records.arrays import Bools, Ints
 
 # (groups, number of blocks for each) -> whether all rows of the group agree in that many
@@ -170,10 +164,8 @@ def sizes_before(above: Ints, sizes: Ints, order: Ints) -> Ints:
     return summed
 
 
-def tree_stats(tree: PrefixTree, keys: BlockKeys, representative: Ints | None = None) -> TreeStats:
+def tree_stats(tree: PrefixTree, keys: BlockKeys, representative: Ints) -> TreeStats:
     """Return what is shared at all levels of the tree; linear in rows and nodes."""
-    if representative is None:
-        representative = find_representatives(keys)
     edges = tree.edge_tokens()
     num_below = tree.row_stop - tree.row_start
     prefix = tree.depth_tokens[tree.deepest_nodes()]

@@ -171,8 +171,8 @@ class RunReport(TokenCounts):
         if self.errors:
             rows = []
             for error in self.errors:
-                said = error.message[:_MAX_MESSAGE] + "..." * (len(error.message) > _MAX_MESSAGE)
-                rows.append((error.error_class, full(error.rows), ", ".join(error.row_ids), said))
+                text = error.message[:_MAX_MESSAGE] + "..." * (len(error.message) > _MAX_MESSAGE)
+                rows.append((error.error_class, full(error.rows), ", ".join(error.row_ids), text))
             columns = ("class", "rows", "row ids", "the first one says")
             table = Table(header=columns, rows=tuple(rows))
             sections.append(Section(title="Errors", table=table))

@@ -101,10 +101,10 @@ def run_section(history: History) -> Section:
         )
         for run in history.runs
     )
-    header = ("began (UTC)", "took", "units there", "written", "rows", "found", "restarts", "end")
+    header = ("began (UTC)", "took", "units there", "written", "rows", "others", "restarts", "end")
     notes = (
-        "units there: written by earlier runs, not done again; found: units that another run wrote "
-        "while this one was at them.",
+        "units there: written by earlier runs, not done again; others: units that another run "
+        "wrote while this one was at them.",
     )
     return Section(title="Runs", table=Table(header=header, rows=rows), notes=notes)
 

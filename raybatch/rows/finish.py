@@ -78,7 +78,7 @@ def _samples(
     for of_row, sampling in zip(samples.values(), prepared.request_samplings, strict=True):
         num, wanted = len(of_row), sampling.n
         if num != wanted and not (num == 1 and of_row[0].error):
-            raise RaybatchError(f"the pool returned {num} samples of a row, {wanted} were asked")
+            raise RaybatchError(f"the pool returned {num} samples of a row, not {wanted}")
     return samples
 
 

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from raybatch.backends.choice import check_pool
 from raybatch.backends.registry import check_options, parsed_columns, type_of
-from raybatch.config import BackendConfig, EngineConfig, OnError, PoolConfig, SpecialTokens
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig, SpecialTokens
 from raybatch.config.option import (
     CHECKED,
     Answers,
@@ -27,6 +27,7 @@ from raybatch.rows.schema import OutputSchema
 from raybatch.text.chat import InvalidPrompt, check_messages
 
 Chat = bool | Literal["auto"]
+OnError = Literal["row", "raise"]
 OnTooLong = Literal["error", "truncate_left", "truncate_right", "drop"]
 Message = Mapping[str, Any]
 MessagesOption = str | Callable[[Mapping[str, Any]], Sequence[Message]] | Sequence[Message]
@@ -184,6 +185,11 @@ class StageConfig:
         """What is made of each prompt."""
         return self.backend.task
 
+    def is_chat(self, *, has_template: bool) -> bool:
+        """Return whether `prompt` becomes a user message; what is pooled is the text itself."""
+        is_auto = has_template and self.task == "generate"
+        return is_auto if self.chat == "auto" else bool(self.chat)
+
     @property
     def fixed_options(self) -> tuple[str, ...]:
         """The sampling options that no row may set for itself."""
@@ -272,7 +278,7 @@ def _check_tools(config: StageConfig) -> None:
             f"column of such lists, got {tools!r:.200}"
         )
     if config.tokenized_prompt is not None or config.chat is False:
-        raise ConfigError("tools are told to a model by its chat template; ask messages or a chat")
+        raise ConfigError("tools need a chat template; leave tokenized_prompt and chat=False out")
     has_other = config.prompt is not None or not isinstance(config.messages, str | None)
     if isinstance(tools, str) and has_other:
         raise ConfigError(

@@ -53,9 +53,7 @@ class PromptReader:
         self._config = config
         self._tokenizer = tokenizer
         has_template = tokenizer.has_chat_template or config.chat_template is not None
-        # what is pooled is the text itself
-        is_auto = has_template and config.task == "generate"
-        self._is_chat = is_auto if config.chat == "auto" else bool(config.chat)
+        self._is_chat = config.is_chat(has_template=has_template)
         needs_template = config.messages is not None or config.chat is True or config.system
         if needs_template and not has_template:
             raise ConfigError(

@@ -98,9 +98,7 @@ def _reads_template(config: StageConfig, schema: pa.Schema) -> bool:
         return False
     if config.messages is not None or column == "messages":
         return True
-    # what is pooled is the text itself
-    is_chat = config.task == "generate" if config.chat == "auto" else config.chat
-    return is_chat and config.query is None
+    return config.is_chat(has_template=True) and config.query is None
 
 
 def max_model_len(config: StageConfig, model_dir: Path | None) -> int | None:

@@ -51,8 +51,8 @@ class Problem(RaybatchError):  # noqa: N818 - it ends one request, and becomes i
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
-        told = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 def no_such(what: str, param: str = "id") -> Problem:
@@ -237,13 +237,13 @@ class BatchStore(_Records):
     def run_folder(self, batch_id: str) -> str:
         return posixpath.join(self._folder, "runs", check_id(batch_id, BATCH))
 
-    def add(self, *, window_s: int, **asked: Any) -> Batch:  # noqa: ANN401
+    def add(self, *, window_s: int, **requested: Any) -> Batch:  # noqa: ANN401
         now_s = time.time()
         request = BatchRequest(
             id=new_id(BATCH, now_s),
             created_at=int(now_s),
             expires_at=int(now_s) + window_s,
-            **asked,
+            **requested,
         )
         self._create(_name(request.id, "request"), asdict(request))
         return self.get(request.id)

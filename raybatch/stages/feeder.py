@@ -36,7 +36,7 @@ from raybatch.stages.unit_writer import PlacedWatch
 # waits: it keeps up with some 800,000 prompt tokens per second, more than several engines take.
 CALLS_PER_FEEDER = 16
 _REPLICAS_PER_FEEDER = 8
-_ROWS_PER_CALL = 256
+CALL_ROWS = 256
 # for the journals of units that fail together
 _KEEP_S = 10.0
 
@@ -132,8 +132,8 @@ class StageFeeder:
         self._all_failed_alarm.see(errors)
         num_unasked = sum(not prompt.is_asked for prompt in prepared.prompts)
         await self.pool.note_outside(num_unasked, _error_classes(errors), client=client)
-        asked = None if watch is None else watch.take(prepared.rows)
-        return PreparedBatch(prepared, errors, client, asked)
+        of_requests = None if watch is None else watch.take(prepared.rows)
+        return PreparedBatch(prepared, errors, client, of_requests)
 
     async def _answer(self, batch: PreparedBatch, *, name: str = "") -> pa.Table:
         """Return prepared rows with their answers; for `name` see `PoolHandle.generate`."""
@@ -157,7 +157,7 @@ class StageFeeder:
         return finished
 
     @classmethod
-    def map_options(cls, *, batch_size: int | None = _ROWS_PER_CALL) -> dict[str, Any]:
+    def map_options(cls, *, batch_size: int | None = CALL_ROWS) -> dict[str, Any]:
         """Return the keyword arguments of `map_batches` that keep the engines full.
 
         A call has `batch_size` rows; None takes Ray blocks as they are.

@@ -23,7 +23,7 @@ from raybatch.errors import ReplicaError
 from raybatch.planning.tally import row_statuses
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
-from raybatch.stages.feeder import PreparedBatch, StageFeeder, end_calls, retry_client
+from raybatch.stages.feeder import CALL_ROWS, PreparedBatch, StageFeeder, end_calls, retry_client
 from raybatch.stages.unit_writer import (
     RECEIPT_SCHEMA,
     SPECIAL,
@@ -35,9 +35,8 @@ from raybatch.stages.unit_writer import (
 
 # units whose rows a feeder has handed to the pool
 _UNITS_IN_FLIGHT = 16
-# rows of one call of the pool: finished ones can be kept before the unit is complete
-_ROWS_PER_CALL = 256
-_MAX_ROWS_PER_CALL = 512
+# rows of one call of the pool at most: finished ones can be kept before the unit is complete
+_MAX_CALL_ROWS = 512
 # an open unit looks so often whether finished rows are to be kept, or the run has to stop
 _WAKE_S = 1.0
 
@@ -298,8 +297,8 @@ def _calls(rows: pa.Table) -> list[pa.Table]:
     groups = take_groups(rows)
     calls, start = [], 0
     while start < rows.num_rows:
-        stop = min(start + _ROWS_PER_CALL, rows.num_rows)
-        furthest = min(start + _MAX_ROWS_PER_CALL, rows.num_rows)
+        stop = min(start + CALL_ROWS, rows.num_rows)
+        furthest = min(start + _MAX_CALL_ROWS, rows.num_rows)
         while stop < furthest and groups[stop] >= 0 and groups[stop] == groups[stop - 1]:
             stop += 1
         calls.append(rows.slice(start, stop - start))

@@ -60,7 +60,7 @@ def find_warnings(facts: ClusterFacts) -> list[str]:
     """Return what is wrong, each with the way out."""
     dashboard = facts.network_address or ""
     mode, file = facts.token_file_mode, facts.token_file
-    found = (
+    checks = (
         (
             facts.is_open,
             f"{facts.address} takes jobs without a token, and whoever sends one runs code on the "
@@ -101,7 +101,7 @@ def find_warnings(facts: ClusterFacts) -> list[str]:
             "Python clients get 401 (raybatch submit does not); export RAY_AUTH_MODE=token",
         ),
     )
-    return [warning for is_so, warning in found if is_so]
+    return [warning for is_so, warning in checks if is_so]
 
 
 def probe_cluster(

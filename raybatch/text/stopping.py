@@ -101,7 +101,7 @@ class _Watch:
         return new
 
 
-def find_stop(text: str, stop: tuple[str, ...], end_after: int = 0) -> str | None:
+def find_stop(text: str, stop: tuple[str, ...], end_after: int) -> str | None:
     """Return the stop string that begins first in `text`; of equals the first listed."""
     found = ((text.find(s, max(0, end_after - len(s) + 1)), i) for i, s in enumerate(stop))
     first = min((match for match in found if match[0] >= 0), default=None)

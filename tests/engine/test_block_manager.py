@@ -59,7 +59,7 @@ def test_freed_blocks_are_reusable():
 def test_more_blocks_than_available_are_refused():
     manager = BlockManager(4, 4)
     manager.reserve(2)
-    with pytest.raises(RuntimeError, match="3 blocks asked for, 2 available"):
+    with pytest.raises(RuntimeError, match="3 blocks requested, 2 available"):
         manager.allocate(3)
 
 

@@ -43,7 +43,7 @@ def make_driver(
 ) -> GreedyDriver:
     spec = read_model_spec(path)
     has_dense_panels = is_compiled if has_dense_panels is None else has_dense_panels
-    width = dense_panel_width(torch.float32, CPU, may_compile=has_dense_panels)
+    width = dense_panel_width(torch.float32, CPU, may_compile=has_dense_panels, byte_dtype=None)
     weights = load_weights(path, spec, WeightForm(torch.float32, panel_width=width), device=CPU)
     cache = allocate_kv_cache(
         spec, num_blocks=96, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU

@@ -18,7 +18,7 @@ def plan_prompts(
     limits = np.full(len(prompts), limit)
     lengths = limits.astype(float) if expected is None else np.array(expected, float)
     rows = PlanRows(keys=keys, expected_tokens=lengths)
-    plan, found = plan_rows(rows, PlanConfig(**options), dedup=dedup)
+    plan, arrangement = plan_rows(rows, PlanConfig(**options), dedup=dedup)
     return PlannedInput(
         keys=keys,
         asked=np.arange(len(prompts)),
@@ -28,7 +28,7 @@ def plan_prompts(
         unasked=unasked or {},
         plan=plan,
         whole=plan,
-        found=found,
+        arrangement=arrangement,
         prompts=[np.array(prompt, np.int32) for prompt in prompts],
     )
 

@@ -76,7 +76,7 @@ def forecast(planned, num_blocks, *, has_cache=True):
     forecasts = forecast_orders(
         planned.keys,
         planned.plan,
-        planned.found,
+        planned.arrangement,
         output_tokens=planned.expected_tokens,
         size=CacheSize(num_blocks=num_blocks, concurrency=MAX_SEQS, finds_blocks=has_cache),
     )
@@ -85,7 +85,7 @@ def forecast(planned, num_blocks, *, has_cache=True):
 
 def blocks_for(planned, share):
     """Blocks for a share of all prefixes, and for the largest row in any case."""
-    wanted = share * planned.found.load.prefix_tokens.sum() / BLOCK
+    wanted = share * planned.arrangement.load.prefix_tokens.sum() / BLOCK
     largest = (planned.keys.num_tokens + planned.expected_tokens).max() / BLOCK + 2
     return int(np.ceil(max(wanted, largest)))
 
@@ -93,7 +93,7 @@ def blocks_for(planned, share):
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.5])
 def test_the_engine_saves_what_the_plan_is_forecast_to_save(checkpoint, planned, share):
     num_blocks = blocks_for(planned, share)
-    representative = planned.found.groups.representative
+    representative = planned.arrangement.groups.representative
     order = planned.plan.order[
         (representative == np.arange(len(representative)))[planned.plan.order]
     ]
@@ -106,7 +106,7 @@ def test_the_engine_saves_what_the_plan_is_forecast_to_save(checkpoint, planned,
 @pytest.mark.parametrize("has_groups", [True, False])
 def test_without_a_prefix_cache_the_engine_saves_what_is_forecast(checkpoint, planned, has_groups):
     num_blocks = blocks_for(planned, 1.5)
-    representative = planned.found.groups.representative
+    representative = planned.arrangement.groups.representative
     generated = representative == np.arange(len(representative))
     order = planned.plan.order[generated[planned.plan.order]]
     stats = run_engine(

@@ -155,7 +155,7 @@ def question_of(job):
         job=planned_run(job.config, scan_source(job.config.source)),
         spec=job._stage.pool.spec,
         name="in",
-        kv_tokens_found=400,
+        measured_kv_tokens=400,
         measure=False,
         lint=False,
     )

@@ -85,7 +85,7 @@ def test_rows_that_no_engine_sees_are_told(prompts):
     planned = {"unasked": {"PromptTooLong": 3, "filtered": 1}}
     found = facts(explain_prompts(prompts, planned=planned))
     assert found["rows"] == "34 in the source, 30 for the engines"
-    assert found["not asked"] == "4 rows: 3 PromptTooLong, 1 filtered"
+    assert found["not sent"] == "4 rows: 3 PromptTooLong, 1 filtered"
 
 
 def test_copies_are_told(prompts):

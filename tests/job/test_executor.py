@@ -8,7 +8,7 @@ from raybatch.backends.registry import type_of
 from raybatch.config import BackendConfig, PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
-from raybatch.job.executor import choose, is_connected
+from raybatch.job.executor import choose
 from tests.stages.support import fake_stage, write_parquet
 
 
@@ -22,8 +22,10 @@ def spec_of(model, **options):
     return fake_stage(model, prompt="{text}", **options).pool.spec
 
 
-def test_an_address_in_the_environment_names_a_cluster():
-    assert is_connected({"RAY_ADDRESS": "127.0.0.1:6379"})
+def test_an_address_in_the_environment_names_a_cluster(model, source, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    executor = choose("auto", spec_of(model), source, PlanConfig())
+    assert (executor.is_local, executor.reason) == (False, "a Ray cluster is connected")
 
 
 def test_a_job_that_is_to_run_locally_has_the_engines_that_it_asks_for(model, source):

@@ -123,7 +123,7 @@ def test_rows_that_no_engine_sees_come_last_and_are_counted_by_reason(small):
 def test_copies_save_all_of_their_tokens(tmp_path, model):
     job = planned_run(tmp_path, model)
     apart = planned_run(tmp_path / "apart", model, dedup=False)
-    once, twice = (plan_gathered(gather(j), j.config, j.plan).found for j in (job, apart))
+    once, twice = (plan_gathered(gather(j), j.config, j.plan).arrangement for j in (job, apart))
     copy = document_rows().column("text").to_pylist()[2]
     assert once.stats.num_duplicates == 1
     assert 0 < twice.computed_tokens - once.computed_tokens <= len(copy)
@@ -141,7 +141,7 @@ def test_rows_with_other_options_are_no_copies(tmp_path, model):
 
 
 def gather_stats(job):
-    return plan_gathered(gather(job), job.config, job.plan).found.stats
+    return plan_gathered(gather(job), job.config, job.plan).arrangement.stats
 
 
 def test_lengths_of_a_column_reach_the_plan(tmp_path, model):
@@ -266,7 +266,7 @@ def test_parts_hold_every_row_once_in_units_of_consecutive_ranks(small, num_part
 
 def test_parts_save_what_the_whole_saves_and_keep_groups_together(tmp_path, model):
     job = planned_run(tmp_path, model, document_rows(60))
-    found = plan_gathered(gather(job), job.config, job.plan).found
+    found = plan_gathered(gather(job), job.config, job.plan).arrangement
     tasks = Tasks(job, 3)
     # documents share nothing with each other, so that cutting between them costs nothing
     assert found.computed_tokens == sum(part.profile.computed_tokens for part in tasks.parts)

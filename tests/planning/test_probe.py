@@ -32,7 +32,9 @@ def test_a_probe_is_spread_over_the_groups():
 
 def test_a_probe_depends_on_its_seed_alone():
     group, strata = np.full(1000, -1), np.zeros(1000, np.int64)
-    first, again, other = (choose_probe(group, strata, seed=s).tolist() for s in (1, 1, 2))
+    first, again, other = (
+        choose_probe(group, strata, fraction=0.01, seed=s).tolist() for s in (1, 1, 2)
+    )
     assert (True, False) == (first == again, first == other)
 
 
@@ -46,7 +48,7 @@ def test_every_row_is_as_likely_as_the_others():
 
 
 def test_no_rows_have_no_probe():
-    assert [] == choose_probe(ints(), ints()).tolist()
+    assert [] == choose_probe(ints(), ints(), fraction=0.01).tolist()
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.5])

@@ -14,7 +14,7 @@ def forecast(planned, *, num_blocks, concurrency=4, finds_blocks=True, **options
     found = forecast_orders(
         planned.keys,
         planned.plan,
-        planned.found,
+        planned.arrangement,
         output_tokens=planned.expected_tokens,
         size=CacheSize(num_blocks=num_blocks, concurrency=concurrency, finds_blocks=finds_blocks),
         **options,
@@ -143,7 +143,7 @@ def test_a_cache_finds_the_heads_that_deep_prefixes_repeat(rng):
     groups = grouped_prompts(rng, groups=6, size=5, prefix=64, own=8)
     planned = plan_prompts([[7] * 8 + prompt for prompt in groups], limit=4)
     large, small = (forecast(planned, num_blocks=n)["planned"] for n in (10_000, 30))
-    assert planned.found.computed_tokens == 6 * (8 + 64 + 5 * 8)
+    assert planned.arrangement.computed_tokens == 6 * (8 + 64 + 5 * 8)
     assert 8 + 6 * (64 + 5 * 8) == large.computed_tokens <= small.computed_tokens
 
 

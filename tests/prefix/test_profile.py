@@ -14,7 +14,7 @@ def profile(prompts, *, unasked=None):
     return profile_rows(
         planned.keys,
         planned.expected_tokens,
-        planned.found,
+        planned.arrangement,
         num_rows=planned.num_rows,
         unasked=planned.unasked,
         limit_tokens=int(planned.max_tokens.sum()),
@@ -55,8 +55,8 @@ def test_parts_add_up_to_the_whole(parts):
 
 
 def test_statistics_of_trees_add_up(parts):
-    whole = plan_prompts(parts[0] + parts[1]).found.stats
-    merged = merge_stats([plan_prompts(part).found.stats for part in parts])
+    whole = plan_prompts(parts[0] + parts[1]).arrangement.stats
+    merged = merge_stats([plan_prompts(part).arrangement.stats for part in parts])
     for field in dataclasses.fields(whole):
         assert getattr(whole, field.name) == pytest.approx(getattr(merged, field.name))
 

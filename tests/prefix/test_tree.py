@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raybatch.prefix.block_keys import find_representatives
 from raybatch.prefix.tree import build_tree, tree_stats
 from tests.prefix.prompts import (
     SLIDES,
@@ -165,7 +166,7 @@ def test_no_rows_make_a_root_alone():
     tree = tree_of([], 4)
     assert (tree.num_nodes, tree.num_rows) == (1, 0)
     assert tree.node_stops().tolist() == [1]
-    assert tree_stats(tree, keys_of([], 4)).saved_fraction == 0
+    assert tree_stats(tree, keys_of([], 4), np.zeros(0, np.int64)).saved_fraction == 0
 
 
 def test_six_prompts_of_the_slides_have_three_shared_prefixes():
@@ -181,7 +182,7 @@ def test_six_prompts_of_the_slides_have_three_shared_prefixes():
 )
 def test_saving_of_uniform_groups_is_the_closed_form(degree, prefix, distinct, block_size):
     keys = keys_of(uniform_groups(3, degree, prefix, distinct), block_size)
-    stats = tree_stats(build_tree(keys), keys)
+    stats = tree_stats(build_tree(keys), keys, find_representatives(keys))
     shared = prefix // block_size * block_size
     assert stats.saved_fraction == pytest.approx((1 - 1 / degree) * shared / (prefix + distinct))
     assert stats.mean_sharing_degree == degree
@@ -191,11 +192,11 @@ def test_saving_of_uniform_groups_is_the_closed_form(degree, prefix, distinct, b
 
 def test_stats_count_rows_that_repeat_an_earlier_one():
     keys = keys_of([[1, 2, 3], [4], [1, 2, 3], [1, 2, 3], [4], [5]], 2)
-    stats = tree_stats(build_tree(keys), keys)
+    stats = tree_stats(build_tree(keys), keys, find_representatives(keys))
     assert (stats.num_rows, stats.num_duplicates) == (6, 3)
 
 
 def test_row_that_is_covered_entirely_still_computes_one_token():
     keys = keys_of([[1, 2, 3, 4]] * 3, 2)
-    stats = tree_stats(build_tree(keys), keys)
+    stats = tree_stats(build_tree(keys), keys, find_representatives(keys))
     assert (stats.logical_tokens, stats.physical_tokens, stats.saved_tokens) == (12, 7, 5)

@@ -121,8 +121,8 @@ def test_a_column_of_tools_beside_a_conventional_prompt_is_refused(model):
         ({"tools": 5, "messages": "m"}, "must be a list of tools"),
         ({"tools": ["add"], "messages": "m"}, "must be a list of tools"),
         ({"tools": "tools", "prompt": "{text}"}, "beside a column of messages"),
-        ({"tools": [{}], "prompt": "{text}", "chat": False}, "by its chat template"),
-        ({"tools": [{}], "tokenized_prompt": "ids"}, "by its chat template"),
+        ({"tools": [{}], "prompt": "{text}", "chat": False}, "need a chat template"),
+        ({"tools": [{}], "tokenized_prompt": "ids"}, "need a chat template"),
     ],
     ids=["number", "name", "column", "no-chat", "ids"],
 )

@@ -34,7 +34,7 @@ class OpenBatch:
 
     batch_id: int
     submission: Submission
-    last_asked: float
+    last_polled: float
     results: list[pa.RecordBatch] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     # set with `done`, and while there is something that cannot wait for it
@@ -111,7 +111,7 @@ class Mailbox:
         del self._ids[batch.submission.token]
         self._ids[submission.token] = batch.batch_id
         batch.submission = replace(batch.submission, token=submission.token)
-        batch.last_asked = time.monotonic()
+        batch.last_polled = time.monotonic()
         return batch
 
     def has_named(self, client: str, name: str) -> bool:
@@ -179,7 +179,7 @@ class Mailbox:
         the results are safe. Deaths of engines are reported at once, because the next one may
         take the feeder with it.
         """
-        batch.last_asked = time.monotonic()
+        batch.last_polled = time.monotonic()
         token = batch.submission.token
         with suppress(TimeoutError):
             await asyncio.wait_for(batch.stirred.wait(), wait_s)
@@ -318,7 +318,7 @@ class Mailbox:
 
     def abandoned(self, timeout_s: float) -> list[OpenBatch]:
         oldest = time.monotonic() - timeout_s
-        return [batch for batch in self._open.values() if batch.last_asked < oldest]
+        return [batch for batch in self._open.values() if batch.last_polled < oldest]
 
     def _keep(self, batch: OpenBatch, rows: npt.NDArray[np.int32], results: pa.RecordBatch) -> None:
         batch.results.append(results)

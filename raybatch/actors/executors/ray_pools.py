@@ -54,12 +54,12 @@ class Reserved:
 
     Args:
         group: that must be released; None where the actor's own resources are all.
-        asked_s: of the monotonic clock, when Ray was asked for the group.
+        requested_s: of the monotonic clock, when Ray was asked for the group.
     """
 
     options: Mapping[str, Any]
     group: PlacementGroup | None = None
-    asked_s: float = field(default_factory=time.monotonic)
+    requested_s: float = field(default_factory=time.monotonic)
     actor: Handle = None
 
     def release(self) -> None:
@@ -68,7 +68,7 @@ class Reserved:
             return
         # what Ray is about to reserve for a group is lost to the cluster where the group is removed
         # meanwhile (ray-project/ray#64693); one that waits for resources is tried again seldom
-        while time.monotonic() < self.asked_s + _TRIED_AFTER_S:
+        while time.monotonic() < self.requested_s + _TRIED_AFTER_S:
             if ray.util.placement_group_table(self.group).get("state") != "PENDING":
                 break
             time.sleep(0.005)
@@ -136,18 +136,18 @@ class RaySite:
         return ray.put(requests)
 
     def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Reserved:
-        pool_name = ray.get_runtime_context().get_actor_name() or f"raybatch-crew-{id(spec):x}"
+        pool_name = ray.get_runtime_context().get_actor_name() or f"{_NAME_PREFIX}-{id(spec):x}"
         reserved = reserve(plan, spec.pool, name=f"{pool_name}-{rank}")
         spread = {"scheduling_strategy": "SPREAD", "max_concurrency": _MAX_REPLICA_CALLS}
         return reserved.start(Replica, spec, replica_id, self, **spread)
 
     async def make_room(self, wanted: str) -> None:
-        told = "idle engines with other options end, because an engine waits for %s"
+        message = "idle engines with other options end, because an engine waits for %s"
         for other in await asyncio.to_thread(_other_pools):
             with suppress(RayError):
                 if await other.make_room.remote():
                     # below the level of a warning it would not reach the driver
-                    _logger.warning(told, wanted)
+                    _logger.warning(message, wanted)
 
     settle = staticmethod(use_threads)
 

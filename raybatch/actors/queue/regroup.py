@@ -1,6 +1,6 @@
 """Keeps the rows that wait without a plan in groups, as far as those in flight show; no Ray.
 
-New rows join a group that waits or has a home, if that covers most of their prompt. The
+New rows join a group that waits or has a replica, if that covers most of their prompt. The
 others wait ungrouped behind all, until they are a quarter of the line or have come to its head.
 Then the line is grouped and ordered afresh:
 

@@ -1,7 +1,7 @@
 """Rows of a pool that wait: for any replica, for the one that has their prefix, or to run alone.
 
 A group is live where rows of it are held: there its prefix is in memory. For a while after its
-last row the replica still counts as the group's home, since its cache may remember the prefix.
+last row the replica still counts as having it, since its cache may remember the prefix.
 
 Rows that run alone are suspects, which may have ended replicas, and the control.
 """
@@ -13,15 +13,15 @@ from raybatch.actors.queue.bundle_line import Batches, BundleLine
 from raybatch.actors.wire.records import Span
 
 _MAX_PAST = 4096
-# rows that may go to the home of their group before earlier rows, until the group has its next
-# turn in the line
+# rows that may go to the replica of their group before earlier rows, until the group has its
+# next turn in the line
 _MAX_JOINED = 1024
 
 _Alone = tuple[Span, ...]
 
 
 class PrefixAffinity:
-    """Home replicas of the groups that are live, and of the last few thousand that were."""
+    """Replicas of the groups that are live, and of the last few thousand that were."""
 
     def __init__(self) -> None:
         self.num_cuts = 0
@@ -37,18 +37,18 @@ class PrefixAffinity:
         return live[0] if live else self._past.get(group)
 
     def groups(self) -> tuple[Set[int], Set[int]]:
-        """Return all groups that have a home: those that are live, and the others."""
+        """Return all groups of which a replica is known: those that are live, and the others."""
         return self._live.keys(), self._past.keys()
 
     def start(self, replica_id: int, started: Iterable[tuple[int, int]]) -> None:
         """Note groups that a replica had no rows of, each with the tokens of its prefix."""
         for group, prefix_len in started:
             self._past.pop(group, None)
-            homes = self._live.setdefault(group, [])
-            if homes:
+            replica_ids = self._live.setdefault(group, [])
+            if replica_ids:
                 self.num_cuts += 1
                 self.cut_tokens += prefix_len
-            homes.append(replica_id)
+            replica_ids.append(replica_id)
 
     def end(self, replica_id: int, groups: Iterable[int]) -> None:
         """Note groups whose last row at a replica is done."""
@@ -62,7 +62,7 @@ class PrefixAffinity:
             self._joined.pop(group, None)
 
     def leave(self, replica_id: int, groups: Iterable[int]) -> None:
-        """Note groups whose rows a replica has given back; it is no home of them any more."""
+        """Note groups whose rows a replica has given back; it is not theirs any more."""
         for group in groups:
             live = self._live[group]
             live.remove(replica_id)
@@ -72,20 +72,20 @@ class PrefixAffinity:
     def forget(self, replica_id: int, groups: Iterable[int]) -> None:
         """Note that a replica is gone, which had rows of `groups`."""
         self.leave(replica_id, groups)
-        self._past = {g: home for g, home in self._past.items() if home != replica_id}
+        self._past = {g: r for g, r in self._past.items() if r != replica_id}
         self._joined = {g: n for g, n in self._joined.items() if self.of(g) is not None}
 
     def join(self, group: int, num_rows: int) -> int | None:
-        """Return the home that more rows of a group may go to at once.
+        """Return the replica that more rows of a group may go to at once.
 
-        None without a home, and when so many have done so that those who wait would starve.
+        None where none is known, and when so many have done so that those who wait would starve.
         """
-        home = self.of(group)
+        replica_id = self.of(group)
         num_joined = self._joined.get(group, 0)
-        if home is None or num_joined >= _MAX_JOINED:
+        if replica_id is None or num_joined >= _MAX_JOINED:
             return None
         self._joined[group] = num_joined + num_rows
-        return home
+        return replica_id
 
     def take_turn(self, group: int) -> None:
         """Note that a group is at the head of the line, so that more rows may join it again."""
@@ -95,8 +95,8 @@ class PrefixAffinity:
 class WaitingLine:
     """One line for all replicas, and one for each replica with the rest of its groups.
 
-    A row whose group has a home goes to the home's own line. That is served first, by its replica,
-    and by others before they would idle.
+    A row whose group has a replica goes to the replica's own line. That is served first, by its
+    replica, and by others before they would idle.
     """
 
     def __init__(self, batches: Batches, affinity: PrefixAffinity) -> None:
@@ -133,17 +133,17 @@ class WaitingLine:
         """
         batch = self.batches[span.batch_id]
         for start, stop in batch.runs(span.start, span.stop):
-            home = self.affinity.join(int(batch.group[start]), stop - start)
-            line = self.fresh if home is None else self.own(home)
-            line.add(Span(span.batch_id, start, stop), is_new=is_new and home is None)
+            replica_id = self.affinity.join(int(batch.group[start]), stop - start)
+            line = self.fresh if replica_id is None else self.own(replica_id)
+            line.add(Span(span.batch_id, start, stop), is_new=is_new and replica_id is None)
 
     def put_back(self, spans: Sequence[Span]) -> None:
         """Add rows that were handed out, in this order, before all others."""
         for span in reversed(spans):
             batch = self.batches[span.batch_id]
             for start, stop in reversed(batch.runs(span.start, span.stop)):
-                home = self.affinity.of(int(batch.group[start]))
-                line = self.fresh if home is None else self.own(home)
+                replica_id = self.affinity.of(int(batch.group[start]))
+                line = self.fresh if replica_id is None else self.own(replica_id)
                 line.add(Span(span.batch_id, start, stop), at_head=True)
 
     def release(self, replica_id: int) -> None:
@@ -177,7 +177,7 @@ class WaitingLine:
 
 
 class Isolation:
-    """Sets of suspects in the order of their trials, and at most one control before them."""
+    """Sets of suspects in the order in which they run, and at most one control before them."""
 
     def __init__(self) -> None:
         self.control: Span | None = None

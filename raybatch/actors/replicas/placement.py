@@ -66,7 +66,7 @@ def requested_of_ray(plan: Placement, pool: PoolConfig) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterView:
-    """What a plan of a crew needs to know of a cluster and of its driver.
+    """What a placement needs to know of a cluster and of its driver.
 
     Hosts `may_grow` in number, but not where the driver itself has started Ray.
     """
@@ -117,7 +117,7 @@ def gpus_requested(spec: PoolSpec, cluster: ClusterView) -> float:
 
 
 def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
-    """Size the crew of a pool by the cluster as it is now.
+    """Size a pool by the cluster as it is now.
 
     Options that mean GPUs request them also where there are none yet, because clusters autoscale.
     Later hosts are not known, so nothing is checked then.

@@ -228,8 +228,8 @@ class OpenAIBackend:
             read = bodies.embedding_of if self._is_embedding else bodies.completions_of
             samples = read(row.request, json.loads(answer.body), self._options)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            is_told = isinstance(error, bodies.BadAnswer)
-            what = str(error) if is_told else "the answer is no JSON of the API"
+            says_why = isinstance(error, bodies.BadAnswer)
+            what = str(error) if says_why else "the answer is no JSON of the API"
             message = http.without_secrets(f"{what}: {answer.body[:200]!r}", self._secrets)
             return _errors(row, f"BadAnswer: {message}")
         num_generated = sum(

@@ -320,11 +320,7 @@ def pick_ops(
 
 
 def dense_panel_width(
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    may_compile: bool,
-    byte_dtype: torch.dtype | None = None,
+    dtype: torch.dtype, device: torch.device, *, may_compile: bool, byte_dtype: torch.dtype | None
 ) -> int | None:
     """Return the width of the panels in which dense linears are best; None for torch's layout.
 

@@ -1,6 +1,6 @@
 """Resolves an engine's options for a model and loads it onto a device; the KV pool comes later.
 
-`resolve` is the one place where "auto" of a dtype is decided. How steps run (`attn_batch_tokens`,
+`resolve` decides "auto" of the native engine's dtypes. How steps run (`attn_batch_tokens`,
 `cuda_graphs`) is decided after loading, from layers measured on the device.
 """
 

@@ -102,7 +102,7 @@ def model_shape(
 def profile_layer(
     spec: ModelSpec,
     weights: ModelWeights,
-    options: ProfileOptions | None = None,
+    options: ProfileOptions,
     *,
     clock: Clock | None = None,
     tell: Callable[[str], None] = lambda _: None,
@@ -113,7 +113,6 @@ def profile_layer(
     the processor's cache, where no forward pass finds it. Their weights are read once before, as
     those of a mapped file come from disk at first. `tell` is called with what is measured next.
     """
-    options = options or ProfileOptions()
     device, dtype = weights.embed.device, weights.embed.dtype
     stopwatch = Stopwatch(clock or clock_of(device), options.num_repeats)
     kv_dtype = pick_kv_dtype(options.kv_cache_dtype, dtype)
@@ -187,7 +186,7 @@ _logger = logging.getLogger(__name__)
 def measured_profile(
     spec: ModelSpec,
     weights: ModelWeights,
-    options: ProfileOptions | None = None,
+    options: ProfileOptions,
     *,
     fresh: bool = False,
     folder: Path | None = None,
@@ -199,7 +198,6 @@ def measured_profile(
     `fresh` measures also where a profile is there, and puts the new one in its place; a `folder` of
     None is `batch-plans` below the cache folder; `tell` is called with what is measured next.
     """
-    options = options or ProfileOptions()
     path = profile_path(spec, weights.embed.dtype, weights.embed.device, options, folder=folder)
     cached = None if fresh else load_profile(path)
     if cached is not None:

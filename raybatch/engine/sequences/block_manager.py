@@ -92,7 +92,7 @@ class BlockManager:
         if is_reserved:
             self.unreserve(count)
         if count > self.num_available:
-            raise RuntimeError(f"{count} blocks asked for, {self.num_available} available")
+            raise RuntimeError(f"{count} blocks requested, {self.num_available} available")
         blocks = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
         while len(blocks) < count:
             block, _ = self._cached.popitem(last=False)
@@ -192,7 +192,7 @@ class HostBlocks:
 
     def allocate(self, count: int) -> list[int]:
         if count > len(self._free):
-            raise RuntimeError(f"{count} host blocks asked for, {len(self._free)} available")
+            raise RuntimeError(f"{count} host blocks requested, {len(self._free)} available")
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def release(self, blocks: Iterable[int] | Int32s) -> None:

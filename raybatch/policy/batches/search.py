@@ -52,7 +52,7 @@ class PlanGrid:
                 raise ConfigError(f"a grid of plans has no {name}; give at least one value")
 
     @classmethod
-    def up_to(cls, max_tokens: int, *, num_pieces: int = 1) -> "PlanGrid":
+    def up_to(cls, max_tokens: int, *, num_pieces: int) -> "PlanGrid":
         """Return powers of two up to `max_tokens`, and that itself; 1 to 2 layers of buffers."""
         tokens, buffers = (
             {limit, *(1 << exponent for exponent in range(limit.bit_length()))}
