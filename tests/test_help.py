@@ -89,7 +89,7 @@ def test_help_of_serve_shows_the_flags_that_a_batch_does_not_say_itself(flag):
     try:
         BatchOptions(job=told_to({"model": "demo"} | {flag: VALUES[flag]}))
     except ConfigError as error:
-        is_taken = "is no option of a batch" not in str(error)
+        is_taken = "cannot be set here" not in str(error)
     else:
         is_taken = True
     assert is_taken == (flag in shown("serve"))

@@ -91,6 +91,8 @@ def from_batch(
     typer.echo(f"{collected.num_rows} rows: {counts}: {shell_path(out)}")
     if collected.num_unknown:
         typer.echo(f"{collected.num_unknown} lines are about no row of {source}", err=True)
+    if collected.num_repeated:
+        typer.echo(f"{collected.num_repeated} lines repeat an id: the first counts", err=True)
     raise typer.Exit(2 if collected.num_failed else 0)
 
 
@@ -132,8 +134,7 @@ def serve(
         max_file_bytes=max_file_mb << 20,
         max_requests=max_requests,
     )
-    start_ray()
-    serve_batches(options)
+    serve_batches(options, start_ray=start_ray)
 
 
 def run_batch_file(

@@ -51,6 +51,9 @@ class AnswerIndex:
         scans = [self._scan(number, path) for number, path in enumerate(paths)]
         rows = np.concatenate([np.empty((0, 4), np.uint64), *scans])
         self._rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+        is_repeated = (self._rows[1:, :2] == self._rows[:-1, :2]).all(axis=1)
+        self.num_repeated = int(is_repeated.sum())
+        self.num_ids = len(rows) - self.num_repeated
 
     def __enter__(self) -> "AnswerIndex":
         self._files = [fsspec.open(path, "rb").open() for path in self._paths]
@@ -164,6 +167,7 @@ class Collected(NamedTuple):
     num_answered: int
     num_failed: int
     num_unknown: int
+    num_repeated: int  # lines about a request that an earlier line answers
 
 
 def collect_answers(
@@ -188,6 +192,14 @@ def collect_answers(
     output = OutputSchema(num_samples=index.num_samples, task=task)
     rows = answered = num_matched = 0
     with index:
+        # where ids do not fit, not one does, and a folder of errors would be in the way
+        if index.num_ids and not any(
+            part.num_found for part in _answered(index, output, source, id_column)
+        ):
+            raise ConfigError(
+                f"no line is about a row of {source}; give --id-column the column that the batch "
+                "was made with"
+            )
         parts = _answered(index, output, source, id_column)
         waiting = next(parts, None)
         for number in itertools.count():
@@ -202,7 +214,8 @@ def collect_answers(
                     answered += waiting.num_answered
                     num_matched += waiting.num_found
                     waiting = next(parts, None)
-    return Collected(rows, answered, rows - answered, index.num_lines - num_matched)
+    unknown = max(0, index.num_lines - index.num_repeated - num_matched)
+    return Collected(rows, answered, rows - answered, unknown, index.num_repeated)
 
 
 class _Part(NamedTuple):

@@ -11,8 +11,9 @@ import pyarrow as pa
 
 from raybatch.errors import ConfigError, did_you_mean, error_text
 from raybatch.inputs.source import scan_source
-from raybatch.openai_batch.files import published, rows_with_ids
-from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS
+from raybatch.openai_batch.bodies import BodyRules, read_request
+from raybatch.openai_batch.files import check_output, published, rows_with_ids
+from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS, Refusal
 from raybatch.planning.source_checks import check_unique_ids
 from raybatch.rows.batches import python_values
 from raybatch.rows.prompt_inputs import column_of
@@ -54,6 +55,8 @@ class Export:
             raise ConfigError(f"endpoint must be {' or '.join(_ENDPOINTS)}, got {self.endpoint!r}")
         if self.endpoint != "chat" and (self.messages or self.system) is not None:
             raise ConfigError(f"{self.endpoint} take a prompt alone; leave messages and system out")
+        if not self.model.strip():
+            raise ConfigError("--model is empty; name the model as the server calls it")
         _, known = _ENDPOINTS[self.endpoint]
         for name in self.sampling:
             if name not in known:
@@ -61,6 +64,24 @@ class Export:
                     f"requests for {self.endpoint} have no option {name!r}"
                     f"{did_you_mean(name, known)}; they have {', '.join(known)}"
                 )
+        is_embed = self.endpoint == "embeddings"
+        rules = BodyRules(names=(self.model,), task="embed" if is_embed else "generate")
+        try:
+            read_request(self.request("", self.body_of("x")), rules)
+        except Refusal as refusal:
+            raise ConfigError(f"--set: {refusal.message}") from None
+
+    def request(self, custom_id: str, prompt: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the line of a request whose prompt is those keys of its body."""
+        url, _ = _ENDPOINTS[self.endpoint]
+        body = {"model": self.model, **prompt, **self.sampling}
+        return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+    def body_of(self, text: str) -> dict[str, Any]:
+        """Return a text as keys of a body."""
+        if self.endpoint == "chat":
+            return {"messages": _messages([{"role": "user", "content": text}], self.system)}
+        return {"prompt" if self.endpoint == "completions" else "input": text}
 
 
 class Exported(NamedTuple):
@@ -79,6 +100,8 @@ def export_rows(export: Export) -> Exported:
     that is missing, or ids that are repeated.
     """
     num_requests, num_left_out, first_error = 0, 0, ""
+    for number in (1, 2):  # those of an earlier export, which would be taken for this one's
+        check_output(_file_name(export.output, number), is_new=True)
     with ExitStack() as stack:
         files = _Files(export, stack)
         for custom_id, prompt in _prompts_with_ids(export):
@@ -86,10 +109,7 @@ def export_rows(export: Export) -> Exported:
                 num_left_out += 1
                 first_error = first_error or f"{custom_id}: {prompt}"
                 continue
-            url, _ = _ENDPOINTS[export.endpoint]
-            body = {"model": export.model, **prompt, **export.sampling}
-            request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
-            files.write(json.dumps(request).encode() + b"\n")
+            files.write(json.dumps(export.request(custom_id, prompt)).encode() + b"\n")
             num_requests += 1
     return Exported(tuple(files.names), num_requests, num_left_out, first_error)
 
@@ -114,12 +134,7 @@ def _prompts(export: Export, table: pa.Table) -> Iterator[dict[str, Any] | str]:
         return
     assert export.prompt is not None, "an export has a prompt or messages"
     for text in PromptTemplate(export.prompt).render_column(table):
-        if isinstance(text, PromptError):
-            yield error_text(text)
-        elif export.endpoint == "chat":
-            yield {"messages": _messages([{"role": "user", "content": text}], export.system)}
-        else:
-            yield {"prompt" if export.endpoint == "completions" else "input": text}
+        yield error_text(text) if isinstance(text, PromptError) else export.body_of(text)
 
 
 def _messages(value: Any, system: str | None) -> list[dict[str, Any]]:  # noqa: ANN401 - of a row
@@ -157,7 +172,10 @@ class _Files:
         self._num_bytes += len(line)
 
     def _open(self) -> IO[bytes]:
-        root, ending = posixpath.splitext(self._export.output)
-        number = f".{len(self.names) + 1}" if self.names else ""
-        self.names.append(f"{root}{number}{ending}")
+        self.names.append(_file_name(self._export.output, len(self.names) + 1))
         return self._stack.enter_context(published(self.names[-1]))
+
+
+def _file_name(first: str, number: int) -> str:
+    root, ending = posixpath.splitext(first)
+    return first if number == 1 else f"{root}.{number}{ending}"

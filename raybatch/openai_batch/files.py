@@ -12,12 +12,29 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from raybatch.durable.storage import error_context
+from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
 from raybatch.rows.prepare import column_row_ids
 from raybatch.rows.prompt_inputs import column_of
 
 _ROWS_AT_ONCE = 256
 _ROW_ID = "__rb_custom_id__"
+
+
+def check_output(path: str, *, is_new: bool = False) -> None:
+    """Refuse a file that could not be written, or that `is_new` and is there, before any work."""
+    with error_context(f"{path} cannot be written"):
+        fs, name = fsspec.core.url_to_fs(path)
+        if fs.isdir(name):
+            raise ConfigError(f"{path} is a folder; name a file")
+        if is_new and fs.exists(name):
+            raise ConfigError(f"{path} is there already; choose another file, or remove it")
+        if isinstance(fs, LocalFileSystem):
+            os.makedirs(os.path.dirname(name), exist_ok=True)
+        probe = f"{name}.{uuid.uuid4().hex}.partial"
+        fs.pipe_file(probe, b"")
+        with suppress(Exception):  # who may only add files can work all the same
+            fs.rm_file(probe)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from raybatch.job.watching import ProgressCallback
 from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
 from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
 from raybatch.openai_batch.conversion import RECORD, Conversion, FormRows, convert, read_conversion
-from raybatch.openai_batch.files import remove_folder
+from raybatch.openai_batch.files import check_output, remove_folder
 from raybatch.openai_batch.requests import Refusal, endpoints_of, unexecuted
 from raybatch.openai_batch.writing import BatchCounts, BatchFiles, write_answers
 from raybatch.records.types import PoolStats, Sampling
@@ -62,8 +62,7 @@ class BatchOptions:
         ]
         if refused:
             raise ConfigError(
-                f"{self.where}: {refused[0]!r} is no option of a batch, whose files and requests "
-                "say it themselves; leave it out"
+                f"{self.where}: {refused[0]!r} cannot be set here: batch files supply it"
             )
         if type_of(self.stage.backend).is_endpoint:
             raise ConfigError(
@@ -189,6 +188,8 @@ class BatchRun:
         overwrite: bool = False,
     ) -> BatchCounts:
         """Answer every request that has no answer yet; write both files once all are done."""
+        for path in (self.files.output, self.files.errors):
+            check_output(path)
         conversion = self.convert(overwrite=overwrite)
         stopped = self.answer(conversion, progress=progress, ending=ending, start_ray=start_ray)
         if stopped:
@@ -211,7 +212,7 @@ class BatchRun:
         """
         num_before = 0
         for rows in conversion.forms:
-            logger.info("%d rows to answer: %s", rows.num_rows, rows.form.name)
+            logger.info("%d rows of the form %s", rows.num_rows, rows.form.name)
         for rows in conversion.forms:
             folder = posixpath.dirname(conversion.rows_file(rows.form))
             source = posixpath.join(self.files.folder, folder)

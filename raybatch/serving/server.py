@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raybatch.durable.storage import store_of
+from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError, ConfigError, MissingDependency, RaybatchError, error_text
+from raybatch.job.executor import is_connected
 from raybatch.openai_batch.conversion import Conversion
 from raybatch.openai_batch.requests import endpoints_of
-from raybatch.openai_batch.run import BatchOptions, BatchRun, model_names
+from raybatch.openai_batch.run import BatchOptions, BatchRun
 from raybatch.openai_batch.writing import BatchCounts, BatchFiles
 from raybatch.serving.stores import ENDED, Batch, BatchStore, FileStore
+
+if TYPE_CHECKING:
+    from raybatch.serving.http_api import Api
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +69,17 @@ class ServeOptions:
             raise ConfigError(f"port must be from 1 to 65535, got {self.port!r}")
 
 
-def serve_batches(options: ServeOptions) -> None:
+def serve_batches(options: ServeOptions, *, start_ray: Callable[[], None]) -> None:
     """Serve until SIGTERM or Ctrl-C; a second one does not wait for the batch at work.
 
-    Ray runs already. ConfigError: the address is taken, or the folder cannot be used.
+    ConfigError, before Ray starts where it can be: the address is taken, or the folder or the model
+    cannot be used.
     """
+    api = api_of(options)
+    # what a killed server has left on a cluster may have the port, and ends below
+    if not is_connected():
+        _check_free(options.host, options.port)
+    start_ray()
     ending = threading.Event()
     runner = BatchRunner(
         options.folder, options.job, options.names, ending.is_set, options.max_requests
@@ -86,38 +96,44 @@ def serve_batches(options: ServeOptions) -> None:
                 ending.wait(_POLL_S)
 
     thread = threading.Thread(target=run, name="batches", daemon=True)
-    with _signals(ending), served(options):
+    with _signals(ending), served(options, api):
         logger.info("serving http://%s:%d/v1", options.host, options.port)
         thread.start()
         while thread.is_alive():
             thread.join(_POLL_S)
 
 
-@contextmanager
-def served(options: ServeOptions) -> Iterator[None]:
-    """Answer HTTP on Ray Serve while the context lasts; errors are those of `serve_batches`."""
+def api_of(options: ServeOptions) -> "Api":
+    """Return the application of a server whose model and folder can be used."""
     try:
-        from ray import serve
+        import ray.serve  # noqa: F401 - it is told before Ray starts
 
         from raybatch.serving.http_api import Api
     except ImportError as error:
         raise MissingDependency(
             "raybatch serve needs Ray Serve: pip install 'raybatch[serve]'"
         ) from error
-    _end_leftovers(serve)
-    _check_free(options.host, options.port)
-    store_of(options.folder).create(_MARKER, b'{"layout": 1}')
-    digest = hashlib.sha256(options.key.encode()).hexdigest() if options.key else ""
-    stage = BatchOptions(job=options.job).stage
-    api = Api(
+    rules = BatchOptions(job=options.job).rules
+    with error_context(f"--folder {options.folder!r} cannot be used; choose one to write to"):
+        store_of(options.folder).create(_MARKER, b'{"layout": 1}')
+    return Api(
         folder=options.folder,
         # a path of this host is nobody's business
-        models=options.names or model_names(stage.model, ())[-1:],
-        endpoints=endpoints_of(stage.task),
-        key_digest=digest,
+        models=options.names or rules.names[-1:],
+        endpoints=endpoints_of(rules.task),
+        key_digest=hashlib.sha256(options.key.encode()).hexdigest() if options.key else "",
         max_file_bytes=options.max_file_bytes,
         created_at=int(time.time()),
     )
+
+
+@contextmanager
+def served(options: ServeOptions, api: "Api") -> Iterator[None]:
+    """Answer HTTP on Ray Serve while the context lasts; errors are those of `serve_batches`."""
+    from ray import serve
+
+    _end_leftovers(serve)
+    _check_free(options.host, options.port)
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     where = {"host": options.host, "port": options.port}
     serve.start(proxy_location="HeadOnly", http_options=where, logging_config=quiet)
@@ -141,7 +157,7 @@ def _signals(ending: threading.Event) -> Iterator[None]:
         if ending.is_set():
             raise KeyboardInterrupt
         ending.set()
-        logger.warning("the server ends; the batch at work keeps what is done and goes on later")
+        logger.warning("the server ends, which may take a minute; a batch at work goes on later")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -170,7 +186,10 @@ def _check_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"{host}:{port} cannot be listened on: {error}") from error
+            raise ConfigError(
+                f"{host}:{port} cannot be listened on: {error}; choose another --port, or set "
+                "RAY_ADDRESS=auto where a killed server is left on the Ray of this host"
+            ) from error
 
 
 def _this_host() -> dict[str, float]:

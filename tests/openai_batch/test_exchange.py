@@ -105,14 +105,63 @@ def test_options_that_no_batch_file_has_are_refused(source, tmp_path, options):
         export(source, tmp_path, **options)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "sampling"),
+    [
+        ("chat", {"max_tokens": "abc"}),
+        ("chat", {"n": 0}),
+        ("completions", {"temperature": -1}),
+        ("embeddings", {"dimensions": "x"}),
+        ("embeddings", {"encoding_format": "int"}),
+    ],
+    ids=str,
+)
+def test_values_that_no_request_may_have_are_refused(source, tmp_path, endpoint, sampling):
+    with pytest.raises(ConfigError, match=f"^--set: {next(iter(sampling))} "):
+        export(source, tmp_path, endpoint=endpoint, sampling=sampling)
+
+
+def test_requests_name_a_model(source, tmp_path):
+    with pytest.raises(ConfigError, match="--model is empty"):
+        Export(source=str(source), output=str(tmp_path / "b"), model=" ", prompt="{text}")
+
+
+@pytest.mark.parametrize("there", ["b.jsonl", "b.2.jsonl"])
+def test_batch_files_that_are_there_stay(source, tmp_path, there):
+    (tmp_path / there).write_text("mine")
+    with pytest.raises(ConfigError, match=r"jsonl is there already; choose another"):
+        export(source, tmp_path)
+    assert (tmp_path / there).read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"in", there}
+
+
+def test_a_folder_for_a_batch_file_is_refused(source, tmp_path):
+    (tmp_path / "b.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"b\.jsonl is a folder; name a file$"):
+        export(source, tmp_path)
+
+
 def test_answers_go_back_to_their_rows_in_the_order_of_the_source(source, tmp_path):
     found, rows = collect(source, tmp_path, answer("c", "C", reason="length"), answer("a", "A"))
-    assert tuple(found) == (4, 2, 2, 0)
+    assert tuple(found) == (4, 2, 2, 0, 0)
     assert [row["generated_text"] for row in rows] == ["A", None, "C", None]
     assert [row["finish_reason"] for row in rows] == ["stop", "error", "length", "error"]
     assert [row["row_id"] for row in rows] == [row["key"] for row in rows] == ["a", "b", "c", "d"]
     counts = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
     assert [rows[0][name] for name in counts] == [5, 3, 2]
+
+
+def test_lines_that_repeat_an_id_are_counted_apart(source, tmp_path):
+    lines = [answer("a", "A"), answer("x", "X"), answer("a", "B"), answer("x", "Y")]
+    found, rows = collect(source, tmp_path, *lines)
+    assert (found.num_answered, found.num_unknown, found.num_repeated) == (1, 1, 2)
+    assert rows[0]["generated_text"] == "A"
+
+
+def test_answers_to_no_row_write_nothing(source, tmp_path):
+    with pytest.raises(ConfigError, match=r"no line is about a row .*--id-column"):
+        collect(source, tmp_path, answer("a", "A"), answer("b", "B"), id_column=None)
+    assert not (tmp_path / "answers").exists()
 
 
 def test_errors_go_back_to_their_rows(source, tmp_path):

@@ -1,6 +1,7 @@
 """Batch files through jobs on the fake backend: answers, errors, and runs that end early."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,12 +80,33 @@ def test_parts_of_text_ask_what_their_text_asks(finished):
     assert found["a"]["usage"]["prompt_tokens"] == found["e"]["usage"]["prompt_tokens"]
 
 
-def test_second_run_writes_the_same_files(finished, chat_model):
+def test_second_run_writes_the_same_files(finished, chat_model, caplog):
+    caplog.set_level("INFO", logger="raybatch")
     before = [(finished / name).read_bytes() for name in ("out.jsonl", "err.jsonl")]
     started = []
     batch_run(finished, chat_model).run(start_ray=lambda: started.append(1))
     after = [(finished / name).read_bytes() for name in ("out.jsonl", "err.jsonl")]
     assert (before, []) == (after, started)
+    assert "to answer" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "err.jsonl"])
+def test_a_folder_for_an_output_is_told_before_any_work(chat_model, tmp_path, name):
+    write_batch(tmp_path / "in.jsonl", chat("a"))
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"{name} is a folder; name a file$"):
+        batch_run(tmp_path, chat_model).run()
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", name}
+
+
+def test_an_output_that_cannot_be_written_is_told_before_any_work(chat_model, tmp_path):
+    write_batch(tmp_path / "in.jsonl", chat("a"))
+    run = batch_run(tmp_path, chat_model)
+    errors = str(tmp_path / "in.jsonl" / "err.jsonl")
+    run = replace(run, files=run.files._replace(errors=errors))
+    with pytest.raises(ConfigError, match=r"err\.jsonl cannot be written"):
+        run.run()
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.fixture
@@ -174,7 +196,7 @@ def test_command_writes_answers_and_errors(chat_model, tmp_path):
     ids=json.dumps,
 )
 def test_options_that_a_batch_file_says_itself_are_refused(job):
-    with pytest.raises(ConfigError, match="no option of a batch"):
+    with pytest.raises(ConfigError, match="cannot be set here"):
         BatchOptions(job=job)
 
 

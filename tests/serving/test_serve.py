@@ -8,7 +8,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve", exc_type=ImportError)
 
-from raybatch.serving.server import ServeOptions, served  # noqa: E402
+from raybatch.serving.server import ServeOptions, api_of, served  # noqa: E402
 from raybatch.serving.stores import BatchStore  # noqa: E402
 from tests.jobs import Hold  # noqa: E402
 from tests.openai_batch.support import chat, completion  # noqa: E402
@@ -42,7 +42,7 @@ def client(cluster, chat_model, folder):
         max_file_bytes=100_000,
     )
     with (
-        served(options),
+        served(options, api_of(options)),
         openai.OpenAI(api_key=KEY, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0) as client,
     ):
         yield client

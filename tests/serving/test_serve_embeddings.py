@@ -8,7 +8,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve", exc_type=ImportError)
 
-from raybatch.serving.server import ServeOptions, served  # noqa: E402
+from raybatch.serving.server import ServeOptions, api_of, served  # noqa: E402
 from tests.openai_batch.support import embedding  # noqa: E402
 from tests.serving import conftest  # noqa: E402
 
@@ -25,7 +25,7 @@ def test_a_batch_of_embeddings_is_answered_and_one_of_chats_is_refused(chat_mode
     options = ServeOptions(folder=str(tmp_path), job=job, names=("m",), port=port, key=conftest.KEY)
     text = "".join(f"{json.dumps(embedding(name, name, dimensions=3))}\n" for name in "ab")
     with (
-        served(options),
+        served(options, api_of(options)),
         openai.OpenAI(
             api_key=conftest.KEY, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0
         ) as client,

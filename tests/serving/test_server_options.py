@@ -1,7 +1,10 @@
 """What a server is told before anything starts, and what it keeps."""
 
 import io
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +13,7 @@ from raybatch.cli.app import app
 from raybatch.errors import ConfigError
 from raybatch.openai_batch.writing import BatchCounts
 from raybatch.serving.http_api import checked_metadata, page_of, window_seconds
-from raybatch.serving.server import ServeOptions, _check_free
+from raybatch.serving.server import ServeOptions, _check_free, serve_batches
 from raybatch.serving.stores import (
     BATCH,
     FILE,
@@ -33,7 +36,7 @@ def test_server_without_a_key_does_not_start(tmp_path, monkeypatch):
     ("job", "told"),
     [
         ({"limits": {"max_tokens": 5}}, "limits"),
-        ({"sink": "x"}, "'sink' is no option of a batch"),
+        ({"sink": "x"}, "'sink' cannot be set here"),
         ({"stage": {"prompt": "{a}"}}, r"stage\.prompt"),
         ({"stage": {"pool": {"replica": 1}}}, "replica"),
         ({"planned": True}, "planned"),
@@ -50,6 +53,42 @@ def test_address_that_is_taken_is_told():
         other.listen()
         with pytest.raises(ConfigError, match="cannot be listened on"):
             _check_free(*other.getsockname())
+
+
+@pytest.mark.filterwarnings("default")  # of Ray Serve and the libraries below it
+@pytest.mark.parametrize(
+    ("model", "folder", "told"),
+    [
+        ("nosuch/", "served", "nosuch.* does not exist"),
+        ("demo", "file", "--folder .*file' cannot be used; choose"),
+        ("demo", "file/below", "--folder .*below' cannot be used; choose"),
+    ],
+)
+def test_model_and_folder_are_looked_at_before_ray_starts(tmp_path, model, folder, told):
+    pytest.importorskip("ray.serve", exc_type=ImportError)
+    (tmp_path / "file").touch()
+    options = ServeOptions(folder=str(tmp_path / folder), job={"stage": {"model": model}})
+    with pytest.raises(ConfigError, match=told):
+        serve_batches(options, start_ray=lambda: pytest.fail("Ray starts"))
+
+
+def test_address_is_looked_at_before_ray_starts(tmp_path):
+    pytest.importorskip("ray.serve", exc_type=ImportError)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        script = f"""
+from raybatch.serving.server import ServeOptions, serve_batches
+options = ServeOptions(folder={str(tmp_path)!r}, job={{}}, port={port})
+serve_batches(options, start_ray=lambda: print("Ray starts"))
+"""
+        environment = {**os.environ, "RAY_ADDRESS": ""}
+        # this process may have a cluster of other tests
+        command = [sys.executable, "-c", script]
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert "cannot be listened on" in ended.stderr
+    assert "Ray starts" not in ended.stdout
 
 
 def test_ids_have_the_order_of_time_and_no_two_are_alike():
