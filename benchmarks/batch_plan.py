@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
     max_batched_tokens: int
     attn_batch_tokens: int | None
-    moe_batch_tokens: int | None
+    moe_batch_tokens: int | None = None
 
 
 def grid(planned: Choice) -> list[Choice]:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raybatch.actors.replicas.placement import connected_ray
+from raybatch.config import environment
 from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError, ConfigError, MissingDependency, RaybatchError, error_text
-from raybatch.job.executor import is_connected
 from raybatch.openai_batch.conversion import Conversion
 from raybatch.openai_batch.requests import endpoints_of
 from raybatch.openai_batch.run import BatchOptions, BatchRun
@@ -77,7 +78,7 @@ def serve_batches(options: ServeOptions, *, start_ray: Callable[[], None]) -> No
     """
     api = api_of(options)
     # what a killed server has left on a cluster may have the port, and ends below
-    if not is_connected():
+    if not (environment().get("RAY_ADDRESS") or connected_ray()):
         _check_free(options.host, options.port)
     start_ray()
     ending = threading.Event()
