@@ -75,7 +75,7 @@ class FinishRules:
         self._ignores_eos = np.zeros(max_slots, np.bool_)
         self._has_stop_strings = np.zeros(max_slots, np.bool_)
         self._min_tokens = np.zeros(max_slots, np.int64)
-        self._stop_ids = np.full((max_slots, _MAX_COLUMNS), _NO_TOKEN, np.int64)
+        self._stop_ids = np.full((max_slots, 1), _NO_TOKEN, np.int64)
         self._many_stop_ids: dict[int, frozenset[int]] = {}
 
     def add(self, slot: int, sampling: Sampling, generated: TokenIds) -> None:
@@ -83,6 +83,9 @@ class FinishRules:
         stop_ids = sampling.stop_token_ids
         if len(stop_ids) > _MAX_COLUMNS:
             self._many_stop_ids[slot], stop_ids = frozenset(stop_ids), ()
+        if (num_more := len(stop_ids) - self._stop_ids.shape[1]) > 0:
+            padding = ((0, 0), (0, num_more))
+            self._stop_ids = np.pad(self._stop_ids, padding, constant_values=_NO_TOKEN)
         self._stop_ids[slot] = _NO_TOKEN
         self._stop_ids[slot, : len(stop_ids)] = stop_ids
         self._ignores_eos[slot] = sampling.ignore_eos
@@ -110,8 +113,9 @@ class FinishRules:
         may_stop = num_generated >= self._min_tokens[slots]
         is_eos = np.isin(token_ids, self._eos_token_ids) & ~self._ignores_eos[slots] & may_stop
         is_stop = (token_ids[:, None] == self._stop_ids[slots]).any(axis=1)
-        for slot, stop_ids in self._many_stop_ids.items():
-            is_stop |= (slots == slot) & np.isin(token_ids, list(stop_ids))
+        if many := self._many_stop_ids:
+            pairs = zip(slots.tolist(), token_ids.tolist(), strict=True)
+            is_stop |= [token_id in many.get(slot, ()) for slot, token_id in pairs]
         is_stop &= may_stop
         is_full = num_generated >= max_generated
         has_strings = self._has_stop_strings[slots]
