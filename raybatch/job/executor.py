@@ -7,11 +7,11 @@ import pyarrow as pa
 
 from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_placement
 from raybatch.actors.pool import PoolHandle
-from raybatch.actors.replicas.placement import connected_ray
+from raybatch.actors.replicas.placement import connected_ray, is_connected
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import type_of
-from raybatch.config import PlanConfig, PoolConfig, environment
+from raybatch.config import PlanConfig, PoolConfig
 from raybatch.durable.layout import PLAN_ORDER
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
@@ -44,7 +44,7 @@ def choose(wanted: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfi
     needs_ray = _needs_ray(spec)
     if wanted == "auto":
         facts = ExecutorFacts(
-            is_connected=bool(environment().get("RAY_ADDRESS") or connected_ray()),
+            is_connected=is_connected(),
             needs_ray=needs_ray or _better_on_ray(spec),
             num_rows=source.num_rows,
             num_bytes=num_bytes,

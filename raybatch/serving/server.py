@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raybatch.actors.replicas.placement import connected_ray
-from raybatch.config import environment
+from raybatch.actors.replicas.placement import is_connected
 from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError, ConfigError, MissingDependency, RaybatchError, error_text
 from raybatch.openai_batch.conversion import Conversion
@@ -78,7 +77,7 @@ def serve_batches(options: ServeOptions, *, start_ray: Callable[[], None]) -> No
     """
     api = api_of(options)
     # what a killed server has left on a cluster may have the port, and ends below
-    if not (environment().get("RAY_ADDRESS") or connected_ray()):
+    if not is_connected():
         _check_free(options.host, options.port)
     start_ray()
     ending = threading.Event()

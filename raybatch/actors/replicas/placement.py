@@ -20,7 +20,7 @@ from raybatch.backends.choice import (
 )
 from raybatch.backends.registry import type_of
 from raybatch.backends.vllm.args import native_options
-from raybatch.config import PoolConfig
+from raybatch.config import PoolConfig, environment
 from raybatch.errors import ConfigError
 
 # of a resource that marks a kind of host
@@ -86,6 +86,11 @@ def connected_ray() -> ModuleType | None:
     """Return Ray where this process is connected to a cluster; it is not loaded for that."""
     ray = sys.modules.get("ray")
     return ray if ray is not None and ray.is_initialized() else None
+
+
+def is_connected() -> bool:
+    """Return whether this process has a Ray cluster, or its environment names one."""
+    return bool(environment().get("RAY_ADDRESS") or connected_ray())
 
 
 def cluster_now() -> ClusterView:
