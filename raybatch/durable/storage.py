@@ -81,7 +81,7 @@ def real_path(fs: fsspec.AbstractFileSystem, path: str) -> str:
 
 def is_below(folder: str, other: str) -> bool:
     """Return whether a folder is `other` or lies below it, by whatever links it is named."""
-    with error_context(f"{folder!r} cannot be reached"):
+    with error_context(f"{folder!r} or {other!r} cannot be reached"):
         fs, path = fsspec.core.url_to_fs(folder)
         other_fs, root = fsspec.core.url_to_fs(other)
     path, root = real_path(fs, path), real_path(other_fs, root)

@@ -269,5 +269,5 @@ def test_a_home_folder_is_the_same_in_every_form(monkeypatch, tmp_path):
 def test_a_place_whose_driver_is_not_there_is_refused_by_name():
     with pytest.raises(ConfigError, match="'nowhere://a/b' cannot be reached"):
         open_store("nowhere://a/b")
-    with pytest.raises(ConfigError, match="'nowhere://a' cannot be reached"):
+    with pytest.raises(ConfigError, match="'nowhere://a' or '/b' cannot be reached"):
         is_below("nowhere://a", "/b")
