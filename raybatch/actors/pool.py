@@ -119,8 +119,7 @@ class PoolHandle:
         """
         coordinator = self._connect()
         requests = table, tuple(samplings)
-        submission = make_submission(*requests, client, self.spec.engine, name=name)
-        submission = replace(submission, copies=copies)
+        submission = make_submission(*requests, client, self.spec.engine, name=name, copies=copies)
         call = None
         try:
             while True:

@@ -34,8 +34,9 @@ def make_submission(
     engine: EngineConfig,
     *,
     name: str = "",
+    copies: npt.NDArray[np.int32] | None = None,
 ) -> Submission:
-    """Describe a request table; `name` as in `Submission`.
+    """Describe a request table; `name` and `copies` as in `Submission`.
 
     Planned rows carry their groups. Others carry block keys, unless prefix caching is off: who
     wants no sharing gets none, while a plan is obeyed in any case.
@@ -53,6 +54,7 @@ def make_submission(
         prompt_tokens=prompt_lengths(table),
         max_new_tokens=max_new_tokens(table, samplings),
         expected_new_tokens=expected_new_tokens(table, samplings),
+        copies=copies,
         groups=_row_groups(table, client) if planned else None,
         block_keys=row_keys(table, engine.block_size_tokens).blocks if has_keys else None,
     )
