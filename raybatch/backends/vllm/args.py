@@ -77,8 +77,9 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
         raise ConfigError(
             f"parsers read text, and task {backend.task!r} makes none; leave them out"
         )
+    of_native = frozenset(native_options(engine))
     for names, way_out in NATIVE_ONLY:
-        if not set(native_options(engine)).isdisjoint(names):
+        if not of_native.isdisjoint(names):
             changed = " and ".join(f"engine.{name}" for name in names)
             are = "are options" if len(names) > 1 else "is an option"
             raise ConfigError(f"{changed} {are} of the native engine; {way_out}")
