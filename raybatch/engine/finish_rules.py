@@ -83,9 +83,8 @@ class FinishRules:
         stop_ids = sampling.stop_token_ids
         if len(stop_ids) > _MAX_COLUMNS:
             self._many_stop_ids[slot], stop_ids = frozenset(stop_ids), ()
-        if (num_more := len(stop_ids) - self._stop_ids.shape[1]) > 0:
-            padding = ((0, 0), (0, num_more))
-            self._stop_ids = np.pad(self._stop_ids, padding, constant_values=_NO_TOKEN)
+        if (more := len(stop_ids) - self._stop_ids.shape[1]) > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=_NO_TOKEN)
         self._stop_ids[slot] = _NO_TOKEN
         self._stop_ids[slot, : len(stop_ids)] = stop_ids
         self._ignores_eos[slot] = sampling.ignore_eos
