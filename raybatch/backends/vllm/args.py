@@ -51,12 +51,12 @@ class VllmOptions:
 
 def native_options(engine: EngineConfig) -> tuple[str, ...]:
     """Return the names of the options that were changed and that only the native engine has."""
-    # what is switched off is no different from what is not there
+    # what is switched off is no different from what is not there, but graphs are on by default
     return tuple(
         name
         for names, _ in NATIVE_ONLY
         for name in names
-        if getattr(engine, name) and not is_default(engine, name)
+        if (getattr(engine, name) or name == "cuda_graphs") and not is_default(engine, name)
     )
 
 
