@@ -101,7 +101,8 @@ def export_rows(export: Export) -> Exported:
     """
     num_requests, num_left_out, first_error = 0, 0, ""
     for number in (1, 2):  # those of an earlier export, which would be taken for this one's
-        check_output(_file_name(export.output, number), is_new=True)
+        name = _file_name(export.output, number)
+        check_output(name, if_there="choose another file, or remove it")
     with ExitStack() as stack:
         files = _Files(export, stack)
         for custom_id, prompt in _prompts_with_ids(export):

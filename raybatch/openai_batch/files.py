@@ -21,14 +21,17 @@ _ROWS_AT_ONCE = 256
 _ROW_ID = "__rb_custom_id__"
 
 
-def check_output(path: str, *, is_new: bool = False) -> None:
-    """Refuse a file that could not be written, or that `is_new` and is there, before any work."""
+def check_output(path: str, *, if_there: str = "") -> None:
+    """Refuse a file that could not be written, before any work.
+
+    Also one that is there already, where `if_there` says what else to do.
+    """
     with error_context(f"{path} cannot be written"):
         fs, name = fsspec.core.url_to_fs(path)
         if fs.isdir(name):
             raise ConfigError(f"{path} is a folder; name a file")
-        if is_new and fs.exists(name):
-            raise ConfigError(f"{path} is there already; choose another file, or remove it")
+        if if_there and fs.exists(name):
+            raise ConfigError(f"{path} is there already; {if_there}")
         if isinstance(fs, LocalFileSystem):
             os.makedirs(os.path.dirname(name), exist_ok=True)
         probe = f"{name}.{uuid.uuid4().hex}.partial"
