@@ -182,6 +182,35 @@ def test_missing_job_file_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_p
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["run", ""], "job_file"),
+        (["run", "in.jsonl", "--openai", "-o", ""], "--out"),
+        (["run", "in.jsonl", "--openai", "-o", "x", "--errors", ""], "--errors"),
+        (["explain", "--html", ""], "--html"),
+        (["retry-errors", "--into", ""], "--into"),
+        (["report", ""], "folder"),
+        (["ordered", "", "copy"], "folder"),
+        (["ordered", "out", ""], "into"),
+        (["verify", ""], "folder"),
+        (["clean", ""], "folder"),
+        (["serve", "--folder", ""], "--folder"),
+        (["manifest", "kuberay", ""], "job_file"),
+        (["openai", "to-batch", "", "-o", "x", "--model", "m"], "source"),
+        (["openai", "to-batch", "in", "-o", "", "--model", "m"], "--out"),
+        (["openai", "from-batch", "a", "", "--source", "in", "-o", "x"], "files"),
+        (["openai", "from-batch", "a", "--source", "", "-o", "x"], "--source"),
+        (["openai", "from-batch", "a", "--source", "in", "-o", " "], "--out"),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_told_by_what_it_stands_for(monkeypatch, capsys, words, name):
+    assert run_main(monkeypatch, *words) == 1
+    found = capsys.readouterr().err
+    assert found == f"error: {name} is empty; name a file or a folder, as a path or a URI\n"
+
+
 def test_unknown_flag_gets_a_suggestion(monkeypatch, capsys):
     code = run_main(monkeypatch, "run", "--modle", "m")
     # 2 would say that the job has finished, with error rows
