@@ -211,6 +211,33 @@ def test_an_empty_path_is_told_by_what_it_stands_for(monkeypatch, capsys, words,
     assert found == f"error: {name} is empty; name a file or a folder, as a path or a URI\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "fold", "--openai", "-o", "out.jsonl"],
+        ["openai", "from-batch", "fold", "--source", "in.jsonl", "-o", "answers"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_folder_in_place_of_a_batch_file_is_told(monkeypatch, capsys, tmp_path, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fold").mkdir()
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    assert run_main(monkeypatch, *words) == 1
+    # above it the note on the model
+    found = capsys.readouterr().err.splitlines()[-1]
+    assert found == "error: fold cannot be read: it is a folder; name a file"
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "part.parquet", "in.jsonl.gz"])
+def test_a_dataset_in_place_of_a_job_file_is_told_where_it_belongs(monkeypatch, capsys, name):
+    assert run_main(monkeypatch, "run", f"data/{name}") == 1
+    assert capsys.readouterr().err == (
+        f"error: data/{name}: is no job file by its name; a dataset is given by --input, a batch "
+        "file with --openai\n"
+    )
+
+
 def test_unknown_flag_gets_a_suggestion(monkeypatch, capsys):
     code = run_main(monkeypatch, "run", "--modle", "m")
     # 2 would say that the job has finished, with error rows
