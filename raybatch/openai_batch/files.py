@@ -21,23 +21,26 @@ _ROWS_AT_ONCE = 256
 _ROW_ID = "__rb_custom_id__"
 
 
-def check_output(path: str, *, if_there: str = "") -> None:
-    """Refuse a file that could not be written, before any work.
-
-    Also one that is there already, where `if_there` says what else to do.
-    """
+def check_output(path: str) -> None:
+    """Refuse a file that could not be written, before any work."""
     with error_context(f"{path} cannot be written"):
         fs, name = fsspec.core.url_to_fs(path)
         if fs.isdir(name):
             raise ConfigError(f"{path} is a folder; name a file")
-        if if_there and fs.exists(name):
-            raise ConfigError(f"{path} is there already; {if_there}")
         if isinstance(fs, LocalFileSystem):
             os.makedirs(os.path.dirname(name), exist_ok=True)
         probe = f"{name}.{uuid.uuid4().hex}.partial"
         fs.pipe_file(probe, b"")
         with suppress(Exception):  # who may only add files can work all the same
             fs.rm_file(probe)
+
+
+def check_free(path: str, way_out: str) -> None:
+    """Refuse a file that is there already; `way_out` says what to do then."""
+    with error_context(f"{path} cannot be written"):
+        fs, name = fsspec.core.url_to_fs(path)
+        if fs.exists(name):
+            raise ConfigError(f"{path} is there already; {way_out}")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from raybatch.job.watching import ProgressCallback
 from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
 from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
 from raybatch.openai_batch.conversion import RECORD, Conversion, FormRows, convert, read_conversion
-from raybatch.openai_batch.files import check_output, remove_folder
+from raybatch.openai_batch.files import check_free, check_output, remove_folder
 from raybatch.openai_batch.requests import Refusal, endpoints_of, unexecuted
 from raybatch.openai_batch.writing import BatchCounts, BatchFiles, write_answers
 from raybatch.records.types import PoolStats, Sampling
@@ -191,8 +191,9 @@ class BatchRun:
         """Answer every request that has no answer yet; write both files once all are done."""
         store, mark = store_of(self.files.folder), self._mark_of_errors
         for path, owner in ((self.files.output, RECORD), (self.files.errors, mark)):
-            is_free = overwrite or store.size(owner) is not None
-            check_output(path, if_there="" if is_free else _OF_SOMETHING_ELSE)
+            check_output(path)
+            if not overwrite and store.size(owner) is None:
+                check_free(path, _OF_SOMETHING_ELSE)
         conversion = self.convert(overwrite=overwrite)
         store.create(mark, b"")
         stopped = self.answer(conversion, progress=progress, ending=ending, start_ray=start_ray)
