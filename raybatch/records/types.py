@@ -132,8 +132,7 @@ class Sampling:
             ("stop", (stop,) if isinstance(stop, str) else stop, str, "texts"),
             ("stop_token_ids", self.stop_token_ids, int, "token ids"),
         ):
-            is_list = isinstance(value, list | tuple)
-            if not is_list or not all(
+            if not isinstance(value, list | tuple) or not all(
                 isinstance(i, kind) and not isinstance(i, bool) for i in value
             ):
                 raise ConfigError(f"sampling.{name} must be a list of {items}, got {value!r:.200}")
