@@ -19,7 +19,7 @@ import raybatch
 from raybatch.cli.batch import batches, run_batch_file, serve
 from raybatch.cli.bench import bench
 from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
-from raybatch.cli.flags import JobFlags, with_job_flags, with_model
+from raybatch.cli.flags import JobFlags, check_path, with_job_flags, with_model
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError, shell_path
 from raybatch.redaction import DiscreetFormatter, redacted
@@ -38,7 +38,9 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, Option("--json", help="Print the JSON instead.")]
-OutputFolder = Annotated[str, Argument(help="Output folder of a job, local or a URI.")]
+OutputFolder = Annotated[
+    str, Argument(help="Output folder of a job, local or a URI.", callback=check_path)
+]
 
 # the exit code of a command that Ctrl-C has ended
 _INTERRUPTED = 130
@@ -110,10 +112,12 @@ def run(
     allow_error_rows: AllowErrorRows = False,
     openai: Annotated[bool, Option("--openai", help="The file is an OpenAI batch file.")] = False,
     out: Annotated[
-        str | None, Option("--out", "-o", help="With --openai: file for the answers.")
+        str | None,
+        Option("--out", "-o", help="With --openai: file for the answers.", callback=check_path),
     ] = None,
     errors: Annotated[
-        str | None, Option(help="With --openai: file for the errors; OUT.errors.jsonl.")
+        str | None,
+        Option(help="With --openai: file for the errors; OUT.errors.jsonl.", callback=check_path),
     ] = None,
     model_name: Annotated[
         list[str] | None, Option(help="With --openai: another name for the model.")
@@ -135,7 +139,7 @@ def run(
 @with_job_flags(without=("columns",))
 def retry_errors(
     flags: JobFlags,
-    into: Annotated[str, Option(help="Folder for the new answers.")],
+    into: Annotated[str, Option(help="Folder for the new answers.", callback=check_path)],
     statuses: Annotated[
         str | None, Option(help="Such as error,crashed; default: all errors.")
     ] = None,
@@ -156,7 +160,8 @@ def retry_errors(
 def explain(
     flags: JobFlags,
     html: Annotated[
-        str | None, Option(help="Write a page with the prefix tree drawn to this file.")
+        str | None,
+        Option(help="Write a page with the prefix tree drawn to this file.", callback=check_path),
     ] = None,
     as_json: AsJson = False,
     kv_tokens: Annotated[
@@ -206,10 +211,11 @@ def demo(
 
 @app.command()
 def report(
-    folder: Annotated[str, Argument(help="Output folder of a job.")],
+    folder: Annotated[str, Argument(help="Output folder of a job.", callback=check_path)],
     as_json: AsJson = False,
     html: Annotated[
-        str | None, Option(help="Write a page with plan and actual to this file.")
+        str | None,
+        Option(help="Write a page with plan and actual to this file.", callback=check_path),
     ] = None,
 ) -> None:
     """Print the report of a job, or of what is there so far; verify tells by its exit code."""
@@ -223,8 +229,8 @@ def report(
 
 @app.command()
 def ordered(
-    folder: Annotated[str, Argument(help="Finished output folder of a job.")],
-    into: Annotated[str, Argument(help="Folder for the copy.")],
+    folder: Annotated[str, Argument(help="Finished output folder of a job.", callback=check_path)],
+    into: Annotated[str, Argument(help="Folder for the copy.", callback=check_path)],
 ) -> None:
     """Copy a finished output, its rows in the order of the input."""
     from raybatch.outputs.ordered import ordered as copy_in_order

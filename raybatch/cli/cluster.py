@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from raybatch.cli.flags import JobFlags, with_job_flags, with_model
+from raybatch.cli.flags import JobFlags, check_path, with_job_flags, with_model
 from raybatch.config import environment
 from raybatch.errors import ConfigError
 
@@ -67,7 +67,7 @@ def submit(
 
 def manifest(
     kind: Annotated[Literal["anyscale", "kuberay", "ray"], Argument(help="The job system.")],
-    job_file: Annotated[str, Argument(help="YAML job file.")],
+    job_file: Annotated[str, Argument(help="YAML job file.", callback=check_path)],
     image: Annotated[
         str | None, Option(help="Container image with Ray, raybatch and its engine.")
     ] = None,

@@ -16,8 +16,9 @@ from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import Executor, choose, stage_of_cluster, stage_of_executor
+from raybatch.job.plans import is_whole, plans_of
 from raybatch.job.progress import ProgressPrinter
-from raybatch.job.run import JobRun, is_whole, planned_run, plans_of
+from raybatch.job.run import JobRun, planned_run
 from raybatch.job.watching import ProgressCallback, RunClock
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.outputs.ordered import restore_order
