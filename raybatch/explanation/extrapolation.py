@@ -118,14 +118,15 @@ def extrapolate(
 
 def _total(sampled: Floats, num_rows: int) -> tuple[float, float]:
     """Return the sum over all rows, and by which share of it that may be wrong, up to 1."""
-    mean, number = float(sampled.mean()), len(sampled)
+    total, number = float(sampled.sum()), len(sampled)
+    mean, expected = total / number, total * num_rows / number
     if number == num_rows or not mean:
-        return mean * num_rows, 0.0
+        return expected, 0.0
     if number == 1:
-        return mean * num_rows, 1.0
+        return expected, 1.0
     left = (num_rows - number) / (num_rows - 1)
     deviation = float(sampled.std(ddof=1)) / number**0.5 * left**0.5
-    return mean * num_rows, min(1.0, _BAND_ERRORS * deviation / mean)
+    return expected, min(1.0, _BAND_ERRORS * deviation / mean)
 
 
 def _scaled(work: WorkTotals, factor: float, prompt: float, generated: float) -> WorkTotals:

@@ -55,11 +55,10 @@ class Preview:
 
     @property
     def title(self) -> str:
-        """Source and model in one line, and how many rows these are."""
-        of = count(0 if self.rest is None else self.rest.num_rows, "row")
-        return (
-            f"raybatch preview: {full(self.rows.num_rows)} of {of} of {self.source}, {self.model}"
-        )
+        """Source and model in one line, and how many of the rows are shown."""
+        total = full(0 if self.rest is None else self.rest.num_rows)
+        shown = count(self.rows.num_rows, "row")
+        return f"raybatch preview: {shown} of {total} in {self.source} with {self.model}"
 
     def exit_code(self) -> int:
         """Return 0, or 2 with error rows, as that of a run."""
