@@ -135,7 +135,7 @@ class Preview:
         if rest.money is not None:
             facts.append(("money", _about(rest.money, amount_of_money)))
         if rest.num_sampled < rest.num_rows:
-            notes.append("`raybatch explain` reads all rows, and counts all that prompts share")
+            notes.append("what more rows share makes it less: `raybatch explain` reads all of them")
         return Section(title="All rows", facts=tuple(facts), notes=tuple(notes))
 
 

@@ -106,7 +106,7 @@ def run_trace(began_s: float) -> RunTrace | None:
 
 
 def _attributes(values: Mapping[str, Any]) -> dict[str, Any]:
-    attributes = {}
+    attributes: dict[str, Any] = {}
     for name, value in values.items():
         if name == "task" and value in _OPERATIONS:
             attributes["gen_ai.operation.name"] = _OPERATIONS[value]
