@@ -16,21 +16,6 @@ from raybatch.records.arrays import Floats
 _BAND_ERRORS = 2.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SampledRows:
-    """Rows of a source that were generated: tokens of each over all samples, float64 [rows].
-
-    Args:
-        busy_s: seconds of engines at work, summed over replicas.
-        cost: of the answers, where they have prices.
-    """
-
-    prompt_tokens: Floats
-    generated_tokens: Floats
-    busy_s: float
-    cost: float = 0.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extrapolation:
     """Tokens, time and cost of a whole input, about; ranges hold what a sample leaves open.
@@ -54,7 +39,14 @@ class Extrapolation:
 
 
 def extrapolate(
-    question: Question, planned: PlannedInput, rows: SampledRows, *, num_rows: int
+    question: Question,
+    planned: PlannedInput,
+    *,
+    prompt_tokens: Floats,
+    generated_tokens: Floats,
+    busy_s: float,
+    cost: float,
+    num_rows: int,
 ) -> Extrapolation:
     """Extrapolate from a sample to `num_rows` rows; no engine is started to measure its speed.
 
@@ -62,17 +54,20 @@ def extrapolate(
         question: about the whole input.
         planned: the sample. What its rows share is taken for what the whole input shares, which
             may be more.
+        prompt_tokens: of each of its rows, like `generated_tokens`, over all samples.
+        busy_s: seconds of engines at work for it, summed over replicas.
+        cost: of its answers, where they have prices.
     """
-    prompts, prompt_error = _total(rows.prompt_tokens, num_rows)
-    outputs, output_error = _total(rows.generated_tokens, num_rows)
+    prompts, prompt_error = _total(prompt_tokens, num_rows)
+    outputs, output_error = _total(generated_tokens, num_rows)
     num_replicas = placement_of(question).num_replicas
     factor = num_rows / max(1, planned.num_rows)
     costs, no_time = cost_model_of(question)
     time = slowest_s = price = None
-    if costs is not None and rows.generated_tokens.any():
+    if costs is not None and generated_tokens.any():
         work = planned_work(
             planned.keys,
-            np.maximum(rows.generated_tokens[planned.asked], 1.0),
+            np.maximum(generated_tokens[planned.asked], 1.0),
             planned.arrangement,
             is_grouped=planned.plan.is_reordered,
         )
@@ -92,10 +87,10 @@ def extrapolate(
             num_replicas=num_replicas,
             origin="from measured steps of this model",
         )
-    elif not type_of(question.spec.backend).is_endpoint and rows.busy_s:
-        slowest_s = rows.busy_s * factor / num_replicas
-    if rows.cost:
-        price = band(rows.cost * factor, max(prompt_error, output_error))
+    elif not type_of(question.spec.backend).is_endpoint and busy_s:
+        slowest_s = busy_s * factor / num_replicas
+    if cost:
+        price = band(cost * factor, max(prompt_error, output_error))
     elif time is not None and question.price_per_engine_hour is not None:
         hourly = question.price_per_engine_hour
         price = Band(

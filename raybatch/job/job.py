@@ -16,7 +16,7 @@ from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import Executor, choose, stage_of_cluster, stage_of_executor
-from raybatch.job.preview import PreviewRun, check_limit
+from raybatch.job.preview import check_limit, preview_rows
 from raybatch.job.progress import ProgressPrinter
 from raybatch.job.run import JobRun, is_whole, planned_run, plans_of
 from raybatch.job.watching import ProgressCallback, RunClock
@@ -327,8 +327,7 @@ class Job:
             start_ray()
         stage = stage_of_cluster(stage, source.schema)
         config = replace(config, stage=stage.config)
-        run = PreviewRun(config=config, stage=stage, source=source, executor=executor)
-        return run.execute(limit, progress)
+        return preview_rows(config, stage, source, executor, limit, progress)
 
     def _scan(self) -> Source:
         self.config.check_columns()

@@ -1,6 +1,6 @@
 """What `ray.util.metrics` makes, for OpenTelemetry beside Ray, or for nobody."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raybatch.telemetry.providers import meter
@@ -25,17 +25,24 @@ class NoMetrics:
     Gauge = Histogram = Counter
 
 
-class _Instrument:
-    """An instrument of OpenTelemetry with the methods of Ray's, and one of Ray's beside it."""
+# of Ray's classes: how OpenTelemetry makes such an instrument, and what takes a value in each
+_KINDS = {
+    "Counter": ("create_counter", "add", "inc"),
+    "Gauge": ("create_gauge", "set", "set"),
+    "Histogram": ("create_histogram", "record", "observe"),
+}
 
-    def __init__(self, take: Any, method: str, beside: Any) -> None:  # noqa: ANN401
+
+class _Both:
+    """An instrument of OpenTelemetry, and one of Ray's beside it, with the methods of Ray's."""
+
+    def __init__(self, *take: Callable[[float, Tags], object]) -> None:
         self._take = take
-        self._beside = getattr(beside, method)
 
     def inc(self, value: float = 1, tags: Tags = None) -> None:
         """Pass a value on to both."""
-        self._take(value, tags)
-        self._beside(value, tags)
+        for take in self._take:
+            take(value, tags)
 
     set = observe = inc
 
@@ -47,29 +54,17 @@ class OtelMetrics:
         self._meter = meter
         self._beside = beside
 
-    def Counter(self, name: str, *, description: str, tag_keys: Sequence[str]) -> _Instrument:  # noqa: N802
-        """Return a counter."""
-        counter = self._meter.create_counter(name, description=description)
-        beside = self._beside.Counter(name, description=description, tag_keys=tag_keys)
-        return _Instrument(counter.add, "inc", beside)
+    def __getattr__(self, kind: str) -> Callable[..., _Both]:
+        make, take, method = _KINDS[kind]
 
-    def Gauge(self, name: str, *, description: str, tag_keys: Sequence[str]) -> _Instrument:  # noqa: N802
-        """Return a gauge."""
-        gauge = self._meter.create_gauge(name, description=description)
-        beside = self._beside.Gauge(name, description=description, tag_keys=tag_keys)
-        return _Instrument(gauge.set, "set", beside)
+        def made(name: str, *, description: str, **options: Any) -> _Both:  # noqa: ANN401
+            bounds = options.get("boundaries")
+            advice = {} if bounds is None else {"explicit_bucket_boundaries_advisory": bounds}
+            ours = getattr(self._meter, make)(name, description=description, **advice)
+            other = getattr(self._beside, kind)(name, description=description, **options)
+            return _Both(getattr(ours, take), getattr(other, method))
 
-    def Histogram(  # noqa: N802
-        self, name: str, *, description: str, boundaries: Sequence[float], tag_keys: Sequence[str]
-    ) -> _Instrument:
-        """Return a histogram."""
-        histogram = self._meter.create_histogram(
-            name, description=description, explicit_bucket_boundaries_advisory=boundaries
-        )
-        beside = self._beside.Histogram(
-            name, description=description, boundaries=boundaries, tag_keys=tag_keys
-        )
-        return _Instrument(histogram.record, "observe", beside)
+        return made
 
 
 def metrics_of_process(beside: Any | None = None) -> Any:  # noqa: ANN401 - a module or like one

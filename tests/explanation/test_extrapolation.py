@@ -9,7 +9,7 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.explanation import extrapolation
 from raybatch.explanation.explain import Question
-from raybatch.explanation.extrapolation import SampledRows, extrapolate
+from raybatch.explanation.extrapolation import extrapolate
 from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.work import work_totals
 from tests.explanation.inputs import plan_prompts
@@ -35,13 +35,15 @@ def question(kind="native", **options):
 
 def extrapolated(prompts, outputs, *, num_rows, cost=0.0, busy_s=3.0, **options):
     planned = plan_prompts([np.arange(i * 100, i * 100 + n) for i, n in enumerate(prompts)])
-    rows = SampledRows(
+    return extrapolate(
+        question(**options),
+        planned,
         prompt_tokens=np.array(prompts, float),
         generated_tokens=np.array(outputs, float),
         busy_s=busy_s,
         cost=cost,
+        num_rows=num_rows,
     )
-    return extrapolate(question(**options), planned, rows, num_rows=num_rows)
 
 
 def test_tokens_grow_with_the_rows_and_the_range_holds_what_rows_differ_by():
@@ -79,9 +81,16 @@ def test_rows_that_differ_widen_the_range_of_time():
 
 
 def test_what_rows_share_is_not_computed_for_each():
-    plan = plan_prompts([np.r_[np.arange(64), 100 + i] for i in range(4)])
-    rows = SampledRows(prompt_tokens=np.full(4, 65.0), generated_tokens=np.ones(4), busy_s=1.0)
-    shared = extrapolate(question(), plan, rows, num_rows=4000).time.wall_s
+    found = extrapolate(
+        question(),
+        plan_prompts([np.r_[np.arange(64), 100 + i] for i in range(4)]),
+        prompt_tokens=np.full(4, 65.0),
+        generated_tokens=np.ones(4),
+        busy_s=1.0,
+        cost=0.0,
+        num_rows=4000,
+    )
+    shared = found.time.wall_s
     alone = extrapolated([65] * 4, [1] * 4, num_rows=4000).time.wall_s
     assert shared < alone
 
