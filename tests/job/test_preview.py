@@ -99,6 +99,16 @@ def test_values_of_rows_that_are_not_shown_are_not_read(tmp_path, model):
         job.run()
 
 
+def test_rows_that_a_plan_reorders_are_shown_in_the_order_of_the_input(tmp_path, model):
+    texts = [f"a document of group {n % 3} which is long enough, {n}" for n in range(30)]
+    write_parquet(tmp_path / "in" / "a.parquet", pa.table({"text": texts}))
+    plan = {"unit_rows": 4, "max_unit_rows": 4}
+    preview = local_job(tmp_path / "in", tmp_path / "out", stage_of(model), plan=plan).preview(12)
+    assert len(set(preview.rows.column("group_id").to_pylist())) == 3
+    assert preview.prompts == tuple(texts[n] for n in spread_rows(30, 12))
+    assert preview.rows.column("text").to_pylist() == list(preview.prompts)
+
+
 def test_a_source_without_rows_has_nothing_to_show(tmp_path, model):
     write_parquet(tmp_path / "in" / "a.parquet", pa.table({"text": pa.array([], pa.string())}))
     preview = local_job(tmp_path / "in", tmp_path / "out", stage_of(model)).preview()
