@@ -100,7 +100,7 @@ def test_values_of_rows_that_are_not_shown_are_not_read(tmp_path, model):
 
 
 def test_rows_that_a_plan_reorders_are_shown_in_the_order_of_the_input(tmp_path, model):
-    texts = [f"a document of group {n % 3} which is long enough, {n}" for n in range(30)]
+    texts = [f"{'abc'[n % 3] * 64} question {n}" for n in range(30)]
     write_parquet(tmp_path / "in" / "a.parquet", pa.table({"text": texts}))
     plan = {"unit_rows": 4, "max_unit_rows": 4}
     preview = local_job(tmp_path / "in", tmp_path / "out", stage_of(model), plan=plan).preview(12)
