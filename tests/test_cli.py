@@ -354,7 +354,7 @@ def test_explain_names_itself_in_errors(monkeypatch, capsys):
 def test_commands_on_a_job_take_the_same_flags():
     commands = typer.main.get_command(app).commands
     names = {name: {p.name for p in commands[name].params} for name in ("run", "explain")}
-    of_run = {"allow_error_rows", "openai", "out", "errors", "model_name"}
+    of_run = {"allow_error_rows", "openai", "out", "errors", "model_name", "limit"}
     own = {"html", "as_json", "kv_tokens", "price_per_engine_hour", "no_measure"}
     assert names["explain"] - own == names["run"] - of_run
 

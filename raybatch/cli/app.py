@@ -6,7 +6,9 @@
 
 import atexit
 import logging
+import shutil
 import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -42,6 +44,8 @@ OutputFolder = Annotated[
     str, Argument(help="Output folder of a job, local or a URI.", callback=check_path)
 ]
 
+# stands for an output folder where a command has none
+_NOT_WRITTEN = "not-written"
 # the exit code of a command that Ctrl-C has ended
 _INTERRUPTED = 130
 # of one that has finished a job in which rows failed
@@ -122,14 +126,22 @@ def run(
     model_name: Annotated[
         list[str] | None, Option(help="With --openai: another name for the model.")
     ] = None,
+    limit: Annotated[
+        int | None,
+        Option(metavar="N", help="Show N rows, taken over all of the input, with their answers."),
+    ] = None,
 ) -> None:
     """Run one job; exit code 0: finished, 2: finished with error rows, 1: not finished."""
     if openai:
+        if limit is not None:
+            raise ConfigError("--limit shows rows of a dataset, not of --openai; leave it out")
         names = tuple(model_name or ())
         code = run_batch_file(flags, out, errors, names, start_ray=_start_ray).exit_code()
         raise typer.Exit(0 if code == _ERROR_ROWS and allow_error_rows else code)
     if out is not None or errors is not None or model_name:
         raise ConfigError("--out, --errors and --model-name belong to --openai; a job has --output")
+    if limit is not None:
+        _show_some(flags, limit, allow_error_rows)
     job, progress = _job_of(flags)
     _end_with(job.run(progress=progress, start_ray=_start_ray), allow_error_rows)
 
@@ -179,7 +191,8 @@ def explain(
     _check_page(html)
     note = with_model(flags.mapping)
     # nothing is written, so nobody has to say where
-    job = raybatch.Job.from_mapping({"sink": "not-written", **flags.mapping}, where=flags.where)
+    flags.mapping.setdefault("sink", _NOT_WRITTEN)
+    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
     if note:
         typer.echo(note, err=True)
     explanation = job.explain(
@@ -281,6 +294,16 @@ def clean(
 
 app.command()(serve)
 app.add_typer(batches, name="openai")
+
+
+def _show_some(flags: JobFlags, limit: int, allow_error_rows: bool) -> NoReturn:
+    # nothing is written, so nobody has to say where
+    flags.mapping.setdefault("sink", _NOT_WRITTEN)
+    job, progress = _job_of(flags)
+    preview = job.preview(limit, progress=progress, start_ray=_start_ray)
+    is_terminal = sys.stdout.isatty()
+    typer.echo(preview.to_text(shutil.get_terminal_size().columns) if is_terminal else preview)
+    raise typer.Exit(0 if allow_error_rows else preview.exit_code())
 
 
 def _job_of(flags: JobFlags) -> "tuple[raybatch.Job, ProgressPrinter]":

@@ -149,6 +149,11 @@ def job_config(given: Mapping[str, Any], *, where: str = "Job") -> JobConfig:
     or wrong.
     """
     at = "" if where == "Job" else f"{where}: "
+    if "limit" in given:
+        raise ConfigError(
+            f"{at}limit is no option of a job, whose output has all rows; for some of them call "
+            "preview(20) of the job, or raybatch run --limit 20"
+        )
     values = {
         name: _FORMS[name](value, f"{at}{name}") if name in _FORMS else value
         for name, value in given.items()

@@ -141,6 +141,7 @@ class JobRun:
             "model": self.config.stage.model,
             "backend": self.config.stage.backend.kind,
             "backend_reason": self._backend_reason,
+            "task": self.config.stage.task,
             "rows": self.source.num_rows,
             "rows_resumed": rows_resumed,
             "fingerprint": fingerprint_digest(job.fingerprint),
