@@ -5,8 +5,7 @@ from typing import Any
 
 import yaml
 
-from raybatch.job.config import JobConfig
-from raybatch.submission.options import ManifestOptions, Toleration, WorkerShape, worker_shape
+from raybatch.submission.options import ManifestOptions, WorkerShape
 
 FOLDER, JOB_FILE = "/etc/raybatch", "job.yaml"
 _SPILL_FOLDER = "/spill"
@@ -23,9 +22,9 @@ Volume = tuple[str, str, Mapping[str, Any]]
 
 
 def render_kuberay(
-    job: JobConfig,
     job_text: str,
     options: ManifestOptions,
+    shape: WorkerShape,
     *,
     name: str,
     command: str,
@@ -36,7 +35,6 @@ def render_kuberay(
     `spill_gib` is the disk of each worker pod for objects that do not fit into shared memory; None
     leaves them where Ray writes them, on the disk of the image.
     """
-    shape = worker_shape(job, options)
     head_size = {"cpu": str(options.head_cpus), "memory": options.head_memory}
     file = ("job", FOLDER, {"configMap": {"name": name}})
     cluster = {
@@ -77,7 +75,7 @@ def _workers(shape: WorkerShape, options: ManifestOptions, spill_gib: int | None
     selector, tolerations = dict(options.node_selector), list(options.tolerations)
     if shape.num_gpus:
         size[_GPU] = str(shape.num_gpus)
-        tolerations.append(Toleration(_GPU, None, "NoSchedule"))
+        tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})
     if options.gpu_type:
         # `KEY=VALUE`, or the product as NVIDIA's discovery labels it
         key, equals, value = options.gpu_type.partition("=")
@@ -90,7 +88,7 @@ def _workers(shape: WorkerShape, options: ManifestOptions, spill_gib: int | None
         start_params["object-spilling-directory"] = _SPILL_FOLDER
     choice = {
         **({"nodeSelector": selector} if selector else {}),
-        **({"tolerations": [_toleration(each) for each in tolerations]} if tolerations else {}),
+        **({"tolerations": tolerations} if tolerations else {}),
         "terminationGracePeriodSeconds": _GRACE_S,
     }
     pod = _pod("ray-worker", size, volumes, options)
@@ -105,15 +103,6 @@ def _workers(shape: WorkerShape, options: ManifestOptions, spill_gib: int | None
         "maxReplicas": shape.num_hosts,
         "rayStartParams": start_params,
         "template": {"spec": {**choice, **pod}},
-    }
-
-
-def _toleration(toleration: Toleration) -> dict[str, str]:
-    value, effect = toleration.value, toleration.effect
-    return {
-        "key": toleration.key,
-        **({"operator": "Exists"} if value is None else {"operator": "Equal", "value": value}),
-        **({"effect": effect} if effect else {}),
     }
 
 

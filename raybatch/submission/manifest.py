@@ -60,9 +60,9 @@ def render_manifest(kind: str, job_file: str, options: ManifestOptions) -> tuple
         shape = worker_shape(job, options)
         spill_gib, why_not = _spill_gib(job, options, shape)
         text = render_kuberay(
-            job,
             job_text,
             options,
+            shape,
             name=manifest_name(job_file),
             command=_job_command(f"{FOLDER}/{JOB_FILE}", shape.num_engines),
             spill_gib=spill_gib,

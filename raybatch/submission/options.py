@@ -31,12 +31,6 @@ class ModelVolume(NamedTuple):
     path: str
 
 
-class Toleration(NamedTuple):
-    key: str
-    value: str | None
-    effect: str | None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestOptions:
     """What a job file does not say.
@@ -75,7 +69,7 @@ class ManifestOptions:
     image_pull_secret: str | None = None
     queue: str | None = None
     node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Toleration, ...] = ()
+    tolerations: tuple[Mapping[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("memory_per_pod", "head_memory", "spill_size"):
@@ -120,10 +114,8 @@ def worker_shape(job: JobConfig, options: ManifestOptions) -> WorkerShape:
         num_engines = num_hosts = asked or 1
         num_gpus = math.ceil(gpus)
     else:
-        is_across_hosts = type_of(stage.backend).num_actors(stage.backend, stage.engine) > 0
-        num_engines, num_hosts = _fill_pods(
-            asked, gpus, per_pod, may_cross=is_across_hosts and gpus > per_pod
-        )
+        num_ranks = type_of(stage.backend).num_actors(stage.backend, stage.engine)
+        num_engines, num_hosts = _fill_pods(asked, gpus, per_pod, may_cross=num_ranks > per_pod)
         num_gpus = per_pod
     cpus = options.cpus_per_pod or num_gpus * _CPUS_PER_GPU or _CPUS_WITHOUT_GPU
     gib = num_gpus * _GIB_PER_GPU or _GIB_WITHOUT_GPU
@@ -135,17 +127,18 @@ def worker_shape(job: JobConfig, options: ManifestOptions) -> WorkerShape:
 
 
 def _fill_pods(asked: int | None, gpus: float, per_pod: int, *, may_cross: bool) -> tuple[int, int]:
-    """Return engines and pods; none is asked for where one pod is to be full."""
+    """Return engines and pods; as many engines as fill one where no number is asked for.
+
+    Engines that `may_cross` from pod to pod are larger than one.
+    """
     if may_cross:
-        num_engines = asked or 1
-        num_hosts, rest = divmod(num_engines * gpus, per_pod)
-        if rest:
+        if gpus % per_pod:
             raise ConfigError(
-                f"--gpus-per-pod {per_pod}: {num_engines} engines of {gpus:g} GPUs do not fill "
-                "their pods; choose a divisor of the GPUs of an engine"
+                f"--gpus-per-pod {per_pod}: engines of {gpus:g} GPUs do not fill their pods; "
+                "choose a divisor"
             )
-        return num_engines, int(num_hosts)
-    # a little less than a half is meant as a half
+        return asked or 1, int((asked or 1) * gpus / per_pod)
+    # a third of a GPU is a little less
     in_a_pod = int(per_pod / gpus + 1e-6)
     if in_a_pod * gpus < per_pod - 1e-6:
         raise ConfigError(
@@ -154,11 +147,9 @@ def _fill_pods(asked: int | None, gpus: float, per_pod: int, *, may_cross: bool)
         )
     num_engines = asked or in_a_pod
     if num_engines % in_a_pod:
-        below, above = num_engines // in_a_pod * in_a_pod, -(-num_engines // in_a_pod) * in_a_pod
-        ways = f"{below} or {above}" if below else str(above)
         raise ConfigError(
-            f"--gpus-per-pod {per_pod}: {num_engines} engines leave GPUs of a pod with room for "
-            f"{in_a_pod} idle; give --replicas {ways}"
+            f"--gpus-per-pod {per_pod}: {num_engines} engines leave GPUs idle; give --replicas, "
+            f"or pool.replicas, a multiple of the {in_a_pod} that a pod has room for"
         )
     return num_engines, num_engines // in_a_pod
 
@@ -181,12 +172,12 @@ def read_secrets(settings: Iterable[str]) -> dict[str, SecretKey]:
     """Return variables given as VARIABLE=NAME:KEY; ConfigError: one is malformed."""
     secrets: dict[str, SecretKey] = {}
     for setting in settings:
-        name, _, reference = setting.partition("=")
+        name, equals, reference = setting.partition("=")
         secret, _, key = reference.partition(":")
-        shown = name if _ENV_NAME.fullmatch(name) else "..."
-        parts = (_ENV_NAME.fullmatch(name), _OBJECT_NAME.fullmatch(secret), _KEY.fullmatch(key))
-        if not all(parts):
+        is_name = _ENV_NAME.fullmatch(name) is not None
+        if not (is_name and _OBJECT_NAME.fullmatch(secret) and _KEY.fullmatch(key)):
             # a value that was given in place of its secret is not shown
+            shown = name if is_name and equals else "..."
             raise ConfigError(
                 f"--secret {shown}: expected VARIABLE=NAME:KEY, where NAME is a Kubernetes secret, "
                 "made with 'kubectl create secret generic NAME', and KEY one of its keys"
@@ -220,7 +211,7 @@ def read_node_selector(settings: Iterable[str]) -> dict[str, str]:
     return selector
 
 
-def read_tolerations(settings: Iterable[str]) -> tuple[Toleration, ...]:
+def read_tolerations(settings: Iterable[str]) -> tuple[dict[str, str], ...]:
     """Return tolerations given as KEY[=VALUE][:EFFECT]; ConfigError: one is malformed."""
     tolerations = []
     for setting in settings:
@@ -231,5 +222,6 @@ def read_tolerations(settings: Iterable[str]) -> tuple[Toleration, ...]:
                 f"--toleration {setting}: expected KEY, KEY=VALUE or KEY=VALUE:EFFECT, where the "
                 f"effect is one of {', '.join(_EFFECTS)}"
             )
-        tolerations.append(Toleration(key, value if equals else None, effect or None))
+        how = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+        tolerations.append({"key": key, **how, **({"effect": effect} if effect else {})})
     return tuple(tolerations)

@@ -12,7 +12,7 @@ import yaml
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.submission.manifest import manifest_name, render_anyscale, render_manifest
-from raybatch.submission.options import ManifestOptions, ModelVolume, SecretKey, Toleration
+from raybatch.submission.options import ManifestOptions, ModelVolume, SecretKey, read_tolerations
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "data/kuberay_rayjob.schema.json").read_text())
 # fields of JobConfig and of ComputeConfig in the package anyscale 0.26.112
@@ -77,7 +77,7 @@ VARIANTS = {
         "image_pull_secret": "registry",
         "queue": "nights",
         "node_selector": {"pool": "spot"},
-        "tolerations": (Toleration("spot", "true", "NoExecute"), Toleration("any", None, None)),
+        "tolerations": read_tolerations(["spot=true:NoExecute", "any"]),
     },
 }
 
@@ -244,7 +244,7 @@ def test_wrong_option_of_the_job_is_told_as_by_run(here):
         ("anyscale", {"gpus_per_pod": 8}, "--gpus-per-pod"),
         ("anyscale", {"secrets": {"HF_TOKEN": SecretKey("hub", "token")}}, "--secret"),
         ("ray", {"image": None, "model_volume": ModelVolume("a", "/b")}, "--model-volume"),
-        ("ray", {"image": None, "tolerations": (Toleration("a", None, None),)}, "--toleration"),
+        ("ray", {"image": None, "tolerations": read_tolerations(["a"])}, "--toleration"),
         ("ray", {"image": "a"}, "--image"),
         ("ray", {"image": None, "max_retries": 5}, "--max-retries"),
     ],
