@@ -5,6 +5,7 @@ Dagster 1.13.29, and checked by the schemas of SkyPilot 0.14.1, whose fields are
 """
 
 import runpy
+import socket
 import subprocess
 import sys
 from datetime import datetime
@@ -44,6 +45,20 @@ def test_cluster_without_a_secret_is_not_started():
     done = subprocess.run(command, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert done.returncode != 0
     assert "RAY_AUTH_TOKEN: set it to a secret text" in done.stderr
+
+
+def test_other_hosts_join_the_head_and_end_with_it(tmp_path):
+    """Their end is no failure of the job: the head has its exit code."""
+    (tmp_path / "ray").write_text('#!/bin/bash\necho "$@" >"${0%/*}/said"\nexit 1\n')
+    (tmp_path / "ray").chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        command = ["bash", DEPLOY / "ray_cluster.sh", address, "1", "2", "false"]
+        variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_AUTH_TOKEN": "x"}
+        assert subprocess.run(command, env=variables).returncode == 0
+    said = (tmp_path / "said").read_text().split()
+    assert said[:2] == ["start", "--block"]
+    assert said[-1] == f"--address={address}"
 
 
 def skypilot():

@@ -203,8 +203,8 @@ def test_spilled_objects_have_a_disk_of_their_own(tmp_path):
     pod = worker_of(document)
     assert {"name": "spill", "emptyDir": {"sizeLimit": "2048Gi"}} in pod["volumes"]
     resources = pod["containers"][0]["resources"]
-    assert resources["requests"]["ephemeral-storage"] == "2048Gi"
-    # downloaded weights count against a limit
+    # downloaded weights would count against a limit
+    assert resources["requests"] == {**resources["limits"], "ephemeral-storage": "2048Gi"}
     assert "ephemeral-storage" not in resources["limits"]
     # Ray writes where it is mounted
     expected = {"object-spilling-directory": mounts_of(pod)["spill"]}
@@ -229,8 +229,10 @@ def test_rows_in_memory_count_not_those_in_files(tmp_path):
     for i in range(3):
         pq.write_table(table, tmp_path / f"{i}.parquet")
     (tmp_path / "more.jsonl").write_text('{"text": "' + "z" * 500_000 + '"}\n')
+    # of what is compressed, five times its size
+    (tmp_path / "most.jsonl.gz").write_bytes(b"z" * 2_000_000)
     job = Job.from_mapping({**mapping(), "source": str(tmp_path)}).config
-    assert source_bytes(job) == pytest.approx(3 * 11e6 + 5e5, rel=0.05)
+    assert source_bytes(job) == pytest.approx(3 * 11e6 + 5e5 + 1e7, rel=0.05)
 
 
 def test_source_that_cannot_be_read_is_told_with_the_flag(tmp_path):
