@@ -11,8 +11,8 @@ from raybatch.inputs.source import scan_source
 from raybatch.job.config import JobConfig
 from raybatch.submission.options import WorkerShape
 
-# A sort into the order of the plan writes rows as they are read, as they are cut at its borders, and
-# as they are sorted. At most so much was on disk at a time (docs/how-to/sizing.md).
+# A sort into the order of the plan writes rows as they are read, as they are cut, and as they are
+# sorted. At most so much was on disk at a time (docs/how-to/sizing.md).
 _COPIES = 3
 # pods take unequal shares
 _UNEVEN = 1.5
