@@ -1,6 +1,6 @@
 """Decides where a job runs and with which backend, and gives its stage the pool for that."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -16,7 +16,8 @@ from raybatch.durable.layout import PLAN_ORDER
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
-from raybatch.planning.fingerprint import backend_kind
+from raybatch.models.source import is_hub_model, pin
+from raybatch.planning.fingerprint import backend_kind, stored_commit
 from raybatch.planning.store import read_plans
 from raybatch.policy.executor import ExecutorFacts, ExecutorName, choose_executor, engines_for
 from raybatch.rows.stage_model import check_model
@@ -107,17 +108,34 @@ def stage_of_executor(
         stage = type(stage.__name__, (stage,), {"pool": PoolHandle(spec, is_local=True)})
     if stage.config.backend.is_decided:
         return stage
-    begun = next(filter(None, map(_began_with, sinks)), None)
+    begun = _began_with(backend_kind, sinks)
     if begun is None and not stage.pool.is_local and connected_ray() is None:
         return stage
     return stage.settled(began_with=begun, connect=False)
 
 
-def _began_with(sink: str) -> str | None:
-    with error_context(f"sink {sink!r} cannot be used"):
-        for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
-            for stored in read_plans(folder):
-                return backend_kind(stored.fingerprint)
+def with_pinned_model(stage: type[StageFeeder], sinks: Sequence[str]) -> type[StageFeeder]:
+    """Return a stage whose hub id names a commit, so that every host fetches the same files.
+
+    Where no revision was asked for, an output goes on with the commit that it was begun with.
+    """
+    model = stage.config.model
+    if type_of(stage.config.backend).is_endpoint or not is_hub_model(model):
+        return stage
+    pinned = pin(model, _began_with(stored_commit, sinks))
+    return stage if pinned == model else stage.of_model(pinned)
+
+
+def _began_with(
+    named: Callable[[Mapping[str, str]], str | None], sinks: Sequence[str]
+) -> str | None:
+    """Return what the first output that was begun says of itself, as far as it says it."""
+    for sink in sinks:
+        with error_context(f"sink {sink!r} cannot be used"):
+            for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
+                for stored in read_plans(folder)[:1]:
+                    if (found := named(stored.fingerprint)) is not None:
+                        return found
     return None
 
 

@@ -30,6 +30,7 @@ from raybatch.job.watching import (
 )
 from raybatch.planning.fingerprint import (
     check_same,
+    comparable,
     deciding_options,
     fingerprint,
     fingerprint_digest,
@@ -79,7 +80,7 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
             job.sink,
             stored=stored.fingerprint,
             stored_files=stored_files,
-            now=job.fingerprint,
+            now=comparable(job.fingerprint, stored.fingerprint, job.config),
             files=files,
             may_grow=may_grow,
         )

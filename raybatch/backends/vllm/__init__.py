@@ -13,7 +13,7 @@ from raybatch.backends.vllm.args import (
 )
 from raybatch.backends.vllm.model import form_of_scores, model_length, pooled_length
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
-from raybatch.models.source import resolve_model
+from raybatch.models.source import resolve_config
 from raybatch.records.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
 from raybatch.records.types import Task
 
@@ -53,7 +53,7 @@ def _bounds_gpu_memory(backend: BackendConfig, engine: EngineConfig) -> bool:
 
 def _score_form(backend: BackendConfig, model: str) -> ScoreForm:
     options = from_mapping(VllmOptions, backend.options, where="backend.options")
-    return form_of_scores(resolve_model(model), options.engine_kwargs)
+    return form_of_scores(resolve_config(model), options.engine_kwargs)
 
 
 VLLM = BackendType(

@@ -1,0 +1,62 @@
+"""What names the weights of a model, so that a later run can tell whether they are the same."""
+
+import hashlib
+from pathlib import Path
+
+from raybatch.models.checkpoint import weight_files, weight_names
+from raybatch.models.hub import commit_of
+from raybatch.models.source import is_hub_model, is_local_model, list_model
+
+# models up to this size are hashed in full, of larger ones a sample is
+_FULL_HASH_BYTES = 64 << 20
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+_COMMIT, _LISTING = "commit ", "listing "
+
+
+def model_identity(source: str, folder: Path) -> str:
+    """Return what names the weights of a model; bytes are read of those on this host alone.
+
+    It is a commit of the hub, a digest of what a store lists, or else that of the content. `folder`
+    is what `resolve_config` returned.
+    """
+    if is_local_model(source):
+        return model_fingerprint(folder)
+    if is_hub_model(source):
+        return _COMMIT + commit_of(folder)
+    stored = list_model(source)
+    names = weight_names(folder, stored.files, where=source)
+    return _LISTING + stored.digest([*names, "config.json"])
+
+
+def names_content(identity: str) -> bool:
+    """Return whether an identity is that of bytes, whichever place they came from."""
+    return not identity.startswith((_COMMIT, _LISTING))
+
+
+def commit_in(identity: str) -> str | None:
+    """Return the commit of the hub that an identity names, if it names one."""
+    return identity.removeprefix(_COMMIT) if identity.startswith(_COMMIT) else None
+
+
+def model_fingerprint(path: Path) -> str:
+    """Return a name of the model's content that is the same on every host and path.
+
+    It covers config.json in full and the weights: all bytes of a small model; of a large one the
+    list of tensors, the sizes, and 1,024 pieces per file spread evenly.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    files = weight_files(path)
+    is_small = sum(file.stat().st_size for file in files) <= _FULL_HASH_BYTES
+    for weights in files:
+        size = weights.stat().st_size
+        digest.update(f"\0{weights.name}\0{size}\0".encode())
+        with weights.open("rb") as file:
+            if is_small:
+                digest.update(file.read())
+                continue
+            header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header_bytes, size)))
+            for i in range(_SAMPLES):
+                file.seek(i * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
