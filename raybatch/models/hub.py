@@ -34,7 +34,9 @@ def split_revision(source: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
-def hub_folder(source: str, patterns: Sequence[str], *, to: Path | None = None) -> Path:
+def hub_folder(
+    source: str, patterns: Sequence[str], *, to: Path | None = None, is_offline: bool = False
+) -> Path:
     """Return the folder of a hub model with the files that match, fetched where they are not there.
 
     Raises:
@@ -49,7 +51,7 @@ def hub_folder(source: str, patterns: Sequence[str], *, to: Path | None = None) 
             revision=revision,
             allow_patterns=list(patterns),
             ignore_patterns=list(_OTHER_COPIES),
-            local_files_only=is_hub_offline(),
+            local_files_only=is_offline or is_hub_offline(),
             local_dir=to,
         )
     return Path(folder)

@@ -3,9 +3,9 @@
 import hashlib
 from pathlib import Path
 
-from raybatch.models.checkpoint import weight_files, weight_names
+from raybatch.models.checkpoint import weight_files
 from raybatch.models.hub import commit_of
-from raybatch.models.source import is_hub_model, is_local_model, list_model
+from raybatch.models.source import is_hub_model, is_local_model, list_model, text_names
 
 # models up to this size are hashed in full, of larger ones a sample is
 _FULL_HASH_BYTES = 64 << 20
@@ -24,8 +24,7 @@ def model_identity(source: str, folder: Path) -> str:
     if is_hub_model(source):
         return _COMMIT + commit_of(folder)
     stored = list_model(source)
-    names = weight_names(folder, stored.files, where=source)
-    return _LISTING + stored.digest([*names, "config.json"])
+    return _LISTING + stored.digest({*stored.files} - {*text_names(stored)} | {"config.json"})
 
 
 def names_content(identity: str) -> bool:

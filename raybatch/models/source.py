@@ -11,7 +11,7 @@ from typing import Any
 
 import fsspec
 
-from raybatch.errors import ConfigError, error_text
+from raybatch.errors import ConfigError, UnreachableError, error_text
 from raybatch.models.checkpoint import weight_files, weight_names
 from raybatch.models.hub import (
     commit_of,
@@ -22,8 +22,9 @@ from raybatch.models.hub import (
 )
 from raybatch.models.store import StoreFolder, list_folder, local_path
 
-WEIGHT_PATTERNS = ("*.safetensors",)
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
+_WEIGHT_PATTERNS = ("*.safetensors",)
+_PATTERNS = (*_WEIGHT_PATTERNS, *TEXT_PATTERNS)
 # that no engine reads, and whose presence errors tell
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _ADAPTER, _ADAPTER_PATTERNS = "adapter_config.json", ("*.safetensors", "*.bin", "*.json")
@@ -49,9 +50,24 @@ def resolve_model(source: str) -> Path:
         stored.fetch(text_names(stored))
         stored.fetch(weight_names(stored.cached_at, stored.files, where=source))
         return stored.cached_at
-    folder = hub_folder(source, (*WEIGHT_PATTERNS, *TEXT_PATTERNS))
+    folder = hub_folder(source, _PATTERNS)
     weight_files(folder)
     return folder
+
+
+def has_weights_here(source: str) -> bool:
+    """Return whether `resolve_model` would fetch nothing; ConfigError: there is no such model."""
+    if is_local_model(source):
+        return True
+    if "://" in source:
+        stored = list_model(source)
+        folder = stored.cached_at
+        return (folder / "config.json").exists() and stored.has(
+            weight_names(folder, stored.files, where=source)
+        )
+    with suppress(UnreachableError):
+        return bool(weight_files(hub_folder(source, _PATTERNS, is_offline=True)))
+    return False
 
 
 def resolve_config(source: str) -> Path:
@@ -109,12 +125,12 @@ def resolve_tokenizer(source: str) -> Path:
 
 def list_model(uri: str) -> StoreFolder:
     """Ask a store for the files of a model; ConfigError: they cannot be listed."""
-    patterns = (*WEIGHT_PATTERNS, *TEXT_PATTERNS, *_PICKLES)
+    patterns = (*_PATTERNS, *_PICKLES)
     return list_folder(uri, what="model", patterns=patterns, needed="config.json")
 
 
 def text_names(stored: StoreFolder) -> list[str]:
-    weights = tuple(pattern[1:] for pattern in (*WEIGHT_PATTERNS, *_PICKLES))
+    weights = tuple(pattern[1:] for pattern in (*_WEIGHT_PATTERNS, *_PICKLES))
     return [name for name in stored.files if not name.endswith(weights)]
 
 

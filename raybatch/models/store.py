@@ -43,6 +43,11 @@ class StoreFolder:
         place = hashlib.sha256(f"{self.uri}\0{self.digest(self.files)}".encode()).hexdigest()
         return cache_dir() / "models" / f"{PurePosixPath(self.root).name}-{place[:16]}"
 
+    def has(self, names: Collection[str]) -> bool:
+        """Return whether some of the files are in the cache."""
+        paths = ((self.cached_at / name, self.files[name]) for name in names)
+        return all(path.is_file() and path.stat().st_size == file.size for path, file in paths)
+
     def fetch(self, names: Collection[str], target: Path | None = None) -> int:
         """Bring some of the files to a folder, by default the cached one; return bytes fetched.
 

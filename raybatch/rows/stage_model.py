@@ -81,7 +81,7 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
             has_tools=has_tools,
             has_weights=has_weights,
         )
-        if not has_weights and not facts.is_endpoint:
+        if not (has_weights or facts.is_endpoint) and facts.reads_safetensors(config.backend):
             check_weights_exist(config.model, folder)
     max_model_len(config, folder)
     constraint = config.sampling.structured_outputs

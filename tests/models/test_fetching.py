@@ -153,7 +153,9 @@ def test_an_error_of_one_leaves_what_is_there_to_the_next(uri, bucket, monkeypat
         give(folder, fact)
 
     monkeypatch.setattr(slow_store, "given", fail)
-    with pytest.raises(UnreachableError, match="cannot be downloaded: OSError: the network is away"):
+    with pytest.raises(
+        UnreachableError, match="cannot be downloaded: OSError: the network is away"
+    ):
         resolve_model(uri)
     num_given = len(read_log(bucket))
     monkeypatch.setattr(slow_store, "given", give)

@@ -27,8 +27,12 @@ def _create(start: EngineStart) -> Backend:
     return create(start)
 
 
+def _reads_safetensors(backend: BackendConfig) -> bool:
+    return (backend.options.get("engine_kwargs") or {}).get("load_format") in _READS_TENSORS
+
+
 def _check_files(folder: Path, backend: BackendConfig) -> None:
-    if (backend.options.get("engine_kwargs") or {}).get("load_format") in _READS_TENSORS:
+    if _reads_safetensors(backend):
         check_checkpoint(folder, as_native=False)
 
 
@@ -71,6 +75,7 @@ VLLM = BackendType(
     tasks=get_args(Task),
     check=vllm_options,
     check_files=_check_files,
+    reads_safetensors=_reads_safetensors,
     answering=lambda options, _: answer_options(options),
     parsed_columns=_parsed_columns,
     num_gpus=lambda backend, engine: gpus_per_engine(vllm_options(backend, engine)),
