@@ -34,6 +34,11 @@ def split_revision(source: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
+def is_pinned(source: str) -> bool:
+    """Return whether a hub id has a commit behind it."""
+    return _COMMIT.fullmatch(split_revision(source)[1] or "") is not None
+
+
 def hub_folder(
     source: str, patterns: Sequence[str], *, to: Path | None = None, is_offline: bool = False
 ) -> Path:
@@ -71,7 +76,7 @@ def hub_file_names(source: str, folder: Path) -> list[str]:
     if is_hub_offline():
         return [path.name for path in folder.iterdir()]
     with _hub_errors(source):
-        return list(huggingface_hub.list_repo_files(name, revision=commit_of(folder)))
+        return huggingface_hub.HfApi().list_repo_files(name, revision=commit_of(folder))
 
 
 def cached_bytes(source: str) -> int:

@@ -11,13 +11,14 @@ from typing import Any
 
 import fsspec
 
-from raybatch.errors import ConfigError, UnreachableError, error_text
+from raybatch.errors import ConfigError, error_text
 from raybatch.models.checkpoint import weight_files, weight_names
 from raybatch.models.hub import (
     commit_of,
     has_form_of_hub_id,
     hub_file_names,
     hub_folder,
+    is_pinned,
     split_revision,
 )
 from raybatch.models.store import StoreFolder, list_folder, local_path
@@ -50,7 +51,7 @@ def resolve_model(source: str) -> Path:
         stored.fetch(text_names(stored))
         stored.fetch(weight_names(stored.cached_at, stored.files, where=source))
         return stored.cached_at
-    folder = hub_folder(source, _PATTERNS)
+    folder = _hub_folder(source, with_weights=True)
     weight_files(folder)
     return folder
 
@@ -65,9 +66,7 @@ def has_weights_here(source: str) -> bool:
         return (folder / "config.json").exists() and stored.has(
             weight_names(folder, stored.files, where=source)
         )
-    with suppress(UnreachableError):
-        return bool(weight_files(hub_folder(source, _PATTERNS, is_offline=True)))
-    return False
+    return _cached_hub_folder(source, with_weights=True) is not None
 
 
 def resolve_config(source: str) -> Path:
@@ -86,7 +85,23 @@ def resolve_config(source: str) -> Path:
         stored = list_model(source)
         stored.fetch(text_names(stored))
         return stored.cached_at
-    return hub_folder(source, TEXT_PATTERNS)
+    return _hub_folder(source, with_weights=False)
+
+
+def _hub_folder(source: str, *, with_weights: bool) -> Path:
+    # a commit has the same files for good, and nobody has to be asked for those that are here
+    if is_pinned(source) and (folder := _cached_hub_folder(source, with_weights=with_weights)):
+        return folder
+    return hub_folder(source, _PATTERNS if with_weights else TEXT_PATTERNS)
+
+
+def _cached_hub_folder(source: str, *, with_weights: bool) -> Path | None:
+    """Return the folder of a hub model where all that is wanted of it is here."""
+    with suppress(ConfigError):
+        patterns = _PATTERNS if with_weights else TEXT_PATTERNS
+        folder = hub_folder(source, patterns, is_offline=True)
+        return folder if not with_weights or weight_files(folder) else None
+    return None
 
 
 def pin(source: str, commit: str | None = None) -> str:
@@ -117,7 +132,7 @@ def resolve_tokenizer(source: str) -> Path:
     if (folder := _folder_here(source)) is not None:
         return folder
     if "://" not in source:
-        return hub_folder(source, TEXT_PATTERNS)
+        return _hub_folder(source, with_weights=False)
     stored = list_folder(source, what="tokenizer", patterns=TEXT_PATTERNS)
     stored.fetch(stored.files)
     return stored.cached_at
