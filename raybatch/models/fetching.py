@@ -122,7 +122,7 @@ class _Fetch:
     def no_room(self, free: int) -> ConfigError:
         needed = max(0, self.total_bytes - self.bytes_here())
         return ConfigError(
-            f"{self.what} needs {_gigabytes(needed)} more in {self._target}, and {_gigabytes(free)}"
+            f"{self.what} needs {gigabytes(needed)} more in {self._target}, and {gigabytes(free)}"
             " are free there; make room, or set RAYBATCH_CACHE_DIR to a folder on a larger disk"
         )
 
@@ -244,8 +244,8 @@ def _told(fetch: _Fetch) -> Iterator[None]:
             _logger.info(
                 "fetching %s: %s of %s, %.0f MB/s",
                 fetch.what,
-                _gigabytes(here),
-                _gigabytes(fetch.total_bytes),
+                gigabytes(here),
+                gigabytes(fetch.total_bytes),
                 speed / 1e6,
             )
 
@@ -258,8 +258,8 @@ def _told(fetch: _Fetch) -> Iterator[None]:
         thread.join()
     _logger.info(
         "fetched %s of %s of %s in %.1f s",
-        _gigabytes(fetch.num_fetched),
-        _gigabytes(fetch.total_bytes),
+        gigabytes(fetch.num_fetched),
+        gigabytes(fetch.total_bytes),
         fetch.what,
         time.monotonic() - began,
     )
@@ -312,5 +312,6 @@ def _md5(fd: int, size: int) -> bytes:
     return digest.digest()
 
 
-def _gigabytes(num_bytes: int) -> str:
+def gigabytes(num_bytes: int) -> str:
+    """Return a number of bytes as people read it."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

@@ -51,9 +51,7 @@ def resolve_model(source: str) -> Path:
         stored.fetch(text_names(stored))
         stored.fetch(weight_names(stored.cached_at, stored.files, where=source))
         return stored.cached_at
-    folder = _hub_folder(source, with_weights=True)
-    weight_files(folder)
-    return folder
+    return _hub_folder(source, with_weights=True)
 
 
 def has_weights_here(source: str) -> bool:
@@ -92,7 +90,15 @@ def _hub_folder(source: str, *, with_weights: bool) -> Path:
     # a commit has the same files for good, and nobody has to be asked for those that are here
     if is_pinned(source) and (folder := _cached_hub_folder(source, with_weights=with_weights)):
         return folder
-    return hub_folder(source, _PATTERNS if with_weights else TEXT_PATTERNS)
+    return fetch_from_hub(source, with_weights=with_weights)
+
+
+def fetch_from_hub(source: str, *, with_weights: bool, to: Path | None = None) -> Path:
+    """Bring a hub model to the hub's cache or to a folder, and return that."""
+    folder = hub_folder(source, _PATTERNS if with_weights else TEXT_PATTERNS, to=to)
+    if with_weights:
+        weight_files(folder)
+    return folder
 
 
 def _cached_hub_folder(source: str, *, with_weights: bool) -> Path | None:

@@ -97,7 +97,7 @@ def _tree(files: Mapping[str, bytes]) -> list[dict[str, object]]:
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
     with FakeHub() as hub:
-        thread = threading.Thread(target=hub.serve_forever, daemon=True)
+        thread = threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield hub

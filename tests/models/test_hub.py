@@ -23,7 +23,7 @@ DEMO = Path(str(importlib.resources.files("raybatch"))) / "demo" / "checkpoint"
 
 
 def demo_files() -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}
+    return {path.name: path.read_bytes() for path in DEMO.iterdir() if path.suffix != ".md"}
 
 
 @pytest.fixture
