@@ -157,9 +157,9 @@ def scan_source(
     schemas: list[FileSchema] = []
     slices: list[FileSlice] = []
     with _read_ahead([file for file in files if file not in bad], scan) as scanned:
-        for file, of_file in scanned:
+        for file, result in scanned:
             with noted(file):
-                schema, parts = of_file()
+                schema, parts = result()
                 schemas.append(FileSchema(file.path, schema))
                 slices.extend(part for part in parts if part.num_rows)
     if not schemas:

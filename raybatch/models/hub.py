@@ -76,7 +76,7 @@ def hub_file_names(source: str, folder: Path) -> list[str]:
     if is_hub_offline():
         return [path.name for path in folder.iterdir()]
     with _hub_errors(source):
-        return huggingface_hub.HfApi().list_repo_files(name, revision=commit_of(folder))
+        return list(huggingface_hub.HfApi().list_repo_files(name, revision=commit_of(folder)))
 
 
 def cached_bytes(source: str) -> int:

@@ -14,8 +14,9 @@ def prefetch_on_every_host(
     source: str, *, with_weights: bool = True, to: Path | None = None
 ) -> list[Prefetched | str]:
     """Fetch a model on every host that is alive, all at once; a host that fails has a text."""
+    task = ray.remote(num_cpus=0, max_retries=0)(_prefetch)
     calls = {
-        node["NodeManagerHostname"]: _prefetch.options(
+        node["NodeManagerHostname"]: task.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote(source, with_weights, to)
         for node in ray.nodes()
@@ -24,7 +25,6 @@ def prefetch_on_every_host(
     return [_result(host, call) for host, call in calls.items()]
 
 
-@ray.remote(num_cpus=0, max_retries=0)
 def _prefetch(source: str, with_weights: bool, to: Path | None) -> Prefetched | str:
     obey_log_level()
     try:
