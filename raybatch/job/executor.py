@@ -16,7 +16,8 @@ from raybatch.durable.layout import PLAN_ORDER
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
-from raybatch.models.source import is_hub_model, pin
+from raybatch.models.identity import pin
+from raybatch.models.source import is_hub_model, is_local_model
 from raybatch.planning.fingerprint import backend_kind, stored_commit
 from raybatch.planning.store import read_plans
 from raybatch.policy.executor import ExecutorFacts, ExecutorName, choose_executor, engines_for
@@ -115,15 +116,17 @@ def stage_of_executor(
 
 
 def with_pinned_model(stage: type[StageFeeder], sinks: Sequence[str]) -> type[StageFeeder]:
-    """Return a stage whose hub id names a commit, so that every host fetches the same files.
+    """Return a stage whose model names its weights for good, so that every host has the same.
 
-    Where no revision was asked for, an output goes on with the commit that it was begun with.
+    Where no revision of the hub was asked for, an output goes on with the commit that it was begun
+    with.
     """
-    model = stage.config.model
-    if type_of(stage.config.backend).is_endpoint or not is_hub_model(model):
+    model, backend = stage.config.model, stage.config.backend
+    facts = type_of(backend)
+    if facts.is_endpoint or is_local_model(model) or not facts.reads_safetensors(backend):
         return stage
-    pinned = pin(model, _began_with(stored_commit, sinks))
-    return stage if pinned == model else stage.of_model(pinned)
+    commit = _began_with(stored_commit, sinks) if is_hub_model(model) else None
+    return stage.of_model(pin(model, commit))
 
 
 def _began_with(

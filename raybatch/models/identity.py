@@ -1,11 +1,20 @@
 """What names the weights of a model, so that a later run can tell whether they are the same."""
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 
+from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import weight_files
-from raybatch.models.hub import commit_of
-from raybatch.models.source import is_hub_model, is_local_model, list_model, text_names
+from raybatch.models.hub import commit_of, split_revision
+from raybatch.models.source import (
+    content_of,
+    is_hub_model,
+    is_local_model,
+    list_model,
+    pin_uri,
+    resolve_config,
+)
 
 # models up to this size are hashed in full, of larger ones a sample is
 _FULL_HASH_BYTES = 64 << 20
@@ -23,8 +32,21 @@ def model_identity(source: str, folder: Path) -> str:
         return model_fingerprint(folder)
     if is_hub_model(source):
         return _COMMIT + commit_of(folder)
-    stored = list_model(source)
-    return _LISTING + stored.digest({*stored.files} - {*text_names(stored)} | {"config.json"})
+    return _LISTING + content_of(list_model(source))
+
+
+def pin(source: str, commit: str | None = None) -> str:
+    """Return the name of a model that lies elsewhere with what names its weights for good.
+
+    A hub id without a revision of its own has `commit` behind it, where the model has that one.
+    """
+    if not is_hub_model(source):
+        return pin_uri(source)
+    name, revision = split_revision(source)
+    if revision is None and commit is not None:
+        with suppress(ConfigError):
+            return f"{name}@{commit_of(resolve_config(f'{name}@{commit}'))}"
+    return f"{name}@{commit_of(resolve_config(source))}"
 
 
 def names_content(identity: str) -> bool:

@@ -14,7 +14,6 @@ import fsspec
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.checkpoint import weight_files, weight_names
 from raybatch.models.hub import (
-    commit_of,
     has_form_of_hub_id,
     hub_file_names,
     hub_folder,
@@ -27,6 +26,8 @@ TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHT_PATTERNS = ("*.safetensors",)
 _PATTERNS = (*_WEIGHT_PATTERNS, *TEXT_PATTERNS)
 # that no engine reads, and whose presence errors tell
+# behind a URI: what its weights have to be
+_CONTENT = "#content="
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _ADAPTER, _ADAPTER_PATTERNS = "adapter_config.json", ("*.safetensors", "*.bin", "*.json")
 
@@ -49,7 +50,7 @@ def resolve_model(source: str) -> Path:
     if "://" in source:
         stored = list_model(source)
         stored.fetch(text_names(stored))
-        stored.fetch(weight_names(stored.cached_at, stored.files, where=source))
+        stored.fetch(weight_names(stored.cached_at, stored.files, where=plain_name(source)))
         return stored.cached_at
     return _hub_folder(source, with_weights=True)
 
@@ -62,7 +63,7 @@ def has_weights_here(source: str) -> bool:
         stored = list_model(source)
         folder = stored.cached_at
         return (folder / "config.json").exists() and stored.has(
-            weight_names(folder, stored.files, where=source)
+            weight_names(folder, stored.files, where=plain_name(source))
         )
     return _cached_hub_folder(source, with_weights=True) is not None
 
@@ -110,27 +111,15 @@ def _cached_hub_folder(source: str, *, with_weights: bool) -> Path | None:
     return None
 
 
-def pin(source: str, commit: str | None = None) -> str:
-    """Return the id of a hub model with a commit behind it, which names the same files for good.
-
-    Without a revision of its own it is `commit`, where the model has that one.
-    """
-    name, revision = split_revision(source)
-    if revision is None and commit is not None:
-        with suppress(ConfigError):
-            return f"{name}@{commit_of(resolve_config(f'{name}@{commit}'))}"
-    return f"{name}@{commit_of(resolve_config(source))}"
-
-
 def check_weights_exist(source: str, folder: Path) -> None:
     """Refuse a model without weights, or without some of them; `folder` is of `resolve_config`.
 
     Asks the store or the hub for names alone.
     """
     if is_hub_model(source):
-        weight_names(folder, hub_file_names(source, folder), where=source)
+        weight_names(folder, hub_file_names(source, folder), where=plain_name(source))
     elif not is_local_model(source):
-        weight_names(folder, list_model(source).files, where=source)
+        weight_names(folder, list_model(source).files, where=plain_name(source))
 
 
 def resolve_tokenizer(source: str) -> Path:
@@ -139,15 +128,41 @@ def resolve_tokenizer(source: str) -> Path:
         return folder
     if "://" not in source:
         return _hub_folder(source, with_weights=False)
-    stored = list_folder(source, what="tokenizer", patterns=TEXT_PATTERNS)
+    stored = list_folder(plain_name(source), what="tokenizer", patterns=TEXT_PATTERNS)
     stored.fetch(stored.files)
     return stored.cached_at
 
 
 def list_model(uri: str) -> StoreFolder:
-    """Ask a store for the files of a model; ConfigError: they cannot be listed."""
+    """Ask a store for the files of a model.
+
+    Raises:
+        ConfigError: they cannot be listed, or are not those that the URI was pinned to.
+    """
+    uri, _, content = uri.partition(_CONTENT)
     patterns = (*_PATTERNS, *_PICKLES)
-    return list_folder(uri, what="model", patterns=patterns, needed="config.json")
+    stored = list_folder(uri, what="model", patterns=patterns, needed="config.json")
+    if content and content_of(stored) != content:
+        raise ConfigError(
+            f"the weights in {uri!r} have been replaced since this job was started, and answers of "
+            "two models would be in one output; put the earlier files back"
+        )
+    return stored
+
+
+def content_of(stored: StoreFolder) -> str:
+    """Return what names the weights of a model, as far as its store tells."""
+    return stored.digest({*stored.files} - {*text_names(stored)} | {"config.json"})
+
+
+def pin_uri(uri: str) -> str:
+    """Return a URI that names weights as they are now, and no others."""
+    return f"{uri}{_CONTENT}{content_of(list_model(uri))}"
+
+
+def plain_name(source: str) -> str:
+    """Return a model's name without what pins it."""
+    return split_revision(source.partition(_CONTENT)[0])[0]
 
 
 def text_names(stored: StoreFolder) -> list[str]:

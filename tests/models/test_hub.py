@@ -7,11 +7,10 @@ import huggingface_hub.constants
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.models.identity import model_identity
+from raybatch.models.identity import model_identity, pin
 from raybatch.models.source import (
     check_weights_exist,
     has_weights_here,
-    pin,
     resolve_config,
     resolve_model,
 )

@@ -13,7 +13,7 @@ from safetensors.numpy import save
 from raybatch.errors import ConfigError, UnreachableError
 from raybatch.job.job import Job
 from raybatch.models import fetching
-from raybatch.models.identity import model_identity
+from raybatch.models.identity import model_identity, pin
 from raybatch.models.source import resolve_config, resolve_model, resolve_tokenizer
 from tests.models.test_hub import demo_files
 from tests.s3 import bucket, s3_endpoint
@@ -96,6 +96,18 @@ def test_the_etags_of_weights_name_a_model(bucket, asked):
     assert {"config.json", "merges.txt"} == {name for name, *_ in asked}
 
 
+def test_a_pinned_uri_has_its_weights_or_none(bucket):
+    uri = put(bucket, "model", {"config.json": b"{}", "model.safetensors": weights(0)})
+    pinned = pin(uri)
+    put(bucket, "model", {"tokenizer.json": b"{}"})
+    assert pinned == pin(pinned.partition("#")[0])
+    assert (resolve_model(pinned) / "tokenizer.json").exists()
+    put(bucket, "model", {"model.safetensors": weights(1)})
+    for resolve in (resolve_model, resolve_config):
+        with pytest.raises(ConfigError, match=rf"weights in '{uri}' have been replaced"):
+            resolve(pinned)
+
+
 def test_a_tokenizer_comes_from_a_bucket_alone(bucket):
     files = {name: data for name, data in demo_files().items() if name.startswith("tok")}
     folder = resolve_tokenizer(put(bucket, "tokenizer", files))
@@ -120,7 +132,8 @@ def test_only_engines_read_weights_of_a_bucket(bucket, asked, own_cache, tmp_pat
     )
     job.explain()
     assert [] == list(own_cache.rglob("*.safetensors"))
-    assert 8 == job.run(progress=lambda *_: None).rows_out
+    report = job.run(progress=lambda *_: None)
+    assert (8, pin(uri)) == (report.rows_out, report.model)
     assert "tokenizer.json" in {name for name, *_ in asked}
     assert "model.safetensors" not in {name for name, *_ in asked}
     # one of the bucket, and one that engines prepare of it
