@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raybatch.errors import ConfigError, UnreachableError
+from raybatch.errors import ConfigError, UnreachableError, error_text
 
 _logger = logging.getLogger(__name__)
 
@@ -282,6 +282,11 @@ def _try_lock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise ConfigError(
+            f"the cache folder has a file system without locks ({error_text(error)}); set "
+            "RAYBATCH_CACHE_DIR to a folder on a disk of this host"
+        ) from error
     return True
 
 

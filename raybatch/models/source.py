@@ -199,7 +199,8 @@ def _folder_here(source: str) -> Path | None:
     path = local_path(source) or Path(source).expanduser()
     if not path.exists():
         raise ConfigError(
-            f"model folder {source!r} does not exist; pass the folder of a checkpoint, a hub "
+            f"model folder {source!r} does not exist on this host, and whoever plans a job reads "
+            "config and tokenizer as well as its engines; pass the folder of a checkpoint, a hub "
             'id such as "Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
         )
     if not path.is_dir():

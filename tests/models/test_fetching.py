@@ -191,6 +191,15 @@ def test_a_disk_that_fills_up_meanwhile_is_told(uri, monkeypatch):
         resolve_config(uri)
 
 
+def test_a_file_system_without_locks_is_told(uri, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(ConfigError, match=r"without locks .*; set RAYBATCH_CACHE_DIR"):
+        resolve_config(uri)
+
+
 def test_bytes_that_are_not_those_of_the_checksum_are_dropped(tmp_path):
     memory = fsspec.filesystem("memory")
     memory.pipe_file("/sums/a", b"right")
