@@ -13,6 +13,7 @@ from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import type_of
 from raybatch.config import PlanConfig, PoolConfig
 from raybatch.durable.layout import PLAN_ORDER
+from raybatch.durable.sink import holds_answers
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
@@ -137,7 +138,8 @@ def _began_with(
         with error_context(f"sink {sink!r} cannot be used"):
             for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
                 for stored in read_plans(folder)[:1]:
-                    if (found := named(stored.fingerprint)) is not None:
+                    found = named(stored.fingerprint)
+                    if found is not None and holds_answers(folder):
                         return found
     return None
 
