@@ -126,6 +126,8 @@ class BackendType:
     # the engine runs elsewhere: it renders, tokenizes and fetches images by itself, and nothing is
     # computed here, so that one has room for hundreds of rows
     is_endpoint: bool = False
+    # whether its engines read safetensors files in the folder of the model
+    reads_safetensors: Callable[[BackendConfig], bool] = lambda _: True
     has_weights: bool = True  # it computes with those in the folder of the model
     refuses_native_options: bool = False  # that only the native engine has
     obeys_engine_options: bool = False  # all of them, so memory and `engine.admission`

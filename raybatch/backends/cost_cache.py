@@ -19,6 +19,7 @@ from raybatch.backends.registry import create_backend, type_of
 from raybatch.config import BackendConfig, EngineConfig, cache_dir
 from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
 from raybatch.errors import MeasureError, error_text
+from raybatch.models.source import plain_name
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits, fit
 
 # beyond the start: the program takes about 10 s, and longer only for models that are very slow
@@ -141,7 +142,7 @@ def _model_identity(model: str) -> str:
     folder = Path(model).expanduser()
     config = folder / "config.json"
     if not config.is_file():
-        return model
+        return plain_name(model)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return f"{hashlib.sha256(config.read_bytes()).hexdigest()}-{num_bytes}"
 

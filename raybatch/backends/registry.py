@@ -100,16 +100,22 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
 
 
 def check_files(
-    folder: Path, backend: BackendConfig, *, reads_template: bool, has_tools: bool = False
+    folder: Path,
+    backend: BackendConfig,
+    *,
+    reads_template: bool,
+    has_tools: bool = False,
+    has_weights: bool = True,
 ) -> None:
     """Refuse a folder that the engines of a backend cannot run, as far as its files tell.
 
-    Of weights the headers are read, never the data. The native engine says which tensors it needs;
-    other backends may run more than is known here, so they are refused only what nobody can load.
-    The folder of an endpoint is that of a tokenizer. ConfigError names the file, the tensor or the
-    line, and the way out.
+    Of weights, where the folder has them, the headers are read, never the data. The native engine
+    says which tensors it needs; other backends may run more than is known here, so they are refused
+    only what nobody can load. The folder of an endpoint is that of a tokenizer. ConfigError names
+    the file, the tensor or the line, and the way out.
     """
-    type_of(backend).check_files(folder, backend)
+    if has_weights:
+        type_of(backend).check_files(folder, backend)
     check_tokenizer(folder)
     if reads_template:
         check_template(folder, has_tools=has_tools)

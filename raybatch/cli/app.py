@@ -12,7 +12,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from typer import Argument, Option
@@ -21,6 +21,7 @@ import raybatch
 from raybatch.cli.batch import batches, run_batch_file, serve
 from raybatch.cli.bench import bench
 from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
+from raybatch.cli.fetch import fetch_model
 from raybatch.cli.flags import JobFlags, check_path, with_job_flags, with_model
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError, shell_path
@@ -290,6 +291,24 @@ def clean(
 
     cleaned = tidy_up(folder, older_than_s=parse_age(older_than), is_dry_run=dry_run)
     typer.echo(str(cleaned))
+
+
+@app.command()
+def fetch(
+    model: Annotated[str, Argument(help="Hub id, also org/name@revision, or URI.")],
+    only: Annotated[
+        Literal["tokenizer"] | None, Option(help="Config and tokenizer, without weights.")
+    ] = None,
+    to: Annotated[
+        Path | None, Option(help="Folder, such as of a volume; default: the host's cache.")
+    ] = None,
+    on_every_host: Annotated[
+        bool, Option("--on-every-host", help="Of the Ray cluster, all at once.")
+    ] = False,
+) -> None:
+    """Bring a model to this host before a job wants it; what is there is not fetched again."""
+    is_there = fetch_model(model, only, to, on_every_host, _start_ray)
+    raise typer.Exit(0 if is_there else 1)
 
 
 app.command()(serve)

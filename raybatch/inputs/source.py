@@ -1,11 +1,12 @@
 """Files as a Ray dataset whose rows know their file and position."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import fsspec
 import pyarrow as pa
@@ -15,7 +16,14 @@ from raybatch.durable.storage import error_context, real_path
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import BadFileError, safe_text
 from raybatch.inputs.file_slices import FileSlice, Size, joined, pack, read_slice, scan_file
-from raybatch.inputs.listing import PARQUET_SUFFIXES, ListedFile, Root, list_files, names_by_links
+from raybatch.inputs.listing import (
+    JSON_SUFFIXES,
+    PARQUET_SUFFIXES,
+    ListedFile,
+    Root,
+    list_files,
+    names_by_links,
+)
 from raybatch.inputs.parquet_files import row_bytes_of, sampled
 from raybatch.inputs.schemas import FileSchema, SchemaPolicy, common_schema, in_common_schema
 
@@ -27,6 +35,9 @@ _MANY_TASKS = 1024
 _TASK_LIMIT = Size(num_rows=16 << 10, num_bytes=64 << 20, num_pieces=64)
 # As many names of parts as tell what the last two digits in a pattern let through.
 _PARTS_TRIED = 100
+# files that are opened at once: a store takes its time for each
+_THREADS = 16
+_Found = TypeVar("_Found")
 
 
 class SkippedFile(NamedTuple):
@@ -127,28 +138,33 @@ def scan_source(
     noted = partial(_noted, bad=bad if skip_bad_files else None)
     # what a row takes in memory in a few of the files, those of Parquet
     row_bytes: dict[ListedFile, float] = {}
-    for file in sampled([f for f in files if f.path.lower().endswith(PARQUET_SUFFIXES)]):
-        with noted(file):
-            row_bytes[file] = row_bytes_of(file.path, columns=columns)
+    some = sampled([f for f in files if f.path.lower().endswith(PARQUET_SUFFIXES)])
+    with _read_ahead(some, lambda file: row_bytes_of(file.path, columns=columns)) as found:
+        for file, of_file in found:
+            with noted(file):
+                row_bytes[file] = of_file()
     largest = max(row_bytes.values(), default=0.0)
+
+    def scan(file: ListedFile) -> tuple[pa.Schema, list[FileSlice]]:
+        return scan_file(
+            file,
+            row_bytes=row_bytes.get(file, largest),
+            columns=columns,
+            max_row_group_bytes=max_row_group_bytes,
+            max_decompressed_bytes=max_decompressed_bytes,
+        )
+
     schemas: list[FileSchema] = []
     slices: list[FileSlice] = []
-    for file in files:
-        if file in bad:
-            continue
-        with noted(file):
-            schema, parts = scan_file(
-                file,
-                row_bytes=row_bytes.get(file, largest),
-                columns=columns,
-                max_row_group_bytes=max_row_group_bytes,
-                max_decompressed_bytes=max_decompressed_bytes,
-            )
-            schemas.append(FileSchema(file.path, schema))
-            slices.extend(part for part in parts if part.num_rows)
+    with _read_ahead([file for file in files if file not in bad], scan) as scanned:
+        for file, result in scanned:
+            with noted(file):
+                schema, parts = result()
+                schemas.append(FileSchema(file.path, schema))
+                slices.extend(part for part in parts if part.num_rows)
     if not schemas:
-        some = "; ".join(f"{file.name}: {reason}" for file, reason in list(bad.items())[:3])
-        raise ConfigError(f"source {source!r} holds no file that can be read: {some}")
+        reasons = "; ".join(f"{file.name}: {reason}" for file, reason in list(bad.items())[:3])
+        raise ConfigError(f"source {source!r} holds no file that can be read: {reasons}")
     return Source(
         schema=common_schema(schemas, columns=columns, policy=schema_policy),
         slices=tuple(slices),
@@ -156,6 +172,27 @@ def scan_source(
         skipped=tuple(SkippedFile(file.name, bad[file]) for file in files if file in bad),
         is_projected=columns is not None,
     )
+
+
+@contextmanager
+def _read_ahead(
+    files: Sequence[ListedFile], read: Callable[[ListedFile], _Found]
+) -> Iterator[Iterator[tuple[ListedFile, Callable[[], _Found]]]]:
+    """Yield the files in order, each with what returns or raises what `read` makes of it.
+
+    Several are read at once, but for those of JSON, which are parsed whole.
+    """
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        started = [
+            partial(read, file)
+            if file.path.lower().endswith(JSON_SUFFIXES)
+            else pool.submit(read, file).result
+            for file in files
+        ]
+        yield zip(files, started, strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Decides where a job runs and with which backend, and gives its stage the pool for that."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -17,7 +17,9 @@ from raybatch.durable.sink import holds_answers
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
-from raybatch.planning.fingerprint import backend_kind
+from raybatch.models.identity import pin
+from raybatch.models.source import is_hub_model, is_local_model
+from raybatch.planning.fingerprint import backend_kind, stored_commit
 from raybatch.planning.store import read_plans
 from raybatch.policy.executor import ExecutorFacts, ExecutorName, choose_executor, engines_for
 from raybatch.rows.stage_model import check_model
@@ -108,17 +110,37 @@ def stage_of_executor(
         stage = type(stage.__name__, (stage,), {"pool": PoolHandle(spec, is_local=True)})
     if stage.config.backend.is_decided:
         return stage
-    begun = next(filter(None, map(_began_with, sinks)), None)
+    begun = _began_with(backend_kind, sinks)
     if begun is None and not stage.pool.is_local and connected_ray() is None:
         return stage
     return stage.settled(began_with=begun, connect=False)
 
 
-def _began_with(sink: str) -> str | None:
-    with error_context(f"sink {sink!r} cannot be used"):
-        for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
-            for stored in read_plans(folder):
-                return backend_kind(stored.fingerprint) if holds_answers(folder) else None
+def with_pinned_model(stage: type[StageFeeder], sinks: Sequence[str]) -> type[StageFeeder]:
+    """Return a stage whose model names its weights for good, so that every host has the same.
+
+    Where no revision of the hub was asked for, an output goes on with the commit that it was begun
+    with.
+    """
+    model, backend = stage.config.model, stage.config.backend
+    facts = type_of(backend)
+    if facts.is_endpoint or is_local_model(model) or not facts.reads_safetensors(backend):
+        return stage
+    commit = _began_with(stored_commit, sinks) if is_hub_model(model) else None
+    return stage.of_model(pin(model, commit))
+
+
+def _began_with(
+    named: Callable[[Mapping[str, str]], str | None], sinks: Sequence[str]
+) -> str | None:
+    """Return what the first output that was begun says of itself, as far as it says it."""
+    for sink in sinks:
+        with error_context(f"sink {sink!r} cannot be used"):
+            for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
+                for stored in read_plans(folder)[:1]:
+                    found = named(stored.fingerprint)
+                    if found is not None and holds_answers(folder):
+                        return found
     return None
 
 

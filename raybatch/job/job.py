@@ -15,7 +15,13 @@ from raybatch.explanation.explain import Question, explain_source
 from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
-from raybatch.job.executor import Executor, choose, stage_of_cluster, stage_of_executor
+from raybatch.job.executor import (
+    Executor,
+    choose,
+    stage_of_cluster,
+    stage_of_executor,
+    with_pinned_model,
+)
 from raybatch.job.plans import is_whole, plans_of
 from raybatch.job.preview import check_limit, preview_rows
 from raybatch.job.progress import ProgressPrinter
@@ -373,7 +379,8 @@ class Job:
             check_partition_values(source, self.config.partition_by)
             if stage.id_column is not None:
                 check_unique_ids(source, stage.id_column)
-        check_model(stage, source.schema)
+        placed = with_pinned_model(placed, sinks)
+        check_model(placed.config, source.schema)
         return executor, placed
 
 

@@ -9,7 +9,7 @@ from raybatch.durable.commit import committed
 from raybatch.durable.sink import holds_answers, prepare_sink
 from raybatch.durable.storage import store_of
 from raybatch.errors import ConfigError
-from raybatch.planning.fingerprint import check_same
+from raybatch.planning.fingerprint import check_same, comparable
 from raybatch.planning.planned import PlannedRun
 from raybatch.planning.run import fit_units
 from raybatch.planning.store import read_all_units, read_plans
@@ -46,7 +46,7 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
                 job.sink,
                 stored=stored.fingerprint,
                 stored_files=stored_files,
-                now=job.fingerprint,
+                now=comparable(job.fingerprint, stored.fingerprint, job.config),
                 files=files,
                 may_grow=may_grow,
             )

@@ -6,7 +6,7 @@ What a checkpoint must have follows from its config.json; comparing them loads n
 import hashlib
 import logging
 import re
-from collections.abc import Container, Iterator, Sized
+from collections.abc import Collection, Container, Iterator, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,26 +42,34 @@ def weight_files(path: Path) -> list[Path]:
     Raises:
         ConfigError: there are none; the message says so where only pickled weights exist.
     """
-    if names := sorted(set(_indexed_files(path).values())):
-        missing = [name for name in names if not (path / name).exists()]
-        if missing:
+    return [path / name for name in weight_names(path, [file.name for file in path.iterdir()])]
+
+
+def weight_names(path: Path, names: Collection[str], *, where: str = "") -> list[str]:
+    """Return which of the files of a checkpoint have its weights; raises what `weight_files` does.
+
+    The folder at `path` has its index, if it has one; the files may lie at `where`.
+    """
+    where = where or str(path)
+    if indexed := sorted(set(_indexed_files(path).values())):
+        if missing := [name for name in indexed if name not in names]:
             raise ConfigError(
-                f"{path / _INDEX} names {missing[0]}, which is not in the folder; download it too"
+                f"{where.rstrip('/')}/{_INDEX} names {missing[0]}, which is not in the folder; "
+                "download it too"
             )
-        return [path / name for name in names]
-    if (path / "model.safetensors").exists():
+        return indexed
+    if "model.safetensors" in names:
         # some folders hold a second copy of the weights in another layout
-        return [path / "model.safetensors"]
-    files = sorted(path.glob("*.safetensors"))
-    if files:
-        return files
-    if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
+        return ["model.safetensors"]
+    if found := sorted(name for name in names if name.endswith(".safetensors")):
+        return found
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         raise ConfigError(
-            f"{path} has only pickled weights, which can run any code when loaded; convert them "
+            f"{where} has only pickled weights, which can run any code when loaded; convert them "
             "with transformers: from_pretrained(...).save_pretrained(..., safe_serialization=True)"
         )
     raise ConfigError(
-        f"{path} has no *.safetensors file; pass the folder that holds the weights of the model"
+        f"{where} has no *.safetensors file; pass the folder that holds the weights of the model"
     )
 
 

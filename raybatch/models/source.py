@@ -1,62 +1,173 @@
-"""Turns what a user calls a model, or a LoRA adapter, into a local folder."""
+"""What a user calls a model, or a LoRA adapter, as a folder on this host: with weights or without.
 
-import hashlib
+Whoever does not compute with a model asks for its folder without them.
+"""
+
 import importlib.resources
 import json
-import os
-import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
 
-from raybatch.config import cache_dir, is_hub_offline
-from raybatch.errors import ConfigError, UnreachableError, error_text
-from raybatch.models.checkpoint import weight_files
+from raybatch.errors import ConfigError, error_text
+from raybatch.models.checkpoint import weight_files, weight_names
+from raybatch.models.hub import (
+    has_form_of_hub_id,
+    hub_file_names,
+    hub_folder,
+    is_pinned,
+    split_revision,
+)
+from raybatch.models.store import StoreFolder, list_folder, local_path
 
-_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-_TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
+TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
+_WEIGHT_PATTERNS = ("*.safetensors",)
+_PATTERNS = (*_WEIGHT_PATTERNS, *TEXT_PATTERNS)
+# that no engine reads, and whose presence errors tell
+# behind a URI: what its weights have to be
+_CONTENT = "#content="
+_PICKLES = ("*.bin", "*.pt", "*.pth")
 _ADAPTER, _ADAPTER_PATTERNS = "adapter_config.json", ("*.safetensors", "*.bin", "*.json")
-# what a file system knows of the content: a checksum, else a time of change
-_VERSIONS = ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "mtime", "updated", "created")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# models up to this size are hashed in full, of larger ones a sample is
-_FULL_HASH_BYTES = 64 << 20
-_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 
 
 def resolve_model(source: str) -> Path:
-    """Return the folder of the checkpoint that `source` names, downloading it where needed.
+    """Return the folder of the checkpoint that `source` names, fetching it where needed.
 
     Args:
         source: a local folder, "demo" (the small model inside this package), a URI that fsspec
-            reads such as "s3://bucket/model", or an id of the Hugging Face hub.
+            reads such as "s3://bucket/model", or an id of the Hugging Face hub, also with a
+            branch, tag or commit: "org/name@revision".
 
     Raises:
         ConfigError: nothing is there, or it has no safetensors weights; the message says what to
             do instead.
     """
-    path = fetch_folder(source) if "://" in source else _folder_of(source, _PATTERNS)
-    if not path.is_dir():
-        raise ConfigError(f"model {source!r} must be a folder with a Hugging Face checkpoint")
-    weight_files(path)
-    return path
+    if (folder := _folder_here(source)) is not None:
+        weight_files(folder)
+        return folder
+    if "://" in source:
+        stored = list_model(source)
+        stored.fetch(text_names(stored))
+        stored.fetch(weight_names(stored.cached_at, stored.files, where=plain_name(source)))
+        return stored.cached_at
+    return _hub_folder(source, with_weights=True)
+
+
+def has_weights_here(source: str) -> bool:
+    """Return whether `resolve_model` would fetch nothing; ConfigError: there is no such model."""
+    if is_local_model(source):
+        return True
+    if "://" in source:
+        stored = list_model(source)
+        folder = stored.cached_at
+        return (folder / "config.json").exists() and stored.has(
+            weight_names(folder, stored.files, where=plain_name(source))
+        )
+    return _cached_hub_folder(source, with_weights=True) is not None
+
+
+def resolve_config(source: str) -> Path:
+    """Return a folder with config.json and tokenizer; of weights that lie elsewhere none is read.
+
+    Args:
+        source: as `resolve_model` takes it.
+
+    Raises:
+        ConfigError: nothing is there.
+    """
+    if (folder := _folder_here(source)) is not None:
+        weight_files(folder)
+        return folder
+    if "://" in source:
+        stored = list_model(source)
+        stored.fetch(text_names(stored))
+        return stored.cached_at
+    return _hub_folder(source, with_weights=False)
+
+
+def _hub_folder(source: str, *, with_weights: bool) -> Path:
+    # a commit has the same files for good, and nobody has to be asked for those that are here
+    if is_pinned(source) and (folder := _cached_hub_folder(source, with_weights=with_weights)):
+        return folder
+    return fetch_from_hub(source, with_weights=with_weights)
+
+
+def fetch_from_hub(source: str, *, with_weights: bool, to: Path | None = None) -> Path:
+    """Bring a hub model to the hub's cache or to a folder, and return that."""
+    folder = hub_folder(source, _PATTERNS if with_weights else TEXT_PATTERNS, to=to)
+    if with_weights:
+        weight_files(folder)
+    return folder
+
+
+def _cached_hub_folder(source: str, *, with_weights: bool) -> Path | None:
+    """Return the folder of a hub model where all that is wanted of it is here."""
+    with suppress(ConfigError):
+        patterns = _PATTERNS if with_weights else TEXT_PATTERNS
+        folder = hub_folder(source, patterns, is_offline=True)
+        return folder if not with_weights or weight_files(folder) else None
+    return None
+
+
+def check_weights_exist(source: str, folder: Path) -> None:
+    """Refuse a model without weights, or without some of them; `folder` is of `resolve_config`.
+
+    Asks the store or the hub for names alone.
+    """
+    if is_hub_model(source):
+        weight_names(folder, hub_file_names(source, folder), where=plain_name(source))
+    elif not is_local_model(source):
+        weight_names(folder, list_model(source).files, where=plain_name(source))
 
 
 def resolve_tokenizer(source: str) -> Path:
-    """Return the folder of a model's tokenizer, downloading it where needed, without weights.
+    """Return the folder of a tokenizer, which may lie alone; arguments are of `resolve_model`."""
+    if (folder := _folder_here(source)) is not None:
+        return folder
+    if "://" not in source:
+        return _hub_folder(source, with_weights=False)
+    stored = list_folder(plain_name(source), what="tokenizer", patterns=TEXT_PATTERNS)
+    stored.fetch(stored.files)
+    return stored.cached_at
 
-    Args:
-        source: a local folder, "demo", or an id of the Hugging Face hub.
+
+def list_model(uri: str) -> StoreFolder:
+    """Ask a store for the files of a model.
 
     Raises:
-        ConfigError: nothing is there; the message says what to do instead.
+        ConfigError: they cannot be listed, or are not those that the URI was pinned to.
     """
-    return _folder_of(source, _TOKENIZER_PATTERNS)
+    uri, _, content = uri.partition(_CONTENT)
+    patterns = (*_PATTERNS, *_PICKLES)
+    stored = list_folder(uri, what="model", patterns=patterns, needed="config.json")
+    if content and content_of(stored) != content:
+        raise ConfigError(
+            f"the weights in {uri!r} have been replaced since this job was started, and answers of "
+            "two models would be in one output; put the earlier files back"
+        )
+    return stored
+
+
+def content_of(stored: StoreFolder) -> str:
+    """Return what names the weights of a model, as far as its store tells."""
+    return stored.digest({*stored.files} - {*text_names(stored)} | {"config.json"})
+
+
+def pin_uri(uri: str) -> str:
+    """Return a URI that names weights as they are now, and no others."""
+    return f"{uri}{_CONTENT}{content_of(list_model(uri))}"
+
+
+def plain_name(source: str) -> str:
+    """Return a model's name without what pins it."""
+    return split_revision(source.partition(_CONTENT)[0])[0]
+
+
+def text_names(stored: StoreFolder) -> list[str]:
+    weights = tuple(pattern[1:] for pattern in (*_WEIGHT_PATTERNS, *_PICKLES))
+    return [name for name in stored.files if not name.endswith(weights)]
 
 
 def is_local_model(source: str) -> bool:
@@ -64,33 +175,19 @@ def is_local_model(source: str) -> bool:
     if source == "demo":
         return True
     if "://" in source:
-        return False
-    is_path = source.startswith((".", "~", "/")) or not _HUB_ID.fullmatch(source)
+        return local_path(source) is not None
+    is_path = source.startswith((".", "~", "/")) or not has_form_of_hub_id(source)
     return is_path or Path(source).exists()
 
 
-def check_hub_model(source: str) -> None:
-    """Raise ConfigError where neither the cache on this host nor the hub has a model of that id.
-
-    Asks the hub at most once, and downloads nothing.
-    """
-    import huggingface_hub
-
-    with _hub_errors(source):
-        if isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str):
-            return
-        if is_hub_offline():
-            raise _unreachable(source)
-        url = huggingface_hub.hf_hub_url(source, "config.json")
-        try:
-            huggingface_hub.get_hf_file_metadata(url)
-        except (OSError, ValueError):
-            raise  # the answers of the hub are among them
-        except Exception as error:  # the HTTP client below is not the same in every version
-            raise _unreachable(source) from error
+def is_hub_model(source: str) -> bool:
+    return "://" not in source and not is_local_model(source)
 
 
-def _folder_of(source: str, patterns: Sequence[str]) -> Path:
+def _folder_here(source: str) -> Path | None:
+    """Return the folder of a model of this host alone; None for one that lies elsewhere."""
+    if not is_local_model(source):
+        return None
     if source == "demo":
         path = Path(str(importlib.resources.files("raybatch"))) / "demo" / "checkpoint"
         if not path.is_dir():
@@ -99,139 +196,16 @@ def _folder_of(source: str, patterns: Sequence[str]) -> Path:
                 "or pass a folder or a hub id"
             )
         return path
-    if is_local_model(source):
-        path = Path(source).expanduser()
-        if not path.exists():
-            raise ConfigError(
-                f"model folder {source!r} does not exist; pass the folder of a checkpoint, a hub "
-                'id such as "Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
-            )
-        return path
-    import huggingface_hub
-
-    with _hub_errors(source):
-        folder = huggingface_hub.snapshot_download(
-            source,
-            allow_patterns=list(patterns),
-            # a second copy of the weights in another layout
-            ignore_patterns=["consolidated*", "original/*"],
-            local_files_only=is_hub_offline(),
+    path = local_path(source) or Path(source).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"model folder {source!r} does not exist on this host, and whoever plans a job reads "
+            "config and tokenizer as well as its engines; pass the folder of a checkpoint, a hub "
+            'id such as "Qwen/Qwen3-0.6B", a URI such as "s3://bucket/model", or "demo"'
         )
-    return Path(folder)
-
-
-@contextmanager
-def _hub_errors(source: str) -> Iterator[None]:
-    """Turn what the hub's client raises into ConfigError with the way out."""
-    from huggingface_hub import errors
-
-    # of several that fit, the first
-    reasons = {
-        errors.HFValidationError: "is neither a local folder nor the form of a hub id",
-        errors.GatedRepoError: "is gated: accept its licence on the hub, then `hf auth login`",
-        errors.RepositoryNotFoundError: "is neither a local folder nor a model on the hub",
-        errors.LocalEntryNotFoundError: None,
-        errors.EntryNotFoundError: "on the hub has no config.json",
-    }
-    try:
-        yield
-    except (*reasons, OSError) as error:
-        reason = next((reasons[kind] for kind in reasons if isinstance(error, kind)), None)
-        if reason is None:
-            raise _unreachable(source) from error
-        raise ConfigError(f"model {source!r} {reason}") from error
-
-
-def _unreachable(source: str) -> UnreachableError:
-    return UnreachableError(
-        f"model {source!r} is no folder here and not in the local hub cache, and "
-        "the hub cannot be reached; pass a local folder, or pre-download it where there is a "
-        f"network: hf download {source}"
-    )
-
-
-def fetch_folder(
-    uri: str,
-    *,
-    what: str = "model",
-    patterns: Sequence[str] = _PATTERNS,
-    needed: str = "config.json",
-) -> Path:
-    """Copy the folder at `uri` into the cache once; it appears complete.
-
-    `what` names it in errors; `needed` is the file without which it is no such folder.
-
-    Raises:
-        ConfigError: it cannot be read, or lacks that file.
-    """
-    try:
-        filesystem, root = fsspec.core.url_to_fs(uri)
-        if "file" in filesystem.protocol:
-            return Path(root)
-        listing = filesystem.ls(root, detail=True)
-    except Exception as error:  # each file system has errors of its own
-        raise UnreachableError(f"{what} {uri!r} cannot be read: {error_text(error)}") from error
-    wanted = {
-        PurePosixPath(entry["name"]).name: entry
-        for entry in listing
-        if entry["type"] == "file"
-        and any(PurePosixPath(entry["name"]).match(pattern) for pattern in patterns)
-    }
-    if needed not in wanted:
-        raise ConfigError(f"{what} {uri!r} has no {needed}; pass the folder that holds it")
-    digest = hashlib.sha256(uri.rstrip("/").encode())
-    for name, entry in sorted(wanted.items()):
-        version = next((entry[key] for key in _VERSIONS if entry.get(key) is not None), "")
-        digest.update(f"\0{name}\0{entry['size']}\0{version}".encode())
-    target = cache_dir() / "models" / f"{PurePosixPath(root).name}-{digest.hexdigest()[:16]}"
-    if not target.is_dir():
-        try:
-            _copy(filesystem, wanted, target)
-        except Exception as error:  # each file system has errors of its own
-            raise UnreachableError(
-                f"{what} {uri!r} cannot be downloaded: {error_text(error)}"
-            ) from error
-    return target
-
-
-def _copy(filesystem: Any, entries: dict[str, Any], target: Path) -> None:  # noqa: ANN401
-    """Copy files into the new folder `target`, which appears complete."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=target.parent, suffix=".tmp"))
-    try:
-        for name, entry in entries.items():
-            filesystem.get_file(entry["name"], str(temporary / name))
-        os.replace(temporary, target)
-    except OSError:
-        # another process was faster where the target stands complete
-        if not target.is_dir():
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def model_fingerprint(path: Path) -> str:
-    """Return a name of the model's content that is the same on every host and path.
-
-    It covers config.json in full and the weights: all bytes of a small model; of a large one the
-    list of tensors, the sizes, and 1,024 pieces per file spread evenly.
-    """
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    files = weight_files(path)
-    is_small = sum(file.stat().st_size for file in files) <= _FULL_HASH_BYTES
-    for weights in files:
-        size = weights.stat().st_size
-        digest.update(f"\0{weights.name}\0{size}\0".encode())
-        with weights.open("rb") as file:
-            if is_small:
-                digest.update(file.read())
-                continue
-            header_bytes = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(header_bytes, size)))
-            for i in range(_SAMPLES):
-                file.seek(i * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
+    if not path.is_dir():
+        raise ConfigError(f"model {source!r} must be a folder with a Hugging Face checkpoint")
+    return path
 
 
 def adapter_source(name: str, root: str | None) -> str:
@@ -276,4 +250,8 @@ def resolve_adapter(source: str) -> str:
     """
     if "://" not in source:
         return source
-    return str(fetch_folder(source, what="adapter", patterns=_ADAPTER_PATTERNS, needed=_ADAPTER))
+    if (folder := local_path(source)) is not None:
+        return str(folder)
+    stored = list_folder(source, what="adapter", patterns=_ADAPTER_PATTERNS, needed=_ADAPTER)
+    stored.fetch(stored.files)
+    return str(stored.cached_at)

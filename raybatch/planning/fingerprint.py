@@ -7,6 +7,7 @@ part of it: what is stored of them holds on resume.
 import hashlib
 import inspect
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +25,13 @@ from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError, encodable
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import Source
-from raybatch.models.source import model_fingerprint
+from raybatch.models.identity import commit_in, model_fingerprint, model_identity, names_content
+from raybatch.models.source import resolve_model
 from raybatch.rows.options import StageConfig
 from raybatch.rows.schema import OutputSchema
 from raybatch.rows.stage_model import find_model
+
+_logger = logging.getLogger(__name__)
 
 PROTOCOL = "2"
 # what the first outputs of this protocol name, whatever it is; of all other options that decide
@@ -60,6 +64,7 @@ _ALWAYS_NAMED = frozenset(
 )
 # options that decide answers and are named by what they come to: columns of the output, its files
 _NAMED_OTHERWISE = ("row_logprobs", "columns", "schema_policy", "skip_bad_files")
+_WEIGHTS = "model.weights"
 # of a checkpoint: what makes tokens of a prompt, and what ends an output
 _TEXT_FILES = (
     "tokenizer.json",
@@ -135,8 +140,33 @@ def _model(config: StageConfig) -> dict[str, str]:
             digest.update(f"\0{name}\0".encode() + path.read_bytes())
     digests = {"model.tokenizer": digest.hexdigest()}
     if type_of(config.backend).has_weights:
-        digests["model.weights"] = model_fingerprint(folder)
+        digests[_WEIGHTS] = model_identity(config.model, folder)
     return digests
+
+
+def comparable(
+    now: Mapping[str, str], stored: Mapping[str, str], config: StageConfig
+) -> Mapping[str, str]:
+    """Return what decides the answers `now` in the terms of what is `stored`.
+
+    An output that was begun with a model on its driver's host, or by an earlier version, names the
+    bytes of the weights: one that lies elsewhere is fetched once more to be compared with that.
+    """
+    was, new = (_text(some.get(_WEIGHTS)) for some in (stored, now))
+    if was is None or new is None or not names_content(was) or names_content(new):
+        return now
+    _logger.info("the output knows its model by its bytes: %s is fetched for them", config.model)
+    return {**now, _WEIGHTS: json.dumps(model_fingerprint(resolve_model(config.model)))}
+
+
+def stored_commit(fingerprint: Mapping[str, str]) -> str | None:
+    """Return the commit of the hub with which an output was begun, if it was with one."""
+    text = _text(fingerprint.get(_WEIGHTS))
+    return None if text is None else commit_in(text)
+
+
+def _text(value: str | None) -> str | None:
+    return None if value is None else str(json.loads(value))
 
 
 def _as_text(value: object) -> str:

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError, error_text
-from raybatch.models.source import resolve_model
+from raybatch.models.source import resolve_config
 from raybatch.records.payload import with_images
 from raybatch.records.types import TokenIds
 from raybatch.rows.batches import python_values
@@ -190,7 +190,7 @@ class ImageTokens:
         try:
             from transformers import AutoProcessor
 
-            folder = resolve_model(self._model)
+            folder = resolve_config(self._model)
             processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
 
             def count(height: int, width: int) -> int:
@@ -212,7 +212,7 @@ class ImageTokens:
         """The token that a chat template writes for an image, as far as the model's config says."""
         try:
             config = json.loads(
-                (resolve_model(self._model) / "config.json").read_text(encoding="utf-8")
+                (resolve_config(self._model) / "config.json").read_text(encoding="utf-8")
             )
         except (OSError, ValueError, ConfigError):
             return []

@@ -49,7 +49,7 @@ class StageConfig:
     """Options of one stage: model, prompt, and how rows become answers."""
 
     model: Place[Unchecked[str]]
-    """Checkpoint folder, hub id or URI; "demo" is the embedded model."""
+    """Checkpoint folder, hub id (also org/name@revision) or URI; "demo" is the embedded model."""
 
     prompt: Answers[Unchecked[str | None]] = None
     """Template with columns in braces, such as "{document} Q: {question}"."""

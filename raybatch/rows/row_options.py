@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError, did_you_mean
-from raybatch.models.source import adapter_source, check_adapter
+from raybatch.models.source import adapter_source, check_adapter, plain_name
 from raybatch.records.payload import CHAT, LORA, POOLING, add_payload
 from raybatch.records.pooling import Pooling, pooling_of
 from raybatch.records.structured_outputs import structured_text
@@ -330,10 +330,9 @@ class Adapters:
         # what failed may be there for the next row batch
         errors: dict[str, str] = {}
         names = python_values(column_of(table, column))
+        own = (None, "", self._config.model, plain_name(self._config.model))
         return [
-            prompt
-            if prompt.error or name in (None, "", self._config.model)
-            else self._with_adapter(prompt, name, errors)
+            prompt if prompt.error or name in own else self._with_adapter(prompt, name, errors)
             for prompt, name in zip(prompts, names, strict=True)
         ]
 

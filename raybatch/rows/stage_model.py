@@ -20,7 +20,12 @@ from raybatch.backends.openai.options import OpenAIOptions, openai_options
 from raybatch.backends.registry import check_files, type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
-from raybatch.models.source import check_hub_model, is_local_model, resolve_model, resolve_tokenizer
+from raybatch.models.source import (
+    check_weights_exist,
+    is_local_model,
+    resolve_config,
+    resolve_tokenizer,
+)
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import conventional_column, ids_column
@@ -31,7 +36,7 @@ TRIPLE_BYTES = 3
 
 
 def find_model(config: StageConfig) -> Path | None:
-    """Return the folder of the stage's model, downloading it where needed.
+    """Return the folder of the stage's model, without weights where they lie elsewhere.
 
     Of an endpoint's model it has the tokenizer alone; None where the options name none.
     """
@@ -41,7 +46,7 @@ def find_model(config: StageConfig) -> Path | None:
         return None if tokenizer is None else resolve_tokenizer(tokenizer)
     if not facts.has_weights and Path(config.model).is_dir():
         return Path(config.model)  # it has no weights, and its folder needs none
-    return resolve_model(config.model)
+    return resolve_config(config.model)
 
 
 def load_tokenizer(config: StageConfig, folder: Path | None) -> PromptTokenizer:
@@ -56,21 +61,28 @@ def load_tokenizer(config: StageConfig, folder: Path | None) -> PromptTokenizer:
 def check_model(config: StageConfig, schema: pa.Schema) -> None:
     """Refuse a model, a grammar or memory for it that cannot be run, as far as this host can tell.
 
-    No weights are loaded and no engine is started; a model that lies elsewhere is fetched.
+    No weights are loaded and no engine is started. Of a model that lies elsewhere the config and
+    the tokenizer are fetched, and its engines look at the weights.
 
     Raises:
         ConfigError: the first of them.
         CapacityError: the KV cache does not hold a block.
     """
     facts, engine = type_of(config.backend), config.engine
-    is_elsewhere = not facts.is_endpoint and not is_local_model(config.model)
-    if is_elsewhere and "://" not in config.model:
-        check_hub_model(config.model)
+    has_weights = not facts.is_endpoint and is_local_model(config.model)
     folder = find_model(config)
     if folder is not None:
         reads = _reads_template(config, schema)
         has_tools = bool(config.tools) and not isinstance(config.tools, str)
-        check_files(folder, config.backend, reads_template=reads, has_tools=has_tools)
+        check_files(
+            folder,
+            config.backend,
+            reads_template=reads,
+            has_tools=has_tools,
+            has_weights=has_weights,
+        )
+        if not (has_weights or facts.is_endpoint) and facts.reads_safetensors(config.backend):
+            check_weights_exist(config.model, folder)
     max_model_len(config, folder)
     constraint = config.sampling.structured_outputs
     if isinstance(constraint, str) and facts.checks_grammars:
@@ -85,7 +97,7 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
         from raybatch.engine.loading.loaded_model import check_budgets
 
         assert folder is not None, "only an endpoint's model has no folder"
-        check_budgets(folder, engine)
+        check_budgets(folder, engine, has_weights=has_weights)
 
 
 def _reads_template(config: StageConfig, schema: pa.Schema) -> bool:

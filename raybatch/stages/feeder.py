@@ -207,6 +207,13 @@ class StageFeeder:
         return type(cls.__name__, (cls,), attributes)
 
     @classmethod
+    def of_model(cls, model: str) -> "type[StageFeeder]":
+        """Return the same stage with another name of its model, for its engines as well."""
+        config = replace(cls.config, model=model)
+        pool = PoolHandle(replace(cls.pool.spec, model=model), is_local=cls.pool.is_local)
+        return type(cls.__name__, (cls,), {"config": config, "pool": pool})
+
+    @classmethod
     def of_run(cls, *, id_column: str | None) -> "type[StageFeeder]":
         """Return the same stage and pool, counted by itself; None keeps the id column."""
         config = cls.config if id_column is None else replace(cls.config, id_column=id_column)

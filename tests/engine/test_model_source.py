@@ -3,14 +3,14 @@ import shutil
 from pathlib import Path
 
 import fsspec
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import weight_files
-from raybatch.models.source import check_hub_model, model_fingerprint, resolve_model
+from raybatch.models.identity import model_fingerprint
+from raybatch.models.source import resolve_config, resolve_model
 from tests.engine import refusing_files  # noqa: F401 - registers them
 
 
@@ -138,35 +138,10 @@ def test_what_has_not_the_form_of_a_hub_id_is_told_in_one_line():
         resolve_model("-nope")
 
 
-def test_a_hub_id_is_checked_without_its_weights(monkeypatch):
+def test_the_config_of_a_hub_id_without_network_says_how_to_get_it(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match="hf download nobody/no-such-model"):
-        check_hub_model("nobody/no-such-model")
-
-
-def test_a_hub_id_in_the_cache_is_good_without_a_network(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = "models--nobody--cached/snapshots/1/config.json"
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: found)
-    check_hub_model("nobody/cached")
-
-
-class TransportError(Exception):
-    """What an HTTP client raises, which is no OSError."""
-
-
-def test_a_hub_id_behind_no_network_is_told_after_one_try(monkeypatch):
-    tries = []
-
-    def fail(url):
-        tries.append(url)
-        raise TransportError("Name or service not known")
-
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
-    with pytest.raises(ConfigError, match="the hub cannot be reached"):
-        check_hub_model("nobody/no-such-model")
-    assert len(tries) == 1
+    with pytest.raises(ConfigError, match="hf download nobody/no-such-model --revision v1"):
+        resolve_config("nobody/no-such-model@v1")
 
 
 def test_the_fingerprint_does_not_depend_on_the_place(folder, tmp_path):

@@ -20,7 +20,9 @@ from raybatch.backends.cost_cache import (
     load_cost_model,
     load_or_measure,
 )
-from raybatch.errors import MeasureError
+from raybatch.backends.registry import type_of
+from raybatch.errors import ConfigError, MeasureError
+from raybatch.models.source import has_weights_here
 from raybatch.policy.cost.cost_model import CostModel
 
 
@@ -65,12 +67,20 @@ def patience_s(spec: PoolSpec) -> float | None:
 def model_or_reason(
     spec: PoolSpec, num_engines: int, folder: Path | None = None
 ) -> CostModel | str:
-    """Return the cost model, or as text why there is none: exceptions need not travel."""
+    """Return the cost model, or as text why there is none: exceptions need not travel.
+
+    Weights that are not on this host are not fetched to measure an engine.
+    """
     try:
+        if type_of(spec.backend).has_weights and not has_weights_here(spec.model):
+            return (
+                f"{spec.model} was not measured, as its weights are not on the host and nothing "
+                f"but a run fetches them; `raybatch fetch {spec.model}` does it before"
+            )
         return load_or_measure(
             spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
         )
-    except MeasureError as error:
+    except (MeasureError, ConfigError) as error:
         return str(error)
 
 

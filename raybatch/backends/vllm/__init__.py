@@ -13,7 +13,7 @@ from raybatch.backends.vllm.args import (
 )
 from raybatch.backends.vllm.model import form_of_scores, model_length, pooled_length
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
-from raybatch.models.source import resolve_model
+from raybatch.models.source import resolve_config
 from raybatch.records.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
 from raybatch.records.types import Task
 
@@ -27,8 +27,12 @@ def _create(start: EngineStart) -> Backend:
     return create(start)
 
 
+def _reads_safetensors(backend: BackendConfig) -> bool:
+    return (backend.options.get("engine_kwargs") or {}).get("load_format") in _READS_TENSORS
+
+
 def _check_files(folder: Path, backend: BackendConfig) -> None:
-    if (backend.options.get("engine_kwargs") or {}).get("load_format") in _READS_TENSORS:
+    if _reads_safetensors(backend):
         check_checkpoint(folder, as_native=False)
 
 
@@ -53,7 +57,7 @@ def _bounds_gpu_memory(backend: BackendConfig, engine: EngineConfig) -> bool:
 
 def _score_form(backend: BackendConfig, model: str) -> ScoreForm:
     options = from_mapping(VllmOptions, backend.options, where="backend.options")
-    return form_of_scores(resolve_model(model), options.engine_kwargs)
+    return form_of_scores(resolve_config(model), options.engine_kwargs)
 
 
 VLLM = BackendType(
@@ -71,6 +75,7 @@ VLLM = BackendType(
     tasks=get_args(Task),
     check=vllm_options,
     check_files=_check_files,
+    reads_safetensors=_reads_safetensors,
     answering=lambda options, _: answer_options(options),
     parsed_columns=_parsed_columns,
     num_gpus=lambda backend, engine: gpus_per_engine(vllm_options(backend, engine)),

@@ -54,7 +54,7 @@ MEANINGS: Mapping[str, Meaning] = {
     "kv_cache_dtype": Meaning(ours="kv_cache_dtype", values=_KV_DTYPES),
     # said by other options of raybatch
     **_each("model model_weights hf_config_path", elsewhere="take the model of the stage"),
-    **_each("revision", elsewhere="take a folder as the model of the stage"),
+    **_each("revision", elsewhere="write it behind the model of the stage: org/name@revision"),
     **_each("tokenizer", elsewhere=_FOLDER),
     "data_parallel_size": Meaning(only=(1,), elsewhere=_REPLICAS, native=1),
     "nnodes": Meaning(only=(1,), elsewhere=_OVER_HOSTS),

@@ -268,14 +268,15 @@ def check_max_model_len(config: EngineConfig, model_tokens: int, model: str) -> 
         )
 
 
-def check_budgets(model_path: Path, config: EngineConfig) -> None:
+def check_budgets(model_path: Path, config: EngineConfig, *, has_weights: bool = True) -> None:
     """Refuse `kv_cache_bytes`, `host_kv_bytes` and `device_weight_bytes` that are too small.
 
-    Reads the files of the model and loads no weights. Engines may run elsewhere, on another device
-    and so in another dtype: a budget is refused where it is too small for every device that the
-    options allow; the numbers are those of this host. Raises ConfigError: weights or KV in host
-    memory do not fit, or the model cannot be run. Raises CapacityError: the KV cache does not hold
-    a block.
+    Reads the files of the model and loads no weights; where the folder does not have them (not
+    `has_weights`), engines look at the last of these when they load. Engines may run elsewhere, on
+    another device and so in another dtype: a budget is refused where it is too small for every
+    device that the options allow; the numbers are those of this host. Raises ConfigError: weights
+    or KV in host memory do not fit, or the model cannot be run. Raises CapacityError: the cache
+    does not hold a block.
     """
     spec = read_model_spec(model_path)
     devices = [_named_device(config)]
@@ -285,7 +286,7 @@ def check_budgets(model_path: Path, config: EngineConfig) -> None:
     for device in devices:
         try:
             resolved = resolve(config, spec, device)
-            if config.device_weight_bytes is not None:
+            if has_weights and config.device_weight_bytes is not None:
                 # compiled ops may fill panels up, which takes no less
                 form = resolved.weight_form(may_compile=False)
                 plan_residence(

@@ -32,7 +32,7 @@ from raybatch.kernels.linear import Linear
 from raybatch.kernels.small_ops import interleave_order
 from raybatch.models.checkpoint import Checkpoint, stat_key
 from raybatch.models.config import ModelSpec
-from raybatch.models.source import model_fingerprint
+from raybatch.models.identity import model_fingerprint
 from raybatch.policy.residence import WeightSizes
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,122 @@
+"""Models of the Hugging Face hub: ids with revisions, their commits, and files in the hub's cache.
+
+Its client has the locks, the partial files and the checks that a fetch needs.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from raybatch.config import is_hub_offline
+from raybatch.errors import ConfigError, UnreachableError
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+(/[\w.-]+)*)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# a second copy of the weights in another layout
+_OTHER_COPIES = ("consolidated*", "original/*")
+
+
+def has_form_of_hub_id(source: str) -> bool:
+    return _HUB_ID.fullmatch(source) is not None
+
+
+def split_revision(source: str) -> tuple[str, str | None]:
+    """Return a hub id, and the branch, tag or commit behind its "@".
+
+    Example:
+        >>> split_revision("org/name@main")
+        ('org/name', 'main')
+    """
+    if "://" in source or not has_form_of_hub_id(source):
+        return source, None
+    name, _, revision = source.partition("@")
+    return name, revision or None
+
+
+def is_pinned(source: str) -> bool:
+    """Return whether a hub id has a commit behind it."""
+    return _COMMIT.fullmatch(split_revision(source)[1] or "") is not None
+
+
+def hub_folder(
+    source: str, patterns: Sequence[str], *, to: Path | None = None, is_offline: bool = False
+) -> Path:
+    """Return the folder of a hub model with the files that match, fetched where they are not there.
+
+    Raises:
+        ConfigError: there is no such model, or the hub cannot be reached.
+    """
+    import huggingface_hub
+
+    name, revision = split_revision(source)
+    with _hub_errors(source):
+        folder = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_OTHER_COPIES),
+            local_files_only=is_offline or is_hub_offline(),
+            local_dir=to,
+        )
+    return Path(folder)
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit of a hub model whose folder is in the hub's cache."""
+    assert _COMMIT.fullmatch(folder.name), f"{folder} is no snapshot of the hub's cache"
+    return folder.name
+
+
+def hub_file_names(source: str, folder: Path) -> list[str]:
+    """Return the names of the files of a hub model; without a network those that are here."""
+    import huggingface_hub
+
+    name, _ = split_revision(source)
+    if is_hub_offline():
+        return [path.name for path in folder.iterdir()]
+    with _hub_errors(source):
+        return list(huggingface_hub.HfApi().list_repo_files(name, revision=commit_of(folder)))
+
+
+def cached_bytes(source: str) -> int:
+    """Return the bytes of a hub model, of all its revisions, in the cache of this host."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    name, _ = split_revision(source)
+    blobs = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
+    return sum(path.stat().st_size for path in blobs.glob("*"))
+
+
+@contextmanager
+def _hub_errors(source: str) -> Iterator[None]:
+    """Turn what the hub's client raises into ConfigError with the way out."""
+    from huggingface_hub import errors
+
+    # of several that fit, the first
+    reasons = {
+        errors.HFValidationError: "is neither a local folder nor the form of a hub id",
+        errors.GatedRepoError: "is gated: accept its licence on the hub, then `hf auth login`",
+        errors.RepositoryNotFoundError: "is neither a local folder nor a model on the hub",
+        errors.RevisionNotFoundError: "names no branch, tag or commit of the model behind its @",
+        errors.LocalEntryNotFoundError: None,
+        errors.EntryNotFoundError: "on the hub has no config.json",
+    }
+    try:
+        yield
+    except Exception as error:  # the HTTP client below is not the same in every version
+        reason = next((reasons[kind] for kind in reasons if isinstance(error, kind)), None)
+        if reason is None:
+            raise _unreachable(source) from error
+        raise ConfigError(f"model {source!r} {reason}") from error
+
+
+def _unreachable(source: str) -> UnreachableError:
+    name, revision = split_revision(source)
+    option = "" if revision is None else f" --revision {revision}"
+    return UnreachableError(
+        f"model {source!r} is no folder here and not in the local hub cache, and "
+        "the hub cannot be reached; pass a local folder, or pre-download it where there is a "
+        f"network: hf download {name}{option}"
+    )

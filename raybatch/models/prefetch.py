@@ -1,0 +1,102 @@
+"""Brings a model to this host, or to a folder such as a volume, before an engine wants it."""
+
+import socket
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from raybatch.errors import ConfigError
+from raybatch.models.checkpoint import weight_names
+from raybatch.models.fetching import gigabytes
+from raybatch.models.hub import cached_bytes
+from raybatch.models.source import (
+    fetch_from_hub,
+    is_hub_model,
+    is_local_model,
+    list_model,
+    text_names,
+)
+from raybatch.models.store import StoreFolder
+
+# says of which content a folder of the user's is
+_ORIGIN = ".raybatch-fetch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefetched:
+    """Where a model is on a host, and what it took to bring it there."""
+
+    source: str
+    host: str
+    folder: Path
+    num_files: int
+    num_bytes: int
+    fetched_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        took = f"fetched {gigabytes(self.fetched_bytes)} in {self.seconds:.1f} s"
+        return (
+            f"{self.source} is in {self.folder} on {self.host}: {self.num_files} files, "
+            f"{gigabytes(self.num_bytes)}; {took if self.fetched_bytes else 'it was there'}"
+        )
+
+
+def prefetch(source: str, *, with_weights: bool = True, to: Path | None = None) -> Prefetched:
+    """Fetch what is not there yet; `to` takes a folder of its own instead of the cache.
+
+    Raises:
+        ConfigError: there is no such model, no room for it, or something else in the folder.
+    """
+    if is_local_model(source):
+        raise ConfigError(
+            f"model {source!r} is a folder of this host, and nothing is to be fetched; pass a hub "
+            "id or a URI such as s3://bucket/model"
+        )
+    began = time.monotonic()
+    if is_hub_model(source):
+        before = cached_bytes(source) if to is None else _bytes_in(to)
+        folder = fetch_from_hub(source, with_weights=with_weights, to=to)
+        fetched = (cached_bytes(source) if to is None else _bytes_in(folder)) - before
+    else:
+        stored = list_model(source)
+        folder = to or stored.cached_at
+        texts = text_names(stored)
+        if to is not None:
+            _claim(to, stored, texts)
+        fetched = stored.fetch(texts, folder)
+        if with_weights:
+            fetched += stored.fetch(weight_names(folder, stored.files, where=source), folder)
+    return Prefetched(
+        source=source,
+        host=socket.gethostname(),
+        folder=folder,
+        num_files=len(_files_in(folder)),
+        num_bytes=_bytes_in(folder),
+        fetched_bytes=fetched,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _claim(folder: Path, stored: StoreFolder, names: Collection[str]) -> None:
+    """Note what a folder is to hold; ConfigError: it holds other files of these names."""
+    origin, digest = folder / _ORIGIN, stored.digest(stored.files)
+    if origin.exists() and origin.read_text(encoding="utf-8") == digest:
+        return
+    if origin.exists() or any((folder / name).exists() for name in names):
+        raise ConfigError(
+            f"the folder {str(folder)!r} holds another model than {stored.uri!r} has now, or files "
+            "of somebody else; choose an empty one, or empty it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    origin.write_text(digest, encoding="utf-8")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    files = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in files if path.is_file() and not path.name.startswith(".")]
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in _files_in(folder))

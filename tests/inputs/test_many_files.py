@@ -1,0 +1,91 @@
+"""Files on a store that takes its time: several are opened at once, and nothing else changes."""
+
+import threading
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.inputs.source import scan_source
+
+NUM_FILES = 40
+# in which nobody waits for others where they are opened one at a time
+WAIT_S = 0.1
+
+
+class Crowd:
+    """Counts who has a file open, and makes the first wait for a second one."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_two = threading.Lock(), threading.Event()
+        self.num_open = self.most = 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.num_open += 1
+            self.most = max(self.most, self.num_open)
+        if self.num_open > 1:
+            self.is_two.set()
+        self.is_two.wait(WAIT_S)
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.num_open -= 1
+
+
+CROWD = Crowd()
+
+
+class CrowdedFileSystem(fsspec.get_filesystem_class("memory")):
+    """Files of memory that count who opens them, `crowded://`."""
+
+    protocol = "crowded"
+    store: dict = {}  # noqa: RUF012 - as that of its parent
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).replace("crowded://", "memory://"))
+
+    def _open(self, path, mode="rb", **kwargs):
+        if mode == "rb":
+            with CROWD:
+                pass
+        return super()._open(path, mode, **kwargs)
+
+
+fsspec.register_implementation("crowded", CrowdedFileSystem, clobber=True)
+
+
+@pytest.fixture
+def source(monkeypatch) -> str:
+    files = fsspec.filesystem("crowded")
+    files.store.clear()
+    for index in range(NUM_FILES):
+        with files.open(f"/in/{index:03}.parquet", "wb") as file:
+            pq.write_table(pa.table({"text": [str(index)] * (index + 1)}), file)
+    CROWD.most = 0
+    CROWD.is_two.clear()
+    return "crowded://in"
+
+
+def test_footers_are_read_several_at_once_and_rows_keep_their_order(source):
+    scanned = scan_source(source)
+    assert 1 < CROWD.most <= 16
+    assert [f"{index:03}.parquet" for index in range(NUM_FILES)] == [
+        part.name for part in scanned.slices
+    ]
+    assert list(range(1, NUM_FILES + 1)) == [part.num_rows for part in scanned.slices]
+
+
+def test_the_first_broken_file_is_the_one_that_is_named(source):
+    files = fsspec.filesystem("crowded")
+    for index in (31, 17):
+        files.pipe_file(f"/in/{index:03}.parquet", b"PAR1 and no footer")
+    with pytest.raises(ConfigError, match=r"017\.parquet"):
+        scan_source(source)
+    scanned = scan_source(source, skip_bad_files=True)
+    assert ["017.parquet", "031.parquet"] == [file.name for file in scanned.skipped]
+    assert NUM_FILES - 2 == len(scanned.slices)

@@ -1,0 +1,64 @@
+"""A store that takes its time to open a file and keeps a log of what it gave, `slow://FOLDER`.
+
+Its files lie in a local folder.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from raybatch.models import fetching, source
+
+OPEN_S = 0.05
+RANGE_BYTES = 64 << 10
+
+
+class SlowFileSystem(LocalFileSystem):
+    """Lists and reads a folder; each range that it gives is a line beside it."""
+
+    protocol = "slow"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + str(path).removeprefix("slow://").strip("/")
+
+    def ls(self, path, detail=True, **kwargs):
+        entries = super().ls(self._strip_protocol(path), detail=True, **kwargs)
+        return entries if detail else [entry["name"] for entry in entries]
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        time.sleep(OPEN_S)
+        with Path(path).open("rb") as file:
+            file.seek(start)
+            data = file.read(end - start)
+        given(Path(path).parent, [os.getpid(), Path(path).name, start, len(data)])
+        return data
+
+
+def given(folder: Path, fact: list[object]) -> None:
+    """Note what was given, in one write that a kill does not cut."""
+    log = folder.with_suffix(".log")
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, json.dumps(fact).encode() + b"\n")
+    os.close(fd)
+
+
+def read_log(folder: Path) -> list[tuple[int, str, int, int]]:
+    """Return process, file, start and length of all that was given."""
+    log = folder.with_suffix(".log")
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [tuple(json.loads(line)) for line in lines]
+
+
+fsspec.register_implementation("slow", SlowFileSystem, clobber=True)
+
+
+def fetch_model(uri: str, cache: str) -> None:
+    """Fetch a model in ranges of 64 KiB, in a process of its own."""
+    os.environ["RAYBATCH_CACHE_DIR"] = cache
+    fetching.RANGE_BYTES = RANGE_BYTES
+    source.resolve_model(uri)

@@ -1,0 +1,99 @@
+"""Jobs whose model lies elsewhere: only engines fetch its weights, and its plan names them."""
+
+import json
+
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.job.job import Job
+from raybatch.models.identity import model_fingerprint
+from raybatch.report import RunReport
+from tests.models.fake_hub import MODEL
+from tests.models.test_hub import DEMO, demo_files, hub, weights_asked_for
+
+__all__ = ["hub"]
+
+pytestmark = [pytest.mark.fetch, pytest.mark.usefixtures("locally", "own_cache")]
+
+NUM_ROWS = 24
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def job_of(tmp_path):
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"text": [f"Question {i}:" for i in range(NUM_ROWS)]}), source)
+
+    def make(model: str) -> Job:
+        return Job.from_mapping(
+            {
+                "source": str(source),
+                "sink": str(tmp_path / "out"),
+                "executor": "local",
+                "stage": {
+                    "model": model,
+                    "prompt": "{text}",
+                    "sampling": {"max_tokens": 2},
+                    "pool": {"replicas": 1},
+                },
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def patterns(monkeypatch) -> set[str]:
+    """What this process asks the hub's client for."""
+    asked, download = set[str](), huggingface_hub.snapshot_download
+
+    def noted(*args, allow_patterns, **options):
+        asked.update(allow_patterns)
+        return download(*args, allow_patterns=allow_patterns, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", noted)
+    return asked
+
+
+def run(job: Job) -> RunReport:
+    return job.run(progress=lambda *_: None)
+
+
+def test_only_the_engine_fetches_weights(hub, job_of, patterns):
+    explanation = job_of(MODEL).explain()
+    assert "raybatch fetch org/model" in str(explanation)
+    assert [] == weights_asked_for(hub)
+    report = run(job_of(MODEL))
+    assert (NUM_ROWS, 0) == (report.rows_out, report.rows_lost)
+    assert f"{MODEL}@{hub.main}" == report.model
+    assert "*.json" in patterns
+    assert "*.safetensors" not in patterns
+    assert [] != weights_asked_for(hub)
+
+
+def test_an_output_goes_on_with_the_commit_that_it_was_begun_with(hub, job_of):
+    begun = hub.main
+    run(job_of(MODEL))
+    hub.commit({**demo_files(), "README.md": b"new"})
+    with pytest.raises(ConfigError, match=rf"model.weights is .commit {hub.main}. and was"):
+        run(job_of(f"{MODEL}@main"))
+    # it compares before it finds nothing to do
+    assert f"{MODEL}@{begun}" == run(job_of(MODEL)).model
+
+
+def test_an_output_that_names_the_bytes_of_its_model_is_compared_with_those(hub, job_of):
+    """As those of earlier versions do for every model."""
+    run(job_of(str(DEMO)))
+    assert NUM_ROWS == run(job_of(MODEL)).rows_out
+    config = json.loads(demo_files()["config.json"])
+    hub.commit({**demo_files(), "config.json": json.dumps({**config, "rms_norm_eps": 1}).encode()})
+    was = model_fingerprint(DEMO)
+    with pytest.raises(ConfigError, match=rf"model.weights is \S+ and was \S{was}"):
+        run(job_of(MODEL))

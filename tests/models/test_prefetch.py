@@ -1,0 +1,98 @@
+"""`raybatch fetch`: a model comes to a host, a folder or a cluster before a job wants it."""
+
+import fsspec
+import pytest
+from typer.testing import CliRunner
+
+from raybatch.cli.app import app
+from raybatch.errors import ConfigError
+from raybatch.models.prefetch import prefetch
+from raybatch.models.source import has_weights_here
+from tests.clusters import own_ray
+from tests.models.fake_hub import MODEL
+from tests.models.test_hub import DEMO, demo_files, hub, weights_asked_for
+
+__all__ = ["hub"]
+
+pytestmark = pytest.mark.fetch
+
+NUM_BYTES = sum(len(data) for data in demo_files().values())
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def uri() -> str:
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    for name, data in demo_files().items():
+        memory.pipe_file(f"/bucket/model/{name}", data)
+    return "memory://bucket/model"
+
+
+def run(*args: object) -> str:
+    result = CliRunner().invoke(app, ["fetch", *map(str, args)], catch_exceptions=False)
+    assert 0 == result.exit_code, result.output
+    return result.stdout
+
+
+def test_a_model_of_the_hub_is_fetched_once(hub):
+    told = run(MODEL)
+    assert f"{MODEL} is in" in told
+    assert f"snapshots/{hub.main} on" in told
+    assert "; fetched " in told
+    assert "; it was there" in run(MODEL)
+    assert has_weights_here(MODEL)
+
+
+def test_a_model_of_a_store_is_fetched_once(uri):
+    assert "; fetched " in run(uri)
+    assert "; it was there" in run(uri)
+    assert has_weights_here(uri)
+
+
+def test_the_tokenizer_comes_alone(hub, uri):
+    run(MODEL, "--only", "tokenizer")
+    assert [] == weights_asked_for(hub)
+    assert not prefetch(uri, with_weights=False).folder.joinpath("model.safetensors").exists()
+
+
+@pytest.mark.parametrize("source", ["hub", "uri"])
+def test_a_model_comes_to_a_folder(source, request, tmp_path):
+    value = request.getfixturevalue(source)
+    model, folder = MODEL if source == "hub" else value, tmp_path / "volume"
+    first, second = (prefetch(model, to=folder) for _ in range(2))
+    assert NUM_BYTES == first.fetched_bytes == first.num_bytes
+    assert 0 == second.fetched_bytes
+    for name, data in demo_files().items():
+        assert data == (folder / name).read_bytes()
+
+
+def test_a_folder_with_another_version_is_refused(uri, tmp_path):
+    prefetch(uri, to=tmp_path / "volume")
+    fsspec.filesystem("memory").pipe_file("/bucket/model/config.json", b"{}")
+    with pytest.raises(ConfigError, match="holds another model than 'memory://bucket/model'"):
+        prefetch(uri, to=tmp_path / "volume")
+
+
+def test_files_of_somebody_else_are_not_taken_for_the_model(uri, tmp_path):
+    (tmp_path / "config.json").write_bytes(demo_files()["config.json"])
+    with pytest.raises(ConfigError, match="files of somebody else"):
+        prefetch(uri, to=tmp_path)
+
+
+def test_a_folder_of_this_host_is_not_fetched():
+    with pytest.raises(ConfigError, match="is a folder of this host"):
+        prefetch(str(DEMO))
+
+
+@pytest.mark.ray
+def test_a_model_comes_to_every_host_of_a_cluster(hub):
+    with own_ray(num_cpus=1):
+        told = run(MODEL, "--on-every-host")
+        assert 1 == told.count(f"{MODEL} is in")
+        assert "; it was there" in run(MODEL, "--on-every-host")
+    assert has_weights_here(MODEL)
