@@ -25,7 +25,12 @@ def vllm(**engine_kwargs):
         ({"max_model_len": 10}, "engine_kwargs.max_model_len: set engine.max_model_len instead"),
         ({"kv_cache_memory_bytes": 10}, "set engine.kv_cache_bytes instead"),
         ({"model": "other"}, "engine_kwargs.model: take the model of the stage"),
-        ({"data_parallel_size": 2}, "must be 1 here, got 2; take pool.replicas"),
+        ({"data_parallel_backend": "ray"}, "must be 'mp' here, got 'ray'; all ranks of an engine"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank must be None here, got 1; all ranks of"),
+        (
+            {"data_parallel_size": 2, "distributed_executor_backend": "ray"},
+            "all ranks of an engine are on one host here",
+        ),
         ({"nnodes": 2}, "must be 1 here, got 2; set distributed_executor_backend='ray'"),
         (
             {"distributed_executor_backend": "external_launcher"},

@@ -13,6 +13,7 @@ from raybatch.backends.vllm.args import (
     vllm_options,
 )
 from raybatch.backends.vllm.model import form_of_scores, has_experts, model_length, pooled_length
+from raybatch.backends.vllm.versions import why_unusable
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.errors import ConfigError
 from raybatch.models.source import resolve_model
@@ -73,6 +74,7 @@ VLLM = BackendType(
         "(docs/how-to/vllm.md); or run the native engine, which does not need it: "
         "backend='native'"
     ),
+    why_unusable=why_unusable,
     tasks=get_args(Task),
     check=vllm_options,
     check_files=_check_files,

@@ -57,10 +57,17 @@ class OutputParser:
                 enable_auto_tools=tool_call_parser is not None,
                 model_name=model_config.model,
                 is_harmony=model_config.hf_config.model_type == "gpt_oss",
-                tokenizer=tokenizer,
             )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"backend.options: {error}") from error
+        try:
+            self._make(tokenizer)
+        except Exception as error:  # each parser has errors of its own
+            names = " and ".join(filter(None, (reasoning_parser, tool_call_parser)))
+            raise ConfigError(
+                f"backend.options: {names} cannot be used with the tokenizer of the model: "
+                f"{error_text(error)}"
+            ) from error
         self._parser_errors = _ParserErrors(adapter.parser_loggers)
         # few sets of tools among many rows
         self._chat_request = lru_cache(maxsize=256)(self._adjusted_request)

