@@ -209,7 +209,7 @@ def test_a_stop_string_is_cut_off_before_the_parser_sees_the_text(backend):
 
 
 def test_a_parser_that_does_not_fit_the_tokenizer_ends_the_start(backend):
-    with pytest.raises(ConfigError, match="tool-call-parser deepseek_v3 cannot be used"):
+    with pytest.raises(ConfigError, match="deepseek_v3 cannot be used"):
         backend._engine.output_parser(tool_call_parser="deepseek_v3")
 
 

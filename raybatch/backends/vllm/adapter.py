@@ -32,6 +32,7 @@ class Adapter:
     # attributes of one request: where the scheduler has it, and where its output is made
     read_of_request: tuple[str, ...]
     read_of_output: tuple[str, ...]
+    read_of_parser: tuple[str, ...]
     parser_loggers: tuple[str, ...]  # parsers log what they do not raise
 
     def load(self, part: str) -> Any:  # noqa: ANN401 - names of vLLM

@@ -61,13 +61,15 @@ class OutputParser:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"backend.options: {error}") from error
         try:
-            self._make(tokenizer)
+            parser = self._make(tokenizer)
         except Exception as error:  # each parser has errors of its own
             names = " and ".join(filter(None, (reasoning_parser, tool_call_parser)))
             raise ConfigError(
                 f"backend.options: {names} cannot be used with the tokenizer of the model: "
                 f"{error_text(error)}"
             ) from error
+        adapter.check(parser, adapter.read_of_parser, "its parser")
+        self._takes_prompts = "set_prompt_token_ids" in adapter.read_of_parser
         self._parser_errors = _ParserErrors(adapter.parser_loggers)
         # few sets of tools among many rows
         self._chat_request = lru_cache(maxsize=256)(self._adjusted_request)
@@ -106,7 +108,8 @@ class OutputParser:
             )
             whole = completion_text(completion, sampling, self._decoder)
         parser = self._parser(chat_request)
-        parser.set_prompt_token_ids(request.prompt_token_ids.tolist())
+        if self._takes_prompts:
+            parser.set_prompt_token_ids(request.prompt_token_ids.tolist())
         reasoning, content, calls = parser.parse(
             whole,
             chat_request,

@@ -1,4 +1,4 @@
-"""What raybatch uses of vLLM 0.31: that of 0.32, but for what has moved since."""
+"""What raybatch uses of vLLM 0.31: that of 0.32, but for what has changed since."""
 
 from dataclasses import replace
 
@@ -10,4 +10,10 @@ _PARSERS = {
     "get_tool_call_id_type": "vllm.entrypoints.chat_utils:get_tool_call_id_type",
 }
 
-ADAPTER = replace(_SAME, module="v0_31", names={**_SAME.names, "parsers": _PARSERS})
+ADAPTER = replace(
+    _SAME,
+    module="v0_31",
+    names={**_SAME.names, "parsers": _PARSERS},
+    # they see answers alone
+    read_of_parser=("adjust_request", "parse"),
+)

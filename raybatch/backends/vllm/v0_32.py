@@ -137,5 +137,6 @@ ADAPTER = Adapter(
         "detokenizer.output_token_ids",
         "logprobs_processor.logprobs",
     ),
+    read_of_parser=("adjust_request", "parse", "set_prompt_token_ids"),
     parser_loggers=("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"),
 )
