@@ -16,6 +16,7 @@ import numpy as np
 from raybatch.backends.base import ScoreForm
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.frontend import Frontend
+from raybatch.backends.vllm.guard import Guard
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
 from raybatch.records.types import NO_TOKENS, Task, TokenIds
 
@@ -75,6 +76,7 @@ class VllmRanks:
         check_logits: bool,
     ) -> None:
         adapter.check(engine, adapter.read_of_ranks, "its engine")
+        self._guard = Guard()
         self._engine = engine
         self._client = engine.engine_core
         self._loop = asyncio.new_event_loop()
@@ -194,6 +196,7 @@ class VllmRanks:
 
     def close(self) -> None:
         """End the engine with the processes that it has started."""
+        self._guard.close()
         self._engine.shutdown()
         if tasks := asyncio.all_tasks(self._loop):
             for task in tasks:
