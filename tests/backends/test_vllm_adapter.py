@@ -63,7 +63,7 @@ def test_options_of_rows_are_those_of_vllm():
 
 def test_all_that_is_read_of_an_engine_and_of_a_request_is_there(engine):
     inner = engine._engine
-    ADAPTER.check(inner, ADAPTER.read + ADAPTER.read_here, "its engine")
+    ADAPTER.check(inner, f"{ADAPTER.read} {ADAPTER.read_here}", "its engine")
     engine.add("a", PROMPT, {"max_tokens": 2, "temperature": 0.0})
     inner_id, request = engine._requests["a"]
     ADAPTER.check(request, ADAPTER.read_of_request, "its request")
@@ -76,7 +76,7 @@ def test_all_that_is_read_of_an_engine_and_of_a_request_is_there(engine):
 def test_an_attribute_that_vllm_has_no_more_is_told_when_the_engine_starts(
     folder, monkeypatch, field
 ):
-    broken = replace(ADAPTER, **{field: ("engine_core.gone",)})
+    broken = replace(ADAPTER, **{field: "engine_core.gone"})
     monkeypatch.setitem(versions.ADAPTERS, f"0.{ADAPTER.module.rpartition('_')[2]}", broken)
     with pytest.raises(
         ConfigError, match=rf"{ADAPTER.module}\.py\): its .* has no engine_core.gone"

@@ -92,13 +92,13 @@ def mutated(part, **names):
         (mutated("engine", a="json.nowhere:x"), "No module named 'json.nowhere'"),
         (mutated("engine", a="json:nothing"), "module 'json' has no attribute 'nothing'"),
         (
-            replace(mutated("engine", dump="ast:dump"), arguments={"dump": ("node", "speed")}),
+            replace(mutated("engine", dump="ast:dump"), arguments={"dump": "node speed"}),
             "dump takes no speed",
         ),
         (
             replace(
                 mutated("engine", JSONDecoder="json:JSONDecoder"),
-                arguments={"JSONDecoder.encode": ("o",)},
+                arguments={"JSONDecoder.encode": "o"},
             ),
             "there is no JSONDecoder.encode",
         ),
@@ -113,6 +113,6 @@ def test_what_vllm_lacks_is_an_error_that_names_the_adapter(broken, message):
 
 def test_an_attribute_that_is_not_there_is_named_with_its_path():
     engine = SimpleNamespace(core=SimpleNamespace(requests={}))
-    NEWEST.check(engine, ("core.requests",), "its engine")
+    NEWEST.check(engine, "core.requests", "its engine")
     with pytest.raises(ConfigError, match=r"v0_32\.py\): its engine has no core\.running; install"):
-        NEWEST.check(engine, ("core.requests", "core.running"), "its engine")
+        NEWEST.check(engine, "core.requests core.running", "its engine")

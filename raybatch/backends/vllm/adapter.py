@@ -17,22 +17,22 @@ from raybatch.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Names, arguments and attributes of vLLM that raybatch relies on."""
+    """Names, arguments and attributes of vLLM that raybatch relies on; a text is a list of words."""
 
     module: str  # the file of this record
     # where each name lies, "module:name" or a module, by what needs it
     names: Mapping[str, Mapping[str, str]]
     # of names, and of what they have: what they are called with; others are only there
-    arguments: Mapping[str, tuple[str, ...]]
+    arguments: Mapping[str, str]
     # attributes of an engine; of one whose scheduler is in this process; of one whose data-parallel
     # ranks are not
-    read: tuple[str, ...]
-    read_here: tuple[str, ...]
-    read_of_ranks: tuple[str, ...]
+    read: str
+    read_here: str
+    read_of_ranks: str
     # attributes of one request: where the scheduler has it, and where its output is made
-    read_of_request: tuple[str, ...]
-    read_of_output: tuple[str, ...]
-    read_of_parser: tuple[str, ...]
+    read_of_request: str
+    read_of_output: str
+    read_of_parser: str
     parser_loggers: tuple[str, ...]  # parsers log what they do not raise
 
     def load(self, part: str) -> Any:  # noqa: ANN401 - names of vLLM
@@ -41,16 +41,13 @@ class Adapter:
         for call, needed in self.arguments.items():
             name, _, attribute = call.partition(".")
             if name in found:
-                self._check_call(
-                    getattr(found[name], attribute, None) if attribute else found[name],
-                    call,
-                    needed,
-                )
+                called = getattr(found[name], attribute, None) if attribute else found[name]
+                self._check_call(called, call, needed.split())
         return SimpleNamespace(**found)
 
-    def check(self, of: object, paths: tuple[str, ...], what: str) -> None:
+    def check(self, of: object, paths: str, what: str) -> None:
         """Raise ConfigError where an object of vLLM lacks something that is read of it."""
-        for path in paths:
+        for path in paths.split():
             try:
                 reduce(getattr, path.split("."), of)
             except AttributeError as error:
@@ -64,7 +61,7 @@ class Adapter:
         except (ImportError, AttributeError) as error:
             raise self._unfit(str(error)) from error
 
-    def _check_call(self, call: Any, name: str, needed: tuple[str, ...]) -> None:  # noqa: ANN401
+    def _check_call(self, call: Any, name: str, needed: list[str]) -> None:  # noqa: ANN401
         if call is None:
             raise self._unfit(f"there is no {name}")
         known = inspect.signature(call).parameters if needed else {}

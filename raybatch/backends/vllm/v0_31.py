@@ -15,5 +15,5 @@ ADAPTER = replace(
     module="v0_31",
     names={**_SAME.names, "parsers": _PARSERS},
     # they see answers alone
-    read_of_parser=("adjust_request", "parse"),
+    read_of_parser="adjust_request parse",
 )
