@@ -7,6 +7,7 @@ from safetensors.numpy import save_file
 from raybatch.backends import registry
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import answering_options
+from raybatch.backends.vllm import VLLM
 from raybatch.backends.vllm.args import VllmOptions, engine_args
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency
@@ -172,6 +173,7 @@ def test_what_leaves_a_choice_open_replaces_no_choice(task, kwargs, name, expect
 def test_an_engine_takes_as_many_gpus_as_it_has_ranks():
     ranks = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}
     assert gpus_of_engine(vllm(**ranks), EngineConfig()) == 8
+    assert gpus_of_engine(vllm(**ranks, data_parallel_size=3), EngineConfig()) == 24
     assert gpus_of_engine(vllm(), EngineConfig()) == 1
     assert gpus_of_engine(vllm(**ranks), EngineConfig(device="cpu")) == 0
 
@@ -179,11 +181,19 @@ def test_an_engine_takes_as_many_gpus_as_it_has_ranks():
 def test_ranks_of_an_engine_are_processes_that_end_with_it():
     args = engine_args(VllmOptions(engine_kwargs={"tensor_parallel_size": 2}), EngineConfig())
     assert args["distributed_executor_backend"] == "mp"
+    # which have a process each, and their parts only where there are some
+    args = engine_args(VllmOptions(engine_kwargs={"data_parallel_size": 2}), EngineConfig())
+    assert "distributed_executor_backend" not in args
 
 
 def test_a_job_remembers_the_options_that_decide_answers_alone():
     backend = vllm(
-        quantization="fp8", gpu_memory_utilization=0.5, tensor_parallel_size=2, hf_token="secret"
+        quantization="fp8",
+        gpu_memory_utilization=0.5,
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+        enable_expert_parallel=True,
+        hf_token="secret",
     )
     options = {"engine_kwargs": {"quantization": "fp8"}}
     assert answering_options(backend, "m") == {"kind": "vllm", "options": options}
@@ -210,6 +220,14 @@ PROMPTS = pa.schema([("prompt", pa.string())])
 
 def stage_of(folder, backend):
     return build_stage_config(str(folder), {"backend": backend}, where="LLMStage")
+
+
+def test_data_parallel_ranks_of_a_dense_model_are_refused_by_its_config(gpt2):
+    with pytest.raises(ConfigError, match=r"is for mixtures of experts, .*: set pool\.replicas"):
+        VLLM.check_files(gpt2, vllm(data_parallel_size=2))
+    config = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+    (gpt2 / "config.json").write_text(json.dumps(config))
+    VLLM.check_files(gpt2, vllm(data_parallel_size=2))
 
 
 def test_a_model_that_vllm_alone_runs_passes_the_check_of_jobs(gpt2):

@@ -17,7 +17,7 @@ from raybatch.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Names, arguments and attributes of vLLM that raybatch relies on; a text is a list of words."""
+    """Names, arguments and attributes of vLLM that raybatch relies on; texts are lists of words."""
 
     module: str  # the file of this record
     # where each name lies, "module:name" or a module, by what needs it
