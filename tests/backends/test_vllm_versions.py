@@ -10,10 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 import raybatch
+from raybatch.actors.pool import PoolHandle
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.registry import create_backend
 from raybatch.backends.vllm.versions import ADAPTERS, WORKING, adapter, why_unusable
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config import BackendConfig, EngineConfig, PlanConfig, PoolConfig
 from raybatch.errors import ConfigError
+from raybatch.explanation.explain import explain_source
 
 HOUSE = Path(raybatch.__file__).parent
 ADAPTER_FILE = re.compile(r"v\d+_\d+\.py")
@@ -73,6 +76,31 @@ def test_another_version_is_refused_before_it_is_imported(installed, version):
         create_backend("demo", BackendConfig(kind="vllm"), EngineConfig())
     with pytest.raises(ConfigError, match=message):
         adapter()
+
+
+@pytest.fixture
+def spec():
+    return PoolSpec(
+        model="demo",
+        backend=BackendConfig(kind="vllm"),
+        engine=EngineConfig(),
+        pool=PoolConfig(replicas=1),
+    )
+
+
+def test_a_pool_of_this_host_refuses_it_before_any_work(installed, spec):
+    handle = PoolHandle(spec, is_local=True)
+    handle.settled()
+    installed("0.30.2")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.30\.2 is installed here"):
+        handle.settled()
+
+
+def test_an_explanation_warns_of_it(installed, spec, caplog):
+    installed("0.30.2")
+    no_rows = SimpleNamespace(source=SimpleNamespace(num_rows=0), plan=PlanConfig())
+    explain_source(SimpleNamespace(job=no_rows, spec=spec, name="a", price_per_engine_hour=None))
+    assert "vLLM 0.30.2 is installed here, and raybatch works with" in caplog.text
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.7+cu129", "0.31.0rc1"])
