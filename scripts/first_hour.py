@@ -159,7 +159,7 @@ def walk(hour: Hour, num_files: int) -> None:
         read = sum(path.endswith(".parquet") for path in asked)
         found.append(f"S3 was asked for {sum(asked.values())} objects, {read} files of rows")
     with hour.minute(5, "names an FP8 checkpoint for the native engine") as found:
-        fp8 = ["--model", "s3://team/model-fp8", "--backend", "native"]
+        fp8 = ["--model", "s3://team/model-fp8", "--set", "backend=native"]
         text = hour.raybatch(*run, *fp8, "--output", "s3://team/refused", "--local", code=1)
         found.append(check("vllm" in text.lower(), " ".join(text.split())))
         found.append(check(not weights_of(hour.asked()), "no weights were fetched for it"))

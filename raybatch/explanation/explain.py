@@ -82,6 +82,9 @@ class Question:
 
 def explain_source(question: Question) -> Explanation:
     """Plan a source and explain it; nothing is generated, also not for a probe."""
+    if (reason := type_of(question.spec.backend).why_unusable()) is not None:
+        # the hosts of the engines may have another one
+        _logger.warning("%s", reason)
     source = question.job.source
     if not source.num_rows:
         return explain_profile(

@@ -10,7 +10,7 @@ from raybatch.actors.replicas.placement import (
     requested_of_ray,
 )
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.choice import check_share
+from raybatch.backends.choice import VllmBuild, check_share
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.rows.stage_forms import build_stage_config
@@ -198,7 +198,7 @@ def test_options_that_mean_gpus_ask_for_them_where_there_are_none_yet(kind, pool
 
 
 def test_a_driver_with_a_vllm_for_cpus_asks_for_no_gpus():
-    cluster = replace(CPUS, vllm="cpu")
+    cluster = replace(CPUS, vllm=VllmBuild("cpu"))
     assert placement_of(cluster, "vllm", {"replicas": 2}) == (2, 0, 2)
     assert placement_of(cluster, "vllm", {"replicas": 2, "accelerator_type": "L4"}) == (2, 1, 2)
 

@@ -1,12 +1,13 @@
 import pytest
 
-from raybatch.backends.choice import choose_backend, vllm_build
+from raybatch.backends.choice import VllmBuild, choose_backend, vllm_build
 from raybatch.backends.vllm.args import native_options
 from raybatch.config import EngineConfig
 
 
 def chosen(num_gpus, vllm, **others):
-    return choose_backend(num_gpus=num_gpus, vllm=lambda: vllm, **others)
+    build = None if vllm is None else VllmBuild(*vllm.split())
+    return choose_backend(num_gpus=num_gpus, vllm=lambda: build, **others)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,12 @@ def chosen(num_gpus, vllm, **others):
         (0, "gpu", "native (the engines have no GPU)"),
         (0.5, "gpu", "vllm (the engines have GPUs and vLLM is installed there)"),
         (8, "gpu", "vllm (the engines have GPUs and vLLM is installed there)"),
+        (
+            1,
+            "gpu 0.30.1",
+            "native (vLLM 0.30.1 is installed there, and raybatch works with vllm>=0.31,<0.33)",
+        ),
+        (1, "gpu 0.31.2+cu129", "vllm (the engines have GPUs and vLLM is installed there)"),
         (1, "cpu", "native (the vLLM that is installed is built for CPUs)"),
         (1, None, "native (vLLM is not installed where the engines run)"),
     ],
@@ -86,7 +93,7 @@ def test_the_build_of_vllm_is_read_from_its_name_and_version(
             f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         )
     monkeypatch.syspath_prepend(tmp_path)
-    assert vllm_build() == expected
+    assert vllm_build() == VllmBuild(expected, version)
 
 
 def test_no_vllm_is_no_build(monkeypatch):

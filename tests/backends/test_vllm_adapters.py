@@ -1,11 +1,19 @@
 """Adapters in the hands of an engine: loaded once, refused for a while, and tried again."""
 
+from typing import NamedTuple
+
 import pytest
 
+from raybatch.backends.vllm.lora import VllmAdapters
 from raybatch.backends.vllm.requests import RequestRefused
 
-pytest.importorskip("vllm", reason="vLLM is not installed here")
-pytestmark = pytest.mark.vllm
+
+class LoRARequest(NamedTuple):
+    """Has the fields of vLLM's that are used."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
 
 
 class Told:
@@ -32,9 +40,7 @@ def told():
 
 @pytest.fixture
 def adapters(told):
-    from raybatch.backends.vllm.engine import VllmAdapters
-
-    return VllmAdapters(told.load, clock=told.clock)
+    return VllmAdapters(LoRARequest, told.load, clock=told.clock)
 
 
 def refusal(adapters, source="/a"):

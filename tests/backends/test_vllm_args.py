@@ -7,6 +7,7 @@ from safetensors.numpy import save_file
 from raybatch.backends import registry
 from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import answering_options
+from raybatch.backends.vllm import VLLM
 from raybatch.backends.vllm.args import VllmOptions, engine_args
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, MissingDependency
@@ -25,7 +26,12 @@ def vllm(**engine_kwargs):
         ({"max_model_len": 10}, "engine_kwargs.max_model_len: set engine.max_model_len instead"),
         ({"kv_cache_memory_bytes": 10}, "set engine.kv_cache_bytes instead"),
         ({"model": "other"}, "engine_kwargs.model: take the model of the stage"),
-        ({"data_parallel_size": 2}, "must be 1 here, got 2; take pool.replicas"),
+        ({"data_parallel_backend": "ray"}, "must be 'mp' here, got 'ray'; all ranks of an engine"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank must be None here, got 1; all ranks of"),
+        (
+            {"data_parallel_size": 2, "distributed_executor_backend": "ray"},
+            "all ranks of an engine are on one host here",
+        ),
         ({"nnodes": 2}, "must be 1 here, got 2; set distributed_executor_backend='ray'"),
         (
             {"distributed_executor_backend": "external_launcher"},
@@ -168,6 +174,7 @@ def test_what_leaves_a_choice_open_replaces_no_choice(task, kwargs, name, expect
 def test_an_engine_takes_as_many_gpus_as_it_has_ranks():
     ranks = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}
     assert gpus_of_engine(vllm(**ranks), EngineConfig()) == 8
+    assert gpus_of_engine(vllm(**ranks, data_parallel_size=3), EngineConfig()) == 24
     assert gpus_of_engine(vllm(), EngineConfig()) == 1
     assert gpus_of_engine(vllm(**ranks), EngineConfig(device="cpu")) == 0
 
@@ -175,11 +182,19 @@ def test_an_engine_takes_as_many_gpus_as_it_has_ranks():
 def test_ranks_of_an_engine_are_processes_that_end_with_it():
     args = engine_args(VllmOptions(engine_kwargs={"tensor_parallel_size": 2}), EngineConfig())
     assert args["distributed_executor_backend"] == "mp"
+    # which have a process each, and their parts only where there are some
+    args = engine_args(VllmOptions(engine_kwargs={"data_parallel_size": 2}), EngineConfig())
+    assert "distributed_executor_backend" not in args
 
 
 def test_a_job_remembers_the_options_that_decide_answers_alone():
     backend = vllm(
-        quantization="fp8", gpu_memory_utilization=0.5, tensor_parallel_size=2, hf_token="secret"
+        quantization="fp8",
+        gpu_memory_utilization=0.5,
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+        enable_expert_parallel=True,
+        hf_token="secret",
     )
     options = {"engine_kwargs": {"quantization": "fp8"}}
     assert answering_options(backend, "m") == {"kind": "vllm", "options": options}
@@ -206,6 +221,14 @@ PROMPTS = pa.schema([("prompt", pa.string())])
 
 def stage_of(folder, backend):
     return build_stage_config(str(folder), {"backend": backend}, where="LLMStage")
+
+
+def test_data_parallel_ranks_of_a_dense_model_are_refused_by_its_config(gpt2):
+    with pytest.raises(ConfigError, match=r"is for mixtures of experts, .*: set pool\.replicas"):
+        VLLM.check_files(gpt2, vllm(data_parallel_size=2))
+    config = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+    (gpt2 / "config.json").write_text(json.dumps(config))
+    VLLM.check_files(gpt2, vllm(data_parallel_size=2))
 
 
 def test_a_model_that_vllm_alone_runs_passes_the_check_of_jobs(gpt2):

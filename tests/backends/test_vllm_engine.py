@@ -20,6 +20,7 @@ from tests.backends.vllm_engines import (
     PROMPT,
     VllmShelf,
     save_text_model,
+    skip_unless_newest,
     start_tiny,
 )
 from tests.engine.tiny_models import build
@@ -217,7 +218,8 @@ def test_rows_that_lose_their_memory_end_with_the_same_tokens(folder, shelf):
     assert tight.stats().num_preemptions > 0
 
 
-def test_the_list_of_options_is_that_of_the_vllm_that_is_tested():
+def test_the_list_of_options_is_that_of_the_newest_vllm():
+    skip_unless_newest()
     from vllm.engine.arg_utils import EngineArgs
 
     names = {f.name for f in fields(EngineArgs)}

@@ -15,7 +15,7 @@ from raybatch.actors.replicas.placement import ClusterView, Placement, settled
 from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, gpus_of_engine, unproven_on_gpus, vllm_build
-from raybatch.backends.registry import type_of
+from raybatch.backends.registry import check_version, type_of
 from raybatch.config import environment
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,9 @@ class LocalPools:
     def settle(
         self, spec: PoolSpec, *, began_with: str | None = None, connect: bool = True
     ) -> tuple[PoolSpec, BackendChoice | None]:
+        if spec.backend.is_decided:
+            # this is the host of the engines
+            check_version(spec.backend)
         host = ClusterView(gpus_of_hosts=(float(gpus_of_host()),))
         return settled(spec, host, vllm=vllm_build, began_with=began_with)
 

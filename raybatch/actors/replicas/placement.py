@@ -152,8 +152,8 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
         raise ConfigError(
             f"one engine asks for {num_gpus:g} GPUs and the largest host of the cluster has "
             f"{max(with_gpus):g}: set engine_kwargs.distributed_executor_backend='ray' for an "
-            "engine of vLLM over several hosts, or lower tensor_parallel_size and "
-            "pipeline_parallel_size, or pool.num_gpus_per_replica"
+            "engine of vLLM over several hosts, or lower tensor_parallel_size, "
+            "pipeline_parallel_size, data_parallel_size or pool.num_gpus_per_replica"
         )
     hosts = with_gpus if num_gpus else [number for number in cluster.cpus_of_hosts if number]
     return Placement(

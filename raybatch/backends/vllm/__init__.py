@@ -5,14 +5,17 @@ from typing import get_args
 
 from raybatch.backends.base import Backend, BackendType, EngineStart, ScoreForm, check_checkpoint
 from raybatch.backends.vllm.args import (
+    DENSE_RANKS,
     VllmOptions,
     actors_per_engine,
     answer_options,
     gpus_per_engine,
     vllm_options,
 )
-from raybatch.backends.vllm.model import form_of_scores, model_length, pooled_length
+from raybatch.backends.vllm.model import form_of_scores, has_experts, model_length, pooled_length
+from raybatch.backends.vllm.versions import why_unusable
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
+from raybatch.errors import ConfigError
 from raybatch.models.source import resolve_config
 from raybatch.records.parsed_text import PARSE_ERROR, REASONING, TOOL_CALLS
 from raybatch.records.types import Task
@@ -32,8 +35,11 @@ def _reads_safetensors(backend: BackendConfig) -> bool:
 
 
 def _check_files(folder: Path, backend: BackendConfig) -> None:
+    kwargs = backend.options.get("engine_kwargs") or {}
     if _reads_safetensors(backend):
         check_checkpoint(folder, as_native=False)
+    if (kwargs.get("data_parallel_size") or 1) > 1 and not has_experts(folder):
+        raise ConfigError(DENSE_RANKS)
 
 
 def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | None) -> int | None:
@@ -72,6 +78,7 @@ VLLM = BackendType(
         "(docs/how-to/vllm.md); or run the native engine, which does not need it: "
         "backend='native'"
     ),
+    why_unusable=why_unusable,
     tasks=get_args(Task),
     check=vllm_options,
     check_files=_check_files,

@@ -21,6 +21,10 @@ VERSION: str = _NAMES["version"]
 ENGINE_ARGS, REASONING_PARSERS, TOOL_PARSERS = (
     frozenset(_NAMES[kind]) for kind in ("engine_args", "reasoning_parsers", "tool_parsers")
 )
+DENSE_RANKS = (
+    "engine_kwargs.data_parallel_size is for mixtures of experts, whose ranks share them; data-"
+    "parallel ranks of another model are engines that know nothing of each other: set pool.replicas"
+)
 # what these may be says the task of the stage
 _RUNNERS = {"generate": ("auto", "generate"), "pooling": ("auto", "pooling")}
 _CONVERTS = {"generate": ("auto", "none"), "pooling": ("auto", "none", "embed", "classify")}
@@ -46,6 +50,12 @@ class VllmOptions:
     def __post_init__(self) -> None:
         for name, value in self.engine_kwargs.items():
             _check(name, value)
+        if ranks_of(self) > 1 and self.engine_kwargs.get("distributed_executor_backend") == "ray":
+            raise ConfigError(
+                "engine_kwargs.data_parallel_size: all ranks of an engine are on one host here, "
+                "and distributed_executor_backend='ray' spreads one over hosts; leave one of them "
+                "out, and take pool.replicas for more hosts"
+            )
         _check_parsers(self)
 
 
@@ -138,7 +148,7 @@ def engine_args(
     if task != "generate" and engine.enable_prefix_caching:
         # not every model that pools can: vLLM knows which
         del args["enable_prefix_caching"]
-    if gpus_per_engine(options) > 1:
+    if gpus_per_engine(options) > ranks_of(options):
         # by default processes on this host, which end with the replica
         args["distributed_executor_backend"] = "mp"
     # of what is decided here, these say that nobody wants it otherwise
@@ -152,8 +162,18 @@ def engine_args(
 
 def gpus_per_engine(options: VllmOptions) -> int:
     """Return the devices that one engine computes on."""
-    kwargs = options.engine_kwargs
-    return math.prod(int(kwargs.get(n) or 1) for n, m in MEANINGS.items() if m.multiplies_gpus)
+    return devices_of(options.engine_kwargs)
+
+
+def devices_of(engine_args: Mapping[str, Any]) -> int:
+    """Return the devices that an engine with these arguments computes on."""
+    sizes = (int(engine_args.get(n) or 1) for n, m in MEANINGS.items() if m.multiplies_gpus)
+    return math.prod(sizes)
+
+
+def ranks_of(options: VllmOptions) -> int:
+    """Return the data-parallel ranks of one engine."""
+    return int(options.engine_kwargs.get("data_parallel_size") or 1)
 
 
 def actors_per_engine(options: VllmOptions) -> int:

@@ -40,7 +40,7 @@ _DTYPES = {"half": "float16", "float": "float32"}
 # that vLLM is given
 _KV_DTYPES = {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"}
 _OVER_HOSTS = "set distributed_executor_backend='ray' for an engine over several hosts"
-_REPLICAS = "take pool.replicas, each of which is an engine"
+_ONE_HOST = "all ranks of an engine are on one host; take pool.replicas for more hosts"
 
 MEANINGS: Mapping[str, Meaning] = {
     # of both engines
@@ -56,7 +56,22 @@ MEANINGS: Mapping[str, Meaning] = {
     **_each("model model_weights hf_config_path", elsewhere="take the model of the stage"),
     **_each("revision", elsewhere="write it behind the model of the stage: org/name@revision"),
     **_each("tokenizer", elsewhere=_FOLDER),
-    "data_parallel_size": Meaning(only=(1,), elsewhere=_REPLICAS, native=1),
+    **_each(
+        """
+            data_parallel_address data_parallel_rank data_parallel_rpc_port data_parallel_size_local
+            data_parallel_start_rank
+            """,
+        only=(None,),
+        elsewhere=_ONE_HOST,
+    ),
+    **_each(
+        """
+            data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb
+            """,
+        only=(False,),
+        elsewhere=_ONE_HOST,
+    ),
+    "data_parallel_backend": Meaning(only=("mp",), elsewhere=_ONE_HOST),
     "nnodes": Meaning(only=(1,), elsewhere=_OVER_HOSTS),
     "stream_interval": Meaning(only=(1,)),
     **_each(
@@ -66,7 +81,11 @@ MEANINGS: Mapping[str, Meaning] = {
         native=IGNORED,
     ),
     # GPUs of one engine
-    **_each("tensor_parallel_size pipeline_parallel_size", multiplies_gpus=True, native=1),
+    **_each(
+        "tensor_parallel_size pipeline_parallel_size data_parallel_size",
+        multiplies_gpus=True,
+        native=1,
+    ),
     **_each("prefill_context_parallel_size", multiplies_gpus=True),
     # what is not built in the native engine
     **_each("enable_lora trust_remote_code", native=False),
@@ -91,11 +110,13 @@ MEANINGS: Mapping[str, Meaning] = {
     # of vLLM alone
     **_each(
         """
-            aggregate_engine_logging collect_detailed_traces cpu_offload_gb cudagraph_capture_sizes
-            cudagraph_metrics download_dir enforce_eager kv_offloading_backend kv_offloading_size
-            log_config_file log_level long_prefill_token_threshold max_cudagraph_capture_size
-            max_parallel_loading_workers otlp_traces_endpoint safetensors_load_strategy
-            scheduler_reserve_full_isl show_hidden_metrics_for_version use_tqdm_on_load watermark
+            aggregate_engine_logging all2all_backend collect_detailed_traces cpu_offload_gb
+            cudagraph_capture_sizes cudagraph_metrics download_dir enable_eplb
+            enable_expert_parallel enforce_eager eplb_config expert_placement_strategy
+            kv_offloading_backend kv_offloading_size log_config_file log_level
+            long_prefill_token_threshold max_cudagraph_capture_size max_parallel_loading_workers
+            otlp_traces_endpoint safetensors_load_strategy scheduler_reserve_full_isl
+            show_hidden_metrics_for_version use_tqdm_on_load watermark
             """,
         is_speed=True,
     ),

@@ -22,6 +22,8 @@ _SENTENCE_CONFIGS = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+# where configs say how many experts there are
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 # of models that name no length, as in vLLM
 _DEFAULT_LENGTH = 2048
 
@@ -63,6 +65,16 @@ def model_length(model_dir: Path, *, trust_remote_code: bool = False) -> int:
         factors = [s.get("factor") for s in scalings if _kind(s) not in _SCALED]
         length *= next((float(factor) for factor in reversed(factors) if factor), 1.0)
     return int(length)
+
+
+def has_experts(model_dir: Path) -> bool:
+    """Return whether vLLM takes a model for a mixture of experts, as its config.json says."""
+    raw = _read_json(model_dir / "config.json")
+    config = raw.get("text_config") or raw
+    blocks = config.get("block_configs") or ()
+    return any(config.get(name) for name in _EXPERTS) or any(
+        isinstance(block, Mapping) and block.get("n_routed_experts") for block in blocks
+    )
 
 
 def _read_config(model_dir: Path, *, trust_remote_code: bool) -> dict[str, Any]:

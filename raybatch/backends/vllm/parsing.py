@@ -5,23 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.parser.parser_manager import ParserManager
-from vllm.renderers.chat_utils import get_tool_call_id_type
-
+from raybatch.backends.vllm.adapter import Adapter
 from raybatch.errors import ConfigError, encodable, error_text
 from raybatch.records.parsed_text import ParsedText, ToolCall
 from raybatch.records.payload import CHAT
 from raybatch.records.types import Completion, Request
 from raybatch.text.stopping import Decoder, completion_text
 
-_PACKAGES = ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser")
 _MAX_SHOWN = 300
 # of a message: what the parsers look at are tools and options
 _MESSAGES = [{"role": "user", "content": ""}]
@@ -41,29 +37,40 @@ class OutputParser:
         decoder: Decoder,
         tokenizer: Any,  # noqa: ANN401 - of vLLM
         model_config: Any,  # noqa: ANN401 - of vLLM
+        adapter: Adapter,
         *,
         reasoning_parser: str | None = None,
         tool_call_parser: str | None = None,
     ) -> None:
+        self._vllm = adapter.load("parsers")
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._model_config = model_config
         # ids of this form count the calls of a conversation; others are drawn by chance
-        self._has_own_ids = get_tool_call_id_type(model_config) == "kimi_k2"
+        self._has_own_ids = self._vllm.get_tool_call_id_type(model_config) == "kimi_k2"
         # the template of Mistral takes no other ones
         self._are_ids_short = tool_call_parser == "mistral"
         try:
-            self._make: Any = ParserManager.get_parser(
+            self._make: Any = self._vllm.ParserManager.get_parser(
                 tool_parser_name=tool_call_parser,
                 reasoning_parser_name=reasoning_parser,
                 enable_auto_tools=tool_call_parser is not None,
                 model_name=model_config.model,
                 is_harmony=model_config.hf_config.model_type == "gpt_oss",
-                tokenizer=tokenizer,
             )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"backend.options: {error}") from error
-        self._parser_errors = _ParserErrors()
+        try:
+            parser = self._make(tokenizer)
+        except Exception as error:  # each parser has errors of its own
+            names = " and ".join(filter(None, (reasoning_parser, tool_call_parser)))
+            raise ConfigError(
+                f"backend.options: {names} cannot be used with the tokenizer of the model: "
+                f"{error_text(error)}"
+            ) from error
+        adapter.check(parser, adapter.read_of_parser, "its parser")
+        self._takes_prompts = "set_prompt_token_ids" in adapter.read_of_parser
+        self._parser_errors = _ParserErrors(adapter.parser_loggers)
         # few sets of tools among many rows
         self._chat_request = lru_cache(maxsize=256)(self._adjusted_request)
 
@@ -101,7 +108,8 @@ class OutputParser:
             )
             whole = completion_text(completion, sampling, self._decoder)
         parser = self._parser(chat_request)
-        parser.set_prompt_token_ids(request.prompt_token_ids.tolist())
+        if self._takes_prompts:
+            parser.set_prompt_token_ids(request.prompt_token_ids.tolist())
         reasoning, content, calls = parser.parse(
             whole,
             chat_request,
@@ -115,7 +123,7 @@ class OutputParser:
             tool_calls.append(made)
         return content or "", ParsedText(reasoning=reasoning, tool_calls=tuple(tool_calls))
 
-    def _parser(self, chat_request: ChatCompletionRequest) -> Any:  # noqa: ANN401 - of vLLM
+    def _parser(self, chat_request: Any) -> Any:  # noqa: ANN401 - of vLLM
         return self._make(
             self._tokenizer,
             chat_request.tools,
@@ -123,11 +131,11 @@ class OutputParser:
             model_config=self._model_config,
         )
 
-    def _adjusted_request(self, key: str) -> ChatCompletionRequest:
+    def _adjusted_request(self, key: str) -> Any:  # noqa: ANN401 - of vLLM
         """Return the request as vLLM's server would see it, adjusted by its parsers."""
         chat, skips_special_tokens = json.loads(key)
         options: Mapping[str, Any] = chat or {}
-        chat_request = ChatCompletionRequest(
+        chat_request = self._vllm.ChatCompletionRequest(
             messages=_MESSAGES,
             tools=options.get("tools") or None,
             chat_template_kwargs={n: value for n, value in options.items() if n != "tools"},
@@ -135,8 +143,7 @@ class OutputParser:
         )
         if chat is None:
             chat_request.tool_choice = "auto"
-        adjusted: ChatCompletionRequest = self._parser(chat_request).adjust_request(chat_request)
-        return adjusted
+        return self._parser(chat_request).adjust_request(chat_request)
 
     def _id(self, call: Any, place: int, completion: Completion, request: Request) -> str:  # noqa: ANN401
         """Return the id of a call, the same in every run."""
@@ -150,15 +157,16 @@ class OutputParser:
 class _ParserErrors(logging.Handler):
     """Captures failures that parsers only log; `message` is of the last one in this context."""
 
-    def __init__(self) -> None:
+    def __init__(self, loggers: Sequence[str]) -> None:
         super().__init__()
+        self._loggers = loggers
         self.message = ""
 
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Listen in place of the handlers of the logs, until the end of this context."""
         self.message = ""
-        loggers = [logging.getLogger(name) for name in _PACKAGES]
+        loggers = [logging.getLogger(name) for name in self._loggers]
         before = [(logger.handlers, logger.propagate) for logger in loggers]
         for logger in loggers:
             # a traceback for every row would drown the log

@@ -30,8 +30,8 @@ def leave_room(scheduler: Any, block_size: int) -> None:  # noqa: ANN401 - vLLM'
 
     Its own measure is a fixed number of blocks (`watermark`, which still holds), 0 unless given:
     then it starts what fits at this moment, preempts it where running requests grow, and computes
-    it again. An engine without that measure is left as it is. The scheduler is that of vLLM 0.32,
-    in this process.
+    it again. An engine without that measure is left as it is. The scheduler is in this
+    process.
     """
     manager = scheduler.kv_cache_manager
     fixed = getattr(manager, "watermark_blocks", None)
@@ -67,22 +67,19 @@ def leave_room(scheduler: Any, block_size: int) -> None:  # noqa: ANN401 - vLLM'
     scheduler.schedule, manager.allocate_slots = scheduled, allocated
 
 
-def leave_bare_rows_alone() -> None:
+def leave_bare_rows_alone(vllm: Any) -> None:  # noqa: ANN401 - names of vLLM
     """Have adapters add nothing to rows that have none; a second call changes nothing.
 
-    On a CPU vLLM 0.32 reads "no adapter", the index -1, as the last of its slots for adapters: once
+    On a CPU vLLM reads "no adapter", the index -1, as the last of its slots for adapters: once
     that one is filled, such rows are answered by whichever adapter lies in it. Kernels of GPUs
     leave them out.
     """
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.lora.punica_wrapper import punica_cpu
-
     for name in _OPS:
-        op = getattr(lora_ops, name)
+        op = getattr(vllm.lora_ops, name)
         if hasattr(op, "__wrapped__"):
             continue
         # each of both modules calls them by its own name
-        for module in (lora_ops, punica_cpu):
+        for module in (vllm.lora_ops, vllm.punica_cpu):
             setattr(module, name, _without_bare_rows(op))
 
 

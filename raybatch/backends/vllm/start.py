@@ -5,22 +5,27 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 
 from raybatch.backends.base import EngineStart, ScoreForm
-from raybatch.backends.vllm.args import engine_args, vllm_options
+from raybatch.backends.vllm.adapter import Adapter
+from raybatch.backends.vllm.args import DENSE_RANKS, devices_of, engine_args, vllm_options
 from raybatch.backends.vllm.backend import VllmBackend
+from raybatch.backends.vllm.engine import VllmEngine
+from raybatch.backends.vllm.loading import is_streamed, model_for
 from raybatch.backends.vllm.model import form_of_scores
+from raybatch.backends.vllm.patches import leave_bare_rows_alone
+from raybatch.backends.vllm.ranks import VllmRanks
 from raybatch.backends.vllm.requests import InnerEngine, Parse, ScorePairs
+from raybatch.backends.vllm.versions import adapter as adapter_of_installed
 from raybatch.config import BackendConfig, EngineConfig, environment
 from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.errors import ConfigError, error_text
-from raybatch.models.source import resolve_model
+from raybatch.models.source import resolve_tokenizer
 
-if TYPE_CHECKING:
-    from raybatch.backends.vllm.engine import VllmEngine
+_Kind = TypeVar("_Kind", VllmEngine, VllmRanks)
 
 _ENVIRONMENT = {
     # the engine core in this process: its scheduler is read, and its memory is shared
@@ -49,9 +54,7 @@ def create(start: EngineStart) -> VllmBackend:
     try:
         parse: Parse | None = None
         if any(parsers.values()):
-            from raybatch.backends.vllm.engine import VllmEngine
-
-            assert isinstance(inner, VllmEngine), "what is pooled has no parsers"
+            assert isinstance(inner, VllmEngine | VllmRanks), "what is pooled has no parsers"
             parse = inner.output_parser(**parsers)
         return VllmBackend(inner, start.backend.task, parse)
     except BaseException:
@@ -70,12 +73,16 @@ def start_inner(
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = str(int(options.check_logits))
-    path = resolve_model(model)
     is_pooling = backend.task != "generate"
-    form: ScoreForm = form_of_scores(path, options.engine_kwargs) if is_pooling else "apart"
+    given = model_for(model, options.engine_kwargs)
+    form: ScoreForm = "apart"
+    if is_pooling:
+        folder = resolve_tokenizer(model) if is_streamed(model, options.engine_kwargs) else given
+        form = form_of_scores(Path(folder), options.engine_kwargs)
     started = _start_engine(
-        path,
+        given,
         engine_args(options, engine, backend.task),
+        adapter_of_installed(),
         check_logits=options.check_logits,
         num_engines_on_host=num_engines_on_host,
     )
@@ -90,38 +97,49 @@ def start_inner(
 
 
 def _start_engine(
-    model_dir: Path, args: Mapping[str, Any], *, check_logits: bool, num_engines_on_host: int
-) -> "VllmEngine":
+    model: str,
+    args: Mapping[str, Any],
+    adapter: Adapter,
+    *,
+    check_logits: bool,
+    num_engines_on_host: int,
+) -> VllmEngine | VllmRanks:
     """Start an engine with options of vLLM's `EngineArgs`."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor import Executor
-
-    from raybatch.backends.vllm.engine import VllmEngine
-
+    vllm = adapter.load("engine")
     with _refusing():
-        args = _with_configs(args, EngineArgs)
-    if current_platform.is_cpu():
-        args = _on_cpu(args, num_engines_on_host)
-        if args.get("enable_lora"):
-            from raybatch.backends.vllm.patches import leave_bare_rows_alone
-
-            leave_bare_rows_alone()
+        args = _with_configs(args, vllm.EngineArgs)
+    if vllm.current_platform.is_cpu():
+        args = _on_cpu(args, adapter, num_engines_on_host)
     with _refusing():
-        made = EngineArgs(model=str(model_dir), **args)
-        config = made.create_engine_config(UsageContext.LLM_CLASS)
-    engine = LLMEngine(
-        vllm_config=config,
-        executor_class=Executor.get_class(config),
-        log_stats=not args["disable_log_stats"],
-        usage_context=UsageContext.LLM_CLASS,
-        multiprocess_mode=False,
-    )
+        made = vllm.EngineArgs(model=model, **args)
+        config = made.create_engine_config(vllm.UsageContext.LLM_CLASS)
+    parts = {
+        "vllm_config": config,
+        "executor_class": vllm.Executor.get_class(config),
+        "log_stats": not args["disable_log_stats"],
+        "usage_context": vllm.UsageContext.LLM_CLASS,
+    }
     is_pooling = config.model_config.runner_type == "pooling"
+    check_logits = check_logits and not is_pooling
+    if config.parallel_config.data_parallel_size == 1:
+        engine = vllm.LLMEngine(**parts, multiprocess_mode=False)
+        return _or_closed(VllmEngine, engine, adapter, check_logits=check_logits)
+    if not config.model_config.is_moe:
+        raise ConfigError(DENSE_RANKS)
+    engine = vllm.AsyncLLM(**parts)
+    return _or_closed(VllmRanks, engine, adapter, check_logits=check_logits)
+
+
+def _or_closed(
+    kind: type[_Kind],
+    engine: Any,  # noqa: ANN401 - vLLM's
+    adapter: Adapter,
+    *,
+    check_logits: bool,
+) -> _Kind:
+    """Return an engine of vLLM as one of ours, or end it with the error that it meets."""
     try:
-        return VllmEngine(engine, check_logits=check_logits and not is_pooling)
+        return kind(engine, adapter, check_logits=check_logits)
     except BaseException:
         engine.engine_core.shutdown()
         raise
@@ -153,18 +171,35 @@ def _with_configs(args: Mapping[str, Any], known: Any) -> dict[str, Any]:  # noq
     return made
 
 
-def _on_cpu(args: dict[str, Any], num_engines_on_host: int) -> dict[str, Any]:
-    """Fill in what vLLM chooses for a host of its own, or for one that stays up for days."""
+def _on_cpu(args: dict[str, Any], adapter: Adapter, num_engines_on_host: int) -> dict[str, Any]:
+    """Fill in what vLLM chooses for a host of its own, or for one that stays up for days.
+
+    ConfigError for what its kernels for CPUs would end with the process at, or later on.
+    """
+    vllm = adapter.load("cpu")
+    if args.get("enable_expert_parallel"):
+        raise ConfigError(
+            "engine_kwargs.enable_expert_parallel: the kernels of vLLM for CPUs have no expert "
+            "parallelism; leave it out"
+        )
+    # what ranks exchange before and after their experts; without, the first step fails
+    if args.get("data_parallel_size", 1) > 1 and "all_gatherv" not in vars(vllm.CpuCommunicator):
+        raise ConfigError(
+            "engine_kwargs.data_parallel_size: vLLM has no data parallelism on CPUs; take "
+            "pool.replicas, each of which is an engine"
+        )
+    if args.get("enable_lora"):
+        leave_bare_rows_alone(adapter.load("cpu_lora"))
     args.setdefault("enforce_eager", True)
     args.setdefault("block_size", _CPU_BLOCK_SIZE)
     if args.get("dtype", "auto") == "auto":
         args["dtype"] = "float32"
     has_size = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(args)
     if not has_size and not environment().get("VLLM_CPU_KVCACHE_SPACE"):
-        from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
-
         # the memory node to which vLLM will hold its cache
-        node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+        node = vllm.get_memory_node_info(vllm.get_allowed_cpu_list()[0].numa_node)
         free = min(free_memory_bytes(torch.device("cpu")), int(node.available_memory))
-        args["kv_cache_memory_bytes"] = int(_CPU_KV_FRACTION * free / num_engines_on_host)
+        # each rank has as much
+        num_caches = num_engines_on_host * devices_of(args)
+        args["kv_cache_memory_bytes"] = int(_CPU_KV_FRACTION * free / num_caches)
     return args

@@ -1,0 +1,217 @@
+"""The half of vLLM's engine that is always in this process: tokens in, answers out.
+
+It is the same whether the scheduler is here or in processes of its own. Requests have a key, a
+text; vLLM has an id of its own for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raybatch.backends.base import ScoreForm
+from raybatch.backends.vllm.adapter import Adapter
+from raybatch.backends.vllm.lora import VllmAdapters
+from raybatch.backends.vllm.parsing import OutputParser
+from raybatch.backends.vllm.requests import Answer, Progress, pooling_task
+from raybatch.errors import ConfigError, error_text
+from raybatch.records.payload import IMAGES, LORA
+from raybatch.records.types import Capacity, Task, TokenLogprobs
+from raybatch.text.tokenizer import Tokenizer
+
+
+class Made(NamedTuple):
+    """A request in vLLM's own types."""
+
+    prompt: Any
+    params: Any
+    adapter: Any  # None for none
+
+
+class Frontend:
+    """What is made for an engine of vLLM, and of what it gives back; `load` gives it an adapter."""
+
+    def __init__(self, engine: Any, adapter: Adapter, load: Callable[[Any], object]) -> None:  # noqa: ANN401 - of vLLM
+        adapter.check(engine, adapter.read, "its engine")
+        self._engine = engine
+        self._adapter = adapter
+        self._vllm = adapter.load("engine")
+        self._adapters = VllmAdapters(self._vllm.LoRARequest, load)
+        self._pooling_task: str | None = None
+        # keys of requests whose logits are not numbers
+        self.not_finite: set[str] = set()
+        # what vLLM raises where it does not take one request
+        self.refusals = (
+            self._vllm.VLLMClientError,
+            self._vllm.MultiModalCacheMissError,
+            ValueError,
+            NotImplementedError,
+        )
+        # that of a request whose images vLLM takes for sent, and its core has not
+        self.images_gone = self._vllm.MultiModalCacheMissError
+
+    def pool_for(self, task: Task, form: ScoreForm, supported: Sequence[str]) -> None:
+        """Make requests of a pooling task from here on, or raise ConfigError."""
+        config = self._engine.vllm_config.model_config
+        self._pooling_task = pooling_task(
+            task,
+            [name for name in supported if name in self._vllm.POOLING_TASKS],
+            form=form,
+            num_labels=int(getattr(config.hf_config, "num_labels", 0)),
+        )
+        if task == "score" and form != "apart" and config.use_sep_token != (form == "pair"):
+            raise ConfigError(
+                "the config of the model does not say whether query and document are told apart; "
+                f"set engine_kwargs.hf_overrides to {{'use_sep_token': {config.use_sep_token}}}"
+            )
+
+    def capacity(self) -> Capacity:
+        """Return what the engine can hold, all its data-parallel ranks together."""
+        config = self._engine.vllm_config
+        cache, scheduler = config.cache_config, config.scheduler_config
+        num_ranks = config.parallel_config.data_parallel_size
+        return Capacity(
+            # of which vLLM has the sum
+            kv_tokens=cache.num_gpu_blocks * cache.block_size,
+            max_model_len=config.model_config.max_model_len,
+            max_num_seqs=num_ranks * scheduler.max_num_seqs,
+            block_size=cache.block_size,
+            max_batched_tokens=num_ranks * scheduler.max_num_batched_tokens,
+        )
+
+    def vocab_size(self) -> int:
+        """Return the number of token ids that the model knows."""
+        return int(self._engine.vllm_config.model_config.get_vocab_size())
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Return the model's end tokens."""
+        eos = self._engine.input_processor.generation_config_fields.get("eos_token_id")
+        listed = eos if isinstance(eos, list) else [eos]
+        token_ids = {*listed, self._engine.renderer.get_eos_token_id()}
+        return frozenset(token_id for token_id in token_ids if token_id is not None)
+
+    def output_parser(self, **names: str | None) -> OutputParser:
+        """Return what takes reasoning and calls of tools out of answers, see `OutputParser`."""
+        config = self._engine.vllm_config.model_config
+        decoder = Tokenizer.load(config.model)
+        tokenizer = self._engine.renderer.get_tokenizer()
+        return OutputParser(decoder, tokenizer, config, self._adapter, **names)
+
+    def make(self, token_ids: list[int], options: Mapping[str, Any]) -> Made:
+        """Return a request, or raise one of `refusals` or RequestRefused.
+
+        The tokens are not empty, and known to the model. The options are of `SamplingParams`, or of
+        `PoolingParams` where the engine pools; under `IMAGES` files of images, for the places that
+        the prompt has for them.
+        """
+        # first what may be refused: images count as sent once the prompt is made
+        own = {n: value for n, value in options.items() if n not in (LORA, IMAGES)}
+        if self._pooling_task is not None:
+            params = self._vllm.PoolingParams(task=self._pooling_task, **own)
+        else:
+            if (constraint := own.get("structured_outputs")) is not None:
+                own["structured_outputs"] = self._vllm.StructuredOutputsParams(**constraint)
+            params = self._vllm.SamplingParams(
+                **own,
+                detokenize=bool(own.get("stop")),
+                output_kind=self._vllm.RequestOutputKind.FINAL_ONLY,
+                # nobody else has this object
+                skip_clone=True,
+            )
+        adapter = self._adapters.find(options.get(LORA))
+        return Made(self.prompt_of(token_ids, options.get(IMAGES, ())), params, adapter)
+
+    def prompt_of(self, token_ids: list[int], images: Sequence[bytes]) -> Any:  # noqa: ANN401
+        """Return a prompt; images are read as vLLM's server reads data: URLs, or ValueError.
+
+        The tokens have one mark in the place of each image. From here on vLLM takes the images for
+        sent, also where the request is refused afterwards: see `forget_images`.
+        """
+        if not images:
+            return self._vllm.tokens_input(token_ids)
+        if not self._engine.vllm_config.model_config.is_multimodal_model:
+            raise ValueError("the model reads text alone, and the row has images")
+        reader = self._vllm.ImageMediaIO()
+        try:
+            data = {"image": [reader.load_bytes(image) for image in images]}
+            prompt = {"prompt_token_ids": token_ids, "multi_modal_data": data}
+            return self._engine.renderer.render_cmpl([prompt])[0]
+        except Exception as error:  # processors raise whatever they meet in a file
+            raise ValueError(f"the images cannot be read: {error_text(error)}") from error
+
+    def forget_images(self, missing: Any) -> None:  # noqa: ANN401
+        """Have vLLM send images anew that its core has not, in prompts made after this call."""
+        cache = self._engine.renderer.mm_processor_cache
+        for name in missing.mm_hashes:
+            cache.invalidate(name)
+
+    def has(self, inner_id: str) -> bool:
+        """Return whether vLLM still has the request with an id of its own."""
+        return inner_id in self._engine.output_processor.request_states
+
+    def progress(self, inner_id: str) -> Progress:
+        """Return what the request with an id of vLLM has so far."""
+        state = self._engine.output_processor.request_states[inner_id]
+        if state.detokenizer is None:
+            return Progress(num_cached_tokens=state.num_cached_tokens)
+        return Progress(
+            np.array(state.detokenizer.output_token_ids, np.int32),
+            state.num_cached_tokens,
+            _logprobs(state.logprobs_processor.logprobs),
+        )
+
+    def num_tokens(self, inner_id: str) -> int:
+        """Return how many tokens the request with an id of vLLM has so far."""
+        detokenizer = self._engine.output_processor.request_states[inner_id].detokenizer
+        return 0 if detokenizer is None else int(detokenizer.num_output_tokens())
+
+    def check_request(self, inner_id: str) -> None:
+        """Raise ConfigError where what vLLM has of a request is not as it is read here."""
+        state = self._engine.output_processor.request_states[inner_id]
+        paths = self._adapter.read_of_output
+        if state.detokenizer is None:
+            paths = " ".join(p for p in paths.split() if not p.startswith("detokenizer."))
+        self._adapter.check(state, paths, "its record of an output")
+
+    def note_not_finite(self, outputs: Any) -> None:  # noqa: ANN401
+        """Note the requests for which the model gave NaN, which vLLM counts and does not report."""
+        states = self._engine.output_processor.request_states
+        for output in outputs.outputs:
+            if output.num_nans_in_logits and output.request_id in states:
+                self.not_finite.add(states[output.request_id].external_req_id)
+
+    def answer(self, output: Any) -> Answer:  # noqa: ANN401
+        """Return what vLLM gives back of a request that has ended."""
+        if isinstance(output, self._vllm.PoolingRequestOutput):
+            return _pooled(output)
+        sample = output.outputs[0]
+        tokens = np.array(sample.token_ids, np.int32)
+        return Answer(
+            output.request_id,
+            Progress(tokens, output.num_cached_tokens or 0, _logprobs(sample.logprobs)),
+            sample.finish_reason,
+            sample.stop_reason,
+            is_finite=output.request_id not in self.not_finite,
+            num_prompt_tokens=len(output.prompt_token_ids),
+        )
+
+
+def _logprobs(positions: Sequence[Mapping[int, Any]] | None) -> tuple[TokenLogprobs, ...]:
+    """Return ids and values of each position, the sampled token first, as vLLM orders them."""
+    return tuple(
+        (
+            np.fromiter(position, np.int32, len(position)),
+            np.array([each.logprob for each in position.values()], np.float32),
+        )
+        for position in positions or ()
+    )
+
+
+def _pooled(output: Any) -> Answer:  # noqa: ANN401
+    vector = output.outputs.data.detach().float().cpu().numpy()
+    progress = Progress(num_cached_tokens=output.num_cached_tokens or 0)
+    reason = "stop" if output.error is None and vector.size else "error"
+    is_finite = bool(np.isfinite(vector).all())
+    return Answer(output.request_id, progress, reason, None, is_finite, vector)

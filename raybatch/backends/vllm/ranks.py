@@ -1,0 +1,239 @@
+"""vLLM's engine with data-parallel ranks: each has its scheduler in a process of its own.
+
+The ranks of a mixture of experts compute in step, and share its experts. Rows of one prefix go to
+one rank, whose cache has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from raybatch.backends.base import ScoreForm
+from raybatch.backends.vllm.adapter import Adapter
+from raybatch.backends.vllm.frontend import Frontend
+from raybatch.backends.vllm.guard import Guard
+from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
+from raybatch.records.types import NO_TOKENS, Task, TokenIds
+
+_T = TypeVar("_T")
+# after which `step` returns though nothing has ended: rows may come and go in between
+_STEP_S = 0.02
+# requests that a rank may have beyond the one with the fewest, as a share of what it can run
+_AHEAD_FRACTION = 1 / 8
+
+
+class RankRouter:
+    """Chooses ranks for prompts: the one whose last prompt begins alike, if it is not ahead."""
+
+    def __init__(self, num_ranks: int, *, max_ahead: int, block_size: int) -> None:
+        self._last: list[TokenIds] = [NO_TOKENS] * num_ranks
+        self._num_open = [0] * num_ranks
+        self._max_ahead = max_ahead
+        self._block_size = block_size
+
+    def choose(self, prompt: TokenIds) -> int:
+        """Return the rank of one more request."""
+        limit = min(self._num_open) + self._max_ahead
+        ranks = [rank for rank, number in enumerate(self._num_open) if number <= limit]
+        rank = max(ranks, key=lambda r: (self._shared_blocks(r, prompt), -self._num_open[r]))
+        self._last[rank] = prompt
+        self._num_open[rank] += 1
+        return rank
+
+    def end(self, rank: int) -> None:
+        """Note that a request of a rank is no more."""
+        self._num_open[rank] -= 1
+
+    def _shared_blocks(self, rank: int, prompt: TokenIds) -> int:
+        length = min(len(prompt), len(self._last[rank]))
+        differs = np.flatnonzero(prompt[:length] != self._last[rank][:length])
+        return int(differs[0] if len(differs) else length) // self._block_size
+
+
+class _Sent(NamedTuple):
+    inner_id: str
+    rank: int
+    outputs: asyncio.Task[None]  # waits for the end
+
+
+class VllmRanks:
+    """An `AsyncLLM` with several engine cores; owned by one thread.
+
+    Its event loop runs inside the methods of this object alone. How often requests lose their room
+    nobody tells here. `check_logits` is that of `VllmEngine`.
+    """
+
+    def __init__(
+        self,
+        engine: Any,  # noqa: ANN401 - `AsyncLLM`
+        adapter: Adapter,
+        *,
+        check_logits: bool,
+    ) -> None:
+        adapter.check(engine, adapter.read_of_ranks, "its engine")
+        self._guard = Guard()
+        self._engine = engine
+        self._client = engine.engine_core
+        self._loop = asyncio.new_event_loop()
+        self._frontend = Frontend(engine, adapter, lambda lora: self._run(engine.add_lora(lora)))
+        self.capacity = self._frontend.capacity
+        self.vocab_size = self._frontend.vocab_size
+        self.eos_token_ids = self._frontend.eos_token_ids
+        self.output_parser = self._frontend.output_parser
+        capacity, config = self.capacity(), engine.vllm_config
+        self._router = RankRouter(
+            config.parallel_config.data_parallel_size,
+            max_ahead=int(config.scheduler_config.max_num_seqs * _AHEAD_FRACTION),
+            block_size=capacity.block_size,
+        )
+        self._requests: dict[str, _Sent] = {}
+        self._is_checked = False
+        self._ended: dict[str, Answer] = {}
+        self._failure: BaseException | None = None
+        self._news = asyncio.Event()
+        if check_logits:
+            self._watch_logits()
+
+    def pool_for(self, task: Task, form: ScoreForm) -> None:
+        """Take requests of a pooling task from here on, or raise ConfigError."""
+        self._frontend.pool_for(task, form, self._run(self._engine.get_supported_tasks()))
+
+    def add(self, key: str, prompt_token_ids: list[int], params: Mapping[str, Any]) -> None:
+        """Queue a request at one of the ranks; raise RequestRefused where vLLM does not take it.
+
+        Tokens and options are those of `Frontend.make`.
+        """
+        try:
+            made = self._frontend.make(prompt_token_ids, params)
+        except self._frontend.refusals as error:
+            raise RequestRefused(str(error)) from error
+        rank = self._router.choose(np.array(prompt_token_ids, np.int32))
+        try:
+            outputs = self._run(
+                self._engine.add_request(
+                    key,
+                    made.prompt,
+                    made.params,
+                    lora_request=made.adapter,
+                    data_parallel_rank=rank,
+                )
+            )
+        except self._frontend.refusals as error:
+            self._router.end(rank)
+            raise RequestRefused(str(error)) from error
+        waiting = self._loop.create_task(self._wait_for(key, outputs))
+        self._requests[key] = _Sent(outputs.request_id, rank, waiting)
+        if not self._is_checked:
+            self._frontend.check_request(outputs.request_id)
+            self._is_checked = True
+
+    def step(self) -> list[Answer]:
+        """Return the requests that have ended, after a moment also where there are none.
+
+        The engine is not usable after whatever vLLM raises.
+        """
+        self._run(self._wait_for_news())
+        if self._failure is not None:
+            raise self._failure
+        ended, self._ended = self._ended, {}
+        for key in ended:
+            self._router.end(self._requests.pop(key).rank)
+        bad = [key for key in self._frontend.not_finite if key in self._requests]
+        answers = [Answer(k, p, "error", None, is_finite=False) for k, p in self.take(bad).items()]
+        # those that have just ended are told by the next step
+        self._frontend.not_finite.intersection_update(self._requests)
+        return [*ended.values(), *answers]
+
+    def take(self, keys: Sequence[str]) -> dict[str, Progress]:
+        """Take requests out, free what they hold, and return what each has."""
+        taken = {key: self.progress(key) for key in keys}
+        sent = [self._requests.pop(key) for key in keys]
+        for each in sent:
+            each.outputs.cancel()
+            self._router.end(each.rank)
+        for key in keys:
+            self._ended.pop(key, None)
+        if sent:
+            self._run(self._engine.abort([each.inner_id for each in sent], internal=True))
+        return taken
+
+    def progress(self, key: str) -> Progress:
+        """Return what a request has so far."""
+        if self._has_output(key):
+            return self._ended[key].progress
+        return self._frontend.progress(self._requests[key].inner_id)
+
+    def num_tokens(self, key: str) -> int:
+        """Return how many tokens a request has so far."""
+        if self._has_output(key):
+            return len(self._ended[key].progress.token_ids)
+        return self._frontend.num_tokens(self._requests[key].inner_id)
+
+    def has_started(self, key: str) -> bool:
+        """Return whether a request has tokens; what its prompt has come to nobody tells here."""
+        return self._has_output(key) or self.num_tokens(key) > 0
+
+    def num_running(self) -> int:
+        """Return the requests that have tokens."""
+        return sum(map(self.has_started, self._requests))
+
+    def num_preemptions(self) -> int:
+        return 0
+
+    def kv_used_fraction(self) -> float:
+        """Return the share of the KV cache that running requests hold, as of the last report."""
+        return float(np.mean([used for _, _, used in self._client.lb_engines]))
+
+    def reset(self) -> None:
+        """Drop all requests and forget the prefixes that are cached."""
+        self.take(list(self._requests))
+        self._run(self._engine.reset_prefix_cache())
+
+    def close(self) -> None:
+        """End the engine with the processes that it has started."""
+        self._guard.close()
+        self._engine.shutdown()
+        if tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            self._run(asyncio.wait(tasks))
+        self._loop.close()
+
+    def _has_output(self, key: str) -> bool:
+        """Return whether a request has ended, and `step` has not told it yet."""
+        while key not in self._ended and not self._frontend.has(self._requests[key].inner_id):
+            # its output is on the way
+            self._run(asyncio.sleep(0))
+            if self._failure is not None:
+                raise self._failure
+        return key in self._ended
+
+    def _run(self, work: Coroutine[Any, Any, _T] | asyncio.Future[_T]) -> _T:
+        return self._loop.run_until_complete(work)
+
+    async def _wait_for_news(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), _STEP_S)
+        self._news.clear()
+
+    async def _wait_for(self, key: str, outputs: Any) -> None:  # noqa: ANN401 - vLLM's collector
+        try:
+            self._ended[key] = self._frontend.answer(await outputs.get())
+        except Exception as error:  # whatever ends a rank ends the engine
+            self._failure = error
+        self._news.set()
+
+    def _watch_logits(self) -> None:
+        get_output = self._client.get_output_async
+
+        async def watched() -> Any:  # noqa: ANN401 - vLLM's own type
+            outputs = await get_output()
+            self._frontend.note_not_finite(outputs)
+            return outputs
+
+        self._client.get_output_async = watched

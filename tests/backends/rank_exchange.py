@@ -1,0 +1,74 @@
+"""What two ranks of vLLM on a CPU lack, and what a process with such ranks tells a test."""
+
+import time
+
+import psutil
+import torch
+
+from raybatch.backends.registry import create_backend
+from raybatch.config import BackendConfig, EngineConfig
+
+
+def all_gatherv(self, input_, dim=0, sizes=None):
+    """Gather tensors whose first dimensions differ between ranks."""
+    if isinstance(input_, (list, tuple)):
+        return [all_gatherv(self, each, dim, sizes) for each in input_]
+    padded = torch.zeros((max(sizes), *input_.shape[1:]), dtype=input_.dtype)
+    padded[: len(input_)] = input_
+    parts = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(parts, padded, group=self.device_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def reduce_scatterv(self, input_, dim=0, sizes=None):
+    """Add tensors of all ranks, and keep the rows of this one."""
+    total = input_.clone()
+    torch.distributed.all_reduce(total, group=self.device_group)
+    return total.split(sizes)[self.rank_in_group].contiguous()
+
+
+def tell(folder):
+    """Run two ranks until one of them dies, and return what became of their rows."""
+    from tests.backends.test_vllm_ranks import ENGINE, GROUPS, request, rows, run
+
+    config = BackendConfig(kind="vllm", options={"engine_kwargs": {"data_parallel_size": 2}})
+    backend = create_backend(folder, config, EngineConfig(**ENGINE))
+    capacity = backend.capacity()
+    told = {"max_num_seqs": capacity.max_num_seqs, "kv_tokens": capacity.kv_tokens}
+
+    backend.submit(rows())
+    ended = {c.request_id: c for c in backend.poll()}
+    # the keys of samples count from 1
+    sent = {int(key) - 1: each.rank for key, each in backend._engine._requests.items()}
+    told["ranks"] = [sent.get(i) for i in range(4 * len(GROUPS))]
+    ended |= run(backend)
+    told["tokens"] = {i: c.token_ids.tolist() for i, c in ended.items()}
+    told["cached"] = [ended[i].num_cached_tokens for i in sorted(ended)]
+
+    backend.submit(rows()[:1])
+    while not backend.begun(3):
+        backend.poll()
+    backend.restore(backend.export([0]))
+    told["moved"] = run(backend)[0].token_ids.tolist()
+
+    backend.submit([request(50, GROUPS[0], logprobs=21)])
+    told["refused"] = run(backend)[50].error
+
+    backend.submit([request(60, GROUPS[0], max_tokens=300)])
+    backend.poll()
+    processes = [p for p in psutil.Process().children(recursive=True) if "VLLM" in p.name()]
+    told["processes"] = [p.pid for p in processes]
+    next(p for p in processes if "DP1" in p.name()).kill()
+    told["after_a_death"] = _failure(backend)
+    return told
+
+
+def _failure(backend):
+    """Return the name of what polling raises within half a minute, "" for nothing."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            backend.poll()
+        except Exception as error:
+            return type(error).__name__
+    return ""
