@@ -18,11 +18,13 @@ from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_steal
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import IdlePoolReclaimer, Member, ReplicaSet, has_reserved
 from raybatch.actors.replicas.site import Site
+from raybatch.actors.replicas.stuck import StuckWatch
 from raybatch.actors.wire.records import (
     Answer,
     Assignment,
     PoolSpec,
     PoolState,
+    Pulse,
     Requests,
     Room,
     Span,
@@ -65,6 +67,7 @@ class Coordinator:
         self._ticking: asyncio.Task[None] | None = None
         self._stealing: asyncio.Task[None] | None = None
         self._reclaimer = IdlePoolReclaimer(spec.pool, plan)
+        self._stuck = StuckWatch(spec.pool)
         self._stale_reports: set[int] = set()
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
@@ -122,11 +125,16 @@ class Coordinator:
         return await future
 
     async def report(
-        self, replica_id: int, results: list[tuple[int, pa.RecordBatch]], stats: ReplicaStats
+        self,
+        replica_id: int,
+        results: list[tuple[int, pa.RecordBatch]],
+        stats: ReplicaStats,
+        pulse: Pulse,
     ) -> None:
         if (member := self._replicas.members.get(replica_id)) is None:
             return
         member.stats = stats
+        self._stuck.heard(replica_id, pulse)
         self._stale_reports.discard(replica_id)
         for batch_id, batch_results in results:
             num_rows = self._mailbox.take(replica_id, batch_id, batch_results)
@@ -175,6 +183,7 @@ class Coordinator:
             num_restarting=ledger.num_restarting(),
             num_given_up=ledger.num_retired(),
             num_restarts=ledger.num_restarts,
+            num_hung=ledger.num_hung,
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._replicas.busy_s(),
@@ -302,6 +311,7 @@ class Coordinator:
         if future is not None:
             _answer_pull(future, None)
         self._stale_reports.discard(member.replica_id)
+        self._stuck.forget(member.replica_id)
         if cause is None:
             self._queue.release(member.replica_id)
             return False
@@ -325,12 +335,24 @@ class Coordinator:
             self._mailbox.fail(0, f"the coordinator failed: {error_text(error)}")
 
     def _update_metrics(self) -> None:
-        self._metrics.update(self._mailbox.clients, self._replicas.ledger.num_restarts)
+        ledger = self._replicas.ledger
+        self._metrics.update(self._mailbox.clients, ledger.num_restarts, ledger.num_hung)
+
+    def _end_hung(self, elapsed_s: float) -> None:
+        """Kill replicas that hang; their ends are noticed where they are awaited, as of others."""
+        ready = [m.replica_id for m in self._replicas.members.values() if m.is_ready]
+        with_rows = [r for r in ready if self._queue.load(r).num_rows]
+        for replica_id, why in self._stuck.tick(elapsed_s, with_rows).items():
+            self._replicas.kill(replica_id, why)
 
     async def _tick(self) -> None:
         release_s = self._pool.idle_release_s
+        last = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)
+            # reports may wait for a loop that was busy, and so may the process
+            self._end_hung(min(2 * _TICK_S, time.monotonic() - last))
+            last = time.monotonic()
             for batch in self._mailbox.abandoned(self._pool.feeder_timeout_s):
                 # answered results stay for another feeder, which may never ask
                 if not batch.done.is_set():

@@ -13,7 +13,7 @@ from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
 from raybatch.actors.wire.begun import encode_begun, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
-from raybatch.actors.wire.records import Assignment, FailedStart, PoolSpec
+from raybatch.actors.wire.records import Assignment, FailedStart, PoolSpec, Pulse
 from raybatch.backends.base import Backend
 from raybatch.backends.registry import create_backend, type_of
 from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
@@ -61,6 +61,7 @@ class Replica:
         # batches that were dropped since the last pull, whose answer may still carry their rows
         self._dropped: set[int] = set()
         self._engine: EngineThread | None = None
+        self._is_fetching = False
 
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
         """Build the engine; return why it could not be built, if so."""
@@ -107,7 +108,9 @@ class Replica:
                 work = await coordinator.pull.remote(self._replica_id, room)
                 if work is None:
                     break
+                self._is_fetching = True
                 await self._admit(engine, coordinator, work)
+                self._is_fetching = False
         finally:
             for task in reports:
                 task.cancel()
@@ -190,7 +193,7 @@ class Replica:
             try:
                 await asyncio.wait_for(self._outbox.wait(), _HEARTBEAT_S)
             except TimeoutError:
-                if engine.is_idle():
+                if engine.is_idle() and not self._is_fetching:
                     continue
             self._outbox.clear()
             self._ran_dry.clear()
@@ -236,7 +239,15 @@ class Replica:
                 self._close_row(batch_id)
         stats = engine.stats
         self._metrics.update(stats)
-        await coordinator.report.remote(self._replica_id, results, stats)
+        pulse = self._pulse(engine, stats.num_steps)
+        await coordinator.report.remote(self._replica_id, results, stats, pulse)
+
+    def _pulse(self, engine: EngineThread, num_steps: int) -> Pulse:
+        if engine.is_idle():
+            return Pulse(num_steps, "fetching" if self._is_fetching else "nothing")
+        # an endpoint takes its time, and its backend has time limits of its own
+        is_endpoint = type_of(self._spec.backend).is_endpoint
+        return Pulse(num_steps, "endpoint" if is_endpoint else "steps")
 
     def _close_row(self, batch_id: int) -> None:
         if (batch := self._open.get(batch_id)) is None:

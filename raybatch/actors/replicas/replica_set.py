@@ -46,6 +46,7 @@ class StartLedger:
     num_replicas: int
     max_start_failures: int
     num_restarts: int = 0
+    num_hung: int = 0
     longest_start_s: float = 0.0
     ranks: list[_Rank] = field(default_factory=list)
 
@@ -151,6 +152,7 @@ class Member:
     num_finished_rows: int = 0
     stats: ReplicaStats = field(default_factory=ReplicaStats)
     cause: str = ""
+    is_killed: bool = False
     made_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -206,6 +208,15 @@ class ReplicaSet:
             await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
         self._is_stopping = False
+
+    def kill(self, replica_id: int, why: str) -> None:
+        """End a replica that hangs, whatever it does; it is replaced like one that died."""
+        member = self.members[replica_id]
+        if not member.is_killed:
+            member.is_killed = True
+            self.ledger.num_hung += 1
+            member.cause = why
+            member.started.end()
 
     def waits_s(self, now: float) -> float:
         """Return for how long a replica has been waiting for what Ray is to reserve; 0 for none."""
