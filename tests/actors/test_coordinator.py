@@ -13,7 +13,7 @@ from raybatch.actors.executors.ray_pools import RaySite, Reserved
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.wire.columns import encode_completions
-from raybatch.actors.wire.records import Room, Submission
+from raybatch.actors.wire.records import Place, Room, Submission
 from raybatch.records.types import Completion, ReplicaStats
 from tests.actors.pools import handle_of
 
@@ -56,7 +56,7 @@ class Bench:
             replica_id=replica_id,
             rank=0,
             started=Reserved({}, actor=FakeActor(error)),
-            pid=replica_id,
+            place=Place(replica_id),
         )
         member.is_ready = True
         self.coordinator._replicas.members[replica_id] = member

@@ -16,9 +16,10 @@ from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_steal
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.replica_set import IdlePoolReclaimer, Member, ReplicaSet, has_reserved
+from raybatch.actors.replicas.replica_set import Member, ReplicaSet
 from raybatch.actors.replicas.site import Site
 from raybatch.actors.replicas.stuck import StuckWatch
+from raybatch.actors.replicas.waiting import WaitForRay, has_reserved
 from raybatch.actors.wire.records import (
     Answer,
     Assignment,
@@ -66,7 +67,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._stealing: asyncio.Task[None] | None = None
-        self._reclaimer = IdlePoolReclaimer(spec.pool, plan)
+        self._waits = WaitForRay(spec.pool, plan)
         self._stuck = StuckWatch(spec.pool)
         self._stale_reports: set[int] = set()
         self._idle_since = time.monotonic()
@@ -334,6 +335,17 @@ class Coordinator:
         if error is not None:
             self._mailbox.fail(0, f"the coordinator failed: {error_text(error)}")
 
+    def _mind_waits(self, now: float) -> None:
+        num_waiting, waits_s = self._replicas.waiting(now)
+        if self._waits.is_due(waits_s, now):
+            self._spawn(self._site.make_room(self._waits.requested))
+        if message := self._waits.message(num_waiting, waits_s):
+            self._spawn(self._tell_wait(message))
+
+    async def _tell_wait(self, message: str) -> None:
+        hint = await self._site.shortage(self._plan, self._pool)
+        _logger.warning("%s", f"{message}; {hint}" if hint else message)
+
     def _update_metrics(self) -> None:
         ledger = self._replicas.ledger
         self._metrics.update(self._mailbox.clients, ledger.num_restarts, ledger.num_hung)
@@ -362,8 +374,8 @@ class Coordinator:
             self._update_metrics()
             now = time.monotonic()
             # a pool without rows needs no more engines than it has
-            if len(self._mailbox) and self._reclaimer.is_due(self._replicas.waits_s(now), now):
-                self._spawn(self._site.make_room(self._reclaimer.requested))
+            if len(self._mailbox):
+                self._mind_waits(now)
             if len(self._mailbox):
                 self._idle_since = now
             elif release_s is not None and now - self._idle_since > release_s:

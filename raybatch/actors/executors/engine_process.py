@@ -17,7 +17,7 @@ from raybatch.actors.executors.calls import CallHandle, Peer
 from raybatch.actors.executors.local_site import TableName
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.site import NoMetrics, use_threads
-from raybatch.actors.wire.records import PoolSpec, Requests
+from raybatch.actors.wire.records import Place, PoolSpec, Requests
 
 
 class _OwnProcess:
@@ -26,6 +26,9 @@ class _OwnProcess:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self.metrics = NoMetrics()
+
+    def place(self) -> Place:
+        return Place(os.getpid())
 
     settle = staticmethod(use_threads)
 

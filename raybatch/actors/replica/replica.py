@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import traceback
 from collections import defaultdict
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
 from raybatch.actors.wire.begun import encode_begun, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
-from raybatch.actors.wire.records import Assignment, FailedStart, PoolSpec, Pulse
+from raybatch.actors.wire.records import Assignment, FailedStart, Place, PoolSpec, Pulse
 from raybatch.backends.base import Backend
 from raybatch.backends.registry import create_backend, type_of
 from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
@@ -86,8 +85,8 @@ class Replica:
         _logger.info("replica %d is ready: %s", self._replica_id, capacity)
         return None
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def place(self) -> Place:
+        return self._site.place()
 
     async def run(self, coordinator: Handle) -> None:
         engine = self._engine

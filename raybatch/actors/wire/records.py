@@ -174,6 +174,14 @@ class FailedStart:
     trace: str = ""
 
 
+class Place(NamedTuple):
+    """Where a replica runs: its process, its host for the user and for Ray; "" without Ray."""
+
+    pid: int
+    host: str = ""
+    host_id: str = ""
+
+
 class Pulse(NamedTuple):
     """What one replica is busy with: "nothing", "fetching" its rows, "steps" or an "endpoint".
 
