@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import (
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import (
+    HOST_LABEL,
     KIND_LABEL,
     Placement,
     accelerators_in,
@@ -50,7 +51,6 @@ _MAX_CALLS = 10_000
 _MAX_REPLICA_CALLS = 64
 # Ray has tried once by then to create a group
 _TRIED_AFTER_S = 1.0
-_HOST_LABEL = "ray.io/node-id"
 
 _logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _labels(pool: PoolConfig, avoid: Collection[str]) -> dict[str, str]:
     if len(kinds) > 1:
         labels[KIND_LABEL] = f"in({','.join(kinds)})"
     if avoid:
-        labels[_HOST_LABEL] = f"!in({','.join(sorted(avoid))})"
+        labels[HOST_LABEL] = f"!in({','.join(sorted(avoid))})"
     return labels
 
 

@@ -26,8 +26,9 @@ from raybatch.errors import ConfigError
 # of a resource that marks a kind of host
 _SOME = 0.001
 _KIND = "accelerator_type:"
-# Ray's label for the same
+# labels that Ray gives its hosts: the same, and their ids
 KIND_LABEL = "ray.io/accelerator-type"
+HOST_LABEL = "ray.io/node-id"
 
 _logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
     elif type_of(spec.backend).is_endpoint:
         num_replicas = 1
     elif num_gpus:
-        num_replicas = max(1, sum(_num_fitting(num, num_gpus) for num in places))
+        num_replicas = max(1, sum(num_fitting(num, num_gpus) for num in places))
     else:
         num_replicas = max(1, cluster.cores_of_driver // spec.engine.num_threads)
     check_share(num_gpus, spec.backend, spec.engine)
@@ -176,7 +177,7 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
             "pipeline_parallel_size, or pool.num_gpus_per_replica"
         )
     if num_gpus:
-        room = [_num_fitting(num, num_gpus) for num in with_gpus]
+        room = [num_fitting(num, num_gpus) for num in with_gpus]
     else:
         room = [num_replicas for num in cluster.cpus_of_hosts if num]
     return Placement(
@@ -188,23 +189,24 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
     )
 
 
-def _num_fitting(num_gpus: float, per_engine: float) -> int:
+def num_fitting(num_gpus: float, per_engine: float) -> int:
     # several tenths make a whole
     return int(num_gpus / per_engine + 1e-6)
 
 
-def most_on_a_host(num_engines: int, room: Sequence[int]) -> int:
-    """Return the most engines on one host where they spread over hosts with so much room.
+def spread(num_engines: int, room: Sequence[int]) -> list[int]:
+    """Return the engines of each host where they spread evenly over hosts with so much room."""
+    engines = [0] * len(room)
+    for _ in range(min(num_engines, sum(room))):
+        free = (host for host in range(len(room)) if engines[host] < room[host])
+        engines[min(free, key=engines.__getitem__)] += 1
+    return engines
 
-    Those for which there is no room yet go to hosts to come, which may have any.
-    """
-    hosts, num_left = sorted(room), num_engines
-    for i, most in enumerate(hosts):
-        level = -(-num_left // (len(hosts) - i))
-        if level <= most:
-            return level
-        num_left -= most
-    return max(num_left, *hosts) if hosts else num_engines
+
+def most_on_a_host(num_engines: int, room: Sequence[int]) -> int:
+    """Return the most engines on one host; those without room go to hosts to come, maybe one."""
+    engines = spread(num_engines, room)
+    return max(num_engines - sum(engines), *engines, 0)
 
 
 def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[str]:
