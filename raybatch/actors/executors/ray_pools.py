@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
 from ray.actor import ActorHandle
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
