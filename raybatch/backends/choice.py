@@ -108,13 +108,13 @@ def gpus_of_replica(
     """
     if pool.num_gpus_per_replica is not None:
         return pool.num_gpus_per_replica
-    kind = pool.accelerator_type
+    kinds = pool.accelerator_types
     # a driver without vLLM says nothing of the engines' hosts, where it is rarely one for CPUs
     has_none_for_gpus = vllm is not None and vllm.device == "cpu"
     is_vllm_to_come = pool.replicas is not None and may_grow and not has_none_for_gpus
     asks_for_gpus = (
         has_gpus
-        or (kind is not None and not kind.startswith(_OTHER_ACCELERATORS))
+        or any(not kind.startswith(_OTHER_ACCELERATORS) for kind in kinds)
         or engine.device.startswith("cuda")
         or (type_of(backend).takes_vllm_options and is_vllm_to_come)
     )

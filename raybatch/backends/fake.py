@@ -7,6 +7,7 @@ of the pool. It can fail in every way in which an engine can.
 import itertools
 import json
 import os
+import threading
 import time
 import zlib
 from collections.abc import Collection, Mapping
@@ -55,6 +56,7 @@ class FakeOptions:
     lengths: Lengths = "max"  # always `max_tokens`; "hash" from 1 to `max_tokens`
     crashes: bool = False  # every prompt ends the process as soon as it runs
     crash_on: int | None = None  # such a prompt does
+    hang_on: int | None = None  # the step in which it starts does not end
     raise_on: int | None = None  # it makes `poll` raise, as a broken engine does
     error_on: int | None = None  # it becomes an error completion
     start_s: float = 0.0
@@ -265,6 +267,8 @@ class FakeBackend(IntakeBackend):
         prompt = request.prompt_token_ids
         if options.crashes or (options.crash_on is not None and options.crash_on in prompt):
             os._exit(1)
+        if options.hang_on is not None and options.hang_on in prompt:
+            threading.Event().wait()
         if options.raise_on is not None and options.raise_on in prompt:
             raise RuntimeError("the fake backend was told to break on this prompt")
         tokens, reason, stop_reason = fake_answer(
@@ -342,8 +346,9 @@ FAKE = BackendType(
     tasks=get_args(Task),
     check=lambda backend, _: _options(backend),
     num_gpus=lambda *_: 0,
-    may_end_process=lambda backend: (
-        bool(backend.options.get("crashes")) or backend.options.get("crash_on") is not None
+    may_end_process=lambda backend: any(
+        backend.options.get(name) not in (None, False)
+        for name in ("crashes", "crash_on", "hang_on")
     ),
     has_weights=False,
     has_adapters=True,

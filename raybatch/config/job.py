@@ -52,7 +52,12 @@ class PoolConfig:
     """Failed starts in a row after which a replica is given up (one, if the cause would not go
     away); the run fails when no replica is left."""
     start_timeout_s: Speed[NonNegativeFloat | None] = 1800.0
-    """A start that takes longer fails; waiting for resources counts. None waits for ever."""
+    """A start that takes longer fails; so does one that waits longer for resources while no other
+    engine works. None waits for ever."""
+    stuck_after_s: Speed[Annotated[float, Ge(2)] | None] = 300.0
+    """An engine that has rows and finishes no step for so long, or does not answer, is killed and
+    started again, as after a death; its first step may take as long as its start. None waits for
+    ever."""
     feeder_timeout_s: Speed[Annotated[float, Ge(0.1)]] = 120.0
     """Rows sent by a feeder (a Ray Data task of the stage) that was silent for this long are
     dropped."""
@@ -62,8 +67,9 @@ class PoolConfig:
     keep_tokens_every_s: Speed[Annotated[float, Ge(0.05)] | None] = 30.0
     """How often the tokens so far of long rows are copied out of their engine, so that another
     engine can continue them; None loses them with it."""
-    accelerator_type: Place[Annotated[str | None, Field(examples=["H100"])]] = None
-    """Engines run only on hosts with this accelerator, such as "H100"; None takes any."""
+    accelerator_type: Place[Annotated[str | Sequence[str] | None, Field(examples=["H100"])]] = None
+    """Engines run only on hosts with this accelerator, such as "H100", or with one of several, as
+    in ["H100", "L4"]; None takes any. Each engine sizes its KV by its own GPU."""
     resources: Place[Unchecked[Mapping[str, float]]] = field(default_factory=dict)
     """Custom resources of Ray that one replica reserves, by name."""
     runtime_env: Place[Mapping[str, Any]] = field(default_factory=dict)
@@ -76,8 +82,11 @@ class PoolConfig:
     """Placement strategy of `bundles`, as in Ray."""
 
     def __post_init__(self) -> None:
-        if self.accelerator_type == "":
-            raise ConfigError("pool.accelerator_type must be a name such as H100, got ''")
+        if self.accelerator_type is not None and not all(self.accelerator_types or ("",)):
+            raise ConfigError(
+                "pool.accelerator_type must be a name such as H100, or several, got "
+                f"{self.accelerator_type!r}"
+            )
         if not isinstance(self.resources, Mapping):
             raise ConfigError(f"pool.resources must be a mapping, got {self.resources!r:.200}")
         for name, amount in self.resources.items():
@@ -100,6 +109,12 @@ class PoolConfig:
                     f"pool.{name}={value!r} has no effect beside bundles, which say all that "
                     "Ray reserves for an engine; put it into a bundle, or leave it out"
                 )
+
+    @property
+    def accelerator_types(self) -> tuple[str, ...]:
+        """Return the kinds of accelerators on which engines may run; () for any."""
+        kinds = self.accelerator_type
+        return (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
 
 
 def check_bundles(bundles: object, *, where: str, is_zero_allowed: bool = False) -> None:

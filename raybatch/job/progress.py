@@ -230,6 +230,7 @@ def _cells(progress: Progress) -> list[tuple[str, str]]:
         ("waiting", str(sum(r.num_waiting for r in replicas))),
         ("replicas", states),
         ("restarts", str(stats.num_restarts)),
+        *([("hung", str(stats.num_hung))] if stats.num_hung else ()),
         *slowest,
     ]
 

@@ -340,6 +340,8 @@ class PoolStats(TokenCounts):
     """Replicas that failed to start too often."""
     num_restarts: int = 0
     """Of replicas, after a death."""
+    num_hung: int = 0
+    """Of these, replicas that were killed because they hung."""
     num_group_cuts: int = 0
     """Times that a replica got rows of a prefix group that was live at another."""
     cut_tokens: int = 0

@@ -32,8 +32,9 @@ Event = Mapping[str, Any]
 class Sample(TokenCounts):
     """The state of a run at the end of a stretch of time; tokens and rows count from its start.
 
-    So do cost, restarts of engines and preemptions; `kv` is the share of the caches that is in use,
-    `engines` rank, seconds at work and seconds ready of each engine in this stretch.
+    So do cost, restarts of engines, those of engines that hung, and preemptions; `kv` is the share
+    of the caches that is in use, `engines` rank, seconds at work and seconds ready of each engine
+    in this stretch.
     """
 
     end_s: float
@@ -45,6 +46,7 @@ class Sample(TokenCounts):
     kv: float = 0.0
     num_ready: int = 0
     restarts: int = 0
+    hung: int = 0
     preemptions: int = 0
     engines: tuple[tuple[int, float, float], ...] = ()
 

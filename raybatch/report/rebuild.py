@@ -182,6 +182,7 @@ def counted_report(
         total_s=history.total_s,
         replicas=max((s.num_ready for run in history.runs for s in run.samples), default=0),
         restarts=sum(run.last.restarts for run in history.runs),
+        hung=sum(run.last.hung for run in history.runs),
         executor=last.executor,
         versions=last.versions,
         output_files=_part_names(sink),

@@ -112,6 +112,7 @@ class RunReport(TokenCounts):
     total_s: float = 0.0
     replicas: int = 0
     restarts: int = 0
+    hung: int = 0
     executor: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     output_files: tuple[str, ...] = ()
@@ -278,8 +279,13 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
         ("time", seconds),
         *idle_facts(lanes_of(report.history)),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
-        ("replicas", f"{report.replicas}{where}, {_count(report.restarts, 'restart')}"),
+        ("replicas", f"{report.replicas}{where}, {_restarts(report)}"),
     ]
+
+
+def _restarts(report: RunReport) -> str:
+    hung = f", {report.hung} of an engine that hung" if report.hung else ""
+    return _count(report.restarts, "restart") + hung
 
 
 def _audit_section(report: RunReport) -> Section:

@@ -97,6 +97,7 @@ class Sampler:
             "kv": sum(r.kv_used_fraction for r in replicas) / max(1, len(replicas)),
             "num_ready": stats.num_ready,
             "restarts": max(0, stats.num_restarts - first.num_restarts),
+            "hung": max(0, stats.num_hung - first.num_hung),
             "preemptions": self._preemptions,
             "engines": [
                 [rank, self._busy[rank], ready_s] for rank, ready_s in sorted(self._ready.items())

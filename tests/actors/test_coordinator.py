@@ -13,7 +13,7 @@ from raybatch.actors.executors.ray_pools import RaySite, Reserved
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.wire.columns import encode_completions
-from raybatch.actors.wire.records import Room, Submission
+from raybatch.actors.wire.records import Place, Pulse, Room, Submission
 from raybatch.records.types import Completion, ReplicaStats
 from tests.actors.pools import handle_of
 
@@ -56,7 +56,7 @@ class Bench:
             replica_id=replica_id,
             rank=0,
             started=Reserved({}, actor=FakeActor(error)),
-            pid=replica_id,
+            place=Place(replica_id),
         )
         member.is_ready = True
         self.coordinator._replicas.members[replica_id] = member
@@ -81,7 +81,7 @@ class Bench:
         batch = self.add(1, table)
         await self.coordinator.pull(1, ROOM)
         results = encode_completions([0], [Completion(request_id=0)])
-        await self.coordinator.report(1, [(batch.batch_id, results)], ReplicaStats())
+        await self.coordinator.report(1, [(batch.batch_id, results)], ReplicaStats(), Pulse())
         self.mailbox.drop(batch)
 
     async def num_held(self):
@@ -160,7 +160,7 @@ def test_a_return_of_rows_that_fails_in_a_living_replica_fails_the_pool(error, h
         bench.join(2)
         bench.add(8)
         await bench.coordinator.pull(1, ROOM)
-        await bench.coordinator.report(1, [], ReplicaStats(num_waiting=4))
+        await bench.coordinator.report(1, [], ReplicaStats(num_waiting=4), Pulse())
         hungry = asyncio.create_task(bench.coordinator.pull(2, ROOM))
         assert await bench.num_held() == 8
         hungry.cancel()

@@ -3,7 +3,7 @@
 import pytest
 
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.replica_set import IdlePoolReclaimer, has_reserved
+from raybatch.actors.replicas.waiting import WaitForRay, has_reserved, shortage
 from raybatch.config import PoolConfig
 from tests.actors.pools import SAMPLING, generate, prompts_of, table_of
 
@@ -26,18 +26,44 @@ def test_engines_that_are_idle_end_for_others_that_wait(own):
 
 
 def test_room_is_sought_after_a_while_and_not_at_every_look():
-    seeker = IdlePoolReclaimer(PoolConfig(), PLAN)
+    seeker = WaitForRay(PoolConfig(), PLAN)
     looks = [seeker.is_due(waits_s=float(s), now_s=100.0 + s) for s in range(14)]
     assert [s for s, is_due in enumerate(looks) if is_due] == [6, 12]
 
 
-def test_a_long_wait_is_told_once_with_what_is_waited_for(caplog):
-    pool = PoolConfig(resources={"disk": 2}, accelerator_type="H100")
-    seeker = IdlePoolReclaimer(pool, PLAN)
-    for waits_s in (20.0, 31.0, 40.0):
-        seeker.is_due(waits_s, now_s=0.0)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.endswith("31 s for 3 CPUs and 0 GPUs, 2 disk, a host with H100 of the cluster")
+def test_a_long_wait_is_told_once_with_what_is_waited_for():
+    pool = PoolConfig(resources={"disk": 2}, accelerator_type=["H100", "L4"])
+    waits = WaitForRay(pool, PLAN)
+    said = [waits.message(2, waits_s) for waits_s in (20.0, 31.0, 40.0)]
+    asked = "3 CPUs and 0 GPUs, 2 disk, a host with H100 or L4"
+    assert said == ["", f"waiting for 2 engines: each asks for {asked} (31 s so far)", ""]
+
+
+ON_GPU = Placement(num_replicas=2, num_cpus=0, num_gpus=1, num_engines_on_host=1)
+IN_GROUP = Placement(
+    num_replicas=1, num_cpus=0, num_gpus=2, num_engines_on_host=1, bundles=({"GPU": 1}, {"GPU": 1})
+)
+L4 = {"CPU": 8, "GPU": 1, "accelerator_type:L4": 1}
+
+
+@pytest.mark.parametrize(
+    ("plan", "pool", "hosts", "infeasible", "expected"),
+    [
+        (ON_GPU, {}, [{"CPU": 8}, L4], [], ""),
+        (ON_GPU, {"accelerator_type": ["H100", "L4"]}, [L4], [], ""),
+        (ON_GPU, {"accelerator_type": "H100"}, [L4], [], "no host of the cluster could hold it"),
+        (ON_GPU, {"resources": {"disk": 1}}, [L4], [], "no host of the cluster could hold it"),
+        (ON_GPU, {}, [{"CPU": 8}], [{"GPU": 2.0}], "the autoscaler of the cluster has no kind"),
+        (ON_GPU, {}, [{"CPU": 8}], [{"CPU": 64.0}], "no host of the cluster could hold it"),
+        (IN_GROUP, {}, [L4], [], ""),
+        (IN_GROUP, {}, [{"CPU": 8}], [], "no host of the cluster could hold it"),
+    ],
+)
+def test_engines_that_no_host_could_hold_are_told_with_the_way_out(
+    plan, pool, hosts, infeasible, expected
+):
+    assert shortage(plan, PoolConfig(**pool), hosts, infeasible).startswith(expected)
+    assert bool(expected) == bool(shortage(plan, PoolConfig(**pool), hosts, infeasible))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ COUNTERS = {
     "raybatch_accepted_tokens_total",
     "raybatch_graph_steps_total",
     "raybatch_eager_steps_total",
+    "raybatch_replica_hung_total",
     "raybatch_replica_restarts_total",
     "raybatch_endpoint_retries_total",
     "raybatch_cost_total",
@@ -97,9 +98,9 @@ def test_rows_and_tokens_are_counted_once(registry):
     found = counters(rows_done=5, prompt_tokens=50, cached_tokens=20, generated_tokens=10)
     found.errors["InvalidPrompt"] = 2
     for _ in range(2):
-        pool.update({"s": found}, num_restarts=1)
+        pool.update({"s": found}, num_restarts=1, num_hung=0)
     found.rows_done = 7
-    pool.update({"s": found}, num_restarts=1)
+    pool.update({"s": found}, num_restarts=1, num_hung=0)
     assert registry.values == {
         ("raybatch_rows_total", "s", "ok"): 5,
         ("raybatch_rows_total", "s", "error"): 2,
@@ -112,9 +113,9 @@ def test_rows_and_tokens_are_counted_once(registry):
 
 def test_an_error_found_later_takes_nothing_back(registry):
     pool, found = PoolMetrics(registry), counters(rows_done=5)
-    pool.update({"s": found}, 0)
+    pool.update({"s": found}, 0, 0)
     found.errors["X"] = 1
-    pool.update({"s": found}, 0)
+    pool.update({"s": found}, 0, 0)
     assert 5 == registry.values["raybatch_rows_total", "s", "ok"]
 
 
@@ -212,7 +213,7 @@ def test_the_oldest_of_the_open_units_is_told():
 
 def test_ray_takes_what_is_counted():
     pool, engine, found = PoolMetrics(metrics), ReplicaMetrics(1, metrics), counters(rows_done=5)
-    pool.update({"s": found}, 1)
+    pool.update({"s": found}, 1, 0)
     pool.unit("written", 2.0)
     engine.update(ReplicaStats(num_preemptions=1))
 

@@ -6,6 +6,7 @@ from raybatch.actors.replicas.placement import (
     ClusterView,
     Placement,
     gpu_warnings,
+    most_on_a_host,
     plan_placement,
     requested_of_ray,
 )
@@ -230,3 +231,58 @@ def test_a_pool_that_waits_for_hosts_with_gpus_says_so():
     (said,) = warnings_of(CPUS, "vllm", replicas=2, accelerator_type="H100")
     assert "each engine asks for 0 CPUs and 1 GPUs, a host with H100" in said
     assert "engine.device='cpu'" in said
+
+
+# eight GPUs of one kind on a host, two of another on a second
+UNLIKE = ClusterView(
+    gpus_of_hosts=(8.0, 2.0, 0.0),
+    kinds_of_hosts=(frozenset({"H100"}), frozenset({"L4"}), frozenset()),
+    cpus_of_hosts=(8.0, 8.0, 8.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("pool", "expected"),
+    [
+        ({}, (10, 1, 8)),
+        ({"accelerator_type": "H100"}, (8, 1, 8)),
+        ({"accelerator_type": "L4"}, (2, 1, 2)),
+        ({"accelerator_type": ["H100", "L4"]}, (10, 1, 8)),
+        ({"accelerator_type": ["L4", "A100"]}, (2, 1, 2)),
+        ({"accelerator_type": "A100"}, (1, 1, 1)),
+        ({"replicas": 4}, (4, 1, 2)),
+        ({"num_gpus_per_replica": 3}, (2, 3, 2)),
+    ],
+    ids=str,
+)
+def test_engines_are_as_many_as_hosts_of_their_kinds_hold(pool, expected):
+    assert placement_of(UNLIKE, "native", pool) == expected
+
+
+def test_engines_that_share_gpus_are_as_many_as_these_hold():
+    pool = PoolConfig(num_gpus_per_replica=0.1)
+    engine = EngineConfig(kv_cache_bytes=1 << 30)
+    spec = PoolSpec(model="m", backend=BackendConfig(kind="native"), engine=engine, pool=pool)
+    assert plan_placement(spec, UNLIKE).num_replicas == 100
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "room", "expected"),
+    [(4, [4, 4], 2), (9, [8, 1], 8), (3, [], 3), (5, [1, 1], 3), (1, [8, 8], 1), (6, [2, 4], 4)],
+)
+def test_engines_spread_over_hosts_as_far_as_there_is_room(num_engines, room, expected):
+    assert most_on_a_host(num_engines, room) == expected
+
+
+def test_a_pool_of_several_kinds_says_which():
+    pool = PoolConfig(accelerator_type=["H100", "L4"])
+    plan = Placement(num_replicas=1, num_cpus=0, num_gpus=1, num_engines_on_host=1)
+    assert requested_of_ray(plan, pool) == "0 CPUs and 1 GPUs, a host with H100 or L4"
+    (said,) = warnings_of(CPUS, "vllm", accelerator_type=["H100", "L4"])
+    assert said.startswith("the cluster has no H100 or L4 now")
+
+
+@pytest.mark.parametrize("kinds", ["", [], ["H100", ""]])
+def test_kinds_without_a_name_are_refused(kinds):
+    with pytest.raises(ConfigError, match=r"pool\.accelerator_type must be a name such as H100"):
+        PoolConfig(accelerator_type=kinds)

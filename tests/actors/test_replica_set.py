@@ -25,7 +25,7 @@ def make_coordinator(*, has_ended=False):
             if not has_ended:
                 await asyncio.Event().wait()
 
-        async def report(self, replica_id, results, stats):
+        async def report(self, replica_id, results, stats, pulse):
             return None
 
     return Coordinator.remote()

@@ -26,6 +26,12 @@ def test_ray_is_told_where_engines_run_and_nothing_of_what_is_not_set():
     assert reserve(PLAN, PoolConfig(), name="x").options == asked
 
 
+def test_several_kinds_and_hosts_to_avoid_are_labels_of_the_host():
+    pool = PoolConfig(accelerator_type=["H100", "L4"])
+    labels = reserve(PLAN, pool, name="x", avoid={"b", "a"}).options["label_selector"]
+    assert labels == {"ray.io/accelerator-type": "in(H100,L4)", "ray.io/node-id": "!in(a,b)"}
+
+
 @pytest.mark.ray
 def test_ranks_get_the_bundles_and_the_actor_that_drives_them_nothing(ray_cluster):
     reserved = reserve(GROUPED, PoolConfig(strategy="SPREAD"), name="driven")

@@ -1,6 +1,7 @@
 """When a replica is started again, and when it is given up."""
 
-from raybatch.actors.replicas.replica_set import StartEvents, StartLedger
+from raybatch.actors.replicas.starts import HostLedger, StartEvents, StartLedger
+from raybatch.actors.wire.records import Place
 
 
 def ledger(num_replicas=1, max_start_failures=3):
@@ -78,3 +79,19 @@ def test_a_rank_that_is_given_up_is_told_when_it_is_asked_for_and_once():
         f"replica 2 is given up: RuntimeError: no\n{TRACE}",
     ]
     assert events.take() == []
+
+
+def test_a_host_where_a_rank_was_given_up_is_avoided_once_engines_run_elsewhere():
+    hosts, small, large = HostLedger(), Place(1, "a", "small"), Place(2, "b", "large")
+    hosts.failed(small)
+    assert hosts.to_avoid() == set()
+    hosts.good(large)
+    assert hosts.to_avoid() == {"small"}
+    # what one rank could not, another could
+    hosts.good(small)
+    assert hosts.to_avoid() == set()
+
+
+def test_a_message_about_a_rank_names_its_host():
+    events = StartEvents()
+    assert events.again(3, "why", where="host n (L4)").startswith("replica 3 on host n (L4) is ")

@@ -16,13 +16,16 @@ from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_steal
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.replica_set import IdlePoolReclaimer, Member, ReplicaSet, has_reserved
+from raybatch.actors.replicas.replica_set import Member, ReplicaSet
 from raybatch.actors.replicas.site import Site
+from raybatch.actors.replicas.stuck import StuckWatch
+from raybatch.actors.replicas.waiting import WaitForRay, has_reserved
 from raybatch.actors.wire.records import (
     Answer,
     Assignment,
     PoolSpec,
     PoolState,
+    Pulse,
     Requests,
     Room,
     Span,
@@ -65,7 +68,8 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._stealing: asyncio.Task[None] | None = None
-        self._reclaimer = IdlePoolReclaimer(spec.pool, plan)
+        self._waits = WaitForRay(spec.pool, plan)
+        self._stuck = StuckWatch(spec.pool)
         self._stale_reports: set[int] = set()
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
@@ -123,11 +127,16 @@ class Coordinator:
         return await future
 
     async def report(
-        self, replica_id: int, results: list[tuple[int, pa.RecordBatch]], stats: ReplicaStats
+        self,
+        replica_id: int,
+        results: list[tuple[int, pa.RecordBatch]],
+        stats: ReplicaStats,
+        pulse: Pulse,
     ) -> None:
         if (member := self._replicas.members.get(replica_id)) is None:
             return
         member.stats = stats
+        self._stuck.heard(replica_id, pulse)
         self._stale_reports.discard(replica_id)
         for batch_id, batch_results in results:
             num_rows = self._mailbox.take(replica_id, batch_id, batch_results)
@@ -178,6 +187,7 @@ class Coordinator:
             num_restarting=ledger.num_restarting(),
             num_given_up=ledger.num_retired(),
             num_restarts=ledger.num_restarts,
+            num_hung=ledger.num_hung,
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._replicas.busy_s(),
@@ -306,6 +316,7 @@ class Coordinator:
         if future is not None:
             _answer_pull(future, None)
         self._stale_reports.discard(member.replica_id)
+        self._stuck.forget(member.replica_id)
         if cause is None:
             self._queue.release(member.replica_id)
             return False
@@ -328,13 +339,36 @@ class Coordinator:
         if error is not None:
             self._mailbox.fail(0, f"the coordinator failed: {error_text(error)}")
 
+    def _mind_waits(self, now: float) -> None:
+        num_waiting, waits_s = self._replicas.waiting(now)
+        if self._waits.is_due(waits_s, now):
+            self._spawn(self._site.make_room(self._waits.requested))
+        if message := self._waits.message(num_waiting, waits_s):
+            self._spawn(self._tell_wait(message))
+
+    async def _tell_wait(self, message: str) -> None:
+        hint = await self._site.shortage(self._plan, self._pool)
+        _logger.warning("%s", f"{message}; {hint}" if hint else message)
+
     def _update_metrics(self) -> None:
-        self._metrics.update(self._mailbox.clients, self._replicas.ledger.num_restarts)
+        ledger = self._replicas.ledger
+        self._metrics.update(self._mailbox.clients, ledger.num_restarts, ledger.num_hung)
+
+    def _end_hung(self, elapsed_s: float) -> None:
+        """Kill replicas that hang; their ends are noticed where they are awaited, as of others."""
+        ready = [m.replica_id for m in self._replicas.members.values() if m.is_ready]
+        with_rows = [r for r in ready if self._queue.load(r).num_rows]
+        for replica_id, why in self._stuck.tick(elapsed_s, with_rows).items():
+            self._replicas.kill(replica_id, why)
 
     async def _tick(self) -> None:
         release_s, is_busy = self._pool.idle_release_s, False
+        last = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)
+            # reports may wait for a loop that was busy, and so may the process
+            self._end_hung(min(2 * _TICK_S, time.monotonic() - last))
+            last = time.monotonic()
             for batch in self._mailbox.abandoned(self._pool.feeder_timeout_s):
                 # answered results stay for another feeder, which may never ask
                 if not batch.done.is_set():
@@ -348,8 +382,8 @@ class Coordinator:
                 self._spawn(asyncio.to_thread(flush, "metrics"))
             now = time.monotonic()
             # a pool without rows needs no more engines than it has
-            if len(self._mailbox) and self._reclaimer.is_due(self._replicas.waits_s(now), now):
-                self._spawn(self._site.make_room(self._reclaimer.requested))
+            if len(self._mailbox):
+                self._mind_waits(now)
             if len(self._mailbox):
                 self._idle_since = now
             elif release_s is not None and now - self._idle_since > release_s:

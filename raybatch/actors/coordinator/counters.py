@@ -220,6 +220,8 @@ class PoolMetrics:
         }
         restarts = "raybatch_replica_restarts_total"
         self._restarts = _Rising(registry, restarts, "Engines started again after a death.")
+        hung = "raybatch_replica_hung_total"
+        self._hung = _Rising(registry, hung, "Of these, engines that hung.")
         self._units = registry.Counter(
             "raybatch_units_total", description="Units of commit.", tag_keys=("state",)
         )
@@ -230,7 +232,9 @@ class PoolMetrics:
             tag_keys=(),
         )
 
-    def update(self, clients: Mapping[str, ClientCounters], num_restarts: int) -> None:
+    def update(
+        self, clients: Mapping[str, ClientCounters], num_restarts: int, num_hung: int
+    ) -> None:
         for stage, counters in clients.items():
             failed = sum(counters.errors.values())
             self._rows.follow(counters.rows_done - failed, stage=stage, status="ok")
@@ -238,6 +242,7 @@ class PoolMetrics:
             for name, counter in self._tokens.items():
                 counter.follow(getattr(counters, name), stage=stage)
         self._restarts.follow(num_restarts)
+        self._hung.follow(num_hung)
 
     def unit(self, state: str, seconds: float | None) -> None:
         self._units.inc(1, tags={"state": state})

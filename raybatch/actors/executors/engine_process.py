@@ -17,7 +17,7 @@ from raybatch.actors.executors.calls import CallHandle, Peer
 from raybatch.actors.executors.local_site import TableName
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.site import use_threads
-from raybatch.actors.wire.records import PoolSpec, Requests
+from raybatch.actors.wire.records import Place, PoolSpec, Requests
 from raybatch.telemetry.metrics import metrics_of_process
 from raybatch.telemetry.providers import flush
 
@@ -28,6 +28,9 @@ class _OwnProcess:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self.metrics = metrics_of_process()
+
+    def place(self) -> Place:
+        return Place(os.getpid())
 
     settle = staticmethod(use_threads)
 

@@ -15,15 +15,16 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
 from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDiedError, PeerError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.site import Errors, Handle, Started
-from raybatch.actors.wire.records import PoolSpec, Requests
+from raybatch.actors.wire.records import Place, PoolSpec, Requests
 from raybatch.backends.registry import type_of
+from raybatch.config import PoolConfig
 from raybatch.errors import error_text
 from raybatch.telemetry.metrics import metrics_of_process
 
@@ -70,13 +71,24 @@ class LocalSite:
         kept = self._tables[number] = KeptTable(requests, number)
         return kept
 
-    def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Started:
+    def start(
+        self,
+        spec: PoolSpec,
+        plan: Placement,
+        rank: int,
+        replica_id: int,
+        *,
+        avoid: Collection[str] = (),
+    ) -> Started:
         if type_of(spec.backend).may_end_process(spec.backend):
             return _EngineProcess(spec, replica_id, self._find)
         return _EngineThread(spec, replica_id)
 
     async def make_room(self, wanted: str) -> None:
         """Do nothing: engines reserve nothing that others would wait for."""
+
+    async def shortage(self, plan: Placement, pool: PoolConfig) -> str:
+        return ""
 
     def _find(self, name: str) -> Any:  # noqa: ANN401 - a method
         return getattr(self if name == "fetch" else self.owner, name)
@@ -112,8 +124,8 @@ class _EngineProcess:
         end_group(self._process)
 
     async def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401 - of any method
-        if name == "pid":
-            return self._process.pid
+        if name == "place":
+            return Place(self._process.pid)
         try:
             if name == "start":
                 await self._peer.is_connected.wait()
@@ -149,6 +161,9 @@ class _EngineThread:
     @property
     def actor(self) -> Handle:
         return CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
+
+    def place(self) -> Place:
+        return Place(os.getpid())
 
     def settle(self, spec: PoolSpec) -> None:
         """Leave the process as it is: it is not the engine's own."""

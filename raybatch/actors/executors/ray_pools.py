@@ -6,16 +6,19 @@ Equal specs share a pool. It stays warm between executions of one driver, and di
 import asyncio
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
 from ray.actor import ActorHandle
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
 from ray.util import metrics
 from ray.util.placement_group import PlacementGroup
@@ -27,14 +30,18 @@ from ray.util.scheduling_strategies import (
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import (
+    HOST_LABEL,
+    KIND_LABEL,
     Placement,
+    accelerators_in,
     cluster_now,
     gpu_warnings,
     plan_placement,
     settled,
 )
 from raybatch.actors.replicas.site import Errors, Handle, use_threads
-from raybatch.actors.wire.records import PoolSpec, Requests, digest_of
+from raybatch.actors.replicas.waiting import shortage
+from raybatch.actors.wire.records import Place, PoolSpec, Requests, digest_of
 from raybatch.backends.choice import BackendChoice, VllmBuild, vllm_build
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError, last_line
@@ -92,15 +99,23 @@ class Reserved:
             self.release()
 
 
-def reserve(plan: Placement, pool: PoolConfig, *, name: str) -> Reserved:
+def reserve(
+    plan: Placement, pool: PoolConfig, *, name: str, avoid: Collection[str] = ()
+) -> Reserved:
     """Ask Ray for what one engine needs; returns before it is there.
 
     Ray keeps a group until its driver ends, also where the actor that asked for it has died. So it
     has the same `name` whenever the same place of a pool is filled again, and one of this name that
-    was left behind is released first.
+    was left behind is released first. Hosts to `avoid` are named by their ids.
     """
     options: dict[str, Any] = {"max_restarts": 0}
-    given = {"accelerator_type": pool.accelerator_type, "resources": dict(pool.resources)}
+    labels = _labels(pool, avoid)
+    kinds = pool.accelerator_types
+    given = {
+        "accelerator_type": kinds[0] if len(kinds) == 1 else None,
+        "resources": dict(pool.resources),
+        "label_selector": labels,
+    }
     if pool.runtime_env:
         options["runtime_env"] = dict(pool.runtime_env)
     if not plan.bundles:
@@ -109,7 +124,10 @@ def reserve(plan: Placement, pool: PoolConfig, *, name: str) -> Reserved:
     with suppress(ValueError):  # there is none
         ray.util.remove_placement_group(ray.util.get_placement_group(name))
     group = ray.util.placement_group(
-        [dict(bundle) for bundle in plan.bundles], strategy=pool.strategy, name=name
+        [dict(bundle) for bundle in plan.bundles],
+        strategy=pool.strategy,
+        name=name,
+        bundle_label_selector=[labels if "GPU" in bundle else {} for bundle in plan.bundles],
     )
     # the ranks take the bundles; the actor that drives them computes nothing
     inside = PlacementGroupSchedulingStrategy(
@@ -117,6 +135,16 @@ def reserve(plan: Placement, pool: PoolConfig, *, name: str) -> Reserved:
     )
     options |= {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": inside}
     return Reserved(options, group)
+
+
+def _labels(pool: PoolConfig, avoid: Collection[str]) -> dict[str, str]:
+    """Return what the labels of an engine's host must be; one kind is a resource of the host."""
+    kinds, labels = pool.accelerator_types, {}
+    if len(kinds) > 1:
+        labels[KIND_LABEL] = f"in({','.join(kinds)})"
+    if avoid:
+        labels[HOST_LABEL] = f"!in({','.join(sorted(avoid))})"
+    return labels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,9 +164,17 @@ class RaySite:
     def keep(self, requests: Requests) -> ray.ObjectRef:
         return ray.put(requests)
 
-    def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Reserved:
+    def start(
+        self,
+        spec: PoolSpec,
+        plan: Placement,
+        rank: int,
+        replica_id: int,
+        *,
+        avoid: Collection[str] = (),
+    ) -> Reserved:
         pool_name = ray.get_runtime_context().get_actor_name() or f"{_NAME_PREFIX}-{id(spec):x}"
-        reserved = reserve(plan, spec.pool, name=f"{pool_name}-{rank}")
+        reserved = reserve(plan, spec.pool, name=f"{pool_name}-{rank}", avoid=avoid)
         spread = {"scheduling_strategy": "SPREAD", "max_concurrency": _MAX_REPLICA_CALLS}
         return reserved.start(Replica, spec, replica_id, self, **spread)
 
@@ -149,6 +185,17 @@ class RaySite:
                 if await other.make_room.remote():
                     # below the level of a warning it would not reach the driver
                     _logger.warning(message, wanted)
+
+    async def shortage(self, plan: Placement, pool: PoolConfig) -> str:
+        nodes, infeasible = await asyncio.to_thread(lambda: (ray.nodes(), _infeasible()))
+        hosts = [node["Resources"] for node in nodes if node["Alive"]]
+        return shortage(plan, pool, hosts, infeasible)
+
+    def place(self) -> Place:
+        context = ray.get_runtime_context()
+        kind = context.get_node_labels().get(KIND_LABEL, "")
+        host = f"host {socket.gethostname()}" + (f" ({kind})" if kind else "")
+        return Place(pid=os.getpid(), host=host, host_id=context.get_node_id())
 
     settle = staticmethod(use_threads)
 
@@ -162,6 +209,14 @@ class RaySite:
 
     async def die(self) -> None:
         os._exit(1)
+
+
+def _infeasible() -> list[Mapping[str, float]]:
+    """Return the requests for which Ray's autoscaler, in its second version, knows no host."""
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    reply = GetClusterStatusReply.FromString(client.get_cluster_status())
+    requests = reply.autoscaling_state.infeasible_resource_requests
+    return [dict(request.resources_bundle) for request in requests]
 
 
 def _other_pools() -> list[ActorHandle]:
@@ -292,7 +347,7 @@ def _vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
 
 def host_of_engines(pool: PoolConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the id of a host with a GPU, of the kind that the pool asks for if there is one."""
-    wanted = f"accelerator_type:{pool.accelerator_type}"
+    wanted = frozenset(pool.accelerator_types)
     hosts = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
-    hosts.sort(key=lambda host: wanted not in host["Resources"])
+    hosts.sort(key=lambda host: not wanted & accelerators_in(host["Resources"]))
     return str(hosts[0]["NodeID"]) if hosts else None

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import traceback
 from collections import defaultdict
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
 from raybatch.actors.wire.begun import encode_begun, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
-from raybatch.actors.wire.records import Assignment, FailedStart, PoolSpec
+from raybatch.actors.wire.records import Assignment, FailedStart, Place, PoolSpec, Pulse
 from raybatch.backends.base import Backend
 from raybatch.backends.registry import create_backend, type_of
 from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
@@ -62,6 +61,7 @@ class Replica:
         # batches that were dropped since the last pull, whose answer may still carry their rows
         self._dropped: set[int] = set()
         self._engine: EngineThread | None = None
+        self._is_fetching = False
 
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
         """Build the engine; return why it could not be built, if so."""
@@ -86,8 +86,8 @@ class Replica:
         _logger.info("replica %d is ready: %s", self._replica_id, capacity)
         return None
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def place(self) -> Place:
+        return self._site.place()
 
     async def run(self, coordinator: Handle) -> None:
         engine = self._engine
@@ -108,7 +108,9 @@ class Replica:
                 work = await coordinator.pull.remote(self._replica_id, room)
                 if work is None:
                     break
+                self._is_fetching = True
                 await self._admit(engine, coordinator, work)
+                self._is_fetching = False
         finally:
             for task in reports:
                 task.cancel()
@@ -193,7 +195,7 @@ class Replica:
             try:
                 await asyncio.wait_for(self._outbox.wait(), _HEARTBEAT_S)
             except TimeoutError:
-                if engine.is_idle():
+                if engine.is_idle() and not self._is_fetching:
                     continue
             self._outbox.clear()
             self._ran_dry.clear()
@@ -239,7 +241,15 @@ class Replica:
                 self._close_row(batch_id)
         stats = engine.stats
         self._metrics.update(stats)
-        await coordinator.report.remote(self._replica_id, results, stats)
+        pulse = self._pulse(engine, stats.num_steps)
+        await coordinator.report.remote(self._replica_id, results, stats, pulse)
+
+    def _pulse(self, engine: EngineThread, num_steps: int) -> Pulse:
+        if engine.is_idle():
+            return Pulse(num_steps, "fetching" if self._is_fetching else "nothing")
+        # an endpoint takes its time, and its backend has time limits of its own
+        is_endpoint = type_of(self._spec.backend).is_endpoint
+        return Pulse(num_steps, "endpoint" if is_endpoint else "steps")
 
     def _close_row(self, batch_id: int) -> None:
         if (batch := self._open.get(batch_id)) is None:

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -25,6 +25,10 @@ from raybatch.errors import ConfigError
 
 # of a resource that marks a kind of host
 _SOME = 0.001
+_KIND = "accelerator_type:"
+# labels that Ray gives its hosts: the same, and their ids
+KIND_LABEL = "ray.io/accelerator-type"
+HOST_LABEL = "ray.io/node-id"
 
 _logger = logging.getLogger(__name__)
 
@@ -59,8 +63,8 @@ def requested_of_ray(plan: Placement, pool: PoolConfig) -> str:
     group = f" in a placement group of {len(plan.bundles)} bundles" if plan.bundles else ""
     parts = [f"{total['CPU']:g} CPUs and {total['GPU']:g} GPUs{group}"]
     parts += [f"{amount:g} {name}" for name, amount in pool.resources.items()]
-    if pool.accelerator_type is not None:
-        parts.append(f"a host with {pool.accelerator_type}")
+    if pool.accelerator_types:
+        parts.append(f"a host with {' or '.join(pool.accelerator_types)}")
     return ", ".join(parts)
 
 
@@ -68,10 +72,12 @@ def requested_of_ray(plan: Placement, pool: PoolConfig) -> str:
 class ClusterView:
     """What a placement needs to know of a cluster and of its driver.
 
-    Hosts `may_grow` in number, but not where the driver itself has started Ray.
+    Hosts `may_grow` in number, but not where the driver itself has started Ray. The kinds are those
+    of their accelerators, () where nobody asked.
     """
 
     gpus_of_hosts: tuple[float, ...] = ()
+    kinds_of_hosts: tuple[frozenset[str], ...] = ()
     cpus_of_hosts: tuple[float, ...] = ()
     cores_of_driver: int = 1
     vllm: VllmBuild | None = None
@@ -80,6 +86,19 @@ class ClusterView:
     @property
     def num_gpus(self) -> float:
         return sum(self.gpus_of_hosts)
+
+    def gpus_for(self, pool: PoolConfig) -> list[float]:
+        """Return the GPUs of each host that has some on which engines of a pool may run."""
+        wanted = frozenset(pool.accelerator_types)
+        if not wanted or not self.kinds_of_hosts:
+            return [number for number in self.gpus_of_hosts if number]
+        hosts = zip(self.gpus_of_hosts, self.kinds_of_hosts, strict=True)
+        return [number for number, kinds in hosts if number and kinds & wanted]
+
+
+def accelerators_in(resources: Mapping[str, float]) -> frozenset[str]:
+    """Return the kinds of accelerators of a host by its resources."""
+    return frozenset(name.removeprefix(_KIND) for name in resources if name.startswith(_KIND))
 
 
 def connected_ray() -> ModuleType | None:
@@ -100,6 +119,7 @@ def cluster_now() -> ClusterView:
     own = None if ray is None else ray._private.worker._global_node
     return ClusterView(
         gpus_of_hosts=tuple(float(host.get("GPU", 0)) for host in hosts),
+        kinds_of_hosts=tuple(accelerators_in(host) for host in hosts),
         cpus_of_hosts=tuple(float(host.get("CPU", 0)) for host in hosts),
         cores_of_driver=len(os.sched_getaffinity(0)),
         vllm=vllm_build(),
@@ -132,20 +152,21 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
             of one engine.
     """
     pool, bundles = spec.pool, _bundles_of(spec)
-    num_gpus = gpus_requested(spec, cluster)
+    num_gpus, with_gpus = gpus_requested(spec, cluster), cluster.gpus_for(pool)
+    # ranks that are actors may lie on several hosts
+    places = [sum(with_gpus)] if bundles else with_gpus
     if pool.replicas is not None:
         num_replicas = pool.replicas
     elif type_of(spec.backend).is_endpoint:
         num_replicas = 1
     elif num_gpus:
-        num_replicas = max(1, int(cluster.num_gpus / num_gpus))
+        num_replicas = max(1, sum(num_fitting(num, num_gpus) for num in places))
     else:
         num_replicas = max(1, cluster.cores_of_driver // spec.engine.num_threads)
     check_share(num_gpus, spec.backend, spec.engine)
-    with_gpus = [number for number in cluster.gpus_of_hosts if number]
-    if bundles and with_gpus and num_gpus > cluster.num_gpus:
+    if bundles and with_gpus and num_gpus > sum(with_gpus):
         raise ConfigError(
-            f"one engine asks for {num_gpus:g} GPUs and the cluster has {cluster.num_gpus:g}: "
+            f"one engine asks for {num_gpus:g} GPUs and the cluster has {sum(with_gpus):g}: "
             "lower tensor_parallel_size and pipeline_parallel_size"
         )
     if not bundles and with_gpus and num_gpus > max(1, *with_gpus):
@@ -155,23 +176,47 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
             "engine of vLLM over several hosts, or lower tensor_parallel_size, "
             "pipeline_parallel_size, data_parallel_size or pool.num_gpus_per_replica"
         )
-    hosts = with_gpus if num_gpus else [number for number in cluster.cpus_of_hosts if number]
+    if num_gpus:
+        room = [num_fitting(num, num_gpus) for num in with_gpus]
+    else:
+        room = [num_replicas for num in cluster.cpus_of_hosts if num]
     return Placement(
         num_replicas=num_replicas,
         num_cpus=pool.num_cpus_per_replica,
         num_gpus=num_gpus,
-        num_engines_on_host=-(-num_replicas // max(1, len(hosts))),
+        num_engines_on_host=most_on_a_host(num_replicas, room),
         bundles=bundles,
     )
+
+
+def num_fitting(num_gpus: float, per_engine: float) -> int:
+    # several tenths make a whole
+    return int(num_gpus / per_engine + 1e-6)
+
+
+def spread(num_engines: int, room: Sequence[int]) -> list[int]:
+    """Return the engines of each host where they spread evenly over hosts with so much room."""
+    engines = [0] * len(room)
+    for _ in range(min(num_engines, sum(room))):
+        free = (host for host in range(len(room)) if engines[host] < room[host])
+        engines[min(free, key=engines.__getitem__)] += 1
+    return engines
+
+
+def most_on_a_host(num_engines: int, room: Sequence[int]) -> int:
+    """Return the most engines on one host; those without room go to hosts to come, maybe one."""
+    engines = spread(num_engines, room)
+    return max(num_engines - sum(engines), *engines, 0)
 
 
 def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[str]:
     if not plan.num_gpus:
         return []
     warnings = unproven_on_gpus(spec.backend)
-    if not cluster.num_gpus:
+    if not cluster.gpus_for(spec.pool):
+        kinds = " or ".join(spec.pool.accelerator_types)
         warnings.append(
-            "the cluster has no GPU now, and each engine asks for "
+            f"the cluster has no {kinds or 'GPU'} now, and each engine asks for "
             f"{requested_of_ray(plan, spec.pool)}: engines start when hosts with GPUs join; set "
             "engine.device='cpu' to run on CPUs"
         )
@@ -184,8 +229,8 @@ def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
     check_pool(pool, spec.backend, spec.engine)
     if not num_ranks:
         return ()
-    kind = pool.accelerator_type
-    with_gpu = {} if kind is None else {f"accelerator_type:{kind}": _SOME}
+    kinds = pool.accelerator_types
+    with_gpu = {f"{_KIND}{kinds[0]}": _SOME} if len(kinds) == 1 else {}
     if pool.bundles is not None:
         return tuple({**(with_gpu if "GPU" in b else {}), **b} for b in pool.bundles)
     rank = {"GPU": 1.0, **with_gpu}

@@ -3,140 +3,20 @@
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from raybatch.actors.replicas.placement import Placement, requested_of_ray
 from raybatch.actors.replicas.site import Handle, Site, Started
-from raybatch.actors.wire.records import FailedStart, PoolSpec
-from raybatch.config import PoolConfig
+from raybatch.actors.replicas.starts import HostLedger, StartEvents, StartLedger
+from raybatch.actors.wire.records import FailedStart, Place, PoolSpec
 from raybatch.errors import error_text, last_line
 from raybatch.records.types import ReplicaStats
 
-_FIRST_DELAY_S = 0.2
-_DELAY_FACTOR = 5.0
-_MAX_DELAY_S = 30.0
 _STOP_GRACE_S = 5.0
-# a replica that waits for so long makes other pools release engines, and again after that
-_ASK_AFTER_S = 5.0
-_WARN_AFTER_S = 30.0
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Rank:
-    num_failures: int = 0
-    start_began: float | None = None
-    is_ready: bool = False
-    has_been_ready: bool = False
-    is_retired: bool = False
-
-
-@dataclass(slots=True)
-class StartLedger:
-    """Counts starts and deaths of the ranks of one pool.
-
-    A death that cost rows is theirs to answer for (see `RowQueue.lose`); one without rows counts
-    like a failed start, and after `max_start_failures` in a row the rank is given up.
-    """
-
-    num_replicas: int
-    max_start_failures: int
-    num_restarts: int = 0
-    longest_start_s: float = 0.0
-    ranks: list[_Rank] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.ranks = [_Rank() for _ in range(self.num_replicas)]
-
-    def begin(self, rank: int, now: float) -> None:
-        self.ranks[rank].start_began = now
-
-    def ready(self, rank: int, now: float) -> None:
-        state = self.ranks[rank]
-        if state.start_began is not None:
-            self.longest_start_s = max(self.longest_start_s, now - state.start_began)
-        state.start_began = None
-        state.is_ready = state.has_been_ready = True
-
-    def worked(self, rank: int) -> None:
-        """Note that `rank` finished rows, so that its failures count from zero again."""
-        self.ranks[rank].num_failures = 0
-
-    def stopped(self, rank: int) -> None:
-        self.ranks[rank].start_began = None
-        self.ranks[rank].is_ready = False
-
-    def died(self, rank: int, *, lost_rows: bool, is_final: bool = False) -> float | None:
-        """Note a death or a failed start; `is_final` where another start would fail as well.
-
-        Returns seconds to wait before the next start, or None: the rank is given up.
-        """
-        self.stopped(rank)
-        state = self.ranks[rank]
-        if lost_rows:
-            self.num_restarts += 1
-            return 0.0
-        state.num_failures += 1
-        if is_final or state.num_failures >= self.max_start_failures:
-            state.is_retired = True
-            return None
-        self.num_restarts += 1
-        return min(_MAX_DELAY_S, _FIRST_DELAY_S * _DELAY_FACTOR ** (state.num_failures - 1))
-
-    def num_ready(self) -> int:
-        return sum(state.is_ready for state in self.ranks)
-
-    def num_restarting(self) -> int:
-        """Return the number of ranks that answered once and do not answer now."""
-        return sum(s.has_been_ready and not (s.is_ready or s.is_retired) for s in self.ranks)
-
-    def num_retired(self) -> int:
-        return sum(state.is_retired for state in self.ranks)
-
-    def is_exhausted(self) -> bool:
-        return self.num_retired() == self.num_replicas
-
-    def num_expected(self, now: float) -> int:
-        """Return the starts that are likely to end soon, judged by the longest one seen."""
-        patience_s = 2 * self.longest_start_s
-        return sum(
-            state.start_began is not None and now - state.start_began <= patience_s
-            for state in self.ranks
-        )
-
-
-@dataclass(slots=True)
-class StartEvents:
-    """Messages about the starts of one pool, for the log.
-
-    The run ends with the cause of the last rank that is given up. So the others are logged only
-    where some rank works, which shows when one is ready. A trace is logged once.
-    """
-
-    _traces: set[str] = field(default_factory=set)
-    _kept: list[str] = field(default_factory=list)
-
-    def again(self, rank: int, cause: str, trace: str = "") -> str:
-        return f"replica {rank} is started again: {cause}{self.new_trace(trace)}"
-
-    def given_up(self, rank: int, cause: str, trace: str = "") -> None:
-        """Keep the message about a rank that is given up while others are not."""
-        self._kept.append(f"replica {rank} is given up: {cause}{self.new_trace(trace)}")
-
-    def new_trace(self, trace: str) -> str:
-        """Return a trace on lines of its own if it is new, else ""."""
-        if not trace or trace in self._traces:
-            return ""
-        self._traces.add(trace)
-        return f"\n{trace}"
-
-    def take(self) -> list[str]:
-        kept, self._kept = self._kept, []
-        return kept
 
 
 @dataclass(slots=True)
@@ -146,12 +26,18 @@ class Member:
     replica_id: int
     rank: int
     started: Started
-    pid: int | None = None
+    place: Place | None = None
     is_ready: bool = False
     num_finished_rows: int = 0
     stats: ReplicaStats = field(default_factory=ReplicaStats)
     cause: str = ""
+    is_killed: bool = False
     made_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def pid(self) -> int | None:
+        """Return its process, None while it waits for what Ray is to reserve."""
+        return None if self.place is None else self.place.pid
 
     @property
     def actor(self) -> Handle:
@@ -183,6 +69,7 @@ class ReplicaSet:
         self._plan = plan
         self._site = site
         self._events = StartEvents()
+        self._hosts = HostLedger()
         self._on_lost = on_lost
         self._on_exhausted = on_exhausted
         self._ids = itertools.count(1)
@@ -207,9 +94,19 @@ class ReplicaSet:
         self._tasks.clear()
         self._is_stopping = False
 
-    def waits_s(self, now: float) -> float:
-        """Return for how long a replica has been waiting for what Ray is to reserve; 0 for none."""
-        return max((now - m.made_s for m in self.members.values() if m.pid is None), default=0.0)
+    def kill(self, replica_id: int, why: str) -> None:
+        """End a replica that hangs, whatever it does; it is replaced like one that died."""
+        member = self.members[replica_id]
+        if not member.is_killed:
+            member.is_killed = True
+            self.ledger.num_hung += 1
+            member.cause = why
+            member.started.end()
+
+    def waiting(self, now: float) -> tuple[int, float]:
+        """Return how many replicas wait for what Ray is to reserve, and for how long at most."""
+        waits_s = [now - member.made_s for member in self.members.values() if member.pid is None]
+        return len(waits_s), max(waits_s, default=0.0)
 
     def busy_s(self) -> float:
         """Return the seconds that engines of this pool spent in steps, dead ones included."""
@@ -240,20 +137,22 @@ class ReplicaSet:
                 return
             is_final, trace = (failed.is_final, failed.trace) if failed else (False, "")
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
+            where = member.place.host if member.place else ""
             if delay_s is None:
-                self._give_up(rank, cause, trace)
+                self._hosts.failed(member.place)
+                self._give_up(rank, cause, trace, where)
                 return
-            _logger.warning("%s", self._events.again(rank, cause, trace))
+            _logger.warning("%s", self._events.again(rank, cause, trace, where))
             await asyncio.sleep(delay_s)
 
-    def _give_up(self, rank: int, cause: str, trace: str) -> None:
+    def _give_up(self, rank: int, cause: str, trace: str, where: str) -> None:
         if self.ledger.is_exhausted():
             # whoever waits for rows gets the cause, and no trace
             if message := self._events.new_trace(trace):
                 _logger.error("no engine can be started:%s", message)
             self._on_exhausted(rank, cause)
             return
-        self._events.given_up(rank, cause, trace)
+        self._events.given_up(rank, cause, trace, where)
         if self.ledger.num_ready():
             self._log_given_up()
 
@@ -264,7 +163,8 @@ class ReplicaSet:
     def _make(self, rank: int) -> Member:
         replica_id = next(self._ids)
         self.ledger.begin(rank, time.monotonic())
-        started = self._site.start(self._spec, self._plan, rank, replica_id)
+        avoid = self._hosts.to_avoid()
+        started = self._site.start(self._spec, self._plan, rank, replica_id, avoid=avoid)
         member = Member(replica_id=replica_id, rank=rank, started=started)
         self.members[replica_id] = member
         return member
@@ -273,8 +173,8 @@ class ReplicaSet:
         """Return why the replica is not ready, None when it is."""
         timeout_s = self._spec.pool.start_timeout_s
         try:
+            await self._await_place(member, timeout_s)
             async with asyncio.timeout(timeout_s):
-                member.pid = await member.actor.pid.remote()
                 failed: FailedStart | None = await member.actor.start.remote(
                     self._plan.num_engines_on_host
                 )
@@ -288,9 +188,21 @@ class ReplicaSet:
             return FailedStart(cause=last_line(error))
         if failed is None:
             member.is_ready = True
+            self._hosts.good(member.place)
             self.ledger.ready(member.rank, time.monotonic())
             self._log_given_up()
         return failed
+
+    async def _await_place(self, member: Member, timeout_s: float | None) -> None:
+        """Wait until Ray has placed a replica; while others work, it may take any time."""
+        placing = asyncio.ensure_future(member.actor.place.remote())
+        while member.place is None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    member.place = await asyncio.shield(placing)
+            except TimeoutError:
+                if not self.ledger.num_ready():
+                    raise
 
     async def _run(self, member: Member, coordinator: Handle) -> str | None:
         """Return why the replica died, None when it was stopped."""
@@ -299,28 +211,3 @@ class ReplicaSet:
         except self._site.failed as error:
             return member.cause or last_line(error)
         return None
-
-
-class IdlePoolReclaimer:
-    """Says when idle pools of the driver should end engines: this pool waits for what they hold."""
-
-    def __init__(self, pool: PoolConfig, plan: Placement) -> None:
-        self.requested = requested_of_ray(plan, pool)
-        self._last_request_s = -math.inf
-        self._has_warned = False
-
-    def is_due(self, waits_s: float, now_s: float) -> bool:
-        """Return whether to reclaim; warn once that a replica has waited long for Ray."""
-        if waits_s > _WARN_AFTER_S and not self._has_warned:
-            self._has_warned = True
-            text = "an engine has been waiting for %.0f s for %s of the cluster"
-            _logger.warning(text, waits_s, self.requested)
-        if waits_s <= _ASK_AFTER_S or now_s - self._last_request_s <= _ASK_AFTER_S:
-            return False
-        self._last_request_s = now_s
-        return True
-
-
-def has_reserved(pool: PoolConfig, plan: Placement) -> bool:
-    """Return whether an engine holds anything that another one could wait for."""
-    return bool(plan.bundles or pool.resources or any(plan.total().values()))

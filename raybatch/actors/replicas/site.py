@@ -6,12 +6,13 @@ begins a call, and what it returns can be awaited.
 
 import logging
 import os
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.wire.records import PoolSpec, Requests
+from raybatch.actors.wire.records import Place, PoolSpec, Requests
 from raybatch.backends.choice import BackendChoice
-from raybatch.config import log_level
+from raybatch.config import PoolConfig, log_level
 from raybatch.redaction import DiscreetFormatter
 
 # Ray's have no types
@@ -51,11 +52,22 @@ class Site(Protocol):
     def keep(self, requests: Requests) -> Any:  # noqa: ANN401
         """Return a reference to a request table, which lives as long as the reference."""
 
-    def start(self, spec: PoolSpec, plan: Placement, rank: int, replica_id: int) -> Started:
-        """Start a replica; returns before it is there."""
+    def start(
+        self,
+        spec: PoolSpec,
+        plan: Placement,
+        rank: int,
+        replica_id: int,
+        *,
+        avoid: Collection[str] = (),
+    ) -> Started:
+        """Start a replica, on none of the hosts to avoid; returns before it is there."""
 
     async def make_room(self, wanted: str) -> None:
         """Ask idle pools of this driver to end engines, where one waits for what they hold."""
+
+    async def shortage(self, plan: Placement, pool: PoolConfig) -> str:
+        """Return why engines that wait may wait for ever, "" where nothing says so."""
 
 
 class ReplicaSite(Protocol):
@@ -64,6 +76,9 @@ class ReplicaSite(Protocol):
     @property
     def metrics(self) -> Any:  # noqa: ANN401
         """Return the same as that of `Site`."""
+
+    def place(self) -> Place:
+        """Return where the replica runs."""
 
     def settle(self, spec: PoolSpec) -> None:
         """Prepare the process for an engine, before any of its libraries is loaded."""

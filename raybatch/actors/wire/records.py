@@ -15,6 +15,7 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.types import Sampling
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
+Activity = Literal["nothing", "fetching", "steps", "endpoint"]
 # a table of `columns.REQUEST_SCHEMA`, and what its column `sampling` points into
 Requests = tuple[pa.Table, tuple[Sampling, ...]]
 
@@ -171,6 +172,24 @@ class FailedStart:
     cause: str
     is_final: bool = False
     trace: str = ""
+
+
+class Place(NamedTuple):
+    """Where a replica runs: its process, its host for the user and for Ray; "" without Ray."""
+
+    pid: int
+    host: str = ""
+    host_id: str = ""
+
+
+class Pulse(NamedTuple):
+    """What one replica is busy with: "nothing", "fetching" its rows, "steps" or an "endpoint".
+
+    The steps are those that its engine has finished.
+    """
+
+    num_steps: int = 0
+    busy_with: Activity = "nothing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

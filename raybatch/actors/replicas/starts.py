@@ -1,0 +1,149 @@
+"""Starts and deaths of the replicas of one pool: counts, hosts and messages; no Ray."""
+
+from dataclasses import dataclass, field
+
+from raybatch.actors.wire.records import Place
+
+_FIRST_DELAY_S = 0.2
+_DELAY_FACTOR = 5.0
+_MAX_DELAY_S = 30.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    num_failures: int = 0
+    start_began: float | None = None
+    is_ready: bool = False
+    has_been_ready: bool = False
+    is_retired: bool = False
+
+
+@dataclass(slots=True)
+class StartLedger:
+    """Counts starts and deaths of the ranks of one pool.
+
+    A death that cost rows is theirs to answer for (see `RowQueue.lose`); one without rows counts
+    like a failed start, and after `max_start_failures` in a row the rank is given up.
+    """
+
+    num_replicas: int
+    max_start_failures: int
+    num_restarts: int = 0
+    num_hung: int = 0
+    longest_start_s: float = 0.0
+    ranks: list[_Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranks = [_Rank() for _ in range(self.num_replicas)]
+
+    def begin(self, rank: int, now: float) -> None:
+        self.ranks[rank].start_began = now
+
+    def ready(self, rank: int, now: float) -> None:
+        state = self.ranks[rank]
+        if state.start_began is not None:
+            self.longest_start_s = max(self.longest_start_s, now - state.start_began)
+        state.start_began = None
+        state.is_ready = state.has_been_ready = True
+
+    def worked(self, rank: int) -> None:
+        """Note that `rank` finished rows, so that its failures count from zero again."""
+        self.ranks[rank].num_failures = 0
+
+    def stopped(self, rank: int) -> None:
+        self.ranks[rank].start_began = None
+        self.ranks[rank].is_ready = False
+
+    def died(self, rank: int, *, lost_rows: bool, is_final: bool = False) -> float | None:
+        """Note a death or a failed start; `is_final` where another start would fail as well.
+
+        Returns seconds to wait before the next start, or None: the rank is given up.
+        """
+        self.stopped(rank)
+        state = self.ranks[rank]
+        if lost_rows:
+            self.num_restarts += 1
+            return 0.0
+        state.num_failures += 1
+        if is_final or state.num_failures >= self.max_start_failures:
+            state.is_retired = True
+            return None
+        self.num_restarts += 1
+        return min(_MAX_DELAY_S, _FIRST_DELAY_S * _DELAY_FACTOR ** (state.num_failures - 1))
+
+    def num_ready(self) -> int:
+        return sum(state.is_ready for state in self.ranks)
+
+    def num_restarting(self) -> int:
+        """Return the number of ranks that answered once and do not answer now."""
+        return sum(s.has_been_ready and not (s.is_ready or s.is_retired) for s in self.ranks)
+
+    def num_retired(self) -> int:
+        return sum(state.is_retired for state in self.ranks)
+
+    def is_exhausted(self) -> bool:
+        return self.num_retired() == self.num_replicas
+
+    def num_expected(self, now: float) -> int:
+        """Return the starts that are likely to end soon, judged by the longest one seen."""
+        patience_s = 2 * self.longest_start_s
+        return sum(
+            state.start_began is not None and now - state.start_began <= patience_s
+            for state in self.ranks
+        )
+
+
+@dataclass(slots=True)
+class StartEvents:
+    """Messages about the starts of one pool, for the log.
+
+    The run ends with the cause of the last rank that is given up. So the others are logged only
+    where some rank works, which shows when one is ready. A trace is logged once.
+    """
+
+    _traces: set[str] = field(default_factory=set)
+    _kept: list[str] = field(default_factory=list)
+
+    def again(self, rank: int, cause: str, trace: str = "", where: str = "") -> str:
+        return f"{_name(rank, where)} is started again: {cause}{self.new_trace(trace)}"
+
+    def given_up(self, rank: int, cause: str, trace: str = "", where: str = "") -> None:
+        """Keep the message about a rank that is given up while others are not."""
+        self._kept.append(f"{_name(rank, where)} is given up: {cause}{self.new_trace(trace)}")
+
+    def new_trace(self, trace: str) -> str:
+        """Return a trace on lines of its own if it is new, else ""."""
+        if not trace or trace in self._traces:
+            return ""
+        self._traces.add(trace)
+        return f"\n{trace}"
+
+    def take(self) -> list[str]:
+        kept, self._kept = self._kept, []
+        return kept
+
+
+def _name(rank: int, where: str) -> str:
+    return f"replica {rank} on {where}" if where else f"replica {rank}"
+
+
+@dataclass(slots=True)
+class HostLedger:
+    """Where engines have started, and where a rank was given up, as on too small a GPU.
+
+    Once engines run elsewhere, none is started there again: a rank whose engine died would be lost.
+    """
+
+    _good: set[str] = field(default_factory=set)
+    _failed: set[str] = field(default_factory=set)
+
+    def good(self, place: Place | None) -> None:
+        if place is not None:
+            self._good.add(place.host_id)
+
+    def failed(self, place: Place | None) -> None:
+        if place is not None:
+            self._failed.add(place.host_id)
+
+    def to_avoid(self) -> set[str]:
+        return self._failed - self._good if self._good else set()
