@@ -81,7 +81,10 @@ ROWS = (
             Panel("Engines", (Query(f"count({_series('running_requests')})"),)),
             Panel(
                 "Engine restarts",
-                (Query(f"{_total('replica_restarts_total', '')} or vector(0)"),),
+                (
+                    Query(f"{_total('replica_restarts_total', '')} or vector(0)", "all"),
+                    Query(f"{_total('replica_hung_total', '')} or vector(0)", "hung"),
+                ),
                 text="After deaths; the log of the job says why.",
             ),
         ),

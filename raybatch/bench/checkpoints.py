@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +89,7 @@ def write_checkpoint(shape: Shape, folder: Path, *, dtype: torch.dtype, device: 
         "dtype": dtype,
     }
     with torch.device("meta"):
-        model: nn.Module
+        model: Any
         if shape.num_experts:
             config = Qwen3MoeConfig(
                 **common,
