@@ -12,6 +12,7 @@ from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restar
 from raybatch.engine.finish_rules import FinishRules, RowLimits
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
+from raybatch.engine.memory.pinned import on_device
 from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.profile.layer_bench import clock_of
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
@@ -112,7 +113,8 @@ class Engine:
         began = time.perf_counter()
         completions, self._failed = self._failed, []
         if self._scheduler.num_waiting or self._table.num_running:
-            completions += self._run_step()
+            with on_device(self._runner.device):
+                completions += self._run_step()
         for completion in completions:
             self._close(completion.request_id)
         self._engine_s += time.perf_counter() - began

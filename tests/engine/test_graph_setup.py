@@ -10,8 +10,9 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.loading.graph_setup import GraphSetup, decode_shape, plan_graphs
 from raybatch.engine.loading.loaded_model import load_model
-from raybatch.engine.loading.runner import GraphSetup, ModelRunner, decode_shape, plan_graphs
+from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.sequences.table import DECODE

@@ -1,7 +1,5 @@
 """The KV pool: two tensors, how many blocks of them fit, and how much memory there is for them."""
 
-import mmap
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from pathlib import Path
 import torch
 
 from raybatch.config import EngineConfig, KVCacheDType
+from raybatch.engine.memory.pinned import allocate_memory
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.models.config import ModelSpec
@@ -51,27 +50,10 @@ def allocate_kv_cache(
     width = row_width(spec.head_dim, dtype)
     shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, width)
     if device.type == "cpu":
-        return KVCache(k=_pages(shape, dtype), v=_pages(shape, dtype))
+        make = partial(allocate_memory, shape, dtype, device)
+        return KVCache(k=make(), v=make())
     zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
     return KVCache(k=zeros(), v=zeros())
-
-
-def allocate_memory(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Make a tensor in host memory for copies from and to `device`: pinned where that is a GPU."""
-    if device.type == "cuda":
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    return _pages(shape, dtype)
-
-
-def _pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    if sys.platform == "win32" or not num_bytes:
-        return torch.zeros(shape, dtype=dtype)
-    # torch.zeros would touch every page of a pool that may be half of the host's memory
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def trial_copy_s(copy: Callable[[], object], device: torch.device) -> float:
