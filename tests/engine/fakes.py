@@ -12,6 +12,7 @@ import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decode_graphs import GraphCounts
+from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.records.types import Completion, Request, Sampling
@@ -130,6 +131,8 @@ class FakeRunner:
             raise RuntimeError("the copy engine is on strike")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        if batch.late is not None:
+            batch.late.put(batch.token_ids, IndexUploads(self.device))
         return self._forward(batch, lambda layer: None, lambda layer: None)
 
     def forward_offloaded(self, batch, moves):

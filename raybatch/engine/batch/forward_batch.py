@@ -1,11 +1,13 @@
 """The input of one forward pass, built from a schedule or from parts of it; no global context."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from raybatch.engine.batch.plan_builder import PlanBuilder, to_device
+from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan
@@ -27,6 +29,21 @@ class ForwardBatch:
     logits_idx: torch.Tensor  # int64 [S], rows whose logits are needed, ascending
     attention: AttentionPlan
     logits_attention: AttentionPlan | None = None
+    late: "LateTokens | None" = None
+
+
+class LateTokens(NamedTuple):
+    """Tokens that the step before has drawn and the host has not read."""
+
+    rows: Ints  # of this step
+    places: Ints  # of their tokens in what was drawn
+    drawn: torch.Tensor  # int64, on the device
+
+    def put(self, token_ids: torch.Tensor, uploads: IndexUploads) -> None:
+        """Write them into the token ids of this step, on the device."""
+        both = uploads.upload(np.concatenate((self.rows, self.places)), token_ids.device)
+        rows, places = both.chunk(2)
+        token_ids.index_copy_(0, rows, self.drawn.index_select(0, places))
 
 
 class BatchBuilder:
@@ -110,10 +127,11 @@ def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) ->
 
 
 def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Ints:
-    """Return the sequences of the logits of `schedule`, in the order of their rows."""
+    """Return the slot of each row of the logits of `schedule`; those with drafts repeat."""
     stops = schedule.chunk_starts + schedule.chunk_lens
     is_last = stops == table.num_tokens[schedule.chunk_slots]
-    return np.concatenate((schedule.decode_slots, schedule.chunk_slots[is_last]))
+    decode_slots = np.repeat(schedule.decode_slots, schedule.decode_lens)
+    return np.concatenate((decode_slots, schedule.chunk_slots[is_last]))
 
 
 def logits_order(schedule: Schedule, parts: list[Schedule], table: SequenceTable) -> Ints:

@@ -30,7 +30,7 @@ from raybatch.engine.memory.kv_cache import (
     num_host_blocks_for,
 )
 from raybatch.engine.memory.kv_tiers import KVTiers, LayerWindow
-from raybatch.engine.memory.pinned import on_device
+from raybatch.engine.memory.pinned import IndexUploads, on_device
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.config import ModelSpec
@@ -61,6 +61,7 @@ class ModelRunner:
         self.decoder = decoder
         self._graphs = graphs
         self.device = cache.k.device
+        self._uploads = IndexUploads(self.device)
         self.num_blocks = int(cache.k.shape[1]) - num_scrap_blocks
         # tokens that attend at once where steps run as coroutines: `load` decides, and without it
         # nothing was measured that would speak for parts
@@ -153,6 +154,8 @@ class ModelRunner:
 
         The logits are valid until the next step.
         """
+        if batch.late is not None:
+            batch.late.put(batch.token_ids, self._uploads)
         logits = None if self._graphs is None else self._graphs.run(batch)
         return self.decoder.forward(batch, self.cache) if logits is None else logits
 
