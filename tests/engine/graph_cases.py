@@ -88,9 +88,7 @@ def random_step(num_rows, seed, device="cpu", *, shares_blocks=True):
             first = place * BLOCK
             entries.append((block, row, min(BLOCK, position + 1 - first), first))
     entries.sort()
-    blocks, owners, valid, first = (
-        torch.tensor(column, device=device) for column in zip(*entries, strict=True)
-    )
+    blocks, owners, valid, first = (torch.tensor(column) for column in zip(*entries, strict=True))
     decode = DecodePart(
         block_ids=blocks,
         owners=owners,

@@ -185,7 +185,7 @@ def plan_of(tables, chunk_slots, *, num_computed=12):
         chunk_starts=np.full(len(chosen), num_computed),
         chunk_lens=np.ones(len(chosen), np.int64),
     )
-    return steps.builder._plans.build(schedule, CPU)
+    return steps.builder._plans.build(schedule)
 
 
 def test_shared_blocks_with_a_gap_between_them_are_two_parts():

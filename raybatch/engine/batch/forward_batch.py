@@ -81,10 +81,10 @@ class BatchBuilder:
             ),
             self._device,
         )
-        attention = self._plans.build(schedule, self._device)
+        attention = self._plans.build(schedule)
         logits_attention = None
         if len(logits_idx) < len(token_ids):
-            logits_attention = self._plans.build_last(schedule, self._device)
+            logits_attention = self._plans.build_last(schedule)
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions_tensor,

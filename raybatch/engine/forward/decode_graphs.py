@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.kernels.attention_plan import MAX_SPLITS, AttentionPlan, DecodePart, FixedDecode
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
+from raybatch.kernels.step_index import MAX_SPLITS, StepIndex, StepSize
 from raybatch.models.config import ModelSpec
 
 # kernels are compiled and libraries take their memory before a capture, which allows neither
@@ -37,7 +39,7 @@ class DecodeShape:
     sizes: tuple[int, ...]
     # blocks that one row may read
     max_row_blocks: int
-    # pairs of a row and a block of a step, padding included
+    # pairs of a row and a block of a step
     max_entries: int
 
     @property
@@ -47,16 +49,23 @@ class DecodeShape:
     def entries_of(self, size: int) -> int:
         return min(size * self.max_row_blocks, self.max_entries)
 
+    def size_of(self, size: int) -> StepSize:
+        return StepSize(
+            rows=size,
+            decode_rows=size,
+            entries=self.entries_of(size),
+            row_blocks=self.max_row_blocks,
+        )
+
     def buffer_bytes(self, vocab_size: int) -> int:
-        entries = 3 * self.entries_of(self.max_rows)
-        rows = 5 * self.max_rows + 2
-        return (entries + rows) * _ITEM_BYTES + self.max_rows * vocab_size * 4
+        index = self.size_of(self.max_rows).num_index * 4
+        return index + self.max_rows * (3 * _ITEM_BYTES + vocab_size * 4)
 
 
 class DecodeBuffers:
     """Inputs and logits of decode steps; steps of every size use the first rows of the same.
 
-    `scrap_block`: block of the pool that is no sequence's; padded rows read and write it.
+    `scrap_block`: block of the pool that is no sequence's; padded rows write it.
     """
 
     def __init__(
@@ -69,62 +78,37 @@ class DecodeBuffers:
         device: torch.device,
     ) -> None:
         self.shape = shape
-        self._scrap_block = scrap_block
+        self._block_size = block_size
         self._scrap_slot = scrap_block * block_size
-        num_rows, num_entries = shape.max_rows, shape.entries_of(shape.max_rows)
+        num_rows = shape.max_rows
         self.token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.logits = torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device)
-        self._positions = torch.zeros_like(self.token_ids)
-        self._slots = torch.full_like(self.token_ids, self._scrap_slot)
-        self._row_numbers = torch.arange(num_rows + 1, device=device)
-        self._starts = self._row_numbers.clone()
-        self._block_ids = torch.full((num_entries,), scrap_block, device=device)
-        self._num_valid = torch.zeros_like(self._block_ids)
-        self._num_valid[:num_rows] = 1
-        self._first_positions = torch.zeros_like(self._block_ids)
+        self.positions = torch.zeros_like(self.token_ids)
+        self.slots = torch.full_like(self.token_ids, self._scrap_slot)
+        num_index = shape.size_of(num_rows).num_index
+        self._index = torch.zeros(num_index, dtype=torch.int32, device=device)
+        self._host = np.zeros(num_index, np.int32)
 
-    def part(self, size: int) -> FixedDecode:
-        num_entries = self.shape.entries_of(size)
-        return FixedDecode(
-            positions=self._positions[:size],
-            slot_mapping=self._slots[:size],
-            starts=self._starts[: size + 1],
-            block_ids=self._block_ids[:num_entries],
-            num_valid=self._num_valid[:num_entries],
-            first_positions=self._first_positions[:num_entries],
-            max_row_blocks=self.shape.max_row_blocks,
-        )
+    def index(self, size: int) -> torch.Tensor:
+        return self._index[: self.shape.size_of(size).num_index]
 
     @torch.inference_mode()
     def fill(self, batch: ForwardBatch, size: int) -> None:
-        """Put a step of decodes into the first rows, and padding into the rest of `size` rows.
-
-        What is copied is on the device already, and nothing of it is waited for.
-        """
-        part, num_rows = batch.attention.decode, len(batch.token_ids)
-        assert part is not None, "a step of decodes"
+        """Put a step of decodes into the first rows, and padding into the rest of `size` rows."""
+        num_rows = len(batch.token_ids)
         for target, source, padding in (
             (self.token_ids, batch.token_ids, 0),
-            (self._positions, batch.positions, 0),
-            (self._slots, batch.slot_mapping, self._scrap_slot),
+            (self.positions, batch.positions, 0),
+            (self.slots, batch.slot_mapping, self._scrap_slot),
         ):
             target[:num_rows].copy_(source)
             target[num_rows:size].fill_(padding)
-        owners, order = part.owners.sort(stable=True)
-        stop = len(order)
-        end = stop + size - num_rows
-        # every padded row reads one position of the scrap block, so that it has a result at all
-        numbers = self._row_numbers
-        self._starts[:num_rows].copy_(torch.searchsorted(owners, numbers[:num_rows]))
-        self._starts[num_rows : size + 1].copy_(numbers[: size - num_rows + 1] + stop)
-        self._block_ids[:stop].copy_(part.block_ids.index_select(0, order))
-        self._block_ids[stop:].fill_(self._scrap_block)
-        self._num_valid[:stop].copy_(part.num_valid.index_select(0, order))
-        self._num_valid[stop:end].fill_(1)
-        self._num_valid[end:].fill_(0)
-        if part.first_positions is not None:
-            self._first_positions[:stop].copy_(part.first_positions.index_select(0, order))
-        self._first_positions[stop:end].fill_(0)
+        # of decodes alone, nothing depends on the heads
+        index = StepIndex(
+            batch.attention, num_rows=num_rows, num_kv_heads=1, block_size=self._block_size
+        )
+        num_written = index.write(self.shape.size_of(size), self._host)
+        self._index[:num_written].copy_(torch.from_numpy(self._host[:num_written]))
 
 
 class CudaGraphs:
@@ -226,7 +210,7 @@ class DecodeGraphs:
             reason = "shared prefix"
         elif size is None:
             reason = "rows"
-        elif len(plan.decode.block_ids) + size - num_rows > self._shape.entries_of(size):
+        elif len(plan.decode.block_ids) > self._shape.entries_of(size):
             reason = "blocks"
         else:
             self._num_steps += 1
@@ -274,7 +258,11 @@ class DecodeGraphs:
         step = partial(
             self._decoder.forward_fixed,
             buffers.token_ids[:size],
-            buffers.part(size),
+            buffers.positions[:size],
+            buffers.slots[:size],
+            None,
+            self._shape.size_of(size),
+            buffers.index(size),
             self._cache,
             buffers.logits[:size],
         )
@@ -295,9 +283,9 @@ def _random_decodes(
 ) -> ForwardBatch:
     """Return a step whose row r reads the blocks r * per_row.., the last one in part."""
     block_size, device = pool.shape[3], pool.device
-    rows = torch.arange(num_rows, device=device)
+    rows = torch.arange(num_rows)
     inside = rows * 7 % block_size
-    blocks = torch.arange(num_rows * per_row, device=device)
+    blocks = torch.arange(num_rows * per_row)
     places = blocks % per_row
     last = rows * per_row + per_row - 1
     num_valid = torch.full_like(blocks, block_size)
@@ -311,9 +299,9 @@ def _random_decodes(
     )
     return ForwardBatch(
         token_ids=torch.randint(vocab_size, (num_rows,), device=device, generator=generator),
-        positions=(per_row - 1) * block_size + inside,
-        slot_mapping=last * block_size + inside,
-        logits_idx=rows,
+        positions=((per_row - 1) * block_size + inside).to(device),
+        slot_mapping=(last * block_size + inside).to(device),
+        logits_idx=rows.to(device),
         attention=AttentionPlan(num_decode=num_rows, decode=decode, prefill=None, contexts=()),
     )
 
