@@ -13,7 +13,7 @@ from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restar
 from raybatch.engine.finish_rules import FinishRules, RowLimits
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
-from raybatch.engine.memory.pinned import DeviceQueue, on_device
+from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.profile.layer_bench import clock_of
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
@@ -124,7 +124,7 @@ class Engine:
         began = time.perf_counter()
         completions, self._failed = self._failed, []
         if self._scheduler.num_waiting or self._table.num_running:
-            with on_device(self._runner.device):
+            with current_device(self._runner.device):
                 completions += self._run_step()
         for completion in completions:
             self._close(completion.request_id)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.decode_graphs import GraphCounts
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
@@ -131,8 +131,7 @@ class FakeRunner:
             raise RuntimeError("the copy engine is on strike")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        if batch.late is not None:
-            batch.late.put(batch.token_ids, IndexUploads(self.device))
+        batch = on_device(batch, IndexUploads(self.device), self.device)
         return self._forward(batch, lambda layer: None, lambda layer: None)
 
     def forward_offloaded(self, batch, moves):

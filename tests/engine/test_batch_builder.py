@@ -1,15 +1,18 @@
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from raybatch.engine.batch.forward_batch import BatchBuilder
+from raybatch.engine.batch.forward_batch import BatchBuilder, LateTokens, on_device
 from raybatch.engine.batch.plan_builder import PlanBuilder
+from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 from tests.engine.fakes import make_request
+from tests.engine.lazy_queue import LazyQueue
 
-CPU = torch.device("cpu")
 PREFIX = np.arange(500, 508)
 
 
@@ -24,7 +27,7 @@ class Steps:
         self.scheduler = Scheduler(
             blocks, self.table, max_batched_tokens=budget, enable_prefix_caching=True
         )
-        self.builder = BatchBuilder(self.table, 32, CPU)
+        self.builder = BatchBuilder(self.table, 32)
         self.builder._plans = PlanBuilder(self.table, 32, min_saved_tokens=min_saved_tokens)
         self.max_tokens, self.num_added = max_tokens, 0
         for prompt in prompts:
@@ -297,3 +300,33 @@ def test_drafts_beside_a_prompt_leave_its_rows_behind_theirs():
     assert (batch.attention.prefill.starts, batch.attention.prefill.lens) == ((3,), (2,))
     # of the last layer the prompt's last row alone is needed, a decode row like the others
     assert batch.logits_attention.num_decode == 4
+
+
+def test_indices_come_to_a_device_by_one_copy_and_late_tokens_by_one_more():
+    steps = Steps([1, 2, 3, 4, 5], [6, 7])
+    steps.step()
+    steps.add([8, 9])
+    batch = steps.step()
+    assert [7, 7, 8, 9] == batch.token_ids.tolist()
+    late = LateTokens(np.array([1]), np.array([2]), torch.tensor([40, 41, 42]))
+    for wanted, placed, num_copies in (
+        ([7, 7, 8, 9], batch, 1),
+        ([7, 42, 8, 9], replace(batch, late=late), 2),
+    ):
+        queue = LazyQueue()
+        # what is on no CPU is copied, here to one
+        uploads = IndexUploads(torch.device("cpu"), queue)
+        if placed.late is not None:
+            uploads.upload = lambda array, device, made=uploads.upload: made_now(made, array, queue)
+        made = on_device(placed, uploads, torch.device("meta"))
+        queue.run_to(len(queue.pending))
+        assert num_copies == len(queue.pending)
+        assert wanted == made.token_ids.tolist()
+        for name in ("positions", "slot_mapping", "logits_idx"):
+            assert torch.equal(getattr(batch, name), getattr(made, name))
+
+
+def made_now(upload, array, queue):
+    made = upload(array, None)
+    queue.run_to(len(queue.pending))
+    return made

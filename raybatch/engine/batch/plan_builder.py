@@ -14,28 +14,17 @@ The drafts of a decoding sequence are decode rows as well, each one position fur
 before it: what a row may see is how many positions of each block are valid for it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.records.arrays import Ints
-
-
-def to_device(
-    arrays: Sequence[npt.NDArray[np.int64]], device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """Return one int64 tensor per array, all views of one buffer on `device`."""
-    if not arrays:
-        return ()
-    packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64)).to(device)
-    return torch.split(packed, [len(array) for array in arrays])
 
 
 class _Context(NamedTuple):

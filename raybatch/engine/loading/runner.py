@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime
 from raybatch.engine.forward.decode_graphs import DecodeGraphs, GraphCounts
 from raybatch.engine.forward.decoder import Decoder, pick_ops
@@ -30,7 +30,7 @@ from raybatch.engine.memory.kv_cache import (
     num_host_blocks_for,
 )
 from raybatch.engine.memory.kv_tiers import KVTiers, LayerWindow
-from raybatch.engine.memory.pinned import IndexUploads, on_device
+from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.config import ModelSpec
@@ -82,7 +82,7 @@ class ModelRunner:
         CapacityError: the memory does not hold a block of KV.
         """
         model = load_model(source, config)
-        with on_device(model.device):
+        with current_device(model.device):
             return cls._of(model, config, num_engines_on_host)
 
     @classmethod
@@ -117,7 +117,8 @@ class ModelRunner:
             may_compile=config.compiles_kernels,
             kv_dtype=kv_dtype,
         )
-        decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops)
+        upload = IndexUploads(model.device).upload
+        decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload)
         graphs = None
         if setup is not None:
             graphs = setup.capture(model.spec, model.weights, cache, decoder)
@@ -154,10 +155,11 @@ class ModelRunner:
 
         The logits are valid until the next step.
         """
-        if batch.late is not None:
-            batch.late.put(batch.token_ids, self._uploads)
         logits = None if self._graphs is None else self._graphs.run(batch)
-        return self.decoder.forward(batch, self.cache) if logits is None else logits
+        return self.decoder.forward(self._place(batch), self.cache) if logits is None else logits
+
+    def _place(self, batch: ForwardBatch) -> ForwardBatch:
+        return on_device(batch, self._uploads, self.device)
 
     @property
     def graph_counts(self) -> GraphCounts:
@@ -165,7 +167,7 @@ class ModelRunner:
 
     def forward_parts(self, parts: Sequence[ForwardBatch]) -> torch.Tensor:
         """Return the logits [S, V] of parts of a step that do not read what another one writes."""
-        return self.runtime.forward(parts)
+        return self.runtime.forward([self._place(part) for part in parts])
 
     @torch.inference_mode()
     def forward_offloaded(self, batch: ForwardBatch, moves: LayerMoves) -> torch.Tensor:
@@ -176,6 +178,7 @@ class ModelRunner:
         """
         window, decoder = self._window, self.decoder
         assert window is not None, "a pool that no prompts pass through"
+        batch = self._place(batch)
         prepared = decoder.prepare(batch, window.cache(0))
         x = decoder.embed(batch)
         for layer_idx in range(decoder.num_layers):

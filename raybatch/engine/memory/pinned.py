@@ -13,7 +13,7 @@ import torch
 _NUM_UPLOADS = 6
 
 
-def on_device(device: torch.device) -> AbstractContextManager[object]:
+def current_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current one of this thread, which Triton and graphs look for."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -36,7 +36,7 @@ def allocate_memory(
         return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=dtype).view(shape)
     pages = _PinnedPages(-1, num_bytes, flags=flags)
     tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
-    with on_device(device):
+    with current_device(device):
         pages.pin(tensor.data_ptr(), num_bytes)
     return tensor
 
