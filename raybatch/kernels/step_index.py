@@ -33,7 +33,7 @@ ENTRY_FIELDS = 3
 # shorter spans cost more in merging than they win
 _MIN_SPAN_TOKENS = 256
 # from here on, merging costs less than a single program that walks the whole run
-_MAX_JOINED_TOKENS = 4096
+MAX_JOINED_TOKENS = 4096
 
 
 class Item(NamedTuple):
@@ -236,7 +236,7 @@ def _chunks(
     joined: dict[int, ContextPart] = {}
     others = []
     for run in contexts:
-        if run.chunk is None or run.chunk in joined or run.num_tokens > _MAX_JOINED_TOKENS:
+        if run.chunk is None or run.chunk in joined or run.num_tokens > MAX_JOINED_TOKENS:
             others.append(run)
         else:
             joined[run.chunk] = run

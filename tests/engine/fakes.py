@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
-from raybatch.engine.forward.decode_graphs import GraphCounts
+from raybatch.engine.forward.step_graphs import GraphCounts
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters

@@ -17,8 +17,9 @@ class LazyMark:
 class LazyQueue(DeviceQueue):
     """Copies are made when somebody waits for them, so that what comes too early spoils them."""
 
-    def __init__(self):
+    def __init__(self, *, runs_at_once=False):
         super().__init__(torch.device("cpu"))
+        self.runs_at_once = runs_at_once
         self.pending, self.num_done, self.waits, self.sizes = [], 0, [], []
 
     def pinned(self, num_bytes):
@@ -27,6 +28,8 @@ class LazyQueue(DeviceQueue):
 
     def copy(self, target, source):
         self.pending.append((target, source))
+        if self.runs_at_once:
+            self.run_to(len(self.pending))
 
     def mark(self):
         return LazyMark(self, len(self.pending))

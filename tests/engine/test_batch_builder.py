@@ -313,20 +313,11 @@ def test_indices_come_to_a_device_by_one_copy_and_late_tokens_by_one_more():
         ([7, 7, 8, 9], batch, 1),
         ([7, 42, 8, 9], replace(batch, late=late), 2),
     ):
-        queue = LazyQueue()
-        # what is on no CPU is copied, here to one
+        queue = LazyQueue(runs_at_once=True)
         uploads = IndexUploads(torch.device("cpu"), queue)
-        if placed.late is not None:
-            uploads.upload = lambda array, device, made=uploads.upload: made_now(made, array, queue)
+        # what is on no CPU is copied, here to one
         made = on_device(placed, uploads, torch.device("meta"))
-        queue.run_to(len(queue.pending))
         assert num_copies == len(queue.pending)
         assert wanted == made.token_ids.tolist()
         for name in ("positions", "slot_mapping", "logits_idx"):
             assert torch.equal(getattr(batch, name), getattr(made, name))
-
-
-def made_now(upload, array, queue):
-    made = upload(array, None)
-    queue.run_to(len(queue.pending))
-    return made

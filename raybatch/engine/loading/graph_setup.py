@@ -6,14 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.forward.decode_graphs import (
-    CudaGraphs,
-    DecodeGraphs,
-    DecodeShape,
-    step_sizes,
-    working_bytes,
-)
 from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.graph_sizes import GraphShape
+from raybatch.engine.forward.step_graphs import CudaGraphs, StepBuffers, StepGraphs, working_bytes
 from raybatch.engine.memory.kv_cache import KVCache, max_sequence_len
 from raybatch.engine.weights.loading import ModelWeights
 from raybatch.errors import ConfigError, error_text
@@ -22,9 +17,7 @@ from raybatch.models.config import ModelSpec
 
 _logger = logging.getLogger(__name__)
 
-# a step of more rows takes a GPU so long that its launches are made meanwhile
-_MAX_ROWS = 512
-# 24 MiB of indices; rows that would need more at once run without a graph
+# 12 MiB of indices; rows that would need more at once run without a graph
 _MAX_ENTRIES = 1 << 20
 # of the launches of one graph, a guess: it was not measured
 _GRAPH_BYTES = 4 << 20
@@ -34,17 +27,18 @@ _GRAPH_BYTES = 4 << 20
 class GraphSetup:
     """Graphs that an engine is going to capture once it has its pool."""
 
-    shape: DecodeShape
+    shape: GraphShape
     ops: Ops
     # the options ask for graphs, so that it is an error to have none
     is_required: bool = False
 
     def needed_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> int:
         """Return the memory that buffers and graphs take; the scrap block is not counted."""
+        sizes = self.shape.sizes().all()
         return (
-            self.shape.buffer_bytes(spec.vocab_size)
-            + working_bytes(spec, self.shape.max_rows, dtype)
-            + len(self.shape.sizes) * _GRAPH_BYTES
+            StepBuffers.bytes_of(sizes, spec.vocab_size)
+            + max(working_bytes(spec, size, dtype) for size in sizes)
+            + len(sizes) * _GRAPH_BYTES
         )
 
     def capture(
@@ -55,14 +49,14 @@ class GraphSetup:
         plain: Decoder,
         *,
         graphs: CudaGraphs | None = None,
-    ) -> DecodeGraphs | None:
+    ) -> StepGraphs | None:
         """Capture every size and compare it with the plain forward pass; None where that fails.
 
         The last block of `cache`, which is unused, is no sequence's; `plain` runs all other steps.
         Raises ConfigError: it fails, and the options ask for graphs.
         """
         try:
-            made = DecodeGraphs(
+            made = StepGraphs(
                 Decoder(spec, weights, ops=self.ops),
                 cache,
                 shape=self.shape,
@@ -73,12 +67,16 @@ class GraphSetup:
         except Exception as error:
             if self.is_required:
                 raise ConfigError(
-                    f"engine.cuda_graphs: decode steps cannot be captured: {error_text(error)}"
+                    f"engine.cuda_graphs: steps cannot be captured: {error_text(error)}"
                 ) from error
-            _logger.warning("decode steps run without CUDA graphs: %s", error_text(error))
+            _logger.warning("steps run without CUDA graphs: %s", error_text(error))
             return None
-        sizes = self.shape.sizes
-        _logger.info("%d CUDA graphs captured for steps of up to %d rows", len(sizes), sizes[-1])
+        _logger.info(
+            "%d CUDA graphs captured, of decodes for up to %d rows and with prompts for up to %d",
+            made.counts.num_captured,
+            self.shape.decode[-1],
+            self.shape.mixed[-1] if self.shape.mixed else 0,
+        )
         return made
 
 
@@ -119,18 +117,20 @@ def plan_graphs(
         if config.cuda_graphs:
             raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
         if device.type == "cuda":
-            _logger.info("decode steps run without CUDA graphs: %s", reason)
+            _logger.info("steps run without CUDA graphs: %s", reason)
         return None
     return GraphSetup(
-        shape=decode_shape(config, spec), ops=ops, is_required=config.cuda_graphs is True
+        shape=graph_shape(config, spec), ops=ops, is_required=config.cuda_graphs is True
     )
 
 
-def decode_shape(config: EngineConfig, spec: ModelSpec) -> DecodeShape:
+def graph_shape(config: EngineConfig, spec: ModelSpec) -> GraphShape:
     max_len = max_sequence_len(config, spec.max_model_len)
-    max_rows = min(config.max_num_seqs, config.max_batched_tokens, _MAX_ROWS)
-    return DecodeShape(
-        sizes=step_sizes(max_rows),
+    num_drafts = config.speculative_tokens or 0
+    return GraphShape.within(
+        max_rows=min(config.max_num_seqs * (1 + num_drafts), config.max_batched_tokens),
+        max_tokens=config.max_batched_tokens,
         max_row_blocks=-(-max_len // config.block_size_tokens),
         max_entries=_MAX_ENTRIES,
+        block_size=config.block_size_tokens,
     )

@@ -12,8 +12,8 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime
-from raybatch.engine.forward.decode_graphs import DecodeGraphs, GraphCounts
 from raybatch.engine.forward.decoder import Decoder, pick_ops
+from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs
 from raybatch.engine.loading.graph_setup import plan_graphs
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
@@ -53,7 +53,7 @@ class ModelRunner:
         config: EngineConfig,
         decoder: Decoder,
         cache: KVCache,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         num_scrap_blocks: int = 0,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache

@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from raybatch.engine.forward.decode_graphs import DecodeBuffers, GraphMismatchError, step_sizes
+from raybatch.engine.forward.graph_sizes import step_sizes
+from raybatch.engine.forward.step_graphs import GraphMismatchError, StepBuffers
 from raybatch.kernels.attention_plan import ContextPart, PrefillPart
 from raybatch.kernels.dispatch import REFERENCE
 from tests import tolerances
@@ -128,7 +129,7 @@ def test_steps_without_a_graph_are_counted_by_why(folder):
     )
     assert narrow.graphs.run(wide) is None
     assert {"blocks": 1} == narrow.graphs.counts.eager_steps
-    assert captured.graphs.counts.eager_steps == {"shared prefix": 1, "prompts": 2, "rows": 1}
+    assert captured.graphs.counts.eager_steps == {"rows": 4}
     assert 0 == captured.graphs.counts.num_steps
 
 
@@ -167,27 +168,22 @@ def test_a_graph_that_computes_something_else_is_refused(wrong, folder):
 
 
 def test_sizes_grow_so_that_little_is_padding():
-    assert (1, 2, 4, 8, 16, 24, 32, 40) == step_sizes(40)
-    assert (1, 2, 3) == step_sizes(3)
-    sizes = step_sizes(512)
-    assert (1, 512) == (sizes[0], sizes[-1])
-    assert len(sizes) < 40
-    for smaller, larger in pairwise(sizes):
-        if smaller >= 64:
-            assert larger - (smaller + 1) <= (smaller + 1) / 8
+    assert (1, 2, 4, 8, 16, 24, 32, 40) == step_sizes(40, 8)
+    assert (1, 2, 3) == step_sizes(3, 8)
+    for to_a_doubling, most in ((8, 51), (4, 33)):
+        sizes = step_sizes(2048, to_a_doubling)
+        assert (1, 2048) == (sizes[0], sizes[-1])
+        assert len(sizes) <= most
+        for smaller, larger in pairwise(sizes):
+            if smaller >= 64:
+                assert larger - (smaller + 1) <= (smaller + 1) / to_a_doubling
 
 
 def test_buffers_take_as_many_bytes_as_are_counted():
-    steps = shape((1, 8), max_row_blocks=5)
-    buffers = DecodeBuffers(
-        steps, scrap_block=9, block_size=BLOCK, vocab_size=211, device=torch.device("cpu")
+    sizes = shape((1, 8), mixed=(16,), max_row_blocks=5).sizes().all()
+    buffers = StepBuffers(
+        sizes, scrap_block=9, block_size=BLOCK, vocab_size=211, device=torch.device("cpu")
     )
-    tensors = [
-        buffers.token_ids,
-        buffers.logits,
-        buffers.positions,
-        buffers.slots,
-        buffers.index(8),
-    ]
-    counted = steps.buffer_bytes(211)
-    assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == counted
+    counted = StepBuffers.bytes_of(sizes, 211)
+    assert counted == buffers.logits.nbytes + buffers.numbers.nbytes
+    assert [size.step.num_index for size in sizes] == [len(buffers.inputs(s)[4]) for s in sizes]
