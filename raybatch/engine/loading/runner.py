@@ -19,7 +19,8 @@ from raybatch.engine.forward.decode_graphs import (
     step_sizes,
     working_bytes,
 )
-from raybatch.engine.forward.decoder import Decoder, pick_ops
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.loading.loaded_model import load_model, place_layers, planned_attn_batch
 from raybatch.engine.memory.kv_cache import (
     KVCache,
