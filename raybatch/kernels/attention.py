@@ -164,11 +164,12 @@ def finish_heads(
     nothing is written, and there is no plan.
     """
     num_kv_heads = (projected.shape[1] - num_queries) // 2
-    turned, v = projected.split((num_queries + num_kv_heads, num_kv_heads), dim=1)
+    num_turned = num_queries + num_kv_heads
+    turned, v = projected[:, :num_turned], projected[:, num_turned:]
     if norms is not None:
         turned = rms_norm(turned, norms, eps)
     rotate_(turned, rotation)
-    q, k = turned.split((num_queries, num_kv_heads), dim=1)
+    q, k = turned[:, :num_queries], turned[:, num_queries:]
     if prepared is not None:
         store_kv(k, v, k_pool, v_pool, prepared)
     return q, k, v

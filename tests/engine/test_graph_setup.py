@@ -225,10 +225,10 @@ def test_graphs_are_the_default_on_cuda_with_kernels_of_fixed_shapes(spec):
     assert (1024, 2048) == (made.shape.max_rows, made.shape.mixed[-1])
     assert plan_graphs(EngineConfig(cuda_graphs=True), spec, CUDA, ops=FIXED).is_required
     assert plan_graphs(EngineConfig(cuda_graphs=False), spec, CUDA, ops=FIXED) is None
-    assert plan_graphs(EngineConfig(), spec, CPU) is None
+    assert plan_graphs(EngineConfig(), spec, CPU, ops=FIXED) is None
     assert plan_graphs(EngineConfig(attn_batch_tokens=64), spec, CUDA, ops=FIXED) is None
     for option in ("quantization", "kv_cache_dtype"):
-        assert plan_graphs(EngineConfig(**{option: "int8"}), spec, CUDA, ops=FIXED) is None
+        assert plan_graphs(EngineConfig(**{option: "int8"}), spec, CUDA, ops=FIXED) is not None
     assert plan_graphs(EngineConfig(), spec, CUDA, ops=FIXED, is_streamed=True) is None
     assert plan_graphs(EngineConfig(), spec, CUDA, ops=REFERENCE) is None
     with pytest.raises(ConfigError, match=r"they need Triton's kernels"):

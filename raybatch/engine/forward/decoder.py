@@ -14,7 +14,7 @@ from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan
-from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared, Upload, compiled_ops
+from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared, Upload
 from raybatch.kernels.linear import embed_tokens
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 from raybatch.kernels.small_ops import rotation_table
@@ -295,39 +295,6 @@ def _yarn_ramp(spec: RopeSpec, head_dim: int) -> torch.Tensor:
         high += 0.001
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
     return ramp.clamp(0, 1)
-
-
-def pick_ops(
-    spec: ModelSpec,
-    weights: ModelWeights,
-    *,
-    block_size: int,
-    may_compile: bool,
-    kv_dtype: torch.dtype | None = None,
-) -> Ops:
-    """Return the ops for these weights: compiled for float32 on a CPU, else torch's.
-
-    `may_compile` false takes those of torch, which alone use several threads; a `kv_dtype` of None
-    is that of the weights.
-    """
-    embed = weights.embed
-    if not (may_compile and embed.dtype == torch.float32 and embed.device.type == "cpu"):
-        return REFERENCE
-    # of the experts' panels; a model without such experts has none
-    panel_widths = None
-    for layer in weights.layers:
-        gate_up, down = layer.experts_gate_up, layer.experts_down
-        if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
-            panel_widths = gate_up.shape[3], down.shape[3]
-            break
-    return compiled_ops(
-        head_dim=spec.head_dim,
-        num_grouped=spec.num_heads // spec.num_kv_heads,
-        block_size=block_size,
-        panel_widths=panel_widths,
-        byte_dtype=byte_dtype_of(weights),
-        kv_dtype=kv_dtype or embed.dtype,
-    )
 
 
 def dense_panel_width(

@@ -247,7 +247,7 @@ def checked_step(
     pool: torch.Tensor,  # [L, N, G, B, D]
     vocab_size: int,
 ) -> ForwardBatch | None:
-    """Return a small step of the kind of a size, on the host; None where pool or size are too small.
+    """Return a small step of a size's kind, on the host; None where pool or size are too small.
 
     Decode rows read blocks of their own, the last one in part; where the size has room for runs,
     all of them see one more block, and where it has room for chunks, two prompts stand behind them,

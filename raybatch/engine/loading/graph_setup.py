@@ -12,7 +12,7 @@ from raybatch.engine.forward.step_graphs import CudaGraphs, StepBuffers, StepGra
 from raybatch.engine.memory.kv_cache import KVCache, max_sequence_len
 from raybatch.engine.weights.loading import ModelWeights
 from raybatch.errors import ConfigError, error_text
-from raybatch.kernels.dispatch import Ops, ops_for
+from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
 
 _logger = logging.getLogger(__name__)
@@ -85,13 +85,13 @@ def plan_graphs(
     spec: ModelSpec,
     device: torch.device,
     *,
+    ops: Ops,
     is_streamed: bool = False,
-    ops: Ops | None = None,
 ) -> GraphSetup | None:
     """Return what an engine captures; None where it captures nothing.
 
-    Takes options with `attn_batch_tokens` decided; `ops` of None are those of the device. Raises
-    ConfigError: the options ask for graphs, and there can be none.
+    Takes options with `attn_batch_tokens` decided, and the ops of the engine. Raises ConfigError:
+    the options ask for graphs, and there can be none.
     """
     if config.cuda_graphs is False:
         return None
@@ -103,17 +103,11 @@ def plan_graphs(
         ),
         (is_streamed, "layers pass through a ring of buffers (device_weight_bytes)"),
         (config.kv_offload, "the pool has two shapes (kv_offload)"),
-        (config.kv_cache_dtype != "auto", "Triton's kernels read no KV of 8 bits (kv_cache_dtype)"),
-        (
-            config.quantization is not None,
-            "quantized weights become floats before each product, which a graph would keep",
-        ),
     )
     reason = next((text for holds, text in obstacles if holds), "")
-    if not reason:
-        ops = ops or ops_for(device)  # which loads Triton
-        reason = "" if ops.is_fixed else "they need Triton's kernels: pip install raybatch[gpu]"
-    if reason or ops is None:
+    if not reason and not ops.is_fixed:
+        reason = "they need Triton's kernels: pip install raybatch[gpu]"
+    if reason:
         if config.cuda_graphs:
             raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
         if device.type == "cuda":

@@ -12,7 +12,8 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime
-from raybatch.engine.forward.decoder import Decoder, pick_ops
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs
 from raybatch.engine.loading.graph_setup import plan_graphs
 from raybatch.engine.loading.loaded_model import (
@@ -90,8 +91,18 @@ class ModelRunner:
         # both before the pool, which takes most of what is free
         layers = place_layers(model)
         config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
-        setup = plan_graphs(config, model.spec, model.device, is_streamed=layers.is_streamed)
-        num_scrap_blocks, kv_dtype = int(setup is not None), model.resolved.kv_dtype
+        kv_dtype = model.resolved.kv_dtype
+        ops = pick_ops(
+            model.spec,
+            model.weights,
+            block_size=config.block_size_tokens,
+            may_compile=config.compiles_kernels,
+            kv_dtype=kv_dtype,
+        )
+        setup = plan_graphs(
+            config, model.spec, model.device, ops=ops, is_streamed=layers.is_streamed
+        )
+        num_scrap_blocks = int(setup is not None)
         num_blocks = num_blocks_for(
             config,
             model.spec,
@@ -109,13 +120,6 @@ class ModelRunner:
             block_size=config.block_size_tokens,
             dtype=kv_dtype,
             device=model.device,
-        )
-        ops = pick_ops(
-            model.spec,
-            model.weights,
-            block_size=config.block_size_tokens,
-            may_compile=config.compiles_kernels,
-            kv_dtype=kv_dtype,
         )
         upload = IndexUploads(model.device).upload
         decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload)

@@ -17,7 +17,8 @@ import torch
 from pydantic import TypeAdapter
 
 from raybatch.config import cache_dir
-from raybatch.engine.forward.decoder import byte_dtype_of, pick_ops
+from raybatch.engine.forward.decoder import byte_dtype_of
+from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.memory.kv_cache import pick_kv_dtype
 from raybatch.engine.memory.pinned import allocate_memory
 from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached

@@ -129,7 +129,9 @@ def finish_heads(
     """See `raybatch.kernels.attention`; one launch."""
     num_tokens, num_heads, head_dim = projected.shape
     num_kv_heads = (num_heads - num_queries) // 2
-    heads = projected.split((num_queries, num_kv_heads, num_kv_heads), dim=1)
+    num_turned = num_queries + num_kv_heads
+    q, k = projected[:, :num_queries], projected[:, num_queries:num_turned]
+    heads = q, k, projected[:, num_turned:]
     if not num_tokens:
         return heads
     pools = Pools(k_pool, v_pool)
