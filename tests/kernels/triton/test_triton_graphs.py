@@ -43,7 +43,9 @@ def test_captured_kernels_give_the_logits_of_the_plain_forward_pass(
     build("mixtral-window", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     ops = ops_for(torch.device("cuda"))
     assert ops.is_fixed
-    captured = capture(tmp_path / "model", device, ops=ops, steps=shape((4,), shared=(8,), mixed=(16,)))
+    captured = capture(
+        tmp_path / "model", device, ops=ops, steps=shape((4,), shared=(8,), mixed=(16,))
+    )
     fill_randomly(captured.cache)
     for seed, num_rows in enumerate((3, 1)):
         batch = random_step(num_rows, seed, device)
