@@ -85,14 +85,12 @@ def permute(
     tile_slots = max(16, _SORT_ENTRIES // tile_experts)
     num_tiles = triton.cdiv(num_slots, tile_slots)
     tile_rows = min(_MAX_ROW_TILE, dot_tile(triton.cdiv(num_slots, num_experts)))
-    shapes = (
-        (num_experts, num_tiles),
-        (num_slots,),
-        (num_slots,),
-        (num_experts + 1,),
-        (num_experts,),
-    )
-    counts, *made = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    counts, order, places = empty(num_experts, num_tiles), empty(num_slots), empty(num_slots)
+    row_starts, tile_ends = empty(num_experts + 1), empty(num_experts)
     sizes = {
         "NUM_EXPERTS": num_experts,
         "TILE_SLOTS": tile_slots,
@@ -104,14 +102,17 @@ def permute(
         place_kernel[(num_tiles,)](
             chosen,
             counts,
-            *made,
+            order,
+            places,
+            row_starts,
+            tile_ends,
             num_slots,
             TILE_COUNTS=min(power_of_two(num_tiles), max(1, 4096 // tile_experts)),
             TILE_ROWS=tile_rows,
             **sizes,
             **OPTIONS,
         )
-    return Permutation(*made, tile_rows)
+    return Permutation(order, places, row_starts, tile_ends, tile_rows)
 
 
 def unpermute(
