@@ -256,6 +256,6 @@ def test_graphs_and_their_scrap_block_are_taken_off_the_memory_for_kv(spec):
             config, spec, dtype=torch.float32, device=CUDA, free_bytes=round(free) + 1, **options
         )
 
-    assert 9 == blocks(config, num_scrap_blocks=1, graph_bytes=graph_bytes)
+    assert 9 == blocks(config, num_scrap_blocks=1, reserved_bytes=graph_bytes)
     fixed = replace(config, kv_cache_bytes=10 * BLOCK * token_bytes)
-    assert (10, 9) == (blocks(fixed), blocks(fixed, num_scrap_blocks=1, graph_bytes=graph_bytes))
+    assert (10, 9) == (blocks(fixed), blocks(fixed, num_scrap_blocks=1, reserved_bytes=graph_bytes))

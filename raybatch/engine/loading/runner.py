@@ -18,10 +18,12 @@ from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs
 from raybatch.engine.loading.graph_setup import plan_graphs
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
+    give_back_freed_memory,
     load_model,
     place_layers,
     planned_attn_batch,
 )
+from raybatch.engine.loading.peak_memory import step_peak_bytes
 from raybatch.engine.memory.kv_cache import (
     KVCache,
     allocate_kv_cache,
@@ -103,6 +105,14 @@ class ModelRunner:
             config, model.spec, model.device, ops=ops, is_streamed=layers.is_streamed
         )
         num_scrap_blocks = int(setup is not None)
+        upload = IndexUploads(model.device).upload
+        decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload)
+        reserved_bytes = 0 if setup is None else setup.needed_bytes(model.spec, model.dtype)
+        if model.device.type == "cuda" and config.kv_cache_bytes is None:
+            reserved_bytes += step_peak_bytes(
+                decoder, config, model.spec, kv_dtype=kv_dtype, device=model.device
+            )
+            give_back_freed_memory(model.device)
         num_blocks = num_blocks_for(
             config,
             model.spec,
@@ -111,7 +121,7 @@ class ModelRunner:
             free_bytes=free_memory_bytes(model.device),
             num_engines_on_host=num_engines_on_host,
             num_scrap_blocks=num_scrap_blocks,
-            graph_bytes=0 if setup is None else setup.needed_bytes(model.spec, model.dtype),
+            reserved_bytes=reserved_bytes,
             host_bytes=host_memory_bytes(),
         )
         cache = allocate_kv_cache(
@@ -121,8 +131,6 @@ class ModelRunner:
             dtype=kv_dtype,
             device=model.device,
         )
-        upload = IndexUploads(model.device).upload
-        decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload)
         graphs = None
         if setup is not None:
             graphs = setup.capture(model.spec, model.weights, cache, decoder)

@@ -91,24 +91,23 @@ def num_blocks_for(
     free_bytes: int,
     num_engines_on_host: int = 1,
     num_scrap_blocks: int = 0,
-    graph_bytes: int = 0,
+    reserved_bytes: int = 0,
     host_bytes: int | None = None,
 ) -> int:
     """Return how many blocks fit: into `kv_cache_bytes`, else into a share of the free memory.
 
     Blocks of no sequence are taken off. It is never more than `max_num_seqs` sequences of
     `max_model_len` tokens can use. `free_bytes` is what the device has once the weights are loaded,
-    `graph_bytes` what captured steps take of it beside the pool, and `host_bytes` the memory of a
-    CPU host in all, which no pool may exceed (None: not known). Raises CapacityError: the memory
-    does not hold a single block. Raises ConfigError: `kv_cache_bytes` asks for more than the host
-    has.
+    `reserved_bytes` what steps take of it beside the pool, and `host_bytes` the memory of a CPU
+    host in all, which no pool may exceed (None: not known). Raises CapacityError: the memory does
+    not hold a single block. Raises ConfigError: `kv_cache_bytes` asks for more than the host has.
     """
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     is_host = device.type == "cpu"
     share = free_bytes * (_CPU_FRACTION / num_engines_on_host if is_host else _GPU_FRACTION)
     budget = config.kv_cache_bytes
     if budget is None:
-        budget = max(0, int(share) - graph_bytes)
+        budget = max(0, int(share) - reserved_bytes)
     max_len = max_sequence_len(config, spec.max_model_len)
     blocks_per_seq = -(-max_len // config.block_size_tokens)
     num_fitting = budget // block_bytes - num_scrap_blocks

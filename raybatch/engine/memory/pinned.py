@@ -142,7 +142,7 @@ class IndexUploads:
     def upload(self, array: npt.NDArray[np.integer], device: torch.device) -> torch.Tensor:
         """Return the numbers on the device; the array may change afterwards if that is a GPU."""
         if self._queue is None:
-            return torch.from_numpy(array)
+            return torch.from_numpy(array).to(device)
         target = self._queue.empty(array.nbytes).view(torch.from_numpy(array).dtype)
         self.write(target, array)
         return target

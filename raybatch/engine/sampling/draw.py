@@ -123,7 +123,7 @@ def _draw_candidates(
 
 def _largest(run: torch.Tensor, width: int) -> torch.Tensor:
     """Return the `width` largest logits of each row, falling; a NaN comes first."""
-    if run.is_cuda:
+    if not run.is_cpu:
         return run.topk(width, dim=-1).values
     # numpy orders values alone with the CPU's vector units, several times as fast as torch
     values = run.numpy()
@@ -184,12 +184,12 @@ def _find_ranked(
 
 
 def _equal(run: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    return run == chosen if run.is_cuda else torch.from_numpy(run.numpy() == chosen.numpy())
+    return run == chosen if not run.is_cpu else torch.from_numpy(run.numpy() == chosen.numpy())
 
 
 def _first_max(values: torch.Tensor) -> torch.Tensor:
     """Return the first of the largest values, or of the flags that are set, of each row."""
-    if values.is_cuda:
+    if not values.is_cpu:
         return (values.int() if values.dtype == torch.bool else values).argmax(dim=-1)
     # numpy's search uses the CPU's vector units, torch's does not
     return torch.from_numpy(values.numpy().argmax(axis=-1))
@@ -197,7 +197,7 @@ def _first_max(values: torch.Tensor) -> torch.Tensor:
 
 def _runs(logits: torch.Tensor, rows: Ints) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield runs of `rows` with their logits; views where the rows are all rows in order."""
-    entries = _RUN_ENTRIES_GPU if logits.is_cuda else _RUN_ENTRIES_CPU
+    entries = _RUN_ENTRIES_CPU if logits.is_cpu else _RUN_ENTRIES_GPU
     length = max(1, entries // logits.shape[1])
     is_all = len(rows) == logits.shape[0] and bool((np.diff(rows) == 1).all())
     for start in range(0, len(rows), length):
