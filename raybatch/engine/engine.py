@@ -245,9 +245,8 @@ class Engine:
         )
 
     def _run_step(self) -> list[Completion]:
-        completions, drafts = list[Completion](), {}
-        if self._drafter is not None:
-            drafts = self._drafter.propose()
+        completions = list[Completion]()
+        drafts = self._drafter.propose() if self._drafter is not None else {}
         # a sequence that has to yield does so with all its tokens
         if self._tokens.unread and len(self._table.full_slots()) > self._blocks.num_available:
             completions += self._settle()

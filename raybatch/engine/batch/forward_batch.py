@@ -96,7 +96,7 @@ def on_device(batch: ForwardBatch, uploads: IndexUploads, device: torch.device) 
     if device.type != "cpu":
         tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_idx)
         packed = uploads.upload(np.concatenate([x.numpy() for x in tensors]), device)
-        token_ids, positions, slots, logits_idx = packed.split([len(x) for x in tensors])
+        token_ids, positions, slots, logits_idx = torch.split(packed, [len(x) for x in tensors])
         batch = replace(
             batch,
             token_ids=token_ids,

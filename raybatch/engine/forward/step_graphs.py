@@ -65,7 +65,7 @@ class StepBuffers:
 
     def inputs(self, size: GraphSize) -> tuple[torch.Tensor, ...]:
         """Return token ids, positions, slots, rows with logits and the index, as views."""
-        return self.numbers[: size.num_index].split(_lengths(size))
+        return torch.split(self.numbers[: size.num_index], _lengths(size))
 
     @torch.inference_mode()
     def fill(self, batch: ForwardBatch, index: StepIndex, size: GraphSize) -> None:

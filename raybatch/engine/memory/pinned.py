@@ -47,7 +47,8 @@ class _PinnedPages(mmap.mmap):
     _address = 0
 
     def pin(self, address: int, num_bytes: int) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+        driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(driver.cudaHostRegister(address, num_bytes, 0))
         if code:
             raise RuntimeError(
                 f"{num_bytes} bytes of host memory could not be pinned (cudaHostRegister gave "
@@ -58,7 +59,8 @@ class _PinnedPages(mmap.mmap):
     def __del__(self) -> None:
         if self._address:
             # at the end of a process the driver may be gone before
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            driver.cudaHostUnregister(self._address)
 
 
 class DeviceQueue:

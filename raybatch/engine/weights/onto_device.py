@@ -62,7 +62,7 @@ def _copy(
     source: torch.Tensor, target: torch.Tensor, queue: DeviceQueue, ring: PinnedRing, size: int
 ) -> None:
     from_bytes, to_bytes = (
-        x.contiguous().view(-1).view(torch.uint8).split(size) for x in (source, target)
+        torch.split(x.contiguous().view(-1).view(torch.uint8), size) for x in (source, target)
     )
     for piece, place in zip(from_bytes, to_bytes, strict=True):
         staged = ring.take(len(piece))[: len(piece)]
