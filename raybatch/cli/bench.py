@@ -1,4 +1,4 @@
-"""The commands of the command line that measure: bench faults, bench plan."""
+"""The commands of the command line that measure: bench faults, bench plan, bench gpu."""
 
 import logging
 import sys
@@ -132,6 +132,38 @@ def plan(
     with Console(stderr=True).status("starting") as status:
         report = plan_report(model, engine, row, fresh=fresh, tell=status.update)
     typer.echo(report.to_json() if as_json else report.to_text())
+
+
+@bench.command()
+def gpu(
+    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    minutes: Annotated[float, Option(min=0.1, help="At most; what is left out is told.")] = 10.0,
+    engines: Annotated[str, Option(help="Engines to measure, with commas.")] = "native,vllm",
+    out: Annotated[
+        Path | None, Option(help="File for all results; default: raybatch-bench-gpu.json.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check the native engine on a GPU, and measure it beside the device's limits and vLLM."""
+    out = out or Path("raybatch-bench-gpu.json")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no such folder; make it, or choose another")
+    if find_spec("torch") is None:
+        raise MissingDependency(
+            "raybatch bench gpu needs torch: pip install 'raybatch[gpu]', or 'raybatch[vllm]'"
+        )
+    from rich.console import Console
+
+    from raybatch.bench.gpu import GpuBenchOptions, bench_gpu
+
+    names = tuple(name.strip() for name in engines.split(",") if name.strip())
+    options = GpuBenchOptions(device=device, minutes=minutes, engines=names)
+    with Console(stderr=True).status("starting") as status:
+        report = bench_gpu(options, tell=status.update)
+    out.write_text(report.to_json() + "\n", encoding="utf-8")
+    typer.echo(report.to_json() if as_json else report.to_text())
+    typer.echo(f"written to {out}; an issue with it tells us how your GPU does", err=True)
+    raise typer.Exit(0 if report.is_right else 1)
 
 
 def _mean_tokens(output: str) -> dict[str, int]:

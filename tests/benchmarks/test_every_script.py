@@ -76,6 +76,12 @@ TINY = {
         args=("--requests", "2", "--prompt-len", "8", "--output-len", "2", "--repetitions", "1"),
         values={"BATCHED_TOKENS": (256,), "WAYS": ((None, None), (128, 0)), "KV_TOKENS": 1024},
     ),
+    "feeding": Tiny(
+        args=("--rows", "8", "--runs", "1"), values={"SHARED_CHARS": 40, "OWN_CHARS": 20}
+    ),
+    "linears": Tiny(
+        args=("--budget-s", "0"), values={"SHAPES": ((64, 64),), "HEAD": (64, 32), "ROWS": (1, 9)}
+    ),
     "combine": Tiny(args=("--parts", "2", "--tokens", "2", "--repetitions", "1")),
     "cost_model": Tiny(
         args=("--models", "dense-4m", "--requests", "2", "--runs", "1", "--workloads", "random"),

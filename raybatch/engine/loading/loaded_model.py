@@ -7,7 +7,7 @@
 import ctypes
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,12 +21,14 @@ from raybatch.engine.memory.kv_cache import (
     pick_kv_dtype,
 )
 from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.engine.profile.linear_times import shapes_for_torch
 from raybatch.engine.profile.module_profile import measured_profile
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.layout import WeightForm
-from raybatch.engine.weights.loading import ModelWeights, load_weights, weight_sizes
+from raybatch.engine.weights.loading import ModelWeights, dense_shapes, load_weights, weight_sizes
 from raybatch.errors import CapacityError, ConfigError, error_text
 from raybatch.kernels.byte_numbers import BYTE_DTYPES
+from raybatch.kernels.native.linears import compiled_linears
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
@@ -111,6 +113,8 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
             mallopt(_MMAP_MAX, 0)
             mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     form = resolved.weight_form(may_compile=config.compiles_kernels)
+    if form.panel_width and (ops := compiled_linears(form.byte_dtype)):
+        form = replace(form, for_torch=shapes_for_torch(dense_shapes(path, spec), ops))
     sizes = weight_sizes(path, spec, form, device=resolved.device)
     residence = plan_residence(
         sizes, device_weight_bytes=config.device_weight_bytes, weight_buffers=config.weight_buffers

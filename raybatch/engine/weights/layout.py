@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ _MIN_PANELLED_BYTES = {"gate_up": 256 << 10}
 _PANELS = ".panels"
 
 # all dense linears lie in panels for compiled ops, and so does a table that is also the head
-_DENSE = frozenset(("qkv", "o", "gate_up", "down", "head", "table"))
+DENSE_LINEARS = frozenset(("qkv", "o", "gate_up", "down", "head", "table"))
 
 # tensors start at cache lines, and at what transfers of a GPU are quickest from
 _ALIGNMENT = 256
@@ -60,21 +60,30 @@ class WeightForm:
     # dtype of the weights of all linears but head and routers, one of
     # `raybatch.kernels.byte_numbers`; None leaves them in `dtype`
     byte_dtype: torch.dtype | None = None
+    # [out, in] of dense linears in float32 that lie as torch wants them all the same
+    for_torch: tuple[tuple[int, ...], ...] = ()
 
 
-def lay_out(name: str, part: Part, panel_width: int | None = None) -> tuple[str, Part]:
+def lay_out(
+    name: str,
+    part: Part,
+    panel_width: int | None = None,
+    for_torch: Collection[tuple[int, ...]] = (),
+) -> tuple[str, Part]:
     """Return the name and form under which a tensor is prepared for a CPU.
 
     The tensor has the shape [..., out, in]; in a layer, its name is "<index>.<field of
     LayerWeights>". `panel_width` outputs are those of the panels that all dense linears are to have
-    for compiled ops, the last one filled up with zeros; None lays them out for torch.
+    for compiled ops, the last one filled up with zeros; None lays them out for torch, and so it
+    does those of float32 whose shape is in `for_torch`.
     """
     shape, dtype, build = part
     field = name.rpartition(".")[2]
     width = None
     if (
         panel_width is not None
-        and field in _DENSE
+        and field in DENSE_LINEARS
+        and not (dtype == torch.float32 and shape in for_torch)
         # gate and up must not share a panel
         and not (field == "gate_up" and (shape[0] // 2) % panel_width)
     ):

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from raybatch.config import cache_dir
 from raybatch.engine.weights.layout import (
+    DENSE_LINEARS,
     LAYER_LINEARS,
     Part,
     WeightForm,
@@ -137,6 +138,15 @@ def weight_sizes(
     return WeightSizes(other_bytes=other_bytes, layer_bytes=tuple(layer_bytes))
 
 
+def dense_shapes(model_path: Path, spec: ModelSpec) -> set[tuple[int, int]]:
+    """Return the shapes [out, in] of the model's dense linears, its head included."""
+    with Checkpoint(model_path) as checkpoint:
+        recipes = recipes_of(checkpoint, spec)
+    fields = {name: name.rpartition(".")[2] for name in recipes}
+    shapes = (shape for name, (shape, _) in recipes.items() if fields[name] in DENSE_LINEARS)
+    return {(num_outputs, num_inputs) for num_outputs, num_inputs in shapes}
+
+
 def _layer_of(name: str) -> int | None:
     layer, dot, _ = name.partition(".")
     return int(layer) if dot and layer.isdecimal() else None
@@ -212,7 +222,7 @@ def _laid_out(
         parts[f"{name}{_SCALES}"] = shape[:-1], torch.float32, scales
     if device.type != "cpu":
         return parts
-    return dict(lay_out(*part, form.panel_width) for part in parts.items())
+    return dict(lay_out(*part, form.panel_width, form.for_torch) for part in parts.items())
 
 
 def _quantised(

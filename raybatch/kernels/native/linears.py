@@ -1,6 +1,6 @@
 """Linears and experts in C: a panel of weights goes by once, its rows' sums stay in registers.
 
-On a CPU dense linears are two to three times as fast as torch's at up to 16 rows, and a fifth
+On a CPU dense linears are two to three times as fast as torch's at up to 16 rows, and as fast or
 faster beyond. Experts are about twice as fast as products of torch, which start anew for every
 expert; most where an expert has few rows.
 """

@@ -23,7 +23,7 @@
 #define LANES 8
 #define MAX_SUMS 12
 #endif
-#define MAX_ROWS 8
+#define MAX_ROWS 24
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float AnyLanes __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -101,12 +101,13 @@ INLINE void multiply(const int num_rows, const int width, const float *const *ro
             ((AnyLanes *)(sums + r * width))[j] = kept[r][j];
 }
 
-/* Define `name`, the same for up to MAX_ROWS rows: as many at once as have room, then halves. */
+/* Define `name`, the same for up to MAX_ROWS rows: as many at once as have room, then fewer. */
 #define MULTIPLY_ROWS(name, width)                                                            \
     static void name(int num_rows, const float *const *rows, int64_t num_inputs,              \
                      const Weight *panel, float *sums) {                                      \
         int done = 0;                                                                         \
-        TAKE(8, width) TAKE(4, width) TAKE(2, width) TAKE(1, width)                           \
+        TAKE(8, width) TAKE(6, width) TAKE(4, width)                                          \
+        TAKE(3, width) TAKE(2, width) TAKE(1, width)                                          \
     }
 #define TAKE(count, width)                                                                    \
     while ((count) * ((width) / LANES) <= MAX_SUMS && num_rows - done >= (count)) {           \

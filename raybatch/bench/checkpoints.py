@@ -1,0 +1,129 @@
+"""Checkpoints of random weights in the shapes of known models, as large as a measurement needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Sizes of a Qwen3 model; with `num_experts`, of Qwen3-MoE."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    vocab_size: int = 151_936
+
+
+# layers of the models that are named, and fewer of them
+ON_GPU: Mapping[str, Shape] = {
+    "8 layers of Qwen3-8B": Shape(
+        hidden_size=4096, num_layers=8, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=12288
+    ),
+    "4 layers of Qwen3-30B-A3B": Shape(
+        hidden_size=2048,
+        num_layers=4,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        ffn_size=768,
+        num_experts=128,
+        experts_per_token=8,
+    ),
+}
+# as small as still tells something
+ON_CPU: Mapping[str, Shape] = {
+    "dense, 4 layers of 256": Shape(
+        hidden_size=256,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        ffn_size=512,
+        vocab_size=1024,
+    ),
+    "MoE, 2 layers of 256": Shape(
+        hidden_size=256,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        ffn_size=128,
+        vocab_size=1024,
+        num_experts=8,
+        experts_per_token=2,
+    ),
+}
+
+
+def write_checkpoint(shape: Shape, folder: Path, *, dtype: torch.dtype, device: str) -> int:
+    """Write a model of random weights with a tokenizer, and return its number of parameters.
+
+    Weights are scaled so that greedy outputs wander, and made on `device`, as that is quicker for
+    large ones.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging
+
+    common: dict[str, Any] = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn_size,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "dtype": dtype,
+    }
+    with torch.device("meta"):
+        model: nn.Module
+        if shape.num_experts:
+            config = Qwen3MoeConfig(
+                **common,
+                num_experts=shape.num_experts,
+                num_experts_per_tok=shape.experts_per_token,
+                moe_intermediate_size=shape.ffn_size,
+                norm_topk_prob=True,
+            )
+            model = Qwen3MoeForCausalLM(config)
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**common))
+    model = model.to(dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data.fill_(1.0)
+        else:
+            std = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
+            weight.data.normal_(0.0, std, generator=generator)
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    _tokenizer(shape.vocab_size).save_pretrained(folder)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _tokenizer(num_words: int) -> Any:  # noqa: ANN401
+    """Return a tokenizer of one word for each id."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<eos>": 0} | {f"w{i}": i for i in range(1, num_words)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<eos>"
+    )

@@ -1,0 +1,270 @@
+"""`raybatch bench gpu`: checks, layers beside the device's limits, engines beside each other."""
+
+import gc
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from raybatch.backends.registry import type_of
+from raybatch.bench.checkpoints import ON_CPU, ON_GPU, Shape, write_checkpoint
+from raybatch.bench.engine_run import EngineJob, EngineResult, Rows
+from raybatch.bench.layers import LayerTime, time_layers
+from raybatch.bench.machine import Limits, machine_of, measure_limits
+from raybatch.bench.report import BenchReport, CheckedTokens, ModelFigures
+from raybatch.config import BackendConfig, EngineConfig
+from raybatch.errors import ConfigError, error_text
+
+# of a small model in float32, where engines give equal tokens
+_CHECKED = Rows(
+    name="check", num_rows=8, prompt_tokens=96, output_tokens=16, rows_per_group=4, shared_tokens=64
+)
+_ON_GPU = (
+    Rows(name="nothing shared", num_rows=256, prompt_tokens=512, output_tokens=128),
+    Rows(name="long prompts", num_rows=32, prompt_tokens=4096, output_tokens=8),
+    Rows(
+        name="32 groups of 16",
+        num_rows=512,
+        prompt_tokens=1088,
+        output_tokens=64,
+        rows_per_group=16,
+        shared_tokens=1024,
+    ),
+)
+_ON_CPU = tuple(
+    replace(
+        rows,
+        num_rows=max(2, rows.num_rows // 16),
+        prompt_tokens=rows.prompt_tokens // 8,
+        output_tokens=rows.output_tokens // 8,
+        shared_tokens=rows.shared_tokens // 8,
+    )
+    for rows in _ON_GPU
+)
+_ON_A_CPU = (
+    "these are rates of a processor, whose caches hold such small models: shares may be above 100 %"
+)
+_RESULT = TypeAdapter(EngineResult)
+# compiling takes minutes there
+_VLLM_ON_CPU = {"engine_kwargs": {"enforce_eager": True}}
+ENGINES = ("native", "vllm")
+_NUM_REPEATS = 3
+_MAX_MODEL_LEN = 8192
+_CPU_KV_BYTES = 256 << 20
+# of the seconds that are left, what the layers of one model may take, and at most
+_LAYERS_SHARE, _MAX_LAYERS_S = 0.1, 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuBenchOptions:
+    """What is measured; `device` as torch names it, or "auto" for a GPU where there is one."""
+
+    device: str = "auto"
+    minutes: float = 10.0
+    engines: tuple[str, ...] = ENGINES
+
+
+def bench_gpu(
+    options: GpuBenchOptions,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+    shapes: Mapping[str, Shape] | None = None,
+    rows: Sequence[Rows] | None = None,
+) -> BenchReport:
+    """Measure a device within the minutes of the options; what fails or is left out is told.
+
+    Args:
+        tell: called with what comes next.
+        shapes: of the models, by name; None for those of the device's kind.
+        rows: that engines answer; None for those of the device's kind.
+
+    Raises:
+        ConfigError: there is no such device, or no engine of such a name.
+    """
+    device = _device_of(options.device)
+    is_gpu = device.type == "cuda"
+    shapes = shapes or (ON_GPU if is_gpu else ON_CPU)
+    bench = _Bench(
+        device=device,
+        dtype=torch.bfloat16 if is_gpu else torch.float32,
+        end=time.monotonic() + 60 * options.minutes,
+        tell=tell,
+    )
+    engines = bench.engines_of(options.engines)
+    tell("rates of the device")
+    limits = measure_limits(device, bench.dtype)
+    with tempfile.TemporaryDirectory(prefix="raybatch-bench-") as folder:
+        checked = bench.check_tokens(Path(folder) / "check")
+        models = []
+        for i, (name, shape) in enumerate(shapes.items()):
+            model = bench.measure(name, shape, Path(folder) / str(i), limits, engines, rows or ())
+            models.append(model)
+    return BenchReport(
+        machine=machine_of(device),
+        limits=limits,
+        checked=checked,
+        models=tuple(models),
+        failures=tuple(bench.failures),
+        notes=tuple(bench.missing) if is_gpu else (*bench.missing, _ON_A_CPU),
+    )
+
+
+def _device_of(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"--device {name}: torch sees {count} GPUs here; --device cpu runs everything on "
+                "the processor"
+            )
+    return device
+
+
+class _Bench:
+    """The parts of a measurement, each of which notes what fails and goes on."""
+
+    def __init__(
+        self, *, device: torch.device, dtype: torch.dtype, end: float, tell: Callable[[str], None]
+    ) -> None:
+        self.dtype = dtype
+        self.missing: list[str] = []
+        self.failures: list[str] = []
+        self._device, self._end, self._tell = device, end, tell
+
+    def engines_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the engines that are installed; the others are noted."""
+        for name in names:
+            if name not in ENGINES:
+                raise ConfigError(f"--engines must be of {', '.join(ENGINES)}, got {name!r}")
+        here = tuple(n for n in names if find_spec(type_of(BackendConfig(kind=n)).package))
+        for name in set(names) - set(here):
+            self.missing.append(f"{name} is not installed here, so it was not measured")
+        return here
+
+    def check_tokens(self, folder: Path) -> CheckedTokens | None:
+        """Compare the tokens of the native engine with those of transformers, in float32."""
+        self._tell("tokens beside those of transformers")
+        shape = ON_CPU["dense, 4 layers of 256"]
+        write_checkpoint(shape, folder, dtype=torch.float32, device="cpu")
+        found = [
+            self._run(kind, shape, folder, (_CHECKED,), num_repeats=0, dtype="float32")
+            for kind in ("native", "transformers")
+        ]
+        if None in found:
+            return None
+        native, reference = (result.runs[0].token_ids for result in found if result)
+        equal = sum(one == other for one, other in zip(native, reference, strict=True))
+        return CheckedTokens(equal_rows=equal, num_rows=len(native))
+
+    def measure(
+        self,
+        name: str,
+        shape: Shape,
+        folder: Path,
+        limits: Limits,
+        engines: Sequence[str],
+        rows: Sequence[Rows],
+    ) -> ModelFigures:
+        """Time layers and engines of one model."""
+        self._tell(f"weights of {name}")
+        num_parameters = write_checkpoint(shape, folder, dtype=self.dtype, device=str(self._device))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        layers: tuple[LayerTime, ...] = ()
+        if self._left_s() > 0:
+            self._tell(f"layers of {name}")
+            budget_s = min(_MAX_LAYERS_S, _LAYERS_SHARE * self._left_s())
+            try:
+                layers = time_layers(folder, self._engine("native"), limits, budget_s=budget_s)
+            except Exception as error:
+                self.failures.append(f"{name}, layers: {error_text(error)}")
+        self._free()
+        rows = rows or (_ON_GPU if self._device.type == "cuda" else _ON_CPU)
+        results = []
+        for kind in engines:
+            self._tell(f"{kind} on {name}")
+            results.append(self._run(kind, shape, folder, rows, num_repeats=_NUM_REPEATS))
+        return ModelFigures(
+            name=name,
+            num_parameters=num_parameters,
+            layers=layers,
+            engines=tuple(result for result in results if result is not None),
+        )
+
+    def _left_s(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def _free(self) -> None:
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _engine(self, kind: str, dtype: str | None = None) -> EngineConfig:
+        return EngineConfig(**self._engine_options(kind, dtype))
+
+    def _engine_options(self, kind: str, dtype: str | None = None) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "dtype": dtype or str(self.dtype).removeprefix("torch."),
+            "max_model_len": _MAX_MODEL_LEN,
+        }
+        if kind != "vllm":
+            options["device"] = str(self._device)
+        if self._device.type == "cpu":
+            options["kv_cache_bytes"] = _CPU_KV_BYTES
+        return options
+
+    def _run(
+        self,
+        kind: str,
+        shape: Shape,
+        folder: Path,
+        rows: Sequence[Rows],
+        *,
+        num_repeats: int,
+        dtype: str | None = None,
+    ) -> EngineResult | None:
+        """Run one engine in a process of its own, and note what ended it early."""
+        job = EngineJob(
+            kind=kind,
+            model=str(folder),
+            rows=tuple(rows),
+            vocab_size=shape.vocab_size,
+            num_repeats=num_repeats,
+            engine=self._engine_options(kind, dtype),
+            options=_VLLM_ON_CPU if kind == "vllm" and self._device.type == "cpu" else {},
+        )
+        command = [sys.executable, "-m", "raybatch.bench.engine_run", job.to_json()]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=max(1.0, self._left_s()),
+                check=True,
+            )
+            return _RESULT.validate_json(done.stdout.splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            self.failures.append(f"{kind}: not done within the time; --minutes gives it more")
+        except subprocess.CalledProcessError as error:
+            last = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
+            self.failures.append(f"{kind}: {last[0]}")
+        except (IndexError, ValueError) as error:
+            self.failures.append(f"{kind}: gave no result ({error_text(error)})")
+        return None

