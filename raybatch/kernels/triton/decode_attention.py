@@ -31,7 +31,7 @@ def attend_decode_into(
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = pools.k.shape[1]
     num_splits = splits_of(num_seqs * num_kv_heads, size.row_blocks)
-    num_keys, tile_dim, _ = attention_tiles(pools.k, head_dim)
+    num_keys, tile_dim, _ = attention_tiles(q, pools.k)
     made, made_lses = output, lse
     if num_splits > 1:
         made = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)

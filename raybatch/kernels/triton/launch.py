@@ -29,16 +29,17 @@ def rows_per_program(row_tile: int, num_elements: int = 4096) -> int:
     return max(1, num_elements // row_tile)
 
 
-def attention_tiles(pool: torch.Tensor, head_dim: int) -> tuple[int, int, int]:
-    """Return the tiles of keys and dims for a pool [N, G, B, R], and the most lanes of queries.
+def attention_tiles(q: torch.Tensor, pool: torch.Tensor) -> tuple[int, int, int]:
+    """Return the tiles of keys and dims for q [T, H, D], and the most lanes of queries.
 
     Keys, values and queries fit shared memory and registers.
     """
-    dim = dot_tile(head_dim)
-    # bytes become numbers on their way to a product
-    item_bytes = 4 if pool.dtype == torch.float32 else 2
-    row_bytes = dim * item_bytes
-    num_keys = 64 if item_bytes == 2 and row_bytes <= 512 else 32
+    dim = dot_tile(q.shape[2])
+    row_bytes = dim * q.element_size()
+    num_keys = 64 if q.element_size() <= 2 and row_bytes <= 512 else 32
+    if is_quantised(pool.dtype):
+        # bytes take registers on their way to numbers
+        num_keys //= 2
     return num_keys, dim, max(16, min(128, 128 * 256 // row_bytes))
 
 

@@ -90,7 +90,7 @@ def _attend_items(
     heads_per_kv = num_heads // num_kv_heads
     num_items, max_queries = launch
     k, v = own_kv or (q, q)
-    num_keys, tile_dim, most_lanes = attention_tiles(pools.k, head_dim)
+    num_keys, tile_dim, most_lanes = attention_tiles(q, pools.k)
     # a lane for each head of a query
     num_lanes = min(most_lanes, dot_tile(max_queries * heads_per_kv))
     num_lanes = max(num_lanes, dot_tile(heads_per_kv))

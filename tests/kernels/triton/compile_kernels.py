@@ -9,7 +9,10 @@ the very arguments that decide what Triton compiles. One line of JSON per compil
 import importlib
 import json
 import pkgutil
+import re
+import subprocess
 import sys
+import tempfile
 
 import torch
 import triton
@@ -169,6 +172,30 @@ def run_all(dtype):
         run_captured_decodes(dtype, num_rows)
 
 
+def in_machine_code(cubin):
+    """Return what the binary takes of an H100, by the tools that come with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = (
+            subprocess.run(
+                [tool.path, *options, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for tool, options in (
+                (triton.knobs.nvidia.cuobjdump, ["--dump-resource-usage"]),
+                (triton.knobs.nvidia.nvdisasm, ["-c"]),
+            )
+        )
+    (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    return {
+        "registers": int(registers),
+        # spilt registers lie there
+        "stack_bytes": int(stack),
+        "wgmma": len(re.findall("HGMMA", code)),
+        "mma": len(re.findall("HMMA|QGMMA", code)),
+    }
+
+
 def main():
     recorder = Recorder()
     JITFunction.run = lambda kernel, *args, **kwargs: recorder.launch(kernel, *args, **kwargs)
@@ -185,7 +212,7 @@ def main():
             "kernel": kernel.__name__,
             "cubin_bytes": len(made.asm["cubin"]),
             "shared_bytes": made.metadata.shared,
-            "has_tensor_core_products": "mma" in made.asm["ptx"],
+            **in_machine_code(made.asm["cubin"]),
             "pointers": sorted({kind for kind in signature.values() if kind.startswith("*")}),
         }
         sys.stdout.write(json.dumps(line) + "\n")

@@ -57,8 +57,10 @@ def load_pool_tile(
     if IS_BYTES:
         numbers = from_byte(tl.load(ptr + places, mask=mask, other=0))
         scales = tl.load(scales_ptr + rows // 4 + ROW_WIDTH // 4 - 1)
-        return tl.where(mask, (numbers * scales[:, None]).to(dtype), 0.0).to(dtype)
-    return load_tile(ptr, places, mask)
+        tile = tl.where(mask, (numbers * scales[:, None]).to(dtype), 0.0).to(dtype)
+    else:
+        tile = load_tile(ptr, places, mask)
+    return tile
 
 
 @triton.jit
