@@ -46,7 +46,7 @@ def test_prompts_attend_causally_to_themselves(lengths, heads, window, device):
 
 @pytest.mark.parametrize(("joined_tokens", "window", "heads"), pairs([0, 4096], [None, 6], HEADS))
 def test_chunks_see_their_cached_context(heads, window, joined_tokens, device, monkeypatch):
-    monkeypatch.setattr(step_index, "_MAX_JOINED_TOKENS", joined_tokens)
+    monkeypatch.setattr(step_index, "MAX_JOINED_TOKENS", joined_tokens)
     Step([(5, 4), (0, 3), (16, 55), (70, 1)], heads=heads, window=window, device=device).check()
 
 
