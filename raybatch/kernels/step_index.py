@@ -151,7 +151,7 @@ class StepIndex:
         starts, entries = _decode_entries(plan)
         chunk_items, chunk_blocks, contexts = _chunks(plan.prefill, plan.contexts)
         items, rows_of_places = _runs(contexts, num_kv_heads, block_size)
-        row_starts = np.searchsorted(np.sort(rows_of_places), np.arange(num_rows + 1))
+        order, row_starts = _grouped(rows_of_places, num_rows)
         self._parts: Parts[npt.NDArray[Any]] = Parts(
             starts,
             np.array(chunk_items, np.int32).reshape(-1),
@@ -159,7 +159,7 @@ class StepIndex:
             np.array(items, np.int32).reshape(-1),
             _joined([part.query_idx.numpy() for part in contexts]),
             _joined([part.block_ids.numpy() for part in contexts]),
-            np.argsort(rows_of_places, kind="stable"),
+            order,
             row_starts[: (num_rows + 1) * bool(items)],
             entries.reshape(-1),
         )
@@ -214,17 +214,28 @@ def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
-def _decode_entries(plan: AttentionPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _decode_entries(plan: AttentionPlan) -> tuple[npt.NDArray[np.int64], Index]:
     """Return where the entries of each row start, and the entries."""
     part = plan.decode
     if part is None or not plan.num_decode:
-        return np.empty(0, np.int64), np.empty((0, ENTRY_FIELDS), np.int64)
-    owners = part.owners.numpy()
-    order = np.argsort(owners, kind="stable")
-    starts = np.searchsorted(owners[order], np.arange(plan.num_decode + 1))
+        return np.empty(0, np.int64), np.empty((0, ENTRY_FIELDS), np.int32)
+    order, starts = _grouped(part.owners.numpy(), plan.num_decode)
     first = part.num_valid if part.first_positions is None else part.first_positions
-    columns = (part.block_ids, part.num_valid, first)
-    return starts, np.stack([column.numpy()[order] for column in columns], axis=1)
+    entries = np.empty((len(order), ENTRY_FIELDS), np.int32)
+    for field, column in enumerate((part.block_ids, part.num_valid, first)):
+        entries[:, field] = column.numpy()[order]
+    return starts, entries
+
+
+def _grouped(
+    rows: npt.NDArray[np.int64], num_rows: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the order of numbers by row, and where each row starts in it, [num_rows + 1]."""
+    starts = np.zeros(num_rows + 1, np.int64)
+    np.cumsum(np.bincount(rows, minlength=num_rows), out=starts[1:])
+    # numpy sorts numbers of 16 bits by their digits, in a fifteenth of the time
+    keys = rows.astype(np.uint16) if num_rows <= 1 << 16 else rows
+    return np.argsort(keys, kind="stable"), starts
 
 
 def _chunks(

@@ -14,6 +14,7 @@ import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, byte_dtype_of
+from raybatch.engine.forward.grouped_experts import with_grouped_experts
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layout import map_tensors
 from raybatch.engine.weights.loading import ModelWeights
@@ -59,8 +60,13 @@ def pick_ops(
     embed = weights.embed
     form = ops_for(embed.device)
     if form is not REFERENCE:
-        kv_dtype = kv_dtype or embed.dtype
-        return agreed_ops(form, spec, weights, block_size=block_size, kv_dtype=kv_dtype)
+        # kernels run on the current device
+        with torch.cuda.device(embed.device) if embed.is_cuda else nullcontext():
+            ops = agreed_ops(
+                form, spec, weights, block_size=block_size, kv_dtype=kv_dtype or embed.dtype
+            )
+            has_kernel = ops.moe_ffn is not REFERENCE.moe_ffn
+            return with_grouped_experts(ops, spec, weights) if has_kernel else ops
     if not (may_compile and embed.dtype == torch.float32 and embed.device.type == "cpu"):
         return REFERENCE
     # of the experts' panels; a model without such experts has none
@@ -84,29 +90,26 @@ def agreed_ops(
     form: Ops, spec: ModelSpec, weights: ModelWeights, *, block_size: int, kv_dtype: torch.dtype
 ) -> Ops:
     """Return the ops of `form` that agree with the references on these weights, else those."""
-    device = weights.embed.device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        probe = _Probe(spec, weights, block_size, kv_dtype)
-        wanted = probe.run(REFERENCE)
-        ops = REFERENCE
-        for name, fields in _PARTS.items():
-            chosen = {field: getattr(form, field) for field in fields}
-            # kernels and their compiler have exceptions of their own, and the reference can do
-            try:
-                made = probe.run(replace(REFERENCE, **chosen))
-                error = _largest_error(wanted, made)
-            except Exception as failure:
-                _logger.warning(
-                    "%s runs as plain torch, as its kernel fails: %s", name, error_text(failure)
-                )
-                continue
-            # also NaN, of which nothing is true
-            if error <= _TOLERANCE[weights.embed.dtype]:
-                ops = replace(ops, **chosen)
-            else:
-                _logger.warning(
-                    "%s runs as plain torch, from which its kernel differs by %.2g", name, error
-                )
+    probe = _Probe(spec, weights, block_size, kv_dtype)
+    wanted = probe.run(REFERENCE)
+    ops = REFERENCE
+    for name, fields in _PARTS.items():
+        chosen = {field: getattr(form, field) for field in fields}
+        # kernels and their compiler have exceptions of their own, and the reference can do
+        try:
+            error = _largest_error(wanted, probe.run(replace(REFERENCE, **chosen)))
+        except Exception as failure:
+            _logger.warning(
+                "%s runs as plain torch, as its kernel fails: %s", name, error_text(failure)
+            )
+            continue
+        # also NaN, of which nothing is true
+        if error <= _TOLERANCE[weights.embed.dtype]:
+            ops = replace(ops, **chosen)
+        else:
+            _logger.warning(
+                "%s runs as plain torch, from which its kernel differs by %.2g", name, error
+            )
     return ops
 
 

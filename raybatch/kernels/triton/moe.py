@@ -19,6 +19,7 @@ from raybatch.kernels.triton.jit.moe import (
     route_kernel,
 )
 from raybatch.kernels.triton.launch import OPTIONS, dot_tile, power_of_two, rows_per_program
+from raybatch.kernels.triton.linear import gated
 
 # entries of the one-hot matrix that one program sorts
 _SORT_ENTRIES = 8192
@@ -150,15 +151,33 @@ def moe_ffn(
     norm_topk_prob: bool,
     gate_up_scales: torch.Tensor | None = None,  # float32 [E, 2F]
     down_scales: torch.Tensor | None = None,  # float32 [E, M]
+    min_grouped_rows: int | None = None,
 ) -> torch.Tensor:
-    """See `raybatch.kernels.moe`; experts without a token are not read."""
+    """See `raybatch.kernels.moe`; experts without a token are not read.
+
+    From `min_grouped_rows` choices on (None: never), products are the grouped ones of torch, for
+    weights [E, out, in] of floats.
+    """
     weights, experts = route(x, router, top_k, norm_topk_prob)
     if not len(x):
         return torch.empty_like(x)
     permutation = permute(experts, len(gate_up))
-    scales = gate_up_scales, down_scales
-    rows = _experts(x, (gate_up, down), scales, permutation, top_k)
+    if min_grouped_rows is not None and experts.numel() >= min_grouped_rows:
+        rows = _grouped(x, gate_up, down, permutation, top_k)
+    else:
+        scales = gate_up_scales, down_scales
+        rows = _experts(x, (gate_up, down), scales, permutation, top_k)
     return unpermute(rows, weights, permutation.places)
+
+
+def _grouped(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, permutation: Permutation, top_k: int
+) -> torch.Tensor:
+    """Return what `_experts` does, by the library's product of many matrices."""
+    ends = permutation.row_starts[1:]
+    rows = x.index_select(0, permutation.order // top_k)
+    hidden = functional.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
+    return functional.grouped_mm(gated(hidden), down.transpose(1, 2), offs=ends)
 
 
 def _experts(

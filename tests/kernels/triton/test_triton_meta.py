@@ -275,6 +275,20 @@ def test_a_layer_takes_few_launches(spec, step, is_fixed, byte_dtype, launches):
 
 
 @pytest.mark.meta
+@pytest.mark.parametrize("step", list(STEPS))
+def test_grouped_products_of_torch_take_few_launches_too(step, launches):
+    kernels = ops_for(torch.device("cuda"))
+    ops = replace(kernels, moe_ffn=partial(kernels.moe_ffn, min_grouped_rows=0))
+    run = case_of("sparse", step, torch.bfloat16).ready(1, ops)
+    with launches:
+        run()
+    assert launches.names["grouped_mm"] + launches.names["_grouped_mm"] == 2
+    assert "gate_up_kernel" not in launches.names
+    # with embedding, index, head and rotation
+    assert launches.names.total() <= MAX_LAUNCHES["sparse"] + 15
+
+
+@pytest.mark.meta
 def test_a_read_by_the_host_is_found(launches):
     case = case_of("sparse", "decode", torch.bfloat16)
     ops = replace(ops_for(torch.device("cuda")), moe_ffn=REFERENCE.moe_ffn)

@@ -122,6 +122,21 @@ def test_experts_of_bytes_count_as_their_floats(kind, dtype, device):
     assert_close(moe.moe_ffn(*tensors, **options, **on_device), expected.float(), factor=8)
 
 
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (19, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_grouped_products_of_torch_give_the_same(num_tokens, top_k, dtype, device):
+    tensors = [tensor.to(device) for tensor in make_layer(5, 24, 16, num_tokens, dtype)]
+    options = {"top_k": top_k, "norm_topk_prob": True}
+    made = moe.moe_ffn(*tensors, **options, min_grouped_rows=num_tokens * top_k)
+    assert_close(made, moe_ffn(*(t.cpu().float() for t in tensors), **options), factor=4)
+
+
+def test_few_rows_do_not_take_the_grouped_product(device, monkeypatch):
+    monkeypatch.setattr(moe, "_grouped", None)
+    tensors = [tensor.to(device) for tensor in make_layer(5, 24, 16, 7)]
+    moe.moe_ffn(*tensors, top_k=2, norm_topk_prob=True, min_grouped_rows=15)
+
+
 def in_panels(weight, width):
     return weight.view(len(weight), -1, width, weight.shape[2]).mT.contiguous()
 
