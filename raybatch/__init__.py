@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from raybatch.outputs.verify import Verification, verify
     from raybatch.records.types import Sampling
     from raybatch.report import RunReport
+    from raybatch.report.preview import Preview
     from raybatch.stages.llm_stage import LLMStage
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "MissingDependency",
     "PlanConfig",
     "PoolConfig",
+    "Preview",
     "ProcessorConfig",
     "RaybatchError",
     "ReplicaError",
@@ -77,6 +79,7 @@ _NAMES = {
     "outputs.verify": "Verification verify",
     "records.types": "Sampling",
     "report": "RunReport",
+    "report.preview": "Preview",
     "stages.llm_stage": "LLMStage",
 }
 _HOMES = {name: f"raybatch.{home}" for home, names in _NAMES.items() for name in names.split()}

@@ -19,9 +19,9 @@ _NAMED = re.compile(
     r"(\\?\"[^\"\n]{1,4000}\"?|\\?'[^'\n]{1,4000}'?|[^\s,;&'\"(){}\[\]]{1,4000})"
 )
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[a-z0-9._~+/=-]{6,}")
-# what providers begin their tokens with
+# what providers begin their tokens with; hf_overrides is an option of vLLM
 _KNOWN = re.compile(
-    r"\b(?:hf_\w{8,}|sk-[\w-]{8,}|gh[opsur]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|"
+    r"\b(?:hf_(?![a-z_]+\b)\w{8,}|sk-[\w-]{8,}|gh[opsur]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|"
     r"xox[abprs]-[\w-]{8,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{20,}|"
     r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )

@@ -16,6 +16,7 @@ from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.planning.store import read_plans
 from raybatch.report.rebuild import report_of
+from tests.jobs import store_plan
 
 pytestmark = [pytest.mark.ray]
 
@@ -165,6 +166,16 @@ def test_a_job_goes_on_with_the_backend_that_it_was_begun_with(gpus_here, tmp_pa
     other = job(tmp_path / "other").explain(measure=False)
     assert other.backend == "vllm"
     assert "vllm (the engines have GPUs and vLLM is installed there)" in str(other)
+
+
+def test_an_output_without_an_answer_holds_no_job_to_a_backend(gpus_here, tmp_path):
+    source, sink = tmp_path / "in.parquet", tmp_path / "out"
+    pq.write_table(pa.table({"text": ["a", "b"]}), source)
+    job = Job(source, sink, LLMStage("demo", prompt="{text}", backend="native"), executor="local")
+    store_plan(job)
+    gpus_here(vllm=True)
+    undecided = Job(source, sink, LLMStage("demo", prompt="{text}"), executor="local")
+    assert undecided.explain(measure=False).backend == "vllm"
 
 
 def test_a_job_on_a_cluster_settles_its_backend(cluster, with_vllm, tmp_path):

@@ -182,6 +182,62 @@ def test_missing_job_file_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_p
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["run", ""], "job_file"),
+        (["run", "in.jsonl", "--openai", "-o", ""], "--out"),
+        (["run", "in.jsonl", "--openai", "-o", "x", "--errors", ""], "--errors"),
+        (["explain", "--html", ""], "--html"),
+        (["retry-errors", "--into", ""], "--into"),
+        (["report", ""], "folder"),
+        (["ordered", "", "copy"], "folder"),
+        (["ordered", "out", ""], "into"),
+        (["verify", ""], "folder"),
+        (["clean", ""], "folder"),
+        (["serve", "--folder", ""], "--folder"),
+        (["manifest", "kuberay", ""], "job_file"),
+        (["openai", "to-batch", "", "-o", "x", "--model", "m"], "source"),
+        (["openai", "to-batch", "in", "-o", "", "--model", "m"], "--out"),
+        (["openai", "from-batch", "a", "", "--source", "in", "-o", "x"], "files"),
+        (["openai", "from-batch", "a", "--source", "", "-o", "x"], "--source"),
+        (["openai", "from-batch", "a", "--source", "in", "-o", " "], "--out"),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_told_by_what_it_stands_for(monkeypatch, capsys, words, name):
+    assert run_main(monkeypatch, *words) == 1
+    found = capsys.readouterr().err
+    assert found == f"error: {name} is empty; name a file or a folder, as a path or a URI\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "fold", "--openai", "-o", "out.jsonl"],
+        ["openai", "from-batch", "fold", "--source", "in.jsonl", "-o", "answers"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_folder_in_place_of_a_batch_file_is_told(monkeypatch, capsys, tmp_path, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fold").mkdir()
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    assert run_main(monkeypatch, *words) == 1
+    # above it the note on the model
+    found = capsys.readouterr().err.splitlines()[-1]
+    assert found == "error: fold cannot be read: it is a folder; name a file"
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "part.parquet", "in.jsonl.gz"])
+def test_a_dataset_in_place_of_a_job_file_is_told_where_it_belongs(monkeypatch, capsys, name):
+    assert run_main(monkeypatch, "run", f"data/{name}") == 1
+    assert capsys.readouterr().err == (
+        f"error: data/{name}: is no job file by its name; a dataset is given by --input, a batch "
+        "file with --openai\n"
+    )
+
+
 def test_unknown_flag_gets_a_suggestion(monkeypatch, capsys):
     code = run_main(monkeypatch, "run", "--modle", "m")
     # 2 would say that the job has finished, with error rows
@@ -298,7 +354,7 @@ def test_explain_names_itself_in_errors(monkeypatch, capsys):
 def test_commands_on_a_job_take_the_same_flags():
     commands = typer.main.get_command(app).commands
     names = {name: {p.name for p in commands[name].params} for name in ("run", "explain")}
-    of_run = {"allow_error_rows", "openai", "out", "errors", "model_name"}
+    of_run = {"allow_error_rows", "openai", "out", "errors", "model_name", "limit"}
     own = {"html", "as_json", "kv_tokens", "price_per_engine_hour", "no_measure"}
     assert names["explain"] - own == names["run"] - of_run
 

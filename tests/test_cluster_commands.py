@@ -101,6 +101,28 @@ def test_manifest_is_written_to_a_file(monkeypatch, capsys, job_file, tmp_path):
     assert (code, written["image_uri"], capsys.readouterr().out) == (0, "oak:1", "")
 
 
+def test_every_flag_of_pods_reaches_the_manifest(monkeypatch, capsys, job_file):
+    flags = {
+        "--gpus-per-pod": ("8", "nvidia.com/gpu: '8'"),
+        "--cpus-per-pod": ("88", "cpu: '88'"),
+        "--memory-per-pod": ("700Gi", "memory: 700Gi"),
+        "--head-cpus": ("7", "cpu: '7'"),
+        "--head-memory": ("31Gi", "memory: 31Gi"),
+        "--secret": ("HF_TOKEN=hub:token", "secretKeyRef"),
+        "--model-volume": ("weights", "claimName: weights"),
+        "--spill-size": ("321Gi", "sizeLimit: 321Gi"),
+        "--image-pull-secret": ("registry", "imagePullSecrets"),
+        "--queue": ("nights", "queue-name: nights"),
+        "--node-selector": ("pool=spot", "pool: spot"),
+        "--toleration": ("spot:NoExecute", "effect: NoExecute"),
+    }
+    given = [word for flag, (value, _) in flags.items() for word in (flag, value)]
+    code = run_main(monkeypatch, "manifest", "kuberay", job_file, "--image", "oak:1", *given)
+    text = capsys.readouterr().out
+    missing = [flag for flag, (_, expected) in flags.items() if expected not in text]
+    assert (code, missing) == (0, [])
+
+
 def test_manifest_notes_what_hosts_need(monkeypatch, capsys, job_file):
     run_main(monkeypatch, "manifest", "ray", job_file)
     assert capsys.readouterr().err == "note: source /data/in must be there on every host\n"

@@ -196,7 +196,9 @@ def test_only_options_that_count_bytes_tell_a_number():
         ("tune_malloc", "no", "must be true or false, got 'no'"),
         ("compile_kernels", "false", "must be true or false, got 'false'"),
         ("enable_prefix_caching", 1, "must be true or false, got 1"),
-        ("device", 3, "must be a name such as cpu or cuda, got 3"),
+        ("device", 3, "must be a name such as cpu or cuda or cuda:1, got 3"),
+        ("device", "mps", "must be a name such as cpu or cuda or cuda:1, got 'mps'"),
+        ("device", "cuda:x", "must be a name such as cpu or cuda or cuda:1, got 'cuda:x'"),
     ],
 )
 def test_engine_options_of_the_wrong_type_are_refused_by_name(name, value, told):

@@ -252,3 +252,17 @@ def test_a_job_makes_embeddings_at_an_endpoint(tmp_path, server):
     expected = {t: expected_embedding({"input": t, "dimensions": 5}).tolist() for t in texts}
     assert {row["text"]: row["embeddings"] for row in rows} == expected
     assert report.cost == sum(len(text) for text in texts)
+
+
+def test_a_first_look_tells_what_all_answers_cost(tmp_path, server):
+    write_source(tmp_path)
+    preview = make_job(tmp_path, server).preview(8)
+    assert len(server.asked) == 8
+    assert all(any(text in prompt for prompt in preview.prompts) for text in texts_asked(server))
+    rows = preview.rows.to_pylist()
+    spent = sum(r["num_input_tokens"] - r["num_cached_tokens"] for r in rows)
+    spent += 2 * sum(r["num_generated_tokens"] for r in rows)
+    assert preview.rest.money.expected == pytest.approx(spent * NUM_ROWS / 8)
+    assert "time      not known" in preview.to_text()
+    assert KEY not in preview.to_text()
+    assert not (tmp_path / "out").exists()

@@ -34,6 +34,8 @@ def test_columns_are_a_list_or_a_text_with_commas(model, columns):
     [
         ({"columns": 3}, "columns must be a list of names, got 3"),
         ({"columns": ["text", 3]}, "columns must be a list of names"),
+        ({"columns": "id,,text"}, "columns holds an empty name, got 'id,,text'"),
+        ({"columns": ["id", ""]}, "columns holds an empty name"),
         ({"columns": []}, "columns must name each column once, and at least one"),
         ({"columns": ["text", "text"]}, "columns must name each column once"),
         ({"schema_policy": "casts"}, r"schema_policy must be one of strict, cast.*mean 'cast'"),

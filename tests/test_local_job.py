@@ -17,6 +17,7 @@ import pytest
 from raybatch.durable.fault_points import EXIT_CODE, POINTS
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.job.job import Job
+from raybatch.planning.store import read_plans
 from raybatch.report import report_of
 from tests.jobs import Hold, local_job
 from tests.stages.support import fake_stage, write_parquet
@@ -247,3 +248,18 @@ def test_a_job_goes_on_with_another_executor(source, model, tmp_path, order):
     report = make(order[1]).run(progress=lambda *_: None)
     assert [run.executor for run in report.history.runs] == list(order)
     check_whole(tmp_path)
+
+
+def test_an_output_without_an_answer_is_begun_again_by_another_job(source, model, tmp_path, caplog):
+    def run(**fake):
+        stage = fake_stage(model, prompt="{text}", fake=fake)
+        return local_job(source, tmp_path / "out", stage).run()
+
+    with pytest.raises(ReplicaError, match="told to refuse"):
+        run(refuse_start=True)
+    assert len(read_plans(str(tmp_path / "out"))) == 1
+    caplog.set_level("INFO", logger="raybatch")
+    assert run(max_model_len=64).rows_out == NUM_ROWS
+    assert "was begun by another job, which answered nothing: it begins again" in caplog.text
+    with pytest.raises(ConfigError, match="belongs to another job: backend is"):
+        run(max_model_len=65)

@@ -31,6 +31,8 @@ SECRET = "Zq7RvW2kLx0TnB5y"
         f"authorization=Basic {SECRET}==",
         f"AccountKey={SECRET}==;EndpointSuffix=x",
         f"hf_{SECRET}",
+        f"hf_abcdefgh{SECRET}",
+        "hf_abcdefgh_ABCDEFGH12345678",
         f"sk-proj-{SECRET}",
         f"ghp_{SECRET}",
         f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
@@ -60,6 +62,7 @@ def test_secrets_are_hidden(text):
         "https://host/path?page=2",
         "--env HF_TOKEN: by its name a secret",
         "the API: https://host/a and me@host.example",
+        "of vLLM, set 'backend.options.engine_kwargs.hf_overrides' and backend.kind 'vllm'",
     ],
 )
 def test_what_is_no_secret_stays(text):

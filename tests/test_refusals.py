@@ -121,6 +121,9 @@ def test_a_folder_with_other_files(source, tmp_path):
 def test_the_output_of_another_job(source, tmp_path):
     job = job_of(source, tmp_path / "out", backend={"kind": "native"})
     store_plan(job)
+    journal = tmp_path / "out" / "_raybatch" / "frag" / "000000"
+    journal.mkdir(parents=True)
+    (journal / "000000-1-x.arrow").touch()
     answers = {"backend": {"kind": "native"}, "sampling": {"max_tokens": 7}}
     other = job_of(source, tmp_path / "out", **answers)
     assert "belongs to another job: sampling.max_tokens is 7" in refusal(other.run)

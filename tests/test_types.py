@@ -17,6 +17,8 @@ from raybatch.records.types import Sampling
         {"stop_token_ids": ["a"]},
         {"stop_token_ids": [10**23]},
         {"stop_token_ids": [1 << 31]},
+        {"stop_token_ids": [-5]},
+        {"stop_token_ids": [True]},
         {"top_p": 0},
     ],
     ids=str,
@@ -24,6 +26,11 @@ from raybatch.records.types import Sampling
 def test_a_wrong_option_is_named(options):
     with pytest.raises(ConfigError, match=f"sampling.{next(iter(options))} must be"):
         Sampling(**options)
+
+
+def test_more_tokens_at_least_than_at_most_are_told_with_both():
+    with pytest.raises(ConfigError, match=r"between 0 and max_tokens \(256\), got 300"):
+        Sampling(min_tokens=300)
 
 
 def test_one_stop_string_and_lists_become_tuples():

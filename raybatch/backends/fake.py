@@ -85,14 +85,20 @@ def fake_tokens(
     sample_idx: int = 0,
     *,
     lengths: Lengths = "max",
+    limit: int | None = None,
 ) -> TokenIds:
-    """Return the tokens that the fake backend generates where nothing stops it, int32."""
+    """Return the tokens that the fake backend generates where nothing stops it, int32.
+
+    At most `limit`, since a row may ask for more than memory holds.
+    """
     mixed = np.array([seed & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF, sample_idx], np.uint32)
     prompt = np.ascontiguousarray(prompt_token_ids, np.int32)
     code = zlib.crc32(mixed.tobytes(), zlib.crc32(prompt.tobytes()))
     num_tokens = sampling.max_tokens
     if lengths == "hash":
         num_tokens = max(sampling.min_tokens, 1 + code % num_tokens)
+    if limit is not None:
+        num_tokens = min(num_tokens, limit)
     positions = np.arange(num_tokens, dtype=np.int64)
     return ((code + positions * (2 * (code >> 16) + 1)) % _VOCAB_SIZE).astype(np.int32)
 
@@ -110,11 +116,13 @@ def fake_answer(
 ) -> FakeAnswer:
     """Return what the fake backend generates for one sample of a request."""
     sampling, prompt = request.sampling, request.prompt_token_ids
-    tokens = fake_tokens(prompt, request.seed, sampling, sample_idx, lengths=lengths)
+    max_new = max_model_len - len(prompt)
+    tokens = fake_tokens(
+        prompt, request.seed, sampling, sample_idx, lengths=lengths, limit=max_new + 1
+    )
     is_whole = len(tokens) == sampling.max_tokens
     may_stop = np.arange(1, len(tokens) + 1) >= sampling.min_tokens
     stops = np.flatnonzero(np.isin(tokens, sampling.stop_token_ids) & may_stop)
-    max_new = max_model_len - len(prompt)
     if len(stops) and stops[0] < max_new:
         return FakeAnswer(tokens[: stops[0] + 1], "stop", int(tokens[stops[0]]))
     if len(tokens) > max_new:

@@ -12,8 +12,9 @@ from raybatch.backends.native import NATIVE
 from raybatch.backends.openai import OPENAI
 from raybatch.backends.transformers import TRANSFORMERS
 from raybatch.backends.vllm import VLLM
-from raybatch.backends.vllm.args import native_options
+from raybatch.backends.vllm.args import ENGINE_ARGS, VllmOptions, native_options, place_of
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config.option import fields_of
 from raybatch.errors import ConfigError, MissingDependency, did_you_mean
 from raybatch.text.text_files import check_template, check_tokenizer
 
@@ -71,6 +72,11 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
             f"the {backend.kind} backend {of_kind.makes}; task {backend.task!r} needs "
             f"backend={' or '.join(able)}"
         )
+    if of_kind in (NATIVE, VLLM):
+        # options of other kinds may be called as some of vLLM's engine
+        of_vllm = ENGINE_ARGS.intersection(backend.options).difference(fields_of(VllmOptions))
+        for name in sorted(of_vllm):
+            raise ConfigError(f"backend.options: unknown option {name!r}{place_of(name)}")
     for name in () if of_kind.takes_vllm_options else _PARSERS:
         if name in backend.options:
             raise ConfigError(
@@ -79,7 +85,8 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
                 "return_tool_calls make columns of that"
             )
     if of_kind.refuses_native_options:
-        if names := native_options(engine):
+        # no CUDA graphs are what a backend without any has
+        if names := [name for name in native_options(engine) if getattr(engine, name)]:
             raise ConfigError(
                 f"engine.{names[0]} is an option of the native engine, and the {backend.kind} "
                 "backend has no such; leave it out"

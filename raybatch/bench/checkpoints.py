@@ -102,7 +102,7 @@ def write_checkpoint(shape: Shape, folder: Path, *, dtype: torch.dtype, device: 
             model = Qwen3MoeForCausalLM(config)
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**common))
-    model = model.to(dtype).to_empty(device=device)
+    model.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in model.named_parameters():
         if "norm" in name:

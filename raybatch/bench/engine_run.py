@@ -105,7 +105,9 @@ def run_engine(job: EngineJob) -> EngineResult:
         runs, next_id = [], 0
         for rows in job.rows:
             # the first one compiles and captures what this kind of rows needs
-            seconds, first_tokens, num_steps = [], (), 0
+            seconds: list[float] = []
+            first_tokens: tuple[tuple[int, ...], ...] = ()
+            num_steps = 0
             for repeat in range(1 + job.num_repeats):
                 requests = requests_of(rows, job.vocab_size, seed=repeat, first_id=next_id)
                 next_id += rows.num_rows

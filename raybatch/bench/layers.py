@@ -15,7 +15,7 @@ _KINDS = {
     "decode over 4,096": Workload(cached_tokens=4095),
     "prefill of 512": Workload(tokens_per_sequence=512),
 }
-_MAX_KV_BYTES = 8 << 30
+_MAX_KV_BYTES = {"cuda": 8 << 30, "cpu": 256 << 20}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ def time_layers(
         attention_tokens=sizes,
         ffn_tokens=(*sizes, 4096) if is_gpu else sizes,
         budget_s=budget_s,
-        **({"max_kv_bytes": _MAX_KV_BYTES} if is_gpu else {}),
+        max_kv_bytes=_MAX_KV_BYTES[model.device.type],
     )
     profile = profile_layer(model.spec, model.weights, options)
     layer = profile.model.layer

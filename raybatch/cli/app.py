@@ -6,7 +6,9 @@
 
 import atexit
 import logging
+import shutil
 import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -19,7 +21,7 @@ import raybatch
 from raybatch.cli.batch import batches, run_batch_file, serve
 from raybatch.cli.bench import bench
 from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
-from raybatch.cli.flags import JobFlags, with_job_flags, with_model
+from raybatch.cli.flags import JobFlags, check_path, with_job_flags, with_model
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError, shell_path
 from raybatch.redaction import DiscreetFormatter, redacted
@@ -38,8 +40,12 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, Option("--json", help="Print the JSON instead.")]
-OutputFolder = Annotated[str, Argument(help="Output folder of a job, local or a URI.")]
+OutputFolder = Annotated[
+    str, Argument(help="Output folder of a job, local or a URI.", callback=check_path)
+]
 
+# stands for an output folder where a command has none
+_NOT_WRITTEN = "not-written"
 # the exit code of a command that Ctrl-C has ended
 _INTERRUPTED = 130
 # of one that has finished a job in which rows failed
@@ -110,22 +116,32 @@ def run(
     allow_error_rows: AllowErrorRows = False,
     openai: Annotated[bool, Option("--openai", help="The file is an OpenAI batch file.")] = False,
     out: Annotated[
-        str | None, Option("--out", "-o", help="With --openai: file for the answers.")
+        str | None,
+        Option("--out", "-o", help="With --openai: file for the answers.", callback=check_path),
     ] = None,
     errors: Annotated[
-        str | None, Option(help="With --openai: file for the errors; OUT.errors.jsonl.")
+        str | None,
+        Option(help="With --openai: file for the errors; OUT.errors.jsonl.", callback=check_path),
     ] = None,
     model_name: Annotated[
         list[str] | None, Option(help="With --openai: another name for the model.")
     ] = None,
+    limit: Annotated[
+        int | None,
+        Option(metavar="N", help="Show N rows, taken over all of the input, with their answers."),
+    ] = None,
 ) -> None:
     """Run one job; exit code 0: finished, 2: finished with error rows, 1: not finished."""
     if openai:
+        if limit is not None:
+            raise ConfigError("--limit shows rows of a dataset, not of --openai; leave it out")
         names = tuple(model_name or ())
         code = run_batch_file(flags, out, errors, names, start_ray=_start_ray).exit_code()
         raise typer.Exit(0 if code == _ERROR_ROWS and allow_error_rows else code)
     if out is not None or errors is not None or model_name:
         raise ConfigError("--out, --errors and --model-name belong to --openai; a job has --output")
+    if limit is not None:
+        _show_some(flags, limit, allow_error_rows)
     job, progress = _job_of(flags)
     _end_with(job.run(progress=progress, start_ray=_start_ray), allow_error_rows)
 
@@ -135,7 +151,7 @@ def run(
 @with_job_flags(without=("columns",))
 def retry_errors(
     flags: JobFlags,
-    into: Annotated[str, Option(help="Folder for the new answers.")],
+    into: Annotated[str, Option(help="Folder for the new answers.", callback=check_path)],
     statuses: Annotated[
         str | None, Option(help="Such as error,crashed; default: all errors.")
     ] = None,
@@ -156,7 +172,8 @@ def retry_errors(
 def explain(
     flags: JobFlags,
     html: Annotated[
-        str | None, Option(help="Write a page with the prefix tree drawn to this file.")
+        str | None,
+        Option(help="Write a page with the prefix tree drawn to this file.", callback=check_path),
     ] = None,
     as_json: AsJson = False,
     kv_tokens: Annotated[
@@ -174,7 +191,8 @@ def explain(
     _check_page(html)
     note = with_model(flags.mapping)
     # nothing is written, so nobody has to say where
-    job = raybatch.Job.from_mapping({"sink": "not-written", **flags.mapping}, where=flags.where)
+    flags.mapping.setdefault("sink", _NOT_WRITTEN)
+    job = raybatch.Job.from_mapping(flags.mapping, where=flags.where)
     if note:
         typer.echo(note, err=True)
     explanation = job.explain(
@@ -206,10 +224,11 @@ def demo(
 
 @app.command()
 def report(
-    folder: Annotated[str, Argument(help="Output folder of a job.")],
+    folder: Annotated[str, Argument(help="Output folder of a job.", callback=check_path)],
     as_json: AsJson = False,
     html: Annotated[
-        str | None, Option(help="Write a page with plan and actual to this file.")
+        str | None,
+        Option(help="Write a page with plan and actual to this file.", callback=check_path),
     ] = None,
 ) -> None:
     """Print the report of a job, or of what is there so far; verify tells by its exit code."""
@@ -223,8 +242,8 @@ def report(
 
 @app.command()
 def ordered(
-    folder: Annotated[str, Argument(help="Finished output folder of a job.")],
-    into: Annotated[str, Argument(help="Folder for the copy.")],
+    folder: Annotated[str, Argument(help="Finished output folder of a job.", callback=check_path)],
+    into: Annotated[str, Argument(help="Folder for the copy.", callback=check_path)],
 ) -> None:
     """Copy a finished output, its rows in the order of the input."""
     from raybatch.outputs.ordered import ordered as copy_in_order
@@ -275,6 +294,16 @@ def clean(
 
 app.command()(serve)
 app.add_typer(batches, name="openai")
+
+
+def _show_some(flags: JobFlags, limit: int, allow_error_rows: bool) -> NoReturn:
+    # nothing is written, so nobody has to say where
+    flags.mapping.setdefault("sink", _NOT_WRITTEN)
+    job, progress = _job_of(flags)
+    preview = job.preview(limit, progress=progress, start_ray=_start_ray)
+    is_terminal = sys.stdout.isatty()
+    typer.echo(preview.to_text(shutil.get_terminal_size().columns) if is_terminal else preview)
+    raise typer.Exit(0 if allow_error_rows else preview.exit_code())
 
 
 def _job_of(flags: JobFlags) -> "tuple[raybatch.Job, ProgressPrinter]":

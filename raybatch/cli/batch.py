@@ -10,6 +10,7 @@ from raybatch.cli.flags import (
     MESSAGES_FLAG,
     PROMPT_FLAG,
     JobFlags,
+    check_path,
     nested_options,
     parse_settings,
     with_job_flags,
@@ -35,8 +36,10 @@ batches = typer.Typer(
 
 @batches.command()
 def to_batch(
-    source: Annotated[str, Argument(help="Parquet, JSONL, Arrow: a file, folder or glob.")],
-    out: Annotated[str, Option("--out", "-o", help="Batch file to write.")],
+    source: Annotated[
+        str, Argument(help="Parquet, JSONL, Arrow: a file, folder or glob.", callback=check_path)
+    ],
+    out: Annotated[str, Option("--out", "-o", help="Batch file to write.", callback=check_path)],
     model: Annotated[str, Option(help="Model name to put into requests.")],
     prompt: Annotated[str | None, PROMPT_FLAG] = None,
     messages_column: Annotated[str | None, MESSAGES_FLAG] = None,
@@ -76,9 +79,13 @@ def to_batch(
 
 @batches.command()
 def from_batch(
-    files: Annotated[list[str], Argument(help="Files of answers and of errors.")],
-    source: Annotated[str, Option(help="The dataset that the batch was made of.")],
-    out: Annotated[str, Option("--out", "-o", help="New folder for Parquet.")],
+    files: Annotated[
+        list[str], Argument(help="Files of answers and of errors.", callback=check_path)
+    ],
+    source: Annotated[
+        str, Option(help="The dataset that the batch was made of.", callback=check_path)
+    ],
+    out: Annotated[str, Option("--out", "-o", help="New folder for Parquet.", callback=check_path)],
     id_column: Annotated[
         str | None, Option(help="Column of custom_id that the batch was made with.")
     ] = None,
@@ -99,7 +106,9 @@ def from_batch(
 @with_job_flags(without=_SET_BY_BATCHES)
 def serve(
     flags: JobFlags,
-    folder: Annotated[str, Option(help="Folder for files, batches and outputs.")],
+    folder: Annotated[
+        str, Option(help="Folder for files, batches and outputs.", callback=check_path)
+    ],
     model_name: Annotated[
         list[str] | None, Option(help="Another name for the model in requests.")
     ] = None,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from raybatch.cli.flags import JobFlags, with_job_flags, with_model
+from raybatch.cli.flags import JobFlags, check_path, with_job_flags, with_model
 from raybatch.config import environment
 from raybatch.errors import ConfigError
 
@@ -67,11 +67,13 @@ def submit(
 
 def manifest(
     kind: Annotated[Literal["anyscale", "kuberay", "ray"], Argument(help="The job system.")],
-    job_file: Annotated[str, Argument(help="YAML job file.")],
+    job_file: Annotated[str, Argument(help="YAML job file.", callback=check_path)],
     image: Annotated[
         str | None, Option(help="Container image with Ray, raybatch and its engine.")
     ] = None,
-    replicas: Annotated[int | None, Option(min=1, help="Engines, each on its own host.")] = None,
+    replicas: Annotated[
+        int | None, Option(min=1, help="Engines, each in its own pod or --gpus-per-pod.")
+    ] = None,
     gpu_type: Annotated[
         str | None, Option(help="NVIDIA-L4 or LABEL=VALUE for KubeRay, L4 for Anyscale.")
     ] = None,
@@ -81,6 +83,37 @@ def manifest(
     service_account: Annotated[
         str | None, Option(help="Kubernetes service account with access to the data.")
     ] = None,
+    gpus_per_pod: Annotated[
+        int | None, Option(min=1, help="GPUs of a worker pod; its engines share the model files.")
+    ] = None,
+    cpus_per_pod: Annotated[
+        int | None, Option(min=1, help="CPUs of a worker pod; default: 12 a GPU.")
+    ] = None,
+    memory_per_pod: Annotated[
+        str | None, Option(metavar="SIZE", help="Of a worker pod; default: 96Gi a GPU.")
+    ] = None,
+    head_cpus: Annotated[int, Option(min=1, help="CPUs of the head pod.")] = 4,
+    head_memory: Annotated[str, Option(metavar="SIZE", help="Memory of the head pod.")] = "16Gi",
+    secret: Annotated[
+        list[str] | None,
+        Option(metavar="VARIABLE=NAME:KEY", help="Variable from a Kubernetes secret; repeatable."),
+    ] = None,
+    model_volume: Annotated[
+        str | None, Option(metavar="CLAIM[:PATH]", help="Volume claim that keeps models.")
+    ] = None,
+    spill_size: Annotated[
+        str | None, Option(metavar="SIZE", help="Disk of a worker; default: from the input.")
+    ] = None,
+    image_pull_secret: Annotated[
+        str | None, Option(help="Kubernetes secret of a private image registry.")
+    ] = None,
+    queue: Annotated[str | None, Option(help="Queue of Kueue that starts the job.")] = None,
+    node_selector: Annotated[
+        list[str] | None, Option(metavar="LABEL=VALUE", help="Of worker hosts; repeatable.")
+    ] = None,
+    toleration: Annotated[
+        list[str] | None, Option(metavar="KEY[=VALUE][:EFFECT]", help="Of worker pods; repeatable.")
+    ] = None,
     max_retries: Annotated[int, Option(min=0, help="Most retries of the whole job.")] = 3,
     timeout_s: Annotated[int, Option(min=1, help="Seconds until it is stopped.")] = 172_800,
     env: Annotated[list[str] | None, _ENV] = None,
@@ -88,7 +121,14 @@ def manifest(
 ) -> None:
     """Print a complete file that runs a job file on a job system, with retries that resume."""
     from raybatch.submission.checks import read_env_vars
-    from raybatch.submission.manifest import ManifestOptions, render_manifest  # Ray is slow to load
+    from raybatch.submission.manifest import render_manifest  # Ray is slow to load
+    from raybatch.submission.options import (
+        ManifestOptions,
+        read_model_volume,
+        read_node_selector,
+        read_secrets,
+        read_tolerations,
+    )
 
     options = ManifestOptions(
         image=image,
@@ -96,6 +136,18 @@ def manifest(
         gpu_type=gpu_type,
         compute_config=compute_config,
         service_account=service_account,
+        gpus_per_pod=gpus_per_pod,
+        cpus_per_pod=cpus_per_pod,
+        memory_per_pod=memory_per_pod,
+        head_cpus=head_cpus,
+        head_memory=head_memory,
+        secrets=read_secrets(secret or ()),
+        model_volume=read_model_volume(model_volume),
+        spill_size=spill_size,
+        image_pull_secret=image_pull_secret,
+        queue=queue,
+        node_selector=read_node_selector(node_selector or ()),
+        tolerations=read_tolerations(toleration or ()),
         max_retries=max_retries,
         timeout_s=timeout_s,
         env_vars=read_env_vars(env or (), environment()),

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Annotated, Any, get_args, get_type_hints
 
 import yaml
-from typer import Argument, Option
+from typer import Argument, CallbackParam, Option
 
 from raybatch.config import PoolConfig
 from raybatch.config.option import documented, fields_of
@@ -55,6 +55,18 @@ _OTHER_NAMES = {"source": "--input", "sink": "--output"}
 _JOB_FILE_HELP = "YAML job file; options here win over it."
 
 
+def check_path(param: CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
+    """Return the value of a flag that names files or folders; raise ConfigError for an empty one.
+
+    Empty names would be the folder in which the command runs.
+    """
+    for path in [value] if isinstance(value, str) else value or ():
+        if not path.strip():
+            name = param.opts[0]
+            raise ConfigError(f"{name} is empty; name a file or a folder, as a path or a URI")
+    return value
+
+
 def _option(name: str, *, is_hidden: bool = False) -> Any:  # noqa: ANN401 - typer has none
     option, help_ = _FLAGS[name]
     where, _, last = option.rpartition(".")
@@ -83,7 +95,7 @@ def _parameters(
     )
     others = Option("--set", help="Any other option, such as engine.max_batched_tokens=4096.")
     kinds: list[tuple[str, Any, Any]] = [
-        ("job_file", str | None, Argument(help=job_file_help)),
+        ("job_file", str | None, Argument(help=job_file_help, callback=check_path)),
         *((name, _kind_of(name), _option(name, is_hidden=name in without)) for name in _FLAGS),
         ("local", bool | None, where_it_runs),
         ("settings", list[str] | None, others),

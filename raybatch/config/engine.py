@@ -27,6 +27,8 @@ Quantization = Literal["int8", "fp8"]
 VictimOrder = Literal["least", "most", "lifo"]
 AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
+# what its engines are tested on
+_DEVICE = Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["cpu", "cuda", "cuda:1"])
 
 
 @options("engine.")
@@ -41,7 +43,7 @@ class EngineConfig:
     """Either "int8" or "fp8", which stores the weights of linear layers (not the head and routers)
     in 8 bits and computes in `dtype`: a quarter of float32's memory, and answers change. None does
     not quantize."""
-    device: Place[Annotated[str, Field(examples=["cpu", "cuda"])]] = "auto"
+    device: Place[Annotated[str, _DEVICE]] = "auto"
     """Such as "cuda" or "cpu"; "auto" takes the GPU that Ray assigned, else the CPU."""
     device_weight_bytes: Speed[NonNegative | None] = None
     """Device memory for weights; layers beyond it stay in host memory and are copied in at every

@@ -11,7 +11,17 @@ import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from raybatch.durable.layout import DATA, PLAN, PLAN_ORDER, STAGING, SUCCESS, part_unit, probe_name
+from raybatch.durable.layout import (
+    DATA,
+    DONE,
+    FRAGMENTS,
+    PLAN,
+    PLAN_ORDER,
+    STAGING,
+    SUCCESS,
+    part_unit,
+    probe_name,
+)
 from raybatch.durable.run_log import FRESH_S, live_runs
 from raybatch.durable.storage import error_context, real_path, store_of
 from raybatch.durable.stores import Store
@@ -187,6 +197,13 @@ def _check_layout(sink: str, marker: bytes) -> None:
             f"the output in {sink} has layout {layout}, this version of raybatch writes layout "
             f"{_LAYOUT}; choose another folder, or set overwrite=True (--overwrite in a shell)"
         )
+
+
+def holds_answers(sink: str) -> bool:
+    """Return whether runs have written rows below a sink, be it to the journal alone."""
+    store = store_of(sink)
+    folders = (DATA, DONE, FRAGMENTS)
+    return store.size(SUCCESS) is not None or any(store.names(folder) for folder in folders)
 
 
 def is_marked(store: Store) -> bool:

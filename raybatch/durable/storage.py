@@ -95,6 +95,8 @@ def error_context(what: str) -> Iterator[None]:
         yield
     except RaybatchError:
         raise
+    except IsADirectoryError as error:
+        raise ConfigError(f"{what}: it is a folder; name a file") from error
     except Exception as error:  # each file system has errors of its own
         raise ConfigError(f"{what}: {error_text(error)}") from error
 

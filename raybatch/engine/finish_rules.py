@@ -114,8 +114,8 @@ class FinishRules:
         is_stop = (token_ids[:, None] == self._stop_ids[slots]).any(axis=1)
         if many := self._many_stop_ids:
             pairs = zip(slots.tolist(), token_ids.tolist(), strict=True)
-            found = [token_id in many.get(slot, ()) for slot, token_id in pairs]
-            is_stop |= np.array(found, np.bool_)
+            hits = [token_id in many.get(slot, ()) for slot, token_id in pairs]
+            is_stop |= np.array(hits, np.bool_)
         is_stop &= may_stop
         is_full = num_generated >= max_generated
         has_strings = self._has_stop_strings[slots]

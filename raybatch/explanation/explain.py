@@ -105,7 +105,7 @@ def explain_source(question: Question) -> Explanation:
 def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Explanation:
     job, spec = question.job, question.spec
     tokenizer = load_tokenizer(job.config, find_model(job.config))
-    costs, why_not = _cost_model(question)
+    costs, why_not = cost_model_of(question)
     layout = ""
     if question.lint:
         hint = lint_source(job.source, job.config, tokenizer)
@@ -149,7 +149,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     work = _work(question, planned)
     if explanation.own_order is not None and not explanation.is_reordered:
         work = work.with_cache(explanation.own_order.computed_tokens)
-    num_replicas = _placement(question).num_replicas
+    num_replicas = placement_of(question).num_replicas
     cost = estimate(costs, work, num_replicas)
     time = TimeEstimate(
         engine_s=cost.engine_s.expected,
@@ -336,7 +336,7 @@ def _likely_engine_s(
     question: Question, planned: PlannedInput | LargePlan, actual: RunActual
 ) -> tuple[float, float, float] | None:
     """Return the engine seconds that a run's counts lead to expect: expected, low and high."""
-    costs, _ = _cost_model(question)
+    costs, _ = cost_model_of(question)
     if costs is None or not actual.num_generated:
         return None
     done = _work(question, planned).actual(
@@ -349,21 +349,21 @@ def _likely_engine_s(
     return band.expected, band.low, band.high
 
 
-def _placement(question: Question) -> Placement:
+def placement_of(question: Question) -> Placement:
     """Return a pool's engines on the cluster that is connected, or on this host without one."""
     if question.is_local or connected_ray() is None:
         return plan_local_placement(question.spec)
     return plan_placement(question.spec, cluster_now())
 
 
-def _cost_model(question: Question) -> tuple[CostModel | None, str]:
+def cost_model_of(question: Question) -> tuple[CostModel | None, str]:
     spec = question.spec
     if type_of(spec.backend).is_endpoint:
         return None, NO_SPEED_OF_ENDPOINTS
     if spec.backend.task != "generate":
         return None, "only engines that generate are measured"
     if not question.measure:
-        num_engines = _placement(question).num_engines_on_host
+        num_engines = placement_of(question).num_engines_on_host
         path = cost_model_path(
             spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines
         )

@@ -23,6 +23,7 @@ from raybatch.config.option import (
     options,
 )
 from raybatch.errors import ConfigError, error_text
+from raybatch.inputs.listing import IPC_SUFFIXES, JSON_SUFFIXES, PARQUET_SUFFIXES
 from raybatch.inputs.schemas import SchemaPolicy
 from raybatch.inputs.source import MAX_ROW_GROUP_BYTES
 from raybatch.policy.executor import ExecutorName
@@ -32,6 +33,8 @@ from raybatch.rows.prompt_inputs import referenced_columns
 _T = TypeVar("_T")
 OutputOrder = Literal["plan", "input"]
 
+# by whose names files are no job files; JSON is YAML
+_DATASETS = tuple({*PARQUET_SUFFIXES, *IPC_SUFFIXES, *JSON_SUFFIXES} - {".json"})
 # what the units of a run without a plan take as well; explaining such a run takes the memory
 _WITHOUT_A_PLAN = ("mode", "unit_rows", "max_unit_rows", "max_driver_bytes")
 
@@ -146,6 +149,11 @@ def job_config(given: Mapping[str, Any], *, where: str = "Job") -> JobConfig:
     or wrong.
     """
     at = "" if where == "Job" else f"{where}: "
+    if "limit" in given:
+        raise ConfigError(
+            f"{at}limit is no option of a job, whose output has all rows; for some of them call "
+            "preview(20) of the job, or raybatch run --limit 20"
+        )
     values = {
         name: _FORMS[name](value, f"{at}{name}") if name in _FORMS else value
         for name, value in given.items()
@@ -166,9 +174,11 @@ def _column_names(columns: object, where: str) -> tuple[str, ...] | None:
         return None
     names = columns
     if isinstance(columns, str):
-        names = [name.strip() for name in columns.split(",") if name.strip()]
+        names = [name.strip() for name in columns.split(",")]
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{where} must be a list of names, got {columns!r}")
+    if "" in names:
+        raise ConfigError(f"{where} holds an empty name, got {columns!r}; leave it out")
     return tuple(names)
 
 
@@ -244,6 +254,11 @@ class JobYaml(yaml.SafeLoader):
 
 def read_job_file(path: str | Path) -> dict[str, Any]:
     """Return the options in a YAML file; ConfigError: there is none, or it holds no options."""
+    if str(path).endswith(_DATASETS):
+        raise ConfigError(
+            f"{path}: is no job file by its name; a dataset is given by --input, a batch file with "
+            "--openai"
+        )
     try:
         with fsspec.open(str(path), "r", encoding="utf-8") as file:
             mapping = yaml.load(file, Loader=JobYaml)

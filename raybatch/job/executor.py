@@ -13,6 +13,7 @@ from raybatch.backends.choice import gpus_of_engine
 from raybatch.backends.registry import type_of
 from raybatch.config import PlanConfig, PoolConfig
 from raybatch.durable.layout import PLAN_ORDER
+from raybatch.durable.sink import holds_answers
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
@@ -117,7 +118,7 @@ def _began_with(sink: str) -> str | None:
     with error_context(f"sink {sink!r} cannot be used"):
         for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
             for stored in read_plans(folder):
-                return backend_kind(stored.fingerprint)
+                return backend_kind(stored.fingerprint) if holds_answers(folder) else None
     return None
 
 

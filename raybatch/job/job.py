@@ -16,8 +16,10 @@ from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import Executor, choose, stage_of_cluster, stage_of_executor
+from raybatch.job.plans import is_whole, plans_of
+from raybatch.job.preview import check_limit, preview_rows
 from raybatch.job.progress import ProgressPrinter
-from raybatch.job.run import JobRun, is_whole, planned_run, plans_of
+from raybatch.job.run import JobRun, planned_run
 from raybatch.job.watching import ProgressCallback, RunClock
 from raybatch.outputs.failed_rows import ERROR_STATUSES, FailedRows, failed_rows
 from raybatch.outputs.ordered import restore_order
@@ -26,6 +28,7 @@ from raybatch.planning.sidecar import check_expected
 from raybatch.planning.source_checks import check_partition_values, check_unique_ids
 from raybatch.redaction import redacted
 from raybatch.report import RunReport
+from raybatch.report.preview import Preview
 from raybatch.report.rebuild import keep_report, report_of_complete
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import check_names
@@ -292,6 +295,41 @@ class Job:
         )
         return replace(explanation, executor=str(executor))
 
+    def preview(
+        self,
+        limit: int = 20,
+        *,
+        progress: Progress = None,
+        start_ray: Callable[[], None] | None = None,
+    ) -> Preview:
+        """Answer some rows on the engines of the job, write nothing, and return the rows.
+
+        They are spread over the whole input, of which little more is read, and are the same in
+        every call with the same limit. Beside them comes what the whole input would take, about.
+
+        Args:
+            limit: number of rows; where the input has fewer, all.
+            progress: see `run`.
+            start_ray: see `run`.
+
+        Raises:
+            ConfigError: found before any work starts, where it can be.
+            CapacityError: `kv_cache_bytes` of the engine does not hold a block.
+
+        Example:
+            >>> print(job.preview(20))  # doctest: +SKIP
+        """
+        check_limit(limit)
+        # a row that fails is shown like others
+        config = replace(self.config, stage=replace(self.config.stage, on_error="row"))
+        job, source = Job._of(config), self._scan()
+        executor, stage = job._placed(source, (config.sink,), is_preview=True)
+        if start_ray is not None and not executor.is_local:
+            start_ray()
+        stage = stage_of_cluster(stage, source.schema)
+        config = replace(config, stage=stage.config)
+        return preview_rows(config, stage, source, executor, limit, progress)
+
     def _scan(self) -> Source:
         self.config.check_columns()
         return scan_source(
@@ -303,8 +341,13 @@ class Job:
             max_decompressed_bytes=self.config.max_decompressed_bytes,
         )
 
-    def _placed(self, source: Source, sinks: Sequence[str]) -> tuple[Executor, type[StageFeeder]]:
-        """Return where the job runs, and its stage there; raise ConfigError if they do not fit."""
+    def _placed(
+        self, source: Source, sinks: Sequence[str], *, is_preview: bool = False
+    ) -> tuple[Executor, type[StageFeeder]]:
+        """Return where the job runs, and its stage there; raise ConfigError if they do not fit.
+
+        A preview looks at no value of rows that it does not answer.
+        """
         executor = choose(self.config.executor, self._stage.pool.spec, source, self.config.plan)
         placed = stage_of_executor(self._stage, executor, sinks)
         stage, plan = placed.config, self.config.plan
@@ -326,7 +369,7 @@ class Job:
         if plan.mode != "off":
             check_expected(source.schema, plan.expected_tokens_column)
         # the job that wrote an output looked at its rows
-        if not isinstance(source, FailedRows):
+        if not isinstance(source, FailedRows) and not is_preview:
             check_partition_values(source, self.config.partition_by)
             if stage.id_column is not None:
                 check_unique_ids(source, stage.id_column)

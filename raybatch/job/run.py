@@ -2,14 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pyarrow as pa
 
-from raybatch.durable.audit import Audit, audit, finish, is_finished
-from raybatch.durable.commit import committed
+from raybatch.durable.audit import Audit, audit, finish
 from raybatch.durable.journal import drop_journal_and_staging
 from raybatch.durable.storage import error_context, store_of
 from raybatch.durable.stores import Store
@@ -19,6 +18,14 @@ from raybatch.explanation.outcome import PlanOutcome, RunActual, actual_of
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor
+from raybatch.job.plans import (
+    JobPart,
+    is_complete,
+    is_whole,
+    log_options_in_use,
+    parts_to_run,
+    plans_of,
+)
 from raybatch.job.progress import ProgressPrinter, shown
 from raybatch.job.watching import (
     LimitWatch,
@@ -29,7 +36,6 @@ from raybatch.job.watching import (
     WavesSoFar,
 )
 from raybatch.planning.fingerprint import (
-    check_same,
     deciding_options,
     fingerprint,
     fingerprint_digest,
@@ -37,7 +43,7 @@ from raybatch.planning.fingerprint import (
     output_schema,
 )
 from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun
-from raybatch.planning.run import fit_units, run_planned, store_input_order
+from raybatch.planning.run import run_planned, store_input_order
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats
@@ -53,107 +59,6 @@ logger = logging.getLogger(__name__)
 
 # rows of which each order is simulated for the report
 _MAX_ROWS_SIMULATED = 20_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobPart:
-    """One plan of an output and the input files that it is of."""
-
-    job: PlannedRun
-    """What the plan is about, with these files alone."""
-    stored: StoredPlan | None
-    """None where it is still to be made."""
-    rows_done: int
-    """Rows of it that are in the output."""
-
-
-def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
-    """Return the plans below the sink of a job; ConfigError: they are those of another job."""
-    plans = read_plans(job.sink)
-    # files as plans have them one after the other, then those that are in none
-    plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
-    files = sorted(job.files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
-    stored_files = [file for stored in plans for file in stored.files]
-    for stored in plans:
-        check_same(
-            job.sink,
-            stored=stored.fingerprint,
-            stored_files=stored_files,
-            now=job.fingerprint,
-            files=files,
-            may_grow=may_grow,
-        )
-    return plans
-
-
-def log_options_in_use(job: PlannedRun, plans: Sequence[StoredPlan]) -> None:
-    """Warn of options of the plan that differ from those of the plans in use, which hold."""
-    for stored in plans:
-        now = asdict(fit_units(job.plan, job.source.only({name for name, *_ in stored.files})))
-        for name, value in stored.options.items():
-            if name in now and now[name] != value:
-                logger.warning(
-                    "plan.%s is %r in the plan below %s, which holds; %r is not used",
-                    name,
-                    value,
-                    job.sink,
-                    now[name],
-                )
-
-
-def is_whole(job: PlannedRun, plans: Sequence[StoredPlan]) -> bool:
-    """Return whether nothing is left to do for a job whose plans these are."""
-    if not plans or sum(len(stored.files) for stored in plans) < len(job.files):
-        return False
-    return is_finished(store_of(job.sink), read_all_units(job.sink, plans))
-
-
-def is_complete(part: JobPart) -> bool:
-    """Return whether all units of a part that has run are in the output."""
-    plans = read_plans(part.job.sink)
-    (stored,) = (one for one in plans if one.number == part.job.number)
-    is_done = committed(store_of(part.job.sink), read_all_units(part.job.sink, plans))
-    return bool(is_done[stored.first_unit :][: stored.num_units].all())
-
-
-def parts_to_run(job: PlannedRun, plans: Sequence[StoredPlan]) -> tuple[list[JobPart], int]:
-    """Return the plans with units to do, in their order, then the files that are in none.
-
-    Beside them the rows that earlier runs have written, which are logged.
-    """
-    parts, known, rows_resumed = [], set[str](), 0
-    if plans:
-        units = read_all_units(job.sink, plans)
-        is_done = committed(store_of(job.sink), units)
-        rows_resumed = int(units.unit_rows[is_done].sum())
-        logger.info(
-            "going on with %s: %d of %d rows are there, in %d of %d units",
-            job.sink,
-            rows_resumed,
-            units.num_rows,
-            int(is_done.sum()),
-            units.num_units,
-        )
-    for stored in plans:
-        names = {name for name, *_ in stored.files}
-        known |= names
-        of_plan = slice(stored.first_unit, stored.first_unit + stored.num_units)
-        if not is_done[of_plan].all():
-            rows_done = int(units.unit_rows[of_plan][is_done[of_plan]].sum())
-            part = _part_of(job, names, stored.number, stored.first_unit)
-            parts.append(JobPart(job=part, stored=stored, rows_done=rows_done))
-    new = {name for name, *_ in job.files} - known
-    if new or not plans:
-        num_units = sum(stored.num_units for stored in plans)
-        added = _part_of(job, new, len(plans) + 1, num_units)
-        parts.append(JobPart(job=added, stored=None, rows_done=0))
-    return parts, rows_resumed
-
-
-def _part_of(job: PlannedRun, names: Set[str], number: int, first_unit: int) -> PlannedRun:
-    files = tuple(file for file in job.files if file[0] in names)
-    source = job.source.only(names)
-    return replace(job, source=source, files=files, number=number, first_unit=first_unit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,6 +141,7 @@ class JobRun:
             "model": self.config.stage.model,
             "backend": self.config.stage.backend.kind,
             "backend_reason": self._backend_reason,
+            "task": self.config.stage.task,
             "rows": self.source.num_rows,
             "rows_resumed": rows_resumed,
             "fingerprint": fingerprint_digest(job.fingerprint),

@@ -192,16 +192,18 @@ def collect_answers(
     output = OutputSchema(num_samples=index.num_samples, task=task)
     rows = answered = num_matched = 0
     with index:
-        # where ids do not fit, not one does, and a folder of errors would be in the way
-        if index.num_ids and not any(
-            part.num_found for part in _answered(index, output, source, id_column)
-        ):
-            raise ConfigError(
-                f"no line is about a row of {source}; give --id-column the column that the batch "
-                "was made with"
-            )
         parts = _answered(index, output, source, id_column)
         waiting = next(parts, None)
+        # where ids do not fit, not one does, and a folder of errors would be in the way
+        if index.num_ids and (waiting is None or not waiting.num_found):
+            if not any(part.num_found for part in parts):
+                raise ConfigError(
+                    f"no line is about a row of {source}; give --id-column the column that the "
+                    "batch was made with"
+                )
+            # again from the first row, as what is before an answer may be more than memory holds
+            parts = _answered(index, output, source, id_column)
+            waiting = next(parts, None)
         for number in itertools.count():
             if waiting is None:
                 break

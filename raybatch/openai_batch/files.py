@@ -21,20 +21,26 @@ _ROWS_AT_ONCE = 256
 _ROW_ID = "__rb_custom_id__"
 
 
-def check_output(path: str, *, is_new: bool = False) -> None:
-    """Refuse a file that could not be written, or that `is_new` and is there, before any work."""
+def check_output(path: str) -> None:
+    """Refuse a file that could not be written, before any work."""
     with error_context(f"{path} cannot be written"):
         fs, name = fsspec.core.url_to_fs(path)
         if fs.isdir(name):
             raise ConfigError(f"{path} is a folder; name a file")
-        if is_new and fs.exists(name):
-            raise ConfigError(f"{path} is there already; choose another file, or remove it")
         if isinstance(fs, LocalFileSystem):
             os.makedirs(os.path.dirname(name), exist_ok=True)
         probe = f"{name}.{uuid.uuid4().hex}.partial"
         fs.pipe_file(probe, b"")
         with suppress(Exception):  # who may only add files can work all the same
             fs.rm_file(probe)
+
+
+def check_free(path: str, way_out: str) -> None:
+    """Refuse a file that is there already; `way_out` says what to do then."""
+    with error_context(f"{path} cannot be written"):
+        fs, name = fsspec.core.url_to_fs(path)
+        if fs.exists(name):
+            raise ConfigError(f"{path} is there already; {way_out}")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from raybatch.job.watching import ProgressCallback
 from raybatch.openai_batch.answering import AnswerWriter, LogprobTexts
 from raybatch.openai_batch.bodies import COMPLETION_TOKENS, BodyRules
 from raybatch.openai_batch.conversion import RECORD, Conversion, FormRows, convert, read_conversion
-from raybatch.openai_batch.files import check_output, remove_folder
+from raybatch.openai_batch.files import check_free, check_output, remove_folder
 from raybatch.openai_batch.requests import Refusal, endpoints_of, unexecuted
 from raybatch.openai_batch.writing import BatchCounts, BatchFiles, write_answers
 from raybatch.records.types import PoolStats, Sampling
@@ -33,6 +33,7 @@ RowWatch = Callable[[int, int], None]
 
 # where nothing says how long an answer can be
 _UNKNOWN_ANSWER_TOKENS = 16_384
+_OF_SOMETHING_ELSE = "it is of something else: choose another file, or set --overwrite"
 # what a batch file sets itself
 _PROMPT_OPTIONS = ("prompt", "messages", "tokenized_prompt", "system", "query", "document", "chat")
 _COLUMN_OPTIONS = ("id_column", "sampling_column", "pooling_column", "chat_template_kwargs_column")
@@ -188,9 +189,13 @@ class BatchRun:
         overwrite: bool = False,
     ) -> BatchCounts:
         """Answer every request that has no answer yet; write both files once all are done."""
-        for path in (self.files.output, self.files.errors):
+        store, mark = store_of(self.files.folder), self._mark_of_errors
+        for path, owner in ((self.files.output, RECORD), (self.files.errors, mark)):
             check_output(path)
+            if not overwrite and store.size(owner) is None:
+                check_free(path, _OF_SOMETHING_ELSE)
         conversion = self.convert(overwrite=overwrite)
+        store.create(mark, b"")
         stopped = self.answer(conversion, progress=progress, ending=ending, start_ray=start_ray)
         if stopped:
             return BatchCounts(num_requests=conversion.num_lines, stopped=stopped)
@@ -225,6 +230,15 @@ class BatchRun:
                 return report.stopped or "the output of a job is not complete"
             num_before += rows.num_rows
         return ""
+
+    @property
+    def _mark_of_errors(self) -> str:
+        """Return the name of what says that the file of errors is that of this batch.
+
+        The file of answers has the name of the folder.
+        """
+        name = posixpath.relpath(self.files.errors, posixpath.dirname(self.files.folder) or ".")
+        return f"errors-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
 
     def finish(self, conversion: Conversion) -> BatchCounts:
         """Write both files of a batch whose jobs are all done."""

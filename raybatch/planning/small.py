@@ -5,7 +5,7 @@ larger is planned by `raybatch.planning.large`.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -165,6 +165,27 @@ def store_plan(job: PlannedRun, planned: PlannedInput, expected: Floats) -> Stor
     return write_plan(job.sink, stored, units)
 
 
+def generate_small(
+    job: PlannedRun, collect: Callable[[Sequence[pa.Table]], pa.Table]
+) -> tuple[GatheredRows, PlannedInput, pa.Table]:
+    """Plan a source in this process, generate its rows, and return rows, plan and answers.
+
+    Nothing is written: `collect` generates rows and returns them as the journal has them.
+    """
+    rows = gather(job)
+    planned = plan_gathered(rows, job.config, job.plan)
+    return rows, planned, collect(_blocks(rows, planned, planned.whole.order, job.plan))
+
+
+def _blocks(
+    rows: GatheredRows, planned: PlannedInput, chosen: Ints, plan: PlanConfig
+) -> list[pa.Table]:
+    """Return the `chosen` rows in this order, with a plan that is not stored, as many tables."""
+    shard = shard_of(planned.whole, np.full(planned.num_rows, np.nan))
+    cuts = np.arange(0, len(chosen), plan.unit_rows)[1:]
+    return [_block(rows, shard, part) for part in np.split(chosen, cuts)]
+
+
 def _block(rows: GatheredRows, shard: pa.Table, chosen: Ints) -> pa.Table:
     """Return the `chosen` rows as they run, with their prompts and the columns of their plan."""
     prompts = prompt_columns([rows.prompts[row] for row in chosen.tolist()])
@@ -181,10 +202,7 @@ def _after_probe(
     group_id = planned.arrangement.groups.group_id
     probe = probe_rows(group_id, planned.max_tokens, job.plan)
     chosen = planned.asked[probe]
-    before = shard_of(planned.whole, np.full(rows.sidecar.num_rows, np.nan))
-    cuts = np.arange(0, len(chosen), job.plan.unit_rows)[1:]
-    parts = [_block(rows, before, part) for part in np.split(chosen, cuts)]
-    finished = job.runner.collect(parts)
+    finished = job.runner.collect(_blocks(rows, planned, chosen, job.plan))
     lengths = generated_lengths(chosen, finished, job.config.output)
     expected = estimate(probe, lengths, group_id, planned.max_tokens)
     rows = replace(rows, sidecar=replace(rows.sidecar, expected_tokens=expected))

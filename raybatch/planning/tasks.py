@@ -29,6 +29,7 @@ from raybatch.planning.planned import (
     planned_work,
 )
 from raybatch.planning.probe import estimate, probe_rows
+from raybatch.planning.sample import taken
 from raybatch.planning.shards import contents_digest, digest_of, make_shard, places_in_units
 from raybatch.planning.sidecar import Sidecar
 from raybatch.planning.small import RowDescriber
@@ -49,7 +50,6 @@ from raybatch.prefix.plan import (
 )
 from raybatch.prefix.profile import profile_rows
 from raybatch.records.arrays import Floats, Ints, Uint64s
-from raybatch.rows.batches import as_movable
 from raybatch.rows.plan_columns import ROW, with_columns
 
 # values in the summary of a part, of those by which its entries are ordered
@@ -112,14 +112,11 @@ def chosen_rows(
     source: Source, slices: range, first_row: int, rows: Ints, row_id_column: str | None
 ) -> pa.Table:
     """Return those rows of some slices whose numbers in the source are among `rows`."""
-    tables = []
-    for table in source.read(slices, row_id_column=row_id_column):
-        begin, end = np.searchsorted(rows, [first_row, first_row + table.num_rows])
-        chosen = rows[begin:end]
-        table_rows = as_movable(table).take(chosen - first_row)
-        tables.append(table_rows.append_column(ROW, pa.array(chosen)))
-        first_row += table.num_rows
-    return pa.concat_tables(tables)
+    num_rows = sum(part.num_rows for part in source.slices[slices.start : slices.stop])
+    begin, end = np.searchsorted(rows, [first_row, first_row + num_rows])
+    tables = source.read(slices, row_id_column=row_id_column)
+    chosen = pa.concat_tables(taken(tables, rows[begin:end], first_row))
+    return chosen.append_column(ROW, pa.array(rows[begin:end]))
 
 
 def input_hits(size: CacheSize, max_rows: int, is_whole: bool, *rows: pa.Table) -> tuple[int, int]:

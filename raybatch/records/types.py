@@ -89,7 +89,11 @@ class Sampling:
         ranges = (
             ("temperature", self.temperature >= 0, "at least 0"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
+            (
+                "min_tokens",
+                0 <= self.min_tokens <= self.max_tokens,
+                f"between 0 and max_tokens ({self.max_tokens})",
+            ),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
@@ -101,8 +105,8 @@ class Sampling:
             ("stop", all(self.stop), "free of empty strings"),
             (
                 "stop_token_ids",
-                all(abs(token_id) < 1 << 31 for token_id in self.stop_token_ids),
-                "token ids of 32 bits",
+                all(0 <= token_id < 1 << 31 for token_id in self.stop_token_ids),
+                "token ids from 0 to 2147483647",
             ),
         )
         for name, is_valid, allowed in ranges:
@@ -124,14 +128,14 @@ class Sampling:
     def _check_types(self) -> None:
         # what vLLM takes as well: one stop string, and lists
         stop: object = self.stop
-        for name, value, kind in (
-            ("stop", (stop,) if isinstance(stop, str) else stop, str),
-            ("stop_token_ids", self.stop_token_ids, int),
+        for name, value, kind, items in (
+            ("stop", (stop,) if isinstance(stop, str) else stop, str, "texts"),
+            ("stop_token_ids", self.stop_token_ids, int, "token ids"),
         ):
-            if not isinstance(value, list | tuple) or not all(isinstance(i, kind) for i in value):
-                raise ConfigError(
-                    f"sampling.{name} must be a list of {kind.__name__}, got {value!r}"
-                )
+            if not isinstance(value, list | tuple) or not all(
+                isinstance(i, kind) and not isinstance(i, bool) for i in value
+            ):
+                raise ConfigError(f"sampling.{name} must be a list of {items}, got {value!r:.200}")
             object.__setattr__(self, name, tuple(value))
         for names, kinds, allowed in (
             (WHOLE_OPTIONS, int, "a whole number"),

@@ -22,6 +22,7 @@ from raybatch.planning.stored import StoredPlan
 from raybatch.records.types import PoolStats, ReplicaStats, token_counts
 from raybatch.report.history import STOPPED
 from raybatch.stages.unit_writer import UnitReceipt
+from raybatch.telemetry.run_trace import RunTrace, run_trace
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ class RunRecorder:
         self._sampler = Sampler()
         self._num_receipts = self._done_before = 0
         self.rows_written = self.rows_failed = 0
+        self._trace: RunTrace | None = None
         self._end = "finished"
         self.limit: str | None = None
         self._is_over = threading.Event()
@@ -170,9 +172,10 @@ class RunRecorder:
 
     def __enter__(self) -> Self:
         self._began_s = self._clock()
+        self._trace = run_trace(self._began_s)
         self._warn_of_others()
         host, pid = socket.gethostname(), os.getpid()
-        self._log.write("run_started", host=host, pid=pid, **self._about)
+        self._tell("run_started", host=host, pid=pid, **self._about)
         self._log.flush()
         self._beat_if_due()
         self._thread.start()
@@ -187,7 +190,7 @@ class RunRecorder:
         self._is_over.set()
         self._thread.join()
         if (last := self._sampler.rest(self._elapsed_s())) is not None:
-            self._log.write("sample", **last)
+            self._tell("sample", **last)
         reason = self._end
         if isinstance(error, KeyboardInterrupt | RunStopped):
             reason = "interrupted"
@@ -195,7 +198,7 @@ class RunRecorder:
             is_tellable = isinstance(error, _TELLABLE)
             reason = f"failed: {error_text(error) if is_tellable else type(error).__name__}"
         level = "info" if reason == "finished" else "error"
-        self._log.write("run_ended", level=level, reason=reason, seconds=self._elapsed_s())
+        self._tell("run_ended", level=level, reason=reason, seconds=self._elapsed_s())
         self._log.flush()
         try:
             end_beat(self._store, self.run_id)
@@ -205,7 +208,7 @@ class RunRecorder:
     def stopping(self, limit: str) -> None:
         """Hear that no further unit starts, and of the limit or the signal that is why."""
         self.limit = limit
-        self._log.write("stopping", level="warning", limit=limit)
+        self._tell("stopping", level="warning", limit=limit)
 
     def incomplete(self) -> None:
         self._end = "incomplete" if self.limit is None else f"{STOPPED}{self.limit}"
@@ -220,7 +223,7 @@ class RunRecorder:
         self.units = replace(
             self.units, total=len(is_done), done=done, resumed=resumed, planned_hit_rate=hit_rate
         )
-        self._log.write(
+        self._tell(
             "planned",
             plan=stored.hash,
             rows=stored.num_rows,
@@ -235,7 +238,7 @@ class RunRecorder:
         self.rows_written += receipt.num_rows
         self.rows_failed += receipt.num_errors
         self._note_done(self.units.resumed + self._num_receipts)
-        self._log.write(
+        self._tell(
             "unit_done",
             unit=receipt.unit,
             rows=receipt.num_rows,
@@ -257,9 +260,14 @@ class RunRecorder:
         events, sample = self._sampler.observe(self._elapsed_s(), stats, cost)
         for event in events:
             level = "info" if event["state"] == "ready" else "warning"
-            self._log.write("replica", level=level, **event)
+            self._tell("replica", level=level, **event)
         if sample is not None:
-            self._log.write("sample", **sample)
+            self._tell("sample", **sample)
+
+    def _tell(self, event: str, *, level: str = "info", **values: Any) -> None:  # noqa: ANN401
+        self._log.write(event, level=level, **values)
+        if self._trace is not None:
+            self._trace.tell(event, self._clock(), values)
 
     def _note_done(self, done: int) -> None:
         units = self.units

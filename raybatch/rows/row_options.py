@@ -186,7 +186,8 @@ def _coerce(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
     if name in ("stop", "stop_token_ids"):
         items = list(value) if isinstance(value, list | tuple) else [value]
         if not all(isinstance(item, str if name == "stop" else int | float) for item in items):
-            raise ConfigError(f"{name} must be a list, got {value!r}")
+            kind = "texts" if name == "stop" else "token ids"
+            raise ConfigError(f"{name} must be a list of {kind}, got {value!r}")
         return tuple(items if name == "stop" else [_whole(name, item) for item in items])
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} must be a number, got {value!r}")

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from raybatch.backends.vllm.args import ENGINE_ARGS, VllmOptions
-from raybatch.backends.vllm.meanings import MEANINGS, Meaning
+from raybatch.backends.vllm.args import ENGINE_ARGS, VllmOptions, place_of
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig, from_mapping
 from raybatch.errors import ConfigError, nearest_name
 from raybatch.records.pooling import pooling_of
@@ -14,7 +13,12 @@ from raybatch.rows.options import PROMPT_OPTIONS, StageConfig
 
 _OUTER: Mapping[str, Any] = {"sampling": Sampling, "engine": EngineConfig, "pool": PoolConfig}
 # what options of other libraries are here
-_MEANT = {"concurrency": "pool.replicas", "batch_size": "engine.max_num_seqs"}
+_MEANT = {
+    "concurrency": "pool.replicas",
+    "batch_size": "engine.max_num_seqs",
+    "num_gpus": "pool.num_gpus_per_replica",
+    "num_cpus": "pool.num_cpus_per_replica",
+}
 
 
 def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> StageConfig:
@@ -43,7 +47,8 @@ def build_stage_config(model: str, given: Mapping[str, Any], *, where: str) -> S
             what = f"{where}: {name} must be a {cls.__name__} or a mapping"
             raise ConfigError(f"{what}, got {value!r}")
         listed = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
-        for key in ENGINE_ARGS.intersection(listed).difference(f.name for f in fields(cls)):
+        told = ENGINE_ARGS.union(_MEANT).intersection(listed)
+        for key in sorted(told.difference(f.name for f in fields(cls))):
             raise ConfigError(f"{where}: {name}: unknown option {key!r}{_suggestion(key, known)}")
         values[name] = from_mapping(cls, listed, where=f"{where}: {name}")
     if task != "generate":
@@ -64,9 +69,7 @@ def _suggestion(name: str, known: set[str]) -> str:
     nested |= {f.name: f"backend.options.{f.name}" for f in fields(VllmOptions)}
     if ours := _MEANT.get(name):
         return f"; raybatch has {ours!r} for it"
-    if name in ENGINE_ARGS and name not in nested:
-        ours = MEANINGS.get(name, Meaning()).ours
-        path = f"engine.{ours}" if ours else f"backend.options.engine_kwargs.{name}"
-        return f"; of vLLM, set {path!r}" + ("" if ours else " and backend.kind 'vllm'")
+    if name not in nested and (place := place_of(name)):
+        return place
     nearest = nearest_name(name, [*nested, *known])
     return "" if nearest is None else f" (did you mean {nested.get(nearest, nearest)!r}?)"

@@ -57,15 +57,16 @@ class FeederRunner:
 
     def run(self, stored: StoredPlan, rows: Any) -> None:  # noqa: ANN401 - Ray has no types
         writer = self._writer(stored)
-        feeder = self._feeder(UnitFeeder, writer=writer, flush_every_s=self.flush_every_s)
+        of_writer = {"writer": writer, "flush_every_s": self.flush_every_s}
+        feeder = _feeder(UnitFeeder, self.stage, self.waves, **of_writer)
         # an error of the observer ends the calls that are in flight
-        with closing(self._results(rows, feeder)) as results:
+        with closing(_results(rows, feeder, is_local=self.is_local)) as results:
             for receipts in results:
                 for row in receipts.to_pylist():
                     self.observer.unit_done(UnitReceipt(**row))
 
     def collect(self, rows: Sequence[pa.Table]) -> pa.Table:
-        return pa.concat_tables(list(self._results(rows, self._feeder(PlacedFeeder))))
+        return collect_rows(rows, self.stage, waves=self.waves, is_local=self.is_local)
 
     def keep(self, stored: StoredPlan, units: npt.NDArray[np.int64], finished: pa.Table) -> None:
         writer = self._writer(stored)
@@ -83,17 +84,6 @@ class FeederRunner:
         writer = self._writer(stored)
         writer.deliver(0, writer.journal_of(0))
 
-    def _results(self, rows: Any, feeder: type[StageFeeder]) -> Generator[pa.Table, None, None]:  # noqa: ANN401
-        if self.is_local:
-            return local_results(rows, feeder)
-        from raybatch.stages.ray_context import ray_results  # slow to load
-
-        return ray_results(rows, feeder)
-
-    def _feeder(self, base: type[StageFeeder], **attributes: Any) -> type[StageFeeder]:  # noqa: ANN401
-        of_stage = {name: getattr(self.stage, name) for name in ("config", "pool", "client")}
-        return type(base.__name__, (base,), {**of_stage, "waves": self.waves, **attributes})
-
     def _writer(self, stored: StoredPlan) -> UnitWriter:
         return UnitWriter(
             sink=self.sink,
@@ -103,6 +93,41 @@ class FeederRunner:
             output=self.stage.config.output,
             attempt=self.attempt,
         )
+
+
+def collect_rows(
+    rows: Sequence[pa.Table],
+    stage: type[StageFeeder],
+    *,
+    waves: tuple[WaveConfig, ...],
+    is_local: bool,
+) -> pa.Table:
+    """Generate planned rows and return them as the journal has them, in any order."""
+    feeder = _feeder(PlacedFeeder, stage, waves)
+    return pa.concat_tables(list(_results(rows, feeder, is_local=is_local)))
+
+
+def _feeder(
+    base: type[StageFeeder],
+    stage: type[StageFeeder],
+    waves: tuple[WaveConfig, ...],
+    **more: Any,  # noqa: ANN401
+) -> type[StageFeeder]:
+    of_stage = {name: getattr(stage, name) for name in ("config", "pool", "client")}
+    return type(base.__name__, (base,), {**of_stage, "waves": waves, **more})
+
+
+def _results(
+    rows: Any,  # noqa: ANN401 - Ray has no types
+    feeder: type[StageFeeder],
+    *,
+    is_local: bool,
+) -> Generator[pa.Table, None, None]:
+    if is_local:
+        return local_results(rows, feeder)
+    from raybatch.stages.ray_context import ray_results  # slow to load
+
+    return ray_results(rows, feeder)
 
 
 def local_results(

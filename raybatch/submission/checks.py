@@ -22,8 +22,9 @@ _IF_RELATIVE = {
     "model": (_UNKNOWN, ", or name one of the model hub"),
 }
 _WAY_OUT = (
-    "give the hosts a role (instance profile, workload identity) or mount a file with it and send "
-    "its path, such as HF_TOKEN_PATH"
+    "give the hosts a role (instance profile, workload identity), mount a file with it and send "
+    "its path, such as HF_TOKEN_PATH, or name a Kubernetes secret in a manifest for KubeRay with "
+    "--secret VARIABLE=NAME:KEY"
 )
 
 
@@ -69,9 +70,9 @@ def fixed_part(path: str) -> str:
     return path[: min(wildcards)].rpartition("/")[0] if wildcards else path
 
 
-def paths_on_hosts(job: JobConfig) -> list[str]:
-    """Return what must be mounted at the same path on every host, as "source /data/prompts"."""
-    return [f"{name} {path}" for name, path in _local_paths(job) if path.startswith("/")]
+def paths_on_hosts(job: JobConfig) -> list[tuple[str, str]]:
+    """Return what must be mounted at the same path on every host, as ("source", "/data")."""
+    return [(name, path) for name, path in _local_paths(job) if path.startswith("/")]
 
 
 def _lies_in(folder: Path | None, path: str) -> bool:

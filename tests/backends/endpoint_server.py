@@ -45,7 +45,7 @@ class EndpointServer:
         return self
 
     def __exit__(self, *_):
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(20)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(20)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)
 
@@ -77,10 +77,19 @@ class EndpointServer:
         app.router.add_post("/v1/embeddings", self._complete)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
+        self._site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await self._site.start()
+        self.url = f"http://127.0.0.1:{self._site._server.sockets[0].getsockname()[1]}/v1"
         self._is_up.set()
+
+    async def _end(self):
+        # asyncio takes some turns of the loop to hand over a connection that has just come, and one
+        # that is not handed over when the server closes stays open
+        for listening in self._site._server.sockets:
+            self._loop.remove_reader(listening)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await self._runner.cleanup()
 
     async def _models(self, request):
         return web.json_response({"data": [{"id": "served"}]})

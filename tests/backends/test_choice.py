@@ -46,10 +46,13 @@ def test_options_of_the_native_engine_choose_it():
 
 
 def test_an_option_that_is_switched_off_chooses_nothing():
-    off = EngineConfig(
-        host_kv_bytes=0, speculative_tokens=0, cuda_graphs=False, attn_batch_tokens=None
-    )
+    off = EngineConfig(host_kv_bytes=0, speculative_tokens=0, attn_batch_tokens=None)
     assert native_options(off) == ()
+
+
+def test_no_cuda_graphs_are_something_else_than_those_of_the_default():
+    assert native_options(EngineConfig(cuda_graphs=False)) == ("cuda_graphs",)
+    assert native_options(EngineConfig(cuda_graphs=None)) == ()
 
 
 def test_nobody_is_asked_for_vllm_where_it_does_not_decide():

@@ -92,6 +92,15 @@ def test_an_exported_sequence_goes_on_elsewhere_with_the_same_tokens():
     )
 
 
+@pytest.mark.parametrize("lengths", ["max", "hash"])
+def test_a_row_may_ask_for_more_tokens_than_memory_holds(lengths):
+    backend = FakeBackend(FakeOptions(max_model_len=32, lengths=lengths))
+    backend.submit([request(0, max_tokens=1 << 80)])
+    (found,) = run(backend)
+    assert found.finish_reason == "length"
+    assert found.token_ids.tolist() == expected(request(0, max_tokens=31))
+
+
 def test_the_prefix_of_a_group_is_cached_after_its_first_row():
     grouped = [
         Request(

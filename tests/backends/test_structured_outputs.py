@@ -8,7 +8,9 @@ import pytest
 
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.engine.sampling.grammars import check_grammar
 from raybatch.models.source import resolve_model
+from raybatch.records.structured_outputs import structured_text
 from raybatch.records.types import Request, Sampling
 from raybatch.text.tokenizer import Tokenizer
 
@@ -140,6 +142,50 @@ def test_a_bad_constraint_is_an_error_row_and_harms_no_other(make, constraint, w
     assert words in found[1, 0].error
     assert "/" not in found[1, 0].error.split(":")[2]
     assert found[2, 0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{"json": {"$ref": "#"}}, {"grammar": 'root ::= root "a"'}, {"regex": r"[^\s\S]"}],
+    ids=lambda constraint: next(iter(constraint)),
+)
+def test_a_constraint_that_no_answer_can_follow_is_found_without_a_tokenizer(constraint):
+    assert check_grammar(structured_text(constraint)) == (
+        "structured_outputs: no answer can follow them"
+    )
+
+
+NAMED = {"$ref": "#/$defs/name"}
+NAMES = {"name": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "where"),
+    [
+        ({"allOf": [NAMED, {"maxLength": 2}], "$defs": NAMES}, "/"),
+        ({"allOf": [NAMED], "maxLength": 2, "$defs": NAMES}, "/"),
+        ({"type": "object", "properties": {"a": {"allOf": [NAMED, NAMED]}}}, "/properties/a"),
+        ({"anyOf": [{"allOf": []}, NAMED], "$defs": NAMES}, "/anyOf/0"),
+    ],
+)
+def test_schemas_that_the_library_does_not_combine_are_refused_with_their_place(schema, where):
+    assert check_grammar(structured_text({"json": schema})) == (
+        f"structured_outputs: allOf at {where} of the JSON schema combines what is not combined "
+        "here: answers would follow none of it; write one schema in its place"
+    )
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [NAMED], "title": "T", "description": "as pydantic writes it", "$defs": NAMES},
+        {"type": "object", "properties": {"allOf": {"type": "integer"}}},
+        {"enum": [{"allOf": [1, 2]}]},
+    ],
+    ids=["one", "a property", "a value"],
+)
+def test_what_only_looks_like_several_schemas_is_taken(schema):
+    assert check_grammar(structured_text({"json": schema})) == ""
 
 
 def test_an_answer_goes_on_elsewhere_where_it_was_in_its_grammar(make, tokenizer):

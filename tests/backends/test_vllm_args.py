@@ -58,6 +58,7 @@ def test_a_stage_is_checked_when_it_is_built():
         ({"device_weight_bytes": 8, "weight_buffers": 3}, r"engine_kwargs \(cpu_offload_gb\)"),
         ({"speculative_tokens": 4}, "vLLM has engine_kwargs.speculative_config"),
         ({"cuda_graphs": True}, "vLLM has engine_kwargs.enforce_eager"),
+        ({"cuda_graphs": False}, "vLLM has engine_kwargs.enforce_eager"),
         ({"max_num_seqs": 8}, "engine.max_num_seqs=8 and engine_kwargs.max_num_seqs=16"),
         (
             {"kv_cache_dtype": "int8"},

@@ -12,7 +12,9 @@ NO_IDS = np.array([], np.int32)
 def ended(rules: FinishRules, slots: list[int], token_id: int) -> list[int]:
     """Return the slots that end where all of them have made one token."""
     ones = np.ones(len(slots), np.int64)
-    return [slot for slot, *_ in rules.find(np.array(slots), token_id * ones, ones, 9 * ones)]
+    return [
+        slot for slot, *_ in rules.find(np.array(slots, np.int64), token_id * ones, ones, 9 * ones)
+    ]
 
 
 def test_one_of_many_stop_tokens_ends_its_own_sequence_alone():
@@ -22,6 +24,8 @@ def test_one_of_many_stop_tokens_ends_its_own_sequence_alone():
     assert ended(rules, [0, 2], 5) == [2]
     assert ended(rules, [0, 2], 777) == [0]
     assert ended(rules, [2], 777) == []
+    # a draft round in which other sequences made nothing
+    assert ended(rules, [], 5) == []
 
 
 def test_many_stop_tokens_leave_with_their_sequence():

@@ -114,6 +114,8 @@ def test_formats_are_constraints_of_the_answer(wanted, constraint):
         ("top_k", 10**30),
         ("seed", 10**30),
         ("stop_token_ids", [10**30]),
+        ("stop_token_ids", [-5]),
+        ("stop_token_ids", [True]),
         ("stop", [1]),
         ("stream", True),
         ("logit_bias", {"1": 5}),

@@ -1,16 +1,20 @@
 """Datasets to batch files, and answers back to datasets."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from typer.testing import CliRunner
 
 from raybatch.cli.app import app
 from raybatch.errors import ConfigError
+from raybatch.openai_batch import collect as collecting
 from raybatch.openai_batch.collect import collect_answers
 from raybatch.openai_batch.export import Export, export_rows
+from raybatch.openai_batch.files import rows_with_ids
 from tests.openai_batch.support import read_file
 
 
@@ -135,6 +139,18 @@ def test_batch_files_that_are_there_stay(source, tmp_path, there):
     assert {path.name for path in tmp_path.iterdir()} == {"in", there}
 
 
+def test_only_the_file_that_is_always_written_is_tried(source, tmp_path, monkeypatch):
+    tried, write = [], LocalFileSystem.pipe_file
+
+    def counted(fs, path, data):
+        tried.append(path)
+        write(fs, path, data)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", counted)
+    export(source, tmp_path)
+    assert [Path(path).name[:8] for path in tried] == ["b.jsonl."]
+
+
 def test_a_folder_for_a_batch_file_is_refused(source, tmp_path):
     (tmp_path / "b.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"b\.jsonl is a folder; name a file$"):
@@ -149,6 +165,18 @@ def test_answers_go_back_to_their_rows_in_the_order_of_the_source(source, tmp_pa
     assert [row["row_id"] for row in rows] == [row["key"] for row in rows] == ["a", "b", "c", "d"]
     counts = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
     assert [rows[0][name] for name in counts] == [5, 3, 2]
+
+
+def test_rows_are_read_once_where_the_first_of_them_have_answers(source, tmp_path, monkeypatch):
+    begun = []
+
+    def counted(*args):
+        begun.append(args)
+        return rows_with_ids(*args)
+
+    monkeypatch.setattr(collecting, "rows_with_ids", counted)
+    collect(source, tmp_path, answer("a", "A"))
+    assert len(begun) == 1
 
 
 def test_lines_that_repeat_an_id_are_counted_apart(source, tmp_path):

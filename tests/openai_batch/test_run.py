@@ -91,6 +91,30 @@ def test_second_run_writes_the_same_files(finished, chat_model, caplog):
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "err.jsonl"])
+def test_a_file_of_something_else_stays_unless_told_otherwise(chat_model, tmp_path, name):
+    write_batch(tmp_path / "in.jsonl", chat("a"), "{broken")
+    (tmp_path / name).write_text("mine")
+    run = batch_run(tmp_path, chat_model)
+    with pytest.raises(ConfigError, match=rf"{name} is there already; .* set --overwrite$"):
+        run.run()
+    assert (tmp_path / name).read_text() == "mine"
+    run.run(overwrite=True)
+    # from now on it is this batch's
+    run.run()
+    assert len(read_file(tmp_path / name)) == 1
+
+
+def test_a_file_of_something_else_stays_also_where_the_batch_has_answers(chat_model, tmp_path):
+    write_batch(tmp_path / "in.jsonl", chat("a"))
+    run = batch_run(tmp_path, chat_model)
+    run.run()
+    (tmp_path / "notes.txt").write_text("mine")
+    errors = str(tmp_path / "notes.txt")
+    with pytest.raises(ConfigError, match=r"notes\.txt is there already"):
+        replace(run, files=run.files._replace(errors=errors)).run()
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "err.jsonl"])
 def test_a_folder_for_an_output_is_told_before_any_work(chat_model, tmp_path, name):
     write_batch(tmp_path / "in.jsonl", chat("a"))
     (tmp_path / name).mkdir()

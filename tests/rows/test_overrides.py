@@ -39,6 +39,9 @@ def test_json_texts_and_vllm_spellings_are_read():
         ('{"max_tokens": 1.5}', "max_tokens must be a whole number, got 1.5"),
         ('{"max_tokens": true}', "max_tokens must be a number, got True"),
         ('{"temperature": -1}', "sampling.temperature must be at least 0, got -1.0"),
+        ('{"stop_token_ids": ["7"]}', "stop_token_ids must be a list of token ids, got ['7']"),
+        ('{"stop_token_ids": [true]}', "stop_token_ids must be a whole number, got True"),
+        ('{"stop": [7]}', "stop must be a list of texts, got [7]"),
         ('{"ignore_eos": 1}', "ignore_eos must be true or false, got 1"),
         (
             '{"n": 2}',

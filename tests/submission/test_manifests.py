@@ -11,12 +11,8 @@ import yaml
 
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.submission.manifest import (
-    ManifestOptions,
-    manifest_name,
-    render_anyscale,
-    render_manifest,
-)
+from raybatch.submission.manifest import manifest_name, render_anyscale, render_manifest
+from raybatch.submission.options import ManifestOptions, ModelVolume, SecretKey, read_tolerations
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "data/kuberay_rayjob.schema.json").read_text())
 # fields of JobConfig and of ComputeConfig in the package anyscale 0.26.112
@@ -46,7 +42,9 @@ def render(here, kind, *, job=JOB, name="oak.yaml", **options):
     """Return the parsed documents of a manifest."""
     (here / name).write_text(job)
     image = None if kind == "ray" else "registry/oak:1"
-    options = ManifestOptions(**{"image": image, **options})
+    # else the size of a bucket would be asked for
+    known = {"spill_size": "100Gi"} if kind == "kuberay" else {}
+    options = ManifestOptions(**{"image": image, **known, **options})
     text, _ = render_manifest(kind, name, options)
     return list(yaml.safe_load_all(text))
 
@@ -69,6 +67,18 @@ VARIANTS = {
     "label": {"gpu_type": "cloud.google.com/gke-accelerator=nvidia-l4"},
     "account": {"service_account": "oak", "env_vars": {"HF_HUB_OFFLINE": "1"}},
     "cpu": {"job": JOB + "  engine: {device: cpu}\n"},
+    "large": {
+        "gpus_per_pod": 8,
+        "replicas": 16,
+        "memory_per_pod": "1Ti",
+        "head_cpus": 8,
+        "secrets": {"HF_TOKEN": SecretKey("hub", "token")},
+        "model_volume": ModelVolume("weights", "/models"),
+        "image_pull_secret": "registry",
+        "queue": "nights",
+        "node_selector": {"pool": "spot"},
+        "tolerations": read_tolerations(["spot=true:NoExecute", "any"]),
+    },
 }
 
 
@@ -231,6 +241,10 @@ def test_wrong_option_of_the_job_is_told_as_by_run(here):
     [
         ("kuberay", {"compute_config": "a"}, "--compute-config"),
         ("anyscale", {"service_account": "a"}, "--service-account"),
+        ("anyscale", {"gpus_per_pod": 8}, "--gpus-per-pod"),
+        ("anyscale", {"secrets": {"HF_TOKEN": SecretKey("hub", "token")}}, "--secret"),
+        ("ray", {"image": None, "model_volume": ModelVolume("a", "/b")}, "--model-volume"),
+        ("ray", {"image": None, "tolerations": read_tolerations(["a"])}, "--toleration"),
         ("ray", {"image": "a"}, "--image"),
         ("ray", {"image": None, "max_retries": 5}, "--max-retries"),
     ],

@@ -77,8 +77,8 @@ def test_password_in_the_sink_is_refused():
 
 
 def test_local_paths_are_those_to_mount():
-    named = list(paths_on_hosts(job(sink="s3://b/out", model="/models/oak")))
-    assert named == ["source /data/in", "model /models/oak"]
+    named = paths_on_hosts(job(sink="s3://b/out", model="/models/oak"))
+    assert named == [("source", "/data/in"), ("model", "/models/oak")]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def test_other_name_is_no_secret(name):
 
 @pytest.mark.parametrize("setting", ["HF_TOKEN", "HF_TOKEN=x"])
 def test_secret_is_refused_with_the_reason_and_the_way_out(setting):
-    with pytest.raises(ConfigError, match=r"--env HF_TOKEN: .* in clear; give the hosts a role"):
+    with pytest.raises(
+        ConfigError, match=r"--env HF_TOKEN: .* in clear; give the hosts a role.* --secret"
+    ):
         read_env_vars([setting], {"HF_TOKEN": "x"})
 
 

@@ -30,6 +30,7 @@ from raybatch.actors.wire.records import (
 )
 from raybatch.errors import error_text
 from raybatch.records.types import PoolStats, ReplicaStats
+from raybatch.telemetry.providers import flush
 
 _MAX_WAIT_S = 20.0
 _TICK_S = 0.5
@@ -165,6 +166,8 @@ class Coordinator:
         self._metrics.unit(state, seconds)
 
     async def stats(self, client: str) -> PoolStats:
+        # who asks at the end of a run may end this process
+        self._update_metrics()
         ledger = self._replicas.ledger
         counters = self._mailbox.clients.get(client) or ClientCounters()
         num_group_cuts, cut_tokens = self._queue.cuts()
@@ -203,6 +206,7 @@ class Coordinator:
         if self._ticking is not None:
             self._ticking.cancel()
         await self._stop_replicas()
+        await asyncio.to_thread(flush, "metrics")
 
     async def rest(self) -> None:
         """End the replicas where no rows are; they start again on demand."""
@@ -328,7 +332,7 @@ class Coordinator:
         self._metrics.update(self._mailbox.clients, self._replicas.ledger.num_restarts)
 
     async def _tick(self) -> None:
-        release_s = self._pool.idle_release_s
+        release_s, is_busy = self._pool.idle_release_s, False
         while True:
             await asyncio.sleep(_TICK_S)
             for batch in self._mailbox.abandoned(self._pool.feeder_timeout_s):
@@ -338,6 +342,10 @@ class Coordinator:
                 self._mailbox.drop(batch)
             self._dispatch()
             self._update_metrics()
+            was_busy, is_busy = is_busy, len(self._mailbox) > 0
+            if was_busy and not is_busy:
+                # the driver may end now, and this process with it
+                self._spawn(asyncio.to_thread(flush, "metrics"))
             now = time.monotonic()
             # a pool without rows needs no more engines than it has
             if len(self._mailbox) and self._reclaimer.is_due(self._replicas.waits_s(now), now):

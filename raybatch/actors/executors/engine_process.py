@@ -16,8 +16,10 @@ from typing import Any
 from raybatch.actors.executors.calls import CallHandle, Peer
 from raybatch.actors.executors.local_site import TableName
 from raybatch.actors.replica.replica import Replica
-from raybatch.actors.replicas.site import NoMetrics, use_threads
+from raybatch.actors.replicas.site import use_threads
 from raybatch.actors.wire.records import PoolSpec, Requests
+from raybatch.telemetry.metrics import metrics_of_process
+from raybatch.telemetry.providers import flush
 
 
 class _OwnProcess:
@@ -25,7 +27,7 @@ class _OwnProcess:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self.metrics = NoMetrics()
+        self.metrics = metrics_of_process()
 
     settle = staticmethod(use_threads)
 
@@ -57,6 +59,7 @@ class _Child:
 
 async def _serve(connection: socket.socket) -> None:
     await _Child(connection).peer.serve()
+    flush("metrics")
     # the engine may be in a step, and nobody waits for what it finishes
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)

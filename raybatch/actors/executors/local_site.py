@@ -21,10 +21,11 @@ from typing import Any, NamedTuple, TypeVar
 from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDiedError, PeerError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
-from raybatch.actors.replicas.site import Errors, Handle, NoMetrics, Started
+from raybatch.actors.replicas.site import Errors, Handle, Started
 from raybatch.actors.wire.records import PoolSpec, Requests
 from raybatch.backends.registry import type_of
 from raybatch.errors import error_text
+from raybatch.telemetry.metrics import metrics_of_process
 
 _T = TypeVar("_T")
 
@@ -53,7 +54,7 @@ class LocalSite:
     failed: Errors = (PeerError,)
 
     def __init__(self, loop: LocalLoop) -> None:
-        self.metrics = NoMetrics()
+        self.metrics = metrics_of_process()
         # set once the coordinator is made, which needs this site for that
         self.owner: object | None = None
         self._loop = loop
@@ -140,7 +141,7 @@ class _EngineThread:
     """A replica on the loop of the coordinator; its engine has a thread."""
 
     def __init__(self, spec: PoolSpec, replica_id: int) -> None:
-        self.metrics = NoMetrics()
+        self.metrics = metrics_of_process()
         self._replica = Replica(spec, replica_id, self)
         self._is_dead = asyncio.Event()
         self._running: asyncio.Task[None] | None = None

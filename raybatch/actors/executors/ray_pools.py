@@ -38,6 +38,7 @@ from raybatch.actors.wire.records import PoolSpec, Requests, digest_of
 from raybatch.backends.choice import BackendChoice, VllmBuild, vllm_build
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError, last_line
+from raybatch.telemetry.metrics import metrics_of_process
 
 _NAME_PREFIX = "raybatch-pool"
 _MAX_CALLS = 10_000
@@ -127,7 +128,7 @@ class RaySite:
 
     @property
     def metrics(self) -> Any:  # noqa: ANN401 - a module
-        return metrics
+        return metrics_of_process(metrics)
 
     def coordinator(self) -> ActorHandle:
         return ray.get_runtime_context().current_actor

@@ -20,6 +20,7 @@ from raybatch.errors import EndpointError, RaybatchError, error_text, is_permane
 from raybatch.policy.admission_order import batches_ahead
 from raybatch.records.types import Completion, Request, SequenceState
 from raybatch.redaction import redacted
+from raybatch.telemetry.providers import flush
 
 _LEAD_STEPS = 4
 _REPORT_EVERY_S = 0.05
@@ -112,6 +113,8 @@ class Replica:
             for task in reports:
                 task.cancel()
         await asyncio.to_thread(engine.close)
+        self._metrics.update(engine.stats)
+        await asyncio.to_thread(flush, "metrics")
 
     def close_soon(self) -> None:
         """Let the engine end after its present step, without waiting for it."""

@@ -107,23 +107,6 @@ class Pools(Protocol):
         """End every pool that this process made."""
 
 
-class _Uncounted:
-    def inc(self, value: float = 1, tags: Any = None) -> None:  # noqa: ANN401
-        """Count nothing."""
-
-    set = observe = inc
-
-
-class NoMetrics:
-    """Stands for `ray.util.metrics` where nobody collects metrics."""
-
-    def Counter(self, name: str, **_: Any) -> _Uncounted:  # noqa: ANN401, N802 - as Ray names it
-        """Return a counter that counts nothing."""
-        return _Uncounted()
-
-    Gauge = Histogram = Counter
-
-
 def use_threads(spec: PoolSpec) -> None:
     os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
 

@@ -49,14 +49,26 @@ class VllmOptions:
         _check_parsers(self)
 
 
+def place_of(name: str) -> str:
+    """Return "; ..." with where an option of vLLM's engine is set here, "" for other names."""
+    meaning = MEANINGS.get(name, _PLAIN)
+    if name not in ENGINE_ARGS:
+        return ""
+    if meaning.elsewhere:
+        return f"; {meaning.elsewhere}"
+    if meaning.ours:
+        return f"; of vLLM, set 'engine.{meaning.ours}'"
+    return f"; of vLLM, set 'backend.options.engine_kwargs.{name}' and backend.kind 'vllm'"
+
+
 def native_options(engine: EngineConfig) -> tuple[str, ...]:
     """Return the names of the options that were changed and that only the native engine has."""
-    # what is switched off is no different from what is not there
+    # what is switched off is no different from what is not there, but graphs are on by default
     return tuple(
         name
         for names, _ in NATIVE_ONLY
         for name in names
-        if getattr(engine, name) and not is_default(engine, name)
+        if (getattr(engine, name) or name == "cuda_graphs") and not is_default(engine, name)
     )
 
 

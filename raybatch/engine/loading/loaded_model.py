@@ -265,10 +265,7 @@ def _named_device(config: EngineConfig) -> torch.device:
     """Return the device that the options name; "auto" takes a GPU where there is one."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(config.device)
-    except RuntimeError as error:
-        raise ConfigError(f"engine.device {config.device!r} is not a device: {error}") from error
+    return torch.device(config.device)
 
 
 def check_max_model_len(config: EngineConfig, model_tokens: int, model: str) -> None:

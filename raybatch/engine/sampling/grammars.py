@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 _MAX_COMPILED = 256
 # characters between two tokens of JSON: small models fill what is left of max_tokens with newlines
 _MAX_WHITESPACE = 32
+# keys of a JSON schema that allow or forbid no value, beside the `allOf` that may have them
+_ANNOTATIONS = frozenset(
+    (
+        *("allOf", "$schema", "$id", "$comment", "$defs", "definitions", "title", "description"),
+        *("default", "examples", "deprecated", "readOnly", "writeOnly"),
+    )
+)
+# those whose values are no schemas
+_VALUES = frozenset(("const", "enum", "default", "examples"))
 # where in its own sources the library found what is wrong
 _SOURCE = re.compile(r"^\[[\d:]+\] \S+: ")
 
@@ -36,7 +45,13 @@ def check_grammar(text: str) -> str:
     Raises MissingDependency: XGrammar is not installed.
     """
     try:
-        _grammar(text)
+        grammar = _grammar(text)
+        from xgrammar import TokenizerInfo, VocabType
+
+        # whoever writes byte by byte can write what any tokenizer can
+        vocab = [*(bytes([byte]) for byte in range(256)), b"</s>"]
+        info = TokenizerInfo(vocab, vocab_type=VocabType.RAW, stop_token_ids=[256])
+        _compiled(_compiler(info), grammar, vocab_size=len(vocab))
     except (RuntimeError, ValueError) as error:
         return _message(error)
     return ""
@@ -116,17 +131,52 @@ class GrammarSlots:
                     vocab_size=self._vocab_size,
                     stop_token_ids=list(self._eos_token_ids),
                 )
-                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-            compiled = self._compiler.compile_grammar(grammar)
-            first = xgrammar.allocate_token_bitmask(1, self._vocab_size)
-            xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(first)
-            if not first.any():
-                raise ValueError("no answer can follow them")
+                self._compiler = _compiler(info)
+            compiled = _compiled(self._compiler, grammar, vocab_size=self._vocab_size)
             self._compiled[text] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(text)
         return compiled
+
+
+def _compiler(info: Any) -> Any:  # noqa: ANN401 - XGrammar is loaded where it is used
+    from xgrammar import GrammarCompiler
+
+    return GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def _compiled(compiler: Any, grammar: Any, *, vocab_size: int) -> Any:  # noqa: ANN401
+    """Return a grammar for the tokens of a compiler; ValueError: none of them may be the first."""
+    import xgrammar
+
+    compiled = compiler.compile_grammar(grammar)
+    first = xgrammar.allocate_token_bitmask(1, vocab_size)
+    xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(first)
+    if not first.any():
+        raise ValueError("no answer can follow them")
+    return compiled
+
+
+def _check_schema(schema: Any) -> None:  # noqa: ANN401 - any JSON
+    """Raise ValueError for an `allOf` that XGrammar takes for any value at all.
+
+    It does so for several parts, and leaves out what stands beside one part.
+    """
+    waiting = [("", schema)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(f"{path}/{i}", item) for i, item in enumerate(value)]
+        if not isinstance(value, dict):
+            continue
+        parts = value.get("allOf")
+        if isinstance(parts, list) and (len(parts) != 1 or not _ANNOTATIONS.issuperset(value)):
+            raise ValueError(
+                f"allOf at {path or '/'} of the JSON schema combines what is not combined here: "
+                "answers would follow none of it; write one schema in its place"
+            )
+        waiting += [(f"{path}/{key}", v) for key, v in value.items() if key not in _VALUES]
 
 
 def _grammar(text: str) -> Any:  # noqa: ANN401
@@ -139,6 +189,7 @@ def _grammar(text: str) -> Any:  # noqa: ANN401
         ) from error
     wanted = StructuredOutputs.parse(text)
     if wanted.json is not None:
+        _check_schema(json.loads(wanted.json))
         return Grammar.from_json_schema(wanted.json, max_whitespace_cnt=_MAX_WHITESPACE)
     if wanted.json_object:
         return Grammar.from_json_schema(

@@ -266,8 +266,8 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     wall_s = prefill_s + decode_s + overhead_s
     error = min(0.9, _BAND_ERRORS * max(_MIN_ERROR, model.fit_error))
     return CostEstimate(
-        engine_s=_band(wall_s / factor, error),
-        wall_s=_band(wall_s, error),
+        engine_s=band(wall_s / factor, error),
+        wall_s=band(wall_s, error),
         prefill_s=prefill_s / factor,
         decode_s=decode_s / factor,
         overhead_s=overhead_s / factor,
@@ -292,5 +292,6 @@ def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> flo
     return wall_s * num_replicas * price_per_engine_hour / 3600
 
 
-def _band(expected: float, error: float) -> Band:
+def band(expected: float, error: float) -> Band:
+    """Return a range around a value that may be wrong by a share of it."""
     return Band(expected=expected, low=expected * (1 - error), high=expected * (1 + error))

@@ -1,0 +1,131 @@
+"""The plans that a run goes on with: whose they are, what is done, and what is left to do."""
+
+import logging
+from collections.abc import Sequence, Set
+from dataclasses import asdict, dataclass, replace
+
+from raybatch.durable.audit import is_finished
+from raybatch.durable.commit import committed
+from raybatch.durable.sink import holds_answers, prepare_sink
+from raybatch.durable.storage import store_of
+from raybatch.errors import ConfigError
+from raybatch.planning.fingerprint import check_same
+from raybatch.planning.planned import PlannedRun
+from raybatch.planning.run import fit_units
+from raybatch.planning.store import read_all_units, read_plans
+from raybatch.planning.stored import StoredPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPart:
+    """One plan of an output and the input files that it is of."""
+
+    job: PlannedRun
+    """What the plan is about, with these files alone."""
+    stored: StoredPlan | None
+    """None where it is still to be made."""
+    rows_done: int
+    """Rows of it that are in the output."""
+
+
+def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
+    """Return the plans below the sink of a job; ConfigError: they are those of another job.
+
+    Those of one that has answered nothing are removed.
+    """
+    plans = read_plans(job.sink)
+    # files as plans have them one after the other, then those that are in none
+    plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
+    files = sorted(job.files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
+    stored_files = [file for stored in plans for file in stored.files]
+    try:
+        for stored in plans:
+            check_same(
+                job.sink,
+                stored=stored.fingerprint,
+                stored_files=stored_files,
+                now=job.fingerprint,
+                files=files,
+                may_grow=may_grow,
+            )
+    except ConfigError:
+        if holds_answers(job.sink):
+            raise
+        logger.info(
+            "%s was begun by another job, which answered nothing: it begins again", job.sink
+        )
+        prepare_sink(job.sink, is_overwrite=True)
+        return ()
+    return plans
+
+
+def log_options_in_use(job: PlannedRun, plans: Sequence[StoredPlan]) -> None:
+    """Warn of options of the plan that differ from those of the plans in use, which hold."""
+    for stored in plans:
+        now = asdict(fit_units(job.plan, job.source.only({name for name, *_ in stored.files})))
+        for name, value in stored.options.items():
+            if name in now and now[name] != value:
+                logger.warning(
+                    "plan.%s is %r in the plan below %s, which holds; %r is not used",
+                    name,
+                    value,
+                    job.sink,
+                    now[name],
+                )
+
+
+def is_whole(job: PlannedRun, plans: Sequence[StoredPlan]) -> bool:
+    """Return whether nothing is left to do for a job whose plans these are."""
+    if not plans or sum(len(stored.files) for stored in plans) < len(job.files):
+        return False
+    return is_finished(store_of(job.sink), read_all_units(job.sink, plans))
+
+
+def is_complete(part: JobPart) -> bool:
+    """Return whether all units of a part that has run are in the output."""
+    plans = read_plans(part.job.sink)
+    (stored,) = (one for one in plans if one.number == part.job.number)
+    is_done = committed(store_of(part.job.sink), read_all_units(part.job.sink, plans))
+    return bool(is_done[stored.first_unit :][: stored.num_units].all())
+
+
+def parts_to_run(job: PlannedRun, plans: Sequence[StoredPlan]) -> tuple[list[JobPart], int]:
+    """Return the plans with units to do, in their order, then the files that are in none.
+
+    Beside them the rows that earlier runs have written, which are logged.
+    """
+    parts, known, rows_resumed = [], set[str](), 0
+    if plans:
+        units = read_all_units(job.sink, plans)
+        is_done = committed(store_of(job.sink), units)
+        rows_resumed = int(units.unit_rows[is_done].sum())
+        logger.info(
+            "going on with %s: %d of %d rows are there, in %d of %d units",
+            job.sink,
+            rows_resumed,
+            units.num_rows,
+            int(is_done.sum()),
+            units.num_units,
+        )
+    for stored in plans:
+        names = {name for name, *_ in stored.files}
+        known |= names
+        of_plan = slice(stored.first_unit, stored.first_unit + stored.num_units)
+        if not is_done[of_plan].all():
+            rows_done = int(units.unit_rows[of_plan][is_done[of_plan]].sum())
+            part = _part_of(job, names, stored.number, stored.first_unit)
+            parts.append(JobPart(job=part, stored=stored, rows_done=rows_done))
+    new = {name for name, *_ in job.files} - known
+    if new or not plans:
+        num_units = sum(stored.num_units for stored in plans)
+        added = _part_of(job, new, len(plans) + 1, num_units)
+        parts.append(JobPart(job=added, stored=None, rows_done=0))
+    return parts, rows_resumed
+
+
+def _part_of(job: PlannedRun, names: Set[str], number: int, first_unit: int) -> PlannedRun:
+    files = tuple(file for file in job.files if file[0] in names)
+    source = job.source.only(names)
+    return replace(job, source=source, files=files, number=number, first_unit=first_unit)

@@ -1,0 +1,1 @@
+"""OpenTelemetry for those who ask for it by its environment variables; nothing is loaded else."""

@@ -1,0 +1,279 @@
+"""Write deploy/grafana/raybatch.json, a dashboard of the series that a pool has on Ray's ports.
+
+    python scripts/write_dashboard.py
+
+tests/telemetry/test_dashboard.py holds the file to what this writes, and its queries to the series.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = Path(__file__).parents[1] / "deploy" / "grafana" / "raybatch.json"
+_WIDTH, _STAT_HEIGHT, _GRAPH_HEIGHT = 24, 4, 8
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_OF_STAGE, _OF_REPLICA = '{stage=~"$stage"}', '{replica=~"$replica"}'
+
+
+class Query(NamedTuple):
+    expr: str
+    legend: str = ""
+
+
+class Panel(NamedTuple):
+    title: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    text: str = ""
+    """What the panel shows, and what to do about it."""
+
+
+class Row(NamedTuple):
+    title: str
+    panels: tuple[Panel, ...]
+    kind: str = "timeseries"
+
+
+def _series(name: str, labels: str = "") -> str:
+    return f"ray_raybatch_{name}{labels}"
+
+
+def _total(name: str, labels: str = _OF_STAGE) -> str:
+    return f"sum({_series(name, labels)})"
+
+
+def _rate(name: str, labels: str = _OF_STAGE, by: str = "") -> str:
+    grouped = f"sum by ({by}) " if by else "sum"
+    return f"{grouped}(rate({_series(name, labels)}[$__rate_interval]))"
+
+
+def _each(name: str) -> Query:
+    return Query(_series(name, _OF_REPLICA), "engine {{replica}}")
+
+
+def _each_rate(name: str, legend: str) -> Query:
+    return Query(_rate(name, _OF_REPLICA, "replica"), f"{legend}, engine {{{{replica}}}}")
+
+
+def _quantile(share: float) -> Query:
+    rate = f"sum by (le) (rate({_series('unit_seconds_bucket')}[$__rate_interval]))"
+    return Query(f"histogram_quantile({share}, {rate})", f"{share:.0%}")
+
+
+_FAILED = '{stage=~"$stage",status="error"}'
+ROWS = (
+    Row(
+        "So far",
+        (
+            Panel("Rows done", (Query(_total("rows_total")),)),
+            Panel(
+                "Error rows",
+                (Query(f"{_total('rows_total', _FAILED)} or vector(0)"),),
+                text="Rows whose __inference_error__ says why.",
+            ),
+            Panel("Generated tokens", (Query(_total("generated_tokens_total")),)),
+            Panel(
+                "Prompt tokens from the cache",
+                (Query(f"{_total('cached_tokens_total')} / {_total('prompt_tokens_total')}"),),
+                "percentunit",
+                "Compare with the hit rate that `raybatch explain` foretells.",
+            ),
+            Panel("Engines", (Query(f"count({_series('running_requests')})"),)),
+            Panel(
+                "Engine restarts",
+                (Query(f"{_total('replica_restarts_total', '')} or vector(0)"),),
+                text="After deaths; the log of the job says why.",
+            ),
+        ),
+        "stat",
+    ),
+    Row(
+        "Throughput",
+        (
+            Panel(
+                "Tokens per second",
+                (
+                    Query(_rate("prompt_tokens_total"), "prompt"),
+                    Query(_rate("cached_tokens_total"), "of these from the cache"),
+                    Query(_rate("generated_tokens_total"), "generated"),
+                ),
+                text="Tokens count when their row comes back.",
+            ),
+            Panel("Rows per second", (Query(_rate("rows_total", by="status"), "{{status}}"),)),
+            Panel(
+                "Prefix hits",
+                (
+                    Query(
+                        f"{_rate('cached_tokens_total')} / {_rate('prompt_tokens_total')}", "hits"
+                    ),
+                ),
+                "percentunit",
+            ),
+            Panel(
+                "Cost of answers", (Query(_total("cost_total"), "so far"),), text="Of endpoints."
+            ),
+        ),
+    ),
+    Row(
+        "Engines",
+        (
+            Panel("KV cache in use", (_each("kv_usage_ratio"),), "percentunit"),
+            Panel(
+                "Requests that generate",
+                (_each("running_requests"),),
+                text="0 while others work: that engine starves.",
+            ),
+            Panel("Requests that wait in the engine", (_each("waiting_requests"),)),
+            Panel(
+                "Preemptions per second",
+                (
+                    _each_rate("preemptions_total", "preempted"),
+                    _each_rate("swapped_tokens_total", "tokens brought back"),
+                ),
+                text="Many of them: more KV memory, or a lower max_num_seqs.",
+            ),
+        ),
+    ),
+    Row(
+        "Units of commit",
+        (
+            Panel("Units per second", (Query(_rate("units_total", "", "state"), "{{state}}"),)),
+            Panel("Seconds of a unit", (_quantile(0.5), _quantile(0.95)), "s"),
+        ),
+    ),
+    Row(
+        "Steps",
+        (
+            Panel(
+                "Steps by CUDA graph, and without one",
+                (
+                    Query(_rate("graph_steps_total", _OF_REPLICA), "graph"),
+                    Query(_rate("eager_steps_total", _OF_REPLICA, "reason"), "eager: {{reason}}"),
+                ),
+            ),
+            Panel("CUDA graphs captured", (_each("captured_graphs"),)),
+            Panel(
+                "Drafted tokens that were right",
+                (
+                    Query(
+                        f"{_rate('accepted_tokens_total', _OF_REPLICA)} / "
+                        f"{_rate('drafted_tokens_total', _OF_REPLICA)}",
+                        "accepted",
+                    ),
+                ),
+                "percentunit",
+            ),
+            Panel(
+                "Endpoints",
+                (
+                    _each("endpoint_concurrency"),
+                    _each_rate("endpoint_retries_total", "retries per second"),
+                ),
+                text="Samples that may be in flight, and requests that are sent again.",
+            ),
+        ),
+    ),
+    Row(
+        "Copies between host and device",
+        (
+            Panel(
+                "KV",
+                (
+                    Query(_rate("swapped_bytes_total", _OF_REPLICA), "copied"),
+                    Query(_rate("checkpoint_bytes_total", _OF_REPLICA), "ahead of a preemption"),
+                    Query(_rate("checkpoint_used_bytes_total", _OF_REPLICA), "of these used"),
+                ),
+                "Bps",
+            ),
+            Panel(
+                "Weights", (Query(_rate("weight_copy_bytes_total", _OF_REPLICA), "copied"),), "Bps"
+            ),
+            Panel(
+                "Layers per second",
+                (
+                    Query(_rate("weight_copies_total", _OF_REPLICA), "copied"),
+                    Query(_rate("weight_stalls_total", _OF_REPLICA), "waited for"),
+                ),
+            ),
+            Panel("Copies that failed", (_each_rate("failed_copies_total", "failed"),)),
+        ),
+    ),
+)
+
+
+def dashboard() -> str:
+    """Return the file."""
+    panels: list[dict[str, Any]] = []
+    top = 0
+    for row in ROWS:
+        at = {"h": 1, "w": _WIDTH, "x": 0, "y": top}
+        panels.append({"type": "row", "title": row.title, "gridPos": at, "collapsed": False})
+        top += 1
+        height = _STAT_HEIGHT if row.kind == "stat" else _GRAPH_HEIGHT
+        per_line = len(row.panels) if row.kind == "stat" else 2
+        width = _WIDTH // per_line
+        for number, panel in enumerate(row.panels):
+            line, place = divmod(number, per_line)
+            at = {"h": height, "w": width, "x": place * width, "y": top + line * height}
+            panels.append(_panel(panel, row.kind, at))
+        top += -(-len(row.panels) // per_line) * height
+    for number, made in enumerate(panels, 1):
+        made["id"] = number
+    content = {
+        "title": "raybatch",
+        "uid": "raybatch",
+        "tags": ["ray", "llm"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": _variables()},
+        "panels": panels,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _panel(panel: Panel, kind: str, at: dict[str, int]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if kind == "timeseries":
+        defaults["custom"] = {"fillOpacity": 10, "showPoints": "never"}
+    return {
+        "type": kind,
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": _SOURCE,
+        "gridPos": at,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "targets": [
+            {
+                "refId": chr(ord("A") + number),
+                "datasource": _SOURCE,
+                "expr": query.expr,
+                "legendFormat": query.legend,
+            }
+            for number, query in enumerate(panel.queries)
+        ],
+    }
+
+
+def _variables() -> list[dict[str, Any]]:
+    of_label = {"stage": "rows_total", "replica": "running_requests"}
+    choices = [
+        {
+            "name": label,
+            "type": "query",
+            "datasource": _SOURCE,
+            "query": f"label_values({_series(name)}, {label})",
+            "refresh": 2,
+            "multi": True,
+            "includeAll": True,
+            "allValue": ".*",
+            "current": {"text": "All", "value": "$__all"},
+        }
+        for label, name in of_label.items()
+    ]
+    return [{"name": "datasource", "type": "datasource", "query": "prometheus"}, *choices]
+
+
+if __name__ == "__main__":
+    FILE.write_text(dashboard())

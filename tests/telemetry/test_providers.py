@@ -1,0 +1,62 @@
+"""Who asks for traces and metrics, and what is loaded where nobody does."""
+
+import subprocess
+import sys
+
+import pytest
+
+from raybatch.telemetry import providers
+from raybatch.telemetry.metrics import NoMetrics, metrics_of_process
+from raybatch.telemetry.run_trace import run_trace
+from tests.telemetry.conftest import SWITCH
+
+HERE = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("variables", "traces", "metrics"),
+    [
+        ({}, False, False),
+        ({SWITCH: HERE}, True, True),
+        ({SWITCH: ""}, False, False),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": HERE}, True, False),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": HERE}, False, True),
+        ({SWITCH: HERE, "OTEL_METRICS_EXPORTER": "none"}, True, False),
+        ({SWITCH: HERE, "OTEL_SDK_DISABLED": "TRUE"}, False, False),
+    ],
+    ids=str,
+)
+def test_variables_of_the_sdk_switch_both_on_and_off(monkeypatch, variables, traces, metrics):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (providers.is_wanted("traces"), providers.is_wanted("metrics")) == (traces, metrics)
+
+
+def test_without_the_variables_nothing_is_loaded():
+    code = (
+        "import sys; import raybatch.actors.executors.local_pools, raybatch.job.job\n"
+        "from raybatch.telemetry.metrics import metrics_of_process\n"
+        "from raybatch.telemetry.run_trace import run_trace\n"
+        "metrics_of_process(); assert run_trace(0.0) is None\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_missing_package_is_told_once_and_stops_nothing(monkeypatch, caplog):
+    monkeypatch.setenv(SWITCH, HERE)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    assert run_trace(0.0) is None
+    assert run_trace(0.0) is None
+    assert caplog.text.count("pip install 'raybatch[otel]'") == 1
+    assert isinstance(metrics_of_process(), NoMetrics)
+
+
+def test_a_process_has_a_name_of_its_own_and_the_users_name_of_the_service(monkeypatch):
+    first, second = (providers._resource().attributes for _ in range(2))
+    assert first["service.name"] == "raybatch"
+    assert first["service.instance.id"] != second["service.instance.id"]
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "nightly")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=data")
+    found = providers._resource().attributes
+    assert (found["service.name"], found["team"]) == ("nightly", "data")
