@@ -119,7 +119,7 @@ def test_steps_without_a_graph_are_counted_by_why(folder):
     assert len(wide.attention.decode.block_ids) > 12
     for found in (
         replace(batch, attention=replace(plan, contexts=(context,))),
-        replace(batch, attention=replace(plan, num_decode=2, prefill=prefill)),
+        replace(batch, attention=replace(random_step(2, 1).attention, prefill=prefill)),
         replace(batch, attention=replace(plan, num_decode=0, decode=None, prefill=prefill)),
         random_step(5, 2),
     ):
