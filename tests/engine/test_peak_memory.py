@@ -125,7 +125,7 @@ class Steps:
 
 
 def test_no_step_of_a_scheduler_takes_more_than_the_largest_ones():
-    config = EngineConfig(max_model_len=8192, max_num_seqs=256)
+    config = EngineConfig(max_model_len=8192, max_num_seqs=32)
     spec = layers_of(replace(QWEN3_8B, max_model_len=8192), 2)
     peak = peak_of(spec, config)
     decoder = decoder_of(spec, ops_for(torch.device("cuda")))
