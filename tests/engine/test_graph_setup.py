@@ -26,6 +26,7 @@ from raybatch.records.types import Request, Sampling
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.fixed_ops import FIXED
 from tests.engine.graph_cases import saved
+from tests.engine.lazy_queue import LazyQueue
 from tests.engine.recorded_graphs import RecordedGraphs
 
 BLOCK = 4
@@ -66,7 +67,7 @@ class EveryOther:
     def note_step(self, num_rows, seconds): ...
 
 
-def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, **options):
+def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, queue=None, **options):
     """An engine on a CPU; its graphs are those that a GPU would capture, recorded."""
     config = EngineConfig(
         device="cpu",
@@ -91,7 +92,9 @@ def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, **options
     )
     assert num_blocks == runner.num_blocks
     sampler = Sampler(spec.vocab_size, config.max_num_seqs, spec.eos_token_ids)
-    return Engine(runner, sampler, FakeStopChecker(), config, make_drafter=make_drafter)
+    return Engine(
+        runner, sampler, FakeStopChecker(), config, make_drafter=make_drafter, queue=queue
+    )
 
 
 def answers(engine, prompts, *, temperature=0.0, group_ids=None, prefix_len=0):
@@ -136,6 +139,16 @@ def test_an_engine_with_graphs_gives_the_same_answers(variant, temperature, fold
     assert stats.num_steps == stats.num_graph_steps > 0
     assert {} == stats.eager_steps
     assert (0, 0, {}) == (plain.stats().num_graphs, plain.stats().num_graph_steps, {})
+
+
+def test_tokens_that_stay_on_the_device_reach_graphs_and_plain_steps(folder):
+    prompts = random_prompts(5)
+    expected = answers(make_engine(folder / "llama", has_graphs=False), prompts)
+    for has_graphs in (False, True):
+        queue = LazyQueue()
+        engine = make_engine(folder / "llama", has_graphs=has_graphs, queue=queue)
+        assert expected == answers(engine, prompts)
+        assert len(queue.waits) > 10
 
 
 def test_sequences_that_give_up_their_kv_get_the_same_answers(folder):
