@@ -112,7 +112,7 @@ class EngineConfig:
     """On a CPU, compile hot operations with the host's C compiler, if there is one; float32 and one
     thread only."""
     cuda_graphs: Speed[bool | None] = None
-    """Run decode-only steps as CUDA graphs; None does so on CUDA where possible."""
+    """Run steps as CUDA graphs, padded to a few sizes; None does so on CUDA where possible."""
 
     def __post_init__(self) -> None:
         if self.device_weight_bytes is None and not is_default(self, "weight_buffers"):

@@ -8,17 +8,19 @@ from functools import partial
 import numpy as np
 
 from raybatch.config import EngineConfig
+from raybatch.engine.batch.forward_batch import slots_with_logits
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
 from raybatch.engine.finish_rules import FinishRules, RowLimits
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
+from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.profile.layer_bench import clock_of
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
-from raybatch.engine.step import StepForward, learned_recovery, make_scheduler
+from raybatch.engine.step import StepForward, StepTokens, learned_recovery, make_scheduler
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 from raybatch.text.stopping import StopChecker
@@ -34,6 +36,8 @@ class Engine:
         recovery: how preempted sequences get their KV back; None measures what is quicker.
         make_drafter: of the table of running sequences; None looks drafts up where
             `speculative_tokens` asks for some.
+        queue: of a device whose tokens are read while the next step runs; None takes that of a
+            GPU, and reads tokens at once where there is none.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Engine:
         *,
         recovery: LearnedRecovery | None = None,
         make_drafter: Callable[[SequenceTable], LookupDrafter] | None = None,
+        queue: DeviceQueue | None = None,
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
         row_blocks, kv_option = runner.num_blocks, "engine.kv_cache_bytes"
@@ -78,6 +83,13 @@ class Engine:
         if make_drafter is None and config.speculative_tokens:
             make_drafter = partial(LookupDrafter, max_tokens=config.speculative_tokens)
         self._drafter = make_drafter(self._table) if make_drafter is not None else None
+        if queue is None and runner.device.type == "cuda":
+            queue = DeviceQueue(runner.device)
+        # drafts and parts want the tokens before them; copies to the host are timed by steps
+        is_waited_for = self._drafter is not None or self._recovery is not None
+        if is_waited_for or config.kv_offload or runner.attn_batch_tokens is not None:
+            queue = None
+        self._tokens = StepTokens(sampler, self._table, queue)
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
         self._num_arrivals = self._num_steps = 0
@@ -112,7 +124,8 @@ class Engine:
         began = time.perf_counter()
         completions, self._failed = self._failed, []
         if self._scheduler.num_waiting or self._table.num_running:
-            completions += self._run_step()
+            with current_device(self._runner.device):
+                completions += self._run_step()
         for completion in completions:
             self._close(completion.request_id)
         self._engine_s += time.perf_counter() - began
@@ -232,31 +245,49 @@ class Engine:
         )
 
     def _run_step(self) -> list[Completion]:
+        completions = list[Completion]()
         drafts = self._drafter.propose() if self._drafter is not None else {}
+        # a sequence that has to yield does so with all its tokens
+        if self._tokens.unread and len(self._table.full_slots()) > self._blocks.num_available:
+            completions += self._settle()
         schedule = self._scheduler.schedule(drafts)
         for slot in schedule.preempted:
             self._clear_slot(slot)
         for slot in schedule.admitted:
             self._fill_slot(slot)
-        completions = [record.completion("capacity") for record in schedule.ended]
-        if schedule.num_tokens:
-            began = time.perf_counter()
-            # a GPU is waited for
-            clock_began = self._clock() if self._drafter is not None else 0.0
-            logits = self._forward.run(schedule)
-            self._num_steps += 1
-            slots = self._scheduler.advance(schedule)
-            if len(slots):
-                num_generated = self._table.num_tokens[slots] - self._table.num_prompt[slots]
-                if len(schedule.draft_tokens):
-                    num_generated[: len(schedule.draft_places)] += schedule.draft_places
-                result = self._sampler.sample(logits, slots, num_generated)
-                completions += self._take_tokens(schedule, slots, result)
-            if self._recovery is not None:
-                self._recovery.note(schedule, self._table, time.perf_counter() - began)
-            if self._drafter is not None and not len(schedule.chunk_slots):
-                self._drafter.note_step(schedule.num_tokens, self._clock() - clock_began)
+        completions += [record.completion("capacity") for record in schedule.ended]
+        completions += self._compute(schedule) if schedule.num_tokens else self._settle()
         return completions
+
+    def _compute(self, schedule: Schedule) -> list[Completion]:
+        """Compute a step; the tokens of the step before are taken while a GPU does."""
+        began = time.perf_counter()
+        # a GPU is waited for
+        clock_began = self._clock() if self._drafter is not None else 0.0
+        logits = self._forward.run(schedule, self._tokens.unread)
+        self._num_steps += 1
+        slots, step = slots_with_logits(schedule, self._table), None
+        if len(slots):
+            num_generated = self._tokens.num_generated(slots)
+            if len(schedule.draft_tokens):
+                num_generated[: len(schedule.draft_places)] += schedule.draft_places
+            step = self._tokens.draw(schedule, logits, slots, num_generated)
+        completions = self._settle()
+        self._scheduler.advance(schedule)
+        if step is not None:
+            self._tokens.hold(step)
+            if step.drawn is None:
+                completions += self._settle()
+        if self._recovery is not None:
+            self._recovery.note(schedule, self._table, time.perf_counter() - began)
+        if self._drafter is not None and not len(schedule.chunk_slots):
+            self._drafter.note_step(schedule.num_tokens, self._clock() - clock_began)
+        return completions
+
+    def _settle(self) -> list[Completion]:
+        """Give sequences the tokens that were drawn for them and not taken yet."""
+        taken = self._tokens.take()
+        return [] if taken is None else self._take_tokens(*taken)
 
     def _take_tokens(
         self, schedule: Schedule, slots: Ints, result: SampleResult
@@ -324,6 +355,7 @@ class Engine:
             self._drafter.add(slot)
 
     def _clear_slot(self, slot: int) -> None:
+        self._tokens.drop(slot)
         self._sampler.remove(slot)
         self._rules.remove(slot)
         if self._drafter is not None:

@@ -1,20 +1,33 @@
-"""What a step is made of: the scheduler that decides it, and the forward pass that runs it."""
+"""What a step is made of: who decides it, the forward pass that runs it, and its tokens."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.batch.forward_batch import BatchBuilder, logits_order, split_schedule
+from raybatch.engine.batch.forward_batch import (
+    BatchBuilder,
+    LateTokens,
+    logits_order,
+    split_schedule,
+)
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.offload_store import OffloadStore
+from raybatch.engine.memory.pinned import DeviceQueue, PinnedRing
 from raybatch.engine.memory.swap import LearnedRecovery, SwapSpace
+from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.scheduling.offload_scheduler import OffloadScheduler
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
-from raybatch.engine.sequences.table import SequenceTable
+from raybatch.engine.sequences.table import EMPTY, ENDING, SequenceTable
 from raybatch.policy.boundary.records import BoundaryOptions
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.roofline import link
+from raybatch.records.arrays import Ints
 
 
 def make_scheduler(
@@ -67,20 +80,121 @@ def learned_recovery(runner: ModelRunner, config: EngineConfig) -> LearnedRecove
     return LearnedRecovery(link(runner.tiers.copy_bytes_per_s()), limits)
 
 
+class UnreadTokens(NamedTuple):
+    """What the step before has drawn for running sequences; the host has not read it."""
+
+    row_of_slot: Ints  # of each slot's token in `drawn`; -1 where there is none
+    drawn: torch.Tensor  # int64, on the device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnStep:
+    """A step whose tokens are drawn, and are not the sequences' yet."""
+
+    schedule: Schedule
+    slots: Ints  # of its rows with logits
+    read: Callable[[], SampleResult]
+    # the tokens on the device, where the next step starts before they are read
+    drawn: torch.Tensor | None = None
+
+
+class StepTokens:
+    """Draws the tokens of steps, and reads them: at once, or while the next step runs.
+
+    The next step is then computed as if no sequence had ended but by length, which the host knows:
+    a row of one that has is not taken. `queue` is that of a GPU whose tokens may be read later;
+    None reads them at once.
+    """
+
+    def __init__(self, sampler: Sampler, table: SequenceTable, queue: DeviceQueue | None) -> None:
+        self._sampler = sampler
+        self._table = table
+        self._queue = queue
+        # one is read while the next one is drawn
+        self._ring = None if queue is None else PinnedRing(queue, 2)
+        self._row_of_slot: Ints = np.full(len(table.records), -1, np.int64)
+        self._step: DrawnStep | None = None
+
+    @property
+    def unread(self) -> UnreadTokens | None:
+        if self._step is None or self._step.drawn is None:
+            return None
+        return UnreadTokens(self._row_of_slot, self._step.drawn)
+
+    def num_generated(self, slots: Ints) -> Ints:
+        """Return the place in the answer of the tokens that these slots get next."""
+        table = self._table
+        return table.num_tokens[slots] - table.num_prompt[slots] + (self._row_of_slot[slots] >= 0)
+
+    def draw(
+        self, schedule: Schedule, logits: torch.Tensor, slots: Ints, num_generated: Ints
+    ) -> DrawnStep:
+        if self._queue is None or self._ring is None or not self._sampler.can_wait(slots):
+            result = self._sampler.sample(logits, slots, num_generated)
+            return DrawnStep(schedule=schedule, slots=slots, read=lambda: result)
+        drawn = self._sampler.draw(logits, slots, num_generated)
+        both = torch.stack((drawn.token_ids, drawn.is_finite.long()))
+        staged = self._ring.take(both.nbytes)[: both.nbytes].view(both.dtype).view(both.shape)
+        self._queue.copy(staged, both)
+        arrived = self._ring.mark()
+
+        def read() -> SampleResult:
+            arrived.synchronize()
+            token_ids, is_finite = staged.numpy().copy()
+            return SampleResult(token_ids=token_ids, is_finite=is_finite.astype(np.bool_))
+
+        return DrawnStep(schedule=schedule, slots=slots, read=read, drawn=drawn.token_ids)
+
+    def hold(self, step: DrawnStep) -> None:
+        """Keep a step that the scheduler has noted as computed, until `take`."""
+        self._step = step
+        if step.drawn is None:
+            return
+        table = self._table
+        # sequences that ended before have a row here for nothing
+        rows = np.flatnonzero(table.phase[step.slots] != EMPTY)
+        slots = step.slots[rows]
+        self._row_of_slot[slots] = rows
+        table.phase[slots[table.num_tokens[slots] + 1 >= table.max_len[slots]]] = ENDING
+
+    def take(self) -> tuple[Schedule, Ints, SampleResult] | None:
+        """Read the step that is held; return its slots that still run, and what they got."""
+        step, self._step = self._step, None
+        if step is None:
+            return None
+        result = step.read()
+        if step.drawn is None:
+            return step.schedule, step.slots, result
+        is_taken = self._row_of_slot[step.slots] == np.arange(len(step.slots))
+        slots = step.slots[is_taken]
+        self._row_of_slot[slots] = -1
+        token_ids, is_finite = result.token_ids[is_taken], result.is_finite[is_taken]
+        return step.schedule, slots, SampleResult(token_ids=token_ids, is_finite=is_finite)
+
+    def drop(self, slot: int) -> None:
+        """Forget the token of a sequence that leaves; it would be drawn again."""
+        self._row_of_slot[slot] = -1
+
+
 class StepForward:
     """Builds the batches of a step and hands them to the model."""
 
     def __init__(self, runner: ModelRunner, table: SequenceTable) -> None:
         self._runner = runner
         self._table = table
-        self._builder = BatchBuilder(table, len(table.users.count), runner.device)
+        self._builder = BatchBuilder(table, len(table.users.count))
         self._max_tokens = runner.attn_batch_tokens
 
-    def run(self, schedule: Schedule) -> torch.Tensor:
+    def run(self, schedule: Schedule, unread: UnreadTokens | None = None) -> torch.Tensor:
         if schedule.moves is not None:
             return self._runner.forward_offloaded(self._builder.build(schedule), schedule.moves)
         if self._max_tokens is None:
-            return self._runner.forward(self._builder.build(schedule))
+            batch = self._builder.build(schedule)
+            if unread is not None:
+                places = unread.row_of_slot[schedule.decode_slots]
+                rows = np.flatnonzero(places >= 0)
+                batch = replace(batch, late=LateTokens(rows, places[rows], unread.drawn))
+            return self._runner.forward(batch)
         parts = split_schedule(schedule, self._table, self._max_tokens)
         logits = self._runner.forward_parts([self._builder.build(part) for part in parts])
         order = torch.from_numpy(logits_order(schedule, parts, self._table))

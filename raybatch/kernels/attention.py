@@ -1,19 +1,20 @@
 """Executes an `AttentionPlan` on the KV pool of one layer.
 
-`prepare_attention` turns a plan into index tensors once per step, and `prepare_fixed` does so for a
-step of decodes in a graph; `store_kv` and `attend` run once per layer. Tokens that occur in several
-parts are merged by their log-sum-exp.
+`prepare_attention` turns a plan into index tensors once per step; `finish_heads`, which writes to
+the pool, and `attend` run once per layer. Tokens that occur in several parts are merged by their
+log-sum-exp.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from raybatch.kernels.attention_plan import AttentionPlan, DecodeForm, FixedDecode, PrefillPart
+from raybatch.kernels.attention_plan import AttentionPlan, DecodeForm, PrefillPart
 from raybatch.kernels.byte_numbers import dequantise, is_quantised, quantise
 from raybatch.kernels.context_attention import PreparedContexts, merge_contexts_, prepare_contexts
-from raybatch.kernels.decode_attention import attend_decode, fixed_walk, plan_walk
+from raybatch.kernels.decode_attention import attend_decode, plan_walk
 from raybatch.kernels.dense_attention import (
     Part,
     attend_dense,
@@ -21,6 +22,8 @@ from raybatch.kernels.dense_attention import (
     join_heads,
     split_heads,
 )
+from raybatch.kernels.small_ops import rms_norm, rotate_
+from raybatch.kernels.step_index import Index
 
 # chunks up to this length are padded and computed together, longer ones one by one
 _MAX_BUCKET_TOKENS = 48
@@ -68,13 +71,17 @@ def prepare_attention(
     slot_mapping: torch.Tensor,  # int64 [T]
     pool: torch.Tensor,  # [N, G, B, R]
     windows: tuple[int | None, ...],
+    upload: Callable[[Index, torch.device], torch.Tensor] | None = None,
     decode: DecodeForm = TORCH_DECODE,
 ) -> PreparedAttention:
     """Do once per step what all layers share.
 
     Of `pool`, the keys of any layer, only shape and dtype are read; `windows` are the different
-    windows of the model's layers.
+    windows of the model's layers. `upload` is how an index gets to the device, where a form has
+    one: by default a copy that is waited for.
     """
+    del upload
+    plan = plan.to(positions.device)
     walk = None
     if plan.decode is not None and plan.num_decode:
         rows = positions[: plan.num_decode]
@@ -92,18 +99,6 @@ def prepare_attention(
         chunks=chunks,
         buckets=buckets,
         contexts=contexts,
-    )
-
-
-def prepare_fixed(
-    part: FixedDecode, *, pool: torch.Tensor, windows: tuple[int | None, ...]
-) -> PreparedAttention:
-    """Do what `prepare_attention` does for decode rows, by operations of fixed shapes."""
-    return PreparedAttention(
-        num_decode=len(part.positions),
-        block_ids=part.slot_mapping // pool.shape[2],
-        block_offsets=part.slot_mapping % pool.shape[2],
-        walk=fixed_walk(part, pool=pool, windows=windows),
     )
 
 
@@ -147,6 +142,37 @@ def store_kv(
             stored = quantise(rows, pool.dtype)
             rows.copy_(dequantise(stored, rows.shape[2], rows.dtype))
         pool[prepared.block_ids, :, prepared.block_offsets] = stored
+
+
+def finish_heads(
+    projected: torch.Tensor,  # [T, heads, D], modified in place
+    num_queries: int,
+    norms: torch.Tensor | None,  # [heads of queries and keys, D]
+    eps: float,
+    rotation: torch.Tensor,  # complex64 [T, 1, D / 2]
+    k_pool: torch.Tensor,  # [N, G, B, R], modified in place
+    v_pool: torch.Tensor,  # [N, G, B, R], modified in place
+    prepared: PreparedAttention | None,
+    *,
+    rms_norm: Callable[..., torch.Tensor] = rms_norm,
+    rotate_: Callable[..., None] = rotate_,
+    store_kv: Callable[..., None] = store_kv,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise and turn queries and keys, and write keys and values to their slots.
+
+    Heads are queries, keys and values, in that order, and so are the results; with queries alone
+    nothing is written, and there is no plan.
+    """
+    num_kv_heads = (projected.shape[1] - num_queries) // 2
+    num_turned = num_queries + num_kv_heads
+    turned, v = projected[:, :num_turned], projected[:, num_turned:]
+    if norms is not None:
+        turned = rms_norm(turned, norms, eps)
+    rotate_(turned, rotation)
+    q, k = turned[:, :num_queries], turned[:, num_queries:]
+    if prepared is not None:
+        store_kv(k, v, k_pool, v_pool, prepared)
+    return q, k, v
 
 
 def attend(

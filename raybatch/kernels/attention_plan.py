@@ -1,13 +1,14 @@
-"""What attention has to do in one step, as index tensors; built once, used by all layers."""
+"""What attention has to do in one step, as index tensors of the host; built once, for all layers.
+
+Wherever the model is, these tensors are on the CPU: each form of the ops makes of them what its
+layers read on the device.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-
-# of the blocks of one row over programs, whose partial results are merged
-MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +37,15 @@ class ContextPart:
         num_tokens: valid positions, (P - 1) * B < num_tokens <= P * B.
         first_position: position in the sequence of the first cached token; read only by layers
             with a sliding window.
+        chunk: place in the `PrefillPart` of the one chunk whose rows these are; None where others
+            read the run as well.
     """
 
     query_idx: torch.Tensor
     block_ids: torch.Tensor
     num_tokens: int
     first_position: int = 0
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,34 +73,6 @@ class DecodePart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FixedDecode:
-    """A step of S decode rows in tensors that are the same in every step, for graphs of a device.
-
-    What a step is like is in their values alone: shapes, addresses and everything that is computed
-    on the host depend on S, P and `max_row_blocks`. Row r reads the entries
-    starts[r]..starts[r + 1], at least one with a valid position; those from starts[S] on are of no
-    row and have none.
-
-    Args:
-        positions: int64 [S], of each row in its sequence.
-        slot_mapping: int64 [S], where the KV of each row goes: block_id * B + offset.
-        starts: int64 [S + 1], ascending.
-        block_ids: int64 [P], blocks of the pool, by row.
-        num_valid: int64 [P], valid positions of each block.
-        first_positions: int64 [P], position in the sequence of each block's first slot.
-        max_row_blocks: entries that a row may have.
-    """
-
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    starts: torch.Tensor
-    block_ids: torch.Tensor
-    num_valid: torch.Tensor
-    first_positions: torch.Tensor
-    max_row_blocks: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
     """The parts of one step; a token's output merges all parts it occurs in by log-sum-exp.
 
@@ -109,6 +85,26 @@ class AttentionPlan:
     decode: DecodePart | None
     prefill: PrefillPart | None
     contexts: tuple[ContextPart, ...]
+
+    def to(self, device: torch.device) -> "AttentionPlan":
+        """Return the plan with its tensors on a device, for references that run there."""
+        if device.type == "cpu":
+            return self
+        decode = self.decode
+        if decode is not None:
+            first = decode.first_positions
+            decode = replace(
+                decode,
+                block_ids=decode.block_ids.to(device),
+                owners=decode.owners.to(device),
+                num_valid=decode.num_valid.to(device),
+                first_positions=None if first is None else first.to(device),
+            )
+        contexts = (
+            replace(part, query_idx=part.query_idx.to(device), block_ids=part.block_ids.to(device))
+            for part in self.contexts
+        )
+        return replace(self, decode=decode, contexts=tuple(contexts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from raybatch.kernels.attention_plan import DecodePart, FixedDecode
+from raybatch.kernels.attention_plan import DecodePart
 from raybatch.kernels.byte_numbers import is_quantised, read_rows
 from raybatch.kernels.dense_attention import Part, base_of, shares_of
 
@@ -98,33 +98,8 @@ def plan_walk(
     )
 
 
-def fixed_walk(
-    part: FixedDecode, *, pool: torch.Tensor, windows: tuple[int | None, ...]
-) -> DecodeWalk:
-    """Turn a part into the walk that `attend_decode` executes, by operations of fixed shapes.
-
-    Every entry is gathered, those of no row as well: a form to compare others with.
-    """
-    rows = torch.arange(len(part.block_ids), device=part.block_ids.device)
-    last_row = len(part.positions) - 1
-    # an entry of no row adds nothing to the last one, as all of its positions are hidden
-    owners = torch.searchsorted(part.starts[1:], rows, right=True).clamp(max=last_row)
-    masks = {}
-    for window in windows:
-        bias = _bias(part, owners, part.positions, pool, window)
-        masks[window] = bias.repeat_interleave(pool.shape[1], dim=0).unsqueeze(1)
-    return DecodeWalk(
-        runs=(),
-        block_ids=part.block_ids,
-        owners=owners,
-        rows_by_owner=rows,
-        offsets=part.starts[:-1],
-        masks=masks,
-    )
-
-
 def _bias(
-    part: DecodePart | FixedDecode,
+    part: DecodePart,
     owners: torch.Tensor,  # int64 [P]
     positions: torch.Tensor,  # int64 [S]
     pool: torch.Tensor,  # [N, G, B, R]

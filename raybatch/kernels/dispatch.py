@@ -15,36 +15,42 @@ from raybatch.kernels.linear import Linear
 from raybatch.kernels.native.decode_attention import decode_form
 from raybatch.kernels.native.linears import compiled_linears, panelled_experts
 from raybatch.kernels.native.small_ops import compiled_small_ops
+from raybatch.kernels.step_index import Index
 
 logger = logging.getLogger(__name__)
 
 # a prepared plan; each form of the ops has a record of its own
 Prepared = Any
+# copies the index of a step to the device
+Upload = Callable[[Index, torch.device], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
     """The ops of a step in one form: by default the references, where it is told what they do.
 
-    What `prepare_attention` and `prepare_fixed` return is read by `store_kv` and `attend` of the
-    same form alone.
+    What `prepare_attention` and `prepare_fixed` return is read by `finish_heads` and `attend` of
+    the same form alone.
 
-    `is_fixed` says that a step of decodes can be captured in a graph: with `prepare_fixed`, no op
-    reads a value back or has a shape or a launch that depends on one.
+    With `prepare_fixed`, a step can be captured in a graph: no op reads a value back or has a shape
+    or a launch that depends on one. The references have no such form.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = small_ops.rms_norm
-    rotate_: Callable[[torch.Tensor, torch.Tensor], None] = small_ops.rotate_
     linear: Callable[[torch.Tensor, Linear], torch.Tensor] = linears.linear
     add_linear_: Callable[[torch.Tensor, torch.Tensor, Linear], None] = linears.add_linear_
     add_mlp_: Callable[[torch.Tensor, torch.Tensor, Linear, Linear], None] = linears.add_mlp_
     moe_ffn: Callable[..., torch.Tensor] = moe.moe_ffn
+    finish_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
+        attention.finish_heads
+    )
     prepare_attention: Callable[..., Prepared] = attention.prepare_attention
-    store_kv: Callable[..., None] = attention.store_kv
     attend: Callable[..., torch.Tensor] = attention.attend
-    prepare_fixed: Callable[..., Prepared] = attention.prepare_fixed
-    # of the references, experts are cut by counts that the host reads
-    is_fixed: bool = False
+    prepare_fixed: Callable[..., Prepared] | None = None
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.prepare_fixed is not None
 
 
 REFERENCE = Ops()
@@ -71,7 +77,13 @@ def compiled_ops(
     """
     ops = REFERENCE
     if small := compiled_small_ops():
-        ops = replace(ops, rms_norm=small.rms_norm, rotate_=small.rotate_, store_kv=small.store_kv)
+        finish = functools.partial(
+            attention.finish_heads,
+            rms_norm=small.rms_norm,
+            rotate_=small.rotate_,
+            store_kv=small.store_kv,
+        )
+        ops = replace(ops, rms_norm=small.rms_norm, finish_heads=finish)
     if dense := compiled_linears(byte_dtype):
         ops = replace(
             ops, linear=dense.linear, add_linear_=dense.add_linear_, add_mlp_=dense.add_mlp_
@@ -92,15 +104,16 @@ def _on_gpu() -> Ops:
         logger.warning("Triton is missing, so a GPU runs plain torch: pip install raybatch[gpu]")
         return REFERENCE
     # hundreds of modules that no CPU needs
-    from raybatch.kernels.triton import attention, moe, small_ops
+    from raybatch.kernels.triton import attention, linear, moe, small_ops
 
     return Ops(
         rms_norm=small_ops.rms_norm,
-        rotate_=small_ops.rotate_,
+        linear=linear.linear,
+        add_linear_=linear.add_linear_,
+        add_mlp_=linear.add_mlp_,
         moe_ffn=moe.moe_ffn,
+        finish_heads=attention.finish_heads,
         prepare_attention=attention.prepare_attention,
-        store_kv=attention.store_kv,
         attend=attention.attend,
         prepare_fixed=attention.prepare_fixed,
-        is_fixed=True,
     )

@@ -107,7 +107,7 @@ class Checkpoint:
                     f"{file_path} is not a valid safetensors file: {error}"
                 ) from error
             for name in file.keys():  # noqa: SIM118
-                self._file_of[name] = file
+                self._file_of[name] = file, file_path
 
     def __enter__(self) -> Self:
         return self
@@ -123,12 +123,15 @@ class Checkpoint:
         """Return a tensor, mapped from its file.
 
         Raises:
-            ConfigError: the checkpoint does not have it.
+            ConfigError: the checkpoint does not have it, or its file cannot be read.
         """
-        file = self._file_of.get(name)
+        file, path = self._file_of.get(name, (None, self._path))
         if file is None:
-            raise ConfigError(f"{self._path}: the checkpoint has no tensor {name!r}")
-        tensor: torch.Tensor = file.get_tensor(name)
+            raise ConfigError(f"{path}: the checkpoint has no tensor {name!r}")
+        try:
+            tensor: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: tensor {name!r} cannot be read: {error}") from error
         return tensor
 
 

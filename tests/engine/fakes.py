@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.decode_graphs import GraphCounts
+from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
+from raybatch.engine.forward.step_graphs import GraphCounts
+from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.records.types import Completion, Request, Sampling
@@ -130,6 +131,7 @@ class FakeRunner:
             raise RuntimeError("the copy engine is on strike")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        batch = on_device(batch, IndexUploads(self.device), self.device)
         return self._forward(batch, lambda layer: None, lambda layer: None)
 
     def forward_offloaded(self, batch, moves):

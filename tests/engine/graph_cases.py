@@ -9,8 +9,9 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.decode_graphs import CudaGraphs, DecodeGraphs, DecodeShape
 from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.graph_sizes import GraphShape
+from raybatch.engine.forward.step_graphs import CudaGraphs, StepGraphs
 from raybatch.engine.loading.loaded_model import LoadedModel, load_model
 from raybatch.engine.memory.kv_cache import KVCache, allocate_kv_cache
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
@@ -27,7 +28,7 @@ class Captured:
     model: LoadedModel
     cache: KVCache
     plain: Decoder
-    graphs: DecodeGraphs
+    graphs: StepGraphs
 
     @property
     def device(self):
@@ -44,8 +45,15 @@ def saved(variants, folder):
         yield folder
 
 
-def shape(sizes=(1, 2, 4, 8), *, max_row_blocks=12, max_entries=1000):
-    return DecodeShape(sizes=sizes, max_row_blocks=max_row_blocks, max_entries=max_entries)
+def shape(decode=(1, 2, 4, 8), *, shared=(), mixed=(), max_row_blocks=12, max_entries=1000):
+    return GraphShape(
+        decode=decode,
+        shared=shared,
+        mixed=mixed,
+        max_row_blocks=max_row_blocks,
+        max_entries=max_entries,
+        block_size=BLOCK,
+    )
 
 
 def capture(path, device="cpu", *, ops=None, steps=None, num_blocks=NUM_BLOCKS):
@@ -57,7 +65,7 @@ def capture(path, device="cpu", *, ops=None, steps=None, num_blocks=NUM_BLOCKS):
         model.spec, num_blocks=num_blocks + 1, block_size=BLOCK, dtype=torch.float32, device=device
     )
     is_cpu = device.type == "cpu"
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         Decoder(model.spec, model.weights, ops=ops or (FIXED if is_cpu else ops_for(device))),
         cache,
         shape=steps or shape(),
@@ -88,9 +96,7 @@ def random_step(num_rows, seed, device="cpu", *, shares_blocks=True):
             first = place * BLOCK
             entries.append((block, row, min(BLOCK, position + 1 - first), first))
     entries.sort()
-    blocks, owners, valid, first = (
-        torch.tensor(column, device=device) for column in zip(*entries, strict=True)
-    )
+    blocks, owners, valid, first = (torch.tensor(column) for column in zip(*entries, strict=True))
     decode = DecodePart(
         block_ids=blocks,
         owners=owners,

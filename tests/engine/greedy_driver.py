@@ -74,7 +74,8 @@ class GreedyDriver:
                 sequence.blocks.append(self.free_blocks.pop(0))
             starts.append(len(tokens))
             if count > 1 and start > 0 and start > sequence.num_shared_blocks * self.block_size:
-                contexts.append(self._context(sequence, starts[-1], count, start))
+                chunk = len(starts) - 1 - len(decoding)
+                contexts.append(self._context(sequence, starts[-1], count, start, chunk))
             for position in range(start, start + count):
                 tokens.append(sequence.tokens[position])
                 positions.append(position)
@@ -83,11 +84,12 @@ class GreedyDriver:
             last_rows.append(len(tokens) - 1)
             sequence.num_computed += count
         contexts += self._shared_contexts(decoding, chunks, starts)
+        device = self.cache.k.device
         batch = ForwardBatch(
-            token_ids=torch.tensor(tokens),
-            positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            logits_idx=torch.tensor(last_rows),
+            token_ids=torch.tensor(tokens, device=device),
+            positions=torch.tensor(positions, device=device),
+            slot_mapping=torch.tensor(slots, device=device),
+            logits_idx=torch.tensor(last_rows, device=device),
             attention=AttentionPlan(
                 num_decode=len(decoding),
                 decode=self._decode_part(decoding) if decoding else None,
@@ -101,7 +103,9 @@ class GreedyDriver:
         )
         return self.decoder.forward(batch, self.cache)
 
-    def _context(self, sequence: Sequence, row: int, count: int, start: int) -> ContextPart:
+    def _context(
+        self, sequence: Sequence, row: int, count: int, start: int, chunk: int
+    ) -> ContextPart:
         own = sequence.blocks[sequence.num_shared_blocks :]
         first = sequence.num_shared_blocks * self.block_size
         used = -(-(start - first) // self.block_size)
@@ -110,6 +114,7 @@ class GreedyDriver:
             block_ids=torch.tensor(own[:used]),
             num_tokens=start - first,
             first_position=first,
+            chunk=chunk,
         )
 
     def _shared_contexts(self, decoding, chunks, starts) -> list[ContextPart]:
@@ -156,11 +161,13 @@ def prompt_logits(driver: GreedyDriver, prompt: list[int]) -> torch.Tensor:
     block_size = driver.block_size
     blocks = torch.tensor([driver.free_blocks.pop(0) for _ in range(-(-len(prompt) // block_size))])
     positions = torch.arange(len(prompt))
+    slots = blocks[positions // block_size] * block_size + positions % block_size
+    device = driver.cache.k.device
     batch = ForwardBatch(
-        token_ids=torch.tensor(prompt),
-        positions=positions,
-        slot_mapping=blocks[positions // block_size] * block_size + positions % block_size,
-        logits_idx=positions,
+        token_ids=torch.tensor(prompt, device=device),
+        positions=positions.to(device),
+        slot_mapping=slots.to(device),
+        logits_idx=positions.to(device),
         attention=AttentionPlan(
             num_decode=0,
             decode=None,

@@ -1,15 +1,18 @@
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from raybatch.engine.batch.forward_batch import BatchBuilder
+from raybatch.engine.batch.forward_batch import BatchBuilder, LateTokens, on_device
 from raybatch.engine.batch.plan_builder import PlanBuilder
+from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 from tests.engine.fakes import make_request
+from tests.engine.lazy_queue import LazyQueue
 
-CPU = torch.device("cpu")
 PREFIX = np.arange(500, 508)
 
 
@@ -24,7 +27,7 @@ class Steps:
         self.scheduler = Scheduler(
             blocks, self.table, max_batched_tokens=budget, enable_prefix_caching=True
         )
-        self.builder = BatchBuilder(self.table, 32, CPU)
+        self.builder = BatchBuilder(self.table, 32)
         self.builder._plans = PlanBuilder(self.table, 32, min_saved_tokens=min_saved_tokens)
         self.max_tokens, self.num_added = max_tokens, 0
         for prompt in prompts:
@@ -185,7 +188,7 @@ def plan_of(tables, chunk_slots, *, num_computed=12):
         chunk_starts=np.full(len(chosen), num_computed),
         chunk_lens=np.ones(len(chosen), np.int64),
     )
-    return steps.builder._plans.build(schedule, CPU)
+    return steps.builder._plans.build(schedule)
 
 
 def test_shared_blocks_with_a_gap_between_them_are_two_parts():
@@ -297,3 +300,24 @@ def test_drafts_beside_a_prompt_leave_its_rows_behind_theirs():
     assert (batch.attention.prefill.starts, batch.attention.prefill.lens) == ((3,), (2,))
     # of the last layer the prompt's last row alone is needed, a decode row like the others
     assert batch.logits_attention.num_decode == 4
+
+
+def test_indices_come_to_a_device_by_one_copy_and_late_tokens_by_one_more():
+    steps = Steps([1, 2, 3, 4, 5], [6, 7])
+    steps.step()
+    steps.add([8, 9])
+    batch = steps.step()
+    assert [7, 7, 8, 9] == batch.token_ids.tolist()
+    late = LateTokens(np.array([1]), np.array([2]), torch.tensor([40, 41, 42]))
+    for wanted, placed, num_copies in (
+        ([7, 7, 8, 9], batch, 1),
+        ([7, 42, 8, 9], replace(batch, late=late), 2),
+    ):
+        queue = LazyQueue(runs_at_once=True)
+        uploads = IndexUploads(torch.device("cpu"), queue)
+        # what is on no CPU is copied, here to one
+        made = on_device(placed, uploads, torch.device("meta"))
+        assert num_copies == len(queue.pending)
+        assert wanted == made.token_ids.tolist()
+        for name in ("positions", "slot_mapping", "logits_idx"):
+            assert torch.equal(getattr(batch, name), getattr(made, name))

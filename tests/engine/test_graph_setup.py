@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
+from raybatch.engine.batch.plan_builder import PlanBuilder
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.graph_sizes import GraphSizes
+from raybatch.engine.forward.step_graphs import StepBuffers
+from raybatch.engine.loading.graph_setup import GraphSetup, graph_shape, plan_graphs
 from raybatch.engine.loading.loaded_model import load_model
-from raybatch.engine.loading.runner import GraphSetup, ModelRunner, decode_shape, plan_graphs
+from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.sequences.table import DECODE
@@ -22,6 +26,7 @@ from raybatch.records.types import Request, Sampling
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.fixed_ops import FIXED
 from tests.engine.graph_cases import saved
+from tests.engine.lazy_queue import LazyQueue
 from tests.engine.recorded_graphs import RecordedGraphs
 
 BLOCK = 4
@@ -62,7 +67,7 @@ class EveryOther:
     def note_step(self, num_rows, seconds): ...
 
 
-def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, **options):
+def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, queue=None, **options):
     """An engine on a CPU; its graphs are those that a GPU would capture, recorded."""
     config = EngineConfig(
         device="cpu",
@@ -70,7 +75,7 @@ def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, **options
         block_size_tokens=BLOCK,
         tune_malloc=False,
         attn_batch_tokens=None,
-        **{"max_num_seqs": 6, "max_model_len": 128, **options},
+        **{"max_num_seqs": 6, "max_batched_tokens": 20, "max_model_len": 128, **options},
     )
     model = load_model(str(path), config)
     spec = model.spec
@@ -80,14 +85,16 @@ def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, **options
     decoder = Decoder(spec, model.weights)
     graphs = None
     if has_graphs:
-        setup = GraphSetup(shape=decode_shape(config, spec), ops=FIXED, is_required=True)
+        setup = GraphSetup(shape=graph_shape(config, spec), ops=FIXED, is_required=True)
         graphs = setup.capture(spec, model.weights, cache, decoder, graphs=RecordedGraphs())
     runner = ModelRunner(
         spec=spec, config=config, decoder=decoder, cache=cache, graphs=graphs, num_scrap_blocks=1
     )
     assert num_blocks == runner.num_blocks
     sampler = Sampler(spec.vocab_size, config.max_num_seqs, spec.eos_token_ids)
-    return Engine(runner, sampler, FakeStopChecker(), config, make_drafter=make_drafter)
+    return Engine(
+        runner, sampler, FakeStopChecker(), config, make_drafter=make_drafter, queue=queue
+    )
 
 
 def answers(engine, prompts, *, temperature=0.0, group_ids=None, prefix_len=0):
@@ -127,12 +134,21 @@ def test_an_engine_with_graphs_gives_the_same_answers(variant, temperature, fold
     expected = answers(plain, prompts, temperature=temperature)
     assert expected == answers(graphed, prompts, temperature=temperature)
     stats = graphed.stats()
-    # 1, 2, 4 and 6 rows
-    assert 4 == stats.num_graphs
-    assert {"prompts"} == set(stats.eager_steps)
-    assert stats.num_steps == stats.num_graph_steps + stats.eager_steps["prompts"]
-    assert stats.num_graph_steps > stats.num_steps // 2
+    # 1, 2, 4 and 6 rows that decode, 6 with shared runs, 16 and 20 with prompts
+    assert 7 == stats.num_graphs
+    assert stats.num_steps == stats.num_graph_steps > 0
+    assert {} == stats.eager_steps
     assert (0, 0, {}) == (plain.stats().num_graphs, plain.stats().num_graph_steps, {})
+
+
+def test_tokens_that_stay_on_the_device_reach_graphs_and_plain_steps(folder):
+    prompts = random_prompts(5)
+    expected = answers(make_engine(folder / "llama", has_graphs=False), prompts)
+    for has_graphs in (False, True):
+        queue = LazyQueue()
+        engine = make_engine(folder / "llama", has_graphs=has_graphs, queue=queue)
+        assert expected == answers(engine, prompts)
+        assert len(queue.waits) > 10
 
 
 def test_sequences_that_give_up_their_kv_get_the_same_answers(folder):
@@ -144,15 +160,23 @@ def test_sequences_that_give_up_their_kv_get_the_same_answers(folder):
     assert tight.stats().num_graph_steps > 0
 
 
-def test_a_prefix_that_decoding_rows_share_is_read_once_and_without_a_graph(folder):
+@pytest.mark.parametrize("variant", ["llama", "mistral-window"])
+def test_a_prefix_that_rows_share_is_read_once_and_in_a_graph(variant, folder, monkeypatch):
+    monkeypatch.setattr(PlanBuilder.__init__, "__kwdefaults__", {"min_saved_tokens": 8})
     rng = np.random.default_rng(3)
-    prefix = rng.integers(1, 211, 40 * BLOCK // 2).tolist()
+    prefix = rng.integers(1, 211, 7 * BLOCK).tolist()
     prompts = [prefix + rng.integers(1, 211, 3).tolist() for _ in range(6)]
     shared = {"group_ids": [0] * 6, "prefix_len": len(prefix)}
-    expected = answers(make_engine(folder / "llama", has_graphs=False), prompts, **shared)
-    graphed = make_engine(folder / "llama", has_graphs=True)
+    expected = answers(make_engine(folder / variant, has_graphs=False), prompts, **shared)
+    graphed = make_engine(folder / variant, has_graphs=True)
+    seen = []
+    pick = GraphSizes.pick
+    monkeypatch.setattr(GraphSizes, "pick", lambda *args: seen.append(args[1]) or pick(*args))
     assert expected == answers(graphed, prompts, **shared)
-    assert graphed.stats().eager_steps["shared prefix"] > 0
+    assert {} == graphed.stats().eager_steps
+    # of decodes alone, and beside chunks
+    runs = [(size.run_items > 0, size.chunk_items > 0) for size in seen]
+    assert {(True, False), (True, True), (False, True)} <= set(runs)
 
 
 def test_drafts_are_rows_of_a_graph(folder):
@@ -162,12 +186,13 @@ def test_drafts_are_rows_of_a_graph(folder):
         folder / "llama",
         has_graphs=True,
         max_num_seqs=16,
+        speculative_tokens=2,
         make_drafter=lambda table: EveryOther(table, expected),
     )
     assert expected == answers(graphed, prompts)
     stats = graphed.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
-    assert {"prompts"} == set(stats.eager_steps)
+    assert {} == stats.eager_steps
 
 
 def test_graphs_that_cannot_be_captured_are_told_and_left_out(folder, caplog):
@@ -177,12 +202,12 @@ def test_graphs_that_cannot_be_captured_are_told_and_left_out(folder, caplog):
         model.spec, num_blocks=4, block_size=BLOCK, dtype=torch.float32, device=CPU
     )
     decoder = Decoder(model.spec, model.weights)
-    setup = GraphSetup(shape=decode_shape(config, model.spec), ops=REFERENCE)
+    setup = GraphSetup(shape=graph_shape(config, model.spec), ops=REFERENCE)
     parts = (model.spec, model.weights, cache, decoder)
     with caplog.at_level(logging.WARNING):
         assert setup.capture(*parts, graphs=RecordedGraphs()) is None
-    assert "decode steps run without CUDA graphs: " in caplog.text
-    with pytest.raises(ConfigError, match=r"engine\.cuda_graphs: decode steps cannot be captured"):
+    assert "steps run without CUDA graphs: " in caplog.text
+    with pytest.raises(ConfigError, match=r"engine\.cuda_graphs: steps cannot be captured"):
         replace(setup, is_required=True).capture(*parts, graphs=RecordedGraphs())
 
 
@@ -210,13 +235,13 @@ def test_an_engine_that_finds_no_gpu_refuses_graphs_that_were_asked_for(folder, 
 def test_graphs_are_the_default_on_cuda_with_kernels_of_fixed_shapes(spec):
     made = plan_graphs(EngineConfig(), spec, CUDA, ops=FIXED)
     assert (FIXED, False) == (made.ops, made.is_required)
-    assert 512 == made.shape.max_rows
+    assert (1024, 2048) == (made.shape.max_rows, made.shape.mixed[-1])
     assert plan_graphs(EngineConfig(cuda_graphs=True), spec, CUDA, ops=FIXED).is_required
     assert plan_graphs(EngineConfig(cuda_graphs=False), spec, CUDA, ops=FIXED) is None
-    assert plan_graphs(EngineConfig(), spec, CPU) is None
+    assert plan_graphs(EngineConfig(), spec, CPU, ops=FIXED) is None
     assert plan_graphs(EngineConfig(attn_batch_tokens=64), spec, CUDA, ops=FIXED) is None
     for option in ("quantization", "kv_cache_dtype"):
-        assert plan_graphs(EngineConfig(**{option: "int8"}), spec, CUDA, ops=FIXED) is None
+        assert plan_graphs(EngineConfig(**{option: "int8"}), spec, CUDA, ops=FIXED) is not None
     assert plan_graphs(EngineConfig(), spec, CUDA, ops=FIXED, is_streamed=True) is None
     assert plan_graphs(EngineConfig(), spec, CUDA, ops=REFERENCE) is None
     with pytest.raises(ConfigError, match=r"they need Triton's kernels"):
@@ -225,9 +250,9 @@ def test_graphs_are_the_default_on_cuda_with_kernels_of_fixed_shapes(spec):
 
 def test_steps_are_as_large_as_the_options_let_them_be(spec):
     config = EngineConfig(max_num_seqs=40, max_batched_tokens=24, block_size_tokens=16)
-    shape = decode_shape(config, spec)
+    shape = graph_shape(config, spec)
     assert (24, 512 // 16) == (shape.max_rows, shape.max_row_blocks)
-    assert 7 == decode_shape(replace(config, max_model_len=100), spec).max_row_blocks
+    assert 7 == graph_shape(replace(config, max_model_len=100), spec).max_row_blocks
 
 
 def test_graphs_and_their_scrap_block_are_taken_off_the_memory_for_kv(spec):
@@ -235,7 +260,8 @@ def test_graphs_and_their_scrap_block_are_taken_off_the_memory_for_kv(spec):
     token_bytes = kv_bytes_per_token(spec, torch.float32)
     setup = plan_graphs(config, spec, CUDA, ops=FIXED)
     graph_bytes = setup.needed_bytes(spec, torch.float32)
-    assert graph_bytes > setup.shape.buffer_bytes(spec.vocab_size) > 512 * spec.vocab_size * 4
+    buffers = StepBuffers.bytes_of(setup.shape.sizes().all(), spec.vocab_size)
+    assert graph_bytes > buffers > 1024 * spec.vocab_size * 4
     free = (graph_bytes + 10 * BLOCK * token_bytes) / 0.9
 
     def blocks(config, **options):
@@ -243,6 +269,6 @@ def test_graphs_and_their_scrap_block_are_taken_off_the_memory_for_kv(spec):
             config, spec, dtype=torch.float32, device=CUDA, free_bytes=round(free) + 1, **options
         )
 
-    assert 9 == blocks(config, num_scrap_blocks=1, graph_bytes=graph_bytes)
+    assert 9 == blocks(config, num_scrap_blocks=1, reserved_bytes=graph_bytes)
     fixed = replace(config, kv_cache_bytes=10 * BLOCK * token_bytes)
-    assert (10, 9) == (blocks(fixed), blocks(fixed, num_scrap_blocks=1, graph_bytes=graph_bytes))
+    assert (10, 9) == (blocks(fixed), blocks(fixed, num_scrap_blocks=1, reserved_bytes=graph_bytes))

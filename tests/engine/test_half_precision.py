@@ -26,6 +26,8 @@ from tests.engine.test_models_match_transformers import make_prompts
 from tests.engine.tiny_models import SHAPE, VARIANTS, build
 from tests.tiers import pairs
 
+pytestmark = pytest.mark.halfprecision
+
 BLOCK_SIZE, NUM_TOKENS = 8, 10
 # the largest errors of a position may be so many times those of most
 FACTOR = 2

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from raybatch.engine.forward.decoder import Decoder, dense_panel_width, pick_ops
+from raybatch.engine.forward.decoder import Decoder, dense_panel_width
+from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.memory.kv_cache import allocate_kv_cache
 from raybatch.engine.weights import layout as weight_layout
 from raybatch.engine.weights.layout import WeightForm

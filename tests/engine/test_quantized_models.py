@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.forward.decoder import Decoder, pick_ops
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.memory.kv_cache import allocate_kv_cache
 from raybatch.engine.weights.layout import tensors_of

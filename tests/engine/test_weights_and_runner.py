@@ -257,7 +257,7 @@ def test_a_runner_tells_its_pool_and_device(runner):
 def test_attention_is_compiled_for_float32_on_one_thread_alone(path, options):
     def form(**options):
         config = EngineConfig(kv_cache_bytes=8 << 20, tune_malloc=False, device="cpu", **options)
-        return ModelRunner.load(str(path), config).decoder._ops
+        return ModelRunner.load(str(path), config).decoder.ops
 
     spec = read_model_spec(path)
     grouped = spec.num_heads // spec.num_kv_heads

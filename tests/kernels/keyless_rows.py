@@ -10,9 +10,9 @@ from tests.oracles import dense_attention
 BLOCK_SIZE = 4
 
 
-def part_of(entries, device="cpu"):
+def part_of(entries):
     """A part of (block, owner, valid, first position), which may be none."""
-    columns = torch.tensor(sorted(entries), dtype=torch.int64, device=device).view(-1, 4).unbind(1)
+    columns = torch.tensor(sorted(entries), dtype=torch.int64).view(-1, 4).unbind(1)
     return DecodePart(
         block_ids=columns[0].contiguous(),
         owners=columns[1].contiguous(),
@@ -22,10 +22,10 @@ def part_of(entries, device="cpu"):
     )
 
 
-def context(rows, blocks, first=0, device="cpu"):
+def context(rows, blocks, first=0):
     return ContextPart(
-        query_idx=torch.tensor(rows, device=device),
-        block_ids=torch.tensor(blocks, device=device),
+        query_idx=torch.tensor(rows),
+        block_ids=torch.tensor(blocks),
         num_tokens=len(blocks) * BLOCK_SIZE,
         first_position=first,
     )
@@ -50,12 +50,12 @@ class KeylessStep:
         ends = {row: first + valid for _, row, valid, first in self.own if first}
         return [ends.get(i, len(table) * BLOCK_SIZE) - 1 for i, table in enumerate(self.tables)]
 
-    def plan(self, device="cpu"):
+    def plan(self):
         return AttentionPlan(
             num_decode=len(self.tables),
-            decode=part_of(self.own, device),
+            decode=part_of(self.own),
             prefill=None,
-            contexts=tuple(context(*parts, device=device) for parts in self.contexts),
+            contexts=tuple(context(*parts) for parts in self.contexts),
         )
 
     def expected(self, q, k_pool, v_pool, window):

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from raybatch.kernels.attention import TORCH_DECODE, attend, prepare_attention
-from raybatch.kernels.attention_plan import FixedDecode
 from raybatch.kernels.byte_numbers import FP8, INT8, is_quantised, quantise, read_rows
-from raybatch.kernels.decode_attention import attend_decode, fixed_walk
 from raybatch.kernels.native.decode_attention import decode_form
 from tests import tolerances
 from tests.kernels.keyless_rows import BLOCK_SIZE, STEPS, part_of
@@ -82,26 +80,6 @@ def test_a_row_without_blocks_gets_zeros_without_weight(form, entries, dtype):
     assert not output[is_empty].any()
     assert lse[is_empty].isneginf().all()
     assert lse[~is_empty].isfinite().all()
-
-
-@pytest.mark.parametrize("window", [None, 2])
-def test_an_entry_of_no_position_adds_nothing_in_a_fixed_walk(window):
-    k_pool, v_pool = made_pools(torch.float32)
-    part = FixedDecode(
-        positions=torch.tensor([5, 1]),
-        slot_mapping=torch.tensor([1, 5]),
-        starts=torch.tensor([0, 1, 2]),
-        block_ids=torch.tensor([0, 1, 2]),
-        num_valid=torch.tensor([0, 2, 0]),
-        first_positions=torch.tensor([4, 0, 0]),
-        max_row_blocks=2,
-    )
-    walk = fixed_walk(part, pool=k_pool, windows=(window,))
-    output, lse = attend_decode(torch.randn(2, NUM_HEADS, HEAD_DIM), k_pool, v_pool, walk, window)
-    assert not output[0].any()
-    assert lse[0].isneginf().all()
-    assert output[1].isfinite().all()
-    assert lse[1].isfinite().all()
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

@@ -1,11 +1,13 @@
 """The input of one forward pass, built from a schedule or from parts of it; no global context."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from raybatch.engine.batch.plan_builder import PlanBuilder, to_device
+from raybatch.engine.batch.plan_builder import PlanBuilder
+from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan
@@ -27,18 +29,35 @@ class ForwardBatch:
     logits_idx: torch.Tensor  # int64 [S], rows whose logits are needed, ascending
     attention: AttentionPlan
     logits_attention: AttentionPlan | None = None
+    late: "LateTokens | None" = None
+
+
+class LateTokens(NamedTuple):
+    """Tokens that the step before has drawn and the host has not read."""
+
+    rows: Ints  # of this step
+    places: Ints  # of their tokens in what was drawn
+    drawn: torch.Tensor  # int64, on the device
+
+    def put(self, token_ids: torch.Tensor, uploads: IndexUploads) -> None:
+        """Write them into the token ids of this step, on the device."""
+        both = uploads.upload(np.concatenate((self.rows, self.places)), token_ids.device)
+        rows, places = both.chunk(2)
+        token_ids.index_copy_(0, rows, self.drawn.index_select(0, places).to(token_ids.dtype))
 
 
 class BatchBuilder:
     """Packs the tokens of a step: each decoding sequence and its drafts, then the chunks."""
 
-    def __init__(self, table: SequenceTable, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, table: SequenceTable, num_blocks: int) -> None:
         self._table = table
         self._plans = PlanBuilder(table, num_blocks)
-        self._device = device
 
     def build(self, schedule: Schedule) -> ForwardBatch:
-        """Return the forward batch of `schedule`, which the scheduler made just before."""
+        """Return the forward batch of `schedule`, which the scheduler made just before.
+
+        Its tensors are on the host.
+        """
         table, block_size = self._table, self._table.block_size
         decode_slots, lens = schedule.decode_slots, schedule.chunk_lens
         first_rows = np.cumsum(lens) - lens
@@ -55,27 +74,39 @@ class BatchBuilder:
         columns = (schedule.chunk_slots.tolist(), schedule.chunk_starts.tolist(), stops.tolist())
         chunk_tokens = [table.tokens(*chunk) for chunk in zip(*columns, strict=True)]
         last_rows = len(decode_slots) + (first_rows + lens - 1)[is_last]
-        token_ids, positions_tensor, slot_mapping, logits_idx = to_device(
-            (
-                np.concatenate((decode_tokens, *chunk_tokens)),
-                positions,
-                blocks * block_size + positions % block_size,
-                np.concatenate((np.arange(len(decode_slots)), last_rows)),
-            ),
-            self._device,
-        )
-        attention = self._plans.build(schedule, self._device)
-        logits_attention = None
-        if len(logits_idx) < len(token_ids):
-            logits_attention = self._plans.build_last(schedule, self._device)
+        token_ids = np.concatenate((decode_tokens, *chunk_tokens), dtype=np.int64)
+        slots = blocks * block_size + positions % block_size
+        logits_idx = np.concatenate((np.arange(len(decode_slots)), last_rows))
+        has_more_rows = len(logits_idx) < len(token_ids)
         return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions_tensor,
-            slot_mapping=slot_mapping,
-            logits_idx=logits_idx,
-            attention=attention,
-            logits_attention=logits_attention,
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(slots),
+            logits_idx=torch.from_numpy(logits_idx),
+            attention=self._plans.build(schedule),
+            logits_attention=self._plans.build_last(schedule) if has_more_rows else None,
         )
+
+
+def on_device(batch: ForwardBatch, uploads: IndexUploads, device: torch.device) -> ForwardBatch:
+    """Return a batch of the host as the decoder takes it, with the tokens that came late.
+
+    But for these it is one copy; on a CPU nothing moves. Plans stay on the host.
+    """
+    if device.type != "cpu":
+        tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_idx)
+        packed = uploads.upload(np.concatenate([x.numpy() for x in tensors]), device)
+        token_ids, positions, slots, logits_idx = torch.split(packed, [len(x) for x in tensors])
+        batch = replace(
+            batch,
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            logits_idx=logits_idx,
+        )
+    if batch.late is not None:
+        batch.late.put(batch.token_ids, uploads)
+    return batch
 
 
 def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) -> list[Schedule]:
@@ -110,10 +141,11 @@ def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) ->
 
 
 def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Ints:
-    """Return the sequences of the logits of `schedule`, in the order of their rows."""
+    """Return the slot of each row of the logits of `schedule`; those with drafts repeat."""
     stops = schedule.chunk_starts + schedule.chunk_lens
     is_last = stops == table.num_tokens[schedule.chunk_slots]
-    return np.concatenate((schedule.decode_slots, schedule.chunk_slots[is_last]))
+    decode_slots = np.repeat(schedule.decode_slots, schedule.decode_lens)
+    return np.concatenate((decode_slots, schedule.chunk_slots[is_last]))
 
 
 def logits_order(schedule: Schedule, parts: list[Schedule], table: SequenceTable) -> Ints:

@@ -14,28 +14,17 @@ The drafts of a decoding sequence are decode rows as well, each one position fur
 before it: what a row may see is how many positions of each block are valid for it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.records.arrays import Ints
-
-
-def to_device(
-    arrays: Sequence[npt.NDArray[np.int64]], device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """Return one int64 tensor per array, all views of one buffer on `device`."""
-    if not arrays:
-        return ()
-    packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64)).to(device)
-    return torch.split(packed, [len(array) for array in arrays])
 
 
 class _Context(NamedTuple):
@@ -45,6 +34,8 @@ class _Context(NamedTuple):
     blocks: Ints
     num_tokens: int
     first_position: int
+    # of the step, which alone reads the run
+    chunk: int | None
 
 
 class PlanBuilder:
@@ -63,11 +54,11 @@ class PlanBuilder:
         self._group_of_block: Ints = np.full(num_blocks, -1, np.int64)
         self._member_of_slot: Ints = np.full(len(table.records), -1, np.int64)
 
-    def build(self, schedule: Schedule, device: torch.device) -> AttentionPlan:
+    def build(self, schedule: Schedule) -> AttentionPlan:
         """Return the plan of `schedule`; its readers are noted in the table."""
-        return self._build(schedule, self._table.num_computed[schedule.decode_slots], device)
+        return self._build(schedule, self._table.num_computed[schedule.decode_slots])
 
-    def build_last(self, schedule: Schedule, device: torch.device) -> AttentionPlan:
+    def build_last(self, schedule: Schedule) -> AttentionPlan:
         """Return the plan of the rows with logits, every one a decode row.
 
         These are the decode rows of `schedule` and the last rows of the prompts that end in it.
@@ -81,11 +72,9 @@ class PlanBuilder:
             ),
         )
         starts = np.concatenate((table.num_computed[schedule.decode_slots], stops[is_last] - 1))
-        return self._build(rows, starts, device)
+        return self._build(rows, starts)
 
-    def _build(
-        self, schedule: Schedule, decode_starts: Ints, device: torch.device
-    ) -> AttentionPlan:
+    def _build(self, schedule: Schedule, decode_starts: Ints) -> AttentionPlan:
         """Return the plan; `decode_starts` are the positions of the first rows of decodes."""
         table, num_decode = self._table, len(schedule.decode_slots)
         slots = np.concatenate((schedule.decode_slots, schedule.chunk_slots))
@@ -109,22 +98,20 @@ class PlanBuilder:
         if num_decode:
             blocks = np.concatenate((own_blocks, *(p[0] for p in pairs)))
             members = np.concatenate((own_members, *(p[1] for p in pairs)))
-            decode = self._decode_part(blocks, members, schedule, decode_starts, device)
-        tensors = to_device([array for c in contexts for array in (c.rows, c.blocks)], device)
+            decode = self._decode_part(blocks, members, schedule, decode_starts)
         return AttentionPlan(
             num_decode=num_decode_rows,
             decode=decode,
             prefill=prefill,
             contexts=tuple(
                 ContextPart(
-                    query_idx=query_idx,
-                    block_ids=block_ids,
+                    query_idx=torch.from_numpy(context.rows),
+                    block_ids=torch.from_numpy(context.blocks),
                     num_tokens=context.num_tokens,
                     first_position=context.first_position,
+                    chunk=context.chunk,
                 )
-                for query_idx, block_ids, context in zip(
-                    tensors[::2], tensors[1::2], contexts, strict=True
-                )
+                for context in contexts
             ),
         )
 
@@ -192,7 +179,8 @@ class PlanBuilder:
                 pairs.append((np.repeat(run, len(members)), np.tile(members, len(run))))
                 continue
             rows = self._rows(schedule, members)
-            contexts.append(_Context(rows, run, num_tokens, start * block_size))
+            chunk = int(members[0]) - num_decode if len(members) == 1 else None
+            contexts.append(_Context(rows, run, num_tokens, start * block_size, chunk))
         return contexts + list(tails.values()), pairs
 
     def _tails(self, schedule: Schedule) -> dict[int, _Context]:
@@ -206,7 +194,8 @@ class PlanBuilder:
             block = table.block_table[slot, first_position // block_size]
             member = len(schedule.decode_slots) + i
             rows = self._rows(schedule, np.array([member]))
-            tails[member] = _Context(rows, np.array([block], np.int64), offset, first_position)
+            blocks = np.array([block], np.int64)
+            tails[member] = _Context(rows, blocks, offset, first_position, i)
         return tails
 
     def _rows(self, schedule: Schedule, members: Ints) -> Ints:
@@ -215,12 +204,7 @@ class PlanBuilder:
         return _ranges((np.cumsum(lens) - lens)[members], lens[members])
 
     def _decode_part(
-        self,
-        blocks: Ints,
-        members: Ints,
-        schedule: Schedule,
-        decode_starts: Ints,
-        device: torch.device,
+        self, blocks: Ints, members: Ints, schedule: Schedule, decode_starts: Ints
     ) -> DecodePart:
         """Return the part in which decode rows read `blocks`, each for one of the `members`."""
         steps = np.diff(blocks)
@@ -239,15 +223,12 @@ class PlanBuilder:
             blocks, owners = blocks[is_seen], owners[is_seen]
             num_valid, first_positions = num_valid[is_seen], first_positions[is_seen]
         is_contiguous = bool((np.diff(blocks) == 1).all())
-        block_ids, owner_rows, valid, first = to_device(
-            (blocks, owners, num_valid, first_positions), device
-        )
         return DecodePart(
-            block_ids=block_ids,
-            owners=owner_rows,
-            num_valid=valid,
+            block_ids=torch.from_numpy(blocks),
+            owners=torch.from_numpy(owners),
+            num_valid=torch.from_numpy(num_valid),
             is_contiguous=is_contiguous,
-            first_positions=first,
+            first_positions=torch.from_numpy(first_positions),
         )
 
 

@@ -13,11 +13,12 @@ from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
-from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
-from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared, compiled_ops
+from raybatch.kernels.attention_plan import AttentionPlan
+from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared, Upload
 from raybatch.kernels.linear import embed_tokens
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 from raybatch.kernels.small_ops import rotation_table
+from raybatch.kernels.step_index import StepSize
 from raybatch.models.config import ModelSpec, RopeSpec
 
 
@@ -36,8 +37,8 @@ class Decoder:
     Args:
         weights: of that model, on one device and in one dtype.
         layers: lends the weights of layers; None takes those of `weights`, all on the device.
-        ops: the form of the ops; those of Triton have not run on a GPU yet, so that they are not
-            the default on one.
+        ops: the form of the ops.
+        upload: how the index of a step gets to the device; None is a copy that is waited for.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Decoder:
         *,
         layers: LayerStore | None = None,
         ops: Ops = REFERENCE,
+        upload: Upload | None = None,
     ) -> None:
         self._spec = spec
         self._weights = weights
         self.num_layers, self.vocab_size = spec.num_layers, spec.vocab_size
         self.layers = layers or ResidentLayers(weights.layers)
-        self._ops = ops
+        self.ops = ops
+        self._upload = upload
         self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
         self._distinct_windows = tuple(dict.fromkeys(spec.windows))
         device = weights.embed.device
@@ -66,29 +69,35 @@ class Decoder:
     @torch.inference_mode()
     def forward_fixed(
         self,
-        token_ids: torch.Tensor,  # int64 [S]
-        part: FixedDecode,
+        token_ids: torch.Tensor,  # int [T]
+        positions: torch.Tensor,  # int [T]
+        slot_mapping: torch.Tensor,  # int [T]
+        logits_idx: torch.Tensor | None,  # int [S]; None for all rows
+        size: StepSize,
+        index: torch.Tensor,  # int32 [size.num_index]
         cache: KVCache,
         logits: torch.Tensor,  # float32 [S, V], overwritten
     ) -> None:
-        """Compute a step of decodes as `forward` does, in a way that a graph can repeat.
+        """Compute a step as `forward` does, in a way that a graph can repeat.
 
-        All that changes from step to step is read from the tensors of `part` and from `token_ids`,
-        on the device; this holds where the ops are of fixed shapes (`Ops.is_fixed`).
+        All that changes from step to step is read from the tensors on the device; this holds where
+        the ops are of fixed shapes (`Ops.is_fixed`).
         """
+        assert self.ops.prepare_fixed is not None, "ops of fixed shapes"
         num_rows = len(token_ids)
         batch = ForwardBatch(
             token_ids=token_ids,
-            positions=part.positions,
-            slot_mapping=part.slot_mapping,
-            logits_idx=torch.arange(num_rows, device=token_ids.device),
+            positions=positions,
+            slot_mapping=slot_mapping,
+            logits_idx=token_ids if logits_idx is None else logits_idx,
             attention=AttentionPlan(num_decode=num_rows, decode=None, prefill=None, contexts=()),
         )
-        windows = self._distinct_windows
         prepared = PreparedBatch(
             batch=batch,
-            rotation=self._rotation(part.positions),
-            attention=self._ops.prepare_fixed(part, pool=cache.k[0], windows=windows),
+            rotation=self._rotation(positions),
+            attention=self.ops.prepare_fixed(
+                size, index, positions=positions, slot_mapping=slot_mapping
+            ),
         )
         self.logits(self._run_layers(prepared, cache), out=logits)
 
@@ -137,7 +146,7 @@ class Decoder:
             if drops_rows:
                 attended = attended.index_select(0, batch.logits_idx) if last is None else attended
                 x = x.index_select(0, batch.logits_idx)
-            self._ops.add_linear_(x, attended, layer.o)
+            self.ops.add_linear_(x, attended, layer.o)
         return x
 
     @torch.inference_mode()
@@ -149,15 +158,15 @@ class Decoder:
         """Add the feed-forward block of one layer; its rows may come from any batches."""
         spec = self._spec
         with self.layers.use(layer_idx) as layer:
-            hidden = self._ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
+            hidden = self.ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
             if layer.gate_up is not None and layer.down is not None:
-                self._ops.add_mlp_(x, hidden, layer.gate_up, layer.down)
+                self.ops.add_mlp_(x, hidden, layer.gate_up, layer.down)
                 return
             assert spec.moe is not None, "a layer without gate_up is sparse"
             assert layer.router is not None, "a sparse layer has a router"
             assert layer.experts_gate_up is not None, "a sparse layer has experts"
             assert layer.experts_down is not None, "a sparse layer has experts"
-            x += self._ops.moe_ffn(
+            x += self.ops.moe_ffn(
                 hidden,
                 layer.router,
                 layer.experts_gate_up,
@@ -175,8 +184,8 @@ class Decoder:
         With `out`, they are written there.
         """
         weights = self._weights
-        normed = self._ops.rms_norm(x, weights.norm, self._spec.rms_eps)
-        logits = self._ops.linear(normed, weights.head)
+        normed = self.ops.rms_norm(x, weights.norm, self._spec.rms_eps)
+        logits = self.ops.linear(normed, weights.head)
         return logits.float() if out is None else out.copy_(logits)
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
@@ -194,12 +203,13 @@ class Decoder:
         positions, slots = batch.positions, batch.slot_mapping
         if rows is not None:
             positions, slots = positions.index_select(0, rows), slots.index_select(0, rows)
-        return self._ops.prepare_attention(
+        return self.ops.prepare_attention(
             plan,
             positions=positions,
             slot_mapping=slots,
             pool=cache.k[0],
             windows=self._distinct_windows,
+            upload=self._upload,
         )
 
     def _attend(
@@ -212,39 +222,40 @@ class Decoder:
         last: AttentionPlan | None = None,
     ) -> torch.Tensor:
         """Let all rows leave their KV; with the plan `last`, those with logits alone attend."""
-        spec, ops, plan = self._spec, self._ops, prepared.attention
-        k_pool, v_pool = cache.k[layer_idx], cache.v[layer_idx]
+        spec, ops, plan = self._spec, self.ops, prepared.attention
+        pools = cache.k[layer_idx], cache.v[layer_idx]
         hidden = ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
         num_queries = spec.num_heads if last is None else 0
         heads = slice(spec.num_heads - num_queries, self._num_projected)
-        qk, v = self._project(layer, hidden, prepared.rotation, heads)
-        q, k = qk[:, :num_queries], qk[:, num_queries:]
-        ops.store_kv(k, v, k_pool, v_pool, plan)
+        q, k, v = self._project(layer, hidden, heads, (prepared.rotation, *pools, plan))
         if last is not None:
             rows = prepared.batch.logits_idx
             hidden, turns = hidden.index_select(0, rows), prepared.rotation.index_select(0, rows)
-            q, _ = self._project(layer, hidden, turns, slice(0, spec.num_heads))
+            heads = slice(0, spec.num_heads)
+            q, _, _ = self._project(layer, hidden, heads, (turns, *pools, None))
             plan = self._prepare(prepared.batch, last, cache, rows)
-        return ops.attend(q, k, v, k_pool, v_pool, plan, spec.windows[layer_idx])
+        return ops.attend(q, k, v, *pools, plan, spec.windows[layer_idx])
 
     def _project(
-        self, layer: LayerWeights, hidden: torch.Tensor, rotation: torch.Tensor, heads: slice
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        heads: slice,
+        rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Prepared | None],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return some of a layer's heads of queries, keys and values, in that order.
 
-        The first result holds queries and keys, normalised and turned, the second values.
+        `rest` is what `Ops.finish_heads` takes beside: rotation, pools and plan.
         """
         spec = self._spec
         dims = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
-        projected = self._ops.linear(hidden, layer.qkv.take(dims))
+        projected = self.ops.linear(hidden, layer.qkv.take(dims))
         projected = projected.view(len(hidden), heads.stop - heads.start, spec.head_dim)
-        num_turned = min(heads.stop, spec.num_heads + spec.num_kv_heads) - heads.start
-        turned, values = projected[:, :num_turned], projected[:, num_turned:]
-        if layer.qk_norm is not None:
-            norms = layer.qk_norm[heads.start : heads.start + num_turned]
-            turned = self._ops.rms_norm(turned, norms, spec.rms_eps)
-        self._ops.rotate_(turned, rotation)
-        return turned, values
+        norms = layer.qk_norm
+        if norms is not None:
+            norms = norms[heads.start : min(heads.stop, spec.num_heads + spec.num_kv_heads)]
+        num_queries = max(0, spec.num_heads - heads.start)
+        return self.ops.finish_heads(projected, num_queries, norms, spec.rms_eps, *rest)
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
@@ -284,39 +295,6 @@ def _yarn_ramp(spec: RopeSpec, head_dim: int) -> torch.Tensor:
         high += 0.001
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
     return ramp.clamp(0, 1)
-
-
-def pick_ops(
-    spec: ModelSpec,
-    weights: ModelWeights,
-    *,
-    block_size: int,
-    may_compile: bool,
-    kv_dtype: torch.dtype | None = None,
-) -> Ops:
-    """Return the ops for these weights: compiled for float32 on a CPU, else torch's.
-
-    `may_compile` false takes those of torch, which alone use several threads; a `kv_dtype` of None
-    is that of the weights.
-    """
-    embed = weights.embed
-    if not (may_compile and embed.dtype == torch.float32 and embed.device.type == "cpu"):
-        return REFERENCE
-    # of the experts' panels; a model without such experts has none
-    panel_widths = None
-    for layer in weights.layers:
-        gate_up, down = layer.experts_gate_up, layer.experts_down
-        if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
-            panel_widths = gate_up.shape[3], down.shape[3]
-            break
-    return compiled_ops(
-        head_dim=spec.head_dim,
-        num_grouped=spec.num_heads // spec.num_kv_heads,
-        block_size=block_size,
-        panel_widths=panel_widths,
-        byte_dtype=byte_dtype_of(weights),
-        kv_dtype=kv_dtype or embed.dtype,
-    )
 
 
 def dense_panel_width(

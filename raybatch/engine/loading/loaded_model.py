@@ -249,7 +249,16 @@ def pick_device(config: EngineConfig) -> torch.device:
             f"engine.device is {config.device!r}, and torch {torch.__version__} sees no GPU "
             "here; leave it out, or install a torch for CUDA where the engines run"
         )
-    return device
+    if device.type != "cuda":
+        return device
+    # always by number: another GPU may be the current one where a tensor is made
+    number = torch.cuda.current_device() if device.index is None else device.index
+    if number >= torch.cuda.device_count():
+        raise ConfigError(
+            f"engine.device is {config.device!r}, and this process sees {torch.cuda.device_count()}"
+            " GPUs, which count from 0; Ray gives an engine GPUs of its own: take 'cuda'"
+        )
+    return torch.device("cuda", number)
 
 
 def _named_device(config: EngineConfig) -> torch.device:

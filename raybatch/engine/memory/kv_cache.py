@@ -1,7 +1,5 @@
 """The KV pool: two tensors, how many blocks of them fit, and how much memory there is for them."""
 
-import mmap
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from pathlib import Path
 import torch
 
 from raybatch.config import EngineConfig, KVCacheDType
+from raybatch.engine.memory.pinned import allocate_memory
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.models.config import ModelSpec
@@ -51,27 +50,10 @@ def allocate_kv_cache(
     width = row_width(spec.head_dim, dtype)
     shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, width)
     if device.type == "cpu":
-        return KVCache(k=_pages(shape, dtype), v=_pages(shape, dtype))
+        make = partial(allocate_memory, shape, dtype, device)
+        return KVCache(k=make(), v=make())
     zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
     return KVCache(k=zeros(), v=zeros())
-
-
-def allocate_memory(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Make a tensor in host memory for copies from and to `device`: pinned where that is a GPU."""
-    if device.type == "cuda":
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    return _pages(shape, dtype)
-
-
-def _pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    if sys.platform == "win32" or not num_bytes:
-        return torch.zeros(shape, dtype=dtype)
-    # torch.zeros would touch every page of a pool that may be half of the host's memory
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def trial_copy_s(copy: Callable[[], object], device: torch.device) -> float:
@@ -109,24 +91,23 @@ def num_blocks_for(
     free_bytes: int,
     num_engines_on_host: int = 1,
     num_scrap_blocks: int = 0,
-    graph_bytes: int = 0,
+    reserved_bytes: int = 0,
     host_bytes: int | None = None,
 ) -> int:
     """Return how many blocks fit: into `kv_cache_bytes`, else into a share of the free memory.
 
     Blocks of no sequence are taken off. It is never more than `max_num_seqs` sequences of
     `max_model_len` tokens can use. `free_bytes` is what the device has once the weights are loaded,
-    `graph_bytes` what captured steps take of it beside the pool, and `host_bytes` the memory of a
-    CPU host in all, which no pool may exceed (None: not known). Raises CapacityError: the memory
-    does not hold a single block. Raises ConfigError: `kv_cache_bytes` asks for more than the host
-    has.
+    `reserved_bytes` what steps take of it beside the pool, and `host_bytes` the memory of a CPU
+    host in all, which no pool may exceed (None: not known). Raises CapacityError: the memory does
+    not hold a single block. Raises ConfigError: `kv_cache_bytes` asks for more than the host has.
     """
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     is_host = device.type == "cpu"
     share = free_bytes * (_CPU_FRACTION / num_engines_on_host if is_host else _GPU_FRACTION)
     budget = config.kv_cache_bytes
     if budget is None:
-        budget = max(0, int(share) - graph_bytes)
+        budget = max(0, int(share) - reserved_bytes)
     max_len = max_sequence_len(config, spec.max_model_len)
     blocks_per_seq = -(-max_len // config.block_size_tokens)
     num_fitting = budget // block_bytes - num_scrap_blocks

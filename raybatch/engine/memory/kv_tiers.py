@@ -13,13 +13,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from raybatch.engine.memory.kv_cache import KVCache, allocate_memory, trial_copy_s
+from raybatch.engine.memory.kv_cache import KVCache, trial_copy_s
+from raybatch.engine.memory.pinned import DeviceQueue, PinnedRing, allocate_memory
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.errors import ConfigError
 from raybatch.records.arrays import Ints
 
 # of a trial copy
 _TRIAL_BLOCKS = 4
+# layers on their way to the host at once
+_NUM_LAYERS_UNDERWAY = 2
 
 
 class _Arriving(NamedTuple):
@@ -60,6 +63,7 @@ class KVTiers:
         self._arriving: list[_Arriving] = []
         if device.k.device.type == "cuda":
             self._stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
+        self._ring = PinnedRing(DeviceQueue(device.k.device), _NUM_LAYERS_UNDERWAY)
 
     def save_blocks(self, block_ids: Ints, host_ids: Ints) -> None:
         """Copy blocks of the device into as many of the host, each to the one at its place."""
@@ -123,16 +127,15 @@ class KVTiers:
             self.host.k[layer_idx].index_copy_(0, targets, half.k.index_select(0, ids))
             self.host.v[layer_idx].index_copy_(0, targets, half.v.index_select(0, ids))
             return
-        # at most the layer before is still on its way, so pinned memory is for two
-        self._scatter(keep=1)
+        self._scatter(keep=_NUM_LAYERS_UNDERWAY - 1)
         # gathered in the order of kernels, so a later layer may write the half
         staged = torch.stack((half.k.index_select(0, ids), half.v.index_select(0, ids)), dim=1)
-        rows = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
+        memory = self._ring.take(staged.nbytes)[: staged.nbytes]
+        rows = memory.view(staged.dtype).view(staged.shape)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             rows.copy_(staged, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(stream)
+            arrived = self._ring.mark()
         staged.record_stream(stream)
         self._arriving.append(_Arriving(layer_idx, host_ids, rows, arrived))
 

@@ -226,7 +226,7 @@ class AttentionBatch:
             positions=positions,
             slot_mapping=owners * blocks_per_seq * block_size + positions,
             logits_idx=torch.arange(tokens, device=device),
-            attention=_plan(lens, cached, blocks_per_seq, block_size, device),
+            attention=_plan(lens, cached, blocks_per_seq, block_size),
         )
         return cls(
             x=torch.randn(tokens, spec.model_dim, generator=random).to(like),
@@ -337,14 +337,12 @@ def _cut(total: int, size: int) -> list[int]:
     return [size] * (total // size) + [total % size] * (total % size > 0)
 
 
-def _plan(
-    lens: list[int], cached: int, blocks_per_seq: int, block_size: int, device: torch.device
-) -> AttentionPlan:
+def _plan(lens: list[int], cached: int, blocks_per_seq: int, block_size: int) -> AttentionPlan:
     """Plan one decode token for each sequence, or one chunk over what is cached."""
     num_seqs = len(lens)
-    block_ids = torch.arange(num_seqs * blocks_per_seq, device=device)
+    block_ids = torch.arange(num_seqs * blocks_per_seq)
     if max(lens) == 1:
-        valid = torch.full((num_seqs, blocks_per_seq), block_size, device=device)
+        valid = torch.full((num_seqs, blocks_per_seq), block_size)
         valid[:, -1] = cached + 1 - (blocks_per_seq - 1) * block_size
         decode = DecodePart(
             block_ids=block_ids,
@@ -356,9 +354,10 @@ def _plan(
     starts = [sum(lens[:i]) for i in range(num_seqs)]
     contexts = [
         ContextPart(
-            query_idx=torch.arange(start, start + length, device=device),
+            query_idx=torch.arange(start, start + length),
             block_ids=block_ids[i * blocks_per_seq :][: -(-cached // block_size)],
             num_tokens=cached,
+            chunk=i,
         )
         for i, (start, length) in enumerate(zip(starts, lens, strict=True))
         if cached

@@ -17,8 +17,10 @@ import torch
 from pydantic import TypeAdapter
 
 from raybatch.config import cache_dir
-from raybatch.engine.forward.decoder import byte_dtype_of, pick_ops
+from raybatch.engine.forward.decoder import byte_dtype_of
+from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.memory.kv_cache import pick_kv_dtype
+from raybatch.engine.memory.pinned import allocate_memory
 from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
 from raybatch.engine.profile.layer_bench import (
     Clock,
@@ -163,7 +165,7 @@ def _profile_copies(
 ) -> list[tuple[MeasuredWork, ...]]:
     """Measure copies to the device and back; on a CPU, between two places of its memory."""
     sizes = [(0, Work(operations=0.0, moved_bytes=size)) for size in _COPY_BYTES]
-    host = torch.ones(_BEYOND_CACHE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = allocate_memory((_BEYOND_CACHE_BYTES,), torch.uint8, device).fill_(1)
     there = torch.ones(_BEYOND_CACHE_BYTES, dtype=torch.uint8, device=device)
 
     def copying(target: torch.Tensor, source: torch.Tensor, idx: int) -> Run:

@@ -40,8 +40,15 @@ class DrawOptions(NamedTuple):
 class Drawn(NamedTuple):
     """Token ids int64 [S], and the largest logit of each row: not finite for a broken row."""
 
-    token_ids: Ints
-    max_logits: npt.NDArray[np.float32]
+    token_ids: torch.Tensor
+    max_logits: torch.Tensor
+
+
+class DrawnTokens(NamedTuple):
+    """Token ids int64 [S], 0 for a row that is not finite, and bool [S]; on the device."""
+
+    token_ids: torch.Tensor
+    is_finite: torch.Tensor
 
 
 def draw_greedy(logits: torch.Tensor, rows: Ints, _: DrawOptions | None = None) -> Drawn:
@@ -52,7 +59,7 @@ def draw_greedy(logits: torch.Tensor, rows: Ints, _: DrawOptions | None = None) 
         ids.append(winners)
         # argmax takes a NaN for the largest value, so the winner shows whether the row is sound
         values.append(run.gather(1, winners[:, None])[:, 0])
-    return Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(values)))
+    return Drawn(token_ids=torch.cat(ids), max_logits=torch.cat(values))
 
 
 def draw_dense(logits: torch.Tensor, rows: Ints, options: DrawOptions) -> Drawn:
@@ -66,11 +73,13 @@ def draw_dense(logits: torch.Tensor, rows: Ints, options: DrawOptions) -> Drawn:
             weights.masked_fill_(weights < _column(min_p, run, torch.float32), 0.0)
         ids.append(invert(weights, _column(options.uniform[span], run)))
         values.append(max_logit[:, 0])
-    return Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(values)))
+    return Drawn(token_ids=torch.cat(ids), max_logits=torch.cat(values))
 
 
 def draw_ranked(logits: torch.Tensor, rows: Ints, options: DrawOptions) -> Drawn:
     """Draw from the most likely tokens, in falling order, where top_k or top_p cut the rest.
+
+    The host reads which rows are settled, and so waits for a GPU.
 
     A few candidates settle almost every row. A row is settled only when its last kept token lies
     strictly above the last candidate: then no equal logit outside the candidates was left out,
@@ -88,14 +97,14 @@ def draw_ranked(logits: torch.Tensor, rows: Ints, options: DrawOptions) -> Drawn
             drawn, is_settled = _draw_candidates(
                 logits, rows[tried], options.take(tried), min(width, vocab_size)
             )
-            ids[tried] = drawn.token_ids
-            max_logits[tried] = drawn.max_logits
+            ids[tried] = _numpy(drawn.token_ids)
+            max_logits[tried] = _numpy(drawn.max_logits)
             # a broken row has no order; it is reported, not tried again
-            is_settled |= ~np.isfinite(drawn.max_logits)
+            is_settled |= ~np.isfinite(max_logits[tried])
             pending = np.concatenate([pending[~fits], tried[~is_settled]])
         if is_last or not len(pending):
             break
-    return Drawn(token_ids=ids, max_logits=max_logits)
+    return Drawn._make(torch.from_numpy(made).to(logits.device) for made in (ids, max_logits))
 
 
 def _draw_candidates(
@@ -108,13 +117,13 @@ def _draw_candidates(
         ids.append(_find_ranked(run, values, choice))
         settled.append(is_settled)
         max_logits.append(values[:, 0])
-    drawn = Drawn(token_ids=_numpy(torch.cat(ids)), max_logits=_numpy(torch.cat(max_logits)))
+    drawn = Drawn(token_ids=torch.cat(ids), max_logits=torch.cat(max_logits))
     return drawn, _numpy(torch.cat(settled))
 
 
 def _largest(run: torch.Tensor, width: int) -> torch.Tensor:
     """Return the `width` largest logits of each row, falling; a NaN comes first."""
-    if run.is_cuda:
+    if not run.is_cpu:
         return run.topk(width, dim=-1).values
     # numpy orders values alone with the CPU's vector units, several times as fast as torch
     values = run.numpy()
@@ -175,12 +184,12 @@ def _find_ranked(
 
 
 def _equal(run: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    return run == chosen if run.is_cuda else torch.from_numpy(run.numpy() == chosen.numpy())
+    return run == chosen if not run.is_cpu else torch.from_numpy(run.numpy() == chosen.numpy())
 
 
 def _first_max(values: torch.Tensor) -> torch.Tensor:
     """Return the first of the largest values, or of the flags that are set, of each row."""
-    if values.is_cuda:
+    if not values.is_cpu:
         return (values.int() if values.dtype == torch.bool else values).argmax(dim=-1)
     # numpy's search uses the CPU's vector units, torch's does not
     return torch.from_numpy(values.numpy().argmax(axis=-1))
@@ -188,7 +197,7 @@ def _first_max(values: torch.Tensor) -> torch.Tensor:
 
 def _runs(logits: torch.Tensor, rows: Ints) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield runs of `rows` with their logits; views where the rows are all rows in order."""
-    entries = _RUN_ENTRIES_GPU if logits.is_cuda else _RUN_ENTRIES_CPU
+    entries = _RUN_ENTRIES_CPU if logits.is_cpu else _RUN_ENTRIES_GPU
     length = max(1, entries // logits.shape[1])
     is_all = len(rows) == logits.shape[0] and bool((np.diff(rows) == 1).all())
     for start in range(0, len(rows), length):

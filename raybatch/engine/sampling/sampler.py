@@ -14,6 +14,7 @@ import torch
 
 from raybatch.engine.sampling.draw import (
     Drawn,
+    DrawnTokens,
     DrawOptions,
     draw_dense,
     draw_greedy,
@@ -146,33 +147,47 @@ class Sampler:
         `num_generated` is the position of each row's token; a slot that is not stateless occurs
         once.
         """
-        rows = np.arange(len(slots))
-        is_held_back = num_generated < self._min_tokens[slots]
-        has_grammar = self._has_grammar[slots]
-        is_adjusted = self._is_penalized[slots] | is_held_back | has_grammar
-        token_ids = np.zeros(len(slots), np.int64)
-        is_finite = np.ones(len(slots), np.bool_)
-        for is_copy in (False, True):
-            group = rows[is_adjusted == is_copy]
-            if not len(group):
-                continue
-            source, source_rows = logits, group
-            if is_copy:
-                source = self._adjust(logits, group, slots, is_held_back)
-                source_rows = np.arange(len(group))
-            drawn = self._draw(source, source_rows, slots[group], num_generated[group])
-            is_finite[group] = np.isfinite(drawn.max_logits)
-            token_ids[group] = np.where(is_finite[group], drawn.token_ids, 0)
-        for row in rows[self._is_penalized[slots] & is_finite]:
+        drawn = self.draw(logits, slots, num_generated)
+        token_ids, is_finite = drawn.token_ids.cpu().numpy(), drawn.is_finite.cpu().numpy()
+        for row in np.flatnonzero(self._is_penalized[slots] & is_finite):
             self._histories[int(slots[row])].record(int(token_ids[row]))
         if self._grammars is not None:
-            for row in rows[has_grammar & is_finite]:
+            for row in np.flatnonzero(self._has_grammar[slots] & is_finite):
                 self._grammars.accept(int(slots[row]), int(token_ids[row]))
         return SampleResult(
             token_ids=token_ids,
             is_finite=is_finite,
             logprobs=gather_logprobs(logits, token_ids, self._num_logprobs[slots]),
         )
+
+    def can_wait(self, slots: Ints) -> bool:
+        """Return whether the host needs nothing of what is drawn for these slots to go on.
+
+        Penalties and grammars look at the tokens, logprobs are read with them, and `draw_ranked`
+        reads whether it has settled a row.
+        """
+        is_cut = (self._top_k[slots] < self._vocab_size) | (self._top_p[slots] < 1.0)
+        needs_host = self._is_penalized[slots] | self._has_grammar[slots]
+        needs_host |= (self._num_logprobs[slots] >= 0) | (self._is_random[slots] & is_cut)
+        return not needs_host.any()
+
+    def draw(self, logits: torch.Tensor, slots: Ints, num_generated: Ints) -> DrawnTokens:
+        """Draw as `sample` does, on the device; nothing is remembered, and little of it read."""
+        is_held_back = num_generated < self._min_tokens[slots]
+        is_adjusted = self._is_penalized[slots] | is_held_back | self._has_grammar[slots]
+        parts = []
+        for group in (np.flatnonzero(~is_adjusted), np.flatnonzero(is_adjusted)):
+            if not len(group):
+                continue
+            source, source_rows = logits, group
+            if is_adjusted[group[0]]:
+                source = self._adjust(logits, group, slots, is_held_back)
+                source_rows = np.arange(len(group))
+            drawn = self._draw(source, source_rows, slots[group], num_generated[group])
+            parts.append((group, drawn))
+        drawn = _merged(parts, logits)
+        is_finite = drawn.max_logits.isfinite()
+        return DrawnTokens(drawn.token_ids.where(is_finite, 0), is_finite)
 
     def _adjust(
         self, logits: torch.Tensor, group: Ints, slots: Ints, is_held_back: npt.NDArray[np.bool_]
@@ -204,20 +219,28 @@ class Sampler:
             uniform=uniforms(self._key[slots], num_generated),
         )
         is_cut = (options.top_k < self._vocab_size) | (options.top_p < 1.0)
-        token_ids = np.zeros(len(rows), np.int64)
-        max_logits = np.zeros(len(rows), np.float32)
+        parts = []
         for draw, is_member in (
             (draw_greedy, ~is_random),
             (draw_dense, is_random & ~is_cut),
             (draw_ranked, is_random & is_cut),
         ):
             members = np.flatnonzero(is_member)
-            if not len(members):
-                continue
-            drawn = draw(logits, rows[members], options.take(members))
-            token_ids[members] = drawn.token_ids
-            max_logits[members] = drawn.max_logits
-        return Drawn(token_ids=token_ids, max_logits=max_logits)
+            if len(members):
+                parts.append((members, draw(logits, rows[members], options.take(members))))
+        return _merged(parts, logits)
+
+
+def _merged(parts: list[tuple[Ints, Drawn]], logits: torch.Tensor) -> Drawn:
+    """Return what was drawn for groups of rows, which are all rows, in the order of rows."""
+    if len(parts) == 1:
+        return parts[0][1]
+    if not parts:
+        return Drawn(logits.new_empty(0, dtype=torch.int64), logits.new_empty(0))
+    order = np.argsort(np.concatenate([rows for rows, _ in parts]))
+    places = torch.from_numpy(order).to(logits.device)
+    columns = zip(*(drawn for _, drawn in parts), strict=True)
+    return Drawn._make(torch.cat(column)[places] for column in columns)
 
 
 def _constraint(sampling: Sampling) -> str | None:

@@ -84,6 +84,8 @@ class BlockUsers:
 EMPTY: Final = 0
 PREFILL: Final = 1
 DECODE: Final = 2
+# its last token is drawn, and not read yet
+ENDING: Final = 3
 
 
 def completion_of(

@@ -27,6 +27,7 @@ from raybatch.engine.weights.layout import (
     view_of,
     write_tensors,
 )
+from raybatch.engine.weights.onto_device import load_onto
 from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.small_ops import interleave_order
@@ -101,13 +102,22 @@ def load_weights(
                 "weights are loaded privately, as no prepared copy could be kept: %s", error
             )
     with Checkpoint(model_path) as checkpoint:
-        tensors = {}
-        for name, (_, dtype, build) in _laid_out(checkpoint, spec, form, device).items():
-            if device.type == "cuda" and _layer_of(name) in streamed:
-                tensors[name] = build().to(dtype).pin_memory()
-            else:
-                tensors[name] = build().to(device, dtype)
+        parts = _laid_out(checkpoint, spec, form, device)
+        if device.type == "cpu":
+            tensors = {name: build().to(dtype) for name, (_, dtype, build) in parts.items()}
+        else:
+            tensors = load_onto(
+                device, _units(parts), stays_on_host=lambda name: _layer_of(name) in streamed
+            )
     return _assemble(tensors, spec)
+
+
+def _units(parts: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
+    """Return the parts by name, each with the scales that are made together with it."""
+    units: dict[str, dict[str, Part]] = {}
+    for name, part in parts.items():
+        units.setdefault(name.removesuffix(_SCALES), {})[name] = part
+    return units
 
 
 def _prepared_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> ModelWeights:

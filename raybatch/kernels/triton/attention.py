@@ -3,91 +3,88 @@
 A layer is at most five launches, however many sequences, chunks and shared runs a step has.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton
 
-from raybatch.errors import ConfigError
-from raybatch.kernels.attention_plan import AttentionPlan, FixedDecode
-from raybatch.kernels.byte_numbers import is_quantised
-from raybatch.kernels.triton.decode_attention import (
-    DecodeWalk,
-    attend_decode_into,
-    fixed_walk,
-    plan_walk,
-)
-from raybatch.kernels.triton.jit.small_ops import store_kv_kernel
-from raybatch.kernels.triton.launch import OPTIONS, power_of_two
-from raybatch.kernels.triton.ragged import (
-    Items,
-    PreparedContexts,
-    attend_items,
-    merge_contexts_,
-    prepare_chunks,
-    prepare_contexts,
-)
+from raybatch.kernels.attention_plan import AttentionPlan
+from raybatch.kernels.step_index import Index, Parts, StepIndex, StepSize, parts_of
+from raybatch.kernels.triton.decode_attention import attend_decode_into
+from raybatch.kernels.triton.jit.small_ops import heads_kernel
+from raybatch.kernels.triton.launch import OPTIONS, Pools, power_of_two, rows_per_program
+from raybatch.kernels.triton.ragged import attend_chunks_into, merge_runs_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedAttention:
-    """A plan in the form that every layer of a step uses."""
+    """A plan in the form that every layer of a step uses.
 
-    num_decode: int
-    block_ids: torch.Tensor
-    block_offsets: torch.Tensor
-    walk: DecodeWalk | None
-    chunks: Items | None = None
-    contexts: PreparedContexts | None = None
+    Args:
+        has_padding: rows may be of no part of the plan.
+    """
+
+    size: StepSize
+    parts: Parts[torch.Tensor]
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    has_padding: bool
 
 
 def prepare_attention(
     plan: AttentionPlan,
     *,
-    positions: torch.Tensor,  # int64 [T]
-    slot_mapping: torch.Tensor,  # int64 [T]
-    pool: torch.Tensor,  # [N, G, B, D]
+    positions: torch.Tensor,  # [T]
+    slot_mapping: torch.Tensor,  # [T]
+    pool: torch.Tensor,  # [N, G, B, R]
     windows: tuple[int | None, ...],
+    upload: Callable[[Index, torch.device], torch.Tensor] | None = None,
 ) -> PreparedAttention:
-    """See `raybatch.kernels.attention`.
+    """See `raybatch.kernels.attention`; one copy to the device, and nothing is read back.
 
     Raises:
-        ConfigError: the pool is quantised.
         ValueError: a layer has a sliding window, and the plan lacks what that needs.
     """
-    if is_quantised(pool.dtype):
-        raise ConfigError(
-            "engine.kv_cache_dtype: Triton's kernels read no KV of 8 bits; leave it at 'auto', or "
-            "run the ops of torch, which do"
-        )
-    walk = None
-    if plan.decode is not None and plan.num_decode:
-        rows = positions[: plan.num_decode]
-        walk = plan_walk(plan.decode, positions=rows, pool=pool, windows=windows)
-    chunks, contexts = None, plan.contexts
-    if plan.prefill is not None:
-        chunks, contexts = prepare_chunks(plan.prefill, contexts, positions=positions)
-    shared = None
-    if contexts:
-        shared = prepare_contexts(contexts, positions=positions, pool=pool, windows=windows)
+    has_window = any(window is not None for window in windows)
+    if has_window and plan.decode is not None and plan.decode.first_positions is None:
+        raise ValueError("DecodePart.first_positions is needed by a sliding window")
+    _, num_kv_heads, block_size, _ = pool.shape
+    index = StepIndex(
+        plan, num_rows=len(positions), num_kv_heads=num_kv_heads, block_size=block_size
+    )
+    on_host = index.array()
+    on_device = (
+        torch.from_numpy(on_host).to(positions.device)
+        if upload is None
+        else upload(on_host, positions.device)
+    )
     return PreparedAttention(
-        num_decode=plan.num_decode,
-        block_ids=slot_mapping // pool.shape[2],
-        block_offsets=slot_mapping % pool.shape[2],
-        walk=walk,
-        chunks=chunks,
-        contexts=shared,
+        size=index.size,
+        parts=parts_of(index.size, on_device),
+        positions=positions,
+        slot_mapping=slot_mapping,
+        has_padding=False,
     )
 
 
 def prepare_fixed(
-    part: FixedDecode, *, pool: torch.Tensor, windows: tuple[int | None, ...]
+    size: StepSize,
+    index: torch.Tensor,  # int32 [size.num_index]
+    *,
+    positions: torch.Tensor,  # [size.rows]
+    slot_mapping: torch.Tensor,  # [size.rows]
 ) -> PreparedAttention:
-    """See `raybatch.kernels.attention`."""
+    """Prepare a step whose index, positions and slots are in the same tensors every time.
+
+    What `size` leaves for padding is computed as well; padded rows come out as zeros.
+    """
     return PreparedAttention(
-        num_decode=len(part.positions),
-        block_ids=part.slot_mapping // pool.shape[2],
-        block_offsets=part.slot_mapping % pool.shape[2],
-        walk=fixed_walk(part, pool=pool, windows=windows),
+        size=size,
+        parts=parts_of(size, index),
+        positions=positions,
+        slot_mapping=slot_mapping,
+        has_padding=True,
     )
 
 
@@ -95,50 +92,74 @@ def attend(
     q: torch.Tensor,  # [T, H, D], last dimension contiguous
     k: torch.Tensor,  # [T, G, D], last dimension contiguous
     v: torch.Tensor,  # [T, G, D], last dimension contiguous
-    k_pool: torch.Tensor,  # [N, G, B, D]
-    v_pool: torch.Tensor,  # [N, G, B, D]
+    k_pool: torch.Tensor,  # [N, G, B, R]
+    v_pool: torch.Tensor,  # [N, G, B, R]
     prepared: PreparedAttention,
     window: int | None,
 ) -> torch.Tensor:
     """See `raybatch.kernels.attention`."""
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    size, parts, positions = prepared.size, prepared.parts, prepared.positions
+    pools = Pools(k_pool, v_pool)
+    num_decode = size.decode_rows
+    # decode rows are all written, by their own launch
+    is_filled = not prepared.has_padding or num_decode == len(q)
+    output = (torch.empty if is_filled else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if prepared.walk is not None:
-        rows = slice(0, prepared.num_decode)
-        attend_decode_into(output[rows], lse[rows], q[rows], k_pool, v_pool, prepared.walk, window)
-    if prepared.chunks is not None:
-        attend_items(output, lse, q, (k, v), k_pool, v_pool, prepared.chunks, window)
-    if prepared.contexts is not None:
-        merge_contexts_(output, lse, q, k_pool, v_pool, prepared.contexts, window)
+    common = pools, size, parts
+    if num_decode:
+        own = output[:num_decode], lse[:num_decode], q[:num_decode]
+        attend_decode_into(*own, *common, positions[:num_decode], window)
+    if size.chunk_items:
+        attend_chunks_into(output, lse, q, (k, v), *common, positions, window)
+    if size.run_items:
+        merge_runs_(output, lse, q, *common, positions, window)
     return output.flatten(1)
 
 
-def store_kv(
-    k: torch.Tensor,  # [T, G, D], last dimension contiguous
-    v: torch.Tensor,  # [T, G, D], last dimension contiguous
-    k_pool: torch.Tensor,  # [N, G, B, D], modified in place
-    v_pool: torch.Tensor,  # [N, G, B, D], modified in place
-    prepared: PreparedAttention,
-) -> None:
-    """Write the KV of this step's tokens to their slots."""
-    num_tokens, num_kv_heads, head_dim = k.shape
+def finish_heads(
+    projected: torch.Tensor,  # [T, heads, D], modified in place, last dimension contiguous
+    num_queries: int,
+    norms: torch.Tensor | None,  # [heads of queries and keys, D]
+    eps: float,
+    rotation: torch.Tensor,  # complex64 [T, 1, D / 2]
+    k_pool: torch.Tensor,  # [N, G, B, R], modified in place
+    v_pool: torch.Tensor,  # [N, G, B, R], modified in place
+    prepared: PreparedAttention | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `raybatch.kernels.attention`; one launch."""
+    num_tokens, num_heads, head_dim = projected.shape
+    num_kv_heads = (num_heads - num_queries) // 2
+    num_turned = num_queries + num_kv_heads
+    q, k = projected[:, :num_queries], projected[:, num_queries:num_turned]
+    heads = q, k, projected[:, num_turned:]
     if not num_tokens:
-        return
-    assert k_pool.stride() == v_pool.stride(), "both pools are laid out alike"
-    store_kv_kernel[(num_tokens,)](
-        k,
-        v,
-        k_pool,
-        v_pool,
-        prepared.block_ids,
-        prepared.block_offsets,
-        *k.stride()[:2],
-        *v.stride()[:2],
+        return heads
+    pools = Pools(k_pool, v_pool)
+    turns = torch.view_as_real(rotation).flatten(1)
+    tile_pairs = power_of_two(head_dim // 2)
+    tile_heads = min(power_of_two(num_heads), rows_per_program(tile_pairs, 2048))
+    options = pools.options
+    options["IS_BYTES"] &= bool(num_kv_heads)
+    heads_kernel[(num_tokens, triton.cdiv(num_heads, tile_heads))](
+        projected,
+        projected if norms is None else norms,
+        turns,
+        *pools.tensors,
+        projected if prepared is None else prepared.slot_mapping,
+        eps,
+        *projected.stride()[:2],
+        0 if norms is None else norms.stride(0),
+        turns.stride(0),
         *k_pool.stride()[:3],
+        NUM_HEADS=num_heads,
+        NUM_QUERIES=num_queries,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        TILE_HEADS=power_of_two(num_kv_heads),
-        TILE_DIM=power_of_two(head_dim),
+        HAS_NORMS=norms is not None,
+        TILE_HEADS=tile_heads,
+        TILE_PAIRS=tile_pairs,
         num_warps=4,
+        **options,
         **OPTIONS,
     )
+    return heads

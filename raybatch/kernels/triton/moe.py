@@ -8,17 +8,18 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch.nn import functional
 
-from raybatch.kernels import moe
-from raybatch.kernels.moe import route
 from raybatch.kernels.triton.jit.moe import (
     combine_kernel,
     count_kernel,
     down_kernel,
     gate_up_kernel,
     place_kernel,
+    route_kernel,
 )
-from raybatch.kernels.triton.launch import OPTIONS, dot_tile, power_of_two
+from raybatch.kernels.triton.launch import OPTIONS, dot_tile, power_of_two, rows_per_program
+from raybatch.kernels.triton.linear import gated
 
 # entries of the one-hot matrix that one program sorts
 _SORT_ENTRIES = 8192
@@ -33,15 +34,49 @@ class Permutation(NamedTuple):
         order: int32 [T * K], the slot at each place.
         places: int32 [T * K], the place of each slot.
         row_starts: int32 [E + 1], the first place of each expert.
+        tile_ends: int32 [E], after which tile of rows each expert ends.
+        tile_rows: rows of a tile, all of one expert.
     """
 
     order: torch.Tensor
     places: torch.Tensor
     row_starts: torch.Tensor
+    tile_ends: torch.Tensor
+    tile_rows: int
+
+
+def route(
+    x: torch.Tensor,  # [T, M]
+    router: torch.Tensor,  # [E, M]
+    top_k: int,
+    norm_topk_prob: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts of each token: weights like `x` [T, K], experts int32 [T, K]."""
+    logits = functional.linear(x, router)
+    num_tokens, num_experts = logits.shape
+    weights = x.new_empty(num_tokens, top_k)
+    experts = torch.empty(num_tokens, top_k, dtype=torch.int32, device=x.device)
+    tile = power_of_two(num_experts)
+    tile_rows = rows_per_program(tile, 2048)
+    if num_tokens:
+        route_kernel[(triton.cdiv(num_tokens, tile_rows),)](
+            logits,
+            weights,
+            experts,
+            num_tokens,
+            NUM_EXPERTS=num_experts,
+            TOP_K=top_k,
+            IS_NORMALISED=norm_topk_prob,
+            TILE_ROWS=tile_rows,
+            TILE_EXPERTS=tile,
+            num_warps=4,
+            **OPTIONS,
+        )
+    return weights, experts
 
 
 def permute(
-    experts: torch.Tensor,  # int64 [T, K]
+    experts: torch.Tensor,  # int [T, K]
     num_experts: int,
 ) -> Permutation:
     """Sort all choices of experts, those of one expert by token."""
@@ -50,24 +85,35 @@ def permute(
     tile_experts = power_of_two(num_experts)
     tile_slots = max(16, _SORT_ENTRIES // tile_experts)
     num_tiles = triton.cdiv(num_slots, tile_slots)
-    counts = torch.empty(num_experts, num_tiles, dtype=torch.int32, device=device)
+    tile_rows = min(_MAX_ROW_TILE, dot_tile(triton.cdiv(num_slots, num_experts)))
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    counts, order, places = empty(num_experts, num_tiles), empty(num_slots), empty(num_slots)
+    row_starts, tile_ends = empty(num_experts + 1), empty(num_experts)
     sizes = {
         "NUM_EXPERTS": num_experts,
         "TILE_SLOTS": tile_slots,
         "TILE_EXPERTS": tile_experts,
         "num_warps": 4,
     }
-    order = torch.empty(num_slots, dtype=torch.int32, device=device)
-    places = torch.empty_like(order)
     if num_slots:
         count_kernel[(num_tiles,)](chosen, counts, num_slots, **sizes, **OPTIONS)
-    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
-    bases = ends - counts.view(-1)
-    if num_slots:
-        place_kernel[(num_tiles,)](chosen, bases, order, places, num_slots, **sizes, **OPTIONS)
-    row_starts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    row_starts[1:] = counts.sum(1, dtype=torch.int32).cumsum(0)
-    return Permutation(order, places, row_starts)
+        place_kernel[(num_tiles,)](
+            chosen,
+            counts,
+            order,
+            places,
+            row_starts,
+            tile_ends,
+            num_slots,
+            TILE_COUNTS=min(power_of_two(num_tiles), max(1, 4096 // tile_experts)),
+            TILE_ROWS=tile_rows,
+            **sizes,
+            **OPTIONS,
+        )
+    return Permutation(order, places, row_starts, tile_ends, tile_rows)
 
 
 def unpermute(
@@ -105,48 +151,58 @@ def moe_ffn(
     norm_topk_prob: bool,
     gate_up_scales: torch.Tensor | None = None,  # float32 [E, 2F]
     down_scales: torch.Tensor | None = None,  # float32 [E, M]
+    min_grouped_rows: int | None = None,
 ) -> torch.Tensor:
-    """See `raybatch.kernels.moe`, where weights that are bytes go.
+    """See `raybatch.kernels.moe`; experts without a token are not read.
 
-    Experts without a token are not read.
+    From `min_grouped_rows` choices on (None: never), products are the grouped ones of torch, for
+    weights [E, out, in] of floats.
     """
-    if gate_up_scales is not None:
-        return moe.moe_ffn(
-            x,
-            router,
-            gate_up,
-            down,
-            top_k=top_k,
-            norm_topk_prob=norm_topk_prob,
-            gate_up_scales=gate_up_scales,
-            down_scales=down_scales,
-        )
     weights, experts = route(x, router, top_k, norm_topk_prob)
+    if not len(x):
+        return torch.empty_like(x)
     permutation = permute(experts, len(gate_up))
-    rows = _experts(x, gate_up, down, permutation, top_k)
+    if min_grouped_rows is not None and experts.numel() >= min_grouped_rows:
+        rows = _grouped(x, gate_up, down, permutation, top_k)
+    else:
+        scales = gate_up_scales, down_scales
+        rows = _experts(x, (gate_up, down), scales, permutation, top_k)
     return unpermute(rows, weights, permutation.places)
 
 
-def _experts(
+def _grouped(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, permutation: Permutation, top_k: int
 ) -> torch.Tensor:
+    """Return what `_experts` does, by the library's product of many matrices."""
+    ends = permutation.row_starts[1:]
+    rows = x.index_select(0, permutation.order // top_k)
+    hidden = functional.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
+    return functional.grouped_mm(gated(hidden), down.transpose(1, 2), offs=ends)
+
+
+def _experts(
+    x: torch.Tensor,
+    factors: tuple[torch.Tensor, torch.Tensor],  # gate and up, then down
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    permutation: Permutation,
+    top_k: int,
+) -> torch.Tensor:
     """Return what the experts make of their rows, [T * K, M], sorted by expert."""
+    gate_up, down = factors
+    gate_up_scales, down_scales = scales
     num_rows, num_experts, model_dim = len(permutation.order), len(gate_up), x.shape[1]
     ffn_dim = down.shape[2]
     hidden = x.new_empty(num_rows, ffn_dim)
     rows = x.new_empty(num_rows, model_dim)
-    if not num_rows:
-        return rows
     x = x if x.stride(1) == 1 else x.contiguous()
-    tile_rows = min(_MAX_ROW_TILE, dot_tile(triton.cdiv(num_rows, num_experts)))
-    tiles_of_expert = (permutation.row_starts.diff() + tile_rows - 1) // tile_rows
-    tile_ends = tiles_of_expert.cumsum(0, dtype=torch.int32)
+    tile_rows = permutation.tile_rows
     # how many tiles there are is known to the device alone; those beyond do nothing
     max_tiles = num_rows // tile_rows + min(num_experts, num_rows)
     shared = {
         "NUM_EXPERTS": num_experts,
         "TILE_EXPERTS": power_of_two(num_experts),
         "TILE_ROWS": tile_rows,
+        "HAS_SCALES": gate_up_scales is not None,
         "num_warps": 8 if tile_rows == _MAX_ROW_TILE else 4,
         "num_stages": 3,
         **OPTIONS,
@@ -157,8 +213,9 @@ def _experts(
         gate_up,
         hidden,
         permutation.order,
-        tile_ends,
+        permutation.tile_ends,
         permutation.row_starts,
+        x if gate_up_scales is None else gate_up_scales,
         x.stride(0),
         **_layout(gate_up),
         TOP_K=top_k,
@@ -173,8 +230,9 @@ def _experts(
         hidden,
         down,
         rows,
-        tile_ends,
+        permutation.tile_ends,
         permutation.row_starts,
+        x if down_scales is None else down_scales,
         **_layout(down),
         NUM_INPUTS=ffn_dim,
         NUM_OUTPUTS=model_dim,

@@ -9,7 +9,10 @@ the very arguments that decide what Triton compiles. One line of JSON per compil
 import importlib
 import json
 import pkgutil
+import re
+import subprocess
 import sys
+import tempfile
 
 import torch
 import triton
@@ -17,15 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from raybatch.kernels.attention_plan import (
-    AttentionPlan,
-    ContextPart,
-    DecodePart,
-    FixedDecode,
-    PrefillPart,
-)
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.byte_numbers import FP8, INT8, row_width
+from raybatch.kernels.linear import Linear
 from raybatch.kernels.small_ops import rotation_table
-from raybatch.kernels.triton import attention, jit, moe, small_ops
+from raybatch.kernels.step_index import StepSize
+from raybatch.kernels.triton import attention, jit, linear, moe, small_ops
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -62,25 +62,40 @@ class Recorder:
 def run_small_ops(dtype):
     hidden = torch.zeros(48, 4096, dtype=dtype)
     small_ops.rms_norm(hidden, hidden[0], 1e-6)
-    projected = torch.zeros(48, 48, 128, dtype=dtype)
-    small_ops.rms_norm(projected[:, :40], projected[0, :40], 1e-6)
-    small_ops.rotate_(projected[:, :40], rotation_table(torch.arange(48), torch.rand(64), 1.0))
+    linear.gated(hidden)
 
 
-def run_moe(num_tokens, dtype):
+def run_linears(num_tokens, dtype):
+    x, hidden = (
+        torch.zeros(num_tokens, 1024, dtype=dtype),
+        torch.zeros(num_tokens, 768, dtype=dtype),
+    )
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        weight = torch.empty(1024, 768, dtype=kind)
+        layer = Linear(weight, 1024, hidden.new_zeros(1024), torch.zeros(1024))
+        linear.add_linear_(x, hidden, layer)
+
+
+def run_moe(num_tokens, dtype, kind=None):
     x, router = torch.zeros(num_tokens, 1024, dtype=dtype), torch.zeros(128, 1024, dtype=dtype)
-    gate_up = torch.empty(128, 1536, 1024, dtype=dtype)
-    down = torch.empty(128, 1024, 768, dtype=dtype)
-    moe.moe_ffn(x, router, gate_up, down, top_k=8, norm_topk_prob=True)
+    gate_up = torch.empty(128, 1536, 1024, dtype=kind or dtype)
+    down = torch.empty(128, 1024, 768, dtype=kind or dtype)
+    scales = {}
+    if kind is not None:
+        scales = {"gate_up_scales": torch.zeros(128, 1536), "down_scales": torch.zeros(128, 1024)}
+    moe.moe_ffn(x, router, gate_up, down, top_k=8, norm_topk_prob=True, **scales)
 
 
-def run_attention(dtype, *, heads, head_dim, window, num_members, chunk_len, block_size=16):
+def run_attention(
+    dtype, *, heads, head_dim, window, num_members, chunk_len, block_size=16, kv_dtype=None
+):
     """Run a step of some members of a group with 32 blocks each, and of a chunk with a context."""
     num_heads, num_kv_heads = heads
     total = num_members + chunk_len
-    pool = torch.zeros(64, num_kv_heads, block_size, head_dim, dtype=dtype)
+    kv_dtype = kv_dtype or dtype
+    width = row_width(head_dim, kv_dtype)
+    pool = torch.zeros(64, num_kv_heads, block_size, width, dtype=kv_dtype)
     qkv = torch.zeros(total, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     members, blocks = torch.arange(num_members), torch.arange(32)
     decode = DecodePart(
         block_ids=blocks.repeat_interleave(num_members),
@@ -91,8 +106,8 @@ def run_attention(dtype, *, heads, head_dim, window, num_members, chunk_len, blo
     )
     rows = torch.arange(num_members, total)
     contexts = [
-        ContextPart(query_idx=query_idx, block_ids=blocks, num_tokens=32 * block_size)
-        for query_idx in (members, rows)
+        ContextPart(query_idx=idx, block_ids=blocks, num_tokens=32 * block_size, chunk=chunk)
+        for idx, chunk in ((members, None), (rows, 0))
     ]
     plan = AttentionPlan(
         num_decode=num_members,
@@ -104,36 +119,42 @@ def run_attention(dtype, *, heads, head_dim, window, num_members, chunk_len, blo
     prepared = attention.prepare_attention(
         plan, positions=positions, slot_mapping=positions, pool=pool, windows=(window,)
     )
-    attention.store_kv(k, v, pool, pool, prepared)
-    attention.attend(q, k, v, pool, pool, prepared, window)
+    finish_and_attend(qkv, num_heads, pool, prepared, window)
+
+
+def finish_and_attend(qkv, num_heads, pool, prepared, window):
+    num_tokens, all_heads, head_dim = qkv.shape
+    turns = rotation_table(torch.zeros(num_tokens), torch.zeros(head_dim // 2), 1.0)
+    norms = qkv.new_zeros((all_heads + num_heads) // 2, head_dim)
+    rest = 1e-6, turns, pool, pool, prepared
+    heads = attention.finish_heads(qkv, num_heads, norms, *rest)
+    attention.attend(*heads, pool, pool, prepared, window)
 
 
 def run_captured_decodes(dtype, num_rows, *, max_row_blocks=256, block_size=64):
     """Run what a graph captures of attention: launches for the longest rows there may be."""
     pool = torch.zeros(8, 8, block_size, 128, dtype=dtype)
     rows = torch.zeros(num_rows, dtype=torch.int64)
-    entries = torch.zeros(num_rows * max_row_blocks, dtype=torch.int64)
-    part = FixedDecode(
-        positions=rows,
-        slot_mapping=rows,
-        starts=torch.arange(num_rows + 1),
-        block_ids=entries,
-        num_valid=entries,
-        first_positions=entries,
-        max_row_blocks=max_row_blocks,
+    size = StepSize(
+        rows=num_rows,
+        decode_rows=num_rows,
+        entries=num_rows * max_row_blocks,
+        row_blocks=max_row_blocks,
     )
+    index = torch.zeros(size.num_index, dtype=torch.int32)
     qkv = torch.zeros(num_rows, 32 + 2 * 8, 128, dtype=dtype)
-    q, k, v = qkv.split((32, 8, 8), dim=1)
     for window in (None, 128):
-        prepared = attention.prepare_fixed(part, pool=pool, windows=(window,))
-        attention.store_kv(k, v, pool, pool, prepared)
-        attention.attend(q, k, v, pool, pool, prepared, window)
+        prepared = attention.prepare_fixed(size, index, positions=rows, slot_mapping=rows)
+        finish_and_attend(qkv, 32, pool, prepared, window)
 
 
 def run_all(dtype):
     run_small_ops(dtype)
     run_moe(num_tokens=4, dtype=dtype)
     run_moe(num_tokens=2048, dtype=dtype)
+    for num_tokens in (4, 2048):
+        run_linears(num_tokens, dtype)
+        run_moe(num_tokens, dtype, torch.float8_e4m3fn)
     shapes = {
         # a few long sequences of a model with grouped queries, and a small step without groups
         "grouped": {"heads": (32, 8), "head_dim": 128, "num_members": 24, "chunk_len": 300},
@@ -145,8 +166,34 @@ def run_all(dtype):
         run_attention(dtype, window=None, **shape)
         if name == "grouped":
             run_attention(dtype, window=128, **shape)
+            for kv_dtype in (INT8, FP8):
+                run_attention(dtype, window=None, kv_dtype=kv_dtype, **shape)
     for num_rows in (1, 64):
         run_captured_decodes(dtype, num_rows)
+
+
+def in_machine_code(cubin):
+    """Return what the binary takes of an H100, by the tools that come with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = (
+            subprocess.run(
+                [tool.path, *options, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for tool, options in (
+                (triton.knobs.nvidia.cuobjdump, ["--dump-resource-usage"]),
+                (triton.knobs.nvidia.nvdisasm, ["-c"]),
+            )
+        )
+    (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    return {
+        "registers": int(registers),
+        # spilt registers lie there
+        "stack_bytes": int(stack),
+        "wgmma": len(re.findall("HGMMA", code)),
+        "mma": len(re.findall("HMMA|QGMMA", code)),
+    }
 
 
 def main():
@@ -165,7 +212,7 @@ def main():
             "kernel": kernel.__name__,
             "cubin_bytes": len(made.asm["cubin"]),
             "shared_bytes": made.metadata.shared,
-            "has_tensor_core_products": "mma" in made.asm["ptx"],
+            **in_machine_code(made.asm["cubin"]),
             "pointers": sorted({kind for kind in signature.values() if kind.startswith("*")}),
         }
         sys.stdout.write(json.dumps(line) + "\n")

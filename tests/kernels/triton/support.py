@@ -6,8 +6,9 @@ import torch
 
 from raybatch.kernels import attention as reference
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.byte_numbers import quantise
+from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.triton import attention as kernels
-from raybatch.kernels.triton.decode_attention import attend_decode_into
 from tests import tolerances
 
 # results differ by the order of float32 sums, and by one rounding to the dtype of the output
@@ -46,9 +47,11 @@ class Step:
         head_dim=16,
         block_size=4,
         dtype=torch.float32,
+        kv_dtype=None,
         device="cpu",
     ):
         torch.manual_seed(0)
+        self.head_dim, self.kv_dtype = head_dim, kv_dtype
         self.window, self.block_size, self.num_decode = window, block_size, num_decode
         self.sequences = [(*sequence, None)[:3] for sequence in sequences]
         blocks = sum(prefixes) + sum(-(-(c + n) // block_size) for c, n, _ in self.sequences)
@@ -80,7 +83,7 @@ class Step:
             ]
         )
 
-    def plan(self, device):
+    def plan(self):
         entries, own, starts, row = [], [], [], 0
         rows_of_prefix = [[] for _ in self.shared]
         for i, (table, (cached, new, prefix)) in enumerate(
@@ -99,25 +102,27 @@ class Step:
                 first = skipped * self.block_size
                 if cached > first:
                     blocks = table[skipped : -(-cached // self.block_size)]
-                    own.append((range(row, row + new), blocks, cached - first, first))
+                    rows = range(row, row + new)
+                    own.append((rows, blocks, cached - first, first, len(starts) - 1))
             row += new
         shared = [
-            (rows, blocks, len(blocks) * self.block_size, 0)
+            (rows, blocks, len(blocks) * self.block_size, 0, None)
             for rows, blocks in zip(rows_of_prefix, self.shared, strict=True)
         ]
         contexts = tuple(
             ContextPart(
-                query_idx=torch.tensor(list(rows), device=device),
-                block_ids=torch.tensor(blocks, device=device),
+                query_idx=torch.tensor(list(rows)),
+                block_ids=torch.tensor(blocks),
                 num_tokens=num_tokens,
                 first_position=first,
+                chunk=chunk,
             )
-            for rows, blocks, num_tokens, first in own + shared
+            for rows, blocks, num_tokens, first, chunk in own + shared
         )
         decode = None
         if entries:
             columns = zip(*sorted(entries), strict=True)
-            blocks, owners, valid, first = (torch.tensor(c, device=device) for c in columns)
+            blocks, owners, valid, first = (torch.tensor(c) for c in columns)
             decode = DecodePart(
                 block_ids=blocks,
                 owners=owners,
@@ -141,25 +146,22 @@ class Step:
         if is_reference:
             tensors = {name: tensor.float() for name, tensor in tensors.items()}
         k_pool, v_pool = tensors["k_pool"], tensors["v_pool"]
-        num_heads, num_kv_heads = self.heads
-        q, k, v = tensors["qkv"].split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        num_heads, _ = self.heads
+        if self.kv_dtype is not None:
+            k_pool, v_pool = (quantise(pool, self.kv_dtype) for pool in (k_pool, v_pool))
         prepared = ops.prepare_attention(
-            self.plan(device),
+            self.plan(),
             positions=self.positions.to(device),
             slot_mapping=self.slots.to(device),
             pool=k_pool,
             windows=windows or (self.window,),
         )
-        ops.store_kv(k, v, k_pool, v_pool, prepared)
-        return ops.attend(q, k, v, k_pool, v_pool, prepared, self.window)
+        pools = k_pool, v_pool
+        # what is stored is turned as well; the test of that op says how
+        turns = rotation_table(self.positions, torch.zeros(self.head_dim // 2), 1.0).to(device)
+        heads = ops.finish_heads(tensors["qkv"], num_heads, None, 0.0, turns, *pools, prepared)
+        return ops.attend(*heads, *pools, prepared, self.window)
 
     def check(self):
         """Compare the kernels with the reference, which computes in float32 on the CPU."""
         assert_close(self.run(), self.run(reference))
-
-
-def attend_decode(q, k_pool, v_pool, walk, window):
-    """Return what the kernel writes, in the form of `raybatch.kernels.decode_attention`."""
-    output, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
-    attend_decode_into(output, lse, q, k_pool, v_pool, walk, window)
-    return output, lse

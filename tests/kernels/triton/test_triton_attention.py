@@ -1,20 +1,22 @@
-import dataclasses
-
 import pytest
 import torch
 
-from raybatch.errors import ConfigError
 from raybatch.kernels import attention as reference
 from raybatch.kernels import context_attention as reference_contexts
-from raybatch.kernels import decode_attention as reference_decode
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels import step_index
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart
 from raybatch.kernels.byte_numbers import FP8, INT8
+from raybatch.kernels.step_index import StepIndex, parts_of
 from raybatch.kernels.triton import attention as kernels
 from raybatch.kernels.triton import decode_attention, ragged
-from tests.kernels.triton.support import DTYPES, Step, assert_close, attend_decode
+from raybatch.kernels.triton.launch import Pools
+from tests.kernels.triton.support import DTYPES, Step, assert_close
 from tests.tiers import pairs, singles
 
 HEADS = [(2, 2), (4, 2), (8, 1), (6, 2)]
+
+
+MIXED = [(13, 1, 0), (8, 1, 0), (21, 1, 1), (5, 1), (0, 7), (12, 1, 1), (13, 9, 0), (0, 40)]
 
 
 def heads_name(heads):
@@ -29,17 +31,9 @@ def test_decode_tokens_attend_to_all_their_blocks(cached, heads, window, device)
     Step(sequences, num_decode=len(cached), heads=heads, window=window, device=device).check()
 
 
-@pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
-def test_a_pool_of_8_bits_is_refused_with_the_option_and_the_way_out(dtype, device):
-    places = torch.zeros(1, dtype=torch.int64, device=device)
-    with pytest.raises(ConfigError, match=r"engine\.kv_cache_dtype: .* leave it at 'auto'"):
-        kernels.prepare_attention(
-            AttentionPlan(num_decode=0, decode=None, prefill=None, contexts=()),
-            positions=places,
-            slot_mapping=places,
-            pool=torch.zeros(2, 2, 4, 20, dtype=dtype, device=device),
-            windows=(None,),
-        )
+@pytest.mark.parametrize(("dtype", "window"), pairs([INT8, FP8], [None, 6]), ids=str)
+def test_rows_of_8_bits_are_read_and_written_as_the_reference_does(dtype, window, device):
+    Step(MIXED, num_decode=4, prefixes=(2, 3), kv_dtype=dtype, window=window, device=device).check()
 
 
 @pytest.mark.parametrize(
@@ -52,30 +46,8 @@ def test_prompts_attend_causally_to_themselves(lengths, heads, window, device):
 
 @pytest.mark.parametrize(("joined_tokens", "window", "heads"), pairs([0, 4096], [None, 6], HEADS))
 def test_chunks_see_their_cached_context(heads, window, joined_tokens, device, monkeypatch):
-    monkeypatch.setattr(ragged, "_MAX_JOINED_TOKENS", joined_tokens)
+    monkeypatch.setattr(step_index, "MAX_JOINED_TOKENS", joined_tokens)
     Step([(5, 4), (0, 3), (16, 55), (70, 1)], heads=heads, window=window, device=device).check()
-
-
-@pytest.mark.parametrize(
-    ("rows", "is_joined"),
-    [([4, 5, 6, 7], True), ([0, 1, 2, 3, 4, 5, 6, 7], False), ([4, 5, 8, 9], False), ([5], False)],
-    ids=str,
-)
-def test_a_run_is_joined_with_a_chunk_that_is_all_of_its_readers(rows, is_joined, device):
-    run = ContextPart(
-        query_idx=torch.tensor(rows, device=device),
-        block_ids=torch.tensor([2], device=device),
-        num_tokens=3,
-    )
-    part = PrefillPart(starts=(0, 4, 8), lens=(4, 4, 4))
-    positions = torch.arange(12, device=device)
-    made, left = ragged.prepare_chunks(part, (run,), positions=positions)
-    assert is_joined == (left == ())
-    # the fifth field of an item is the number of positions of its run
-    assert [0, 3 * is_joined, 0] == made.table[:, 4].tolist()
-
-
-MIXED = [(13, 1, 0), (8, 1, 0), (21, 1, 1), (5, 1), (0, 7), (12, 1, 1), (13, 9, 0), (0, 40)]
 
 
 @pytest.mark.parametrize(("heads", "window"), singles(HEADS, [None, 1, 6, 50]))
@@ -129,9 +101,10 @@ def test_a_step_without_tokens_gives_an_empty_output(device):
     prepared = kernels.prepare_attention(
         plan, positions=none, slot_mapping=none, pool=pool, windows=(None,)
     )
-    q, k = torch.zeros(0, 4, 16, device=device), torch.zeros(0, 2, 16, device=device)
-    kernels.store_kv(k, k, pool, pool, prepared)
-    assert (0, 64) == tuple(kernels.attend(q, k, k, pool, pool, prepared, None).shape)
+    turns = torch.zeros(0, 1, 8, dtype=torch.complex64, device=device)
+    projected = torch.zeros(0, 8, 16, device=device)
+    heads = kernels.finish_heads(projected, 4, None, 0.0, turns, pool, pool, prepared)
+    assert (0, 64) == tuple(kernels.attend(*heads, pool, pool, prepared, None).shape)
 
 
 class Decode:
@@ -154,36 +127,40 @@ class Decode:
         self.k_pool, self.v_pool = torch.randn(2, total + 2, heads[1], block_size, head_dim)
         self.q = torch.randn(len(num_blocks), heads[0], head_dim)
 
-    def run(self, ops, device, window=None, num_splits=None):
-        part = DecodePart(
-            **{name: tensor.to(device) for name, tensor in self.part.items()}, is_contiguous=False
+    def run(self, ops, device, window=None):
+        num_seqs = len(self.positions)
+        plan = AttentionPlan(
+            num_decode=num_seqs,
+            decode=DecodePart(**self.part, is_contiguous=False),
+            prefill=None,
+            contexts=(),
         )
-        k_pool, v_pool = self.k_pool.to(device), self.v_pool.to(device)
+        pools = self.k_pool.to(device), self.v_pool.to(device)
         positions = self.positions.to(device)
-        walk = ops.plan_walk(part, positions=positions, pool=k_pool, windows=(window,))
-        if num_splits is not None:
-            walk = dataclasses.replace(walk, num_splits=num_splits)
-        attend = reference_decode.attend_decode if ops is reference_decode else attend_decode
-        return attend(self.q.to(device), k_pool, v_pool, walk, window)
+        prepared = ops.prepare_attention(
+            plan, positions=positions, slot_mapping=positions, pool=pools[0], windows=(window,)
+        )
+        return ops.attend(self.q.to(device), *(self.q[:, :1],) * 2, *pools, prepared, window)
 
-    def check(self, window=None, num_splits=None):
-        expected = self.run(reference_decode, "cpu", window)
-        made = self.run(decode_attention, self.device, window, num_splits)
-        for tensor, wanted in zip(made, expected, strict=True):
-            assert_close(tensor, wanted)
+    def check(self, window=None):
+        expected = self.run(reference, "cpu", window)
+        assert_close(self.run(kernels, self.device, window), expected)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 8])
 @pytest.mark.parametrize("window", [None, 1, 7])
-def test_splitting_the_blocks_of_a_sequence_changes_nothing(num_splits, window, device):
-    Decode([1, 9, 2, 21], device).check(window, num_splits)
+def test_splitting_the_blocks_of_a_sequence_changes_nothing(
+    num_splits, window, device, monkeypatch
+):
+    monkeypatch.setattr(decode_attention, "splits_of", lambda *_: num_splits)
+    Decode([1, 9, 2, 21], device).check(window)
 
 
 def test_few_sequences_with_many_blocks_are_split_and_many_are_not():
-    assert 16 == decode_attention._num_splits(num_programs=8, blocks_per_seq=100)
-    assert 4 == decode_attention._num_splits(num_programs=100, blocks_per_seq=100)
-    assert 2 == decode_attention._num_splits(num_programs=8, blocks_per_seq=3)
-    assert 1 == decode_attention._num_splits(num_programs=2000, blocks_per_seq=100)
+    assert 16 == decode_attention.splits_of(num_programs=8, blocks_per_seq=100)
+    assert 4 == decode_attention.splits_of(num_programs=100, blocks_per_seq=100)
+    assert 2 == decode_attention.splits_of(num_programs=8, blocks_per_seq=3)
+    assert 1 == decode_attention.splits_of(num_programs=2000, blocks_per_seq=100)
 
 
 def test_a_block_that_two_decode_tokens_own_serves_both(device):
@@ -197,11 +174,9 @@ def test_a_block_that_two_decode_tokens_own_serves_both(device):
 
 def test_a_window_without_first_positions_is_refused(device):
     decode = Decode([2], device)
-    part = DecodePart(**{**decode.part, "first_positions": None}, is_contiguous=False)
+    decode.part["first_positions"] = None
     with pytest.raises(ValueError, match="first_positions"):
-        decode_attention.plan_walk(
-            part, positions=decode.positions, pool=decode.k_pool, windows=(None, 4)
-        )
+        decode.run(kernels, device, 4)
 
 
 class Contexts:
@@ -226,33 +201,42 @@ class Contexts:
         end = max(first + tokens for _, tokens, first in runs)
         self.positions = end + torch.arange(num_rows) % 5
 
-    def prepare(self, ops, device, window=None):
+    def plan(self):
         parts = [
             ContextPart(
-                query_idx=torch.tensor(rows, device=device),
-                block_ids=blocks.to(device),
+                query_idx=torch.tensor(rows),
+                block_ids=blocks,
                 num_tokens=tokens,
                 first_position=first,
             )
             for (rows, tokens, first), blocks in zip(self.runs, self.blocks, strict=True)
         ]
-        return ops.prepare_contexts(
-            parts,
-            positions=self.positions.to(device),
-            pool=self.k_pool.to(device),
-            windows=(window,),
-        )
+        return AttentionPlan(num_decode=0, decode=None, prefill=None, contexts=tuple(parts))
 
-    def run(self, ops, device, window):
-        output, lse = (x.to(device, copy=True) for x in (self.output, self.lse))
-        tensors = [x.to(device) for x in (self.q, self.k_pool, self.v_pool)]
-        ops.merge_contexts_(output, lse, *tensors, self.prepare(ops, device, window), window)
+    def index(self):
+        return StepIndex(self.plan(), num_rows=len(self.q), num_kv_heads=2, block_size=4)
+
+    def expected(self, window):
+        output, lse = self.output.clone(), self.lse.clone()
+        prepared = reference_contexts.prepare_contexts(
+            self.plan().contexts, positions=self.positions, pool=self.k_pool, windows=(window,)
+        )
+        reference_contexts.merge_contexts_(
+            output, lse, self.q, self.k_pool, self.v_pool, prepared, window
+        )
+        return output, lse
+
+    def run(self, window):
+        names = ("output", "lse", "q", "k_pool", "v_pool", "positions")
+        tensors = [getattr(self, name).to(self.device, copy=True) for name in names]
+        output, lse, q, *pools, positions = tensors
+        index = self.index()
+        parts = parts_of(index.size, torch.from_numpy(index.array()).to(self.device))
+        ragged.merge_runs_(output, lse, q, Pools(*pools), index.size, parts, positions, window)
         return output, lse
 
     def check(self, window=None):
-        expected = self.run(reference_contexts, "cpu", window)
-        made = self.run(ragged, self.device, window)
-        for tensor, wanted in zip(made, expected, strict=True):
+        for tensor, wanted in zip(self.run(window), self.expected(window), strict=True):
             assert_close(tensor, wanted)
 
 
@@ -271,16 +255,16 @@ def test_all_shared_runs_of_a_step_are_merged_into_their_rows(runs, window, head
 
 @pytest.mark.parametrize("window", [None, 30])
 def test_runs_that_are_cut_into_spans_give_the_same(window, device, monkeypatch):
-    monkeypatch.setattr(ragged, "_MIN_SPAN_TOKENS", 1)
+    monkeypatch.setattr(step_index, "_MIN_SPAN_TOKENS", 1)
     contexts = Contexts(5, [([0, 1, 2, 3, 4], 70, 0), ([2, 3], 9, 70)], device)
     # 18 spans of one block each for the long run, 3 for the short one
-    assert 21 == len(contexts.prepare(ragged, device).items.table)
+    assert 21 == contexts.index().size.run_items
     contexts.check(window)
 
 
 def test_a_run_is_one_item_however_many_rows_fit_a_program(device):
     contexts = Contexts(128, [(list(range(128)), 64, 0)], device)
-    assert 1 == len(contexts.prepare(ragged, device).items.table)
+    assert 1 == contexts.index().size.run_items
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1), (6, 2)], ids=heads_name)

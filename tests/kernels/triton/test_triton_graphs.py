@@ -43,7 +43,9 @@ def test_captured_kernels_give_the_logits_of_the_plain_forward_pass(
     build("mixtral-window", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     ops = ops_for(torch.device("cuda"))
     assert ops.is_fixed
-    captured = capture(tmp_path / "model", device, ops=ops, steps=shape((4,)))
+    captured = capture(
+        tmp_path / "model", device, ops=ops, steps=shape((4,), shared=(8,), mixed=(16,))
+    )
     fill_randomly(captured.cache)
     for seed, num_rows in enumerate((3, 1)):
         batch = random_step(num_rows, seed, device)
@@ -51,3 +53,5 @@ def test_captured_kernels_give_the_logits_of_the_plain_forward_pass(
         made = captured.graphs.run(batch)
         torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
     assert 2 == captured.graphs.counts.num_steps
+    # shared runs and chunks as well
+    captured.graphs.check(captured.plain)

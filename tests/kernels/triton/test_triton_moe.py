@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.moe import moe_ffn, route
 from raybatch.kernels.triton import moe
 from tests.kernels.triton.support import DTYPES, assert_close, dtype_name
@@ -30,9 +31,27 @@ def check(tensors, device, top_k=2, norm_topk_prob=True, expected_of=None):
     assert_close(run(tensors, device, top_k, norm_topk_prob), expected, factor=4)
 
 
+@pytest.mark.parametrize("is_normalised", [True, False])
+def test_experts_are_chosen_as_the_reference_does(is_normalised, device):
+    torch.manual_seed(0)
+    x, router = torch.randn(37, 12), torch.randn(11, 12)
+    weights, experts = moe.route(x.to(device), router.to(device), 3, is_normalised)
+    expected_weights, expected = route(x, router, 3, is_normalised)
+    assert expected.tolist() == experts.tolist()
+    assert_close(weights, expected_weights)
+
+
+@pytest.mark.filterwarnings("ignore:.*(invalid value|All-NaN):RuntimeWarning")
+def test_a_token_of_no_numbers_has_experts_that_exist(device):
+    _, experts = moe.route(
+        torch.full((3, 4), float("nan"), device=device), torch.ones(5, 4, device=device), 2, True
+    )
+    assert ((experts >= 0) & (experts < 5)).all()
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k"),
-    [(0, 4, 2), (1, 8, 2), (7, 5, 3), (300, 5, 2), (40, 3, 1), (3, 200, 4)],
+    [(1, 8, 2), (7, 5, 3), (300, 5, 2), (40, 3, 1), (3, 200, 4)],
 )
 def test_slots_are_sorted_by_expert_and_token(num_tokens, num_experts, top_k, device):
     torch.manual_seed(0)
@@ -43,6 +62,8 @@ def test_slots_are_sorted_by_expert_and_token(num_tokens, num_experts, top_k, de
     assert order.tolist() == made.order.tolist()
     assert order.argsort().tolist() == made.places.tolist()
     assert [0, *counts.cumsum(0).tolist()] == made.row_starts.tolist()
+    tiles = (counts + made.tile_rows - 1) // made.tile_rows
+    assert tiles.cumsum(0).tolist() == made.tile_ends.tolist()
 
 
 def test_rows_are_weighted_and_returned_to_their_tokens(device):
@@ -84,6 +105,36 @@ def test_all_tokens_may_choose_one_expert(device):
     tensors = make_layer(4, 16, 8, 37)
     tensors[0] = tensors[0][:1].expand(37, 16).contiguous()
     check(tensors, device, top_k=1)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_experts_of_bytes_count_as_their_floats(kind, dtype, device):
+    x, router, *weights = make_layer(5, 24, 20, 19)
+    x, router = x.to(dtype), router.to(dtype)
+    scales = [weight_scales(weight, kind) for weight in weights]
+    stored = [quantise_weight(*pair, kind) for pair in zip(weights, scales, strict=True)]
+    options = {"top_k": 2, "norm_topk_prob": True}
+    names = "gate_up_scales", "down_scales"
+    expected = moe_ffn(x, router, *stored, **options, **dict(zip(names, scales, strict=True)))
+    tensors = [tensor.to(device) for tensor in (x, router, *stored)]
+    on_device = {name: of.to(device) for name, of in zip(names, scales, strict=True)}
+    assert_close(moe.moe_ffn(*tensors, **options, **on_device), expected.float(), factor=8)
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (19, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_grouped_products_of_torch_give_the_same(num_tokens, top_k, dtype, device):
+    tensors = [tensor.to(device) for tensor in make_layer(5, 24, 16, num_tokens, dtype)]
+    options = {"top_k": top_k, "norm_topk_prob": True}
+    made = moe.moe_ffn(*tensors, **options, min_grouped_rows=num_tokens * top_k)
+    assert_close(made, moe_ffn(*(t.cpu().float() for t in tensors), **options), factor=4)
+
+
+def test_few_rows_do_not_take_the_grouped_product(device, monkeypatch):
+    monkeypatch.setattr(moe, "_grouped", None)
+    tensors = [tensor.to(device) for tensor in make_layer(5, 24, 16, 7)]
+    moe.moe_ffn(*tensors, top_k=2, norm_topk_prob=True, min_grouped_rows=15)
 
 
 def in_panels(weight, width):

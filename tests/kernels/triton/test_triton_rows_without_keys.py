@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from raybatch.kernels.attention_plan import AttentionPlan
+from raybatch.kernels.step_index import StepIndex, parts_of
 from raybatch.kernels.triton import attention as kernels
 from raybatch.kernels.triton import decode_attention
+from raybatch.kernels.triton.launch import Pools
 from tests.kernels.keyless_rows import BLOCK_SIZE, STEPS, part_of
-from tests.kernels.triton.support import assert_close, attend_decode
+from tests.kernels.triton.support import assert_close
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 
@@ -23,11 +26,7 @@ def test_rows_whose_keys_lie_in_shared_runs(step, window, pools, device):
     q = torch.randn(len(step.tables), NUM_HEADS, HEAD_DIM, device=device)
     positions = torch.tensor(step.positions(), device=device)
     prepared = kernels.prepare_attention(
-        step.plan(device),
-        positions=positions,
-        slot_mapping=positions,
-        pool=pools[0],
-        windows=(window,),
+        step.plan(), positions=positions, slot_mapping=positions, pool=pools[0], windows=(window,)
     )
     kv = q[:, :NUM_KV_HEADS]
     actual = kernels.attend(q, kv, kv, pools[0], pools[1], prepared, window)
@@ -39,13 +38,16 @@ def test_rows_whose_keys_lie_in_shared_runs(step, window, pools, device):
 def test_a_row_without_blocks_gets_zeros_without_weight(
     entries, num_splits, pools, device, monkeypatch
 ):
-    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: num_splits)
+    monkeypatch.setattr(decode_attention, "splits_of", lambda *_: num_splits)
+    plan = AttentionPlan(num_decode=3, decode=part_of(entries), prefill=None, contexts=())
+    index = StepIndex(plan, num_rows=3, num_kv_heads=NUM_KV_HEADS, block_size=BLOCK_SIZE)
+    parts = parts_of(index.size, torch.from_numpy(index.array()).to(device))
     positions = torch.tensor([3, 4, 3], device=device)
-    walk = decode_attention.plan_walk(
-        part_of(entries, device), positions=positions, pool=pools[0], windows=(None,)
-    )
     q = torch.randn(3, NUM_HEADS, HEAD_DIM, device=device)
-    output, lse = attend_decode(q, pools[0], pools[1], walk, None)
+    output, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    decode_attention.attend_decode_into(
+        output, lse, q, Pools(*pools), index.size, parts, positions, None
+    )
     owners = {owner for _, owner, _, _ in entries}
     is_empty = torch.tensor([row not in owners for row in range(3)])
     assert not output[is_empty].any()

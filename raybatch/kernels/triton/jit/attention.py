@@ -8,6 +8,8 @@ log-sum-exp of -inf. A WINDOW of 0 is none.
 import triton
 import triton.language as tl
 
+from raybatch.kernels.triton.jit.small_ops import from_byte
+
 IS_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -36,6 +38,28 @@ def load_tile(ptr, places, mask):
     # the interpreter keeps bfloat16 as 16-bit integers and multiplies those
     if IS_INTERPRETED and tile.dtype == tl.bfloat16:
         tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def load_pool_tile(
+    ptr,
+    scales_ptr,
+    rows,
+    dims,
+    mask,
+    dtype: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    IS_BYTES: tl.constexpr,
+):
+    """Return rows of the pool, in `dtype` where they are bytes, whose scale is their end."""
+    places = rows[:, None] + dims[None, :]
+    if IS_BYTES:
+        numbers = from_byte(tl.load(ptr + places, mask=mask, other=0))
+        scales = tl.load(scales_ptr + rows // 4 + ROW_WIDTH // 4 - 1)
+        tile = tl.where(mask, (numbers * scales[:, None]).to(dtype), 0.0).to(dtype)
+    else:
+        tile = load_tile(ptr, places, mask)
     return tile
 
 
@@ -117,7 +141,7 @@ def merge_parts_kernel(
         acc = tl.load(out_ptr + own_places, mask=mask, other=0.0).to(tl.float32)
         lse = tl.load(lse_ptr + own_heads, mask=is_head, other=0.0)
         for i in range(start, stop):
-            part_heads = tl.load(order_ptr + i) * NUM_HEADS + heads
+            part_heads = tl.load(order_ptr + i).to(tl.int64) * NUM_HEADS + heads
             part_places = part_heads[:, None] * HEAD_DIM + dims[None, :]
             part = tl.load(parts_ptr + part_places, mask=mask, other=0.0)
             part_lse = tl.load(part_lses_ptr + part_heads, mask=is_head, other=0.0)
@@ -136,11 +160,11 @@ def decode_kernel(
     q_ptr,
     k_pool_ptr,
     v_pool_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     out_ptr,
     lse_ptr,
-    block_ids_ptr,
-    num_valid_ptr,
-    first_positions_ptr,
+    entries_ptr,
     starts_ptr,
     positions_ptr,
     stride_qt,
@@ -152,6 +176,9 @@ def decode_kernel(
     HEADS_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    IS_BYTES: tl.constexpr,
+    ENTRY_FIELDS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE_HEADS: tl.constexpr,
@@ -160,8 +187,8 @@ def decode_kernel(
 ):
     """Attend with the heads of one KV head of one sequence over one split of its blocks.
 
-    Sequence s has the entries starts[s]..starts[s + 1] of the block arrays; with 5 of them and 2
-    splits, the first takes 3. Outputs are [NUM_SPLITS, S, H, D].
+    Sequence s has the entries starts[s]..starts[s + 1]: block, valid positions, first position.
+    With 5 of them and 2 splits, the first takes 3. Outputs are [NUM_SPLITS, S, H, D].
     """
     sequence = tl.program_id(0).to(tl.int64)
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -185,17 +212,17 @@ def decode_kernel(
     for start in range(0, num_slots, TILE_KEYS):
         slots = start + tl.arange(0, TILE_KEYS)
         is_slot = slots < num_slots
-        entries, offsets = first + slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        is_visible = offsets < tl.load(num_valid_ptr + entries, mask=is_slot, other=0)
+        entries = entries_ptr + (first + slots // BLOCK_SIZE) * ENTRY_FIELDS
+        offsets = slots % BLOCK_SIZE
+        is_visible = offsets < tl.load(entries + 1, mask=is_slot, other=0)
         if WINDOW:
-            begins = tl.load(first_positions_ptr + entries, mask=is_slot, other=0)
+            begins = tl.load(entries + 2, mask=is_slot, other=0)
             is_visible = is_visible & (position - (begins + offsets) < WINDOW)
-        blocks = tl.load(block_ids_ptr + entries, mask=is_slot, other=0)
+        blocks = tl.load(entries, mask=is_slot, other=0).to(tl.int64)
         rows = blocks * stride_block + kv_head * stride_head + offsets * stride_slot
-        places = rows[:, None] + dims[None, :]
         mask = is_visible[:, None] & is_dim[None, :]
-        k = load_tile(k_pool_ptr, places, mask)
-        v = load_tile(v_pool_ptr, places, mask)
+        k = load_pool_tile(k_pool_ptr, k_scales_ptr, rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES)
+        v = load_pool_tile(v_pool_ptr, v_scales_ptr, rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES)
         highest, total, acc = attend_keys(
             q, k, v, is_visible[None, :], highest, total, acc, HEAD_DIM
         )
@@ -214,6 +241,8 @@ def ragged_kernel(
     v_ptr,
     k_pool_ptr,
     v_pool_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     out_ptr,
     lse_ptr,
     items_ptr,
@@ -233,6 +262,8 @@ def ragged_kernel(
     HEADS_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    IS_BYTES: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -253,10 +284,10 @@ def ragged_kernel(
     num_queries = tl.minimum(tl.load(item + 1) - skipped, PROGRAM_QUERIES)
     if num_queries <= 0:
         return
-    first_query = tl.load(item) + skipped
-    first_place, first_block = tl.load(item + 2) + skipped, tl.load(item + 3)
-    num_tokens, first_position = tl.load(item + 4).to(tl.int32), tl.load(item + 5)
-    chunk_start = tl.load(item + 6)
+    first_query = tl.load(item).to(tl.int64) + skipped
+    first_place, first_block = tl.load(item + 2).to(tl.int64) + skipped, tl.load(item + 3)
+    num_tokens, first_position = tl.load(item + 4), tl.load(item + 5)
+    chunk_start = tl.load(item + 6).to(tl.int64)
     kv_head = tl.program_id(1)
 
     lanes, dims = tl.arange(0, TILE_LANES), tl.arange(0, TILE_DIM)
@@ -265,7 +296,7 @@ def ragged_kernel(
     if HAS_CHUNK:
         rows = first_query + queries
     else:
-        rows = tl.load(rows_ptr + first_query + queries, mask=is_query, other=0)
+        rows = tl.load(rows_ptr + first_query + queries, mask=is_query, other=0).to(tl.int64)
     positions = tl.load(positions_ptr + rows, mask=is_query, other=0)
     query_mask = is_query[:, None] & is_dim[None, :]
     q_places = rows[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :]
@@ -285,11 +316,15 @@ def ragged_kernel(
         is_key = keys < num_tokens
         offsets = keys % BLOCK_SIZE
         blocks = tl.load(block_ids_ptr + first_block + keys // BLOCK_SIZE, mask=is_key, other=0)
-        pool_rows = blocks * stride_block + kv_head * stride_head + offsets * stride_slot
-        places = pool_rows[:, None] + dims[None, :]
+        pool_rows = blocks.to(tl.int64) * stride_block + kv_head * stride_head
+        pool_rows += offsets * stride_slot
         mask = is_key[:, None] & is_dim[None, :]
-        k = load_tile(k_pool_ptr, places, mask)
-        v = load_tile(v_pool_ptr, places, mask)
+        k = load_pool_tile(
+            k_pool_ptr, k_scales_ptr, pool_rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES
+        )
+        v = load_pool_tile(
+            v_pool_ptr, v_scales_ptr, pool_rows, dims, mask, q.dtype, ROW_WIDTH, IS_BYTES
+        )
         is_visible = is_query[:, None] & is_key[None, :]
         if WINDOW:
             distance = positions[:, None] - (first_position + keys)[None, :]

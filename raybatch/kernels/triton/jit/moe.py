@@ -1,4 +1,4 @@
-"""Mixture of experts: a stable counting sort by expert, grouped products, the weighted sum.
+"""Mixture of experts: routing, a stable counting sort, grouped products, the weighted sum.
 
 A slot is one choice of one token: slot s is choice s % TOP_K of token s // TOP_K. A place is where
 a slot lies once slots are sorted by expert. With the choices 1 2 | 0 1 of two tokens, the order of
@@ -9,6 +9,49 @@ import triton
 import triton.language as tl
 
 from raybatch.kernels.triton.jit.attention import load_tile
+from raybatch.kernels.triton.jit.linear import load_weight
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr,
+    weights_ptr,
+    experts_ptr,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_EXPERTS: tl.constexpr,
+):
+    """Choose the experts of TILE_ROWS tokens; of equal ones the first."""
+    tokens = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    experts = tl.arange(0, TILE_EXPERTS)
+    is_token = tokens < num_tokens
+    mask = is_token[:, None] & (experts < NUM_EXPERTS)[None, :]
+    places = tokens[:, None] * NUM_EXPERTS + experts[None, :]
+    logits = tl.load(logits_ptr + places, mask=mask, other=float("-inf")).to(tl.float32)
+    # rows of no token are of finite numbers as well
+    logits = tl.where(is_token[:, None], logits, 0.0)
+    shares = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    divisor = tl.sum(shares, axis=1)
+    # a token of NaN has experts that exist
+    shares = tl.where(shares == shares, shares, 0.0)
+    if IS_NORMALISED:
+        divisor = tl.zeros((TILE_ROWS,), dtype=tl.float32)
+        left = shares
+        for _ in range(TOP_K):
+            divisor += tl.max(left, axis=1)
+            chosen = tl.argmax(left, axis=1)
+            left = tl.where(experts[None, :] == chosen[:, None], -1.0, left)
+    left = shares
+    for choice in range(TOP_K):
+        share = tl.max(left, axis=1)
+        chosen = tl.argmax(left, axis=1)
+        left = tl.where(experts[None, :] == chosen[:, None], -1.0, left)
+        weight = (share / divisor).to(weights_ptr.dtype.element_ty)
+        tl.store(weights_ptr + tokens * TOP_K + choice, weight, mask=is_token)
+        tl.store(experts_ptr + tokens * TOP_K + choice, chosen, mask=is_token)
 
 
 @triton.jit
@@ -38,27 +81,49 @@ def count_kernel(
 @triton.jit
 def place_kernel(
     experts_ptr,
-    bases_ptr,
+    counts_ptr,
     order_ptr,
     places_ptr,
+    row_starts_ptr,
+    tile_ends_ptr,
     num_slots,
     NUM_EXPERTS: tl.constexpr,
     TILE_SLOTS: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
+    TILE_COUNTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ):
-    """Place one tile of slots; bases [E, tiles] say where each expert's slots of a tile begin."""
+    """Place one tile of slots, from the counts [E, tiles] of all tiles.
+
+    The first program also writes where the rows of each expert start, and after which tile of
+    TILE_ROWS rows they end.
+    """
     tile, num_tiles = tl.program_id(0), tl.num_programs(0)
-    chosen = _one_hot(experts_ptr, tile, num_slots, TILE_SLOTS, TILE_EXPERTS)
     experts = tl.arange(0, TILE_EXPERTS)
-    bases = tl.load(bases_ptr + experts * num_tiles + tile, mask=experts < NUM_EXPERTS, other=0).to(
-        tl.int32
-    )
+    totals = tl.zeros((TILE_EXPERTS,), dtype=tl.int32)
+    before = tl.zeros((TILE_EXPERTS,), dtype=tl.int32)
+    for start in range(0, num_tiles, TILE_COUNTS):
+        tiles = start + tl.arange(0, TILE_COUNTS)
+        mask = (experts < NUM_EXPERTS)[:, None] & (tiles < num_tiles)[None, :]
+        places = experts[:, None] * num_tiles + tiles[None, :]
+        counts = tl.load(counts_ptr + places, mask=mask, other=0)
+        totals += tl.sum(counts, axis=1)
+        before += tl.sum(tl.where((tiles < tile)[None, :], counts, 0), axis=1)
+    ends = tl.cumsum(totals, axis=0)
+    bases = ends - totals + before
+    chosen = _one_hot(experts_ptr, tile, num_slots, TILE_SLOTS, TILE_EXPERTS)
     ranks = tl.cumsum(chosen, axis=0) - 1
     places = tl.sum(chosen * (ranks + bases[None, :]), axis=1)
     slots = tile * TILE_SLOTS + tl.arange(0, TILE_SLOTS)
     is_slot = slots < num_slots
     tl.store(places_ptr + slots, places, mask=is_slot)
     tl.store(order_ptr + places, slots, mask=is_slot)
+    if tile == 0:
+        is_expert = experts < NUM_EXPERTS
+        tl.store(row_starts_ptr + experts, ends - totals, mask=is_expert)
+        tl.store(row_starts_ptr + experts + 1, ends, mask=experts == NUM_EXPERTS - 1)
+        tiles_of_expert = (totals + TILE_ROWS - 1) // TILE_ROWS
+        tl.store(tile_ends_ptr + experts, tl.cumsum(tiles_of_expert, axis=0), mask=is_expert)
 
 
 @triton.jit
@@ -98,6 +163,7 @@ def gate_up_kernel(
     order_ptr,
     tile_ends_ptr,
     row_starts_ptr,
+    scales_ptr,
     stride_x,
     stride_expert,
     stride_panel,
@@ -108,6 +174,7 @@ def gate_up_kernel(
     NUM_INPUTS: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
     PANEL: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
@@ -136,10 +203,14 @@ def gate_up_kernel(
             x = load_tile(x_ptr, places, in_row)
             mask = is_input[:, None] & is_output[None, :]
             in_places = inputs[:, None] * stride_in
-            gate_weight = load_tile(weight_ptr, gate_places[None, :] + in_places, mask)
-            up_weight = load_tile(weight_ptr, up_places[None, :] + in_places, mask)
+            gate_weight = load_weight(weight_ptr, gate_places[None, :] + in_places, mask, x.dtype)
+            up_weight = load_weight(weight_ptr, up_places[None, :] + in_places, mask, x.dtype)
             gate += tl.dot(x, gate_weight, input_precision="tf32x3")
             up += tl.dot(x, up_weight, input_precision="tf32x3")
+        if HAS_SCALES:
+            of_outputs = scales_ptr + expert * 2 * NUM_OUTPUTS + outputs
+            gate *= tl.load(of_outputs, mask=is_output, other=0.0)[None, :]
+            up *= tl.load(of_outputs + NUM_OUTPUTS, mask=is_output, other=0.0)[None, :]
         made = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
         targets = rows.to(tl.int64)[:, None] * NUM_OUTPUTS + outputs[None, :]
         tl.store(out_ptr + targets, made, mask=is_row[:, None] & is_output[None, :])
@@ -152,6 +223,7 @@ def down_kernel(
     out_ptr,
     tile_ends_ptr,
     row_starts_ptr,
+    scales_ptr,
     stride_expert,
     stride_panel,
     stride_out,
@@ -160,6 +232,7 @@ def down_kernel(
     NUM_INPUTS: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
     PANEL: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
@@ -184,8 +257,11 @@ def down_kernel(
             x = load_tile(x_ptr, rows[:, None] * NUM_INPUTS + inputs[None, :], in_row)
             places = out_places[None, :] + inputs[:, None] * stride_in
             mask = is_input[:, None] & is_output[None, :]
-            weight = load_tile(weight_ptr, places, mask)
+            weight = load_weight(weight_ptr, places, mask, x.dtype)
             total += tl.dot(x, weight, input_precision="tf32x3")
+        if HAS_SCALES:
+            of_outputs = scales_ptr + expert * NUM_OUTPUTS + outputs
+            total *= tl.load(of_outputs, mask=is_output, other=0.0)[None, :]
         targets = rows[:, None] * NUM_OUTPUTS + outputs[None, :]
         mask = is_row[:, None] & is_output[None, :]
         tl.store(out_ptr + targets, total.to(out_ptr.dtype.element_ty), mask=mask)

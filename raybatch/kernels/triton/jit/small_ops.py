@@ -1,4 +1,4 @@
-"""Normalisation and rotation of rows, and the scatter of keys and values into the paged pool."""
+"""Normalisation of rows, heads of a projection on their way into the paged pool, and gated rows."""
 
 import triton
 import triton.language as tl
@@ -38,66 +38,143 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def rotate_kernel(
-    x_ptr,
-    table_ptr,
-    num_rows,
-    num_heads,
-    stride_xt,
-    stride_xh,
-    stride_table,
-    NUM_PAIRS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-):
-    """Turn TILE_ROWS heads; row r is head r % num_heads of token r // num_heads.
-
-    A table row is cos, sin, cos, sin, ... of the token's angles.
-    """
-    rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    pairs = tl.arange(0, TILE_PAIRS)
-    tokens, heads = rows // num_heads, rows % num_heads
-    mask = (rows < num_rows)[:, None] & (pairs < NUM_PAIRS)[None, :]
-    turns = table_ptr + tokens[:, None] * stride_table + 2 * pairs[None, :]
-    cosine = tl.load(turns, mask=mask, other=0.0)
-    sine = tl.load(turns + 1, mask=mask, other=0.0)
-    first = x_ptr + tokens[:, None] * stride_xt + heads[:, None] * stride_xh + 2 * pairs[None, :]
-    real = tl.load(first, mask=mask, other=0.0).to(tl.float32)
-    imaginary = tl.load(first + 1, mask=mask, other=0.0).to(tl.float32)
-    dtype = x_ptr.dtype.element_ty
-    tl.store(first, (real * cosine - imaginary * sine).to(dtype), mask=mask)
-    tl.store(first + 1, (real * sine + imaginary * cosine).to(dtype), mask=mask)
+def to_byte(x, scale, dtype: tl.constexpr):
+    """Return x * scale as the nearest number of 8 bits: int8, or the bits of float8_e4m3fn."""
+    IS_INT: tl.constexpr = dtype == tl.int8
+    LARGEST: tl.constexpr = 127.0 if IS_INT else 448.0
+    # a sum with a number whose last digit is the one to keep rounds to the nearest, ties to even
+    DIGIT: tl.constexpr = 12582912.0 if IS_INT else 24576.0
+    x = x * scale
+    rounded = (x + DIGIT) - DIGIT
+    if not IS_INT:
+        # numbers from 2^-6 on keep three digits behind the first
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFFF + ((bits >> 20) & 1)
+        three = (bits & -0x100000).to(tl.float32, bitcast=True)
+        rounded = tl.where(tl.abs(x) < 0.015625, rounded, three)
+    # by rounding, the product may be a little above
+    rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
+    kind: tl.constexpr = tl.int8 if IS_INT else tl.float8e4nv
+    return rounded.to(kind).to(dtype, bitcast=True)
 
 
 @triton.jit
-def store_kv_kernel(
-    k_ptr,
-    v_ptr,
+def from_byte(x):
+    """Return the number of a byte of a pool in float32."""
+    kind: tl.constexpr = tl.float8e4nv if x.dtype == tl.uint8 else tl.int8
+    return x.to(kind, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def heads_kernel(
+    x_ptr,
+    norms_ptr,
+    table_ptr,
     k_pool_ptr,
     v_pool_ptr,
-    block_ids_ptr,
-    block_offsets_ptr,
-    stride_kt,
-    stride_kh,
-    stride_vt,
-    stride_vh,
+    k_scales_ptr,
+    v_scales_ptr,
+    slots_ptr,
+    eps,
+    stride_xt,
+    stride_xh,
+    stride_norm,
+    stride_table,
     stride_block,
     stride_head,
     stride_slot,
+    NUM_HEADS: tl.constexpr,
+    NUM_QUERIES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    IS_BYTES: tl.constexpr,
     TILE_HEADS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
+    TILE_PAIRS: tl.constexpr,
 ):
-    """Write one token. With blocks of 16, slot 37 is offset 5 of block 2, for every KV head."""
+    """Normalise and turn queries and keys of one token in place; put its keys and values away.
+
+    Heads are queries, keys and values, in that order. A table row is cos, sin, cos, sin, ... of the
+    token's angles. With blocks of 16, slot 37 is offset 5 of block 2, for every KV head.
+    """
     token = tl.program_id(0).to(tl.int64)
-    heads, dims = tl.arange(0, TILE_HEADS), tl.arange(0, TILE_DIM)
-    mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-    block = tl.load(block_ids_ptr + token)
-    offset = tl.load(block_offsets_ptr + token)
-    slot = block * stride_block + offset * stride_slot
-    targets = slot + heads[:, None] * stride_head + dims[None, :]
-    k_sources = token * stride_kt + heads[:, None] * stride_kh + dims[None, :]
-    v_sources = token * stride_vt + heads[:, None] * stride_vh + dims[None, :]
-    tl.store(k_pool_ptr + targets, tl.load(k_ptr + k_sources, mask=mask), mask=mask)
-    tl.store(v_pool_ptr + targets, tl.load(v_ptr + v_sources, mask=mask), mask=mask)
+    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    pairs = tl.arange(0, TILE_PAIRS)
+    NUM_PAIRS: tl.constexpr = HEAD_DIM // 2
+    is_pair = (pairs < NUM_PAIRS)[None, :]
+    is_head = (heads < NUM_HEADS)[:, None]
+    is_turned = (heads < NUM_QUERIES + NUM_KV_HEADS)[:, None]
+    mask, turned = is_head & is_pair, is_head & is_turned & is_pair
+    first = token * stride_xt + heads[:, None] * stride_xh + 2 * pairs[None, :]
+    real = tl.load(x_ptr + first, mask=mask, other=0.0).to(tl.float32)
+    imaginary = tl.load(x_ptr + first + 1, mask=mask, other=0.0).to(tl.float32)
+    dtype = x_ptr.dtype.element_ty
+    if HAS_NORMS:
+        square = tl.sum(real * real + imaginary * imaginary, axis=1)[:, None]
+        scale = tl.rsqrt(square * (1.0 / HEAD_DIM) + eps)
+        places = heads[:, None] * stride_norm + 2 * pairs[None, :]
+        weight = tl.load(norms_ptr + places, mask=turned, other=0.0).to(tl.float32)
+        next_weight = tl.load(norms_ptr + places + 1, mask=turned, other=0.0).to(tl.float32)
+        # rounded where the reference rounds
+        normed = ((real * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        next_normed = (imaginary * scale).to(dtype).to(tl.float32) * next_weight
+        real = tl.where(is_turned, normed, real)
+        imaginary = tl.where(is_turned, next_normed.to(dtype).to(tl.float32), imaginary)
+    turns = table_ptr + token * stride_table + 2 * pairs[None, :]
+    cosine = tl.load(turns + tl.zeros_like(heads)[:, None], mask=turned, other=1.0)
+    sine = tl.load(turns + 1 + tl.zeros_like(heads)[:, None], mask=turned, other=0.0)
+    one = (real * cosine - imaginary * sine).to(dtype)
+    two = (real * sine + imaginary * cosine).to(dtype)
+    if NUM_KV_HEADS:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        row = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
+        is_key = is_turned & (heads >= NUM_QUERIES)[:, None]
+        kv_heads = heads - NUM_QUERIES
+        kv_heads = tl.where(kv_heads >= NUM_KV_HEADS, kv_heads - NUM_KV_HEADS, kv_heads)
+        rows = row + kv_heads[:, None] * stride_head
+        targets = rows + 2 * pairs[None, :]
+        is_k, is_v = is_key & mask, mask & (~is_turned)
+        if IS_BYTES:
+            LARGEST: tl.constexpr = 127.0 if k_pool_ptr.dtype.element_ty == tl.int8 else 448.0
+            x, y = one.to(tl.float32), two.to(tl.float32)
+            highest = tl.max(tl.maximum(tl.abs(x), tl.abs(y)), axis=1)
+            # a maximum passes over NaN, of which a row may keep no number
+            highest += tl.sum(x * 0.0 + y * 0.0, axis=1)
+            highest = highest[:, None]
+            factor = tl.div_rn(tl.zeros_like(highest) + LARGEST, tl.maximum(highest, 1e-30))
+            byte: tl.constexpr = k_pool_ptr.dtype.element_ty
+            stored_one, stored_two = to_byte(x, factor, byte), to_byte(y, factor, byte)
+            of_row = highest * (1.0 / LARGEST)
+            scale_places = rows // 4 + ROW_WIDTH // 4 - 1
+            tl.store(k_scales_ptr + scale_places, of_row, mask=is_head & is_key)
+            tl.store(v_scales_ptr + scale_places, of_row, mask=is_head & (~is_turned))
+            # what the pool gives back is what a chunk sees of its own
+            is_kept = is_k | is_v
+            one = tl.where(is_kept, (from_byte(stored_one) * of_row).to(dtype), one)
+            two = tl.where(is_kept, (from_byte(stored_two) * of_row).to(dtype), two)
+        else:
+            stored_one, stored_two = one, two
+        tl.store(k_pool_ptr + targets, stored_one, mask=is_k)
+        tl.store(k_pool_ptr + targets + 1, stored_two, mask=is_k)
+        tl.store(v_pool_ptr + targets, stored_one, mask=is_v)
+        tl.store(v_pool_ptr + targets + 1, stored_two, mask=is_v)
+    if IS_BYTES:
+        turned = mask
+    tl.store(x_ptr + first, one, mask=turned)
+    tl.store(x_ptr + first + 1, two, mask=turned)
+
+
+@triton.jit
+def gate_kernel(x_ptr, out_ptr, num_outputs, stride_x, TILE: tl.constexpr):
+    """Write silu(gate) * up of one row [gate, up]."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = places < num_outputs
+    source = x_ptr + row * stride_x + places
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + num_outputs, mask=mask, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    gated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * num_outputs + places, (gated * up).to(dtype), mask=mask)

@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from raybatch.engine.forward.decode_graphs import DecodeBuffers, GraphMismatchError, step_sizes
+from raybatch.engine.forward.graph_sizes import step_sizes
+from raybatch.engine.forward.step_graphs import GraphMismatchError, StepBuffers
 from raybatch.kernels.attention_plan import ContextPart, PrefillPart
 from raybatch.kernels.dispatch import REFERENCE
 from tests import tolerances
@@ -118,7 +119,7 @@ def test_steps_without_a_graph_are_counted_by_why(folder):
     assert len(wide.attention.decode.block_ids) > 12
     for found in (
         replace(batch, attention=replace(plan, contexts=(context,))),
-        replace(batch, attention=replace(plan, num_decode=2, prefill=prefill)),
+        replace(batch, attention=replace(random_step(2, 1).attention, prefill=prefill)),
         replace(batch, attention=replace(plan, num_decode=0, decode=None, prefill=prefill)),
         random_step(5, 2),
     ):
@@ -128,13 +129,13 @@ def test_steps_without_a_graph_are_counted_by_why(folder):
     )
     assert narrow.graphs.run(wide) is None
     assert {"blocks": 1} == narrow.graphs.counts.eager_steps
-    assert captured.graphs.counts.eager_steps == {"shared prefix": 1, "prompts": 2, "rows": 1}
+    assert captured.graphs.counts.eager_steps == {"rows": 4}
     assert 0 == captured.graphs.counts.num_steps
 
 
 def test_experts_that_are_cut_by_counts_cannot_be_captured(folder):
     with pytest.raises(CaptureError, match=r"tolist|bincount"):
-        capture(folder / "qwen3-moe", ops=REFERENCE)
+        capture(folder / "qwen3-moe", ops=replace(FIXED, moe_ffn=REFERENCE.moe_ffn))
 
 
 def test_a_graph_equals_the_plain_pass_before_it_is_used(captured):
@@ -151,16 +152,12 @@ def test_the_check_works_in_a_pool_of_one_block(folder):
     captured.graphs.check(captured.plain)
 
 
-def attends_to_one_block(part, *, pool, windows):
-    return REFERENCE.prepare_fixed(
-        replace(part, block_ids=torch.zeros_like(part.block_ids)), pool=pool, windows=windows
-    )
+def attends_to_one_block(size, index, **rest):
+    return FIXED.prepare_fixed(size, torch.where(index > 3, 3, index), **rest)
 
 
-def forgets_the_position(part, *, pool, windows):
-    return REFERENCE.prepare_fixed(
-        replace(part, slot_mapping=part.slot_mapping * 0), pool=pool, windows=windows
-    )
+def forgets_the_position(size, index, *, positions, slot_mapping):
+    return FIXED.prepare_fixed(size, index, positions=positions, slot_mapping=slot_mapping * 0)
 
 
 @pytest.mark.parametrize("wrong", [attends_to_one_block, forgets_the_position])
@@ -171,32 +168,22 @@ def test_a_graph_that_computes_something_else_is_refused(wrong, folder):
 
 
 def test_sizes_grow_so_that_little_is_padding():
-    assert (1, 2, 4, 8, 16, 24, 32, 40) == step_sizes(40)
-    assert (1, 2, 3) == step_sizes(3)
-    sizes = step_sizes(512)
-    assert (1, 512) == (sizes[0], sizes[-1])
-    assert len(sizes) < 40
-    for smaller, larger in pairwise(sizes):
-        if smaller >= 64:
-            assert larger - (smaller + 1) <= (smaller + 1) / 8
+    assert (1, 2, 4, 8, 16, 24, 32, 40) == step_sizes(40, 8)
+    assert (1, 2, 3) == step_sizes(3, 8)
+    for to_a_doubling, most in ((8, 51), (4, 33)):
+        sizes = step_sizes(2048, to_a_doubling)
+        assert (1, 2048) == (sizes[0], sizes[-1])
+        assert len(sizes) <= most
+        for smaller, larger in pairwise(sizes):
+            if smaller >= 64:
+                assert larger - (smaller + 1) <= (smaller + 1) / to_a_doubling
 
 
 def test_buffers_take_as_many_bytes_as_are_counted():
-    steps = shape((1, 8), max_row_blocks=5)
-    buffers = DecodeBuffers(
-        steps, scrap_block=9, block_size=BLOCK, vocab_size=211, device=torch.device("cpu")
+    sizes = shape((1, 8), mixed=(16,), max_row_blocks=5).sizes().all()
+    buffers = StepBuffers(
+        sizes, scrap_block=9, block_size=BLOCK, vocab_size=211, device=torch.device("cpu")
     )
-    part = buffers.part(8)
-    tensors = [
-        buffers.token_ids,
-        buffers.logits,
-        part.positions,
-        part.slot_mapping,
-        part.starts,
-        part.starts,  # numbers of rows, of the same size
-        part.block_ids,
-        part.num_valid,
-        part.first_positions,
-    ]
-    counted = steps.buffer_bytes(211)
-    assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == counted
+    counted = StepBuffers.bytes_of(sizes, 211)
+    assert counted == buffers.logits.nbytes + buffers.numbers.nbytes
+    assert [size.step.num_index for size in sizes] == [len(buffers.inputs(s)[4]) for s in sizes]

@@ -1,0 +1,234 @@
+"""The ops for a model: compiled ones on a CPU, kernels on a GPU, else the references in torch.
+
+Kernels of a GPU are compared with the references at the start, on layers of the model. Every op is
+put alone in place of its reference, and what modules make of random hidden states and KV is
+compared. Where that differs, or where a kernel does not run, the reference stays.
+"""
+
+import logging
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.decoder import Decoder, byte_dtype_of
+from raybatch.engine.forward.grouped_experts import with_grouped_experts
+from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.weights.layout import map_tensors
+from raybatch.engine.weights.loading import ModelWeights
+from raybatch.errors import error_text
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.byte_numbers import is_quantised, quantise, read_rows, row_width
+from raybatch.kernels.dispatch import REFERENCE, Ops, compiled_ops, ops_for
+from raybatch.models.config import ModelSpec
+
+_logger = logging.getLogger(__name__)
+
+# what is put in place together, by the name that a log gives it
+_PARTS = {
+    "rms_norm": ("rms_norm",),
+    "linear": ("linear",),
+    "add_linear_": ("add_linear_",),
+    "add_mlp_": ("add_mlp_",),
+    "moe_ffn": ("moe_ffn",),
+    # these read one record
+    "attention": ("finish_heads", "prepare_attention", "attend", "prepare_fixed"),
+}
+# relative error of a row: one wrong key is far beyond, another order of sums far below
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_CHUNKS = 140, 5
+_NUM_DECODES = 3
+# small beside what a module adds to them, which is what is to be compared
+_HIDDEN_SIZE = 1e-2
+
+
+def pick_ops(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    *,
+    block_size: int,
+    may_compile: bool,
+    kv_dtype: torch.dtype | None = None,
+) -> Ops:
+    """Return the ops for these weights: compiled for float32 on a CPU, kernels on a GPU.
+
+    `may_compile` false takes those of torch on a CPU, which alone use several threads; a `kv_dtype`
+    of None is that of the weights.
+    """
+    embed = weights.embed
+    form = ops_for(embed.device)
+    if form is not REFERENCE:
+        # kernels run on the current device
+        with torch.cuda.device(embed.device) if embed.is_cuda else nullcontext():
+            ops = agreed_ops(
+                form, spec, weights, block_size=block_size, kv_dtype=kv_dtype or embed.dtype
+            )
+            has_kernel = ops.moe_ffn is not REFERENCE.moe_ffn
+            return with_grouped_experts(ops, spec, weights) if has_kernel else ops
+    if not (may_compile and embed.dtype == torch.float32 and embed.device.type == "cpu"):
+        return REFERENCE
+    # of the experts' panels; a model without such experts has none
+    panel_widths = None
+    for layer in weights.layers:
+        gate_up, down = layer.experts_gate_up, layer.experts_down
+        if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
+            panel_widths = gate_up.shape[3], down.shape[3]
+            break
+    return compiled_ops(
+        head_dim=spec.head_dim,
+        num_grouped=spec.num_heads // spec.num_kv_heads,
+        block_size=block_size,
+        panel_widths=panel_widths,
+        byte_dtype=byte_dtype_of(weights),
+        kv_dtype=kv_dtype or embed.dtype,
+    )
+
+
+def agreed_ops(
+    form: Ops, spec: ModelSpec, weights: ModelWeights, *, block_size: int, kv_dtype: torch.dtype
+) -> Ops:
+    """Return the ops of `form` that agree with the references on these weights, else those."""
+    probe = _Probe(spec, weights, block_size, kv_dtype)
+    wanted = probe.run(REFERENCE)
+    ops = REFERENCE
+    for name, fields in _PARTS.items():
+        chosen = {field: getattr(form, field) for field in fields}
+        # kernels and their compiler have exceptions of their own, and the reference can do
+        try:
+            error = _largest_error(wanted, probe.run(replace(REFERENCE, **chosen)))
+        except Exception as failure:
+            _logger.warning(
+                "%s runs as plain torch, as its kernel fails: %s", name, error_text(failure)
+            )
+            continue
+        # also NaN, of which nothing is true
+        if error <= _TOLERANCE[weights.embed.dtype]:
+            ops = replace(ops, **chosen)
+        else:
+            _logger.warning(
+                "%s runs as plain torch, from which its kernel differs by %.2g", name, error
+            )
+    return ops
+
+
+class _Result(NamedTuple):
+    """Rows [n, D], of which some may be apart."""
+
+    rows: torch.Tensor
+    may_stray: bool = False
+
+
+class _Probe:
+    """A layer of each kind of a model, and a step of all that a step may have."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, block_size: int, kv_dtype: torch.dtype
+    ) -> None:
+        device, self._dtype = weights.embed.device, weights.embed.dtype
+        kinds = {(spec.windows[i], spec.is_sparse(i)): i for i in reversed(range(spec.num_layers))}
+        chosen = sorted(kinds.values())
+        # layers that pass through a device are not all there
+        layers = map_tensors([weights.layers[i] for i in chosen], lambda x: x.to(device))
+        windows = tuple(spec.windows[i] for i in chosen)
+        self._spec = replace(spec, num_layers=len(chosen), windows=windows)
+        self._weights = replace(weights, layers=tuple(layers))
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self._batch, num_blocks = _step(block_size, device)
+        shape = len(chosen), num_blocks, spec.num_kv_heads, block_size, spec.head_dim
+        self._pools = tuple(
+            (quantise(x, kv_dtype) if is_quantised(kv_dtype) else x.to(kv_dtype)).to(device)
+            for x in (random(*shape), random(*shape))
+        )
+        assert self._pools[0].shape[-1] == row_width(spec.head_dim, kv_dtype), "rows of the pool"
+        hidden = random(len(self._batch.token_ids), spec.model_dim) * _HIDDEN_SIZE
+        self._hidden = hidden.to(device, self._dtype)
+
+    @torch.inference_mode()
+    def run(self, ops: Ops) -> list[_Result]:
+        """Return what each module makes of the hidden states, and the KV afterwards."""
+        decoder = Decoder(self._spec, self._weights, ops=ops)
+        k_pool, v_pool = self._pools
+        cache = KVCache(k=k_pool.clone(), v=v_pool.clone())
+        prepared = decoder.prepare(self._batch, cache)
+        made = []
+        # a number between two bytes becomes either
+        is_rounded = is_quantised(cache.k.dtype)
+        for layer_idx, layer in enumerate(self._weights.layers):
+            x = decoder.attention(layer_idx, self._hidden.clone(), prepared, cache)
+            # decodes apart from chunks, so that neither outvotes the other
+            of_kinds = x[:_NUM_DECODES], x[_NUM_DECODES:]
+            made += [_Result(rows, is_rounded) for rows in of_kinds]
+            for rows in (self._hidden, self._hidden[:_NUM_DECODES]):
+                added = rows.clone()
+                decoder.ffn_(layer_idx, added)
+                # a router that nearly ties takes another expert
+                made.append(_Result(added, layer.router is not None and rows is self._hidden))
+        made.append(_Result(decoder.logits(self._hidden[:_NUM_DECODES])))
+        for pool in (cache.k, cache.v):
+            numbers = read_rows(pool, self._spec.head_dim, self._dtype).flatten(0, 3)
+            made.append(_Result(numbers, is_rounded))
+        return made
+
+
+def _largest_error(wanted: list[_Result], made: list[_Result]) -> float:
+    """Return the largest error of a row, relative to its norm."""
+    errors = []
+    for expected, found in zip(wanted, made, strict=True):
+        right = expected.rows.float()
+        of_rows = (found.rows.float() - right).norm(dim=1) / right.norm(dim=1).clamp(min=1e-6)
+        errors.append(of_rows.median() if expected.may_stray else of_rows.max())
+    return float(torch.stack(errors).max())
+
+
+def _step(block_size: int, device: torch.device) -> tuple[ForwardBatch, int]:
+    """Return a step, and how many blocks it has.
+
+    Decodes share a run of two blocks with the first of two chunks, which alone reads a third one.
+    """
+    first, second = _CHUNKS
+    decodes = torch.arange(_NUM_DECODES)
+    inside = decodes * 5 % block_size
+    run = torch.arange(2)
+    own = _NUM_DECODES + 2
+    slots_of_chunks = (own + 1) * block_size + torch.arange(first + second)
+    positions = torch.cat(
+        (2 * block_size + inside, 3 * block_size + torch.arange(first), torch.arange(second))
+    )
+    decode = DecodePart(
+        block_ids=decodes + 2,
+        owners=decodes,
+        num_valid=inside + 1,
+        is_contiguous=True,
+        first_positions=torch.full_like(decodes, 2 * block_size),
+    )
+    rows = torch.arange(_NUM_DECODES + first)
+    contexts = (
+        ContextPart(query_idx=rows, block_ids=run, num_tokens=2 * block_size),
+        ContextPart(
+            query_idx=rows[_NUM_DECODES:],
+            block_ids=torch.tensor([own]),
+            num_tokens=block_size,
+            first_position=2 * block_size,
+            chunk=0,
+        ),
+    )
+    slots = torch.cat(((decodes + 2) * block_size + inside, slots_of_chunks))
+    batch = ForwardBatch(
+        token_ids=torch.zeros(len(positions), dtype=torch.int64, device=device),
+        positions=positions.to(device),
+        slot_mapping=slots.to(device),
+        logits_idx=torch.arange(len(positions), device=device),
+        attention=AttentionPlan(
+            num_decode=_NUM_DECODES,
+            decode=decode,
+            prefill=PrefillPart(starts=(_NUM_DECODES, _NUM_DECODES + first), lens=_CHUNKS),
+            contexts=contexts,
+        ),
+    )
+    return batch, int(slots.max()) // block_size + 1

@@ -1,0 +1,334 @@
+"""Steps as graphs: captured once for each of a few sizes, then repeated.
+
+A step is hundreds of short launches, which a host makes more slowly than a GPU runs them where a
+step is short. A graph is one launch; what differs from step to step are numbers that it reads.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.graph_sizes import GraphShape, GraphSize
+from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.memory.pinned import IndexUploads
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.step_index import MAX_SPLITS, StepIndex
+from raybatch.models.config import ModelSpec
+
+# kernels are compiled and libraries take their memory before a capture, which allows neither
+_NUM_WARM_UPS = 2
+
+_logger = logging.getLogger(__name__)
+# rows of the check of a captured step, and blocks that each of them reads
+_CHECKED_ROWS, _CHECKED_BLOCKS = 8, 3
+# relative error of a row's logits: one wrong block is far beyond, another order of sums far below
+_TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+
+
+class StepBuffers:
+    """Inputs and logits of captured steps; steps of every size use the same memory.
+
+    A step is one row of numbers, which the host makes and one copy brings: token ids, positions,
+    slots, rows with logits, and the index of attention. `scrap_block`: block of the pool that is no
+    sequence's; padded rows write it.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[GraphSize],
+        *,
+        scrap_block: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        uploads: IndexUploads | None = None,
+    ) -> None:
+        self._scrap_slot = scrap_block * block_size
+        num_rows = max(size.num_logits for size in sizes)
+        self.logits = torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device)
+        num_numbers = max(size.num_index for size in sizes)
+        self.numbers = torch.zeros(num_numbers, dtype=torch.int32, device=device)
+        self._host = np.zeros(num_numbers, np.int32)
+        self._uploads = uploads or IndexUploads(device)
+
+    @staticmethod
+    def bytes_of(sizes: Sequence[GraphSize], vocab_size: int) -> int:
+        numbers = max(size.num_index for size in sizes)
+        return 4 * (numbers + max(size.num_logits for size in sizes) * vocab_size)
+
+    def inputs(self, size: GraphSize) -> tuple[torch.Tensor, ...]:
+        """Return token ids, positions, slots, rows with logits and the index, as views."""
+        return torch.split(self.numbers[: size.num_index], _lengths(size))
+
+    @torch.inference_mode()
+    def fill(self, batch: ForwardBatch, index: StepIndex, size: GraphSize) -> None:
+        """Put a step of the host into the first rows, and padding into the rest of its size."""
+        numbers = self._host[: size.num_index]
+        *parts, out = np.split(numbers, np.cumsum(_lengths(size))[:-1])
+        tensors = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_idx)
+        for part, source, padding in zip(parts, tensors, (0, 0, self._scrap_slot, 0), strict=True):
+            part[: len(source)] = source.numpy()
+            part[len(source) :] = padding
+        num_written = index.write(size.step, out)
+        stop = size.num_index - len(out) + num_written
+        self._uploads.write(self.numbers[:stop], numbers[:stop])
+        if batch.late is not None:
+            batch.late.put(self.inputs(size)[0], self._uploads)
+
+
+def _lengths(size: GraphSize) -> list[int]:
+    rows, step = size.step.rows, size.step
+    return [rows, rows, rows, size.num_logits, step.num_index]
+
+
+class CudaGraphs:
+    """Graphs of CUDA, which share one pool of memory and never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Run a function several times and return it as a graph.
+
+        It reads and writes tensors that live as long as the graph; whatever else it makes is its
+        own. The largest one comes first, so that others fit its memory. Raises RuntimeError: it
+        cannot be recorded.
+        """
+        current = torch.cuda.current_stream(self._device)
+        # libraries keep their working memory by stream, so that warm-up and capture share one
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_NUM_WARM_UPS):
+                function()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # other threads of the process may allocate meanwhile
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            function()
+        return graph
+
+
+class GraphMismatchError(RuntimeError): ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphCounts:
+    """What graphs did."""
+
+    num_captured: int = 0
+    num_steps: int = 0
+    # steps without a graph by what they have more of than the largest one: "rows", "blocks" of
+    # decode rows, chunks of "prompts" or runs of a "shared prefix"
+    eager_steps: Mapping[str, int] = field(default_factory=dict)
+
+
+class StepGraphs:
+    """Captured steps of one decoder over one pool; owned by one thread.
+
+    The decoder has ops of fixed shapes, and the last block of the cache is no sequence's. Raises
+    RuntimeError: a step cannot be captured.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, *, shape: GraphShape, graphs: CudaGraphs
+    ) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        _, num_blocks, self._num_kv_heads, self._block_size, _ = cache.k.shape
+        self._sizes = shape.sizes()
+        self._buffers = StepBuffers(
+            self._sizes.all(),
+            scrap_block=num_blocks - 1,
+            block_size=self._block_size,
+            vocab_size=decoder.vocab_size,
+            device=cache.k.device,
+        )
+        self._uploads = IndexUploads(cache.k.device)
+        self._num_steps = 0
+        self._eager: Counter[str] = Counter()
+        # the largest one first: the others fit into the memory that it has taken
+        in_order = sorted(self._sizes.all(), key=lambda size: size.step.rows, reverse=True)
+        self._graphs = {size: self._capture(graphs, size) for size in in_order}
+
+    @property
+    def counts(self) -> GraphCounts:
+        return GraphCounts(
+            num_captured=len(self._graphs), num_steps=self._num_steps, eager_steps=dict(self._eager)
+        )
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Return the logits of a step [S, V], valid until the next one; None if it has no graph.
+
+        The batch is on the host.
+        """
+        index = self._index(batch)
+        size = self._sizes.pick(index.size, len(batch.logits_idx))
+        if isinstance(size, str):
+            self._eager[size] += 1
+            return None
+        self._num_steps += 1
+        return self._replay(batch, index, size)
+
+    @torch.inference_mode()
+    def check(self, plain: Decoder) -> None:
+        """Compare every graph with a plain forward pass; the pool must be unused, and is after it.
+
+        `plain` is the same model with ops that are known to be right. Raises GraphMismatchError:
+        they differ by more than rounding does.
+        """
+        pool = self._cache.k
+        generator = torch.Generator(pool.device).manual_seed(0)
+        used = min(_CHECKED_ROWS * _CHECKED_BLOCKS + 4, pool.shape[1] - 1)
+        for tensor in (self._cache.k, self._cache.v):
+            tensor[:, :used].normal_(generator=generator)
+        try:
+            for size in self._graphs:
+                batch = checked_step(size, pool, plain.vocab_size)
+                if batch is None:
+                    continue
+                index = self._index(batch)
+                wanted = plain.forward(on_device(batch, self._uploads, pool.device), self._cache)
+                made = self._replay(batch, index, size)
+                errors = (made - wanted).norm(dim=1) / wanted.norm(dim=1)
+                # one row may be apart: a router that nearly ties takes another expert
+                error = float(errors.median())
+                # also NaN, of which nothing is true
+                if not error <= _TOLERANCE[pool.dtype]:
+                    raise GraphMismatchError(
+                        f"the captured step of {size.step.rows} rows differs from the plain "
+                        f"forward pass by {error:.2g} of its logits"
+                    )
+        finally:
+            for tensor in (self._cache.k, self._cache.v):
+                tensor[:, :used] = 0
+
+    def _index(self, batch: ForwardBatch) -> StepIndex:
+        return StepIndex(
+            batch.attention,
+            num_rows=len(batch.token_ids),
+            num_kv_heads=self._num_kv_heads,
+            block_size=self._block_size,
+        )
+
+    def _capture(self, graphs: CudaGraphs, size: GraphSize) -> torch.cuda.CUDAGraph:
+        token_ids, positions, slots, logits_idx, index = self._buffers.inputs(size)
+        step = partial(
+            self._decoder.forward_fixed,
+            token_ids,
+            positions,
+            slots,
+            None if size.has_all_logits else logits_idx,
+            size.step,
+            index,
+            self._cache,
+            self._buffers.logits[: size.num_logits],
+        )
+        return graphs.capture(step)
+
+    def _replay(self, batch: ForwardBatch, index: StepIndex, size: GraphSize) -> torch.Tensor:
+        self._buffers.fill(batch, index, size)
+        self._graphs[size].replay()
+        return self._buffers.logits[: len(batch.logits_idx)]
+
+
+def checked_step(
+    size: GraphSize,
+    pool: torch.Tensor,  # [L, N, G, B, D]
+    vocab_size: int,
+) -> ForwardBatch | None:
+    """Return a small step of a size's kind, on the host; None where pool or size are too small.
+
+    Decode rows read blocks of their own, the last one in part; where the size has room for runs,
+    all of them see one more block, and where it has room for chunks, two prompts stand behind them,
+    of which one has a block already.
+    """
+    step, block_size, num_blocks = size.step, pool.shape[3], pool.shape[1] - 1
+    has_run, has_chunks = step.run_items > 0, step.chunk_items > 0
+    lens = [min(block_size, max(1, step.rows // 4)), 1] if has_chunks else []
+    free = num_blocks - has_run - 3 * has_chunks
+    num_rows = min(
+        _CHECKED_ROWS, step.decode_rows, step.rows - sum(lens), size.num_logits - has_chunks, free
+    )
+    if num_rows < 1:
+        return None
+    per_row = min(_CHECKED_BLOCKS, step.row_blocks, free // num_rows)
+    rows = torch.arange(num_rows)
+    inside = rows * 7 % block_size
+    blocks = torch.arange(num_rows * per_row)
+    own_start = block_size * has_run
+    last = rows * per_row + per_row - 1
+    num_valid = torch.full_like(blocks, block_size)
+    num_valid[last] = inside + 1
+    decode = DecodePart(
+        block_ids=blocks,
+        owners=blocks // per_row,
+        num_valid=num_valid,
+        is_contiguous=True,
+        first_positions=own_start + blocks % per_row * block_size,
+    )
+    positions = [own_start + (per_row - 1) * block_size + inside]
+    slots = [last * block_size + inside]
+    logits_idx, contexts, prefill = [rows], [], None
+    next_block = num_rows * per_row
+    if has_run:
+        contexts.append(
+            ContextPart(query_idx=rows, block_ids=torch.tensor([next_block]), num_tokens=block_size)
+        )
+        next_block += 1
+    if has_chunks:
+        starts = (num_rows, num_rows + lens[0])
+        prefill = PrefillPart(starts=starts, lens=tuple(lens))
+        contexts.append(
+            ContextPart(
+                query_idx=num_rows + torch.arange(lens[0]),
+                block_ids=torch.tensor([next_block]),
+                num_tokens=block_size,
+                chunk=0,
+            )
+        )
+        positions += [block_size + torch.arange(lens[0]), torch.zeros(1, dtype=torch.int64)]
+        slots += [(next_block + 1) * block_size + torch.arange(lens[0])]
+        slots += [torch.tensor([(next_block + 2) * block_size])]
+        logits_idx.append(num_rows + torch.tensor([sum(lens) - 1]))
+    token_ids = (torch.arange(num_rows + sum(lens)) * 31 + 1) % vocab_size
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=torch.cat(positions),
+        slot_mapping=torch.cat(slots),
+        logits_idx=torch.cat(logits_idx),
+        attention=AttentionPlan(
+            num_decode=num_rows, decode=decode, prefill=prefill, contexts=tuple(contexts)
+        ),
+    )
+
+
+def working_bytes(spec: ModelSpec, size: GraphSize, dtype: torch.dtype) -> int:
+    """Return the most that a captured step needs besides its buffers: tensors of one layer or head.
+
+    Reasoned from shapes and not measured on a GPU; twice the sum, as freed pieces do not all fit
+    what comes after them.
+    """
+    item, dim, head_dim = dtype.itemsize, spec.model_dim, spec.head_dim
+    heads, step = spec.num_heads + 2 * spec.num_kv_heads, size.step
+    attention = (2 * dim + (heads + spec.num_heads) * head_dim) * item + 4 * head_dim
+    dense = (2 * dim + 3 * spec.ffn_dim) * item
+    sparse = 0
+    if spec.moe is not None:
+        sparse = (2 * dim + spec.moe.top_k * (spec.moe.ffn_dim + dim)) * item
+        sparse += spec.moe.num_experts * 8
+    # float32 partial results of splits, and of runs
+    partial_rows = step.decode_rows * MAX_SPLITS + step.places
+    partials = partial_rows * spec.num_heads * (head_dim + 1) * 4
+    head = size.num_logits * (2 * dim + spec.vocab_size) * item
+    return 2 * max(step.rows * max(attention, dense, sparse) + partials, head)

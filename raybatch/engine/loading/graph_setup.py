@@ -1,0 +1,130 @@
+"""Which graphs an engine captures, what they need of the memory, and whether they are right."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.graph_sizes import GraphShape
+from raybatch.engine.forward.step_graphs import CudaGraphs, StepBuffers, StepGraphs, working_bytes
+from raybatch.engine.memory.kv_cache import KVCache, max_sequence_len
+from raybatch.engine.weights.loading import ModelWeights
+from raybatch.errors import ConfigError, error_text
+from raybatch.kernels.dispatch import Ops
+from raybatch.models.config import ModelSpec
+
+_logger = logging.getLogger(__name__)
+
+# 12 MiB of indices; rows that would need more at once run without a graph
+_MAX_ENTRIES = 1 << 20
+# of the launches of one graph, a guess: it was not measured
+_GRAPH_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphSetup:
+    """Graphs that an engine is going to capture once it has its pool."""
+
+    shape: GraphShape
+    ops: Ops
+    # the options ask for graphs, so that it is an error to have none
+    is_required: bool = False
+
+    def needed_bytes(self, spec: ModelSpec, dtype: torch.dtype) -> int:
+        """Return the memory that buffers and graphs take; the scrap block is not counted."""
+        sizes = self.shape.sizes().all()
+        return (
+            StepBuffers.bytes_of(sizes, spec.vocab_size)
+            + max(working_bytes(spec, size, dtype) for size in sizes)
+            + len(sizes) * _GRAPH_BYTES
+        )
+
+    def capture(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        cache: KVCache,
+        plain: Decoder,
+        *,
+        graphs: CudaGraphs | None = None,
+    ) -> StepGraphs | None:
+        """Capture every size and compare it with the plain forward pass; None where that fails.
+
+        The last block of `cache`, which is unused, is no sequence's; `plain` runs all other steps.
+        Raises ConfigError: it fails, and the options ask for graphs.
+        """
+        try:
+            made = StepGraphs(
+                Decoder(spec, weights, ops=self.ops),
+                cache,
+                shape=self.shape,
+                graphs=graphs or CudaGraphs(cache.k.device),
+            )
+            made.check(plain)
+        # compilers and drivers have exceptions of their own, and the engine can do without graphs
+        except Exception as error:
+            if self.is_required:
+                raise ConfigError(
+                    f"engine.cuda_graphs: steps cannot be captured: {error_text(error)}"
+                ) from error
+            _logger.warning("steps run without CUDA graphs: %s", error_text(error))
+            return None
+        _logger.info(
+            "%d CUDA graphs captured, of decodes for up to %d rows and with prompts for up to %d",
+            made.counts.num_captured,
+            self.shape.decode[-1],
+            self.shape.mixed[-1] if self.shape.mixed else 0,
+        )
+        return made
+
+
+def plan_graphs(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    ops: Ops,
+    is_streamed: bool = False,
+) -> GraphSetup | None:
+    """Return what an engine captures; None where it captures nothing.
+
+    Takes options with `attn_batch_tokens` decided, and the ops of the engine. Raises ConfigError:
+    the options ask for graphs, and there can be none.
+    """
+    if config.cuda_graphs is False:
+        return None
+    obstacles = (
+        (device.type != "cuda", f"the engine runs on {device}, and only CUDA has them"),
+        (
+            config.attn_batch_tokens not in (None, "auto"),
+            "steps run as coroutines (attn_batch_tokens)",
+        ),
+        (is_streamed, "layers pass through a ring of buffers (device_weight_bytes)"),
+        (config.kv_offload, "the pool has two shapes (kv_offload)"),
+    )
+    reason = next((text for holds, text in obstacles if holds), "")
+    if not reason and not ops.is_fixed:
+        reason = "they need Triton's kernels: pip install raybatch[gpu]"
+    if reason:
+        if config.cuda_graphs:
+            raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
+        if device.type == "cuda":
+            _logger.info("steps run without CUDA graphs: %s", reason)
+        return None
+    return GraphSetup(
+        shape=graph_shape(config, spec), ops=ops, is_required=config.cuda_graphs is True
+    )
+
+
+def graph_shape(config: EngineConfig, spec: ModelSpec) -> GraphShape:
+    max_len = max_sequence_len(config, spec.max_model_len)
+    num_drafts = config.speculative_tokens or 0
+    return GraphShape.within(
+        max_rows=min(config.max_num_seqs * (1 + num_drafts), config.max_batched_tokens),
+        max_tokens=config.max_batched_tokens,
+        max_row_blocks=-(-max_len // config.block_size_tokens),
+        max_entries=_MAX_ENTRIES,
+        block_size=config.block_size_tokens,
+    )
