@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from raybatch.backends.registry import type_of
 from raybatch.bench.checkpoints import ON_CPU, ON_GPU, Shape, write_checkpoint
 from raybatch.bench.engine_run import EngineJob, EngineResult, Rows
-from raybatch.bench.layers import LayerTime, time_layers
+from raybatch.bench.layers import LayerFigures, measure_layers
 from raybatch.bench.machine import Limits, machine_of, measure_limits
 from raybatch.bench.report import BenchReport, CheckedTokens, ModelFigures
 from raybatch.config import BackendConfig, EngineConfig
@@ -186,14 +186,20 @@ class _Bench:
         num_parameters = write_checkpoint(shape, folder, dtype=self.dtype, device=str(self._device))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        layers: tuple[LayerTime, ...] = ()
+        layers: LayerFigures | None = None
         if self._left_s() > 0:
             self._tell(f"layers of {name}")
             budget_s = min(_MAX_LAYERS_S, _LAYERS_SHARE * self._left_s())
             try:
-                layers = time_layers(folder, self._engine("native"), limits, budget_s=budget_s)
+                layers = measure_layers(folder, self._engine(), limits, budget_s=budget_s)
             except Exception as error:
                 self.failures.append(f"{name}, layers: {error_text(error)}")
+        if layers is not None:
+            self.failures += [
+                f"{name}: the kernel of {op.name} {op.failure or f'differs by {op.error:.2g}'}"
+                for op in layers.ops
+                if not op.agrees
+            ]
         self._free()
         rows = rows or (_ON_GPU if self._device.type == "cuda" else _ON_CPU)
         results = []
@@ -215,8 +221,8 @@ class _Bench:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _engine(self, kind: str, dtype: str | None = None) -> EngineConfig:
-        return EngineConfig(**self._engine_options(kind, dtype))
+    def _engine(self) -> EngineConfig:
+        return EngineConfig(**self._engine_options("native"))
 
     def _engine_options(self, kind: str, dtype: str | None = None) -> dict[str, Any]:
         options: dict[str, Any] = {

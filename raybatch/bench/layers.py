@@ -1,13 +1,15 @@
-"""Layers of a model on a device beside what the device can do at most."""
+"""Layers of a model on a device: ops beside their references, times beside the least possible."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raybatch.bench.machine import Limits
 from raybatch.config import EngineConfig
-from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.forward.ops_choice import OpCheck, check_ops, pick_ops
+from raybatch.engine.loading.loaded_model import LoadedModel, load_model
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import profile_layer
+from raybatch.kernels.dispatch import ops_for
 from raybatch.policy.batches.layer_plan import Workload
 
 _KINDS = {
@@ -28,14 +30,38 @@ class LayerTime:
     share: float
 
 
-def time_layers(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerFigures:
+    """What was found of one model's layers."""
+
+    ops: tuple[OpCheck, ...]
+    times: tuple[LayerTime, ...]
+
+
+def measure_layers(
     folder: Path, engine: EngineConfig, limits: Limits, *, budget_s: float
-) -> tuple[LayerTime, ...]:
-    """Time attention with its linears, and the feed-forward block, of one model.
+) -> LayerFigures:
+    """Compare the ops of a model with their references, and time its modules.
 
     Raises ConfigError: the model or an option cannot be run.
     """
     model = load_model(str(folder), engine)
+    block_size = engine.block_size_tokens
+    if model.device.type == "cuda":
+        form = ops_for(model.device)
+    else:
+        form = pick_ops(model.spec, model.weights, block_size=block_size, may_compile=True)
+    ops = check_ops(
+        form, model.spec, model.weights, block_size=block_size, kv_dtype=model.resolved.kv_dtype
+    )
+    times = _times(model, engine, limits, budget_s)
+    return LayerFigures(ops=tuple(ops), times=times)
+
+
+def _times(
+    model: LoadedModel, engine: EngineConfig, limits: Limits, budget_s: float
+) -> tuple[LayerTime, ...]:
+    """Time attention with its linears, and the feed-forward block."""
     is_gpu = model.device.type == "cuda"
     sizes = (1, 16, 64, 256, 1024) if is_gpu else (1, 16, 64)
     options = replace(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from raybatch.bench.engine_run import EngineResult, RowsRun
-from raybatch.bench.layers import LayerTime
+from raybatch.bench.layers import LayerFigures
 from raybatch.bench.machine import Limits, Machine
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import full, percent
@@ -22,11 +22,11 @@ class CheckedTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFigures:
-    """What was measured on one model."""
+    """What was measured on one model; `layers` are None where that failed."""
 
     name: str
     num_parameters: int
-    layers: tuple[LayerTime, ...]
+    layers: LayerFigures | None
     engines: tuple[EngineResult, ...]
 
 
@@ -83,9 +83,11 @@ def _sections(model: ModelFigures) -> list[Section]:
         header=("module", "tokens", "time, ms", "of the best"),
         rows=tuple(
             (each.module, full(each.tokens), f"{1e3 * each.seconds:.3g}", percent(each.share, 0))
-            for each in model.layers
+            for each in (model.layers.times if model.layers else ())
         ),
     )
+    ops = () if model.layers is None else model.layers.ops
+    agreeing = ", ".join(f"{op.name} {op.error:.1g}" for op in ops if op.agrees)
     kinds = [f"{engine.kind}, s (tokens/s)" for engine in model.engines]
     engines = Table(
         header=("rows", *kinds, *["equal rows"] * (len(kinds) > 1)),
@@ -94,7 +96,8 @@ def _sections(model: ModelFigures) -> list[Section]:
             for runs in zip(*(engine.runs for engine in model.engines), strict=True)
         ),
     )
-    sections = [Section(title="", facts=(("model", name),))]
+    facts = (("model", name), ("ops that agree with torch", agreeing or "none"))
+    sections = [Section(title="", facts=facts)]
     if layers.rows:
         sections.append(Section(title="", table=layers))
     if engines.rows:

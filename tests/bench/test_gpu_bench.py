@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from raybatch.bench import gpu
+from raybatch.bench import gpu, layers
 from raybatch.bench.checkpoints import Shape
 from raybatch.bench.engine_run import Rows, requests_of
 from raybatch.bench.gpu import GpuBenchOptions, bench_gpu
@@ -52,16 +52,37 @@ def test_tokens_are_those_of_transformers(report):
 
 def test_layers_and_engines_are_timed(report):
     (model,) = report.models
-    assert {each.module for each in model.layers} == {
+    assert {each.module for each in model.layers.times} == {
         "attention, decode over 512",
         "attention, decode over 4,096",
         "attention, prefill of 512",
         "experts",
     }
-    assert all(each.seconds > 0 and each.share > 0 for each in model.layers)
+    assert all(each.seconds > 0 and each.share > 0 for each in model.layers.times)
     (run,) = model.engines[0].runs
     assert (len(run.seconds), run.prompt_tokens, run.output_tokens) == (3, 96, 16)
     assert [len(tokens) for tokens in run.token_ids] == [4, 4, 4, 4]
+
+
+def test_ops_are_compared_with_their_references(report):
+    (model,) = report.models
+    assert {op.name for op in model.layers.ops} >= {"linear", "moe_ffn", "attention"}
+    assert all(op.agrees for op in model.layers.ops)
+    assert "ops that agree with torch" in report.to_text()
+
+
+def test_an_op_that_differs_is_a_failure(monkeypatch):
+    right = layers.pick_ops
+
+    def wrong(*args, **kwargs):
+        ops = right(*args, **kwargs)
+        return replace(ops, add_linear_=lambda x, hidden, layer: x.add_(1.0))
+
+    monkeypatch.setattr(layers, "pick_ops", wrong)
+    monkeypatch.setattr(gpu._Bench, "_run", lambda *_, **__: None)
+    report = bench_gpu(NATIVE, shapes={"tiny": TINY}, rows=ROWS)
+    assert "the kernel of add_linear_ differs by" in report.to_text()
+    assert not report.is_right
 
 
 def test_a_report_can_be_sent_and_read(report):
@@ -83,7 +104,7 @@ def test_engines_that_differ_are_counted(report):
 
 
 def test_what_does_not_fit_the_time_is_a_failure(monkeypatch):
-    monkeypatch.setattr(gpu, "time_layers", lambda *_, **__: pytest.fail("out of time"))
+    monkeypatch.setattr(gpu, "measure_layers", lambda *_, **__: pytest.fail("out of time"))
     report = bench_gpu(replace(NATIVE, minutes=0.0), shapes={"tiny": TINY}, rows=ROWS)
     assert not report.is_right
     assert report.checked is None

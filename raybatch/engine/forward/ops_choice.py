@@ -6,8 +6,9 @@ compared. Where that differs, or where a kernel does not run, the reference stay
 """
 
 import logging
+import math
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -90,27 +91,58 @@ def agreed_ops(
     form: Ops, spec: ModelSpec, weights: ModelWeights, *, block_size: int, kv_dtype: torch.dtype
 ) -> Ops:
     """Return the ops of `form` that agree with the references on these weights, else those."""
+    ops = REFERENCE
+    checks = check_ops(form, spec, weights, block_size=block_size, kv_dtype=kv_dtype)
+    for check in checks:
+        if check.agrees:
+            chosen = {field: getattr(form, field) for field in _PARTS[check.name]}
+            ops = replace(ops, **chosen)
+        elif check.failure:
+            _logger.warning(
+                "%s runs as plain torch, as its kernel fails: %s", check.name, check.failure
+            )
+        else:
+            _logger.warning(
+                "%s runs as plain torch, from which its kernel differs by %.2g",
+                check.name,
+                check.error,
+            )
+    return ops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpCheck:
+    """How far an op is from its reference: the largest error of a row, relative to its norm.
+
+    `failure` is what it raised, "" for nothing.
+    """
+
+    name: str
+    error: float
+    agrees: bool
+    failure: str = ""
+
+
+def check_ops(
+    form: Ops, spec: ModelSpec, weights: ModelWeights, *, block_size: int, kv_dtype: torch.dtype
+) -> list[OpCheck]:
+    """Compare each op of `form` with its reference on these weights, one op at a time."""
     probe = _Probe(spec, weights, block_size, kv_dtype)
     wanted = probe.run(REFERENCE)
-    ops = REFERENCE
+    checks = []
     for name, fields in _PARTS.items():
         chosen = {field: getattr(form, field) for field in fields}
         # kernels and their compiler have exceptions of their own, and the reference can do
         try:
             error = _largest_error(wanted, probe.run(replace(REFERENCE, **chosen)))
         except Exception as failure:
-            _logger.warning(
-                "%s runs as plain torch, as its kernel fails: %s", name, error_text(failure)
-            )
-            continue
-        # also NaN, of which nothing is true
-        if error <= _TOLERANCE[weights.embed.dtype]:
-            ops = replace(ops, **chosen)
+            check = OpCheck(name=name, error=math.inf, agrees=False, failure=error_text(failure))
         else:
-            _logger.warning(
-                "%s runs as plain torch, from which its kernel differs by %.2g", name, error
-            )
-    return ops
+            # also NaN, of which nothing is true
+            agrees = error <= _TOLERANCE[weights.embed.dtype]
+            check = OpCheck(name=name, error=error, agrees=agrees)
+        checks.append(check)
+    return checks
 
 
 class _Result(NamedTuple):
