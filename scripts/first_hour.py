@@ -25,11 +25,15 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 import torch
 import yaml
 
 from faultlab.s3_server import s3_variables
 from raybatch.bench.checkpoints import ON_CPU, write_checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.autoscaling import autoscaling_ray
 
 # the server logs what is asked for, so that nobody has to be believed
 _SERVE = """
@@ -156,12 +160,13 @@ def walk(hour: Hour, num_files: int) -> None:
         asked = hour.asked()
         found.append(check(f"10 rows of {num_rows:,}" in text, "ten rows over the whole input"))
         found.append(check("nothing was written" in text, "nothing was written"))
+        found.append(check(weights_of(asked) == 1, "the weights were fetched once"))
         read = sum(path.endswith(".parquet") for path in asked)
         found.append(f"S3 was asked for {sum(asked.values())} objects, {read} files of rows")
     with hour.minute(5, "names an FP8 checkpoint for the native engine") as found:
         fp8 = ["--model", "s3://team/model-fp8", "--set", "backend=native"]
         text = hour.raybatch(*run, *fp8, "--output", "s3://team/refused", "--local", code=1)
-        found.append(check("vllm" in text.lower(), " ".join(text.split())))
+        found.append(check("vllm" in text.lower(), text[text.index("quantized") :].strip()))
         found.append(check(not weights_of(hour.asked()), "no weights were fetched for it"))
     with hour.minute(12, "wants a token and an S3 of the company in a manifest") as found:
         job = {
@@ -178,7 +183,7 @@ def walk(hour: Hour, num_files: int) -> None:
         manifest = text[text.index("apiVersion") :]
         found.append(check("secretKeyRef" in manifest, "the token comes from a secret"))
         found.append(check("claimName: models" in manifest, "models are kept on a volume"))
-        found.append(check("nvidia.com/gpu: 8" in manifest, "one pod of eight GPUs, not eight"))
+        found.append(check("nvidia.com/gpu: '8'" in manifest, "one pod of eight GPUs, not eight"))
     with hour.minute(16, "asks what the job takes: raybatch explain, on a laptop") as found:
         hour.asked()
         text = hour.raybatch(
@@ -186,6 +191,23 @@ def walk(hour: Hour, num_files: int) -> None:
         )
         found.append(check(f"{num_rows:,}" in text, f"it counts {num_rows:,} rows"))
         found.append(check(not weights_of(hour.asked()), "no weights were fetched for it"))
+
+    cluster = {"CPU": 1, "GPU": 1, "object_store_memory": 100 << 20}
+    with autoscaling_ray(cluster, max_workers=2):
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        with hour.minute(18, "runs it on a cluster without a GPU, whose hosts come") as found:
+            hour.asked()
+            options = ["pool.replicas=2", "pool.num_gpus_per_replica=1", "engine.device=cpu"]
+            flags = [word for option in options for word in ("--set", option)]
+            text = hour.raybatch(*run, *model, "--output", "s3://team/answers", *flags, "--ray")
+            hosts = sum(bool(node["Resources"].get("GPU")) for node in ray.nodes())
+            found.append(check(hosts == 2, "two hosts came, for engines that ask for a GPU each"))
+            weights = weights_of(hour.asked())
+            found.append(check(not weights, "weights are those that the first look fetched"))
+        del os.environ["RAY_ADDRESS"]
+    with hour.minute(60, "looks at the answers: raybatch verify") as found:
+        text = hour.raybatch("verify", "s3://team/answers")
+        found.append(check(f"{num_rows:,}" in text, " ".join(text.split())))
 
 
 def main() -> None:

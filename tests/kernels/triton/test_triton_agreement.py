@@ -85,7 +85,6 @@ def fails(_):
         ("linear", "linear", fails, "as its kernel fails: RuntimeError: no such instruction"),
         ("attention", "prepare_attention", forgets_its_last_block, "from which its kernel differs"),
     ],
-    ids=str,
 )
 def test_a_wrong_kernel_stays_out_and_is_named(
     part, field, wrong, message, folder, device, caplog, tmp_path, monkeypatch
