@@ -56,8 +56,8 @@ class PoolConfig:
     engine works. None waits for ever."""
     stuck_after_s: Speed[Annotated[float, Ge(2)] | None] = 300.0
     """An engine that has rows and finishes no step for so long, or does not answer, is killed and
-    started again, as after a death; its first step may take as long as its start. None waits for
-    ever."""
+    started again, as after a death; its first step may take as long as its start, a later one twice
+    as long as the longest so far. None waits for ever."""
     feeder_timeout_s: Speed[Annotated[float, Ge(0.1)]] = 120.0
     """Rows sent by a feeder (a Ray Data task of the stage) that was silent for this long are
     dropped."""

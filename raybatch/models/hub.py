@@ -86,7 +86,9 @@ def cached_bytes(source: str) -> int:
 
     name, _ = split_revision(source)
     blobs = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
-    return sum(path.stat().st_size for path in blobs.glob("*"))
+    # files that are not whole have other names soon
+    whole = (path for path in blobs.glob("*") if path.suffix != ".incomplete")
+    return sum(path.stat().st_size for path in whole)
 
 
 @contextmanager

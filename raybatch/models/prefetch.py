@@ -1,6 +1,8 @@
 """Brings a model to this host, or to a folder such as a volume, before an engine wants it."""
 
+import re
 import socket
+import tempfile
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from raybatch.models.store import StoreFolder
 
 # says of which content a folder of the user's is
 _ORIGIN = ".raybatch-fetch"
+# a path has lost the second slash of a URI
+_URI = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,13 +51,17 @@ def prefetch(source: str, *, with_weights: bool = True, to: Path | None = None) 
     """Fetch what is not there yet; `to` takes a folder of its own instead of the cache.
 
     Raises:
-        ConfigError: there is no such model, no room for it, or something else in the folder.
+        ConfigError: there is no such model, no room for it, the folder cannot be written, or
+            something else is in it.
     """
     if is_local_model(source):
+        what = "comes with raybatch" if source == "demo" else "names a folder of this host"
         raise ConfigError(
-            f"model {source!r} is a folder of this host, and nothing is to be fetched; pass a hub "
-            "id or a URI such as s3://bucket/model"
+            f"model {source!r} {what}, and nothing is to be fetched; pass a hub id or a URI such "
+            "as s3://bucket/model"
         )
+    if to is not None:
+        _make(to)
     began = time.monotonic()
     if is_hub_model(source):
         before = cached_bytes(source) if to is None else _bytes_in(to)
@@ -79,6 +87,18 @@ def prefetch(source: str, *, with_weights: bool = True, to: Path | None = None) 
     )
 
 
+def _make(folder: Path) -> None:
+    if _URI.match(str(folder)):
+        raise ConfigError(f"--to {folder}: a URI; give a folder of this host, such as of a volume")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # a folder may be there and not ours to write to
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--to {folder}: cannot be written: {error.strerror}") from error
+
+
 def _claim(folder: Path, stored: StoreFolder, names: Collection[str]) -> None:
     """Note what a folder is to hold; ConfigError: it holds other files of these names."""
     origin, digest = folder / _ORIGIN, stored.digest(stored.files)
@@ -89,7 +109,6 @@ def _claim(folder: Path, stored: StoreFolder, names: Collection[str]) -> None:
             f"the folder {str(folder)!r} holds another model than {stored.uri!r} has now, or files "
             "of somebody else; choose an empty one, or empty it"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     origin.write_text(digest, encoding="utf-8")
 
 

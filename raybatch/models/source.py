@@ -26,9 +26,9 @@ TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHT_PATTERNS = ("*.safetensors",)
 _PATTERNS = (*_WEIGHT_PATTERNS, *TEXT_PATTERNS)
 # that no engine reads, and whose presence errors tell
+_PICKLES = ("*.bin", "*.pt", "*.pth")
 # behind a URI: what its weights have to be
 _CONTENT = "#content="
-_PICKLES = ("*.bin", "*.pt", "*.pth")
 _ADAPTER, _ADAPTER_PATTERNS = "adapter_config.json", ("*.safetensors", "*.bin", "*.json")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from raybatch.submission.options import ManifestOptions, WorkerShape
+from raybatch.submission.options import ManifestOptions, WorkerShape, read_label
 
 FOLDER, JOB_FILE = "/etc/raybatch", "job.yaml"
 _SPILL_FOLDER = "/spill"
@@ -78,8 +78,10 @@ def _workers(shape: WorkerShape, options: ManifestOptions, spill_gib: int | None
         tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})
     if options.gpu_type:
         # `KEY=VALUE`, or the product as NVIDIA's discovery labels it
-        key, equals, value = options.gpu_type.partition("=")
-        selector |= {key: value} if equals else {f"{_GPU}.product": options.gpu_type}
+        is_label = "=" in options.gpu_type
+        label = options.gpu_type if is_label else f"{_GPU}.product={options.gpu_type}"
+        key, value = read_label(label, flag="--gpu-type")
+        selector[key] = value
     memory = {"emptyDir": {"medium": "Memory", "sizeLimit": f"{shape.shared_memory_gib}Gi"}}
     volumes: list[Volume] = [("shm", "/dev/shm", memory)]
     start_params = {}

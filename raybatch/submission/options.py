@@ -13,6 +13,14 @@ from raybatch.errors import ConfigError
 from raybatch.job.config import JobConfig
 
 _SIZE = re.compile(r"([1-9]\d*)(Gi|Ti)")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_KEY = re.compile(r"[A-Za-z0-9._-]+")
+_LABEL = re.compile(
+    r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+)
+# it may be empty, as that of node-role.kubernetes.io/gpu
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 _CPUS_PER_GPU, _GIB_PER_GPU = 12, 96
 _CPUS_WITHOUT_GPU, _GIB_WITHOUT_GPU = 4, 16
 
@@ -75,6 +83,13 @@ class ManifestOptions:
         for name in ("memory_per_pod", "head_memory", "spill_size"):
             if (size := getattr(self, name)) is not None:
                 gib_of(size, flag=f"--{name.replace('_', '-')}")
+        for name in ("service_account", "image_pull_secret", "queue"):
+            given = getattr(self, name)
+            if given is not None and not _OBJECT_NAME.fullmatch(given):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {given}: no name of an object of Kubernetes, "
+                    "which has small letters, digits, '-' and '.'"
+                )
         if twice := sorted(self.env_vars.keys() & self.secrets.keys()):
             raise ConfigError(f"--secret {twice[0]}: also given with --env; leave that one out")
 
@@ -162,9 +177,6 @@ def gib_of(size: str, *, flag: str) -> int:
     return int(found[1]) * (1024 if found[2] == "Ti" else 1)
 
 
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_KEY = re.compile(r"[A-Za-z0-9._-]+")
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
@@ -182,6 +194,8 @@ def read_secrets(settings: Iterable[str]) -> dict[str, SecretKey]:
                 f"--secret {shown}: expected VARIABLE=NAME:KEY, where NAME is a Kubernetes secret, "
                 "made with 'kubectl create secret generic NAME', and KEY one of its keys"
             )
+        if name in secrets:
+            raise ConfigError(f"--secret {name}: given twice; leave one out")
         secrets[name] = SecretKey(secret, key)
     return secrets
 
@@ -204,11 +218,18 @@ def read_node_selector(settings: Iterable[str]) -> dict[str, str]:
     """Return labels given as KEY=VALUE; ConfigError: one is malformed."""
     selector: dict[str, str] = {}
     for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not (key and equals):
-            raise ConfigError(f"--node-selector {setting}: expected LABEL=VALUE")
-        selector[key] = value
+        key, value = read_label(setting, flag="--node-selector")
+        if selector.setdefault(key, value) != value:
+            raise ConfigError(f"--node-selector {setting}: no host has two values of a label")
     return selector
+
+
+def read_label(setting: str, *, flag: str) -> tuple[str, str]:
+    """Return a label given as LABEL=VALUE; ConfigError: Kubernetes would not take it."""
+    key, equals, value = setting.partition("=")
+    if not (equals and _LABEL.fullmatch(key) and _LABEL_VALUE.fullmatch(value)):
+        raise ConfigError(f"{flag} {setting}: expected LABEL=VALUE, as Kubernetes writes labels")
+    return key, value
 
 
 def read_tolerations(settings: Iterable[str]) -> tuple[dict[str, str], ...]:

@@ -70,10 +70,11 @@ def _provider(signal: Signal) -> Any | None:  # noqa: ANN401 - of an extra
             error.name,
         )
         return None
+    # the SDK's own end retries for many seconds; whoever ends has called `flush`
     if signal == "metrics":
         reader = PeriodicExportingMetricReader(exporter)
-        return MeterProvider([reader], resource=_resource())
-    provider = TracerProvider(resource=_resource())
+        return MeterProvider([reader], resource=_resource(), shutdown_on_exit=False)
+    provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
 

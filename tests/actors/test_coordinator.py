@@ -6,7 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError, RpcError
 
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.ray_pools import RaySite, Reserved
@@ -45,9 +45,9 @@ class FakeActor:
 class Bench:
     """A coordinator whose replicas and row batches come from the test."""
 
-    def __init__(self):
+    def __init__(self, site=None):
         plan = Placement(num_replicas=4, num_cpus=0, num_gpus=0, num_engines_on_host=4)
-        self.coordinator = Coordinator(handle_of().spec, plan, RaySite())
+        self.coordinator = Coordinator(handle_of().spec, plan, site or RaySite())
         self.mailbox = self.coordinator._mailbox
         self.queue = self.coordinator._queue
 
@@ -109,6 +109,27 @@ def test_stops_with_a_control_are_no_sign_of_a_broken_engine():
         return await bench.coordinator.has_failed()
 
     assert not asyncio.run(run())
+
+
+class SilentSite(RaySite):
+    """A cluster that does not tell what its hosts have."""
+
+    async def shortage(self, plan, pool):
+        raise RpcError("unavailable")
+
+
+def test_a_wait_is_told_where_the_cluster_does_not_say_why(caplog):
+    async def run():
+        bench = Bench(SilentSite())
+        bench.join(1)
+        member = bench.coordinator._replicas.members[1]
+        member.place, member.made_s = None, 0.0
+        bench.coordinator._mind_waits(31.0)
+        await bench.num_held()
+        return await bench.coordinator.has_failed()
+
+    assert not asyncio.run(run())
+    assert "waiting for 1 engine" in caplog.text
 
 
 def test_an_idle_pool_lets_go_of_the_last_request_table():

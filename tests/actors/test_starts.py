@@ -1,7 +1,13 @@
 """When a replica is started again, and when it is given up."""
 
+import asyncio
+from types import SimpleNamespace
+
+from raybatch.actors.replicas import replica_set
+from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.starts import HostLedger, StartEvents, StartLedger
-from raybatch.actors.wire.records import Place
+from raybatch.actors.wire.records import Place, PoolSpec
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 
 
 def ledger(num_replicas=1, max_start_failures=3):
@@ -95,3 +101,57 @@ def test_a_host_where_a_rank_was_given_up_is_avoided_once_engines_run_elsewhere(
 def test_a_message_about_a_rank_names_its_host():
     events = StartEvents()
     assert events.again(3, "why", where="host n (L4)").startswith("replica 3 on host n (L4) is ")
+
+
+class Hosts:
+    """A site whose replicas take seconds of a clock to be placed, and others to start."""
+
+    failed = died = ()
+
+    def __init__(self, clock, *, place_s, start_s):
+        self._clock = clock
+        self.actor = SimpleNamespace(
+            place=Call(lambda: self._passed(place_s, Place(1))),
+            start=Call(lambda *_: self._passed(start_s)),
+            run=Call(lambda *_: None),
+        )
+
+    def _passed(self, seconds, result=None):
+        self._clock.now += seconds
+        return result
+
+    def start(self, *args, avoid):
+        return self
+
+    def end(self):
+        pass
+
+
+class Call:
+    def __init__(self, call):
+        self._call = call
+
+    async def remote(self, *args):
+        return self._call(*args)
+
+
+def test_what_a_host_takes_to_come_is_no_part_of_a_start(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(replica_set, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def run():
+        ended = asyncio.Event()
+        crew = replica_set.ReplicaSet(
+            PoolSpec(
+                model="demo", backend=BackendConfig(), engine=EngineConfig(), pool=PoolConfig()
+            ),
+            Placement(num_replicas=1, num_cpus=0, num_gpus=1, num_engines_on_host=1),
+            Hosts(clock, place_s=3600.0, start_s=5.0),
+            on_lost=lambda *_: ended.set(),
+            on_exhausted=lambda *_: None,
+        )
+        crew.start(None)
+        await ended.wait()
+        return crew.ledger.longest_start_s
+
+    assert asyncio.run(run()) == 5.0

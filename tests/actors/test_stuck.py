@@ -62,13 +62,14 @@ def test_a_first_step_may_take_as_long_as_a_start():
     assert "no first step for 100 s" in ticks(watch, 1, pulse=Pulse(0, "steps"))[1]
 
 
-def test_later_first_steps_may_take_twice_as_long_as_the_longest_of_the_pool():
+@pytest.mark.parametrize("num_before", [0, 7], ids=["first", "later"])
+def test_steps_may_take_twice_as_long_as_the_longest_of_the_pool(num_before):
     watch = watch_of()
     ticks(watch, 15, pulse=Pulse(0, "steps"))
     watch.heard(1, Pulse(1, "steps"))
     watch.forget(1)
-    assert ticks(watch, 30, pulse=Pulse(0, "steps")) == {}
-    assert "for 30 s" in ticks(watch, 1, pulse=Pulse(0, "steps"))[1]
+    assert ticks(watch, 30, pulse=Pulse(num_before, "steps")) == {}
+    assert "for 30 s" in ticks(watch, 1, pulse=Pulse(num_before, "steps"))[1]
 
 
 @pytest.mark.parametrize("busy_with", ["fetching", "endpoint"])

@@ -58,9 +58,22 @@ def tell(folder):
     backend.poll()
     processes = [p for p in psutil.Process().children(recursive=True) if "VLLM" in p.name()]
     told["processes"] = [p.pid for p in processes]
+    for process in processes:
+        process.suspend()
+    # what they have sent before is read first
+    told["steps_while_stopped"] = -_steps_after(backend, 1.0) + _steps_after(backend, 0.5)
+    for process in processes:
+        process.resume()
     next(p for p in processes if "DP1" in p.name()).kill()
     told["after_a_death"] = _failure(backend)
     return told
+
+
+def _steps_after(backend, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        backend.poll()
+    return backend.stats().num_steps
 
 
 def _failure(backend):

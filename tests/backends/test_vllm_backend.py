@@ -67,6 +67,9 @@ class ToldEngine:
     def num_running(self):
         return sum(map(self.has_started, self.requests))
 
+    def num_steps(self):
+        return 0
+
     def num_preemptions(self):
         return 0
 

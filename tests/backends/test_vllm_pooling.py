@@ -73,6 +73,9 @@ class ToldPooler:
     def num_running(self):
         return len(self.asked)
 
+    def num_steps(self):
+        return 0
+
     def num_preemptions(self):
         return 0
 

@@ -184,6 +184,13 @@ def test_a_rank_that_dies_ends_the_engine(told):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_ranks_that_stand_still_finish_no_step(told):
+    assert told["steps_while_stopped"] == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_processes_of_the_engine_end_with_the_one_that_started_them(told):
     # two engine cores, a worker of each, and who coordinates them
     assert len(told["processes"]) == 5

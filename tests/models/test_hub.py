@@ -7,6 +7,7 @@ import huggingface_hub.constants
 import pytest
 
 from raybatch.errors import ConfigError
+from raybatch.models.hub import cached_bytes
 from raybatch.models.identity import model_identity, pin
 from raybatch.models.source import (
     check_weights_exist,
@@ -97,3 +98,13 @@ def test_a_hub_model_with_pickled_weights_alone_is_refused_before_they_are_fetch
     hub.commit({**files, "pytorch_model.bin": b"x"})
     with pytest.raises(ConfigError, match=r"org/model has only pickled weights"):
         check_weights_exist(MODEL, resolve_config(MODEL))
+
+
+def test_files_that_are_not_whole_yet_count_for_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    blobs = tmp_path / "models--org--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "0f").write_bytes(b"abc")
+    # as if it had got its name in between
+    (blobs / "1f.incomplete").symlink_to(blobs / "gone")
+    assert 3 == cached_bytes("org/model")

@@ -1,5 +1,7 @@
 """`raybatch fetch`: a model comes to a host, a folder or a cluster before a job wants it."""
 
+from pathlib import Path
+
 import fsspec
 import pytest
 from typer.testing import CliRunner
@@ -85,8 +87,21 @@ def test_files_of_somebody_else_are_not_taken_for_the_model(uri, tmp_path):
 
 
 def test_a_folder_of_this_host_is_not_fetched():
-    with pytest.raises(ConfigError, match="is a folder of this host"):
+    with pytest.raises(ConfigError, match="names a folder of this host"):
         prefetch(str(DEMO))
+    with pytest.raises(ConfigError, match="'demo' comes with raybatch"):
+        prefetch("demo")
+
+
+@pytest.mark.parametrize("source", ["hub", "uri"])
+@pytest.mark.parametrize("folder", ["file", "file/below", "s3:/bucket/model", "/proc/none"])
+def test_a_folder_that_cannot_be_written_is_told(source, folder, request, tmp_path, monkeypatch):
+    value = request.getfixturevalue(source)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"--to {folder}: "):
+        prefetch(MODEL if source == "hub" else value, to=Path(folder))
+    assert ["file"] == [path.name for path in tmp_path.iterdir() if path.name != "cache"]
 
 
 @pytest.mark.ray

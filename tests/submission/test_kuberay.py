@@ -292,7 +292,28 @@ def test_malformed_toleration_is_refused(setting):
         read_tolerations([setting])
 
 
-@pytest.mark.parametrize("setting", ["a", "=b"])
-def test_malformed_node_selector_is_refused(setting):
+@pytest.mark.parametrize("setting", ["a", "=b", "a=b=c", "a=b c", "a/b/c=d", "-a=b"])
+def test_malformed_label_is_refused(setting, tmp_path):
     with pytest.raises(ConfigError, match=f"--node-selector {setting}: expected LABEL=VALUE"):
         read_node_selector([setting])
+    with pytest.raises(ConfigError, match=r"--gpu-type .*: expected LABEL=VALUE"):
+        render(tmp_path, gpu_type=setting if "=" in setting else "NVIDIA H100")
+
+
+def test_label_without_a_value_is_one():
+    expected = {"node-role.kubernetes.io/gpu": ""}
+    assert expected == read_node_selector(["node-role.kubernetes.io/gpu="])
+
+
+def test_what_is_given_twice_is_refused():
+    with pytest.raises(ConfigError, match="--node-selector a=2: no host has two values"):
+        read_node_selector(["a=1", "a=2"])
+    with pytest.raises(ConfigError, match="--secret A: given twice"):
+        read_secrets(["A=b:c", "A=b:d"])
+
+
+@pytest.mark.parametrize("name", ["queue", "image_pull_secret", "service_account"])
+@pytest.mark.parametrize("value", ["", "Big", "a_b", "a/b", "a-"])
+def test_malformed_name_of_an_object_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value}: no name of"):
+        ManifestOptions(**{name: value})

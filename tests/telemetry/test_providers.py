@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -60,3 +61,17 @@ def test_a_process_has_a_name_of_its_own_and_the_users_name_of_the_service(monke
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=data")
     found = providers._resource().attributes
     assert (found["service.name"], found["team"]) == ("nightly", "data")
+
+
+def test_a_process_ends_soon_though_its_collector_does_not_answer(monkeypatch):
+    monkeypatch.setenv(SWITCH, HERE)
+    code = (
+        "from raybatch.telemetry.metrics import metrics_of_process\n"
+        "from raybatch.telemetry.providers import flush, tracer\n"
+        "tracer().start_span('run').end()\n"
+        "metrics_of_process().Counter('rows', description='').inc()\n"
+        "flush('traces'); flush('metrics')"
+    )
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert time.monotonic() - began < 2 * providers._FLUSH_S + 5

@@ -347,7 +347,11 @@ class Coordinator:
             self._spawn(self._tell_wait(message))
 
     async def _tell_wait(self, message: str) -> None:
-        hint = await self._site.shortage(self._plan, self._pool)
+        hint = ""
+        try:
+            hint = await self._site.shortage(self._plan, self._pool)
+        except Exception as error:  # of what Ray promises nobody; no run ends for want of a hint
+            _logger.debug("the cluster does not say why engines wait", exc_info=error)
         _logger.warning("%s", f"{message}; {hint}" if hint else message)
 
     def _update_metrics(self) -> None:

@@ -174,6 +174,8 @@ class ReplicaSet:
         timeout_s = self._spec.pool.start_timeout_s
         try:
             await self._await_place(member, timeout_s)
+            # hosts may have been long in coming, and say nothing of how long engines start
+            self.ledger.begin(member.rank, time.monotonic())
             async with asyncio.timeout(timeout_s):
                 failed: FailedStart | None = await member.actor.start.remote(
                     self._plan.num_engines_on_host

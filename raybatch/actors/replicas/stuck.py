@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from raybatch.actors.wire.records import Pulse
 from raybatch.config import PoolConfig
 
-# a first step compiles and captures; where one has taken long, others may
-_LATER_FIRST_STEPS = 2.0
+# where one step has taken long, others may: prompts on a slow host, a first step that compiles
+_LATER_STEPS = 2.0
 
 
 @dataclass(slots=True)
@@ -23,22 +23,22 @@ class StuckWatch:
     """Follows the replicas of one pool; `pool.stuck_after_s` of None finds none.
 
     A replica hangs where it has rows, and either its engine finishes no step, or nothing is heard
-    of it. The first step of an engine may take as long as its start, and later ones of the pool
-    twice the longest first step so far.
+    of it. The first step of a pool may take as long as a start, and later ones twice the longest
+    that has ended so far.
     """
 
     def __init__(self, pool: PoolConfig) -> None:
         self._stuck_after_s = pool.stuck_after_s
         self._start_timeout_s = pool.start_timeout_s
-        self._longest_first_s: float | None = None
+        self._longest_s: float | None = None
         self._seen: dict[int, _Seen] = {}
 
     def heard(self, replica_id: int, pulse: Pulse) -> None:
         """Take what a replica reports."""
         seen = self._seen.setdefault(replica_id, _Seen())
         seen.silent_s = 0.0
-        if seen.pulse.num_steps == 0 < pulse.num_steps:
-            self._longest_first_s = max(self._longest_first_s or 0.0, seen.still_s)
+        if pulse.num_steps > seen.pulse.num_steps:
+            self._longest_s = max(self._longest_s or 0.0, seen.still_s)
         if pulse.num_steps != seen.pulse.num_steps or pulse.busy_with != "steps":
             seen.still_s = 0.0
         seen.pulse = pulse
@@ -51,7 +51,7 @@ class StuckWatch:
         after_s, busy = self._stuck_after_s, set(with_rows)
         if after_s is None:
             return {}
-        found = {}
+        found, limit_s = {}, self._step_limit_s(after_s)
         for replica_id in self._seen.keys() - busy:
             self._seen[replica_id].silent_s = self._seen[replica_id].still_s = 0.0
         for replica_id in sorted(busy):
@@ -59,7 +59,6 @@ class StuckWatch:
             seen.silent_s += elapsed_s
             if seen.pulse.busy_with == "steps":
                 seen.still_s += elapsed_s
-            limit_s = after_s if seen.pulse.num_steps else self._first_step_limit_s(after_s)
             if seen.silent_s > after_s:
                 found[replica_id] = (
                     f"the engine hung: its process has not answered for {after_s:g} s "
@@ -73,7 +72,7 @@ class StuckWatch:
                 )
         return found
 
-    def _first_step_limit_s(self, after_s: float) -> float | None:
-        if self._longest_first_s is not None:
-            return max(after_s, _LATER_FIRST_STEPS * self._longest_first_s)
+    def _step_limit_s(self, after_s: float) -> float | None:
+        if self._longest_s is not None:
+            return max(after_s, _LATER_STEPS * self._longest_s)
         return None if self._start_timeout_s is None else max(after_s, self._start_timeout_s)

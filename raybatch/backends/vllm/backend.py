@@ -131,8 +131,8 @@ class VllmBackend(IntakeBackend):
     def _step(self) -> list[Completion]:
         completions = self._hand_over()
         if self._inside:
-            self._counters.num_steps += 1
             completions += [self._finish(answer) for answer in self._engine.step()]
+            self._counters.num_steps = self._engine.num_steps()
         return completions
 
     def _hand_over(self) -> list[Completion]:

@@ -34,7 +34,7 @@ class VllmEngine:
         # by key: the id inside vLLM, and its scheduler's record of the request
         self._requests: dict[str, tuple[str, Any]] = {}
         self._is_checked = False
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_steps = 0
         leave_room(self._scheduler, self.capacity().block_size)
         if check_logits:
             self._watch_logits()
@@ -80,7 +80,9 @@ class VllmEngine:
         The engine is not usable after whatever vLLM raises.
         """
         answers = []
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        self._num_steps += 1
+        for output in outputs:
             _, request = self._requests.pop(output.request_id)
             self._num_preemptions += request.num_preemptions
             answers.append(self._frontend.answer(output))
@@ -116,6 +118,10 @@ class VllmEngine:
     def num_running(self) -> int:
         """Return the requests that have room now."""
         return len(self._scheduler.running)
+
+    def num_steps(self) -> int:
+        """Return how many steps have ended."""
+        return self._num_steps
 
     def num_preemptions(self) -> int:
         """Return how often requests that have ended had lost their room."""

@@ -96,8 +96,8 @@ class VllmRanks:
         self._ended: dict[str, Answer] = {}
         self._failure: BaseException | None = None
         self._news = asyncio.Event()
-        if check_logits:
-            self._watch_logits()
+        self._num_steps = 0
+        self._watch_outputs(checks_logits=check_logits)
 
     def pool_for(self, task: Task, form: ScoreForm) -> None:
         """Take requests of a pooling task from here on, or raise ConfigError."""
@@ -182,6 +182,10 @@ class VllmRanks:
         """Return the requests that have tokens."""
         return sum(map(self.has_started, self._requests))
 
+    def num_steps(self) -> int:
+        """Return how many steps of ranks have ended; `step` returns also where none has."""
+        return self._num_steps
+
     def num_preemptions(self) -> int:
         return 0
 
@@ -228,12 +232,14 @@ class VllmRanks:
             self._failure = error
         self._news.set()
 
-    def _watch_logits(self) -> None:
+    def _watch_outputs(self, *, checks_logits: bool) -> None:
         get_output = self._client.get_output_async
 
         async def watched() -> Any:  # noqa: ANN401 - vLLM's own type
             outputs = await get_output()
-            self._frontend.note_not_finite(outputs)
+            self._num_steps += 1
+            if checks_logits:
+                self._frontend.note_not_finite(outputs)
             return outputs
 
         self._client.get_output_async = watched
