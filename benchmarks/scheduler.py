@@ -49,7 +49,7 @@ class Bench:
             enable_prefix_caching=True,
             kv_admission_fraction=100,
         )
-        self.builder = BatchBuilder(self.table, num_blocks, torch.device("cpu"))
+        self.builder = BatchBuilder(self.table, num_blocks)
         self.rules = FinishRules(num_seqs, (0,), NoStopStrings())
         self.rng = np.random.default_rng(0)
         self.prompt, self.group, self.num_added = prompt, group, 0

@@ -45,7 +45,7 @@ def test_submit_takes_the_flags_of_a_job():
     names = {name: {p.name for p in commands[name].params} for name in ("run", "submit")}
     own = {"address", "submission_id", "no_wait", "working_dir", "wheel", "env", "yes"}
     of_batch_files = {"openai", "out", "errors", "model_name"}
-    assert names["submit"] - own == names["run"] - of_batch_files
+    assert names["submit"] - own == names["run"] - of_batch_files - {"limit"}
 
 
 def test_documented_flags_of_submit_are_its_own():

@@ -347,7 +347,8 @@ FAKE = BackendType(
     check=lambda backend, _: _options(backend),
     num_gpus=lambda *_: 0,
     may_end_process=lambda backend: any(
-        backend.options.get(name) not in (None, False)
+        # 0 is a token
+        backend.options.get(name) is not None and backend.options[name] is not False
         for name in ("crashes", "crash_on", "hang_on")
     ),
     has_weights=False,

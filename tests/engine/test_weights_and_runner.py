@@ -309,5 +309,5 @@ def test_a_context_longer_than_the_models_is_refused(path):
 
 
 def test_an_unknown_device_is_refused(path):
-    with pytest.raises(ConfigError, match=r"engine\.device 'quantum'"):
+    with pytest.raises(ConfigError, match=r"engine\.device must be a name .* got 'quantum'"):
         ModelRunner.load(str(path), EngineConfig(device="quantum"))

@@ -40,8 +40,11 @@ def test_unknown_option_is_told_where_the_one_that_is_meant_lies(name, meant):
         ({"engine": {"tensor_parallel_size": 2}}, "engine_kwargs.tensor_parallel_size' and"),
         ({"engine": {"kv_cache_memory_bytes": 2}}, "of vLLM, set 'engine.kv_cache_bytes'$"),
         ({"tokenizer": "t"}, "'tokenizer'; take a folder with model and tokenizer as the model"),
-        ({"engine": {"revision": "r"}}, "'revision'; take a folder as the model of the stage$"),
-        ({"data_parallel_size": 2}, "'data_parallel_size'; take pool.replicas"),
+        (
+            {"engine": {"revision": "r"}},
+            "'revision'; write it behind the model of the stage: org/name@revision",
+        ),
+        ({"data_parallel_size": 2}, "set 'backend.options.engine_kwargs.data_parallel_size'"),
         ({"num_gpus": 2}, "raybatch has 'pool.num_gpus_per_replica' for it"),
         ({"pool": {"num_gpus": 2}}, "raybatch has 'pool.num_gpus_per_replica' for it"),
         (

@@ -1,29 +1,11 @@
 """The same tests on a GPU and, where there is none, on the CPU under Triton's interpreter."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.kernels.triton.interpreted import DEVICE, HAS_TRITON
 
-# Triton has wheels for Linux alone; without it this very folder would be found, which has no origin
-_SPEC = find_spec("triton")
-_HAS_TRITON = _SPEC is not None and _SPEC.origin is not None
-collect_ignore_glob = [] if _HAS_TRITON else ["test_*.py"]
-
-if _HAS_TRITON:
-    # Triton decides when a kernel is defined. The variable does not stay, as it would reach other
-    # tests and the processes that they start.
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
-        import triton
-        import triton.language as tl
-
-        import raybatch.kernels.triton.attention
-        import raybatch.kernels.triton.moe
-        import raybatch.kernels.triton.small_ops  # noqa: F401
+collect_ignore_glob = [] if HAS_TRITON else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +16,8 @@ def library():
     """
     if DEVICE.type == "cuda":
         return []
+    import triton
+    import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
     return [
