@@ -81,6 +81,13 @@ def test_a_pinned_model_that_is_here_asks_nobody(hub):
     assert [] == hub.requests
 
 
+def test_of_a_pinned_model_that_is_here_in_part_the_rest_is_fetched(hub):
+    # as transformers leaves it where somebody has looked at the config alone
+    huggingface_hub.hf_hub_download(MODEL, "config.json", revision=hub.main)
+    folder = resolve_config(f"{MODEL}@{hub.main}")
+    assert (folder / "tokenizer.json").exists()
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [
