@@ -12,6 +12,7 @@ from raybatch.models.identity import model_identity, pin
 from raybatch.models.source import (
     check_weights_exist,
     has_weights_here,
+    pin_uri,
     resolve_config,
     resolve_model,
 )
@@ -115,3 +116,11 @@ def test_files_that_are_not_whole_yet_count_for_nothing(tmp_path, monkeypatch):
     # as if it had got its name in between
     (blobs / "1f.incomplete").symlink_to(blobs / "gone")
     assert 3 == cached_bytes("org/model")
+
+
+def test_a_uri_of_the_hub_names_its_content(hub):
+    uri = f"hf://{MODEL}"
+    before = pin_uri(uri)
+    weights = demo_files()["model.safetensors"]
+    hub.commit({**demo_files(), "model.safetensors": bytes(len(weights))})
+    assert before != pin_uri(uri)
