@@ -34,11 +34,6 @@ def split_revision(source: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
-def is_pinned(source: str) -> bool:
-    """Return whether a hub id has a commit behind it."""
-    return _COMMIT.fullmatch(split_revision(source)[1] or "") is not None
-
-
 def hub_folder(
     source: str, patterns: Sequence[str], *, to: Path | None = None, is_offline: bool = False
 ) -> Path:

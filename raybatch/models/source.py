@@ -13,13 +13,7 @@ import fsspec
 
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.checkpoint import weight_files, weight_names
-from raybatch.models.hub import (
-    has_form_of_hub_id,
-    hub_file_names,
-    hub_folder,
-    is_pinned,
-    split_revision,
-)
+from raybatch.models.hub import has_form_of_hub_id, hub_file_names, hub_folder, split_revision
 from raybatch.models.store import StoreFolder, list_folder, local_path
 
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -52,7 +46,7 @@ def resolve_model(source: str) -> Path:
         stored.fetch(text_names(stored))
         stored.fetch(weight_names(stored.cached_at, stored.files, where=plain_name(source)))
         return stored.cached_at
-    return _hub_folder(source, with_weights=True)
+    return fetch_from_hub(source, with_weights=True)
 
 
 def has_weights_here(source: str) -> bool:
@@ -65,7 +59,10 @@ def has_weights_here(source: str) -> bool:
         return (folder / "config.json").exists() and stored.has(
             weight_names(folder, stored.files, where=plain_name(source))
         )
-    return _cached_hub_folder(source, with_weights=True) is not None
+    with suppress(ConfigError):
+        weight_files(hub_folder(source, _PATTERNS, is_offline=True))
+        return True
+    return False
 
 
 def resolve_config(source: str) -> Path:
@@ -84,31 +81,18 @@ def resolve_config(source: str) -> Path:
         stored = list_model(source)
         stored.fetch(text_names(stored))
         return stored.cached_at
-    return _hub_folder(source, with_weights=False)
-
-
-def _hub_folder(source: str, *, with_weights: bool) -> Path:
-    # a commit has the same files for good, and nobody has to be asked for those that are here
-    if is_pinned(source) and (folder := _cached_hub_folder(source, with_weights=with_weights)):
-        return folder
-    return fetch_from_hub(source, with_weights=with_weights)
+    return fetch_from_hub(source, with_weights=False)
 
 
 def fetch_from_hub(source: str, *, with_weights: bool, to: Path | None = None) -> Path:
-    """Bring a hub model to the hub's cache or to a folder, and return that."""
+    """Bring a hub model to the hub's cache or to a folder, and return that.
+
+    Of a commit nobody is asked for files that are here, once the client knows its list of files.
+    """
     folder = hub_folder(source, _PATTERNS if with_weights else TEXT_PATTERNS, to=to)
     if with_weights:
         weight_files(folder)
     return folder
-
-
-def _cached_hub_folder(source: str, *, with_weights: bool) -> Path | None:
-    """Return the folder of a hub model where all that is wanted of it is here."""
-    with suppress(ConfigError):
-        patterns = _PATTERNS if with_weights else TEXT_PATTERNS
-        folder = hub_folder(source, patterns, is_offline=True)
-        return folder if not with_weights or weight_files(folder) else None
-    return None
 
 
 def check_weights_exist(source: str, folder: Path) -> None:
@@ -127,7 +111,7 @@ def resolve_tokenizer(source: str) -> Path:
     if (folder := _folder_here(source)) is not None:
         return folder
     if "://" not in source:
-        return _hub_folder(source, with_weights=False)
+        return fetch_from_hub(source, with_weights=False)
     stored = list_folder(plain_name(source), what="tokenizer", patterns=TEXT_PATTERNS)
     stored.fetch(stored.files)
     return stored.cached_at

@@ -15,7 +15,7 @@ from raybatch.errors import ConfigError, UnreachableError, error_text
 from raybatch.models.fetching import StoredFile, fetch_files
 
 # what a file system knows of the content: a checksum, else a time of change
-_CHECKSUMS = ("ETag", "etag", "md5Hash", "crc32c")
+_CHECKSUMS = ("ETag", "etag", "md5Hash", "crc32c", "blob_id")
 _VERSIONS = (*_CHECKSUMS, "LastModified", "mtime", "updated", "created")
 
 

@@ -41,6 +41,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {self.path}")
         parts = unquote(self.path.partition("?")[0]).strip("/").split("/")
         match parts:
+            case ["api", "models", *model] if "/".join(model) == MODEL:
+                self._json({"id": MODEL, "sha": self.server.main})
             case ["api", "models", *model, "revision", revision] if "/".join(model) == MODEL:
                 self._in_commit(revision, lambda sha, _: self._json({"id": MODEL, "sha": sha}))
             case ["api", "models", *model, "tree", revision] if "/".join(model) == MODEL:

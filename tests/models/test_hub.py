@@ -12,6 +12,7 @@ from raybatch.models.identity import model_identity, pin
 from raybatch.models.source import (
     check_weights_exist,
     has_weights_here,
+    pin_uri,
     resolve_config,
     resolve_model,
 )
@@ -81,6 +82,13 @@ def test_a_pinned_model_that_is_here_asks_nobody(hub):
     assert [] == hub.requests
 
 
+def test_of_a_pinned_model_that_is_here_in_part_the_rest_is_fetched(hub):
+    # as transformers leaves it where somebody has looked at the config alone
+    huggingface_hub.hf_hub_download(MODEL, "config.json", revision=hub.main)
+    folder = resolve_config(f"{MODEL}@{hub.main}")
+    assert (folder / "tokenizer.json").exists()
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [
@@ -108,3 +116,11 @@ def test_files_that_are_not_whole_yet_count_for_nothing(tmp_path, monkeypatch):
     # as if it had got its name in between
     (blobs / "1f.incomplete").symlink_to(blobs / "gone")
     assert 3 == cached_bytes("org/model")
+
+
+def test_a_uri_of_the_hub_names_its_content(hub):
+    uri = f"hf://{MODEL}"
+    before = pin_uri(uri)
+    weights = demo_files()["model.safetensors"]
+    hub.commit({**demo_files(), "model.safetensors": bytes(len(weights))})
+    assert before != pin_uri(uri)
