@@ -50,11 +50,13 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
                 files=files,
                 may_grow=may_grow,
             )
-    except ConfigError:
+    except ConfigError as error:
         if holds_answers(job.sink):
             raise
-        logger.info(
-            "%s was begun by another job, which answered nothing: it begins again", job.sink
+        logger.warning(
+            "%s has the plan of another job, which answered nothing, and begins again: %s",
+            job.sink,
+            error,
         )
         prepare_sink(job.sink, is_overwrite=True)
         return ()

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -134,10 +134,9 @@ class _Fetch:
             try:
                 # first what nobody is at
                 for waits in (False, True):
-                    are_there = list(file_pool.map(partial(self._fetch, waits=waits), names))
-                    names = [
-                        n for n, is_there in zip(names, are_there, strict=True) if not is_there
-                    ]
+                    running = {file_pool.submit(self._fetch, n, waits=waits): n for n in names}
+                    # the first that fails ends all, whichever it is
+                    names = [running[done] for done in as_completed(running) if not done.result()]
             except BaseException:
                 self._stop.set()
                 file_pool.shutdown(wait=False, cancel_futures=True)

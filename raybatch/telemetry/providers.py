@@ -12,12 +12,13 @@ from functools import cache
 from typing import Any, Literal
 
 from raybatch.config import environment
+from raybatch.errors import error_text
 
 logger = logging.getLogger(__name__)
 
 Signal = Literal["traces", "metrics"]
 
-_NAME = "raybatch"
+_NAME, _PROTOCOL = "raybatch", "http/protobuf"
 # nobody waits longer for a collector that does not answer
 _FLUSH_S = 3.0
 
@@ -52,10 +53,25 @@ def flush(signal: Signal) -> None:
         sending.join(_FLUSH_S)
 
 
+def _warn_of_protocol(signal: Signal) -> None:
+    of_process, name = environment(), signal.upper()
+    names = (f"OTEL_EXPORTER_OTLP_{name}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next((of_process[n] for n in names if of_process.get(n)), _PROTOCOL)
+    if protocol != _PROTOCOL:
+        logger.warning(
+            "raybatch sends %s as %s and not as %s: the endpoint must take HTTP, which collectors "
+            "do at port 4318",
+            signal,
+            _PROTOCOL,
+            protocol,
+        )
+
+
 @cache
 def _provider(signal: Signal) -> Any | None:  # noqa: ANN401 - of an extra
     if not is_wanted(signal):
         return None
+    _warn_of_protocol(signal)
     try:
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
@@ -63,6 +79,11 @@ def _provider(signal: Signal) -> Any | None:  # noqa: ANN401 - of an extra
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         exporter = _exporter(signal)
+    except ValueError as error:
+        logger.warning(
+            "a variable of OpenTelemetry is wrong, so no %s are sent: %s", signal, error_text(error)
+        )
+        return None
     except ImportError as error:
         logger.warning(
             "the environment asks for OpenTelemetry, and %s is not installed, so nothing is sent; "

@@ -1,4 +1,5 @@
 import logging
+from threading import Thread
 
 import pytest
 import torch
@@ -48,11 +49,40 @@ def test_a_shape_is_timed_once_and_small_ones_never(ops, tmp_path):
 
 def test_a_damaged_file_is_made_again(ops, tmp_path, caplog):
     shapes_for_torch([SLOW], ops, folder=tmp_path, measure=table({SLOW: (2.0,)}, []))
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.json")
     file.write_text("{")
     found = shapes_for_torch([SLOW], ops, folder=tmp_path, measure=table({SLOW: (0.5,)}, []))
     assert found == ()
     assert "made again" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_only_costs_time(ops, tmp_path):
+    folder = tmp_path / "file"
+    folder.write_text("")
+    found = shapes_for_torch([SLOW], ops, folder=folder, measure=table({SLOW: (2.0,)}, []))
+    assert found == (SLOW,)
+
+
+def test_who_waits_for_another_engine_takes_its_times(ops, tmp_path):
+    asked = []
+
+    def slow(shape, ops):
+        # while this one times, another starts
+        if not asked:
+            asked.append(shape)
+            other = Thread(
+                target=shapes_for_torch,
+                args=([SLOW], ops),
+                kwargs={"folder": tmp_path, "measure": table({SLOW: (0.5,)}, asked)},
+            )
+            other.start()
+            others.append(other)
+        return (2.0,)
+
+    others = []
+    assert shapes_for_torch([SLOW], ops, folder=tmp_path, measure=slow) == (SLOW,)
+    others[0].join()
+    assert asked == [SLOW]
 
 
 def test_both_forms_are_timed(ops, tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """Who asks for traces and metrics, and what is loaded where nobody does."""
 
+import atexit
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -63,15 +63,37 @@ def test_a_process_has_a_name_of_its_own_and_the_users_name_of_the_service(monke
     assert (found["service.name"], found["team"]) == ("nightly", "data")
 
 
-def test_a_process_ends_soon_though_its_collector_does_not_answer(monkeypatch):
+@pytest.fixture
+def fresh_providers():
+    providers._provider.cache_clear()
+    yield
+    providers._provider.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_providers")
+def test_an_end_of_the_sdk_that_waits_for_a_dead_collector_is_not_registered(monkeypatch):
     monkeypatch.setenv(SWITCH, HERE)
-    code = (
-        "from raybatch.telemetry.metrics import metrics_of_process\n"
-        "from raybatch.telemetry.providers import flush, tracer\n"
-        "tracer().start_span('run').end()\n"
-        "metrics_of_process().Counter('rows', description='').inc()\n"
-        "flush('traces'); flush('metrics')"
-    )
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert time.monotonic() - began < 2 * providers._FLUSH_S + 5
+    before = atexit._ncallbacks()
+    made = [providers._provider(signal) for signal in ("traces", "metrics")]
+    assert None not in made
+    assert atexit._ncallbacks() == before
+
+
+@pytest.mark.usefixtures("fresh_providers")
+def test_a_protocol_that_is_not_sent_is_told(monkeypatch, caplog):
+    monkeypatch.setenv(SWITCH, "http://127.0.0.1:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    assert providers._provider("traces") is not None
+    assert "as http/protobuf and not as grpc" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_providers")
+def test_a_wrong_variable_is_told_and_stops_nothing(monkeypatch, caplog):
+    monkeypatch.setenv(SWITCH, HERE)
+
+    def refuse(signal):
+        raise ValueError("invalid literal for int(): 'ten'")
+
+    monkeypatch.setattr(providers, "_exporter", refuse)
+    assert providers._provider("metrics") is None
+    assert "a variable of OpenTelemetry is wrong, so no metrics are sent" in caplog.text

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import perf_counter
 
@@ -17,6 +18,7 @@ from pydantic import TypeAdapter
 from raybatch.config import cache_dir
 from raybatch.config.environment import kernel_vectors
 from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
+from raybatch.engine.weights.layout import exclusive
 from raybatch.errors import error_text
 from raybatch.kernels import linear as reference
 from raybatch.kernels.linear import Linear
@@ -56,11 +58,16 @@ def shapes_for_torch(
     shapes = sorted({shape for shape in shapes if shape[0] * shape[1] >= _MIN_WEIGHTS})
     path = _path(folder or cache_dir() / _FOLDER)
     known = _read(path)
-    measure = measure or _ratios
-    new = {_name(s): measure(s, ops) for s in shapes if _name(s) not in known}
-    if new:
-        known = {**known, **new}
-        write_cached(path, json.dumps(known), what="times of linears")
+    if any(_name(shape) not in known for shape in shapes):
+        # engines of a host choose alike, as one of them times
+        with ExitStack() as lock:
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(exclusive(path.with_suffix(".lock")))
+            known = _read(path)
+            new = [shape for shape in shapes if _name(shape) not in known]
+            known = {**known, **{_name(s): (measure or _ratios)(s, ops) for s in new}}
+            write_cached(path, json.dumps(known), what="times of linears")
     slower = tuple(s for s in shapes if _mean(known[_name(s)]) > 1)
     if slower:
         _logger.info("torch computes linears of these shapes, as it is faster here: %s", slower)
