@@ -61,7 +61,8 @@ def type_of(backend: BackendConfig) -> BackendType:
 
 def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
     """Raise ConfigError where a backend does not know an option, or has not the task."""
-    if not backend.is_decided:
+    is_decided = backend.is_decided
+    if not is_decided:
         # what runs everywhere is what the native engine has; vLLM has it as well
         backend = replace(backend, kind="native")
     of_kind = type_of(backend)
@@ -96,6 +97,12 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
                 f"engine.kv_cache_dtype is an option of the native engine and of vLLM; the "
                 f"{backend.kind} backend keeps KV as its model does: leave it out"
             )
+    if backend.options and not is_decided:
+        names = ", ".join(sorted(backend.options))
+        raise ConfigError(
+            f"backend.options: backend 'auto' takes none, got {names}; "
+            "name the backend that has them, such as backend.kind: vllm (--set backend=vllm)"
+        )
     of_kind.check(backend, engine)
 
 

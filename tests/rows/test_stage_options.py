@@ -109,3 +109,9 @@ def test_construction_loads_neither_torch_nor_transformers():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_options_of_a_backend_need_its_name():
+    options = {"engine_kwargs": {"gpu_memory_utilization": 0.9}}
+    with pytest.raises(ConfigError, match="backend 'auto' takes none, got engine_kwargs; name the"):
+        LLMStage("demo", prompt="{text}", backend={"options": options})
