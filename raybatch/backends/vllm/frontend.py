@@ -172,7 +172,9 @@ class Frontend:
         state = self._engine.output_processor.request_states[inner_id]
         paths = self._adapter.read_of_output
         if state.detokenizer is None:
-            paths = " ".join(p for p in paths.split() if not p.startswith("detokenizer."))
+            # a request that is pooled makes no tokens
+            made = ("detokenizer.", "logprobs_processor.")
+            paths = " ".join(p for p in paths.split() if not p.startswith(made))
         self._adapter.check(state, paths, "its record of an output")
 
     def note_not_finite(self, outputs: Any) -> None:  # noqa: ANN401
