@@ -98,9 +98,9 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
                 f"{backend.kind} backend keeps KV as its model does: leave it out"
             )
     if backend.options and not is_decided:
-        names = ", ".join(sorted(backend.options))
+        given = ", ".join(sorted(backend.options))
         raise ConfigError(
-            f"backend.options: backend 'auto' takes none, got {names}; "
+            f"backend.options: backend 'auto' takes none, got {given}; "
             "name the backend that has them, such as backend.kind: vllm (--set backend=vllm)"
         )
     of_kind.check(backend, engine)
