@@ -6,6 +6,10 @@
 # behind it, so that other clusters on these hosts are left alone.
 set -euo pipefail
 
+if (($# < 4)); then
+    echo "usage: $0 HEAD:PORT RANK NUM_HOSTS COMMAND..." >&2
+    exit 2
+fi
 address=$1 rank=$2 num_hosts=$3
 shift 3
 port=${address##*:}

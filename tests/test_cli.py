@@ -196,6 +196,7 @@ def test_missing_job_file_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_p
         (["verify", ""], "folder"),
         (["clean", ""], "folder"),
         (["serve", "--folder", ""], "--folder"),
+        (["fetch", "org/name", "--to", ""], "--to"),
         (["manifest", "kuberay", ""], "job_file"),
         (["openai", "to-batch", "", "-o", "x", "--model", "m"], "source"),
         (["openai", "to-batch", "in", "-o", "", "--model", "m"], "--out"),

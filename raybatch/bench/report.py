@@ -96,7 +96,10 @@ def _sections(model: ModelFigures) -> list[Section]:
             for runs in zip(*(engine.runs for engine in model.engines), strict=True)
         ),
     )
-    facts = (("model", name), ("ops that agree with torch", agreeing or "none"))
+    facts = (
+        ("model", name),
+        ("ops that agree with torch", agreeing or ("none" if ops else "not compared")),
+    )
     sections = [Section(title="", facts=facts)]
     if layers.rows:
         sections.append(Section(title="", table=layers))

@@ -300,14 +300,16 @@ def fetch(
         Literal["tokenizer"] | None, Option(help="Config and tokenizer, without weights.")
     ] = None,
     to: Annotated[
-        Path | None, Option(help="Folder, such as of a volume; default: the host's cache.")
+        str | None,
+        Option(callback=check_path, help="Folder, such as of a volume; default: the host's cache."),
     ] = None,
     on_every_host: Annotated[
         bool, Option("--on-every-host", help="Of the Ray cluster, all at once.")
     ] = False,
 ) -> None:
     """Bring a model to this host before a job wants it; what is there is not fetched again."""
-    is_there = fetch_model(model, only, to, on_every_host, _start_ray)
+    folder = None if to is None else Path(to)
+    is_there = fetch_model(model, only, folder, on_every_host, _start_ray)
     raise typer.Exit(0 if is_there else 1)
 
 

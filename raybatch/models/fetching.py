@@ -123,7 +123,8 @@ class _Fetch:
         needed = max(0, self.total_bytes - self.bytes_here())
         return ConfigError(
             f"{self.what} needs {gigabytes(needed)} more in {self._target}, and {gigabytes(free)}"
-            " are free there; make room, or set RAYBATCH_CACHE_DIR to a folder on a larger disk"
+            " are free there; make room, or take a folder on a larger disk (RAYBATCH_CACHE_DIR, or "
+            "--to of raybatch fetch)"
         )
 
     def run(self, names: Sequence[str]) -> None:

@@ -55,11 +55,11 @@ def prefetch(source: str, *, with_weights: bool = True, to: Path | None = None) 
             something else is in it.
     """
     if is_local_model(source):
+        way_out = "pass a hub id or a URI such as s3://bucket/model"
+        if source != "demo" and not Path(source).expanduser().exists():
+            raise ConfigError(f"model folder {source!r} does not exist; {way_out}")
         what = "comes with raybatch" if source == "demo" else "names a folder of this host"
-        raise ConfigError(
-            f"model {source!r} {what}, and nothing is to be fetched; pass a hub id or a URI such "
-            "as s3://bucket/model"
-        )
+        raise ConfigError(f"model {source!r} {what}, and nothing is to be fetched; {way_out}")
     if to is not None:
         _make(to)
     began = time.monotonic()

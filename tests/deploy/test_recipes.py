@@ -47,6 +47,12 @@ def test_cluster_without_a_secret_is_not_started():
     assert "RAY_AUTH_TOKEN: set it to a secret text" in done.stderr
 
 
+def test_cluster_without_a_command_is_told_how_to_be_started():
+    done = subprocess.run(["bash", DEPLOY / "ray_cluster.sh", "head:1"], capture_output=True)
+    assert done.returncode == 2
+    assert b"HEAD:PORT RANK NUM_HOSTS COMMAND..." in done.stderr
+
+
 def test_other_hosts_join_the_head_and_end_with_it(tmp_path):
     """Their end is no failure of the job: the head has its exit code."""
     (tmp_path / "ray").write_text('#!/bin/bash\necho "$@" >"${0%/*}/said"\nexit 1\n')

@@ -91,6 +91,8 @@ def test_a_folder_of_this_host_is_not_fetched():
         prefetch(str(DEMO))
     with pytest.raises(ConfigError, match="'demo' comes with raybatch"):
         prefetch("demo")
+    with pytest.raises(ConfigError, match=r"model folder './nope' does not exist; pass a hub id"):
+        prefetch("./nope")
 
 
 @pytest.mark.parametrize("source", ["hub", "uri"])
