@@ -114,6 +114,9 @@ def test_stops_with_a_control_are_no_sign_of_a_broken_engine():
 class SilentSite(RaySite):
     """A cluster that does not tell what its hosts have."""
 
+    async def make_room(self, wanted):
+        """Ask no cluster: none is connected, and Ray would start one."""
+
     async def shortage(self, plan, pool):
         raise RpcError("unavailable")
 
