@@ -260,6 +260,6 @@ def test_an_output_without_an_answer_is_begun_again_by_another_job(source, model
     assert len(read_plans(str(tmp_path / "out"))) == 1
     caplog.set_level("INFO", logger="raybatch")
     assert run(max_model_len=64).rows_out == NUM_ROWS
-    assert "was begun by another job, which answered nothing: it begins again" in caplog.text
+    assert "has the plan of another job, which answered nothing, and begins again" in caplog.text
     with pytest.raises(ConfigError, match="belongs to another job: backend is"):
         run(max_model_len=65)
