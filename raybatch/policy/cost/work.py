@@ -95,8 +95,11 @@ def merge_work(parts: Sequence[WorkTotals]) -> WorkTotals:
         for field in fields(WorkTotals)
         if field.name not in _SAMPLES
     }
-    samples = {name: _merge_samples(parts, name) for name in _SAMPLES}
-    return WorkTotals(**sums, **samples)
+    return WorkTotals(
+        **sums,
+        output_lengths=_merge_samples(parts, "output_lengths"),
+        prompt_lengths=_merge_samples(parts, "prompt_lengths"),
+    )
 
 
 def _merge_samples(parts: Sequence[WorkTotals], name: str) -> tuple[float, ...]:
