@@ -12,7 +12,7 @@ from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, max_sequence_len
 from raybatch.engine.memory.pinned import IndexUploads
-from raybatch.engine.sampling.draw import DrawOptions, draw_dense
+from raybatch.engine.sampling.draw import DrawOptions, draw_dense, draw_ranked
 from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.models.config import ModelSpec
@@ -58,7 +58,8 @@ def step_peak_bytes(
                 rows = np.arange(len(logits))
                 ones = np.ones(len(logits))
                 options = DrawOptions(ones, rows, ones, 0 * ones, 0.5 * ones)
-                draw_dense(logits, rows, options)
+                for draw in (draw_dense, draw_ranked):
+                    draw(logits, rows, options)
 
         measure = measure or _on_gpu(device)
         of_prompt = measure(lambda: run(prompts, draws=False))

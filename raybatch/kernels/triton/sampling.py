@@ -1,4 +1,4 @@
-"""Tokens of ranks, the form for GPUs of `raybatch.kernels.sampling.find_ranks`."""
+"""Tokens of ranks, for draws that wait for no host."""
 
 import torch
 
@@ -6,20 +6,24 @@ from raybatch.kernels.sampling import Limits
 from raybatch.kernels.triton.jit.sampling import rank_kernel
 from raybatch.kernels.triton.launch import OPTIONS, power_of_two
 
-_MAX_TILE = 4096
+_MAX_TILE = 2048
 
 
 def find_ranks(
     logits: torch.Tensor,  # float32 [S, V], last dimension contiguous
-    max_logits: torch.Tensor,  # float32 [S]
-    chosen: torch.Tensor,  # float32 [S]
-    ranks: torch.Tensor,  # int64 [S]
+    max_logits: torch.Tensor,  # float32 [S, 1]
+    chosen: torch.Tensor,  # float32 [S, 1]
+    ranks: torch.Tensor,  # int64 [S, 1]
     is_settled: torch.Tensor,  # bool [S]
     limits: Limits,
 ) -> torch.Tensor:
-    """See `raybatch.kernels.sampling`; one launch, in which rows that are settled are short."""
+    """Return the token ids [S] of the chosen logits with so many equal ones before them.
+
+    Rows that are not settled are drawn from all their logits instead, as a full stable sort would
+    draw. It is one launch, in which settled rows are short.
+    """
     num_rows, vocab_size = logits.shape
-    token_ids = torch.empty_like(ranks)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     rank_kernel[(num_rows,)](
         logits,
         token_ids,
