@@ -8,6 +8,7 @@ import ctypes
 import logging
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,12 +23,13 @@ from raybatch.engine.memory.kv_cache import (
 )
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.linear_times import shapes_for_torch
-from raybatch.engine.profile.module_profile import measured_profile
+from raybatch.engine.profile.module_profile import measured_profile, profile_layer
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import ModelWeights, dense_shapes, load_weights, weight_sizes
 from raybatch.errors import CapacityError, ConfigError, error_text
 from raybatch.kernels.byte_numbers import BYTE_DTYPES
+from raybatch.kernels.dispatch import Ops
 from raybatch.kernels.native.linears import compiled_linears
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
@@ -162,7 +164,7 @@ def place_layers(model: LoadedModel) -> LayerStore:
     return layers
 
 
-def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
+def planned_attn_batch(model: LoadedModel, config: EngineConfig, ops: Ops) -> int | None:
     """Return the tokens that attend at once, None for the plain forward pass.
 
     What the options say holds. "auto" runs a model without experts plain, as no layer of it gains
@@ -177,7 +179,12 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
     if model.spec.moe is None or not any(model.spec.moe.is_sparse):
         return None
     try:
-        profile, was_read = measured_profile(model.spec, model.weights, profile_options(config))
+        profile, was_read = measured_profile(
+            model.spec,
+            model.weights,
+            profile_options(config),
+            measure=partial(profile_layer, ops=ops),
+        )
     except (RuntimeError, MemoryError) as error:
         _logger.warning(
             "%s runs by the plain forward pass, as its layers could not be measured: %s",

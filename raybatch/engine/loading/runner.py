@@ -90,9 +90,8 @@ class ModelRunner:
 
     @classmethod
     def _of(cls, model: LoadedModel, config: EngineConfig, num_engines_on_host: int) -> Self:
-        # both before the pool, which takes most of what is free
+        # all before the pool, which takes most of what is free
         layers = place_layers(model)
-        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
         kv_dtype = model.resolved.kv_dtype
         ops = pick_ops(
             model.spec,
@@ -101,6 +100,7 @@ class ModelRunner:
             may_compile=config.compiles_kernels,
             kv_dtype=kv_dtype,
         )
+        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config, ops))
         setup = plan_graphs(
             config, model.spec, model.device, ops=ops, is_streamed=layers.is_streamed
         )
