@@ -20,7 +20,13 @@ from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
-from raybatch.engine.step import StepForward, StepTokens, learned_recovery, make_scheduler
+from raybatch.engine.step import (
+    PromptLogits,
+    StepForward,
+    StepTokens,
+    learned_recovery,
+    make_scheduler,
+)
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 from raybatch.text.stopping import StopChecker
@@ -90,6 +96,7 @@ class Engine:
         if is_waited_for or config.kv_offload or runner.attn_batch_tokens is not None:
             queue = None
         self._tokens = StepTokens(sampler, self._table, queue)
+        self._prompt_logits = PromptLogits()
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
         self._num_arrivals = self._num_steps = 0
@@ -205,6 +212,7 @@ class Engine:
             weight_copy_bytes=weights.num_bytes,
             num_weight_stalls=weights.num_stalls,
             num_held_steps=counters.num_held_steps,
+            num_copied_blocks=counters.num_copied_blocks,
             num_drafted_tokens=counters.num_drafted_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
             num_graphs=graphs.num_captured,
@@ -256,7 +264,8 @@ class Engine:
         for slot in schedule.admitted:
             self._fill_slot(slot)
         completions += [record.completion("capacity") for record in schedule.ended]
-        completions += self._compute(schedule) if schedule.num_tokens else self._settle()
+        has_rows = schedule.num_tokens > 0 or len(schedule.forked) > 0
+        completions += self._compute(schedule) if has_rows else self._settle()
         return completions
 
     def _compute(self, schedule: Schedule) -> list[Completion]:
@@ -264,10 +273,15 @@ class Engine:
         began = time.perf_counter()
         # a GPU is waited for
         clock_began = self._clock() if self._drafter is not None else 0.0
-        logits = self._forward.run(schedule, self._tokens.unread)
+        logits, slots = None, slots_with_logits(schedule, self._table)
+        if schedule.num_tokens:
+            logits = self._forward.run(schedule, self._tokens.unread)
+        logits, slots = self._prompt_logits.join(
+            schedule, logits, slots, self._scheduler.forks.is_open
+        )
         self._num_steps += 1
-        slots, step = slots_with_logits(schedule, self._table), None
-        if len(slots):
+        step = None
+        if len(slots) and logits is not None:
             num_generated = self._tokens.num_generated(slots)
             if len(schedule.draft_tokens):
                 num_generated[: len(schedule.draft_places)] += schedule.draft_places
@@ -278,6 +292,8 @@ class Engine:
             self._tokens.hold(step)
             if step.drawn is None:
                 completions += self._settle()
+        if not schedule.num_tokens:
+            return completions
         if self._recovery is not None:
             self._recovery.note(schedule, self._table, time.perf_counter() - began)
         if self._drafter is not None and not len(schedule.chunk_slots):

@@ -64,6 +64,7 @@ def make_scheduler(
         kv_admission_fraction=config.kv_admission_fraction,
         swap=swap,
         checkpoint_blocks=checkpoint_blocks,
+        copy_blocks=runner.copy_blocks,
     )
 
 
@@ -174,6 +175,40 @@ class StepTokens:
     def drop(self, slot: int) -> None:
         """Forget the token of a sequence that leaves; it would be drawn again."""
         self._row_of_slot[slot] = -1
+
+
+class PromptLogits:
+    """Logits after prompts that several samples start with, as long as some of them wait."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def join(
+        self,
+        schedule: Schedule,
+        logits: torch.Tensor | None,
+        slots: Ints,
+        is_open: Callable[[int], bool],
+    ) -> tuple[torch.Tensor | None, Ints]:
+        """Return the logits and slots of a step with a row for each sample that starts in it.
+
+        `is_open` tells whether samples of a request still wait for its logits, which are kept.
+        """
+        for slot, request_id in schedule.opened:
+            assert logits is not None, "a prompt that ends without a pass"
+            self._rows[request_id] = logits[int(np.flatnonzero(slots == slot)[0])]
+        if schedule.forked:
+            added = torch.stack([self._rows[request_id] for _, request_id in schedule.forked])
+            logits = added if logits is None else torch.cat((logits, added))
+            slots = np.concatenate((slots, [slot for slot, _ in schedule.forked]))
+        new = {request_id for _, request_id in schedule.opened}
+        # the logits of a step are written over by the next one
+        self._rows = {
+            request_id: row.clone() if request_id in new else row
+            for request_id, row in self._rows.items()
+            if is_open(request_id)
+        }
+        return logits, slots
 
 
 class StepForward:

@@ -288,6 +288,8 @@ class ReplicaStats(TokenCounts):
     """Of the weight copies, those that a step waited for."""
     num_failed_copies: int = 0
     """Of KV and weights; the engine went on."""
+    num_copied_blocks: int = 0
+    """KV blocks that samples shared, until one of them wrote behind the prompt."""
     num_held_steps: int = 0
     """In which a sequence had room but waited, because memory was forecast to run out."""
     num_drafted_tokens: int = 0

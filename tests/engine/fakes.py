@@ -86,6 +86,7 @@ class FakeRunner:
     num_moved_blocks: int = 0
     steps: list[Step] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)
     graph_counts: GraphCounts = field(default_factory=GraphCounts)
 
     def __post_init__(self):
@@ -119,6 +120,13 @@ class FakeRunner:
     def copy_host_blocks(self, source_ids, target_ids):
         self._count_move(source_ids, target_ids)
         self._host[:, target_ids] = self._host[:, source_ids]
+
+    def copy_blocks(self, source_ids, target_ids):
+        assert len(set(target_ids.tolist())) == len(target_ids) == len(source_ids)
+        self.copied += zip(source_ids.tolist(), target_ids.tolist(), strict=True)
+        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
+        pages[:, target_ids] = pages[:, source_ids]
+        self._positions[target_ids] = self._positions[source_ids]
 
     def copy_bytes_per_s(self):
         return 1e9

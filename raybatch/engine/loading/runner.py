@@ -37,6 +37,7 @@ from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.config import ModelSpec
+from raybatch.records.arrays import Ints
 
 _logger = logging.getLogger(__name__)
 
@@ -201,6 +202,14 @@ class ModelRunner:
         logits = decoder.logits(x)
         window.finish()
         return logits
+
+    def copy_blocks(self, source_ids: Ints, target_ids: Ints) -> None:
+        """Copy blocks into as many others, int64 [n] each, behind the steps before."""
+        sources, targets = self._uploads.upload(
+            np.concatenate((source_ids, target_ids)), self.device
+        ).chunk(2)
+        for pool in (self.cache.k, self.cache.v):
+            pool.index_copy_(1, targets, pool.index_select(1, sources))
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""

@@ -51,6 +51,8 @@ class StoredPrefixes:
     _has_cache: bool
     _holders: dict[bytes, dict[int, StoredSequence]] = field(default_factory=dict)
     _num_known: dict[int, int] = field(default_factory=dict)
+    # who has the whole prompt of a request, the last block as well
+    _prompts: dict[bytes, dict[int, StoredSequence]] = field(default_factory=dict)
 
     def hashes(self, record: Sequence) -> list[bytes]:
         return record.prompt_hashes(self._block_size, has_cache=self._has_cache)
@@ -62,8 +64,26 @@ class StoredPrefixes:
         for block_hash in hashes[first:stop]:
             self._holders.setdefault(block_hash, {})[holder.id] = holder
         self._num_known[holder.id] = max(first, stop)
+        if holder.num_stored >= len(holder.record.request.prompt_token_ids):
+            for key in _prompt_key(holder.record):
+                self._prompts.setdefault(key, {})[holder.id] = holder
+
+    def keys(self, record: Sequence) -> list[bytes]:
+        """Return what others wait for while a sequence is computed."""
+        own_prompt = [] if len(record.token_ids) else _prompt_key(record)
+        return [*self.hashes(record), *own_prompt]
+
+    def find_prompt(self, record: Sequence) -> StoredSequence | None:
+        """Return another sample of the same request whose prompt is stored."""
+        holders = (h for key in _prompt_key(record) for h in self._prompts.get(key, {}).values())
+        return next(holders, None)
 
     def drop(self, holder: StoredSequence) -> None:
+        for key in _prompt_key(holder.record):
+            holders = self._prompts.get(key, {})
+            holders.pop(holder.id, None)
+            if not holders:
+                self._prompts.pop(key, None)
         # a prompt that nobody has looked at yet is not hashed for this
         count = self._num_known.pop(holder.id, 0)
         for block_hash in self.hashes(holder.record)[:count] if count else ():
@@ -79,7 +99,9 @@ class StoredPrefixes:
         """
         wanted, count = self._find(record)
         # a holder of the next block has all before it
-        return count < len(wanted) and wanted[count] in running
+        if count < len(wanted) and wanted[count] in running:
+            return True
+        return not len(record.token_ids) and any(key in running for key in _prompt_key(record))
 
     def find(self, record: Sequence) -> tuple[int, StoredSequence | None]:
         """Return how many leading blocks another sequence has, and which one."""
@@ -106,6 +128,13 @@ class StoredPrefixes:
         wanted = self.hashes(record)[: (record.num_tokens - 1) // self._block_size]
         count = next((i for i, h in enumerate(wanted) if h not in self._holders), len(wanted))
         return wanted, count
+
+
+def _prompt_key(record: Sequence) -> list[bytes]:
+    """Return the key of a prompt that several samples have; none where there is one sample."""
+    request = record.request
+    is_shared = request.sampling.n > 1
+    return [b"prompt" + request.request_id.to_bytes(16, "little", signed=True)] * is_shared
 
 
 class OffloadStore:
@@ -166,16 +195,31 @@ class OffloadStore:
         count, holder = self.prefixes.find(stored.record)
         if holder is None:
             return 0
+        if not self._copy_prefix(holder, stored, count):
+            return 0
+        stored.num_stored = count * self._block_size
+        self.prefixes.add(stored)
+        return count
+
+    def take_prompt(self, stored: StoredSequence) -> None:
+        """Copy the whole prompt of another sample; nothing is stored where that fails."""
+        holder = self.prefixes.find_prompt(stored.record)
+        assert holder is not None, "a sample without another one to start from"
+        num_tokens = len(stored.record.request.prompt_token_ids)
+        count = -(-num_tokens // self._block_size)
+        if self._copy_prefix(holder, stored, count):
+            stored.num_stored = num_tokens
+            self.prefixes.add(stored)
+
+    def _copy_prefix(self, holder: StoredSequence, stored: StoredSequence, count: int) -> bool:
         sources = np.array(holder.host_blocks[:count], np.int64)
         try:
             self._copier.copy_host_blocks(sources, np.array(stored.host_blocks[:count], np.int64))
         except COPY_ERRORS as error:
             self.counters.num_failures += 1
             logger.warning("a prefix is computed again, because a copy failed: %s", error)
-            return 0
-        stored.num_stored = count * self._block_size
-        self.prefixes.add(stored)
-        return count
+            return False
+        return True
 
     def load(self, stored: StoredSequence, blocks: list[int]) -> bool:
         """Copy the KV of a sequence into blocks of the device; False if that failed.

@@ -14,6 +14,7 @@ from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
 from raybatch.engine.memory.offload_store import OffloadStore, StoredSequence
 from raybatch.engine.scheduling.prefill_round import PrefillRound
 from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks
+from raybatch.engine.sequences.forks import PromptForks
 from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
 from raybatch.policy.boundary.page_boundary import plan_boundary
@@ -47,8 +48,11 @@ class OffloadScheduler:
         # all KV is copied before its sequence is suspended, so that nothing is copied ahead
         self.moves, self.ahead = store.counters, CheckpointCounters()
         self._options = options
+        # of prompts in host memory, where every sample has its own
+        self.forks = PromptForks(blocks, keep_cached=False)
+        window = HostBlocks(num_window_blocks)
         self._round = PrefillRound(
-            table, store, HostBlocks(num_window_blocks), max_batched_tokens, self.counters
+            table, store, self.forks, window, max_batched_tokens, self.counters
         )
         # by arrival; a boundary looks at all of `_sequences`, and at no new one
         self._new: dict[int, Sequence] = {}
@@ -69,6 +73,7 @@ class OffloadScheduler:
         return self.store.blocks.num_used / max(1, self.store.blocks.num_blocks)
 
     def add(self, record: Sequence) -> None:
+        self.forks.enter(record)
         if record.has_started:
             self._sequences[record.arrival] = StoredSequence(record=record, status="evicted")
         else:
@@ -81,6 +86,7 @@ class OffloadScheduler:
     def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         taken = [record for record in self.waiting() if is_wanted(record)]
         for record in taken:
+            self.forks.leave(record)
             if self._new.pop(record.arrival, None) is None:
                 self._forget(self._sequences[record.arrival])
         return taken
@@ -119,6 +125,7 @@ class OffloadScheduler:
     def discard(self, slot: int) -> tuple[Sequence, Ints]:
         """Take a sequence with broken KV out; return also the blocks of the pool to be cleared."""
         blocks = self._broken_blocks(slot)
+        self.forks.close(self.table.record(slot).request.request_id)
         return self.remove(slot), blocks
 
     def restart(self, slot: int) -> tuple[Sequence, Ints]:
@@ -132,6 +139,7 @@ class OffloadScheduler:
         self.blocks.check([self.table.blocks(slot) for slot in self._active])
         self.store.check(self._sequences.values())
         self._round.check()
+        self.forks.check(self.waiting())
         self.table.check(num_reserved=self.blocks.num_reserved)
 
     def _is_at_boundary(self) -> bool:
@@ -256,6 +264,7 @@ class OffloadScheduler:
         stored.status = "evicted"
 
     def _forget(self, stored: StoredSequence) -> None:
+        self.forks.leave(stored.record)
         self._round.discard(stored)
         self.store.drop(stored)
         del self._sequences[stored.id]
