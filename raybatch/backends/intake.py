@@ -84,7 +84,9 @@ class IntakeBackend(ABC):
             self._num_open.pop(request_id, None)
 
     @abstractmethod
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]: ...
+    def export(
+        self, request_ids: Collection[int], *, with_kv: bool = False
+    ) -> list[SequenceState]: ...
 
     @abstractmethod
     def _step(self) -> list[Completion]:

@@ -10,9 +10,10 @@ import numpy as np
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import slots_with_logits
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
-from raybatch.engine.finish_rules import FinishRules, RowLimits
+from raybatch.engine.finish_rules import FinishRules, RowLimits, expected_len
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
+from raybatch.engine.memory.kv_moves import accept_kv, export_state
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.profile.layer_bench import clock_of
@@ -167,9 +168,13 @@ class Engine:
         """Return running sequences with so many tokens more than at the last call."""
         return self._table.begun(min_new_tokens)
 
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
-        """Take the unfinished sequences of these requests out, in order of arrival."""
+    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
+        """Take the unfinished sequences of these requests out, in order of arrival.
+
+        `with_kv` copies their KV as well, as far as there is some.
+        """
         wanted = set(request_ids)
+        places = self._scheduler.kv_places(wanted) if with_kv else {}
         records = self._scheduler.withdraw(lambda r: r.request.request_id in wanted)
         for slot in np.flatnonzero(self._table.phase != EMPTY).tolist():
             if self._table.record(slot).request.request_id in wanted:
@@ -178,7 +183,10 @@ class Engine:
         records.sort(key=lambda record: record.arrival)
         for record in records:
             self._close(record.request.request_id)
-        return [record.state() for record in records]
+        # nothing has written into the blocks that they had
+        return [
+            export_state(record, places.get(record.arrival), self._runner) for record in records
+        ]
 
     def capacity(self) -> Capacity:
         block_size = self._blocks.block_size
@@ -203,6 +211,7 @@ class Engine:
             generated_tokens=self._num_generated_tokens,
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_carried_tokens=swapped.num_carried_tokens,
             num_swapped_tokens=swapped.num_tokens,
             swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
             checkpoint_bytes=ahead.num_bytes,
@@ -236,17 +245,22 @@ class Engine:
         max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
         logprobs = list(state.logprobs or ()) if request.sampling.logprobs is not None else None
         self._num_arrivals += 1
+        carried = None if state.kv is None else accept_kv(state, self._runner.kv_key)
+        num_computed = (
+            num_prompt + len(state.token_ids) if state.kv is None else state.kv.num_tokens
+        )
         self._scheduler.add(
             Sequence(
                 request=request,
                 sample_idx=state.sample_idx,
                 arrival=self._num_arrivals,
                 max_len=max_len,
-                expected_len=_expected_len(request, max_len),
+                expected_len=expected_len(request, max_len),
                 token_ids=state.token_ids,
                 num_cached_tokens=state.num_cached_tokens,
-                num_computed_before=num_prompt + len(state.token_ids) if has_started else 0,
+                num_computed_before=num_computed if has_started else 0,
                 has_started=has_started,
+                swapped=carried,
                 logprobs=logprobs,
                 num_reported=len(state.token_ids),
             )
@@ -381,12 +395,3 @@ class Engine:
         self._num_open[request_id] -= 1
         if not self._num_open[request_id]:
             del self._num_open[request_id]
-
-
-def _expected_len(request: Request, max_len: int) -> int | None:
-    sampling = request.sampling
-    if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
-        return max_len
-    if request.expected_output_len is None:
-        return None
-    return min(len(request.prompt_token_ids) + request.expected_output_len, max_len)

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -37,7 +39,9 @@ from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.config import ModelSpec
+from raybatch.models.identity import model_fingerprint
 from raybatch.records.arrays import Ints
+from raybatch.records.sequence_kv import KVKey
 
 _logger = logging.getLogger(__name__)
 
@@ -59,8 +63,11 @@ class ModelRunner:
         cache: KVCache,
         graphs: StepGraphs | None = None,
         num_scrap_blocks: int = 0,
+        path: Path | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache
+        self._path, self._dtype = path, dtype
         self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
         self.decoder = decoder
         self._graphs = graphs
@@ -142,6 +149,8 @@ class ModelRunner:
             cache=cache,
             graphs=graphs,
             num_scrap_blocks=num_scrap_blocks,
+            path=model.path,
+            dtype=model.dtype,
         )
         host_memory = ""
         if runner.tiers.num_host_blocks:
@@ -158,6 +167,21 @@ class ModelRunner:
             host_memory,
         )
         return runner
+
+    @cached_property
+    def kv_key(self) -> KVKey | None:
+        """What other engines must have in common with this one to take its KV.
+
+        None for a model that came from no folder. The weights are read for it, or samples of them.
+        """
+        if self._path is None:
+            return None
+        return KVKey(
+            model=model_fingerprint(self._path),
+            dtype=str(self._dtype).removeprefix("torch."),
+            kv_dtype=str(self.cache.k.dtype).removeprefix("torch."),
+            block_size=self.config.block_size_tokens,
+        )
 
     @property
     def weight_counters(self) -> WeightCounters:

@@ -8,9 +8,10 @@ While prompts are computed whose KV goes to the host, the device's pool is a `La
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from raybatch.engine.memory.kv_cache import KVCache, trial_copy_s
@@ -109,10 +110,41 @@ class KVTiers:
         self._device.k.index_copy_(1, ids, staged[:, 0].transpose(0, 1))
         self._device.v.index_copy_(1, ids, staged[:, 1].transpose(0, 1))
 
-    def copy_host_blocks(self, source_ids: Ints, target_ids: Ints) -> None:
+    def read_blocks(self, block_ids: Ints) -> npt.NDArray[Any]:
+        """Return blocks of the device as bits, [n, 2, L, G, B, R]."""
+        ids = torch.from_numpy(block_ids).to(self._device.k.device)
+        pools = (self._device.k, self._device.v)
+        rows = torch.stack([pool.index_select(1, ids).transpose(0, 1) for pool in pools], dim=1)
+        return _bits(rows.cpu())
+
+    def read_host_blocks(self, host_ids: Ints) -> npt.NDArray[Any]:
+        """Return blocks of the host as `read_blocks` does."""
+        self._wait()
+        return _bits(self._memory[torch.from_numpy(host_ids)])
+
+    def write_blocks(self, rows: npt.NDArray[Any], block_ids: Ints) -> None:
+        """Put what `read_blocks` returned into as many blocks of the device."""
+        device = self._device.k.device
+        ids, values = torch.from_numpy(block_ids).to(device), self._values(rows).to(device)
+        self._device.k.index_copy_(1, ids, values[:, 0].transpose(0, 1))
+        self._device.v.index_copy_(1, ids, values[:, 1].transpose(0, 1))
+
+    def write_host_blocks(self, rows: npt.NDArray[Any], host_ids: Ints) -> None:
+        """Put what `read_blocks` returned into as many blocks of the host."""
+        self._wait()
+        self._memory[torch.from_numpy(host_ids)] = self._values(rows)
+
+    def _values(self, rows: npt.NDArray[Any]) -> torch.Tensor:
+        # a copy, because torch takes no memory that is read only
+        return torch.tensor(rows).view(self._memory.dtype)
+
+    def _wait(self) -> None:
         if self._stream is not None:
             # a block may still be on its way to the host
             self._stream.synchronize()
+
+    def copy_host_blocks(self, source_ids: Ints, target_ids: Ints) -> None:
+        self._wait()
         self._memory[torch.from_numpy(target_ids)] = self._memory[torch.from_numpy(source_ids)]
 
     def save_layer(self, layer_idx: int, half: KVCache, block_ids: Ints, host_ids: Ints) -> None:
@@ -174,6 +206,12 @@ class KVTiers:
             layer = self._arriving.pop(0)
             layer.arrived.synchronize()
             self._memory[torch.from_numpy(layer.host_ids), :, layer.layer_idx] = layer.rows
+
+
+def _bits(rows: torch.Tensor) -> npt.NDArray[Any]:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[rows.element_size()]
+    array: npt.NDArray[Any] = rows.contiguous().view(bits).numpy()
+    return array
 
 
 def _runs(host_ids: Ints) -> Iterator[tuple[int, int, int]]:

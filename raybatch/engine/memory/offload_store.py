@@ -201,6 +201,22 @@ class OffloadStore:
         self.prefixes.add(stored)
         return count
 
+    def take_carried(self, stored: StoredSequence) -> bool:
+        """Store the KV that came with a sequence, if it is whole and there is room for it."""
+        record, kept = stored.record, stored.record.swapped
+        record.swapped = None
+        if kept is None or kept.rows is None or kept.first_block:
+            return False
+        is_whole = len(record.token_ids) > 0 and kept.num_tokens == record.num_tokens - 1
+        if not is_whole or kept.num_blocks > self.blocks.num_available:
+            return False
+        self.grow(stored, kept.num_blocks)
+        self._copier.write_host_blocks(kept.rows, np.array(stored.host_blocks, np.int64))
+        stored.num_stored = kept.num_tokens
+        self.prefixes.add(stored)
+        self.counters.num_carried_tokens += kept.num_tokens
+        return True
+
     def take_prompt(self, stored: StoredSequence) -> None:
         """Copy the whole prompt of another sample; nothing is stored where that fails."""
         holder = self.prefixes.find_prompt(stored.record)

@@ -84,6 +84,8 @@ class SwapCounters:
     saved_bytes: int = 0
     loaded_bytes: int = 0
     num_tokens: int = 0
+    # tokens whose KV came with sequences from other engines
+    num_carried_tokens: int = 0
     num_failures: int = 0
 
 
@@ -161,18 +163,26 @@ class SwapSpace:
         assert kept is not None, "a sequence without anything in host memory"
         assert copier is not None, "host blocks without a host"
         first = start - kept.first_block
-        host_ids = kept.host_blocks[first : first + len(blocks)].astype(np.int64)
+        places, num_tokens = slice(first, first + len(blocks)), kept.num_tokens
+        num_tokens -= start * self._block_size
         try:
-            copier.load_blocks(host_ids, np.array(blocks, np.int64))
+            if kept.rows is not None:
+                copier.write_blocks(kept.rows[places], np.array(blocks, np.int64))
+            else:
+                host_ids = kept.host_blocks[places].astype(np.int64)
+                copier.load_blocks(host_ids, np.array(blocks, np.int64))
         except COPY_ERRORS as error:
             self.counters.num_failures += 1
             logger.warning(_FAILURE, error)
             self.drop(record)
             return False
         record.swapped = None
+        if kept.rows is not None:
+            self.counters.num_carried_tokens += num_tokens
+            return True
         self.checkpoints.keep(record, kept)
         self.counters.loaded_bytes += len(blocks) * copier.block_bytes
-        self.counters.num_tokens += kept.num_tokens - start * self._block_size
+        self.counters.num_tokens += num_tokens
         return True
 
     def drop(self, record: Sequence) -> None:
@@ -188,6 +198,6 @@ class SwapSpace:
         ahead = self.checkpoints.check(running, waiting)
         self.blocks.check([*ahead, *(swapped.host_blocks for swapped in kept)])
         for swapped in kept:
-            num_blocks = swapped.first_block + len(swapped.host_blocks)
+            num_blocks = swapped.first_block + swapped.num_blocks
             if num_blocks != -(-swapped.num_tokens // self._block_size):
                 raise RuntimeError("swap space: host blocks do not end where the tokens do")

@@ -13,7 +13,7 @@ import numpy as np
 from raybatch.engine.memory.kv_checkpoints import CheckpointCounters
 from raybatch.engine.memory.offload_store import OffloadStore, StoredSequence
 from raybatch.engine.scheduling.prefill_round import PrefillRound
-from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks
+from raybatch.engine.sequences.block_manager import BlockManager, HostBlocks, SwappedKV
 from raybatch.engine.sequences.forks import PromptForks
 from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences.table import DECODE, Sequence, SequenceTable
@@ -73,11 +73,14 @@ class OffloadScheduler:
         return self.store.blocks.num_used / max(1, self.store.blocks.num_blocks)
 
     def add(self, record: Sequence) -> None:
-        self.forks.enter(record)
         if record.has_started:
-            self._sequences[record.arrival] = StoredSequence(record=record, status="evicted")
+            stored = StoredSequence(record=record, status="evicted")
+            if self.store.take_carried(stored):
+                stored.status = "prefilled"
+            self._sequences[record.arrival] = stored
         else:
             self._new[record.arrival] = record
+        self.forks.enter(record)
 
     def waiting(self) -> list[Sequence]:
         known = [stored.record for stored in self._sequences.values() if stored.slot is None]
@@ -90,6 +93,19 @@ class OffloadScheduler:
             if self._new.pop(record.arrival, None) is None:
                 self._forget(self._sequences[record.arrival])
         return taken
+
+    def kv_places(self, request_ids: set[int]) -> dict[int, SwappedKV]:
+        """Return where the sequences of these requests have their KV, by arrival."""
+        self.store.sync(self._active, self.table)
+        return {
+            stored.id: SwappedKV(
+                first_block=0,
+                host_blocks=np.array(stored.host_blocks, np.int32),
+                num_tokens=stored.num_stored,
+            )
+            for stored in self._sequences.values()
+            if stored.record.request.request_id in request_ids
+        }
 
     def schedule(self, drafts: Mapping[int, list[int]]) -> Schedule:
         """Decide the next step, at a page boundary by a plan; drafts are not taken."""

@@ -154,9 +154,9 @@ class PrefillRound:
         if length <= 0:
             return
         step.add(slot, start, length)
-        if start + length == table.num_tokens[slot] == table.num_prompt[slot]:
-            if self._forks.open(record, []):
-                step.opened.append((slot, record.request.request_id))
+        is_prompt = start + length == table.num_tokens[slot] == table.num_prompt[slot]
+        if is_prompt and self._forks.open(record, []):
+            step.opened.append((slot, record.request.request_id))
 
     def _moves(self, chunks: Ints) -> LayerMoves:
         block_size = self._table.block_size

@@ -16,15 +16,10 @@ from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.scheduling.admission import Admission
 from raybatch.engine.scheduling.chunks import Chunks, DraftRoom
 from raybatch.engine.scheduling.waiting import ClosedBatch, Need, Needs, WaitingQueue
-from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.block_manager import BlockManager, KVPlace, SwappedKV
 from raybatch.engine.sequences.forks import PromptFork, PromptForks
 from raybatch.engine.sequences.groups import PrefixGroups
-from raybatch.engine.sequences.schedule import (
-    OpenStep,
-    Schedule,
-    SchedulerCounters,
-    note_computed,
-)
+from raybatch.engine.sequences.schedule import OpenStep, Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences.table import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
 from raybatch.records.arrays import Ints
 
@@ -86,9 +81,7 @@ class Scheduler:
         self._num_steps = 0
         self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
         self._draft_room = DraftRoom(table, blocks, self._spare_steps)
-        self._chunks = Chunks(
-            table, blocks, self._groups, self.forks, self._swap, self.counters
-        )
+        self._chunks = Chunks(table, blocks, self._groups, self.forks, self._swap, self.counters)
         self._copies_ahead = CopiesAhead(
             table, blocks, self._swap.checkpoints, checkpoint_blocks, self._num_found_again
         )
@@ -115,6 +108,17 @@ class Scheduler:
         for record in taken:
             self._leave(record)
         return taken
+
+    def kv_places(self, request_ids: set[int]) -> dict[int, KVPlace | SwappedKV | None]:
+        """Return where the sequences of these requests have their KV, by arrival."""
+        places: dict[int, KVPlace | SwappedKV | None] = {
+            record.arrival: record.swapped for record in self._queue
+        }
+        for slot in np.flatnonzero(self.table.phase != EMPTY).tolist():
+            record, num_computed = self.table.record(slot), int(self.table.num_computed[slot])
+            if record.request.request_id in request_ids:
+                places[record.arrival] = KVPlace(self.table.blocks(slot).copy(), num_computed)
+        return places
 
     def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
         """Decide the next step, allocate its blocks and admit what fits.

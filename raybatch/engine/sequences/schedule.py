@@ -106,6 +106,8 @@ class SchedulerCounters:
         if record.has_started:
             known = min(record.num_computed_before, record.num_tokens)
             if record.swapped is not None:
+                # also what was damaged on its way from another engine
+                self.num_recomputed_tokens += max(known - record.swapped.num_tokens, 0)
                 known = record.swapped.first_block * block_size
             self.num_recomputed_tokens += max(known - num_hits, 0)
         else:

@@ -306,7 +306,7 @@ class SequenceTable:
         return int(num_grown + np.count_nonzero(self.shares_last))
 
     def full_slots(self) -> Ints:
-        """Return the decoding slots that need a block for the token of this step, or a copy of one."""
+        """Return the decoding slots that need a block of their own for the token of this step."""
         slots = np.flatnonzero(self.phase == DECODE)
         is_full = self.num_computed[slots] >= self.num_blocks[slots] * self.block_size
         return slots[is_full | self.shares_last[slots]]
