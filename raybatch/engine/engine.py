@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 
 from raybatch.config import EngineConfig
-from raybatch.engine.batch.forward_batch import slots_with_logits
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
 from raybatch.engine.finish_rules import FinishRules, RowLimits, expected_len
 from raybatch.engine.loading.runner import ModelRunner
@@ -21,13 +20,7 @@ from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
-from raybatch.engine.step import (
-    PromptLogits,
-    StepForward,
-    StepTokens,
-    learned_recovery,
-    make_scheduler,
-)
+from raybatch.engine.step import StepForward, StepTokens, learned_recovery, make_scheduler
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 from raybatch.text.stopping import StopChecker
@@ -97,7 +90,6 @@ class Engine:
         if is_waited_for or config.kv_offload or runner.attn_batch_tokens is not None:
             queue = None
         self._tokens = StepTokens(sampler, self._table, queue)
-        self._prompt_logits = PromptLogits()
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
         self._num_arrivals = self._num_steps = 0
@@ -184,9 +176,8 @@ class Engine:
         for record in records:
             self._close(record.request.request_id)
         # nothing has written into the blocks that they had
-        return [
-            export_state(record, places.get(record.arrival), self._runner) for record in records
-        ]
+        tiers, key = self._runner.tiers, self._runner.kv_key if with_kv else None
+        return [export_state(r, places.get(r.arrival), tiers, key) for r in records]
 
     def capacity(self) -> Capacity:
         block_size = self._blocks.block_size
@@ -287,15 +278,11 @@ class Engine:
         began = time.perf_counter()
         # a GPU is waited for
         clock_began = self._clock() if self._drafter is not None else 0.0
-        logits, slots = None, slots_with_logits(schedule, self._table)
-        if schedule.num_tokens:
-            logits = self._forward.run(schedule, self._tokens.unread)
-        logits, slots = self._prompt_logits.join(
-            schedule, logits, slots, self._scheduler.forks.is_open
-        )
+        is_open = self._scheduler.forks.is_open
+        logits, slots = self._forward.run(schedule, self._tokens.unread, is_open)
         self._num_steps += 1
         step = None
-        if len(slots) and logits is not None:
+        if logits is not None and len(slots):
             num_generated = self._tokens.num_generated(slots)
             if len(schedule.draft_tokens):
                 num_generated[: len(schedule.draft_places)] += schedule.draft_places

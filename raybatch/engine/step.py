@@ -12,6 +12,7 @@ from raybatch.engine.batch.forward_batch import (
     BatchBuilder,
     LateTokens,
     logits_order,
+    slots_with_logits,
     split_schedule,
 )
 from raybatch.engine.loading.runner import ModelRunner
@@ -177,40 +178,6 @@ class StepTokens:
         self._row_of_slot[slot] = -1
 
 
-class PromptLogits:
-    """Logits after prompts that several samples start with, as long as some of them wait."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, torch.Tensor] = {}
-
-    def join(
-        self,
-        schedule: Schedule,
-        logits: torch.Tensor | None,
-        slots: Ints,
-        is_open: Callable[[int], bool],
-    ) -> tuple[torch.Tensor | None, Ints]:
-        """Return the logits and slots of a step with a row for each sample that starts in it.
-
-        `is_open` tells whether samples of a request still wait for its logits, which are kept.
-        """
-        for slot, request_id in schedule.opened:
-            assert logits is not None, "a prompt that ends without a pass"
-            self._rows[request_id] = logits[int(np.flatnonzero(slots == slot)[0])]
-        if schedule.forked:
-            added = torch.stack([self._rows[request_id] for _, request_id in schedule.forked])
-            logits = added if logits is None else torch.cat((logits, added))
-            slots = np.concatenate((slots, [slot for slot, _ in schedule.forked]))
-        new = {request_id for _, request_id in schedule.opened}
-        # the logits of a step are written over by the next one
-        self._rows = {
-            request_id: row.clone() if request_id in new else row
-            for request_id, row in self._rows.items()
-            if is_open(request_id)
-        }
-        return logits, slots
-
-
 class StepForward:
     """Builds the batches of a step and hands them to the model."""
 
@@ -219,8 +186,31 @@ class StepForward:
         self._table = table
         self._builder = BatchBuilder(table, len(table.users.count))
         self._max_tokens = runner.attn_batch_tokens
+        # after prompts of which samples wait, by request
+        self._prompt_logits: dict[int, torch.Tensor] = {}
 
-    def run(self, schedule: Schedule, unread: UnreadTokens | None = None) -> torch.Tensor:
+    def run(
+        self, schedule: Schedule, unread: UnreadTokens | None, is_open: Callable[[int], bool]
+    ) -> tuple[torch.Tensor | None, Ints]:
+        """Return the logits of a step, or None, and the slot of each row.
+
+        Samples that start with the prompt of another one have rows as well. `is_open` tells whether
+        samples of a request still wait for its logits, which are kept.
+        """
+        slots = slots_with_logits(schedule, self._table)
+        logits = self._logits(schedule, unread) if schedule.num_tokens else None
+        for slot, request_id in schedule.opened:
+            assert logits is not None, "a prompt that ends without a pass"
+            # a copy: the next step writes over the logits of this one
+            self._prompt_logits[request_id] = logits[int((slots == slot).argmax())].clone()
+        if schedule.forked:
+            added = torch.stack([self._prompt_logits[i] for _, i in schedule.forked])
+            logits = added if logits is None else torch.cat((logits, added))
+            slots = np.concatenate((slots, [slot for slot, _ in schedule.forked]))
+        self._prompt_logits = {i: row for i, row in self._prompt_logits.items() if is_open(i)}
+        return logits, slots
+
+    def _logits(self, schedule: Schedule, unread: UnreadTokens | None) -> torch.Tensor:
         if schedule.moves is not None:
             return self._runner.forward_offloaded(self._builder.build(schedule), schedule.moves)
         if self._max_tokens is None:

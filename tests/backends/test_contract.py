@@ -368,6 +368,22 @@ def test_an_exported_row_goes_on_elsewhere_with_the_same_tokens(make, backend, o
     assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_kv_goes_along_where_it_is_asked_for_and_can_be(make, backend, other, num_steps):
+    requests = [request(i, temperature=0.9, n=1 + i % 2) for i in range(6)]
+    backend.submit(requests)
+    for _ in range(num_steps):
+        backend.poll()
+    states = backend.export([1, 2], with_kv=True)
+    # rows 0 to 2 run at most, and the native engine alone reads KV
+    has_kv = num_steps > 0 and type(backend).__name__ == "NativeBackend"
+    assert [has_kv] * 2 == [state.kv is not None for state in states[:2]]
+    other.restore(states)
+    assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
+    recomputed = other.stats().num_recomputed_tokens
+    assert recomputed == 0 or not has_kv
+
+
 @TELLING
 def test_tokens_begun_let_a_row_go_on_elsewhere_and_run_on_here(make, backend, other):
     requests = [request(i, temperature=0.9, max_tokens=9) for i in range(3)]

@@ -221,4 +221,4 @@ def test_tokens_are_those_of_samples_alone(way, seed):
     assert {key[0] for key in expected.keys() - done.keys()} <= {aborted}
     assert engine.stats().kv_used_fraction == 0.0
     assert engine.stats().num_copied_blocks == len(runner.copied)
-    assert not engine._prompt_logits._rows or not engine.num_unfinished()
+    assert not engine._forward._prompt_logits or not engine.num_unfinished()

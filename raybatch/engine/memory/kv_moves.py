@@ -2,12 +2,11 @@
 
 import logging
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from raybatch.engine.memory.kv_tiers import KVTiers
-from raybatch.engine.sequences.block_manager import KVPlace, SwappedKV
+from raybatch.engine.sequences.block_manager import SwappedKV
 from raybatch.engine.sequences.table import Sequence
 from raybatch.records.sequence_kv import KVKey, SequenceKV, block_checksums
 from raybatch.records.types import SequenceState, TokenIds
@@ -20,49 +19,28 @@ def tokens_with_kv(state: SequenceState) -> TokenIds:
     return np.concatenate((state.request.prompt_token_ids, state.token_ids))[:-1]
 
 
-class KVOwner(Protocol):
-    """What of a runner has to do with KV that moves."""
-
-    @property
-    def tiers(self) -> KVTiers: ...
-
-    @property
-    def kv_key(self) -> KVKey | None: ...
-
-
 def export_state(
-    record: Sequence, place: KVPlace | SwappedKV | None, owner: KVOwner
+    record: Sequence, place: SwappedKV | None, tiers: KVTiers, key: KVKey | None
 ) -> SequenceState:
-    """Return a sequence that does not run any more, with the KV at `place`."""
+    """Return a sequence that does not run any more, with copies of its KV at `place`."""
     state = record.state()
-    if place is None or owner.kv_key is None:
+    if place is None or key is None:
         return state
-    return replace(state, kv=_read_kv(state, place, owner.tiers, owner.kv_key))
-
-
-def _read_kv(
-    state: SequenceState, place: KVPlace | SwappedKV, tiers: KVTiers, key: KVKey
-) -> SequenceKV | None:
-    """Copy the KV of a sequence to arrays; None where it has none."""
     tokens = tokens_with_kv(state)[: place.num_tokens]
-    count = -(-len(tokens) // key.block_size) - place.first_block
+    first, size = place.first_block, key.block_size
+    count = -(-len(tokens) // size) - first
     if count <= 0:
-        return None
-    if isinstance(place, KVPlace):
-        blocks = tiers.read_blocks(place.blocks[:count].astype(np.int64))
-    elif place.rows is not None:
+        return state
+    if place.rows is not None:
         blocks = place.rows[:count]
     else:
-        blocks = tiers.read_host_blocks(place.host_blocks[:count].astype(np.int64))
-    return SequenceKV(
-        key=key,
-        first_block=place.first_block,
-        num_tokens=len(tokens),
-        blocks=blocks,
-        checksums=block_checksums(
-            blocks, tokens, first_block=place.first_block, block_size=key.block_size
-        ),
+        read = tiers.read_blocks if place.is_on_device else tiers.read_host_blocks
+        blocks = read(place.host_blocks[:count].astype(np.int64))
+    checksums = block_checksums(blocks, tokens, first_block=first, block_size=size)
+    kv = SequenceKV(
+        key=key, first_block=first, num_tokens=len(tokens), blocks=blocks, checksums=checksums
     )
+    return replace(state, kv=kv)
 
 
 def accept_kv(state: SequenceState, key: KVKey | None) -> SwappedKV | None:

@@ -16,7 +16,7 @@ from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.scheduling.admission import Admission
 from raybatch.engine.scheduling.chunks import Chunks, DraftRoom
 from raybatch.engine.scheduling.waiting import ClosedBatch, Need, Needs, WaitingQueue
-from raybatch.engine.sequences.block_manager import BlockManager, KVPlace, SwappedKV
+from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
 from raybatch.engine.sequences.forks import PromptFork, PromptForks
 from raybatch.engine.sequences.groups import PrefixGroups
 from raybatch.engine.sequences.schedule import OpenStep, Schedule, SchedulerCounters, note_computed
@@ -109,15 +109,18 @@ class Scheduler:
             self._leave(record)
         return taken
 
-    def kv_places(self, request_ids: set[int]) -> dict[int, KVPlace | SwappedKV | None]:
+    def kv_places(self, request_ids: set[int]) -> dict[int, SwappedKV | None]:
         """Return where the sequences of these requests have their KV, by arrival."""
-        places: dict[int, KVPlace | SwappedKV | None] = {
-            record.arrival: record.swapped for record in self._queue
-        }
-        for slot in np.flatnonzero(self.table.phase != EMPTY).tolist():
-            record, num_computed = self.table.record(slot), int(self.table.num_computed[slot])
+        table, places = self.table, {record.arrival: record.swapped for record in self._queue}
+        for slot in np.flatnonzero(table.phase != EMPTY).tolist():
+            record = table.record(slot)
             if record.request.request_id in request_ids:
-                places[record.arrival] = KVPlace(self.table.blocks(slot).copy(), num_computed)
+                places[record.arrival] = SwappedKV(
+                    first_block=0,
+                    host_blocks=table.blocks(slot).copy(),
+                    num_tokens=int(table.num_computed[slot]),
+                    is_on_device=True,
+                )
         return places
 
     def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
@@ -237,10 +240,8 @@ class Scheduler:
                 if self.blocks.num_available < 1:
                     ended.append(self.remove(slot))
                     preempted.append(slot)
-            if table.phase[slot] == DECODE and table.shares_last[slot]:
-                copies += self._own_last_block(slot)
-            elif table.phase[slot] == DECODE:
-                table.add_blocks(slot, self.blocks.allocate(1))
+            if table.phase[slot] == DECODE:
+                copies += self._take_block(slot)
         if copies:
             # before anything comes into blocks that are free by now
             sources, targets = np.array(copies, np.int64).T
@@ -254,11 +255,13 @@ class Scheduler:
             return False
         return not table.shares_last[slot] or self.blocks.num_refs[table.blocks(slot)[-1]] > 1
 
-    def _own_last_block(self, slot: int) -> list[tuple[int, int]]:
-        """Give `slot` a last block of its own; return what is to be copied into it."""
-        table = self.table
+    def _take_block(self, slot: int) -> list[tuple[int, int]]:
+        """Give `slot` a block of its own for its next token; return what is copied into it."""
+        table, shared = self.table, self.table.blocks(slot)[-1:].copy()
+        if not table.shares_last[slot]:
+            table.add_blocks(slot, self.blocks.allocate(1))
+            return []
         table.shares_last[slot] = False
-        shared = table.blocks(slot)[-1:].copy()
         if self.blocks.num_refs[shared[0]] == 1:
             return []
         (block,) = self.blocks.allocate(1)

@@ -175,21 +175,14 @@ class SwappedKV:
     host_blocks: Int32s
     # tokens of the sequence that had KV, from its beginning
     num_tokens: int
+    # of one that leaves the engine: the blocks are those that it had on the device
+    is_on_device: bool = False
     # blocks that came with a sequence, in the place of the host's; nobody else has these
     rows: npt.NDArray[Any] | None = None
 
     @property
     def num_blocks(self) -> int:
         return len(self.host_blocks if self.rows is None else self.rows)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KVPlace:
-    """Blocks of the device that hold the KV of a running sequence."""
-
-    blocks: Int32s
-    num_tokens: int
-    first_block: int = 0
 
 
 class HostBlocks:
