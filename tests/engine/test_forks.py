@@ -136,6 +136,14 @@ def test_samples_of_a_broken_prompt_all_fail_and_leave_clean_blocks():
     assert engine.stats().kv_used_fraction == 0.0
 
 
+def test_a_broken_prompt_is_held_for_nobody():
+    engine, runner = make(nan_after=62, max_num_seqs=1)
+    engine.add([make_request(0, np.arange(63), n=3)])
+    assert len(engine.step()) == 1
+    engine.abort([0])
+    assert [0, 1, 2, 3] == sorted(runner.cleared)
+
+
 def test_a_sample_that_starts_late_draws_from_the_logits_of_the_prompt():
     """Even in a step in which nothing is computed."""
     engine, runner = make(max_num_seqs=4)
