@@ -20,8 +20,8 @@ from host_chunk import AdaptiveHostChunk
 from page_simulator import Lengths, Machine, Outcome, simulate
 from step_simulator import Device
 
-from raybatch.config import VictimOrder
-from raybatch.policy.boundary.records import BoundaryOptions
+
+from boundary.records import BoundaryOptions, VictimOrder
 
 PAGE_TOKENS = 64
 TAIL_SIGMA, TAIL_CLIP = 1.95, 9.2

@@ -9,7 +9,6 @@ from raybatch.config.engine import (
     BackendConfig,
     EngineConfig,
     KVCacheDType,
-    VictimOrder,
 )
 from raybatch.config.environment import (
     armed_fault,
@@ -43,7 +42,6 @@ __all__ = [
     "PoolConfig",
     "SpecialTokens",
     "Strategy",
-    "VictimOrder",
     "WaveConfig",
     "armed_fault",
     "cache_dir",

@@ -171,8 +171,9 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
     """
     if config.attn_batch_tokens != "auto":
         return config.attn_batch_tokens
-    if config.speculative_tokens or config.cuda_graphs:
-        # rows of drafts are part of one forward pass, and a graph is one
+    if config.speculative_tokens or config.cuda_graphs or config.kv_offload:
+        # rows of drafts are part of one forward pass, and a graph is one; a buffer of the window
+        # bounds the rows that attend at once by itself
         return None
     if model.spec.moe is None or not any(model.spec.moe.is_sparse):
         return None

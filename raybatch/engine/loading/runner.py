@@ -11,7 +11,7 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
-from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime
+from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime, StepPart
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs
@@ -32,9 +32,9 @@ from raybatch.engine.memory.kv_cache import (
     num_blocks_for,
     num_host_blocks_for,
 )
-from raybatch.engine.memory.kv_tiers import KVTiers, LayerWindow
+from raybatch.engine.memory.kv_tiers import KVTiers
+from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
-from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.config import ModelSpec
 
@@ -71,10 +71,13 @@ class ModelRunner:
         tokens = config.attn_batch_tokens
         self.attn_batch_tokens = None if tokens == "auto" else tokens
         policy = CombineAtExperts(config.moe_batch_tokens, is_layerwise=decoder.layers.is_streamed)
-        self.runtime = CoroutineRuntime(decoder, cache, policy)
-        self._window = LayerWindow(cache, self.tiers) if config.kv_offload else None
-        # blocks of the pool in steps whose KV goes to host memory
-        self.num_window_blocks = self._window.num_blocks if self._window else 0
+        self.window = KVWindow(cache, self.tiers) if config.kv_offload else None
+        # of a buffer, where sequences have blocks of the host; 0 where they have those of the pool
+        self.num_window_blocks = 0
+        if self.window is not None:
+            self.num_window_blocks = self.window.num_blocks
+            self.num_blocks = self.tiers.num_host_blocks
+        self.runtime = CoroutineRuntime(decoder, cache, policy, self.window)
 
     @classmethod
     def load(cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> Self:
@@ -162,6 +165,10 @@ class ModelRunner:
     def weight_counters(self) -> WeightCounters:
         return self.decoder.layers.counters
 
+    @property
+    def window_counters(self) -> WindowCounters:
+        return WindowCounters() if self.window is None else self.window.counters
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens.
 
@@ -177,32 +184,12 @@ class ModelRunner:
     def graph_counts(self) -> GraphCounts:
         return GraphCounts() if self._graphs is None else self._graphs.counts
 
-    def forward_parts(self, parts: Sequence[ForwardBatch]) -> torch.Tensor:
-        """Return the logits [S, V] of parts of a step that do not read what another one writes."""
-        return self.runtime.forward([self._place(part) for part in parts])
-
-    @torch.inference_mode()
-    def forward_offloaded(self, batch: ForwardBatch, moves: LayerMoves) -> torch.Tensor:
-        """Run one step of prompts whose KV goes to host memory, layer by layer.
-
-        Blocks of the batch are those of the window; the pool's content is lost. Returns float32
-        logits [S, V], once host memory has all of the KV.
-        """
-        window, decoder = self._window, self.decoder
-        assert window is not None, "a pool that no prompts pass through"
-        batch = self._place(batch)
-        prepared = decoder.prepare(batch, window.cache(0))
-        x = decoder.embed(batch)
-        for layer_idx in range(decoder.num_layers):
-            window.load(layer_idx, moves)
-            x = decoder.attention(layer_idx, x, prepared, window.cache(layer_idx))
-            window.save(layer_idx, moves)
-            decoder.ffn_(layer_idx, x)
-        logits = decoder.logits(x)
-        window.finish()
-        return logits
+    def forward_parts(self, parts: Sequence[StepPart]) -> torch.Tensor:
+        """Return the logits [S, V] of parts of a step; a writer comes before its readers."""
+        return self.runtime.forward([StepPart(self._place(b), moves) for b, moves in parts])
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
-        for pool in (self.cache.k, self.cache.v):
+        cache = self.cache if self.window is None else self.tiers.host
+        for pool in (cache.k, cache.v):
             pool[:, block_ids] = 0

@@ -4,7 +4,7 @@ The host's pool has the same record and the same legend, [L, N, G, B, R], but li
 memory: what a run of host blocks holds, keys and values of all layers, is one piece. So a move is
 one gather and one scatter for any number of layers, and on a GPU one transfer for each run.
 
-While prompts are computed whose KV goes to the host, the device's pool is a `LayerWindow`.
+Where KV lives in host memory alone, the device's pool is a `raybatch.engine.memory.kv_window`.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ import torch
 
 from raybatch.engine.memory.kv_cache import KVCache, trial_copy_s
 from raybatch.engine.memory.pinned import DeviceQueue, PinnedRing, allocate_memory
-from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.errors import ConfigError
 from raybatch.records.arrays import Ints
 
@@ -26,10 +25,10 @@ _NUM_LAYERS_UNDERWAY = 2
 
 
 class _Arriving(NamedTuple):
-    """A layer of some blocks on its way to pinned memory; `rows` are [n, 2, G, B, R]."""
+    """A layer of some tokens on its way to pinned memory; `rows` are [T, 2, G, R]."""
 
     layer_idx: int
-    host_ids: Ints
+    host_slots: Ints
     rows: torch.Tensor
     arrived: torch.cuda.Event
 
@@ -60,10 +59,15 @@ class KVTiers:
             k=self._memory[:, 0].transpose(0, 1), v=self._memory[:, 1].transpose(0, 1)
         )
         self._stream: torch.cuda.Stream | None = None
+        # layers that are brought in do not wait for those that are taken out
+        self._load_stream: torch.cuda.Stream | None = None
         self._arriving: list[_Arriving] = []
         if device.k.device.type == "cuda":
             self._stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
-        self._ring = PinnedRing(DeviceQueue(device.k.device), _NUM_LAYERS_UNDERWAY)
+            self._load_stream = torch.cuda.Stream(device.k.device)  # type: ignore[no-untyped-call]
+        self._queue = DeviceQueue(device.k.device)
+        self._ring = PinnedRing(self._queue, _NUM_LAYERS_UNDERWAY)
+        self._load_ring = PinnedRing(self._queue, _NUM_LAYERS_UNDERWAY)
 
     def save_blocks(self, block_ids: Ints, host_ids: Ints) -> None:
         """Copy blocks of the device into as many of the host, each to the one at its place."""
@@ -115,47 +119,63 @@ class KVTiers:
             self._stream.synchronize()
         self._memory[torch.from_numpy(target_ids)] = self._memory[torch.from_numpy(source_ids)]
 
-    def save_layer(self, layer_idx: int, half: KVCache, block_ids: Ints, host_ids: Ints) -> None:
-        """Copy one layer of blocks to the host; `finish_layers` waits until it is there.
+    def load_layer(
+        self, layer_idx: int, host_ids: Ints, buffer: KVCache, after: "torch.cuda.Event | None"
+    ) -> None:
+        """Copy one layer of blocks of the host into the first blocks of `buffer`, [W, G, B, R].
 
-        `half` is where the layer is, [W, G, B, R].
+        On a GPU the copy begins behind `after`, and the kernels that follow wait for it.
         """
-        stream, device = self._stream, half.k.device
-        ids = torch.from_numpy(block_ids).to(device)
+        sources = torch.from_numpy(host_ids)
+        halves = ((self.host.k, buffer.k), (self.host.v, buffer.v))
+        stream = self._load_stream
         if stream is None:
-            targets = torch.from_numpy(host_ids)
-            self.host.k[layer_idx].index_copy_(0, targets, half.k.index_select(0, ids))
-            self.host.v[layer_idx].index_copy_(0, targets, half.v.index_select(0, ids))
+            for source, target in halves:
+                torch.index_select(source[layer_idx], 0, sources, out=target[: len(sources)])
             return
-        self._scatter(keep=_NUM_LAYERS_UNDERWAY - 1)
-        # gathered in the order of kernels, so a later layer may write the half
-        staged = torch.stack((half.k.index_select(0, ids), half.v.index_select(0, ids)), dim=1)
-        memory = self._ring.take(staged.nbytes)[: staged.nbytes]
-        rows = memory.view(staged.dtype).view(staged.shape)
+        shape = (2, len(sources), *buffer.k.shape[1:])
+        num_bytes = 2 * buffer.k[: len(sources)].nbytes
+        staged = self._load_ring.take(num_bytes)[:num_bytes].view(buffer.k.dtype).view(shape)
+        for half, (source, _) in enumerate(halves):
+            torch.index_select(source[layer_idx], 0, sources, out=staged[half])
+        with torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            for half, (_, target) in enumerate(halves):
+                target[: len(sources)].copy_(staged[half], non_blocking=True)
+            self._load_ring.mark()
+        torch.cuda.current_stream(buffer.k.device).wait_stream(stream)
+
+    def save_rows(self, layer_idx: int, buffer: KVCache, slots: Ints, host_slots: Ints) -> None:
+        """Copy one layer of tokens to the host; `finish_rows` waits until they are there.
+
+        A slot is block * B + offset, in `buffer` [W, G, B, R] and in the host's pool.
+        """
+        stream, device = self._stream, buffer.k.device
+        block_size = buffer.k.shape[2]
+        blocks, offsets = (torch.from_numpy(x).to(device) for x in divmod(slots, block_size))
+        # [T, 2, G, R]
+        rows = torch.stack((buffer.k[blocks, :, offsets], buffer.v[blocks, :, offsets]), dim=1)
+        if stream is None:
+            self._put_rows(layer_idx, host_slots, rows)
+            return
+        self._put_arrived(keep=_NUM_LAYERS_UNDERWAY - 1)
+        memory = self._ring.take(rows.nbytes)[: rows.nbytes]
+        pinned = memory.view(rows.dtype).view(rows.shape)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            rows.copy_(staged, non_blocking=True)
+            pinned.copy_(rows, non_blocking=True)
             arrived = self._ring.mark()
-        staged.record_stream(stream)
-        self._arriving.append(_Arriving(layer_idx, host_ids, rows, arrived))
+        rows.record_stream(stream)
+        self._arriving.append(_Arriving(layer_idx, host_slots, pinned, arrived))
 
-    def load_layer(self, layer_idx: int, host_ids: Ints, half: KVCache, block_ids: Ints) -> None:
-        """Copy one layer of blocks of the host into `half`, [W, G, B, R], ids one by one."""
-        sources, ids = torch.from_numpy(host_ids), torch.from_numpy(block_ids)
-        if self._stream is None:
-            half.k.index_copy_(0, ids, self.host.k[layer_idx].index_select(0, sources))
-            half.v.index_copy_(0, ids, self.host.v[layer_idx].index_select(0, sources))
-            return
-        device = half.k.device
-        # [n, 2, G, B, R]; queued behind the kernels that read this half before
-        staged = self._memory[sources, :, layer_idx].to(device)
-        ids = ids.to(device)
-        half.k.index_copy_(0, ids, staged[:, 0])
-        half.v.index_copy_(0, ids, staged[:, 1])
+    def finish_rows(self) -> None:
+        """Wait until the host has all copies of `save_rows`."""
+        self._put_arrived(keep=0)
 
-    def finish_layers(self) -> None:
-        """Wait until the host has all copies of `save_layer`."""
-        self._scatter(keep=0)
+    def mark(self) -> "torch.cuda.Event | None":
+        """Return a mark behind all kernels so far; None on a CPU, where they are done."""
+        return None if self._stream is None else self._queue.mark()
 
     def copy_bytes_per_s(self) -> float:
         """Measure copies there and back; both pools must be idle, the device's stays as it is."""
@@ -168,12 +188,16 @@ class KVTiers:
         num_bytes = 2 * len(ids) * self.block_bytes
         return num_bytes / trial_copy_s(there_and_back, self._device.k.device)
 
-    def _scatter(self, *, keep: int) -> None:
-        """Put layers that have arrived into the host's pool, but for the last ones."""
+    def _put_arrived(self, *, keep: int) -> None:
+        """Put rows that have arrived into the host's pool, but for the last layers."""
         while len(self._arriving) > keep:
             layer = self._arriving.pop(0)
             layer.arrived.synchronize()
-            self._memory[torch.from_numpy(layer.host_ids), :, layer.layer_idx] = layer.rows
+            self._put_rows(layer.layer_idx, layer.host_slots, layer.rows)
+
+    def _put_rows(self, layer_idx: int, host_slots: Ints, rows: torch.Tensor) -> None:
+        blocks, offsets = map(torch.from_numpy, divmod(host_slots, self._memory.shape[-2]))
+        self._memory[blocks, :, layer_idx, :, offsets] = rows
 
 
 def _runs(host_ids: Ints) -> Iterator[tuple[int, int, int]]:
@@ -182,54 +206,3 @@ def _runs(host_ids: Ints) -> Iterator[tuple[int, int, int]]:
     starts = [0, *cuts.tolist()]
     for start, stop in zip(starts, [*starts[1:], len(host_ids)], strict=True):
         yield start, stop, int(host_ids[start])
-
-
-class LayerWindow:
-    """Lends the memory of a pool to two layers, as a pool of more blocks for fewer layers.
-
-    ```
-    pool, while sequences decode      | layer 0 | layer 1 | layer 2 | layer 3 |   N blocks each
-    window, while prompts are computed|  layers 0, 2, ... |  layers 1, 3, ... |   2 N blocks each
-    ```
-
-    Nothing decodes while prompts are computed, so the pool holds nothing. A layer writes the KV of
-    a step into one half, from where it goes to host memory, and the next layer has the other half
-    meanwhile. What a step reads of earlier chunks comes back from the host, layer by layer.
-
-    Args:
-        pool: of the device, [L, N, G, B, R], contiguous.
-
-    Source:
-        BatchGen (arXiv:2606.21712), section 5.2; that the window lies in the pool of decoding
-        sequences is this library's.
-    """
-
-    def __init__(self, pool: KVCache, tiers: KVTiers) -> None:
-        num_layers, num_blocks = pool.k.shape[:2]
-        self._tiers = tiers
-        self.num_blocks = num_layers * num_blocks // min(2, num_layers)
-        # all blocks of the pool, [W, G, B, R] of each half
-        memory = [torch.split(x.view(-1, *x.shape[2:]), self.num_blocks) for x in (pool.k, pool.v)]
-        halves = list(zip(*memory, strict=True))[: min(2, num_layers)]
-        self._halves = [KVCache(k=k, v=v) for k, v in halves]
-        # every layer of such a cache is the same memory
-        self._caches = [
-            KVCache(k=k.expand(num_layers, *k.shape), v=v.expand(num_layers, *v.shape))
-            for k, v in halves
-        ]
-
-    def cache(self, layer_idx: int) -> KVCache:
-        """Return where a layer writes and reads, in the form that the decoder takes."""
-        return self._caches[layer_idx % len(self._caches)]
-
-    def load(self, layer_idx: int, moves: LayerMoves) -> None:
-        if len(moves.load_blocks):
-            half = self._halves[layer_idx % len(self._halves)]
-            self._tiers.load_layer(layer_idx, moves.load_host, half, moves.load_blocks)
-
-    def save(self, layer_idx: int, moves: LayerMoves) -> None:
-        half = self._halves[layer_idx % len(self._halves)]
-        self._tiers.save_layer(layer_idx, half, moves.save_blocks, moves.save_host)
-
-    def finish(self) -> None:
-        self._tiers.finish_layers()
