@@ -45,6 +45,9 @@ WORKLOADS = {
     "prompts": workloads_e2e.Workload(
         name="prompts", kind="random", num_requests=48, prompt_len=480, output_len=1
     ),
+    "random": workloads_e2e.Workload(
+        name="random", kind="random", num_requests=256, prompt_len=128, output_len=64
+    ),
     "equal": workloads_e2e.Workload(
         name="equal", kind="random", num_requests=128, prompt_len=128, output_len=256
     ),

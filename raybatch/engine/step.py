@@ -39,8 +39,7 @@ def make_scheduler(
     checkpoint_blocks = config.kv_checkpoint_blocks or 0
     swap = SwapSpace(
         table.block_size,
-        # where all KV lives in host memory, nothing yields to it
-        None if runner.num_window_blocks else runner.tiers,
+        runner.tiers,
         recovery,
         has_checkpoints=checkpoint_blocks > 0,
     )
@@ -59,7 +58,7 @@ def make_scheduler(
 
 def learned_recovery(runner: ModelRunner, config: EngineConfig) -> LearnedRecovery | None:
     """Measure the copies of an idle runner; None where nothing yields to host memory."""
-    if runner.num_window_blocks or not runner.tiers.num_host_blocks:
+    if not runner.tiers.num_host_blocks:
         return None
     limits = EngineLimits(
         kv_tokens=runner.num_blocks * config.block_size_tokens,

@@ -169,7 +169,7 @@ def test_failing_copies_cost_time_and_no_token(seed):
     requests = rows(rng, count=12, max_tokens=30)
     engine.add(requests)
     assert tokens_of(run_all(engine)) == expected(requests)
-    assert runner.tiers.num_copies > 200
+    assert runner.host.num_copies > 200
     assert engine.stats().num_failed_copies == len(failing)
 
 

@@ -11,7 +11,7 @@ from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
-from raybatch.engine.memory.kv_tiers import KVTiers
+from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_window import KVWindow, WindowMoves
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.models.config import read_model_spec
@@ -104,7 +104,7 @@ def test_host_memory_has_the_kv_of_a_plain_pool(checkpoint, rng, budget):
         engine.add(requests)
         while engine.stats().generated_tokens < 3 * len(prompts):
             engine.step()
-        cache = runner.tiers.host if offload else runner.cache
+        cache = runner.window.host.kv if offload else runner.cache
         for slot, record in enumerate(engine._table.records):
             if record is None:
                 continue
@@ -148,8 +148,7 @@ def test_other_ways_to_save_memory_go_with_it(checkpoint, rng, options):
 def test_the_window_is_the_memory_of_the_pool_and_holds_two_layers(num_layers, num_blocks):
     pool = KVCache(k=torch.zeros(num_layers, num_blocks, 2, BLOCK, 3), v=torch.zeros(0))
     pool = replace(pool, v=pool.k.clone())
-    tiers = KVTiers(pool, 8)
-    window = KVWindow(pool, tiers)
+    window = KVWindow(pool, HostLayers(pool, 8))
     assert window.num_blocks == num_layers * num_blocks // 2
     nothing = np.empty(0, np.int64)
     moves = WindowMoves(load_host=nothing, save_slots=nothing, save_host=nothing)

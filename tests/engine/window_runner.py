@@ -1,6 +1,6 @@
 """The fake model of `tests.engine.fakes`, with its KV in host memory behind the engine's window.
 
-Window, tiers and runtime are those of the engine; the decoder alone is fake.
+Window, host memory and runtime are those of the engine; the decoder alone is fake.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import torch
 
 from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime
 from raybatch.engine.forward.step_graphs import GraphCounts
+from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow
@@ -22,23 +23,23 @@ class Prepared(NamedTuple):
     batch: object
 
 
-class FailingTiers(KVTiers):
+class FailingLayers(HostLayers):
     """Fails at some of its copies, counted from 0, after it has written a part."""
 
-    def __init__(self, device, num_host_blocks, failing):
-        super().__init__(device, num_host_blocks)
+    def __init__(self, pool, num_blocks, failing):
+        super().__init__(pool, num_blocks)
         self.failing, self.num_copies = set(failing), 0
 
-    def load_layer(self, layer_idx, host_ids, buffer, after):
-        assert len(set(host_ids.tolist())) == len(host_ids)
+    def load(self, layer_idx, block_ids, buffer, after):
+        assert len(set(block_ids.tolist())) == len(block_ids)
         buffer.k[0] = 7
         self._count()
-        super().load_layer(layer_idx, host_ids, buffer, after)
+        super().load(layer_idx, block_ids, buffer, after)
 
-    def save_rows(self, layer_idx, buffer, slots, host_slots):
+    def save(self, layer_idx, buffer, slots, host_slots):
         assert len(set(slots.tolist())) == len(set(host_slots.tolist())) == len(slots)
         self._count()
-        super().save_rows(layer_idx, buffer, slots, host_slots)
+        super().save(layer_idx, buffer, slots, host_slots)
 
     def _count(self):
         self.num_copies += 1
@@ -116,8 +117,9 @@ class WindowRunner:
         garbage = np.random.default_rng(1).integers(0, 2**62, shape)
         pool = KVCache(k=torch.from_numpy(garbage), v=torch.full(shape, -1))
         self._pool = pool
-        self.tiers = FailingTiers(pool, host_blocks, failing)
-        self.window = KVWindow(pool, self.tiers)
+        self.tiers = KVTiers(pool, 0)
+        self.host = FailingLayers(pool, host_blocks, failing)
+        self.window = KVWindow(pool, self.host)
         self.num_blocks, self.num_window_blocks = host_blocks, self.window.num_blocks
         self.spec, self.nan_after = spec or FakeSpec(), nan_after
         self.device, self.attn_batch_tokens = torch.device("cpu"), attn_batch_tokens
@@ -141,7 +143,7 @@ class WindowRunner:
 
     def clear_blocks(self, block_ids):
         self.cleared += block_ids.tolist()
-        self.tiers.host.k[:, block_ids] = 0
+        self.host.clear(block_ids)
 
 
 def _signed(values):

@@ -24,6 +24,7 @@ from raybatch.engine.loading.loaded_model import (
     planned_attn_batch,
 )
 from raybatch.engine.loading.peak_memory import step_peak_bytes
+from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_cache import (
     KVCache,
     allocate_kv_cache,
@@ -60,7 +61,6 @@ class ModelRunner:
         num_scrap_blocks: int = 0,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache
-        self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
         self.decoder = decoder
         self._graphs = graphs
         self.device = cache.k.device
@@ -71,12 +71,16 @@ class ModelRunner:
         tokens = config.attn_batch_tokens
         self.attn_batch_tokens = None if tokens == "auto" else tokens
         policy = CombineAtExperts(config.moe_batch_tokens, is_layerwise=decoder.layers.is_streamed)
-        self.window = KVWindow(cache, self.tiers) if config.kv_offload else None
+        num_host_blocks = num_host_blocks_for(config, spec, dtype=cache.k.dtype)
+        self.window: KVWindow | None = None
         # of a buffer, where sequences have blocks of the host; 0 where they have those of the pool
         self.num_window_blocks = 0
-        if self.window is not None:
+        if config.kv_offload:
+            self.window = KVWindow(cache, HostLayers(cache, num_host_blocks))
             self.num_window_blocks = self.window.num_blocks
-            self.num_blocks = self.tiers.num_host_blocks
+            self.num_blocks, num_host_blocks = num_host_blocks, 0
+        # for what yields its blocks of the pool
+        self.tiers = KVTiers(cache, num_host_blocks)
         self.runtime = CoroutineRuntime(decoder, cache, policy, self.window)
 
     @classmethod
@@ -147,8 +151,12 @@ class ModelRunner:
         )
         host_memory = ""
         if runner.tiers.num_host_blocks:
-            role = "where all KV lives (kv_offload)" if config.kv_offload else "for what yields"
-            host_memory = f", and {runner.tiers.num_host_blocks} in host memory, {role}"
+            host_memory = f", and {runner.tiers.num_host_blocks} in host memory for what yields"
+        elif runner.window is not None:
+            host_memory = (
+                " in host memory (kv_offload), of which attention has "
+                f"{runner.num_window_blocks} of one layer at a time on the device"
+            )
         _logger.info(
             "%s loaded as %s on %s, with %d KV blocks of %d tokens%s%s",
             model.name,
@@ -190,6 +198,8 @@ class ModelRunner:
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
-        cache = self.cache if self.window is None else self.tiers.host
-        for pool in (cache.k, cache.v):
+        if self.window is not None:
+            self.window.host.clear(block_ids)
+            return
+        for pool in (self.cache.k, self.cache.v):
             pool[:, block_ids] = 0

@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_cache import COPY_ERRORS, KVCache
-from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.errors import error_text
 from raybatch.records.arrays import Ints
 
@@ -59,11 +59,11 @@ class KVWindow:
         is this library's.
     """
 
-    def __init__(self, pool: KVCache, tiers: KVTiers) -> None:
+    def __init__(self, pool: KVCache, host: HostLayers) -> None:
         num_layers, num_blocks = pool.k.shape[:2]
         self.counters = WindowCounters()
         self.num_blocks = num_layers * num_blocks // _NUM_BUFFERS
-        self._tiers = tiers
+        self.host = host
         shape = pool.k.shape[2:]
         pools = [pool.view(-1, *shape)[: _NUM_BUFFERS * self.num_blocks] for pool in (pool.k, pool.v)]
         keys, values = (memory.view(_NUM_BUFFERS, self.num_blocks, *shape) for memory in pools)
@@ -77,10 +77,9 @@ class KVWindow:
             )
             for buffer in self._buffers
         ]
-        self._row_bytes = tiers.block_bytes // num_layers // shape[1]
         self._next = 0
         # of each buffer, when its last reader is done
-        self._marks = [tiers.mark() for _ in self._buffers]
+        self._marks = [host.mark() for _ in self._buffers]
 
     @property
     def cache(self) -> KVCache:
@@ -91,27 +90,27 @@ class KVWindow:
         """Bring a layer in, and return where it is, in the form that the decoder takes."""
         buffer = self._buffers[self._next]
         if moves.follows_writer:
-            self._tiers.finish_rows()
+            self.host.finish()
         if len(moves.load_host):
             after = self._marks[self._next]
-            self._copy(lambda: self._tiers.load_layer(layer_idx, moves.load_host, buffer, after))
+            self._copy(lambda: self.host.load(layer_idx, moves.load_host, buffer, after))
             num_rows = len(moves.load_host) * buffer.k.shape[2]
-            self.counters.loaded_bytes += num_rows * self._row_bytes
+            self.counters.loaded_bytes += num_rows * self.host.row_bytes
         return self._caches[self._next]
 
     def leave(self, layer_idx: int, moves: WindowMoves) -> None:
         """Take the new tokens of the layer that was entered last out."""
         buffer = self._buffers[self._next]
         self._copy(
-            lambda: self._tiers.save_rows(layer_idx, buffer, moves.save_slots, moves.save_host)
+            lambda: self.host.save(layer_idx, buffer, moves.save_slots, moves.save_host)
         )
-        self.counters.saved_bytes += len(moves.save_slots) * self._row_bytes
-        self._marks[self._next] = self._tiers.mark()
+        self.counters.saved_bytes += len(moves.save_slots) * self.host.row_bytes
+        self._marks[self._next] = self.host.mark()
         self._next = (self._next + 1) % len(self._buffers)
 
     def finish(self) -> None:
         """Wait until host memory has all that was taken out."""
-        self._tiers.finish_rows()
+        self.host.finish()
 
     def _copy(self, copy: Callable[[], None]) -> None:
         for attempt in range(1, _MAX_TRIES + 1):
