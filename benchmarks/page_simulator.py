@@ -13,16 +13,11 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
+from boundary.page_boundary import plan_boundary
+from boundary.records import BoundaryOptions, BoundarySnapshot, SequencePages, apply_plan
 from host_chunk import AdaptiveHostChunk
 from step_simulator import Device
 
-from boundary.page_boundary import plan_boundary
-from boundary.records import (
-    BoundaryOptions,
-    BoundarySnapshot,
-    SequencePages,
-    apply_plan,
-)
 from raybatch.records.arrays import Ints
 
 

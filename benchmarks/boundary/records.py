@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-
 from raybatch.errors import ConfigError, range_text
 
 VictimOrder = Literal["least", "most", "lifo"]

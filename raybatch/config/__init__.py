@@ -4,12 +4,7 @@
 unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` makes a new one.
 """
 
-from raybatch.config.engine import (
-    AdmissionPolicy,
-    BackendConfig,
-    EngineConfig,
-    KVCacheDType,
-)
+from raybatch.config.engine import AdmissionPolicy, BackendConfig, EngineConfig, KVCacheDType
 from raybatch.config.environment import (
     armed_fault,
     cache_dir,

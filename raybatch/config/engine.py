@@ -15,7 +15,6 @@ from raybatch.config.option import (
     Positive,
     SecretMapping,
     Speed,
-    fields_of,
     is_default,
     options,
 )
@@ -60,10 +59,11 @@ class EngineConfig:
     kv_checkpoint_blocks: Speed[NonNegative | None] = None
     """KV blocks copied to host memory per step, of sequences likely to be preempted next; needs
     `host_kv_bytes`. None or 0 copies none."""
-    kv_offload: Speed[bool] = False
-    """Keep the KV of all sequences in host memory (`host_kv_bytes`), and on the device two buffers of
-    one layer each (`kv_cache_bytes`): attention runs over as many rows as a buffer holds, then
-    feed-forward layers over all rows of the step."""
+    kv_offload: Speed[bool | Literal["auto"]] = "auto"
+    """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
+    attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
+    the step. "auto" does so where there is `host_kv_bytes`, and measured layers and links promise
+    more tokens/s."""
     block_size_tokens: Speed[Positive] = 64
     """Tokens per KV block."""
     max_batched_tokens: Speed[Positive] = 2048
@@ -125,7 +125,7 @@ class EngineConfig:
                 "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
                 "out, and engines use graphs where they run on CUDA"
             )
-        if self.kv_offload:
+        if self.kv_offload is True:
             self._check_offload()
         if self.kv_admission_fraction is not None and self.admission in ("static", "multi_bin"):
             raise ConfigError(

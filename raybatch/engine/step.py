@@ -38,10 +38,7 @@ def make_scheduler(
 ) -> Scheduler:
     checkpoint_blocks = config.kv_checkpoint_blocks or 0
     swap = SwapSpace(
-        table.block_size,
-        runner.tiers,
-        recovery,
-        has_checkpoints=checkpoint_blocks > 0,
+        table.block_size, runner.tiers, recovery, has_checkpoints=checkpoint_blocks > 0
     )
     return Scheduler(
         blocks,

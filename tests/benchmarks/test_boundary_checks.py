@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-
 from boundary.records import BoundaryPlan, apply_plan, check_snapshot
+
 from tests.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
 
 HEALTHY = snapshot(

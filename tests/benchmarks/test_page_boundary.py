@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-
-from raybatch.errors import ConfigError
 from boundary.page_boundary import plan_boundary
 from boundary.records import BoundaryOptions, BoundaryPlan
+
+from raybatch.errors import ConfigError
 from tests.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
 
 DEFAULT = BoundaryOptions()

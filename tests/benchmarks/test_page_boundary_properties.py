@@ -4,11 +4,11 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
+from boundary.page_boundary import plan_boundary
+from boundary.records import BoundaryOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from boundary.page_boundary import plan_boundary
-from boundary.records import BoundaryOptions
 from tests.benchmarks.boundary_driver import Arrival, Machine
 
 RUNS = settings(max_examples=150, deadline=None)

@@ -1,4 +1,4 @@
-"""KV that lives in host memory: parts that fit the window, experts for all, failures, moved rows."""
+"""KV that lives in host memory: parts that fit the window, failures, rows that move."""
 
 import numpy as np
 import pytest

@@ -28,10 +28,7 @@ def split_for_window(
     assert not len(schedule.draft_tokens), "coroutines take no drafts"
     num_decode = len(schedule.decode_slots)
     stops = np.concatenate(
-        (
-            table.num_computed[schedule.decode_slots] + 1,
-            schedule.chunk_starts + schedule.chunk_lens,
-        )
+        (table.num_computed[schedule.decode_slots] + 1, schedule.chunk_starts + schedule.chunk_lens)
     )
     slots = np.concatenate((schedule.decode_slots, schedule.chunk_slots)).tolist()
     lens = [1] * num_decode + schedule.chunk_lens.tolist()
@@ -120,20 +117,15 @@ class WindowNumbers:
         return replace(plan, decode=decode, contexts=contexts)
 
     def _decode_part(self, part: DecodePart) -> DecodePart:
-        block_ids = self._number[part.block_ids.numpy()]
-        order = np.argsort(block_ids, kind="stable")
-        if (np.diff(order) == 1).all():
-            is_contiguous = bool((np.diff(block_ids) == 1).all())
-            return replace(
-                part, block_ids=torch.from_numpy(block_ids), is_contiguous=is_contiguous
-            )
-        block_ids, rows = block_ids[order], torch.from_numpy(order)
+        block_ids, first = self._number[part.block_ids.numpy()], part.first_positions
+        order = torch.from_numpy(np.argsort(block_ids, kind="stable"))
+        block_ids.sort()
         return DecodePart(
             block_ids=torch.from_numpy(block_ids),
-            owners=part.owners[rows],
-            num_valid=part.num_valid[rows],
+            owners=part.owners[order],
+            num_valid=part.num_valid[order],
             is_contiguous=bool((np.diff(block_ids) == 1).all()),
-            first_positions=part.first_positions[rows],
+            first_positions=None if first is None else first[order],
         )
 
     def _numbers(self, block_ids: torch.Tensor) -> torch.Tensor:

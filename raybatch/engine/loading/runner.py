@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs
 from raybatch.engine.loading.graph_setup import plan_graphs
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
+    chosen_kv_offload,
     give_back_freed_memory,
     load_model,
     place_layers,
@@ -75,7 +77,7 @@ class ModelRunner:
         self.window: KVWindow | None = None
         # of a buffer, where sequences have blocks of the host; 0 where they have those of the pool
         self.num_window_blocks = 0
-        if config.kv_offload:
+        if config.kv_offload is True:
             self.window = KVWindow(cache, HostLayers(cache, num_host_blocks))
             self.num_window_blocks = self.window.num_blocks
             self.num_blocks, num_host_blocks = num_host_blocks, 0
@@ -99,8 +101,19 @@ class ModelRunner:
     def _of(cls, model: LoadedModel, config: EngineConfig, num_engines_on_host: int) -> Self:
         # both before the pool, which takes most of what is free
         layers = place_layers(model)
-        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
         kv_dtype = model.resolved.kv_dtype
+        count_blocks = partial(
+            num_blocks_for,
+            spec=model.spec,
+            dtype=kv_dtype,
+            device=model.device,
+            num_engines_on_host=num_engines_on_host,
+            host_bytes=host_memory_bytes(),
+        )
+        device_blocks = count_blocks(config, free_bytes=free_memory_bytes(model.device))
+        is_offloaded = chosen_kv_offload(model, config, device_blocks=device_blocks)
+        config = replace(config, kv_offload=is_offloaded)
+        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
         ops = pick_ops(
             model.spec,
             model.weights,
@@ -120,16 +133,11 @@ class ModelRunner:
                 decoder, config, model.spec, kv_dtype=kv_dtype, device=model.device
             )
             give_back_freed_memory(model.device)
-        num_blocks = num_blocks_for(
+        num_blocks = count_blocks(
             config,
-            model.spec,
-            dtype=kv_dtype,
-            device=model.device,
             free_bytes=free_memory_bytes(model.device),
-            num_engines_on_host=num_engines_on_host,
             num_scrap_blocks=num_scrap_blocks,
             reserved_bytes=reserved_bytes,
-            host_bytes=host_memory_bytes(),
         )
         cache = allocate_kv_cache(
             model.spec,

@@ -65,7 +65,9 @@ class KVWindow:
         self.num_blocks = num_layers * num_blocks // _NUM_BUFFERS
         self.host = host
         shape = pool.k.shape[2:]
-        pools = [pool.view(-1, *shape)[: _NUM_BUFFERS * self.num_blocks] for pool in (pool.k, pool.v)]
+        pools = [
+            pool.view(-1, *shape)[: _NUM_BUFFERS * self.num_blocks] for pool in (pool.k, pool.v)
+        ]
         keys, values = (memory.view(_NUM_BUFFERS, self.num_blocks, *shape) for memory in pools)
         # [W, G, B, R] each
         self._buffers = [KVCache(k=k, v=v) for k, v in zip(keys, values, strict=True)]
@@ -101,9 +103,7 @@ class KVWindow:
     def leave(self, layer_idx: int, moves: WindowMoves) -> None:
         """Take the new tokens of the layer that was entered last out."""
         buffer = self._buffers[self._next]
-        self._copy(
-            lambda: self.host.save(layer_idx, buffer, moves.save_slots, moves.save_host)
-        )
+        self._copy(lambda: self.host.save(layer_idx, buffer, moves.save_slots, moves.save_host))
         self.counters.saved_bytes += len(moves.save_slots) * self.host.row_bytes
         self._marks[self._next] = self.host.mark()
         self._next = (self._next + 1) % len(self._buffers)
