@@ -119,11 +119,12 @@ def measure(
     short = round(need * args.share)
     options = {
         "recompute": {"kv_cache_bytes": short},
-        "swap": {"kv_cache_bytes": short, "host_kv_bytes": need},
+        "swap": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": False},
         "ahead": {
             "kv_cache_bytes": short,
             "host_kv_bytes": need,
             "kv_checkpoint_blocks": AHEAD_BLOCKS,
+            "kv_offload": False,
         },
         "offload": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": True},
         "ample": {"kv_cache_bytes": need},

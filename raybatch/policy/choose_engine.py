@@ -19,7 +19,6 @@ from raybatch.policy.batches.layer_plan import (
 )
 from raybatch.policy.batches.step_plan import LEAST_GAIN, RowShape
 
-
 # what a step costs beside its layers: scheduling, batches, head and sampling; of a step, and of a
 # row that gets a token (AMD EPYC, models of 8M and 100M with 1,024 tokens in their vocabulary)
 _STEP_S, _ROW_S = 1e-3, 2e-5
