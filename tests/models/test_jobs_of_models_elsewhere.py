@@ -9,7 +9,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.models.identity import model_fingerprint
+from raybatch.models.checkpoint import model_fingerprint
 from raybatch.report import RunReport
 from tests.models.fake_hub import MODEL
 from tests.models.test_hub import DEMO, demo_files, hub, weights_asked_for
