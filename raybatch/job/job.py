@@ -342,8 +342,7 @@ class Job:
         return preview_rows(config, stage, source, executor, limit, progress)
 
     def _scan(self) -> Source:
-        self.config.check_columns()
-        return scan_source(
+        source = scan_source(
             self.config.source,
             columns=self.config.columns,
             schema_policy=self.config.schema_policy,
@@ -351,6 +350,9 @@ class Job:
             max_row_group_bytes=self.config.max_row_group_bytes,
             max_decompressed_bytes=self.config.max_decompressed_bytes,
         )
+        # names that the source has not are told first
+        self.config.check_columns()
+        return source
 
     def _placed(
         self, source: Source, sinks: Sequence[str], *, is_preview: bool = False

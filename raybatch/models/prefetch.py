@@ -1,10 +1,12 @@
 """Brings a model to this host, or to a folder such as a volume, before an engine wants it."""
 
+import os
 import re
 import socket
 import tempfile
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +111,28 @@ def _claim(folder: Path, stored: StoreFolder, names: Collection[str]) -> None:
             f"the folder {str(folder)!r} holds another model than {stored.uri!r} has now, or files "
             "of somebody else; choose an empty one, or empty it"
         )
-    origin.write_text(digest, encoding="utf-8")
+    if not _created(origin, digest):  # another process was faster
+        _claim(folder, stored, names)
+
+
+def _created(path: Path, text: str) -> bool:
+    """Create a file that nobody ever sees without its text; False where there is one."""
+    fd, staged = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+        os.chmod(staged, 0o644)  # other users may go on with the folder
+        os.link(staged, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links, where two at once are not told apart
+        os.replace(staged, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(staged)
+    return True
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -1,6 +1,8 @@
 """Files of a batch, local or at a URI: read in pieces, and never seen half written."""
 
 import os
+import posixpath
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,6 +43,19 @@ def check_free(path: str, way_out: str) -> None:
         fs, name = fsspec.core.url_to_fs(path)
         if fs.exists(name):
             raise ConfigError(f"{path} is there already; {way_out}")
+
+
+def numbered_files(first: str) -> list[str]:
+    """Return the files beside `first` that have a number before its ending, as "a.2.jsonl"."""
+    root, ending = posixpath.splitext(posixpath.basename(first))
+    numbered = re.compile(rf"{re.escape(root)}\.([1-9]\d*){re.escape(ending)}")
+    with error_context(f"{first} cannot be written"):
+        fs, name = fsspec.core.url_to_fs(first)
+        folder = posixpath.dirname(name)
+        fs.invalidate_cache(folder)
+        names = [posixpath.basename(path) for path in fs.ls(folder, detail=False)]
+    found = {int(match[1]): match[0] for match in map(numbered.fullmatch, names) if match}
+    return [posixpath.join(posixpath.dirname(first), found[number]) for number in sorted(found)]
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def test_what_a_folder_is_pinned_to_is_what_a_driver_with_weights_finds(bare, fu
 @pytest.mark.usefixtures("locally")
 def test_explain_needs_no_weights(bare, tmp_path):
     found = str(job_of(tmp_path, bare).explain())
-    assert "4 rows" in found
+    assert "4 in the source" in found
     assert f"has no weights on host {socket.gethostname()}" in found
 
 
@@ -154,7 +154,7 @@ def test_where_no_host_fits_one_is_asked_for_as_by_an_engine(caplog):
     caplog.set_level(logging.INFO, "raybatch")
     bundles = ({"CPU": 1, "GPU": 1}, {"GPU": 1})
     plan = Placement(num_replicas=1, num_cpus=1, num_gpus=2, num_engines_on_host=1, bundles=bundles)
-    (where,) = _places(plan, PoolConfig(accelerator_types=("L4",)), [node("aa", CPU=8)])
+    (where,) = _places(plan, PoolConfig(accelerator_type="L4"), [node("aa", CPU=8)])
     assert (0, 1, "L4") == (where["num_cpus"], where["num_gpus"], where["accelerator_type"])
     assert "waiting for a host that says which weights it has" in caplog.text
 

@@ -1,5 +1,6 @@
 """Which vLLM is installed, and which versions raybatch works with."""
 
+from collections.abc import Set
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -48,6 +49,25 @@ def adapter() -> Adapter:
     if not works(found):
         raise ConfigError(_unknown(found))
     return ADAPTERS[_minor(found)]
+
+
+def load_formats() -> Set[str]:
+    """Return what `load_format` may be with the vLLM of this host, which is not imported.
+
+    Where none is installed, those of all versions that raybatch knows.
+    """
+    found = installed_version()
+    known = [ADAPTERS[_minor(found)]] if found and works(found) else ADAPTERS.values()
+    return {name for each in known for name in each.load_formats.split()}
+
+
+def load_formats_of_plugins() -> Set[str]:
+    """Import the vLLM of this host and return its formats, with those of its plugins."""
+    if not (found := installed_version()) or not works(found):
+        return frozenset()
+    loading = adapter().load("loading")
+    loading.load_general_plugins()
+    return frozenset(loading.load_formats)
 
 
 def _minor(version: str) -> str:
