@@ -219,7 +219,10 @@ def _check(name: str, value: object) -> None:
 
 def _check_load_format(value: object) -> None:
     """Refuse a format that no engine knows; vLLM is imported for one that a plugin may have."""
-    if value is None or value in (known := load_formats()) or value in load_formats_of_plugins():
+    known = load_formats()
+    if value is None or (isinstance(value, str) and value in known):
+        return
+    if isinstance(value, str) and value in load_formats_of_plugins():
         return
     raise ConfigError(
         f"engine_kwargs.load_format must be one of {', '.join(sorted(known))}, got {value!r}"

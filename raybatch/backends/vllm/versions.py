@@ -1,5 +1,6 @@
 """Which vLLM is installed, and which versions raybatch works with."""
 
+import logging
 from collections.abc import Set
 from contextlib import suppress
 from importlib import import_module
@@ -9,11 +10,13 @@ from importlib.util import find_spec
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.v0_31 import ADAPTER as V0_31
 from raybatch.backends.vllm.v0_32 import ADAPTER as V0_32
-from raybatch.errors import ConfigError
+from raybatch.errors import ConfigError, error_text
 
 # by minor version; pyproject.toml has the same range
 ADAPTERS = {"0.31": V0_31, "0.32": V0_32}
 WORKING = "vllm>=0.31,<0.33"
+
+_logger = logging.getLogger(__name__)
 
 
 def installed_version() -> str | None:
@@ -62,11 +65,18 @@ def load_formats() -> Set[str]:
 
 
 def load_formats_of_plugins() -> Set[str]:
-    """Import the vLLM of this host and return its formats, with those of its plugins."""
+    """Import the vLLM of this host and return its formats, with those of its plugins.
+
+    None where it is not installed, or cannot be imported, as may be on a driver without a device.
+    """
     if not (found := installed_version()) or not works(found):
         return frozenset()
-    loading = adapter().load("loading")
-    loading.load_general_plugins()
+    try:
+        loading = adapter().load("loading")
+        loading.load_general_plugins()
+    except Exception as error:  # plugins have errors of their own
+        _logger.warning("vLLM cannot say which values load_format has: %s", error_text(error))
+        return frozenset()
     return frozenset(loading.load_formats)
 
 
