@@ -11,7 +11,7 @@ from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.planning import fingerprint
-from raybatch.planning.store import read_plans
+from raybatch.planning.fingerprint import comparable
 from raybatch.report import RunReport
 from tests.models.fake_hub import MODEL
 from tests.models.test_hub import DEMO, demo_files, hub, weights_asked_for
@@ -90,25 +90,21 @@ def test_an_output_goes_on_with_the_commit_that_it_was_begun_with(hub, job_of):
     assert f"{MODEL}@{begun}" == run(job_of(MODEL)).model
 
 
-def test_an_output_that_names_the_bytes_of_its_model_is_compared_with_those(
-    hub, job_of, monkeypatch
-):
+def test_an_output_that_names_the_bytes_of_its_model_is_compared_with_those(hub, job_of):
     """As those of earlier versions do for every model."""
     run(job_of(str(DEMO)))
     assert NUM_ROWS == run(job_of(MODEL)).rows_out
-    plans, hashed = read_plans(job_of(MODEL).config.sink), []
-    monkeypatch.setattr(
-        fingerprint,
-        "model_fingerprint",
-        lambda path: hashed.append(path) or model_fingerprint(path),
-    )
-    now = {**plans[0].fingerprint, "model.weights": f'"commit {hub.main}"'}
-    stored = [plans[0].fingerprint, now, plans[0].fingerprint]
-    # two plans know the bytes, and the model is read once for both
-    assert stored == fingerprint.comparable(now, stored, job_of(MODEL).config.stage)
-    assert 1 == len(hashed)
     config = json.loads(demo_files()["config.json"])
     hub.commit({**demo_files(), "config.json": json.dumps({**config, "rms_norm_eps": 1}).encode()})
     was = model_fingerprint(DEMO)
     with pytest.raises(ConfigError, match=rf"model.weights is \S+ and was \S{was}"):
         run(job_of(MODEL))
+
+
+def test_the_model_is_read_once_for_all_plans_that_know_its_bytes(hub, job_of, monkeypatch):
+    read = []
+    monkeypatch.setattr(fingerprint, "model_fingerprint", lambda path: read.append(path) or "0f")
+    now, by_bytes = {"model.weights": f'"commit {hub.main}"'}, {"model.weights": '"0f"'}
+    found = comparable(now, [by_bytes, now, by_bytes], job_of(MODEL).config.stage)
+    assert [by_bytes, now, by_bytes] == found
+    assert 1 == len(read)
