@@ -92,14 +92,6 @@ class PoolHandle:
         spec, choice = self._pools.settle(self.spec, began_with=began_with, connect=connect)
         return PoolHandle(spec, is_local=self.is_local), choice
 
-    def weights(self) -> str:
-        """Return the digest of the model's weights, a folder's, on a host where engines run.
-
-        Raises:
-            ConfigError: no such host has them.
-        """
-        return self._pools.weights_of(self.spec)
-
     async def generate(
         self,
         table: pa.Table,

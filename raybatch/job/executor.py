@@ -174,7 +174,9 @@ def with_weights_of_engines(
         return stage
     if start_ray is not None:
         start_ray()
-    return stage.of_model(pinned_to(stage.config.model, stage.pool.weights()))
+    from raybatch.actors.executors.ray_hosts import weights_of_hosts  # Ray is slow to load
+
+    return stage.of_model(pinned_to(stage.config.model, weights_of_hosts(stage.pool.spec)))
 
 
 def _lacks_weights(stage: type[StageFeeder]) -> bool:

@@ -14,8 +14,6 @@ from raybatch.models.source import (
     list_model,
     pinned_to,
     resolve_config,
-    resolve_model,
-    without_content,
 )
 
 _COMMIT, _LISTING = "commit ", "listing "
@@ -32,11 +30,6 @@ def model_identity(source: str, folder: Path) -> str:
     if is_hub_model(source):
         return _COMMIT + commit_of(folder)
     return _LISTING + content_of(list_model(source))
-
-
-def weights_of_this_host(source: str) -> str:
-    """Return the digest of a folder's weights; ConfigError: they are not on this host."""
-    return model_fingerprint(resolve_model(without_content(source)))
 
 
 def pin(source: str, commit: str | None = None) -> str:

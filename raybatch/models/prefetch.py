@@ -5,8 +5,8 @@ import re
 import socket
 import tempfile
 import time
+import uuid
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,21 +117,16 @@ def _claim(folder: Path, stored: StoreFolder, names: Collection[str]) -> None:
 
 def _created(path: Path, text: str) -> bool:
     """Create a file that nobody ever sees without its text; False where there is one."""
-    fd, staged = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    staged = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    staged.write_text(text, encoding="utf-8")
     try:
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(fd)
-        os.chmod(staged, 0o644)  # other users may go on with the folder
         os.link(staged, path)
     except FileExistsError:
         return False
     except OSError:  # a file system without links, where two at once are not told apart
-        os.replace(staged, path)
+        staged.replace(path)
     finally:
-        with suppress(FileNotFoundError):
-            os.unlink(staged)
+        staged.unlink(missing_ok=True)
     return True
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from raybatch.actors.executors.ray_hosts import _places
 from raybatch.actors.replicas.placement import Placement
-from raybatch.config import PoolConfig
+from raybatch.config import PoolConfig, cache_dir
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.job.job import Job
 from raybatch.models.checkpoint import is_without_weights, model_fingerprint
@@ -161,29 +161,31 @@ def test_where_no_host_fits_one_is_asked_for_as_by_an_engine(caplog):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """An output of engines that alone have weights, and what makes its job anew."""
+    """The folder of a job whose engines alone have weights, and its report."""
     place = tmp_path_factory.mktemp("hosts")
     here, there = place / "driver", place / "engines"
     copy_to(here, with_weights=False)
     copy_to(there, with_weights=True)
     with pytest.MonkeyPatch.context() as patch:
+        # what Ray and engines keep below HOME
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAYBATCH_CACHE_DIR", str(cache_dir()))
         patch.setenv("HOME", str(here))
         pool = {"runtime_env": {"env_vars": {"HOME": str(there)}}}
-        with own_ray(num_cpus=2):
-            report = run(job_of(place, "~/model", executor="ray", pool=pool))
-            yield place, report, pool
+        with own_ray():
+            yield place, run(job_of(place, "~/model", executor="ray", pool=pool))
 
 
 @pytest.mark.ray
 class TestOnRay:
     def test_an_engine_s_host_names_the_weights(self, begun):
-        place, report, _ = begun
+        place, report = begun
         assert (4, 0, 0) == (report.rows_out, report.rows_lost, report.rows_failed)
         plan = read_plan(str(place / "out"))
         assert f'"{DIGEST}"' == plan.fingerprint["model.weights"]
 
     def test_a_driver_that_has_the_weights_goes_on(self, begun, monkeypatch):
-        place, _, _ = begun
+        place, _ = begun
         monkeypatch.setenv("HOME", str(place / "engines"))
         assert 4 == run(job_of(place, "~/model")).rows_out
 
@@ -192,11 +194,12 @@ class TestOnRay:
         with pytest.raises(ConfigError, match=said):
             run(job_of(tmp_path, "~/model", executor="ray"))
 
-    def test_engines_with_other_weights_are_refused_on_resume(self, begun):
-        place, _, pool = begun
-        folder = place / "engines" / "model"
+    def test_engines_with_other_weights_are_refused_on_resume(self, begun, tmp_path):
+        place, _ = begun
+        folder = copy_to(tmp_path, with_weights=True)
         (folder / WEIGHTS).write_bytes(bytes((folder / WEIGHTS).stat().st_size))
         pq.write_table(pa.table({"text": ["one more"]}), place / "in" / "b.parquet")
+        pool = {"runtime_env": {"env_vars": {"HOME": str(tmp_path)}}}
         job = job_of(place, "~/model", executor="ray", pool=pool, extend=True)
         said = f"have the digest {model_fingerprint(folder)}, and this job was begun with {DIGEST}"
         with pytest.raises(ReplicaError, match=said):

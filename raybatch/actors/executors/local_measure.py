@@ -85,10 +85,10 @@ def model_or_reason(
 def _why_not_measured(spec: PoolSpec) -> str:
     """Return why no engine is started to measure a model, "" where one is."""
     facts, model = type_of(spec.backend), spec.model
-    is_read = facts.has_weights and facts.reads_safetensors(spec.backend)
-    if not facts.has_weights or has_weights_here(model) or (is_local_model(model) and not is_read):
+    is_read, is_here = facts.reads_safetensors(spec.backend), is_local_model(model)
+    if not facts.has_weights or has_weights_here(model) or (is_here and not is_read):
         return ""
-    if is_local_model(model):
+    if is_here:
         return (
             f"as its folder has no weights on host {socket.gethostname()}; explain on a cluster "
             "whose hosts have them measures it there"

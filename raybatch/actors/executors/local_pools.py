@@ -17,7 +17,6 @@ from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, gpus_of_engine, unproven_on_gpus, vllm_build
 from raybatch.backends.registry import check_version, type_of
 from raybatch.config import environment
-from raybatch.models.identity import weights_of_this_host
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +46,6 @@ class LocalPools:
             check_version(spec.backend)
         host = ClusterView(gpus_of_hosts=(float(gpus_of_host()),))
         return settled(spec, host, vllm=vllm_build, began_with=began_with)
-
-    def weights_of(self, spec: PoolSpec) -> str:
-        return weights_of_this_host(spec.model)
 
     def connect(self, spec: PoolSpec) -> CallHandle:
         name = digest_of(spec)

@@ -24,7 +24,8 @@ from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import VllmBuild, vllm_build
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError, last_line
-from raybatch.models.identity import weights_of_this_host
+from raybatch.models.checkpoint import model_fingerprint
+from raybatch.models.source import resolve_model
 
 _Nodes = Sequence[Mapping[str, Any]]
 
@@ -89,11 +90,14 @@ def host_of_engines(pool: PoolConfig, nodes: _Nodes) -> str | None:
 def weights_of_hosts(spec: PoolSpec) -> str:
     """Return the digest of a model's weights on the first host of its engines that has them.
 
-    Where the cluster has no host for an engine yet, this waits for one as an engine would.
+    Where the cluster has no host for an engine yet, this waits for one as an engine would. Ray is
+    initialised only if it is not.
 
     Raises:
         ConfigError: no host has them, or could say so; with what each said.
     """
+    if not ray.is_initialized():
+        ray.init()
     plan, pool = plan_placement(spec, cluster_now()), spec.pool
     refused = []
     for where in _places(plan, pool, ray.nodes()):
@@ -113,7 +117,7 @@ def weights_of_hosts(spec: PoolSpec) -> str:
 
 def _weights_or_reason(model: str) -> tuple[str, str]:
     try:
-        return weights_of_this_host(model), ""
+        return model_fingerprint(resolve_model(model)), ""
     except (ConfigError, OSError) as error:
         return "", f"host {socket.gethostname()}: {error}"
 

@@ -33,7 +33,6 @@ from raybatch.actors.executors.ray_hosts import (
     environment_of,
     labels_of,
     vllm_of_hosts,
-    weights_of_hosts,
 )
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import (
@@ -234,11 +233,6 @@ class RayPools:
             ray.init()
         installed = partial(vllm_of_hosts, spec.pool) if ray.is_initialized() else vllm_build
         return settled(spec, cluster_now(), vllm=installed, began_with=began_with)
-
-    def weights_of(self, spec: PoolSpec) -> str:
-        if not ray.is_initialized():
-            ray.init()
-        return weights_of_hosts(spec)
 
     def connect(self, spec: PoolSpec) -> ActorHandle:
         if not ray.is_initialized():

@@ -106,9 +106,6 @@ class Pools(Protocol):
     ) -> tuple[PoolSpec, BackendChoice | None]:
         """Return a spec whose backend is decided; see `PoolHandle.settled`."""
 
-    def weights_of(self, spec: PoolSpec) -> str:
-        """Return a digest of the weights where engines run; see `PoolHandle.weights`."""
-
     def connect(self, spec: PoolSpec) -> Handle:
         """Return the coordinator of a pool, which is made if it is not there."""
 

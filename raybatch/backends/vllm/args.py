@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from raybatch.backends.vllm.meanings import MEANINGS, NATIVE_ONLY, Meaning
-from raybatch.backends.vllm.versions import load_formats, load_formats_of_plugins
+from raybatch.backends.vllm.versions import LOAD_FORMATS, plugins_have_load_format
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.config.option import CHECKED, Answers, is_default, options
 from raybatch.errors import ConfigError, did_you_mean
@@ -218,17 +218,14 @@ def _check(name: str, value: object) -> None:
 
 
 def _check_load_format(value: object) -> None:
-    """Refuse a format that no engine knows; vLLM is imported for one that a plugin may have."""
-    known = load_formats()
-    if value is None or (isinstance(value, str) and value in known):
+    if value is None:
         return
-    if isinstance(value, str) and value in load_formats_of_plugins():
-        return
-    raise ConfigError(
-        f"engine_kwargs.load_format must be one of {', '.join(sorted(known))}, got {value!r}"
-        f"{did_you_mean(value, known)}; one of a plugin of vLLM is known where both are installed "
-        "on this host"
-    )
+    if not isinstance(value, str) or not (value in LOAD_FORMATS or plugins_have_load_format(value)):
+        raise ConfigError(
+            f"engine_kwargs.load_format must be one of {', '.join(sorted(LOAD_FORMATS))}, got "
+            f"{value!r}{did_you_mean(value, LOAD_FORMATS)}; one of a plugin of vLLM is known where "
+            "both are installed on this host"
+        )
 
 
 def _check_parsers(options: VllmOptions) -> None:

@@ -1,7 +1,6 @@
 """Which vLLM is installed, and which versions raybatch works with."""
 
 import logging
-from collections.abc import Set
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +14,8 @@ from raybatch.errors import ConfigError, error_text
 # by minor version; pyproject.toml has the same range
 ADAPTERS = {"0.31": V0_31, "0.32": V0_32}
 WORKING = "vllm>=0.31,<0.33"
+# of all of them, without those of plugins
+LOAD_FORMATS = frozenset(name for each in ADAPTERS.values() for name in each.load_formats.split())
 
 _logger = logging.getLogger(__name__)
 
@@ -54,30 +55,17 @@ def adapter() -> Adapter:
     return ADAPTERS[_minor(found)]
 
 
-def load_formats() -> Set[str]:
-    """Return what `load_format` may be with the vLLM of this host, which is not imported.
-
-    Where none is installed, those of all versions that raybatch knows.
-    """
-    found = installed_version()
-    known = [ADAPTERS[_minor(found)]] if found and works(found) else ADAPTERS.values()
-    return {name for each in known for name in each.load_formats.split()}
-
-
-def load_formats_of_plugins() -> Set[str]:
-    """Import the vLLM of this host and return its formats, with those of its plugins.
-
-    None where it is not installed, or cannot be imported, as may be on a driver without a device.
-    """
+def plugins_have_load_format(name: str) -> bool:
+    """Return whether the vLLM of this host, which is imported, has a format with its plugins."""
     if not (found := installed_version()) or not works(found):
-        return frozenset()
+        return False
     try:
         loading = adapter().load("loading")
         loading.load_general_plugins()
-    except Exception as error:  # plugins have errors of their own
+    except Exception as error:  # plugins have errors of their own, a driver may have no device
         _logger.warning("vLLM cannot say which values load_format has: %s", error_text(error))
-        return frozenset()
-    return frozenset(loading.load_formats)
+        return False
+    return name in loading.load_formats
 
 
 def _minor(version: str) -> str:
