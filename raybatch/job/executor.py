@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pyarrow as pa
 
@@ -136,7 +135,12 @@ def with_pinned_model(stage: type[StageFeeder], sinks: Sequence[str]) -> type[St
     if facts.is_endpoint or not facts.reads_safetensors(backend):
         return stage
     if _lacks_weights(stage):
-        content = _began_with(partial(_content_of, model), sinks)
+
+        def content_of(plan: StoredPlan) -> str | None:
+            is_same = without_content(plan.model) == model
+            return stored_content(plan.fingerprint) if is_same else None
+
+        content = _began_with(content_of, sinks)
         return stage if content is None else stage.of_model(pinned_to(model, content))
     if is_local_model(model):
         return stage
@@ -146,30 +150,19 @@ def with_pinned_model(stage: type[StageFeeder], sinks: Sequence[str]) -> type[St
     return stage.of_model(pin(model, commit))
 
 
-def _content_of(model: str, plan: StoredPlan) -> str | None:
-    """Return the digest of the weights with which a plan was made, where it names this folder."""
-    is_same = without_content(plan.model) == model
-    return stored_content(plan.fingerprint) if is_same else None
-
-
 def check_weights_here(stage: type[StageFeeder], executor: Executor) -> None:
     """Refuse a model folder without weights where engines run on this host."""
     if executor.is_local and _lacks_weights(stage):
         raise ConfigError(
             f"the model folder {stage.config.model!r} has no *.safetensors file, and engines run "
-            "on this host: bring its weights here, or connect to a Ray cluster whose hosts have "
-            "them at this path (executor=ray)"
+            "on this host: bring them here, or set executor=ray for hosts that have them"
         )
 
 
 def with_weights_of_engines(
     stage: type[StageFeeder], start_ray: Callable[[], None] | None = None
 ) -> type[StageFeeder]:
-    """Return a stage whose model is pinned to the weights that a host of its engines has.
-
-    That is for a folder without weights on this host, once the backend is decided. ConfigError: no
-    such host has them.
-    """
+    """Return a stage whose model, where it lacks weights here, names those of engines' hosts."""
     if not _lacks_weights(stage) or content_in(stage.config.model) is not None:
         return stage
     if start_ray is not None:

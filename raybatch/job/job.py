@@ -350,7 +350,6 @@ class Job:
             max_row_group_bytes=self.config.max_row_group_bytes,
             max_decompressed_bytes=self.config.max_decompressed_bytes,
         )
-        # names that the source has not are told first
         self.config.check_columns()
         return source
 

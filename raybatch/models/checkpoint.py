@@ -26,7 +26,7 @@ _Named = tuple[str, Shape]
 
 _logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 # models up to this size are hashed in full, of larger ones a sample is
 _FULL_HASH_BYTES = 64 << 20
 _SAMPLES, _SAMPLE_BYTES = 1024, 4096
@@ -67,7 +67,7 @@ def weight_names(path: Path, names: Collection[str], *, where: str = "") -> list
         return ["model.safetensors"]
     if found := sorted(name for name in names if name.endswith(".safetensors")):
         return found
-    if any(name.endswith(_WEIGHT_SUFFIXES) for name in names):
+    if any(name.endswith(WEIGHT_SUFFIXES) for name in names):
         raise ConfigError(
             f"{where} has only pickled weights, which can run any code when loaded; convert them "
             "with transformers: from_pretrained(...).save_pretrained(..., safe_serialization=True)"
@@ -80,7 +80,7 @@ def weight_names(path: Path, names: Collection[str], *, where: str = "") -> list
 def is_without_weights(path: Path) -> bool:
     """Return whether a checkpoint folder has its config.json and no weights in any format."""
     names = [file.name for file in path.iterdir()]
-    return "config.json" in names and not any(name.endswith(_WEIGHT_SUFFIXES) for name in names)
+    return "config.json" in names and not any(name.endswith(WEIGHT_SUFFIXES) for name in names)
 
 
 def _indexed_files(path: Path) -> dict[str, str]:

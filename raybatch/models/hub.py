@@ -47,8 +47,7 @@ def hub_folder(
     name, revision = split_revision(source)
     if name == "demo":
         raise ConfigError(
-            f"model {source!r}: the demo model comes with raybatch and has no revisions; pass "
-            "'demo', or a hub id such as \"Qwen/Qwen3-0.6B@main\""
+            f"model {source!r}: the demo model comes with raybatch, without revisions; pass 'demo'"
         )
     with _hub_errors(source):
         folder = huggingface_hub.snapshot_download(

@@ -22,8 +22,8 @@ _COMMIT, _LISTING = "commit ", "listing "
 def model_identity(source: str, folder: Path) -> str:
     """Return what names the weights of a model; bytes are read of those on this host alone.
 
-    It is a commit of the hub, a digest of what a store lists, or else that of the content, which a
-    folder without weights here is pinned to. `folder` is what `resolve_config` returned.
+    It is what the source is pinned to, a commit of the hub, a digest of what a store lists, or else
+    that of the content. `folder` is what `resolve_config` returned.
     """
     if is_local_model(source):
         return content_in(source) or model_fingerprint(folder)

@@ -14,6 +14,7 @@ import fsspec
 
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.checkpoint import (
+    WEIGHT_SUFFIXES,
     is_without_weights,
     model_fingerprint,
     weight_files,
@@ -74,8 +75,6 @@ def has_weights_here(source: str) -> bool:
 
 def resolve_config(source: str) -> Path:
     """Return a folder with config.json and tokenizer; of weights that lie elsewhere none is read.
-
-    So may those of a folder of this host: other hosts have them at the same path.
 
     Args:
         source: as `resolve_model` takes it.
@@ -169,8 +168,7 @@ def plain_name(source: str) -> str:
 
 
 def text_names(stored: StoreFolder) -> list[str]:
-    weights = tuple(pattern[1:] for pattern in (*_WEIGHT_PATTERNS, *_PICKLES))
-    return [name for name in stored.files if not name.endswith(weights)]
+    return [name for name in stored.files if not name.endswith(WEIGHT_SUFFIXES)]
 
 
 def is_local_model(source: str) -> bool:
@@ -188,11 +186,7 @@ def is_hub_model(source: str) -> bool:
 
 
 def lacks_weights(source: str) -> bool:
-    """Return whether a model is a folder that has its config on this host, and weights elsewhere.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+    """Return whether a model is a folder with its config on this host, and weights elsewhere."""
     folder = _folder_here(source)
     return folder is not None and is_without_weights(folder)
 

@@ -45,17 +45,17 @@ def check_free(path: str, way_out: str) -> None:
             raise ConfigError(f"{path} is there already; {way_out}")
 
 
-def numbered_files(first: str) -> list[str]:
-    """Return the files beside `first` that have a number before its ending, as "a.2.jsonl"."""
+def check_none_numbered(first: str, way_out: str) -> None:
+    """Refuse a file that is there, and later ones of an earlier export, such as "first.2.jsonl"."""
+    check_free(first, way_out)
     root, ending = posixpath.splitext(posixpath.basename(first))
-    numbered = re.compile(rf"{re.escape(root)}\.([1-9]\d*){re.escape(ending)}")
-    with error_context(f"{first} cannot be written"):
-        fs, name = fsspec.core.url_to_fs(first)
-        folder = posixpath.dirname(name)
-        fs.invalidate_cache(folder)
-        names = [posixpath.basename(path) for path in fs.ls(folder, detail=False)]
-    found = {int(match[1]): match[0] for match in map(numbered.fullmatch, names) if match}
-    return [posixpath.join(posixpath.dirname(first), found[number]) for number in sorted(found)]
+    numbered = re.compile(rf"{re.escape(root)}\.[1-9]\d*{re.escape(ending)}")
+    fs, name = fsspec.core.url_to_fs(first)
+    # a bucket has no folders without files
+    with error_context(f"{first} cannot be written"), suppress(FileNotFoundError):
+        for path in sorted(fs.ls(posixpath.dirname(name), detail=False, refresh=True)):
+            if numbered.fullmatch(posixpath.basename(path)):
+                raise ConfigError(f"{path} is there already; {way_out}")
 
 
 @contextmanager

@@ -71,7 +71,6 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
     """
     facts, engine = type_of(config.backend), config.engine
     is_here = not facts.is_endpoint and is_local_model(config.model)
-    # a backend without weights needs no folder
     has_weights = is_here and not (facts.has_weights and lacks_weights(config.model))
     folder = find_model(config)
     if folder is not None:

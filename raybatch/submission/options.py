@@ -220,8 +220,8 @@ def read_model_volume(setting: str | None) -> ModelVolume | None:
     path = "/" + posixpath.normpath(path).lstrip("/")
     if _SYSTEM_FOLDERS.fullmatch(path):
         raise ConfigError(
-            f"--model-volume {setting}: a volume over {path} would hide the system's own files "
-            "there; mount it at a folder of its own, such as /models"
+            f"--model-volume {setting}: a volume over {path} would hide files of the system; mount "
+            "it at a folder of its own, such as /models"
         )
     return ModelVolume(claim, path)
 

@@ -7,11 +7,14 @@ import json
 import logging
 import shutil
 import socket
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
+from ray.cluster_utils import Cluster
 
 from raybatch.actors.executors.ray_hosts import _places
 from raybatch.actors.replicas.placement import Placement
@@ -22,7 +25,7 @@ from raybatch.models.checkpoint import is_without_weights, model_fingerprint
 from raybatch.models.identity import model_identity
 from raybatch.models.source import lacks_weights, pinned_to, resolve_config, resolve_model
 from raybatch.planning.store import read_plan
-from tests.clusters import own_ray
+from tests.clusters import end_ray, make_data_context, own_ray
 from tests.models.test_hub import DEMO
 
 pytestmark = pytest.mark.fetch
@@ -159,6 +162,16 @@ def test_where_no_host_fits_one_is_asked_for_as_by_an_engine(caplog):
     assert "waiting for a host that says which weights it has" in caplog.text
 
 
+@contextmanager
+def at_home(folder: Path):
+    """Let what starts here have another HOME, but for what Ray and engines keep below it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAYBATCH_CACHE_DIR", str(cache_dir()))
+        patch.setenv("HOME", str(folder))
+        yield patch
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """The folder of a job whose engines alone have weights, and its report."""
@@ -166,11 +179,7 @@ def begun(tmp_path_factory):
     here, there = place / "driver", place / "engines"
     copy_to(here, with_weights=False)
     copy_to(there, with_weights=True)
-    with pytest.MonkeyPatch.context() as patch:
-        # what Ray and engines keep below HOME
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAYBATCH_CACHE_DIR", str(cache_dir()))
-        patch.setenv("HOME", str(here))
+    with at_home(here):
         pool = {"runtime_env": {"env_vars": {"HOME": str(there)}}}
         with own_ray():
             yield place, run(job_of(place, "~/model", executor="ray", pool=pool))
@@ -204,3 +213,44 @@ class TestOnRay:
         said = f"have the digest {model_fingerprint(folder)}, and this job was begun with {DIGEST}"
         with pytest.raises(ReplicaError, match=said):
             run(job)
+
+
+@pytest.fixture
+def two_hosts(tmp_path):
+    """A driver without weights, and two hosts of engines with different ones."""
+    end_ray()
+    copy_to(tmp_path / "driver", with_weights=False)
+    with at_home(tmp_path / "driver") as patch:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        for name in ("one", "other"):
+            copy_to(tmp_path / name, with_weights=True)
+            patch.setenv("HOME", str(tmp_path / name))
+            cluster.add_node(num_cpus=1, resources={"disk": 1}, object_store_memory=100 << 20)
+        weights = tmp_path / "other" / "model" / WEIGHTS
+        weights.write_bytes(bytes(weights.stat().st_size))
+        patch.setenv("HOME", str(tmp_path / "driver"))
+        make_data_context()
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield tmp_path
+        end_ray()
+        cluster.shutdown()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.autoscale
+def test_of_hosts_that_differ_those_like_the_first_answer(two_hosts):
+    pool = {"replicas": 2, "resources": {"disk": 1}}
+    report = run(job_of(two_hosts, "~/model", executor="ray", pool=pool))
+    assert (4, 0, 0) == (report.rows_out, report.rows_lost, report.rows_failed)
+    digest = json.loads(read_plan(str(two_hosts / "out")).fingerprint["model.weights"])
+    folders = {model_fingerprint(two_hosts / n / "model"): n for n in ("one", "other")}
+    alone = two_hosts / "alone"
+    alone.mkdir()
+    run(job_of(alone, two_hosts / folders[digest] / "model"))
+    columns = ["text", "generated_text"]
+    found, expected = (
+        pq.read_table(place / "out", columns=columns).sort_by("text")
+        for place in (two_hosts, alone)
+    )
+    assert expected == found

@@ -89,19 +89,11 @@ def _why_not_measured(spec: PoolSpec) -> str:
     if not facts.has_weights or has_weights_here(model) or (is_here and not is_read):
         return ""
     if is_here:
-        return (
-            f"as its folder has no weights on host {socket.gethostname()}; explain on a cluster "
-            "whose hosts have them measures it there"
-        )
+        return f"as its folder has no weights on host {socket.gethostname()}"
     if not is_read:
-        return (
-            "as with this load_format the engine itself gets the weights, and nothing but a run "
-            "does that: plan, order and prices per token hold, and there is no time beforehand"
-        )
-    return (
-        "as its weights are not on the host and nothing but a run fetches them; `raybatch fetch "
-        f"{model}` does it before"
-    )
+        return "as with its load_format the engine gets the weights by itself, once a run begins"
+    way_out = f"nothing but a run fetches them; `raybatch fetch {model}` does it before"
+    return f"as its weights are not on the host and {way_out}"
 
 
 def model_in(answer: CostModel | str) -> CostModel:

@@ -91,10 +91,7 @@ def weights_of_hosts(spec: PoolSpec) -> str:
     """Return the digest of a model's weights on the first host of its engines that has them.
 
     Where the cluster has no host for an engine yet, this waits for one as an engine would. Ray is
-    initialised only if it is not.
-
-    Raises:
-        ConfigError: no host has them, or could say so; with what each said.
+    initialised only if it is not. ConfigError: no host has them; with what the first said.
     """
     if not ray.is_initialized():
         ray.init()
@@ -110,8 +107,8 @@ def weights_of_hosts(spec: PoolSpec) -> str:
             return str(digest)
         refused.append(reason)
     raise ConfigError(
-        f"the model {spec.model!r} has no weights on the driver, and no host where its engines "
-        f"run has them: {'; '.join(refused)}. Put them at this path on every such host"
+        f"the model {spec.model!r} has no weights on the driver, nor on any of {len(refused)} "
+        f"hosts for its engines: {refused[0]}. Put them at this path on every such host"
     )
 
 
@@ -127,18 +124,16 @@ def _places(plan: Placement, pool: PoolConfig, nodes: _Nodes) -> list[dict[str, 
     if plan.bundles:
         ranks = max(plan.bundles, key=lambda bundle: bundle.get("GPU", 0))
         plan = replace(plan, num_cpus=0, num_gpus=ranks.get("GPU", 0), bundles=())
-    need, kinds = {"CPU": plan.num_cpus, "GPU": plan.num_gpus}, frozenset(pool.accelerator_types)
-    hosts = [
-        str(node["NodeID"])
-        for node in nodes
-        if node["Alive"] and fits({**need, **pool.resources}, kinds, node["Resources"])
+    need = {"CPU": plan.num_cpus, "GPU": plan.num_gpus, **pool.resources}
+    alive, kinds = [n for n in nodes if n["Alive"]], frozenset(pool.accelerator_types)
+    places = [
+        NodeAffinitySchedulingStrategy(str(node["NodeID"]), soft=False)
+        for node in alive
+        if fits(need, kinds, node["Resources"])
     ]
-    if not hosts:
-        requested = requested_of_ray(plan, pool)
-        _logger.info("waiting for a host that says which weights it has: %s", requested)
-        return [asked_of_ray(plan, pool)]
-    on_host = {"num_cpus": 0, **environment_of(pool)}
-    return [
-        {**on_host, "scheduling_strategy": NodeAffinitySchedulingStrategy(host, soft=False)}
-        for host in hosts
-    ]
+    if places:
+        on_host = {"num_cpus": 0, **environment_of(pool)}
+        return [{**on_host, "scheduling_strategy": place} for place in places]
+    requested = requested_of_ray(plan, pool)
+    _logger.info("waiting for a host that says which weights it has: %s", requested)
+    return [asked_of_ray(plan, pool)]

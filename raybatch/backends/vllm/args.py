@@ -218,13 +218,11 @@ def _check(name: str, value: object) -> None:
 
 
 def _check_load_format(value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, str) or not (value in LOAD_FORMATS or plugins_have_load_format(value)):
+    if not (value is None or value in LOAD_FORMATS or plugins_have_load_format(value)):
         raise ConfigError(
-            f"engine_kwargs.load_format must be one of {', '.join(sorted(LOAD_FORMATS))}, got "
-            f"{value!r}{did_you_mean(value, LOAD_FORMATS)}; one of a plugin of vLLM is known where "
-            "both are installed on this host"
+            f"engine_kwargs.load_format must be one of {', '.join(LOAD_FORMATS)}, got {value!r}"
+            f"{did_you_mean(value, LOAD_FORMATS)}; one of a plugin of vLLM is known where both are "
+            "installed on this host"
         )
 
 
