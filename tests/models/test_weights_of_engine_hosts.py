@@ -241,7 +241,8 @@ def two_hosts(tmp_path):
 @pytest.mark.autoscale
 def test_of_hosts_that_differ_those_like_the_first_answer(two_hosts):
     pool = {"replicas": 2, "resources": {"disk": 1}}
-    report = run(job_of(two_hosts, "~/model", executor="ray", pool=pool))
+    plan = {"unit_rows": 2, "max_unit_rows": 2}
+    report = run(job_of(two_hosts, "~/model", executor="ray", pool=pool, plan=plan))
     assert (4, 0, 0) == (report.rows_out, report.rows_lost, report.rows_failed)
     digest = json.loads(read_plan(str(two_hosts / "out")).fingerprint["model.weights"])
     folders = {model_fingerprint(two_hosts / n / "model"): n for n in ("one", "other")}
