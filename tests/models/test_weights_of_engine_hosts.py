@@ -41,6 +41,13 @@ def copy_to(home: Path, *, with_weights: bool) -> Path:
     return folder
 
 
+def zero_weights(folder: Path) -> None:
+    """Make another model of one, whose tensors have the same shapes."""
+    data = (folder / WEIGHTS).read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    (folder / WEIGHTS).write_bytes(data[:start] + bytes(len(data) - start))
+
+
 @pytest.fixture
 def bare(tmp_path) -> Path:
     return copy_to(tmp_path, with_weights=False)
@@ -51,17 +58,27 @@ def full(tmp_path) -> Path:
     return copy_to(tmp_path / "full", with_weights=True)
 
 
-def job_of(place: Path, model: object, *, executor: str = "local", pool=(), **options: object):
+def job_of(
+    place: Path,
+    model: object,
+    *,
+    executor: str = "local",
+    pool=(),
+    engine=(),
+    num_rows: int = 4,
+    **options: object,
+):
     (place / "in").mkdir(exist_ok=True)
     source = place / "in" / "a.parquet"
     if not source.exists():
-        pq.write_table(pa.table({"text": [f"Question {i}:" for i in range(4)]}), source)
+        pq.write_table(pa.table({"text": [f"Question {i}:" for i in range(num_rows)]}), source)
     stage = {
         "model": str(model),
         "backend": "native",
         "prompt": "{text}",
         "sampling": {"max_tokens": 2},
         "pool": {"replicas": 1, **dict(pool)},
+        "engine": dict(engine),
     }
     places = {"source": str(place / "in"), "sink": str(place / "out")}
     return Job.from_mapping({**places, "executor": executor, "stage": stage, **options})
@@ -98,7 +115,7 @@ def test_a_folder_without_a_config_or_with_pickles_is_refused(bare):
 
 def test_engines_take_the_weights_of_the_job_and_no_others(full):
     assert full == resolve_model(pinned_to(str(full), DIGEST))
-    (full / WEIGHTS).write_bytes(bytes((full / WEIGHTS).stat().st_size))
+    zero_weights(full)
     found = model_fingerprint(full)
     said = rf"{full}. on host {socket.gethostname()} have the digest {found}.*begun with {DIGEST}"
     with pytest.raises(ConfigError, match=said):
@@ -206,7 +223,7 @@ class TestOnRay:
     def test_engines_with_other_weights_are_refused_on_resume(self, begun, tmp_path):
         place, _ = begun
         folder = copy_to(tmp_path, with_weights=True)
-        (folder / WEIGHTS).write_bytes(bytes((folder / WEIGHTS).stat().st_size))
+        zero_weights(folder)
         pq.write_table(pa.table({"text": ["one more"]}), place / "in" / "b.parquet")
         pool = {"runtime_env": {"env_vars": {"HOME": str(tmp_path)}}}
         job = job_of(place, "~/model", executor="ray", pool=pool, extend=True)
@@ -226,8 +243,7 @@ def two_hosts(tmp_path):
             copy_to(tmp_path / name, with_weights=True)
             patch.setenv("HOME", str(tmp_path / name))
             cluster.add_node(num_cpus=1, resources={"disk": 1}, object_store_memory=100 << 20)
-        weights = tmp_path / "other" / "model" / WEIGHTS
-        weights.write_bytes(bytes(weights.stat().st_size))
+        zero_weights(tmp_path / "other" / "model")
         patch.setenv("HOME", str(tmp_path / "driver"))
         make_data_context()
         ray.init(address=cluster.address, log_to_driver=False)
@@ -240,15 +256,16 @@ def two_hosts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.autoscale
 def test_of_hosts_that_differ_those_like_the_first_answer(two_hosts):
+    options = {"num_rows": 128, "engine": {"max_num_seqs": 2}}
+    plan = {"unit_rows": 8, "max_unit_rows": 8}
     pool = {"replicas": 2, "resources": {"disk": 1}}
-    plan = {"unit_rows": 2, "max_unit_rows": 2}
-    report = run(job_of(two_hosts, "~/model", executor="ray", pool=pool, plan=plan))
-    assert (4, 0, 0) == (report.rows_out, report.rows_lost, report.rows_failed)
+    report = run(job_of(two_hosts, "~/model", executor="ray", pool=pool, plan=plan, **options))
+    assert (128, 0, 0) == (report.rows_out, report.rows_lost, report.rows_failed)
     digest = json.loads(read_plan(str(two_hosts / "out")).fingerprint["model.weights"])
     folders = {model_fingerprint(two_hosts / n / "model"): n for n in ("one", "other")}
     alone = two_hosts / "alone"
     alone.mkdir()
-    run(job_of(alone, two_hosts / folders[digest] / "model"))
+    run(job_of(alone, two_hosts / folders[digest] / "model", **options))
     columns = ["text", "generated_text"]
     found, expected = (
         pq.read_table(place / "out", columns=columns).sort_by("text")
