@@ -32,12 +32,17 @@ pytestmark = pytest.mark.fetch
 
 WEIGHTS = "model.safetensors"
 DIGEST = model_fingerprint(DEMO)
+# of Ray
+TOKEN = Path.home() / ".ray" / "auth_token"
 
 
 def copy_to(home: Path, *, with_weights: bool) -> Path:
     folder = shutil.copytree(DEMO, home / "model")
     if not with_weights:
         (folder / WEIGHTS).unlink()
+    # all processes of a cluster have one, and this one keeps that of earlier clusters
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text(TOKEN.read_text() if TOKEN.exists() else "0f" * 32)
     return folder
 
 
@@ -181,9 +186,8 @@ def test_where_no_host_fits_one_is_asked_for_as_by_an_engine(caplog):
 
 @contextmanager
 def at_home(folder: Path):
-    """Let what starts here have another HOME, but for what Ray and engines keep below it."""
+    """Let what starts here have another HOME, but for what engines keep below it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAYBATCH_CACHE_DIR", str(cache_dir()))
         patch.setenv("HOME", str(folder))
         yield patch
