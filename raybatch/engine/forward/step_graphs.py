@@ -219,6 +219,7 @@ class StepGraphs:
             num_rows=len(batch.token_ids),
             num_kv_heads=self._num_kv_heads,
             block_size=self._block_size,
+            joins_runs=self._decoder.ops.joins_runs,
         )
 
     def _capture(self, graphs: CudaGraphs, size: GraphSize) -> torch.cuda.CUDAGraph:
