@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from raybatch.engine.forward.device_times import LEAST_GAIN, seconds_on
+from raybatch.engine.forward.step_graphs import CudaGraphs
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import is_quantised, quantise
@@ -54,7 +55,7 @@ def with_varlen_attention(
     form = with_varlen(ops) if can_vary(spec, dtype, device) else None
     if form is None:
         return ops
-    seconds_of = seconds_of or partial(seconds_on, device)
+    seconds_of = seconds_of or partial(_replayed_s, device)
     times: list[tuple[float, float]] = []
     try:
         for cached in (0, _CACHED_TOKENS):
@@ -85,6 +86,12 @@ def with_varlen_attention(
         "chunks of prompts attend to themselves by torch's varlen_attn (kernels %s)", of_steps
     )
     return form
+
+
+def _replayed_s(device: torch.device, run: Callable[[], object]) -> float:
+    """Return the seconds of a graph: launches alone would take a host longer than this."""
+    graph = CudaGraphs(device).capture(run)
+    return seconds_on(device, graph.replay)
 
 
 def _tell_kernels(told: str) -> None:

@@ -24,12 +24,15 @@ def forward(
     assert not {"alibi_slopes", "block_table", "num_splits"} & more.keys()
     num_rows, num_heads, head_dim = query.shape
     groups = num_heads // key.shape[1]
-    assert head_dim % 8 == 0 and head_dim <= 256
+    assert head_dim % 8 == 0
+    assert head_dim <= 256
     assert groups * key.shape[1] == num_heads
-    assert key.shape == value.shape and out.shape == query.shape
+    assert key.shape == value.shape
+    assert out.shape == query.shape
     assert all(x.stride(-1) == 1 and x.dtype == query.dtype for x in (out, query, key, value))
     for x in (cum_seq_q, cum_seq_k, used):
-        assert x.dtype == torch.int32 and x.is_contiguous()
+        assert x.dtype == torch.int32
+        assert x.is_contiguous()
     num_seqs = len(used)
     assert len(cum_seq_q) == len(cum_seq_k) == num_seqs + 1
     scale = more.get("scale") or head_dim**-0.5
@@ -37,11 +40,13 @@ def forward(
         right = 0
     sums = torch.full((num_heads, num_rows), torch.nan)
     query_starts, key_starts = cum_seq_q.tolist(), cum_seq_k.tolist()
-    assert query_starts == sorted(query_starts) and query_starts[-1] <= num_rows
+    assert query_starts == sorted(query_starts)
+    assert query_starts[-1] <= num_rows
     for seq, num_keys in enumerate(used.tolist()):
         rows = slice(query_starts[seq], query_starts[seq + 1])
         num_queries = rows.stop - rows.start
-        assert num_queries <= max_q and num_keys <= max_k, "the launch is too small"
+        assert num_queries <= max_q, "the launch is too small"
+        assert num_keys <= max_k
         if not num_queries:
             continue
         keys = slice(key_starts[seq], key_starts[seq] + num_keys)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.varlen import varlen_attn_out
 
+from raybatch.engine.forward.step_graphs import checked_step
 from raybatch.kernels import attention as reference
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillPart
 from raybatch.kernels.byte_numbers import FP8, INT8
@@ -178,12 +179,16 @@ def test_a_graph_repeats_steps_with_chunks(
         pytest.skip("float32 is no type of FlashAttention on a GPU")
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
     build("mistral-window", num_hidden_layers=1).save_pretrained(tmp_path / "model")
-    steps = shape((2,), mixed=(16,))
+    steps = shape((5,), mixed=(10,), max_row_blocks=2)
     captured = capture(tmp_path / "model", device, ops=ops, steps=steps)
     fill_randomly(captured.cache)
     # prompts that begin and that go on, decodes, and a run that all of them read
-    captured.graphs.check(captured.plain)
-    assert 2 == captured.graphs.counts.num_captured
+    batch = checked_step(steps.sizes().mixed[0], captured.cache.k, captured.plain.vocab_size)
+    # of the chunk that goes on as well
+    batch = replace(batch, logits_idx=torch.arange(len(batch.token_ids))[-5:])
+    expected = captured.plain.forward(batch, captured.cache)
+    made = captured.graphs.run(batch)
+    torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_sizes_without_chunks_have_no_pieces(ops):
