@@ -90,8 +90,7 @@ def with_varlen_attention(
 
 def _replayed_s(device: torch.device, run: Callable[[], object]) -> float:
     """Return the seconds of a graph: launches alone would take a host longer than this."""
-    graph = CudaGraphs(device).capture(run)
-    return seconds_on(device, graph.replay)
+    return seconds_on(device, CudaGraphs(device).capture(run).replay)
 
 
 def _tell_kernels(told: str) -> None:
@@ -120,11 +119,9 @@ class _Step:
 
     def ready(self, ops: Ops, window: int | None) -> Callable[[], torch.Tensor]:
         """Return what computes the step in a layer of that window."""
-        spec, plan, device = self.spec, self.plan(), self.device
-        blocks = [part.block_ids for part in plan.contexts]
-        blocks += [] if plan.decode is None else [plan.decode.block_ids]
-        num_blocks = 1 + max((int(ids.max()) for ids in blocks), default=0)
-        positions = self._positions()
+        spec, plan, device = self.spec, self._plan(), self.device
+        num_blocks = 1 + self._num_decode + _NUM_CHUNKS * self._blocks_per_chunk
+        positions = self._positions().to(device)
         generator = torch.Generator().manual_seed(0)
         num_heads = spec.num_heads + 2 * spec.num_kv_heads
         heads = torch.randn(len(positions), num_heads, spec.head_dim, generator=generator)
@@ -137,9 +134,8 @@ class _Step:
             (quantise(x, self.kv_dtype) if is_bytes else x.to(self.kv_dtype)).to(device)
             for x in numbers
         )
-        on_device = positions.to(device)
         prepared = ops.prepare_attention(
-            plan, positions=on_device, slot_mapping=on_device, pool=k_pool, windows=(window,)
+            plan, positions=positions, slot_mapping=positions, pool=k_pool, windows=(window,)
         )
         return partial(ops.attend, q, k, v, k_pool, v_pool, prepared, window)
 
@@ -147,19 +143,23 @@ class _Step:
     def _num_decode(self) -> int:
         return _NUM_DECODES if self.cached_tokens else 0
 
+    @property
+    def _blocks_per_chunk(self) -> int:
+        return -(-self.cached_tokens // self.block_size)
+
     def _positions(self) -> torch.Tensor:
         """Return those of all rows: behind the shared block, and what a chunk has cached."""
         first = self.block_size + self.cached_tokens if self.cached_tokens else 0
         decodes = self.block_size + torch.arange(self._num_decode) % self.block_size
         return torch.cat((decodes, (first + torch.arange(_CHUNK_TOKENS)).repeat(_NUM_CHUNKS)))
 
-    def plan(self) -> AttentionPlan:
+    def _plan(self) -> AttentionPlan:
         num_decode = self._num_decode
         starts = [num_decode + i * _CHUNK_TOKENS for i in range(_NUM_CHUNKS)]
         prefill = PrefillPart(starts=tuple(starts), lens=(_CHUNK_TOKENS,) * _NUM_CHUNKS)
         if not self.cached_tokens:
             return AttentionPlan(num_decode=0, decode=None, prefill=prefill, contexts=())
-        rows, places = torch.arange(num_decode), torch.arange(_CHUNK_TOKENS)
+        rows = torch.arange(num_decode)
         decode = DecodePart(
             block_ids=1 + rows,
             owners=rows,
@@ -167,8 +167,7 @@ class _Step:
             is_contiguous=True,
             first_positions=torch.full_like(rows, self.block_size),
         )
-        per_chunk = -(-self.cached_tokens // self.block_size)
-        own = 1 + num_decode + torch.arange(_NUM_CHUNKS * per_chunk).view(_NUM_CHUNKS, per_chunk)
+        own = torch.arange(_NUM_CHUNKS * self._blocks_per_chunk).view(_NUM_CHUNKS, -1)
         shared = ContextPart(
             query_idx=torch.arange(num_decode + _NUM_CHUNKS * _CHUNK_TOKENS),
             block_ids=torch.zeros(1, dtype=torch.int64),
@@ -176,8 +175,8 @@ class _Step:
         )
         of_chunks = (
             ContextPart(
-                query_idx=start + places,
-                block_ids=block_ids,
+                query_idx=start + torch.arange(_CHUNK_TOKENS),
+                block_ids=1 + num_decode + block_ids,
                 num_tokens=self.cached_tokens,
                 first_position=self.block_size,
                 chunk=i,

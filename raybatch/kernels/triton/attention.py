@@ -1,7 +1,7 @@
 """Executes an `AttentionPlan`, the form for GPUs of `raybatch.kernels.attention`.
 
 A layer is at most five launches, however many sequences, chunks and shared runs a step has. Chunks
-may be computed by a library instead (`varlen`), by two functions that are given.
+may be computed by a library instead (`varlen`) with one launch more, by functions that are given.
 """
 
 from collections.abc import Callable

@@ -37,15 +37,14 @@ def pieces_of(size: StepSize, parts: Parts[torch.Tensor]) -> Pieces:
     Example: chunks of 130 and 2 rows behind 3 decode rows have query_starts [3, 131, 133, 135],
     key_starts [3, 3, 133, 135] and num_keys [128, 130, 2].
     """
-    items = parts.chunks.view(-1, len(Item._fields)).unbind(1)
-    first_query, num_queries, chunk_start = items[0], items[1], items[-1]
+    items = parts.chunks.view(-1, len(Item._fields))
+    first_query, num_queries, *_, chunk_start = items.unbind(1)
     stops = first_query + num_queries
     end = stops.amax(0, keepdim=True)
     # padded items are zeros
     is_piece = num_queries > 0
     query_starts, key_starts = (
-        torch.cat((torch.where(is_piece, starts, end), end))
-        for starts in (first_query, chunk_start)
+        torch.cat((torch.where(is_piece, x, end), end)) for x in (first_query, chunk_start)
     )
     rows = torch.arange(size.rows, device=stops.device).unsqueeze(1)
     return Pieces(

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.varlen import varlen_attn_out
 
+from raybatch.engine.forward import prompt_attention
 from raybatch.engine.forward.step_graphs import checked_step
 from raybatch.kernels import attention as reference
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, PrefillPart
@@ -27,6 +28,7 @@ from tests.kernels.triton import flash_attention
 from tests.kernels.triton.interpreted import DEVICE
 from tests.kernels.triton.support import Step, assert_close
 from tests.kernels.triton.test_triton_graphs import recorded_launches  # noqa: F401
+from tests.kernels.triton.test_triton_meta import SPECS
 
 STEPS = {
     "begin": {"sequences": [(0, 4), (0, 1), (0, 9)]},
@@ -83,6 +85,36 @@ def test_steps_have_the_values_of_the_reference(name, window, kv_dtype, ops, dev
     # a byte of KV is of the number before it is rounded to the type of the kernels
     factor = 1 if kv_dtype is None else 8
     assert_close(step.run(ops), step.run(reference), factor)
+
+
+PREFIXES = (1, 3)
+
+
+@st.composite
+def steps_of_any_kind(draw):
+    def cached():
+        prefix = draw(st.sampled_from([None, 0, 1]))
+        return draw(st.integers(0, 9)) + (0 if prefix is None else 4 * PREFIXES[prefix]), prefix
+
+    decodes = [(*cached(), 1) for _ in range(draw(st.integers(0, 2)))]
+    chunks = [(*cached(), draw(st.integers(1, 6))) for _ in range(draw(st.integers(1, 3)))]
+    sequences = [(count, new, prefix) for count, prefix, new in decodes + chunks]
+    used = {prefix for *_, prefix in sequences} - {None}
+    # a prefix that nobody reads is none
+    renamed = {prefix: i for i, prefix in enumerate(sorted(used))}
+    return {
+        "sequences": [(count, new, renamed.get(prefix)) for count, new, prefix in sequences],
+        "num_decode": len(decodes),
+        "prefixes": tuple(PREFIXES[prefix] for prefix in sorted(used)),
+    }
+
+
+@settings(max_examples=12, deadline=None)
+@given(options=steps_of_any_kind(), window=st.sampled_from([None, 5]))
+def test_any_step_has_the_values_of_the_reference(options, window):
+    step = Step(window=window, dtype=DTYPE, device=DEVICE, **options)
+    made = step.run(with_varlen(ops_for(torch.device("cuda"))))
+    assert_close(made, step.run(reference))
 
 
 def test_keys_of_another_chunk_would_be_found(ops, device, monkeypatch):
@@ -189,6 +221,25 @@ def test_a_graph_repeats_steps_with_chunks(
     expected = captured.plain.forward(batch, captured.cache)
     made = captured.graphs.run(batch)
     torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kv_dtype", [DTYPE, INT8], ids=str)
+def test_it_agrees_on_the_steps_that_are_timed(kv_dtype, ops, device, monkeypatch):
+    monkeypatch.setattr(prompt_attention, "_CHUNK_TOKENS", 6)
+    monkeypatch.setattr(prompt_attention, "_CACHED_TOKENS", 8)
+    monkeypatch.setattr(prompt_attention, "can_vary", lambda *_: True)
+    seconds = iter([2.0, 1.0] * 4)
+    chosen = prompt_attention.with_varlen_attention(
+        ops_for(torch.device("cuda")),
+        replace(SPECS["windows"], num_heads=4, num_kv_heads=2, head_dim=16),
+        dtype=DTYPE,
+        kv_dtype=kv_dtype,
+        block_size=4,
+        device=device,
+        seconds_of=lambda _: next(seconds),
+    )
+    assert not chosen.joins_runs
+    assert chosen.attend.keywords == ops.attend.keywords
 
 
 def test_sizes_without_chunks_have_no_pieces(ops):
