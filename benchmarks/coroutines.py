@@ -187,9 +187,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="of the workload; the default is its own number")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--gates", nargs="*", type=int, default=[], help="rows at the experts")
-    parser.add_argument(
-        "--attn-tokens", type=int, help="of a part, with --gates"
-    )
+    parser.add_argument("--attn-tokens", type=int, help="of a part, with --gates")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

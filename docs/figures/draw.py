@@ -243,7 +243,11 @@ def window() -> Figure:
     f.box(794, 34, 150, 44, "KV of part 0", "of the next layer")
     f.arrow("M668 122H680")
     f.text(480, 18, "a part: as many rows as one of two buffers holds, of one layer")
-    f.text(480, 240, "hidden states of all rows wait for the experts; on a CPU copies and kernels take turns")
+    f.text(
+        480,
+        240,
+        "hidden states of all rows wait for the experts; on a CPU copies and kernels take turns",
+    )
     return f
 
 
