@@ -41,12 +41,14 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
     files = sorted(job.files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
     stored_files = [file for stored in plans for file in stored.files]
     try:
-        for stored in plans:
+        fingerprints = [stored.fingerprint for stored in plans]
+        compared = comparable(job.fingerprint, fingerprints, job.config)
+        for stored, now in zip(plans, compared, strict=True):
             check_same(
                 job.sink,
                 stored=stored.fingerprint,
                 stored_files=stored_files,
-                now=comparable(job.fingerprint, stored.fingerprint, job.config),
+                now=now,
                 files=files,
                 may_grow=may_grow,
             )

@@ -17,6 +17,7 @@ from tests.engine.fakes import (
     next_token,
     run_all,
 )
+from tests.engine.window_runner import WindowRunner
 from tests.tiers import examples
 
 VOCAB, EOS = 300, (7, 8)
@@ -44,15 +45,16 @@ class Apart(FakeSampler):
 
 def make(*, num_blocks=400, block_size=16, host=0, nan_after=None, eos=(), **config):
     options = {"max_batched_tokens": 256, "max_num_seqs": 16, "block_size_tokens": block_size}
-    runner = FakeRunner(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        spec=FakeSpec(VOCAB, eos, 512),
-        num_host_blocks=host,
-        num_window_blocks=num_blocks,
-        nan_after=nan_after,
-        forgets_loaded=not config.get("kv_offload") and not config.get("kv_checkpoint_blocks"),
-    )
+    kind = {"block_size": block_size, "spec": FakeSpec(VOCAB, eos, 512), "nan_after": nan_after}
+    if config.get("kv_offload"):
+        runner = WindowRunner(pool_blocks=num_blocks, host_blocks=host, **kind)
+    else:
+        runner = FakeRunner(
+            num_blocks=num_blocks,
+            num_host_blocks=host,
+            forgets_loaded=not config.get("kv_checkpoint_blocks"),
+            **kind,
+        )
     config = EngineConfig(host_kv_bytes=host or None, **options | config)
     return Engine(runner, Apart(), FakeStopChecker(), config), runner
 
@@ -87,7 +89,7 @@ WAYS = {
     "small-steps": {"max_batched_tokens": 16},
     "closed-batches": {"admission": "multi_bin", "max_num_seqs": 4},
     "forecast": {"kv_admission_fraction": 0.9, "max_num_seqs": 4},
-    "kv-offload": {"kv_offload": True, "host": 400},
+    "kv-offload": {"kv_offload": True, "host": 400, "max_num_seqs": 5},
 }
 
 

@@ -165,7 +165,7 @@ def test_rows_that_move_with_kv_at_any_time_keep_their_tokens(way, seed):
         states = source.export([int(i) for i in rng.integers(0, 6, 2)], with_kv=True)
         for state in states:
             if state.kv is not None and rng.random() < 0.2:
-                state.kv.blocks[rng.integers(len(state.kv.blocks))] += np.uint64(1)
+                state.kv.blocks[rng.integers(len(state.kv.blocks))] += 1
         target.restore(states)
     for engine in engines:
         done |= run_all(engine)

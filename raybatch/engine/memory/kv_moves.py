@@ -2,12 +2,15 @@
 
 import logging
 from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import SwappedKV
 from raybatch.engine.sequences.table import Sequence
+from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey, SequenceKV, block_checksums
 from raybatch.records.types import SequenceState, TokenIds
 
@@ -19,11 +22,22 @@ def tokens_with_kv(state: SequenceState) -> TokenIds:
     return np.concatenate((state.request.prompt_token_ids, state.token_ids))[:-1]
 
 
-def export_state(
-    record: Sequence, place: SwappedKV | None, tiers: KVTiers, key: KVKey | None
-) -> SequenceState:
+class KVOwner(Protocol):
+    """What of a runner has to do with KV that leaves."""
+
+    @property
+    def tiers(self) -> KVTiers: ...
+
+    @property
+    def kv_key(self) -> KVKey | None: ...
+
+    def read_blocks(self, block_ids: Ints) -> npt.NDArray[Any]: ...
+
+
+def export_state(record: Sequence, place: SwappedKV | None, owner: KVOwner) -> SequenceState:
     """Return a sequence that does not run any more, with copies of its KV at `place`."""
     state = record.state()
+    key = owner.kv_key if place is not None else None
     if place is None or key is None:
         return state
     tokens = tokens_with_kv(state)[: place.num_tokens]
@@ -34,7 +48,7 @@ def export_state(
     if place.rows is not None:
         blocks = place.rows[:count]
     else:
-        read = tiers.read_blocks if place.is_on_device else tiers.read_host_blocks
+        read = owner.read_blocks if place.is_on_device else owner.tiers.read_host_blocks
         blocks = read(place.host_blocks[:count].astype(np.int64))
     checksums = block_checksums(blocks, tokens, first_block=first, block_size=size)
     kv = SequenceKV(

@@ -7,10 +7,12 @@ that choose between them decide about nothing but time.
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.engine.memory.kv_cache import COPY_ERRORS
 from raybatch.engine.memory.kv_checkpoints import KVCheckpoints
@@ -27,7 +29,7 @@ from raybatch.policy.cost.cost_model import (
     recompute_time,
 )
 from raybatch.policy.cost.roofline import Roofline
-from raybatch.records.arrays import Int32s
+from raybatch.records.arrays import Int32s, Ints
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +98,7 @@ class SwapSpace:
         copier: with the pools; None has no host memory.
         choice: between copying and computing; None copies whatever there is room for.
         has_checkpoints: let the blocks of restored sequences stay in host memory.
+        write_blocks: puts KV that came with a sequence into blocks where it runs.
     """
 
     def __init__(
@@ -105,8 +108,10 @@ class SwapSpace:
         choice: LearnedRecovery | None = None,
         *,
         has_checkpoints: bool = False,
+        write_blocks: Callable[[npt.NDArray[Any], Ints], None] = lambda *_: None,
     ) -> None:
         self.counters = SwapCounters()
+        self._write_blocks = write_blocks
         self.blocks = HostBlocks(copier.num_host_blocks if copier else 0)
         self._block_size, self._copier, self._choice = block_size, copier, choice
         self.checkpoints = KVCheckpoints(block_size, self.blocks, copier, has_checkpoints)
@@ -167,7 +172,7 @@ class SwapSpace:
         num_tokens -= start * self._block_size
         try:
             if kept.rows is not None:
-                copier.write_blocks(kept.rows[places], np.array(blocks, np.int64))
+                self._write_blocks(kept.rows[places], np.array(blocks, np.int64))
             else:
                 host_ids = kept.host_blocks[places].astype(np.int64)
                 copier.load_blocks(host_ids, np.array(blocks, np.int64))

@@ -46,6 +46,7 @@ class Scheduler:
         checkpoint_blocks: of sequences likely to be preempted next, copied ahead in one step.
         copy_blocks: copies some blocks of the device into as many others; at once, or before
             the next step.
+        max_row_blocks: that one sequence may have; None bounds it by the blocks there are.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Scheduler:
         swap: SwapSpace | None = None,
         checkpoint_blocks: int = 0,
         copy_blocks: Callable[[Ints, Ints], None] = lambda *_: None,
+        max_row_blocks: int | None = None,
     ) -> None:
         self.blocks = blocks
         self.table = table
@@ -67,6 +69,7 @@ class Scheduler:
         self._budget = max_batched_tokens
         self._spare_steps = min(_MAX_SPARE_STEPS, max(1, table.block_size // 4))
         self._resume_steps = min(_RESUME_STEPS, table.block_size)
+        self._max_row_blocks = blocks.num_blocks if max_row_blocks is None else max_row_blocks
         self._swap = swap or SwapSpace(table.block_size)
         # KV of preempted sequences that was copied to host memory and back, and ahead of that
         self.moves, self.ahead = self._swap.counters, self._swap.checkpoints.counters
@@ -228,6 +231,12 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         full = table.full_slots()
         for slot in full[np.argsort(table.arrival[full])].tolist():
+            # a copy takes the place of another block
+            num_blocks = table.num_blocks[slot] + (not table.shares_last[slot])
+            if table.phase[slot] == DECODE and num_blocks > self._max_row_blocks:
+                ended.append(self.remove(slot))
+                preempted.append(slot)
+                continue
             # a victim may be a later slot of this very loop, or the slot itself: none that has a
             # copy to come
             while self._lacks_block(slot):
@@ -315,6 +324,9 @@ class Scheduler:
             if record.swapped is not None and table.num_running:
                 reserve = table.num_needed_blocks(self._resume_steps)
                 reserve += int(is_growing and room < self._resume_steps)
+            if need.num_total > self._max_row_blocks:
+                self._leave(record)
+                return [self._queue.pop()]
             if need.num_available + reserve > self.blocks.num_available:
                 if self.forks.close_one(but=record if table.num_running else None):
                     continue
