@@ -122,9 +122,10 @@ class Preview:
         facts = [("all rows", f"{full(rest.num_rows)}; {tokens}")]
         if rest.sampled_s:
             speed = f"at least {full(rest.sampled_tokens / rest.sampled_s)} tokens/s a replica"
-            what = f"{amount(rest.sampled_tokens)} tokens of prompts and answers"
-            took = f"{count(rest.num_sampled, 'row')} in {rest.sampled_s:.3g} s of engines"
-            facts.append(("speed", f"{speed}: {what} of {took}, which so few may not fill"))
+            took = f"{amount(rest.sampled_tokens)} of prompts and answers in {rest.sampled_s:.2g} s"
+            few = f"; {count(rest.num_sampled, 'row')} may not fill an engine"
+            is_sample = rest.num_sampled < rest.num_rows
+            facts.append(("speed", f"{speed}: {took}{few * is_sample}"))
         replicas = count(rest.num_replicas, "replica")
         if (time := rest.time) is not None:
             of_time = Band(expected=time.wall_s, low=time.low_s, high=time.high_s)
