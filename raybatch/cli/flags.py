@@ -125,7 +125,10 @@ class JobFlags:
         """Return the options of the job; raise ConfigError where nothing names a source."""
         mapping = nested_options(self.job_file, self.options)
         if self.job_file is None and "source" not in mapping:
-            raise ConfigError("no job is given: name a job file, or --input, --prompt and --output")
+            raise ConfigError(
+                "nothing to run: give a job file, or --input, --output and --prompt (--limit takes "
+                "no --output)"
+            )
         return mapping
 
 
