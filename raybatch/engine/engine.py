@@ -53,8 +53,11 @@ class Engine:
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
         row_blocks, kv_option = runner.num_blocks, "engine.kv_cache_bytes"
-        if config.kv_offload and runner.tiers.num_host_blocks < row_blocks:
-            row_blocks, kv_option = runner.tiers.num_host_blocks, "engine.host_kv_bytes"
+        if runner.num_window_blocks:
+            # a row attends to one layer of all its KV at once
+            kv_option = "engine.host_kv_bytes"
+            if runner.num_window_blocks < row_blocks:
+                row_blocks, kv_option = runner.num_window_blocks, "engine.kv_cache_bytes"
         self._runner = runner
         self._sampler = sampler
         self._max_model_len = max_sequence_len(config, spec.max_model_len)
@@ -67,13 +70,13 @@ class Engine:
         self._max_slots = min(config.max_num_seqs, config.max_batched_tokens)
         self._table = SequenceTable(
             max_slots=self._max_slots,
-            num_blocks=max(runner.num_blocks, runner.num_window_blocks),
+            num_blocks=runner.num_blocks,
             block_size=block_size,
             max_model_len=self._max_model_len,
         )
         self._blocks = BlockManager(runner.num_blocks, block_size)
         self._recovery = recovery
-        if self._recovery is None and not config.kv_offload:
+        if self._recovery is None:
             self._recovery = learned_recovery(runner, config)
         self._scheduler = make_scheduler(config, runner, self._blocks, self._table, self._recovery)
         self._forward = StepForward(runner, self._table)
@@ -87,7 +90,7 @@ class Engine:
             queue = DeviceQueue(runner.device)
         # drafts and parts want the tokens before them; copies to the host are timed by steps
         is_waited_for = self._drafter is not None or self._recovery is not None
-        if is_waited_for or config.kv_offload or runner.attn_batch_tokens is not None:
+        if is_waited_for or runner.num_window_blocks or runner.attn_batch_tokens is not None:
             queue = None
         self._tokens = StepTokens(sampler, self._table, queue)
         self._num_open: dict[int, int] = {}
@@ -185,7 +188,7 @@ class Engine:
     def stats(self) -> ReplicaStats:
         counters, swapped = self._scheduler.counters, self._scheduler.moves
         weights, ahead = self._runner.weight_counters, self._scheduler.ahead
-        graphs = self._runner.graph_counts
+        graphs, window = self._runner.graph_counts, self._runner.window_counters
         return ReplicaStats(
             num_running=self._table.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -197,10 +200,17 @@ class Engine:
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
             num_swapped_tokens=swapped.num_tokens,
-            swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
+            swapped_bytes=sum(
+                (
+                    swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
+                    window.saved_bytes + window.loaded_bytes,
+                )
+            ),
             checkpoint_bytes=ahead.num_bytes,
             checkpoint_used_bytes=ahead.num_used_blocks * self._runner.tiers.block_bytes,
-            num_failed_copies=swapped.num_failures + ahead.num_failures + weights.num_failures,
+            num_failed_copies=sum(
+                counted.num_failures for counted in (swapped, ahead, weights, window)
+            ),
             num_weight_copies=weights.num_copies,
             weight_copy_bytes=weights.num_bytes,
             num_weight_stalls=weights.num_stalls,

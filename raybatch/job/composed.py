@@ -99,7 +99,7 @@ def _open(
     files = input_files(source)
     if store_of(sink).size(PLAN) is not None:
         stored = read_plan(sink)
-        if is_same(sink, [stored], lambda _: fingerprint, files, can_extend=False):
+        if is_same(sink, [stored], lambda _: [fingerprint], files, can_extend=False):
             return stored
     subject = PlanSubject(options=plan, files=files, fingerprint=fingerprint, source=source.root)
     return store_stretches(source, sink, subject)

@@ -37,7 +37,7 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
     """
     plans = read_plans(job.sink)
 
-    def now(stored: Mapping[str, str]) -> Mapping[str, str]:
+    def now(stored: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
         return comparable(job.fingerprint, stored, job.config)
 
     return plans if is_same(job.sink, plans, now, job.files, may_grow=may_grow) else ()
@@ -46,26 +46,27 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
 def is_same(
     sink: str,
     plans: Sequence[StoredPlan],
-    now: Callable[[Mapping[str, str]], Mapping[str, str]],
+    now: Callable[[Sequence[Mapping[str, str]]], Sequence[Mapping[str, str]]],
     files: InputFiles,
     **checks: bool,
 ) -> bool:
     """Return whether plans below a sink are those of a job; ConfigError: they are of another.
 
     Those of another that has answered nothing are removed. `now` says what decides the answers of
-    the job in the terms of a plan; `checks` are options of `check_same`.
+    the job in the terms of each plan; `checks` are options of `check_same`.
     """
     # files as plans have them one after the other, then those that are in none
     plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
     files = sorted(files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
     stored_files = [file for stored in plans for file in stored.files]
     try:
-        for stored in plans:
+        fingerprints = [stored.fingerprint for stored in plans]
+        for stored, of_plan in zip(plans, now(fingerprints), strict=True):
             check_same(
                 sink,
                 stored=stored.fingerprint,
                 stored_files=stored_files,
-                now=now(stored.fingerprint),
+                now=of_plan,
                 files=files,
                 **checks,
             )

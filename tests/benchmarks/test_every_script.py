@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,13 @@ TINY = {
             *("--rows", "2", "--drafts", "2", "--prompt-len", "16", "--output-len", "4"),
             *("--repetitions", "1", "--layers", "2", "--hidden", "256"),
         )
+    ),
+    "coroutines": Tiny(
+        args=(
+            *("--models", "moe-8m", "--rows", "6", "--device-rows", "2", "--repetitions", "1"),
+            *("--gates", "4"),
+        ),
+        values={"profile_options": lambda own: lambda config: replace(own(config), budget_s=0.2)},
     ),
     "swap": Tiny(args=("--rows", "8", "--share", "0.6", "--repetitions", "1")),
     "weights": Tiny(args=("--rows", "2", "--repetitions", "1"), values={"OUTPUT_LEN": 2}),

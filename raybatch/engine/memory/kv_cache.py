@@ -1,5 +1,6 @@
 """The KV pool: two tensors, how many blocks of them fit, and how much memory there is for them."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,22 @@ def allocate_kv_cache(
         return KVCache(k=make(), v=make())
     zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
     return KVCache(k=zeros(), v=zeros())
+
+
+def allocate_host_kv(shape: tuple[int, ...], pool: torch.Tensor) -> torch.Tensor:
+    """Make host memory for KV of a device's pool, pinned where that is a GPU, of zeros.
+
+    Raises ConfigError: the host does not give so much.
+    """
+    try:
+        return allocate_memory(shape, pool.dtype, pool.device)
+    # torch has an error of its own for pinned memory, and so has what no address can name
+    except (OSError, OverflowError, RuntimeError) as error:
+        num_bytes = math.prod(shape) * pool.element_size()
+        raise ConfigError(
+            f"engine.host_kv_bytes asks for {num_bytes} bytes, which this host does not give "
+            f"({error}); lower it"
+        ) from error
 
 
 def trial_copy_s(copy: Callable[[], object], device: torch.device) -> float:

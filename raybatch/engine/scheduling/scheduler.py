@@ -43,6 +43,7 @@ class Scheduler:
         kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
         swap: host memory for the KV of preempted sequences; None has none.
         checkpoint_blocks: of sequences likely to be preempted next, copied ahead in one step.
+        max_row_blocks: that one sequence may have; None bounds it by the blocks there are.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Scheduler:
         kv_admission_fraction: float | None = None,
         swap: SwapSpace | None = None,
         checkpoint_blocks: int = 0,
+        max_row_blocks: int | None = None,
     ) -> None:
         self.blocks = blocks
         self.table = table
@@ -63,6 +65,7 @@ class Scheduler:
         self._budget = max_batched_tokens
         self._spare_steps = min(_MAX_SPARE_STEPS, max(1, table.block_size // 4))
         self._resume_steps = min(_RESUME_STEPS, table.block_size)
+        self._max_row_blocks = blocks.num_blocks if max_row_blocks is None else max_row_blocks
         self._swap = swap or SwapSpace(table.block_size)
         # KV of preempted sequences that was copied to host memory and back, and ahead of that
         self.moves, self.ahead = self._swap.counters, self._swap.checkpoints.counters
@@ -200,6 +203,10 @@ class Scheduler:
         table, preempted, ended = self.table, list[int](), list[Sequence]()
         full = table.full_slots()
         for slot in full[np.argsort(table.arrival[full])].tolist():
+            if table.phase[slot] == DECODE and table.num_blocks[slot] >= self._max_row_blocks:
+                ended.append(self.remove(slot))
+                preempted.append(slot)
+                continue
             # a victim may be a later slot of this very loop, or the slot itself
             while table.phase[slot] == DECODE and self.blocks.num_available < 1:
                 if table.num_running > 1:
@@ -256,6 +263,9 @@ class Scheduler:
             if record.swapped is not None and table.num_running:
                 reserve = table.num_needed_blocks(self._resume_steps)
                 reserve += int(is_growing and room < self._resume_steps)
+            if need.num_total > self._max_row_blocks:
+                self._leave(record)
+                return [self._queue.pop()]
             if need.num_available + reserve > self.blocks.num_available:
                 if table.num_running:
                     return []

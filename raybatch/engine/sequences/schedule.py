@@ -12,16 +12,6 @@ def _none() -> Ints:
     return np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMoves:
-    """What goes between the window and host memory in each layer of a step; blocks one by one."""
-
-    load_host: Ints  # [X], host blocks that the step reads
-    load_blocks: Ints  # [X], blocks of the window that they come into, before a layer
-    save_blocks: Ints  # [Y], blocks of the window that the step writes into
-    save_host: Ints  # [Y], host blocks that they go to, after the attention of a layer
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """One step: a token and its drafts for each decoding slot, and chunks of prompts.
@@ -30,8 +20,7 @@ class Schedule:
     row of its sequence, and each such row has logits: they show whether the next draft is right.
 
     Slots of `admitted` were filled for this step, those of `preempted` emptied; `ended` sequences
-    cannot fit even alone. `moves` is of a step whose KV goes to host memory layer by layer; its
-    blocks are those of the window.
+    cannot fit even alone.
     """
 
     decode_slots: Ints = field(default_factory=_none)  # [D], ascending
@@ -44,7 +33,6 @@ class Schedule:
     admitted: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     ended: tuple[Sequence, ...] = ()
-    moves: LayerMoves | None = None
 
     @property
     def num_tokens(self) -> int:
