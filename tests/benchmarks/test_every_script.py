@@ -26,9 +26,9 @@ SLOW, VLLM, RAY = pytest.mark.slow, pytest.mark.vllm, pytest.mark.ray
 
 def _small(shape: Any) -> Any:
     """Return a shape of the same kind with as little as its kernels take."""
-    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 1024}
     experts = {"num_experts": 4, "experts_per_token": 2} if shape.num_experts else {}
-    return type(shape)(**sizes, **experts, num_kv_heads=1, head_dim=32)
+    return type(shape)(**sizes, **experts, ffn_size=64, num_kv_heads=1, head_dim=32)
 
 
 def _fewer(workloads: Mapping[str, Any], num_requests: int = 4) -> dict[str, Any]:
