@@ -12,6 +12,7 @@ from raybatch.engine.batch.forward_batch import (
     BatchBuilder,
     LateTokens,
     logits_order,
+    slots_with_logits,
     split_schedule,
 )
 from raybatch.engine.batch.window_parts import WindowNumbers, is_connected, split_for_window
@@ -38,7 +39,11 @@ def make_scheduler(
 ) -> Scheduler:
     checkpoint_blocks = config.kv_checkpoint_blocks or 0
     swap = SwapSpace(
-        table.block_size, runner.tiers, recovery, has_checkpoints=checkpoint_blocks > 0
+        table.block_size,
+        runner.tiers,
+        recovery,
+        has_checkpoints=checkpoint_blocks > 0,
+        write_blocks=runner.write_blocks,
     )
     return Scheduler(
         blocks,
@@ -49,6 +54,7 @@ def make_scheduler(
         kv_admission_fraction=config.kv_admission_fraction,
         swap=swap,
         checkpoint_blocks=checkpoint_blocks,
+        copy_blocks=runner.copy_blocks,
         max_row_blocks=runner.num_window_blocks or None,
     )
 
@@ -171,8 +177,31 @@ class StepForward:
         self._builder = BatchBuilder(table, len(table.users.count))
         self._max_tokens = runner.attn_batch_tokens
         self._numbers = WindowNumbers(table) if runner.num_window_blocks else None
+        # after prompts of which samples wait, by request
+        self._prompt_logits: dict[int, torch.Tensor] = {}
 
-    def run(self, schedule: Schedule, unread: UnreadTokens | None = None) -> torch.Tensor:
+    def run(
+        self, schedule: Schedule, unread: UnreadTokens | None, is_open: Callable[[int], bool]
+    ) -> tuple[torch.Tensor | None, Ints]:
+        """Return the logits of a step, or None, and the slot of each row.
+
+        Samples that start with the prompt of another one have rows as well. `is_open` tells whether
+        samples of a request still wait for its logits, which are kept.
+        """
+        slots = slots_with_logits(schedule, self._table)
+        logits = self._logits(schedule, unread) if schedule.num_tokens else None
+        for slot, request_id in schedule.opened:
+            assert logits is not None, "a prompt that ends without a pass"
+            # a copy: the next step writes over the logits of this one
+            self._prompt_logits[request_id] = logits[int((slots == slot).argmax())].clone()
+        if schedule.forked:
+            added = torch.stack([self._prompt_logits[i] for _, i in schedule.forked])
+            logits = added if logits is None else torch.cat((logits, added))
+            slots = np.concatenate((slots, [slot for slot, _ in schedule.forked]))
+        self._prompt_logits = {i: row for i, row in self._prompt_logits.items() if is_open(i)}
+        return logits, slots
+
+    def _logits(self, schedule: Schedule, unread: UnreadTokens | None) -> torch.Tensor:
         if self._numbers is not None:
             return self._run_in_window(schedule, self._numbers)
         if self._max_tokens is None:

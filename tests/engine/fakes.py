@@ -16,6 +16,7 @@ from raybatch.engine.memory.kv_window import WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.records.sequence_kv import KVKey
 from raybatch.records.types import Completion, Request, Sampling
 
 NUM_LAYERS = 2
@@ -88,9 +89,12 @@ class FakeRunner:
     num_moved_blocks: int = 0
     steps: list[Step] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
+    kv_key: KVKey | None = None
+    copied: list[tuple[int, int]] = field(default_factory=list)
     graph_counts: GraphCounts = field(default_factory=GraphCounts)
 
     def __post_init__(self):
+        self.kv_key = KVKey("fake", "uint64", "uint64", self.block_size)
         shape = (NUM_LAYERS, self.num_blocks * self.block_size)
         self._kv = np.random.default_rng(1).integers(0, 2**63, shape).astype(np.uint64)
 
@@ -117,6 +121,26 @@ class FakeRunner:
         self._positions[block_ids] = self._host[NUM_LAYERS, host_ids].astype(np.int64)
         if self.forgets_loaded:
             self._host[:, host_ids] = 3
+
+    def read_blocks(self, block_ids):
+        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
+        positions = self._positions[block_ids].astype(np.uint64)
+        return np.concatenate((pages[:, block_ids], positions[None])).swapaxes(0, 1)
+
+    def read_host_blocks(self, host_ids):
+        return self._host[:, host_ids].swapaxes(0, 1).copy()
+
+    def write_blocks(self, rows, block_ids):
+        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
+        pages[:, block_ids] = rows[:, :NUM_LAYERS].swapaxes(0, 1)
+        self._positions[block_ids] = rows[:, NUM_LAYERS].astype(np.int64)
+
+    def copy_blocks(self, source_ids, target_ids):
+        assert len(set(target_ids.tolist())) == len(target_ids) == len(source_ids)
+        self.copied += zip(source_ids.tolist(), target_ids.tolist(), strict=True)
+        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
+        pages[:, target_ids] = pages[:, source_ids]
+        self._positions[target_ids] = self._positions[source_ids]
 
     def copy_bytes_per_s(self):
         return 1e9

@@ -12,10 +12,11 @@ import torch
 from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime
 from raybatch.engine.forward.step_graphs import GraphCounts
 from raybatch.engine.memory.host_layers import HostLayers
-from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.memory.kv_cache import KVCache, copy_blocks, read_blocks, write_blocks
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.records.sequence_kv import KVKey
 from tests.engine.fakes import NUM_LAYERS, FakeSpec, embed, mix
 
 
@@ -53,6 +54,7 @@ class FakeStep:
 
     parts: list[int]
     gates: list[int]
+    chunk_lens: list[int]
 
 
 class FakeDecoder:
@@ -124,7 +126,8 @@ class WindowRunner:
         self.spec, self.nan_after = spec or FakeSpec(), nan_after
         self.device, self.attn_batch_tokens = torch.device("cpu"), attn_batch_tokens
         self.weight_counters, self.graph_counts = WeightCounters(), GraphCounts()
-        self.steps, self.cleared, self.last_tokens = [], [], []
+        self.steps, self.cleared, self.last_tokens, self.copied = [], [], [], []
+        self.kv_key = KVKey("fake", "int64", "int64", block_size)
         policy = CombineAtExperts(moe_batch_tokens, is_layerwise=is_layerwise)
         self._runtime = CoroutineRuntime(FakeDecoder(self), pool, policy, self.window)
 
@@ -133,13 +136,25 @@ class WindowRunner:
         return self.window.counters
 
     def forward_parts(self, parts):
-        self.steps.append(FakeStep([len(part.batch.token_ids) for part in parts], []))
+        prefills = [part.batch.attention.prefill for part in parts]
+        chunk_lens = [length for prefill in prefills if prefill for length in prefill.lens]
+        self.steps.append(FakeStep([len(part.batch.token_ids) for part in parts], [], chunk_lens))
         for part in parts:
             assert len(part.moves.load_host) <= self.num_window_blocks
         # nothing stays in the window from one step to the next
         self._pool.k.fill_(5)
         self._pool.v.fill_(-1)
         return self._runtime.forward(parts)
+
+    def copy_blocks(self, source_ids, target_ids):
+        self.copied += zip(source_ids.tolist(), target_ids.tolist(), strict=True)
+        copy_blocks(self.host.kv, source_ids, target_ids)
+
+    def read_blocks(self, block_ids):
+        return read_blocks(self.host.kv, block_ids)
+
+    def write_blocks(self, rows, block_ids):
+        write_blocks(self.host.kv, rows, block_ids)
 
     def clear_blocks(self, block_ids):
         self.cleared += block_ids.tolist()

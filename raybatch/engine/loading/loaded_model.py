@@ -76,13 +76,17 @@ class ResolvedEngine:
 class LoadedModel:
     """A model on a device."""
 
-    name: str
+    path: Path
     spec: ModelSpec
     resolved: ResolvedEngine
     # layers that do not stay on the device are in host memory
     weights: ModelWeights
     sizes: WeightSizes
     residence: Residence
+
+    @property
+    def name(self) -> str:
+        return self.path.name
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +125,7 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
         sizes, device_weight_bytes=config.device_weight_bytes, weight_buffers=config.weight_buffers
     )
     return LoadedModel(
-        name=path.name,
+        path=path,
         spec=spec,
         resolved=resolved,
         weights=load_weights(path, spec, form, device=resolved.device, streamed=residence.streamed),

@@ -3,8 +3,9 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Self
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,16 +31,22 @@ from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_cache import (
     KVCache,
     allocate_kv_cache,
+    copy_blocks,
     free_memory_bytes,
     host_memory_bytes,
     num_blocks_for,
     num_host_blocks_for,
+    read_blocks,
+    write_blocks,
 )
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
+from raybatch.records.arrays import Ints
+from raybatch.records.sequence_kv import KVKey
 
 _logger = logging.getLogger(__name__)
 
@@ -61,8 +68,11 @@ class ModelRunner:
         cache: KVCache,
         graphs: StepGraphs | None = None,
         num_scrap_blocks: int = 0,
+        path: Path | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache
+        self._path, self._dtype = path, dtype
         self.decoder = decoder
         self._graphs = graphs
         self.device = cache.k.device
@@ -156,6 +166,8 @@ class ModelRunner:
             cache=cache,
             graphs=graphs,
             num_scrap_blocks=num_scrap_blocks,
+            path=model.path,
+            dtype=model.dtype,
         )
         host_memory = ""
         if runner.tiers.num_host_blocks:
@@ -176,6 +188,21 @@ class ModelRunner:
             host_memory,
         )
         return runner
+
+    @cached_property
+    def kv_key(self) -> KVKey | None:
+        """What other engines must have in common with this one to take its KV.
+
+        None for a model that came from no folder. The weights are read for it, or samples of them.
+        """
+        if self._path is None:
+            return None
+        return KVKey(
+            model=model_fingerprint(self._path),
+            dtype=str(self._dtype).removeprefix("torch."),
+            kv_dtype=str(self.cache.k.dtype).removeprefix("torch."),
+            block_size=self.config.block_size_tokens,
+        )
 
     @property
     def weight_counters(self) -> WeightCounters:
@@ -203,6 +230,20 @@ class ModelRunner:
     def forward_parts(self, parts: Sequence[StepPart]) -> torch.Tensor:
         """Return the logits [S, V] of parts of a step; a writer comes before its readers."""
         return self.runtime.forward([StepPart(self._place(b), moves) for b, moves in parts])
+
+    @property
+    def _pool(self) -> KVCache:
+        """Where the blocks of sequences are."""
+        return self.cache if self.window is None else self.window.host.kv
+
+    def copy_blocks(self, source_ids: Ints, target_ids: Ints) -> None:
+        copy_blocks(self._pool, source_ids, target_ids)
+
+    def read_blocks(self, block_ids: Ints) -> npt.NDArray[Any]:
+        return read_blocks(self._pool, block_ids)
+
+    def write_blocks(self, rows: npt.NDArray[Any], block_ids: Ints) -> None:
+        write_blocks(self._pool, rows, block_ids)
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""

@@ -8,11 +8,13 @@ Where all KV lives in host memory, there is a `raybatch.engine.memory.host_layer
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from raybatch.engine.memory.kv_cache import KVCache, allocate_host_kv, trial_copy_s
+from raybatch.engine.memory.kv_cache import KVCache, allocate_host_kv, bits_of, trial_copy_s
 from raybatch.records.arrays import Ints
 
 # of a trial copy
@@ -84,6 +86,13 @@ class KVTiers:
         ids = torch.from_numpy(block_ids).to(device)
         self._device.k.index_copy_(1, ids, staged[:, 0].transpose(0, 1))
         self._device.v.index_copy_(1, ids, staged[:, 1].transpose(0, 1))
+
+    def read_host_blocks(self, host_ids: Ints) -> npt.NDArray[Any]:
+        """Return blocks of the host as bits, [n, 2, L, G, B, R]."""
+        if self._stream is not None:
+            # a block may still be on its way to the host
+            self._stream.synchronize()
+        return bits_of(self._memory[torch.from_numpy(host_ids)])
 
     def copy_bytes_per_s(self) -> float:
         """Measure copies there and back; both pools must be idle, the device's stays as it is."""
