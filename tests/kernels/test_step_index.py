@@ -137,9 +137,7 @@ def test_rounds_do_all_runs_in_order_and_none_has_many_places():
         assert all(one.decode is None and one.prefill is None for one in rounds[1:])
         for num_kv_heads in (1, 2, 8):
             for one in rounds:
-                index = StepIndex(
-                    one, num_rows=num_rows, num_kv_heads=num_kv_heads, block_size=4
-                )
+                index = StepIndex(one, num_rows=num_rows, num_kv_heads=num_kv_heads, block_size=4)
                 assert index.size.places <= max_places(num_rows, num_kv_heads)
     assert {1, 3} <= nums
 

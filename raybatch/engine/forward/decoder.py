@@ -116,7 +116,10 @@ class Decoder:
             batch=batch,
             rotation=self._rotation(batch.positions),
             attention=self._prepare(
-                batch, batch.attention, cache, last=None if last is None else (last, batch.logits_idx)
+                batch,
+                batch.attention,
+                cache,
+                last=None if last is None else (last, batch.logits_idx),
             ),
         )
 

@@ -110,7 +110,9 @@ def draw_ranked(
     and the outcome is that of a full stable sort.
     """
     if not logits.is_cpu:
-        return draw_ranked_ahead(logits, rows, options, table, find_ranks=_agreed_ranks(logits.device))
+        return draw_ranked_ahead(
+            logits, rows, options, table, find_ranks=_agreed_ranks(logits.device)
+        )
     num_rows, vocab_size = len(rows), logits.shape[1]
     ids = np.zeros(num_rows, np.int64)
     max_logits = np.zeros(num_rows, np.float32)

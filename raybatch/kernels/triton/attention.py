@@ -1,11 +1,13 @@
 """Executes an `AttentionPlan`, the form for GPUs of `raybatch.kernels.attention`.
 
 A layer is at most five launches, however many sequences, chunks and shared runs a step has, and two
-more for every further MAX_RUNS runs that all of its rows read.
+more for every further MAX_RUNS runs that all of its rows read. Chunks may be computed by a library
+instead (`varlen`) with one launch more, by functions that are given.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +20,9 @@ from raybatch.kernels.triton.jit.small_ops import heads_kernel
 from raybatch.kernels.triton.launch import OPTIONS, Pools, power_of_two, rows_per_program
 from raybatch.kernels.triton.ragged import attend_chunks_into, merge_runs_
 
+# makes chunks ready for a library
+PiecesOf = Callable[[StepSize, Parts[torch.Tensor]], Any]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedAttention:
@@ -27,6 +32,7 @@ class PreparedAttention:
         has_padding: rows may be of no part of the plan.
         rounds: sizes and parts of further runs, whose results are merged one after the other.
         last: of the rows with logits, where their plan came with that of the step.
+        pieces: chunks as a library takes them; None where it computes none.
     """
 
     size: StepSize
@@ -36,6 +42,7 @@ class PreparedAttention:
     has_padding: bool
     rounds: tuple[tuple[StepSize, Parts[torch.Tensor]], ...] = ()
     last: "PreparedAttention | None" = None
+    pieces: Any = None
 
 
 def prepare_attention(
@@ -47,10 +54,12 @@ def prepare_attention(
     windows: tuple[int | None, ...],
     upload: Callable[[Index, torch.device], torch.Tensor] | None = None,
     last: tuple[AttentionPlan, torch.Tensor] | None = None,
+    pieces_of: PiecesOf | None = None,
 ) -> PreparedAttention:
     """See `raybatch.kernels.attention`; one copy to the device, and nothing is read back.
 
-    `last` is the plan of the rows with logits, and these rows: it takes part in the copy.
+    `last` is the plan of the rows with logits, and these rows: it takes part in the copy. With
+    `pieces_of`, chunks are made ready for a library.
 
     Raises:
         ValueError: a layer has a sliding window, and the plan lacks what that needs.
@@ -63,7 +72,10 @@ def prepare_attention(
         for part in (plan.decode for plan, _, _ in plans):
             if part is not None and part.first_positions is None:
                 raise ValueError("DecodePart.first_positions is needed by a sliding window")
-    indices = [_indices(plan, len(of_rows), pool) for plan, of_rows, _ in plans]
+    indices = [
+        _indices(plan, len(of_rows), pool, joins_runs=pieces_of is None)
+        for plan, of_rows, _ in plans
+    ]
     whole = [index for rounds in indices for index in rounds]
     on_host = np.concatenate([index.array() for index in whole])
     on_device = (
@@ -71,10 +83,10 @@ def prepare_attention(
         if upload is None
         else upload(on_host, positions.device)
     )
-    pieces = iter(on_device.split([index.size.num_index for index in whole]))
+    arrays = iter(torch.split(on_device, [index.size.num_index for index in whole]))
     prepared = []
     for (_, of_rows, slots), rounds in zip(plans, indices, strict=True):
-        first, *more = [(index.size, parts_of(index.size, next(pieces))) for index in rounds]
+        first, *more = [(index.size, parts_of(index.size, next(arrays))) for index in rounds]
         prepared.append(
             PreparedAttention(
                 size=first[0],
@@ -83,16 +95,25 @@ def prepare_attention(
                 slot_mapping=slots,
                 has_padding=False,
                 rounds=tuple(more),
+                pieces=pieces_of(*first) if pieces_of and first[0].chunk_items else None,
             )
         )
     return prepared[0] if last is None else replace(prepared[0], last=prepared[1])
 
 
-def _indices(plan: AttentionPlan, num_rows: int, pool: torch.Tensor) -> list[StepIndex]:
+def _indices(
+    plan: AttentionPlan, num_rows: int, pool: torch.Tensor, *, joins_runs: bool
+) -> list[StepIndex]:
     _, num_kv_heads, block_size, _ = pool.shape
     return [
-        StepIndex(part, num_rows=num_rows, num_kv_heads=num_kv_heads, block_size=block_size)
-        for part in rounds_of(plan, num_rows)
+        StepIndex(
+            part,
+            num_rows=num_rows,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            joins_runs=joins_runs,
+        )
+        for part in rounds_of(plan, num_rows, joins_runs=joins_runs)
     ]
 
 
@@ -102,17 +123,21 @@ def prepare_fixed(
     *,
     positions: torch.Tensor,  # [size.rows]
     slot_mapping: torch.Tensor,  # [size.rows]
+    pieces_of: PiecesOf | None = None,
 ) -> PreparedAttention:
     """Prepare a step whose index, positions and slots are in the same tensors every time.
 
-    What `size` leaves for padding is computed as well; padded rows come out as zeros.
+    What `size` leaves for padding is computed as well; padded rows come out as zeros. With
+    `pieces_of`, the index is one without `joins_runs`.
     """
+    parts = parts_of(size, index)
     return PreparedAttention(
         size=size,
-        parts=parts_of(size, index),
+        parts=parts,
         positions=positions,
         slot_mapping=slot_mapping,
         has_padding=True,
+        pieces=pieces_of(size, parts) if pieces_of and size.chunk_items else None,
     )
 
 
@@ -124,8 +149,10 @@ def attend(
     v_pool: torch.Tensor,  # [N, G, B, R]
     prepared: PreparedAttention,
     window: int | None,
+    *,
+    attend_pieces: Callable[..., None] | None = None,
 ) -> torch.Tensor:
-    """See `raybatch.kernels.attention`."""
+    """See `raybatch.kernels.attention`; `attend_pieces` computes what `pieces_of` has made."""
     size, parts, positions = prepared.size, prepared.parts, prepared.positions
     pools = Pools(k_pool, v_pool)
     num_decode = size.decode_rows
@@ -137,7 +164,10 @@ def attend(
     if num_decode:
         own = output[:num_decode], lse[:num_decode], q[:num_decode]
         attend_decode_into(*own, *common, positions[:num_decode], window)
-    if size.chunk_items:
+    if prepared.pieces is not None:
+        assert attend_pieces is not None, "the library that the step was prepared for"
+        attend_pieces(output, lse, q, k, v, prepared.pieces, size, window)
+    elif size.chunk_items:
         attend_chunks_into(output, lse, q, (k, v), *common, positions, window)
     for runs_size, runs in ((size, parts), *prepared.rounds):
         if runs_size.run_items:

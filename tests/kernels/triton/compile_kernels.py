@@ -23,9 +23,9 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.kernels.linear import Linear
+from raybatch.kernels.sampling import Limits
 from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.step_index import StepSize
-from raybatch.kernels.sampling import Limits
 from raybatch.kernels.triton import attention, jit, linear, moe, sampling, small_ops
 
 TARGET = GPUTarget("cuda", 90, 32)

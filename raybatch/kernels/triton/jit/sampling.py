@@ -113,7 +113,6 @@ def search_rank(
     row_ptr, vocab_size, highest, temperature, top_k, top_p, min_p, uniform, TILE: tl.constexpr
 ):
     """Return the logit that is drawn, and how many equal ones come before it."""
-    mass_of = row_ptr, vocab_size
     bottom = tl.full([], _LOWEST, tl.int64)
     if top_k < vocab_size:
         bottom = smallest_of_top(row_ptr, vocab_size, top_k, highest, TILE)
@@ -122,9 +121,7 @@ def search_rank(
     num_least = count_equal(row_ptr, vocab_size, least, TILE)
     total += num_least * weight_of(least, highest, temperature)
     limit = top_p * total
-    edge = last_kept(
-        row_ptr, vocab_size, bottom, highest, temperature, limit, min_p, True, TILE
-    )
+    edge = last_kept(row_ptr, vocab_size, bottom, highest, temperature, limit, min_p, True, TILE)
     last = least_from(row_ptr, vocab_size, float_of(edge), TILE)
     before = mass_above(row_ptr, vocab_size, last, highest, temperature, TILE)
     num_last = count_equal(row_ptr, vocab_size, last, TILE)
