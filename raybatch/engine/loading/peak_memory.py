@@ -85,9 +85,9 @@ def step_peak_bytes(
 def largest_prompt(config: EngineConfig, spec: ModelSpec) -> ForwardBatch:
     """Return a step of prompts as long as can be, the chunk of the first at its prompt's end.
 
-    They read what lies before them as so many runs as are merged at once, each with a partial result
-    of its own, all but one as short as can be. These are one block again and again, as the pool is
-    small.
+    They read what lies before them as so many runs as are merged at once, each with a partial
+    result of its own, all but one as short as can be. These are one block again and again, as the
+    pool is small.
     """
     max_len, block_size = max_sequence_len(config, spec.max_model_len), config.block_size_tokens
     num_tokens = config.max_batched_tokens
