@@ -62,6 +62,8 @@ class PreparedAttention:
     chunks: tuple[tuple[int, int], ...] = ()
     buckets: tuple[_Bucket, ...] = ()
     contexts: PreparedContexts | None = None
+    # a form that has an index may prepare the rows with logits along with all
+    last: None = None
 
 
 def prepare_attention(
@@ -72,15 +74,17 @@ def prepare_attention(
     pool: torch.Tensor,  # [N, G, B, R]
     windows: tuple[int | None, ...],
     upload: Callable[[Index, torch.device], torch.Tensor] | None = None,
+    last: tuple[AttentionPlan, torch.Tensor] | None = None,
     decode: DecodeForm = TORCH_DECODE,
 ) -> PreparedAttention:
     """Do once per step what all layers share.
 
     Of `pool`, the keys of any layer, only shape and dtype are read; `windows` are the different
     windows of the model's layers. `upload` is how an index gets to the device, where a form has
-    one: by default a copy that is waited for.
+    one: by default a copy that is waited for. `last` is the plan of the rows with logits, and these
+    rows: a form may bring it along, and is asked for it again if not.
     """
-    del upload
+    del upload, last
     plan = plan.to(positions.device)
     walk = None
     if plan.decode is not None and plan.num_decode:

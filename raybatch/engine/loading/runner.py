@@ -109,9 +109,16 @@ class ModelRunner:
 
     @classmethod
     def _of(cls, model: LoadedModel, config: EngineConfig, num_engines_on_host: int) -> Self:
-        # both before the pool, which takes most of what is free
+        # all before the pool, which takes most of what is free
         layers = place_layers(model)
         kv_dtype = model.resolved.kv_dtype
+        ops = pick_ops(
+            model.spec,
+            model.weights,
+            block_size=config.block_size_tokens,
+            may_compile=config.compiles_kernels,
+            kv_dtype=kv_dtype,
+        )
         count_blocks = partial(
             num_blocks_for,
             spec=model.spec,
@@ -121,16 +128,9 @@ class ModelRunner:
             host_bytes=host_memory_bytes(),
         )
         device_blocks = count_blocks(config, free_bytes=free_memory_bytes(model.device))
-        is_offloaded = chosen_kv_offload(model, config, device_blocks=device_blocks)
+        is_offloaded = chosen_kv_offload(model, config, ops, device_blocks=device_blocks)
         config = replace(config, kv_offload=is_offloaded)
-        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
-        ops = pick_ops(
-            model.spec,
-            model.weights,
-            block_size=config.block_size_tokens,
-            may_compile=config.compiles_kernels,
-            kv_dtype=kv_dtype,
-        )
+        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config, ops))
         setup = plan_graphs(
             config, model.spec, model.device, ops=ops, is_streamed=layers.is_streamed
         )
