@@ -6,7 +6,14 @@
 #define WEIGHT_FORM 0
 #include "panels.h"
 
+/* lanes of a tile, and sums of LANES that stay in registers beside them */
+#if defined(__AVX2__)
 #define WIDTH (2 * LANES)
+#define RUN_SUMS MAX_SUMS
+#else
+#define WIDTH LANES
+#define RUN_SUMS 6
+#endif
 /* positions of a span, whose keys and values stay in the cache for all tiles */
 #define SPAN 64
 #define TILE_FLOATS (HEAD_DIM * WIDTH)
@@ -77,7 +84,7 @@ INLINE void add_products(const int count, const int width, const int by_row, con
 }
 
 #define ADD(count)                                                                                 \
-    for (; (count) * (width / LANES) <= MAX_SUMS && num_rows - done >= (count); done += (count))   \
+    for (; (count) * (width / LANES) <= RUN_SUMS && num_rows - done >= (count); done += (count))   \
         add_products(count, width, by_row, numbers + done * (by_row ? HEAD_DIM : 1), num_inputs,   \
                      panel, sums + done * width);
 
@@ -88,17 +95,17 @@ INLINE void add_all(int num_rows, const int width, const int by_row, const float
     ADD(16) ADD(8) ADD(6) ADD(4) ADD(2) ADD(1)
 }
 /* Take in a span whose first position is `start` in the run; width is a constant. */
-INLINE void add_span(const int width, Tile *tile, const Span *span, int64_t start, int64_t count,
+INLINE void add_span(const int width, Tile *tile, const Span *span, int start, int count,
                      int is_masked) {
     float weights[SPAN * WIDTH], base[WIDTH], kept[WIDTH], sum[WIDTH];
-    for (int64_t i = 0; i < count * width; i++) weights[i] = 0.0f;
-    add_all((int)count, width, 1, span->keys, HEAD_DIM, tile->query, weights);
+    for (int i = 0; i < count * width; i++) weights[i] = 0.0f;
+    add_all(count, width, 1, span->keys, HEAD_DIM, tile->query, weights);
     if (is_masked)
-        for (int64_t k = 0; k < count; k++)
+        for (int k = 0; k < count; k++)
             for (int l = 0; l < width; l++)
                 if (start + k < tile->first[l]) weights[k * width + l] = -INFINITY;
     for (int l = 0; l < width; l++) base[l] = tile->highest[l];
-    for (int64_t k = 0; k < count; k++)
+    for (int k = 0; k < count; k++)
         for (int l = 0; l < width; l++)
             base[l] = weights[k * width + l] > base[l] ? weights[k * width + l] : base[l];
     for (int l = 0; l < width; l++) {
@@ -108,7 +115,7 @@ INLINE void add_span(const int width, Tile *tile, const Span *span, int64_t star
         base[l] = base[l] == -INFINITY ? 0.0f : base[l];
         sum[l] = 0.0f;
     }
-    for (int64_t k = 0; k < count; k++)
+    for (int k = 0; k < count; k++)
         for (int l = 0; l < width; l++) {
             float weight = exp_of(weights[k * width + l] - base[l]);
             if (is_masked && start + k < tile->first[l]) weight = 0.0f;
@@ -191,9 +198,9 @@ static void add_run(const Readers *readers, int64_t num_rows, const Element *key
             }
             for (int t = 0; t < num_tiles; t++) {
                 if (widths[t] == WIDTH)
-                    add_span(WIDTH, &tiles[t], &span, start, count, readers->firsts != 0);
+                    add_span(WIDTH, &tiles[t], &span, (int)start, (int)count, readers->firsts != 0);
                 else
-                    add_span(LANES, &tiles[t], &span, start, count, readers->firsts != 0);
+                    add_span(LANES, &tiles[t], &span, (int)start, (int)count, readers->firsts != 0);
             }
         }
         for (int t = 0; t < num_tiles; t++)
