@@ -182,7 +182,7 @@ class StepForward:
     def __init__(self, runner: ModelRunner, table: SequenceTable) -> None:
         self._runner = runner
         self._table = table
-        self._builder = BatchBuilder(table, len(table.users.count))
+        self._builder = BatchBuilder(table, len(table.users.count), reads=runner.shared_reads)
         self._max_tokens = runner.attn_batch_tokens
 
     def run(self, schedule: Schedule, unread: UnreadTokens | None = None) -> torch.Tensor:

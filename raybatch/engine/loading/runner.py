@@ -34,9 +34,11 @@ from raybatch.engine.memory.kv_cache import (
 )
 from raybatch.engine.memory.kv_tiers import KVTiers, LayerWindow
 from raybatch.engine.memory.pinned import IndexUploads, current_device
+from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.config import ModelSpec
+from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
 _logger = logging.getLogger(__name__)
 
@@ -58,10 +60,11 @@ class ModelRunner:
         cache: KVCache,
         graphs: StepGraphs | None = None,
         num_scrap_blocks: int = 0,
+        shared_reads: SharedReads = UNTIMED,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache
         self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
-        self.decoder = decoder
+        self.decoder, self.shared_reads = decoder, shared_reads
         self._graphs = graphs
         self.device = cache.k.device
         self._uploads = IndexUploads(self.device)
@@ -105,6 +108,15 @@ class ModelRunner:
             config, model.spec, model.device, ops=ops, is_streamed=layers.is_streamed
         )
         num_scrap_blocks = int(setup is not None)
+        reads = UNTIMED
+        if model.device.type == "cpu":
+            reads = timed_reads(
+                ops,
+                model.spec,
+                block_size=config.block_size_tokens,
+                dtype=model.dtype,
+                kv_dtype=kv_dtype,
+            )
         upload = IndexUploads(model.device).upload
         decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload)
         reserved_bytes = 0 if setup is None else setup.needed_bytes(model.spec, model.dtype)
@@ -141,6 +153,7 @@ class ModelRunner:
             cache=cache,
             graphs=graphs,
             num_scrap_blocks=num_scrap_blocks,
+            shared_reads=reads,
         )
         host_memory = ""
         if runner.tiers.num_host_blocks:
