@@ -15,6 +15,7 @@ from raybatch.engine.forward.step_graphs import GraphCounts
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.policy.shared_reads import UNTIMED, SharedReads
 from raybatch.records.types import Completion, Request, Sampling
 
 NUM_LAYERS = 2
@@ -75,6 +76,7 @@ class FakeRunner:
     spec: FakeSpec = field(default_factory=FakeSpec)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     attn_batch_tokens: int | None = None
+    shared_reads: SharedReads = UNTIMED
     nan_after: int | None = None  # a row whose input is this token yields NaN
     num_host_blocks: int = 0
     weight_counters: WeightCounters = field(default_factory=WeightCounters)

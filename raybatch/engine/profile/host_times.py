@@ -24,11 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 def kept_times(
-    names: Iterable[str],
-    measure: Callable[[str], Times],
-    *,
-    kind: str,
-    folder: Path | None = None,
+    names: Iterable[str], measure: Callable[[str], Times], *, kind: str, folder: Path | None = None
 ) -> Mapping[str, Times]:
     """Return the times of all names; those that the host does not know are measured.
 
