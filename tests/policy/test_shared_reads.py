@@ -51,9 +51,7 @@ def test_runs_that_always_save_time_always_are():
 
 
 def test_the_rule_is_in_order_of_rows():
-    fast, slow = (
-        (ReadTimes(64, 2.0, 1.0), ReadTimes(512, 16.0, 1.0)),
-        (ReadTimes(64, 1.0, 2.0),) * 1,
-    )
-    rule = SharedReads.of([(8, *fast), (2, *slow, ReadTimes(512, 1.0, 9.0))])
+    fast = ReadTimes(64, 2.0, 1.0), ReadTimes(512, 2.0, 1.0)
+    slow = ReadTimes(64, 1.0, 2.0), ReadTimes(512, 1.0, 9.0)
+    rule = SharedReads.of([(8, *fast), (2, *slow)])
     assert ((2, 8), (math.inf, 0)) == (rule.num_rows, rule.min_tokens)

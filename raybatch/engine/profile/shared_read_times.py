@@ -84,18 +84,13 @@ class _Shape:
     dtype: torch.dtype
     kv_dtype: torch.dtype
 
-    def pools(self, num_blocks: int) -> torch.Tensor:
-        """Return random keys and values, [2, N, G, B, R]."""
-        size = 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim
-        numbers = random_tensors()(*size)
-        if is_quantised(self.kv_dtype):
-            return quantise(numbers, self.kv_dtype)
-        return numbers.to(self.kv_dtype)
-
 
 @torch.inference_mode()
 def _times(shape: _Shape, ops: Ops) -> Times:
-    pools = shape.pools(_NUM_RUNS * -(-_LONG // shape.block_size) + 1)
+    num_blocks = _NUM_RUNS * -(-_LONG // shape.block_size) + 1
+    pools = random_tensors()(2, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    is_bytes = is_quantised(shape.kv_dtype)
+    pools = quantise(pools, shape.kv_dtype) if is_bytes else pools.to(shape.kv_dtype)
     return tuple(
         seconds
         for num_rows in _ROWS
@@ -137,27 +132,21 @@ def _plan(shape: _Shape, num_rows: int, num_tokens: int, *, is_shared: bool) -> 
     block_size, num_blocks = shape.block_size, -(-num_tokens // shape.block_size)
     runs = torch.arange(_NUM_RUNS * num_blocks).view(_NUM_RUNS, num_blocks)
     rows = torch.arange(_NUM_RUNS * num_rows).view(_NUM_RUNS, num_rows)
-    firsts = torch.arange(num_blocks) * block_size
-    none = torch.empty(0, dtype=torch.int64)
-    blocks, owners, first_positions = none, none, none
-    if not is_shared:
-        blocks = runs.repeat_interleave(num_rows, dim=1).flatten()
-        owners = rows.repeat(1, num_blocks).flatten()
-        first_positions = firsts.repeat_interleave(num_rows).repeat(_NUM_RUNS)
+    # of the pairs of a block and a row, which are none where contexts have them all
+    num_readers = 0 if is_shared else num_rows
+    firsts = (torch.arange(num_blocks) * block_size).repeat_interleave(num_readers)
     own = torch.full((rows.numel(),), _NUM_RUNS * -(-_LONG // block_size))
-    valid = (num_tokens - first_positions).clamp(max=block_size)
+    first_positions = torch.cat((firsts.repeat(_NUM_RUNS), torch.full_like(own, num_tokens)))
     part = DecodePart(
-        block_ids=torch.cat((blocks, own)),
-        owners=torch.cat((owners, rows.flatten())),
-        num_valid=torch.cat((valid, torch.ones_like(own))),
+        block_ids=torch.cat((runs.flatten().repeat_interleave(num_readers), own)),
+        owners=torch.cat((rows[:, :num_readers].repeat(1, num_blocks).flatten(), rows.flatten())),
+        num_valid=(num_tokens - first_positions).clamp(1, block_size),
         is_contiguous=False,
-        first_positions=torch.cat((first_positions, torch.full_like(own, num_tokens))),
+        first_positions=first_positions,
     )
     contexts = (
         ContextPart(query_idx=readers, block_ids=run, num_tokens=num_tokens)
         for readers, run in zip(rows, runs, strict=True)
         if is_shared
     )
-    return AttentionPlan(
-        num_decode=rows.numel(), decode=part, prefill=None, contexts=tuple(contexts)
-    )
+    return AttentionPlan(num_decode=len(own), decode=part, prefill=None, contexts=tuple(contexts))

@@ -1,7 +1,8 @@
-/* Attention of many rows over a run of cached positions that all of them read: a span of the run is read
-   once for up to MAX_TILES tiles. A tile is a row of lanes, one for each query head of each row, so
-   scores are products of keys with a panel of queries, and no sum goes across lanes. What a lane gets
-   does not depend on its neighbours. Element, ROW, read_row and scale_of are those of the pool. */
+/* Attention of many rows over a run of cached positions that all of them read: a span of the run is
+   read once for up to MAX_TILES tiles. A tile is a row of lanes, one for each query head of each
+   row, so scores are products of keys with a panel of queries, and no sum goes across lanes. What a
+   lane gets does not depend on its neighbours. Element, ROW, read_row, scale_of and prefetch are
+   those of the pool. */
 
 #define WEIGHT_FORM 0
 #include "panels.h"
@@ -19,7 +20,7 @@
 #define TILE_FLOATS (HEAD_DIM * WIDTH)
 #define MAX_TILES (TILE_FLOATS < 16384 ? 32768 / TILE_FLOATS : 2)
 
-/* What the lanes of a tile have seen so far; first is the first position of the run that each sees. */
+/* What the lanes of a tile have seen so far, and the first position of the run that each sees. */
 typedef struct {
     float query[TILE_FLOATS];
     float output[TILE_FLOATS];
@@ -53,9 +54,9 @@ typedef struct {
     float scale;
 } Readers;
 
-/* Add to sums [count, width] the products of numbers with the lanes of a panel, one of num_inputs after
-   the other: of row r the numbers r * HEAD_DIM + k, or those of a column, k * HEAD_DIM + r. count, width
-   and by_row are constants. */
+/* Add to sums [count, width] the products of numbers with the lanes of a panel, one of num_inputs
+   after the other: of row r the numbers r * HEAD_DIM + k, or those of a column, k * HEAD_DIM + r.
+   count, width and by_row are constants. */
 INLINE void add_products(const int count, const int width, const int by_row, const float *numbers,
                          int64_t num_inputs, const float *panel, float *sums) {
     Lanes kept[MAX_SUMS][2], lanes[2];
@@ -94,6 +95,7 @@ INLINE void add_all(int num_rows, const int width, const int by_row, const float
     int done = 0;
     ADD(16) ADD(8) ADD(6) ADD(4) ADD(2) ADD(1)
 }
+
 /* Take in a span whose first position is `start` in the run; width is a constant. */
 INLINE void add_span(const int width, Tile *tile, const Span *span, int start, int count,
                      int is_masked) {
@@ -128,27 +130,18 @@ INLINE void add_span(const int width, Tile *tile, const Span *span, int start, i
     add_all(HEAD_DIM, width, 0, span->values, count, weights, tile->output);
 }
 
-/* Read the queries and the state of the readers' heads from `begin` on, of one KV head; lanes without
-   one see what the others see, with queries of zeros. */
+/* Read the queries and the state of the readers' heads from `begin` on, of one KV head. */
 static void open_tile(Tile *tile, const Readers *readers, int64_t g, int64_t begin, int count,
                       int width) {
     for (int l = 0; l < width; l++) {
-        int64_t i = (begin + l) / NUM_GROUPED, n = (begin + l) % NUM_GROUPED;
-        if (l >= count) {
-            for (int d = 0; d < HEAD_DIM; d++)
-                tile->query[d * width + l] = tile->output[d * width + l] = 0.0f;
-            tile->highest[l] = -INFINITY;
-            tile->total[l] = 0.0f;
-            tile->first[l] = 0;
-            continue;
-        }
-        int64_t head = g * NUM_GROUPED + n, heads = readers->num_kv_heads * NUM_GROUPED;
-        int64_t state = readers->rows[i] * heads + head;
+        /* a lane without a head does what the first one does, and is not written back */
+        int64_t place = begin + (l < count ? l : 0), i = place / NUM_GROUPED;
+        int64_t head = g * NUM_GROUPED + place % NUM_GROUPED;
+        int64_t state = readers->rows[i] * readers->num_kv_heads * NUM_GROUPED + head;
         const float *query = readers->q + readers->rows[i] * readers->q_stride + head * HEAD_DIM;
-        const float *output = readers->output + state * HEAD_DIM;
         for (int d = 0; d < HEAD_DIM; d++) {
             tile->query[d * width + l] = query[d] * readers->scale;
-            tile->output[d * width + l] = output[d];
+            tile->output[d * width + l] = readers->output[state * HEAD_DIM + d];
         }
         tile->highest[l] = readers->highest[state];
         tile->total[l] = readers->total[state];
@@ -156,12 +149,11 @@ static void open_tile(Tile *tile, const Readers *readers, int64_t g, int64_t beg
     }
 }
 
-static void close_tile(const Tile *tile, const Readers *readers, int64_t g, int64_t begin, int count,
-                       int width) {
+static void close_tile(const Tile *tile, const Readers *readers, int64_t g, int64_t begin,
+                       int count, int width) {
     for (int l = 0; l < count; l++) {
         int64_t i = (begin + l) / NUM_GROUPED, n = (begin + l) % NUM_GROUPED;
-        int64_t state =
-            (readers->rows[i] * readers->num_kv_heads + g) * NUM_GROUPED + n;
+        int64_t state = (readers->rows[i] * readers->num_kv_heads + g) * NUM_GROUPED + n;
         for (int d = 0; d < HEAD_DIM; d++)
             readers->output[state * HEAD_DIM + d] = tile->output[d * width + l];
         readers->highest[state] = tile->highest[l];
@@ -169,10 +161,21 @@ static void close_tile(const Tile *tile, const Readers *readers, int64_t g, int6
     }
 }
 
+/* Where the row of a position of the run lies in the pool. */
+static inline int64_t place_of(const int64_t *blocks, int64_t position, int64_t num_kv_heads,
+                               int64_t g) {
+    int64_t block = blocks[position / BLOCK_SIZE];
+    return ((block * num_kv_heads + g) * BLOCK_SIZE + position % BLOCK_SIZE) * ROW;
+}
+
 /* Add a run of num_tokens positions to the state of its num_rows readers, for one KV head. */
 static void add_run(const Readers *readers, int64_t num_rows, const Element *keys,
                     const Element *values, const int64_t *blocks, int64_t num_tokens, int64_t g) {
     const int64_t num_heads = num_rows * NUM_GROUPED;
+    /* what no reader sees is not read */
+    int64_t first_seen = readers->firsts ? num_tokens : 0;
+    for (int64_t i = 0; readers->firsts && i < num_rows; i++)
+        first_seen = least(first_seen, readers->firsts[i]);
     Tile tiles[MAX_TILES];
     Span span;
     for (int64_t begin = 0; begin < num_heads; begin += MAX_TILES * WIDTH) {
@@ -182,25 +185,23 @@ static void add_run(const Readers *readers, int64_t num_rows, const Element *key
             widths[num_tiles] = counts[num_tiles] > LANES ? WIDTH : LANES;
             open_tile(&tiles[num_tiles], readers, g, b, counts[num_tiles], widths[num_tiles]);
         }
-        for (int64_t start = 0; start < num_tokens; start += SPAN) {
+        for (int64_t start = first_seen; start < num_tokens; start += SPAN) {
             int64_t count = least(SPAN, num_tokens - start);
             for (int64_t k = 0; k < count; k++) {
-                int64_t block = blocks[(start + k) / BLOCK_SIZE], j = (start + k) % BLOCK_SIZE;
-                int64_t place = ((block * readers->num_kv_heads + g) * BLOCK_SIZE + j) * ROW;
+                int64_t place = place_of(blocks, start + k, readers->num_kv_heads, g);
                 copy_row(keys + place, span.keys + k * HEAD_DIM);
                 copy_row(values + place, span.values + k * HEAD_DIM);
-                if (start + k + SPAN < num_tokens) {
-                    block = blocks[(start + k + SPAN) / BLOCK_SIZE], j = (start + k + SPAN) % BLOCK_SIZE;
-                    place = ((block * readers->num_kv_heads + g) * BLOCK_SIZE + j) * ROW;
-                    prefetch(keys + place);
-                    prefetch(values + place);
-                }
+                if (start + k + SPAN >= num_tokens) continue;
+                place = place_of(blocks, start + k + SPAN, readers->num_kv_heads, g);
+                prefetch(keys + place);
+                prefetch(values + place);
             }
+            int is_masked = readers->firsts != 0;
             for (int t = 0; t < num_tiles; t++) {
                 if (widths[t] == WIDTH)
-                    add_span(WIDTH, &tiles[t], &span, (int)start, (int)count, readers->firsts != 0);
+                    add_span(WIDTH, &tiles[t], &span, (int)start, (int)count, is_masked);
                 else
-                    add_span(LANES, &tiles[t], &span, (int)start, (int)count, readers->firsts != 0);
+                    add_span(LANES, &tiles[t], &span, (int)start, (int)count, is_masked);
             }
         }
         for (int t = 0; t < num_tiles; t++)
