@@ -1,4 +1,4 @@
-"""CPU time of groups that decode over their prefixes: by the timed rule, never shared, by a constant.
+"""CPU time of groups that decode over their prefixes: by the timed rule, apart, by a constant.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/shared_reads.py
      RAYBATCH_KERNEL_VECTORS=avx2 python benchmarks/shared_reads.py --out result.json

@@ -1,6 +1,7 @@
 """Runs of cached positions that decode rows read together in C."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,16 @@ def test_a_head_dim_that_fills_no_register(compiled):
 @pytest.mark.parametrize("window", [20, 60, 100, 1000])
 def test_windows_hide_another_part_of_a_run_from_each_row(compiled, window):
     Step(12, tree(12, 96, 32)).check(compiled(), window)
+
+
+def test_a_row_that_sees_nothing_of_its_runs_gets_zeros_without_weight(compiled):
+    step, form = Step(2, [([0, 1], 8)]), compiled()
+    part = replace(part_of([]), runs=step.plan.contexts)
+    lists = form.plan(part, positions=torch.tensor([40, 7]), pool=step.pools[0], windows=(20,))
+    output, lse = form.attend(step.q, *step.pools, lists, 20)
+    assert not output[0].any()
+    assert lse[0].isneginf().all()
+    assert lse[1].isfinite().all()
 
 
 def test_more_rows_than_are_held_at_once(compiled):

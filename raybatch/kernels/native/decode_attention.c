@@ -103,8 +103,8 @@ static void add_block(State *state, const Element *keys, const Element *values,
    [S, H, D]; lse and totals [S, H], of which totals is room alone. Sequence s reads
    blocks[offsets[s]..offsets[s + 1]], of each the positions firsts..stops-1; a null firsts stands
    for zeros. Before, run r of run_tokens[r] positions, in run_blocks from run_starts[r] on, is
-   read by rows[row_starts[r]..row_starts[r + 1]], each from its seen on (null: all). One without positions
-   gets an output of 0 and a log-sum-exp of -INFINITY. */
+   read by rows[row_starts[r]..row_starts[r + 1]], each from its seen on (null: all). One without
+   positions gets an output of 0 and a log-sum-exp of -INFINITY. */
 void attend_decode(const float *q, int64_t q_stride, const Element *keys, const Element *values,
                    float *output, float *lse, float *totals, const int64_t *blocks,
                    const int64_t *firsts, const int64_t *stops, const int64_t *offsets,
