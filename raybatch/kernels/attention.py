@@ -6,7 +6,9 @@ log-sum-exp.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -86,13 +88,17 @@ def prepare_attention(
     """
     del upload, last
     plan = plan.to(positions.device)
-    walk = None
+    walk, others = None, plan.contexts
     if plan.decode is not None and plan.num_decode:
-        rows = positions[: plan.num_decode]
-        walk = decode.plan(plan.decode, positions=rows, pool=pool, windows=windows)
+        part, rows = plan.decode, positions[: plan.num_decode]
+        if decode.reads_runs and others:
+            is_run = [int(context.query_idx[-1]) < plan.num_decode for context in others]
+            part = replace(part, runs=tuple(compress(others, is_run)))
+            others = tuple(compress(others, map(not_, is_run)))
+        walk = decode.plan(part, positions=rows, pool=pool, windows=windows)
     contexts = None
-    if plan.contexts:
-        contexts = prepare_contexts(plan.contexts, positions=positions, pool=pool, windows=windows)
+    if others:
+        contexts = prepare_contexts(others, positions=positions, pool=pool, windows=windows)
     chunks, buckets = _split_prefill(plan.prefill, positions.device)
     return PreparedAttention(
         num_decode=plan.num_decode,

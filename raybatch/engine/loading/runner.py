@@ -42,9 +42,11 @@ from raybatch.engine.memory.kv_cache import (
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
+from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
+from raybatch.policy.shared_reads import UNTIMED, SharedReads
 from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey
 
@@ -70,10 +72,11 @@ class ModelRunner:
         num_scrap_blocks: int = 0,
         path: Path | None = None,
         dtype: torch.dtype | None = None,
+        shared_reads: SharedReads = UNTIMED,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache
         self._path, self._dtype = path, dtype
-        self.decoder = decoder
+        self.decoder, self.shared_reads = decoder, shared_reads
         self._graphs = graphs
         self.device = cache.k.device
         self._uploads = IndexUploads(self.device)
@@ -135,6 +138,15 @@ class ModelRunner:
             config, model.spec, model.device, ops=ops, is_streamed=layers.is_streamed
         )
         num_scrap_blocks = int(setup is not None)
+        reads = UNTIMED
+        if model.device.type == "cpu":
+            reads = timed_reads(
+                ops,
+                model.spec,
+                block_size=config.block_size_tokens,
+                dtype=model.dtype,
+                kv_dtype=kv_dtype,
+            )
         upload = IndexUploads(model.device).upload
         decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload)
         reserved_bytes = 0 if setup is None else setup.needed_bytes(model.spec, model.dtype)
@@ -166,6 +178,7 @@ class ModelRunner:
             cache=cache,
             graphs=graphs,
             num_scrap_blocks=num_scrap_blocks,
+            shared_reads=reads,
             path=model.path,
             dtype=model.dtype,
         )
