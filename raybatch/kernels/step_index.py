@@ -5,11 +5,11 @@ is one copy to the device, and where its size is padded, a graph can repeat it.
 
 An item is some queries and a run of cached positions, or a part of one, that all of them see. What
 a chunk alone reads of its prompt's earlier blocks is an item of the chunk itself, so there is
-nothing to merge. Other runs are cut into spans where there would be too few programs otherwise, and
-the partial results of a row are merged.
+nothing to merge; without `joins_runs` it is a run that is not cut. Other runs are cut into spans
+where there would be too few programs otherwise, and the partial results of a row are merged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -30,6 +30,8 @@ TARGET_PROGRAMS = 512
 ITEM_QUERIES = 128
 # numbers of a pair of a decode row and a block
 ENTRY_FIELDS = 3
+# of a row whose partial results are kept at once; those of more runs are merged in rounds
+MAX_RUNS = 8
 # shorter spans cost more in merging than they win
 _MIN_SPAN_TOKENS = 256
 # from here on, merging costs less than a single program that walks the whole run
@@ -146,11 +148,21 @@ class StepIndex:
     """The index of one plan, on the host."""
 
     def __init__(
-        self, plan: AttentionPlan, *, num_rows: int, num_kv_heads: int, block_size: int
+        self,
+        plan: AttentionPlan,
+        *,
+        num_rows: int,
+        num_kv_heads: int,
+        block_size: int,
+        joins_runs: bool = True,
     ) -> None:
         starts, entries = _decode_entries(plan)
-        chunk_items, chunk_blocks, contexts = _chunks(plan.prefill, plan.contexts)
-        items, rows_of_places = _runs(contexts, num_kv_heads, block_size)
+        own = _own_runs(plan.contexts) if plan.prefill is not None else {}
+        others = [run for run in plan.contexts if own.get(run.chunk) is not run]
+        whole = () if joins_runs else tuple(own.values())
+        chunk_items, chunk_blocks = _chunks(plan.prefill, own if joins_runs else {})
+        items, rows_of_places = _runs(others, whole, num_kv_heads, block_size)
+        contexts = (*others, *whole)
         order, row_starts = _grouped(rows_of_places, num_rows)
         self._parts: Parts[npt.NDArray[Any]] = Parts(
             starts,
@@ -203,6 +215,42 @@ class StepIndex:
         return out
 
 
+def rounds_of(
+    plan: AttentionPlan, num_rows: int, *, joins_runs: bool = True
+) -> list[AttentionPlan]:
+    """Return plans that do together what one does, and have few partial results each.
+
+    All but the first have runs alone, whose results are added to those of the plans before; of no
+    plan there are more than `max_places`. `joins_runs` as in `StepIndex`.
+    """
+    most = MAX_RUNS * num_rows
+    if sum(len(run.query_idx) for run in plan.contexts) <= most:
+        return [plan]
+    own = _own_runs(plan.contexts) if joins_runs and plan.prefill is not None else {}
+    others = [run for run in plan.contexts if own.get(run.chunk) is not run]
+    merged = {id(run) for run in others}
+    rounds: list[list[ContextPart]] = [[run for run in plan.contexts if id(run) not in merged]]
+    num_readers = 0
+    for run in others:
+        num_readers += len(run.query_idx)
+        if num_readers > most:
+            rounds.append([])
+            num_readers = len(run.query_idx)
+        rounds[-1].append(run)
+    first, *rest = (tuple(runs) for runs in rounds)
+    alone = AttentionPlan(num_decode=0, decode=None, prefill=None, contexts=())
+    return [replace(plan, contexts=first), *(replace(alone, contexts=runs) for runs in rest)]
+
+
+def max_places(num_rows: int, num_kv_heads: int) -> int:
+    """Return the most partial results of a plan of `rounds_of`.
+
+    Each run has one per row, and one for each span but its last; of these, no more programs than
+    are wanted fill their queries.
+    """
+    return MAX_RUNS * num_rows + TARGET_PROGRAMS * ITEM_QUERIES // num_kv_heads
+
+
 def parts_of(size: StepSize, index: Any) -> Parts[Any]:  # noqa: ANN401
     """Return the parts of an index as views of it."""
     stops = tuple(accumulate(size.lengths))
@@ -238,19 +286,21 @@ def _grouped(
     return np.argsort(keys, kind="stable"), starts
 
 
-def _chunks(
-    part: PrefillPart | None, contexts: Sequence[ContextPart]
-) -> tuple[list[Item], npt.NDArray[np.int64], list[ContextPart]]:
-    """Join chunks with the runs that they read alone: their items and blocks, and other runs."""
-    if part is None:
-        return [], _joined(()), list(contexts)
-    joined: dict[int, ContextPart] = {}
-    others = []
+def _own_runs(contexts: Sequence[ContextPart]) -> dict[int | None, ContextPart]:
+    """Return by chunk the first run that it alone reads, where one program can walk it."""
+    own: dict[int | None, ContextPart] = {}
     for run in contexts:
-        if run.chunk is None or run.chunk in joined or run.num_tokens > MAX_JOINED_TOKENS:
-            others.append(run)
-        else:
-            joined[run.chunk] = run
+        if run.chunk is not None and run.num_tokens <= MAX_JOINED_TOKENS:
+            own.setdefault(run.chunk, run)
+    return own
+
+
+def _chunks(
+    part: PrefillPart | None, joined: Mapping[int | None, ContextPart]
+) -> tuple[list[Item], npt.NDArray[np.int64]]:
+    """Return the items of chunks with the runs that are joined to them, and their blocks."""
+    if part is None:
+        return [], _joined(())
     items: list[Item] = []
     blocks: list[npt.NDArray[np.int64]] = []
     num_blocks = 0
@@ -271,21 +321,22 @@ def _chunks(
         if own is not None:
             blocks.append(own.block_ids.numpy())
             num_blocks += len(own.block_ids)
-    return items, _joined(blocks), others
+    return items, _joined(blocks)
 
 
 def _runs(
-    parts: Sequence[ContextPart], num_kv_heads: int, block_size: int
+    parts: Sequence[ContextPart], whole: Sequence[ContextPart], num_kv_heads: int, block_size: int
 ) -> tuple[list[Item], npt.NDArray[np.int64]]:
-    """Return the items of runs, and the row of each place."""
+    """Return the items of runs, and the row of each place; `whole` follows, and is not cut."""
     # so many positions a program takes, whole blocks, that enough programs fill the device
     work = sum(-(-len(part.query_idx) // ITEM_QUERIES) * part.num_tokens for part in parts)
-    span = max(_MIN_SPAN_TOKENS, work * num_kv_heads // TARGET_PROGRAMS)
+    span = max(_MIN_SPAN_TOKENS, -(-work * num_kv_heads // TARGET_PROGRAMS))
     span = -(-span // block_size) * block_size
+    spans = [(part, span) for part in parts] + [(part, part.num_tokens) for part in whole]
     items: list[Item] = []
     rows_of_places: list[npt.NDArray[np.int64]] = []
     first_query = first_block = num_places = 0
-    for part in parts:
+    for part, span in spans:
         num_queries = len(part.query_idx)
         for begin in range(0, part.num_tokens, span):
             for query in range(0, num_queries, ITEM_QUERIES):

@@ -1,20 +1,27 @@
 """Executes an `AttentionPlan`, the form for GPUs of `raybatch.kernels.attention`.
 
-A layer is at most five launches, however many sequences, chunks and shared runs a step has.
+A layer is at most five launches, however many sequences, chunks and shared runs a step has, and two
+more for every further MAX_RUNS runs that all of its rows read. Chunks may be computed by a library
+instead (`varlen`) with one launch more, by functions that are given.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 import triton
 
 from raybatch.kernels.attention_plan import AttentionPlan
-from raybatch.kernels.step_index import Index, Parts, StepIndex, StepSize, parts_of
+from raybatch.kernels.step_index import Index, Parts, StepIndex, StepSize, parts_of, rounds_of
 from raybatch.kernels.triton.decode_attention import attend_decode_into
 from raybatch.kernels.triton.jit.small_ops import heads_kernel
 from raybatch.kernels.triton.launch import OPTIONS, Pools, power_of_two, rows_per_program
 from raybatch.kernels.triton.ragged import attend_chunks_into, merge_runs_
+
+# makes chunks ready for a library
+PiecesOf = Callable[[StepSize, Parts[torch.Tensor]], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +30,9 @@ class PreparedAttention:
 
     Args:
         has_padding: rows may be of no part of the plan.
+        rounds: sizes and parts of further runs, whose results are merged one after the other.
+        last: of the rows with logits, where their plan came with that of the step.
+        pieces: chunks as a library takes them; None where it computes none.
     """
 
     size: StepSize
@@ -30,6 +40,9 @@ class PreparedAttention:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     has_padding: bool
+    rounds: tuple[tuple[StepSize, Parts[torch.Tensor]], ...] = ()
+    last: "PreparedAttention | None" = None
+    pieces: Any = None
 
 
 def prepare_attention(
@@ -40,32 +53,68 @@ def prepare_attention(
     pool: torch.Tensor,  # [N, G, B, R]
     windows: tuple[int | None, ...],
     upload: Callable[[Index, torch.device], torch.Tensor] | None = None,
+    last: tuple[AttentionPlan, torch.Tensor] | None = None,
+    pieces_of: PiecesOf | None = None,
 ) -> PreparedAttention:
     """See `raybatch.kernels.attention`; one copy to the device, and nothing is read back.
+
+    `last` is the plan of the rows with logits, and these rows: it takes part in the copy. With
+    `pieces_of`, chunks are made ready for a library.
 
     Raises:
         ValueError: a layer has a sliding window, and the plan lacks what that needs.
     """
-    has_window = any(window is not None for window in windows)
-    if has_window and plan.decode is not None and plan.decode.first_positions is None:
-        raise ValueError("DecodePart.first_positions is needed by a sliding window")
-    _, num_kv_heads, block_size, _ = pool.shape
-    index = StepIndex(
-        plan, num_rows=len(positions), num_kv_heads=num_kv_heads, block_size=block_size
-    )
-    on_host = index.array()
+    plans = [(plan, positions, slot_mapping)]
+    if last is not None:
+        rows = last[1]
+        plans.append((last[0], positions.index_select(0, rows), slot_mapping.index_select(0, rows)))
+    if any(window is not None for window in windows):
+        for part in (plan.decode for plan, _, _ in plans):
+            if part is not None and part.first_positions is None:
+                raise ValueError("DecodePart.first_positions is needed by a sliding window")
+    indices = [
+        _indices(plan, len(of_rows), pool, joins_runs=pieces_of is None)
+        for plan, of_rows, _ in plans
+    ]
+    whole = [index for rounds in indices for index in rounds]
+    on_host = np.concatenate([index.array() for index in whole])
     on_device = (
         torch.from_numpy(on_host).to(positions.device)
         if upload is None
         else upload(on_host, positions.device)
     )
-    return PreparedAttention(
-        size=index.size,
-        parts=parts_of(index.size, on_device),
-        positions=positions,
-        slot_mapping=slot_mapping,
-        has_padding=False,
-    )
+    arrays = iter(torch.split(on_device, [index.size.num_index for index in whole]))
+    prepared = []
+    for (_, of_rows, slots), rounds in zip(plans, indices, strict=True):
+        first, *more = [(index.size, parts_of(index.size, next(arrays))) for index in rounds]
+        prepared.append(
+            PreparedAttention(
+                size=first[0],
+                parts=first[1],
+                positions=of_rows,
+                slot_mapping=slots,
+                has_padding=False,
+                rounds=tuple(more),
+                pieces=pieces_of(*first) if pieces_of and first[0].chunk_items else None,
+            )
+        )
+    return prepared[0] if last is None else replace(prepared[0], last=prepared[1])
+
+
+def _indices(
+    plan: AttentionPlan, num_rows: int, pool: torch.Tensor, *, joins_runs: bool
+) -> list[StepIndex]:
+    _, num_kv_heads, block_size, _ = pool.shape
+    return [
+        StepIndex(
+            part,
+            num_rows=num_rows,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            joins_runs=joins_runs,
+        )
+        for part in rounds_of(plan, num_rows, joins_runs=joins_runs)
+    ]
 
 
 def prepare_fixed(
@@ -74,17 +123,21 @@ def prepare_fixed(
     *,
     positions: torch.Tensor,  # [size.rows]
     slot_mapping: torch.Tensor,  # [size.rows]
+    pieces_of: PiecesOf | None = None,
 ) -> PreparedAttention:
     """Prepare a step whose index, positions and slots are in the same tensors every time.
 
-    What `size` leaves for padding is computed as well; padded rows come out as zeros.
+    What `size` leaves for padding is computed as well; padded rows come out as zeros. With
+    `pieces_of`, the index is one without `joins_runs`.
     """
+    parts = parts_of(size, index)
     return PreparedAttention(
         size=size,
-        parts=parts_of(size, index),
+        parts=parts,
         positions=positions,
         slot_mapping=slot_mapping,
         has_padding=True,
+        pieces=pieces_of(size, parts) if pieces_of and size.chunk_items else None,
     )
 
 
@@ -96,8 +149,10 @@ def attend(
     v_pool: torch.Tensor,  # [N, G, B, R]
     prepared: PreparedAttention,
     window: int | None,
+    *,
+    attend_pieces: Callable[..., None] | None = None,
 ) -> torch.Tensor:
-    """See `raybatch.kernels.attention`."""
+    """See `raybatch.kernels.attention`; `attend_pieces` computes what `pieces_of` has made."""
     size, parts, positions = prepared.size, prepared.parts, prepared.positions
     pools = Pools(k_pool, v_pool)
     num_decode = size.decode_rows
@@ -109,10 +164,14 @@ def attend(
     if num_decode:
         own = output[:num_decode], lse[:num_decode], q[:num_decode]
         attend_decode_into(*own, *common, positions[:num_decode], window)
-    if size.chunk_items:
+    if prepared.pieces is not None:
+        assert attend_pieces is not None, "the library that the step was prepared for"
+        attend_pieces(output, lse, q, k, v, prepared.pieces, size, window)
+    elif size.chunk_items:
         attend_chunks_into(output, lse, q, (k, v), *common, positions, window)
-    if size.run_items:
-        merge_runs_(output, lse, q, *common, positions, window)
+    for runs_size, runs in ((size, parts), *prepared.rounds):
+        if runs_size.run_items:
+            merge_runs_(output, lse, q, pools, runs_size, runs, positions, window)
     return output.flatten(1)
 
 
