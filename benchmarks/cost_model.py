@@ -10,7 +10,8 @@ Workloads: `random` and `mixed` of the e2e suite, `shared` with one prefix group
 that rows wait for memory and some are computed again.
 
 `without` shows what each term of the model is good for: the errors of the same runs once it is
-taken out, with the costs of the others fitted anew.
+taken out, with the costs of the others fitted anew. Without "other rounds" they are fitted to the
+steps of the run's own round alone, as an explanation of a job does it.
 """
 
 import argparse
@@ -47,7 +48,15 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 TIGHT = replace(RANDOM, name="tight", output_len=2 * RANDOM.output_len)
 WORKLOADS = {w.name: w for w in (RANDOM, MIXED, SHARED, TIGHT)}
 # of the model and the forecast, which can be left out one by one
-TERMS = ("blocks", "memory", "prompt mix", "tiles of keys", "cached keys", "steps of prompts")
+TERMS = (
+    "blocks",
+    "memory",
+    "prompt mix",
+    "tiles of keys",
+    "cached keys",
+    "steps of prompts",
+    "other rounds",
+)
 GOAL = 0.05
 DEFAULT_MODELS = "dense-4m,dense-60m,moe-100m"
 
@@ -112,10 +121,9 @@ def without_counts(steps: Sequence[MeasuredStep], *names: str) -> list[MeasuredS
     return [replace(step, **dict.fromkeys(names, 0.0)) for step in steps]
 
 
-def without(
-    term: str, steps: Sequence[MeasuredStep], limits: EngineLimits, work: WorkTotals
-) -> float:
+def without(term: str, run: "Run", steps: Sequence[MeasuredStep]) -> float:
     """Estimate the engine seconds of a run, with a term left out."""
+    limits, work = run.limits, run.work
     if term == "blocks":
         limits = replace(limits, block_size=1)
     elif term == "memory":
@@ -128,6 +136,8 @@ def without(
         # as those of the chunk itself
         steps = [replace(s, pairs=s.pairs + s.past_pairs, past_pairs=0.0) for s in steps]
         work = replace(work, pairs=work.pairs + work.past_pairs, past_pairs=0.0)
+    elif term == "other rounds":
+        steps = run.steps
     model = fit(steps, limits)
     if term == "steps of prompts":
         model = replace(model, prompt_step_s=0.0)
@@ -141,6 +151,7 @@ class Run:
     workload: str
     limits: EngineLimits
     work: WorkTotals
+    steps: Sequence[MeasuredStep]  # that were measured in the same round
     stats: ReplicaStats
 
 
@@ -172,10 +183,7 @@ def summarise(runs: Sequence[Run], steps: Sequence[MeasuredStep]) -> dict[str, A
         "planned_error": error(p.engine_s.expected for p in planned),
         "actual_error": error(actual),
         "is_in_band": last.engine_s.low <= engine_s[middle] <= last.engine_s.high,
-        "without": {
-            term: error(without(term, steps, run.limits, run.work) for run in runs)
-            for term in TERMS
-        },
+        "without": {term: error(without(term, run, steps) for run in runs) for term in TERMS},
         "steps": runs[middle].stats.num_steps,
         "planned_steps": round(last.num_steps),
         "recomputed_tokens": runs[middle].stats.num_recomputed_tokens,
@@ -223,7 +231,13 @@ def validate(
             stats = run(backend, prompts.requests, clock)
             known = limits_of(backend, settings.max_batched_tokens)
             runs[workload.name].append(
-                Run(workload=workload.name, limits=known, work=prompts.work, stats=stats)
+                Run(
+                    workload=workload.name,
+                    limits=known,
+                    work=prompts.work,
+                    steps=measured,
+                    stats=stats,
+                )
             )
     cpu_share = (time.process_time() - before) / (time.perf_counter() - began)
     results = [summarise(of_workload, steps) for of_workload in runs.values()]
