@@ -22,7 +22,6 @@ FAST = CostModel(
     token_s=(1e-4, 6e-5, 4e-5),
     row_s=2e-5,
     pair_s=6e-8,
-    tile_pair_s=5e-8,
     past_pair_s=2e-8,
     context_s=8e-7,
     shared_pair_s=5e-8,
@@ -37,7 +36,6 @@ SLOW = replace(
     token_s=(3e-3, 1e-3, 6e-4),
     row_s=1e-4,
     pair_s=3e-7,
-    tile_pair_s=2e-7,
     # no time is left to measure it
     past_pair_s=3e-7,
     context_s=4e-6,

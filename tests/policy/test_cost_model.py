@@ -23,7 +23,6 @@ TRUTH = CostModel(
     token_s=(5e-4, 4e-4, 3e-4, 2e-4, 1e-4, 5e-5, 6e-5),
     row_s=2e-5,
     pair_s=1e-7,
-    tile_pair_s=5e-8,
     past_pair_s=3e-8,
     context_s=1e-6,
     shared_pair_s=2e-7,

@@ -17,7 +17,6 @@ COSTS = CostModel(
     token_s=(2e-5,),
     row_s=5.0,
     pair_s=1e-8,
-    tile_pair_s=0.0,
     past_pair_s=1e-8,
     context_s=5.0,
     shared_pair_s=5.0,

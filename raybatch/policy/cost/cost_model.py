@@ -18,8 +18,6 @@ from raybatch.records.arrays import Floats, Ints
 
 # batch sizes at which the slope of the time per token may change
 TOKEN_KNOTS = (4.0, 8.0, 16.0, 32.0, 64.0, 256.0)
-# keys that attention of a prompt computes at once, also those behind a token: torch's on a CPU
-_TILE_KEYS = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +38,6 @@ class MeasuredStep:
     tokens: float  # of the forward batch: prompt tokens and one per decoding sequence
     rows: float  # sequences that got a token
     pairs: float = 0.0  # prompt tokens times the tokens of their own chunk that each attends to
-    tile_pairs: float = 0.0  # prompt tokens times the tokens that a tile of keys adds to these
     past_pairs: float = 0.0  # prompt tokens times the KV tokens before their chunk
     context_reads: float = 0.0  # KV tokens that decoding sequences read for themselves
     shared_pairs: float = 0.0  # decoding sequences times KV tokens that they share with others
@@ -51,7 +48,6 @@ class MeasuredStep:
 _COUNT_OF = {
     "row_s": "rows",
     "pair_s": "pairs",
-    "tile_pair_s": "tile_pairs",
     "past_pair_s": "past_pairs",
     "context_s": "context_reads",
     "shared_pair_s": "shared_pairs",
@@ -70,7 +66,6 @@ class CostModel:
     token_s: tuple[float, ...]
     row_s: float  # per token that is sampled
     pair_s: float  # per prompt token and token of its own chunk that it attends to
-    tile_pair_s: float  # per prompt token and token that a tile of keys adds
     past_pair_s: float  # per prompt token and KV token before its chunk
     context_s: float  # per KV token that a decoding sequence reads for itself
     shared_pair_s: float  # per decoding sequence and KV token that others read as well
@@ -140,13 +135,11 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
 def prompt_pairs(lens: Floats | Ints, starts: npt.ArrayLike = 0) -> dict[str, float]:
     """Return the pairs of a `MeasuredStep` for chunks of prompts, of so many tokens, from `starts`.
 
-    A token attends to those before it in its chunk, half of them on average. It is computed
-    together with all of a tile of keys: for a chunk shorter than that, with all of the chunk.
+    A token attends to itself and those before it in its chunk, half of them on average.
     """
     lens = np.asarray(lens, float)
     return {
         "pairs": float((lens * (lens + 1) / 2).sum()),
-        "tile_pairs": float((lens * np.minimum(lens, _TILE_KEYS) / 2).sum()),
         "past_pairs": float((lens * np.asarray(starts, float)).sum()),
     }
 

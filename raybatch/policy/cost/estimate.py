@@ -98,11 +98,7 @@ def _prompts_s(model: CostModel, work: WorkTotals) -> float:
     budget = model.limits.max_batched_tokens or np.inf
     in_chunk = work.pairs * min(1.0, budget * work.num_rows / max(1.0, work.computed_tokens))
     past_pairs = work.past_pairs + work.pairs - in_chunk
-    return (
-        model.pair_s * in_chunk
-        + model.tile_pair_s * work.tile_pairs
-        + model.past_pair_s * past_pairs
-    )
+    return model.pair_s * in_chunk + model.past_pair_s * past_pairs
 
 
 def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> float:
