@@ -48,7 +48,7 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 TIGHT = replace(RANDOM, name="tight", output_len=2 * RANDOM.output_len)
 WORKLOADS = {w.name: w for w in (RANDOM, MIXED, SHARED, TIGHT)}
 # of the model and the forecast, which can be left out one by one
-TERMS = ("blocks", "memory", "cached keys", "steps of prompts", "other rounds")
+TERMS = ("blocks", "memory", "cached keys", "other rounds")
 GOAL = 0.05
 DEFAULT_MODELS = "dense-4m,dense-60m,moe-100m"
 
@@ -122,10 +122,7 @@ def without(term: str, run: "Run", steps: Sequence[MeasuredStep]) -> float:
         work = replace(work, pairs=work.pairs + work.past_pairs, past_pairs=0.0)
     elif term == "other rounds":
         steps = run.steps
-    model = fit(steps, limits)
-    if term == "steps of prompts":
-        model = replace(model, prompt_step_s=0.0)
-    return estimate(model, work).engine_s.expected
+    return estimate(fit(steps, limits), work).engine_s.expected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

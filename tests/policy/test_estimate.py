@@ -12,7 +12,6 @@ from raybatch.policy.cost.work import work_totals
 
 MODEL = CostModel(
     step_s=1.0,
-    prompt_step_s=0.0,
     knots=(),
     token_s=(0.0,),
     row_s=0.0,

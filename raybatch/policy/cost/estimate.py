@@ -62,11 +62,7 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     of_prefill = np.divide(prefill, tokens, out=np.zeros(len(tokens)), where=tokens > 0)
     # a token that is computed again attends to as much as any other
     again = 1 + forecast.recomputed_tokens / max(1.0, share.computed_tokens)
-    prefill_s = float(
-        tokens_s @ of_prefill
-        + model.prompt_step_s * (forecast.weight @ (prefill > 0))
-        + again * _prompts_s(model, share)
-    )
+    prefill_s = float(tokens_s @ of_prefill) + again * _prompts_s(model, share)
     # members of a large group cannot all run at once
     reads = share.shared_pairs / max(1.0, forecast.mean_decode_rows)
     decode_s = (
