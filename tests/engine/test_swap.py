@@ -308,11 +308,10 @@ def test_a_resumed_sequence_is_not_preempted_again_at_once(rng, block_size):
     budget=st.integers(6, 60),
     caching=st.booleans(),
     failing=st.sets(st.integers(0, 12)),
-    ahead=st.sampled_from([0, 1, 3, 50]),
     events=st.lists(st.integers(0, 9), max_size=40),
 )
 def test_the_books_of_both_pools_are_right_whatever_happens(
-    seed, num_blocks, host, budget, caching, failing, ahead, events
+    seed, num_blocks, host, budget, caching, failing, events
 ):
     rng = np.random.default_rng(seed)
     engine, runner = make(
@@ -323,10 +322,8 @@ def test_the_books_of_both_pools_are_right_whatever_happens(
         enable_prefix_caching=caching,
         kv_admission_fraction=None,
         host_kv_bytes=1,
-        kv_checkpoint_blocks=ahead,
     )
     runner.failing_moves = failing
-    runner.forgets_loaded = not ahead
     watch_decodes(engine)
     requests = [
         dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=20 + i % 7))
