@@ -172,12 +172,6 @@ _REPLICA_COUNTERS = (
     ("num_preemptions", "preemptions", "Requests that gave up their KV."),
     ("num_swapped_tokens", "swapped_tokens", "Tokens whose KV came back from host memory."),
     ("swapped_bytes", "swapped_bytes", "KV copied to host memory and back."),
-    ("checkpoint_bytes", "checkpoint_bytes", "Of these, copied ahead of a preemption."),
-    (
-        "checkpoint_used_bytes",
-        "checkpoint_used_bytes",
-        "KV that a preemption found copied already.",
-    ),
     ("num_weight_copies", "weight_copies", "Layers whose weights were copied to the device."),
     ("weight_copy_bytes", "weight_copy_bytes", "Weights copied to the device."),
     ("num_weight_stalls", "weight_stalls", "Layers whose weights were waited for."),
