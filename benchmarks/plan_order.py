@@ -186,13 +186,19 @@ def main() -> None:
         for knows in options.knows.split(","):
             for by in options.orders.split(","):
                 is_same = by == "shuffle" and knows != options.knows.split(",")[0]
-                runs = [] if is_same else [run(CASES[name], by, knows, s) for s in range(options.seeds)]
+                runs = (
+                    []
+                    if is_same
+                    else [run(CASES[name], by, knows, s) for s in range(options.seeds)]
+                )
                 if runs:
                     mean = {key: float(np.mean([one[key] for one in runs])) for key in runs[0]}
                     results.append({"case": name, "knows": knows, "order": by, **mean})
                     print(json.dumps(results[-1]), flush=True)
     what = "steps of the real scheduler, timed by the reference roofline; no run on an engine"
-    conditions.write_result(options.out, "plan_order.py", what=what, seeds=options.seeds, runs=results)
+    conditions.write_result(
+        options.out, "plan_order.py", what=what, seeds=options.seeds, runs=results
+    )
 
 
 if __name__ == "__main__":
