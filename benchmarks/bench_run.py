@@ -74,7 +74,7 @@ class Bench:
             return self.given_models[model]
         folder = WORK / "models" / model
         if not (folder / "tokenizer.json").exists():
-            python = venvs.ensure("transformers", self.given_venvs)
+            python = venvs.ensure("raybatch", self.given_venvs)
             command = [str(python), str(HERE / "models.py"), model, str(folder)]
             subprocess.run(command, check=True, stdout=sys.stderr)
         return folder

@@ -3,18 +3,19 @@
 python benchmarks/models.py moe-8m FOLDER            writes one checkpoint
 python benchmarks/models.py moe-8m FOLDER --check    also measures its greedy outputs
 
-Weights are scaled so that greedy outputs wander instead of repeating one token, and so that the
-two best logits of a step are rarely close: token equality between engines then means something.
+Weights are those of `raybatch.bench.checkpoints`: token equality between engines means something.
 """
 
 import argparse
 import json
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raybatch.bench.checkpoints import Shape, write_checkpoint
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 1024
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -28,36 +29,23 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """Sizes of one checkpoint; `num_experts` 0 makes a dense model."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
-    num_experts: int = 0
-    experts_per_token: int = 0
-    num_kv_heads: int = 4
-    head_dim: int = 64
-
-
+_shape = partial(Shape, num_kv_heads=4, head_dim=64, vocab_size=VOCAB_SIZE, max_len=8192)
 SHAPES = {
-    "dense-4m": ModelShape(hidden_size=256, num_layers=4, num_heads=8, intermediate_size=512),
-    "dense-60m": ModelShape(hidden_size=768, num_layers=10, num_heads=12, intermediate_size=2048),
-    "moe-8m": ModelShape(
+    "dense-4m": _shape(hidden_size=256, num_layers=4, num_heads=8, ffn_size=512),
+    "dense-60m": _shape(hidden_size=768, num_layers=10, num_heads=12, ffn_size=2048),
+    "moe-8m": _shape(
         hidden_size=256,
         num_layers=4,
         num_heads=8,
-        intermediate_size=128,
+        ffn_size=128,
         num_experts=16,
         experts_per_token=4,
     ),
-    "moe-100m": ModelShape(
+    "moe-100m": _shape(
         hidden_size=512,
         num_layers=5,
         num_heads=8,
-        intermediate_size=192,
+        ffn_size=192,
         num_experts=64,
         experts_per_token=8,
     ),
@@ -82,53 +70,6 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
-
-
-def build_model(shape: ModelShape, seed: int) -> "PreTrainedModel":
-    """Build the model in float32 with weights that depend on nothing but `shape` and `seed`."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    common: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate_size,
-        "max_position_embeddings": 8192,
-        "bos_token_id": None,
-        "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
-        "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
-        "tie_word_embeddings": False,
-    }
-    if shape.num_experts:
-        config = Qwen3MoeConfig(
-            **common,
-            num_experts=shape.num_experts,
-            num_experts_per_tok=shape.experts_per_token,
-            moe_intermediate_size=shape.intermediate_size,
-            decoder_sparse_step=1,
-            norm_topk_prob=True,
-        )
-        model: PreTrainedModel = Qwen3MoeForCausalLM(config)
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**common))
-    _initialize(model, seed)
-    return model.eval()
-
-
-def _initialize(model: "PreTrainedModel", seed: int) -> None:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if "norm" in name:
-            # sharper attention than 1.0 gives: the context, not only the last token, decides
-            weight.data.fill_(1.5 if "q_norm" in name or "k_norm" in name else 1.0)
-        else:
-            std = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
-            weight.data.normal_(0.0, std, generator=generator)
 
 
 def check(folder: Path, num_prompts: int = 8, output_len: int = 64) -> dict[str, float]:
@@ -170,10 +111,7 @@ def check(folder: Path, num_prompts: int = 8, output_len: int = 64) -> dict[str,
 
 def write(name: str, folder: Path, seed: int = 0) -> int:
     """Write checkpoint and tokenizer into `folder`; return the number of parameters."""
-    model = build_model(SHAPES[name], seed)
-    model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return sum(weight.numel() for weight in model.parameters())
+    return write_checkpoint(SHAPES[name], folder, seed=seed, tokenizer=build_tokenizer())
 
 
 def main() -> None:

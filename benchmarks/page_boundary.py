@@ -16,12 +16,10 @@ from typing import Any, get_args
 
 import conditions
 import numpy as np
+from boundary.records import BoundaryOptions, VictimOrder
 from host_chunk import AdaptiveHostChunk
 from page_simulator import Lengths, Machine, Outcome, simulate
 from step_simulator import Device
-
-from raybatch.config import VictimOrder
-from raybatch.policy.boundary.records import BoundaryOptions
 
 PAGE_TOKENS = 64
 TAIL_SIGMA, TAIL_CLIP = 1.95, 9.2

@@ -1,6 +1,6 @@
 """An engine that stops at page boundaries, as counts of pages and tokens on a virtual clock.
 
-`raybatch.policy.boundary.page_boundary` decides and `apply_plan` keeps the books; between two
+`boundary.page_boundary` decides and `apply_plan` keeps the books; between two
 boundaries every active sequence decodes until the boundary or its end, and a slot that falls empty
 stays so until then. A prefill round computes its prompts in steps of a token budget while nothing
 decodes.
@@ -13,16 +13,11 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
+from boundary.page_boundary import plan_boundary
+from boundary.records import BoundaryOptions, BoundarySnapshot, SequencePages, apply_plan
 from host_chunk import AdaptiveHostChunk
 from step_simulator import Device
 
-from raybatch.policy.boundary.page_boundary import plan_boundary
-from raybatch.policy.boundary.records import (
-    BoundaryOptions,
-    BoundarySnapshot,
-    SequencePages,
-    apply_plan,
-)
 from raybatch.records.arrays import Ints
 
 

@@ -45,6 +45,9 @@ WORKLOADS = {
     "prompts": workloads_e2e.Workload(
         name="prompts", kind="random", num_requests=48, prompt_len=480, output_len=1
     ),
+    "random": workloads_e2e.Workload(
+        name="random", kind="random", num_requests=256, prompt_len=128, output_len=64
+    ),
     "equal": workloads_e2e.Workload(
         name="equal", kind="random", num_requests=128, prompt_len=128, output_len=256
     ),
@@ -116,11 +119,12 @@ def measure(
     short = round(need * args.share)
     options = {
         "recompute": {"kv_cache_bytes": short},
-        "swap": {"kv_cache_bytes": short, "host_kv_bytes": need},
+        "swap": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": False},
         "ahead": {
             "kv_cache_bytes": short,
             "host_kv_bytes": need,
             "kv_checkpoint_blocks": AHEAD_BLOCKS,
+            "kv_offload": False,
         },
         "offload": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": True},
         "ample": {"kv_cache_bytes": need},

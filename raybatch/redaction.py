@@ -11,8 +11,9 @@ _SECRET_WORD = (
     r"(?:pass(?:word|wd|phrase)?|secret|token|credentials?|signature|authorization|"
     r"(?:api|access|account|private|shared|encryption|session)[_-]?key|key[_-]?id|sig|pwd)"
 )
-# user:password@ of a URL; a password may hold slashes and further at signs
-_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]{0,30}://)([^\s'\"<>]{1,2000})@")
+# user:password@ of a URL; a password may hold slashes and further at signs. There is none where no
+# colon and no at sign comes before the first slash, as in s3://bucket/model@revision
+_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]{0,30}://)(?=[^\s'\"<>/]*[:@])([^\s'\"<>]{1,2000})@")
 # name=value, "name": "value", --name value, in queries, headers, options and JSON
 _NAMED = re.compile(
     rf"(?i)((?<![a-z])[\w.-]{{0,64}}?{_SECRET_WORD}(?:s|_id|-id)?\\?[\"']?\s{{0,3}}(?:=>|[=:])\s{{0,3}})"

@@ -26,7 +26,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-import torch
 import yaml
 
 from faultlab.s3_server import s3_variables
@@ -127,7 +126,7 @@ def put(folder: Path, where: str) -> None:
 def make_inputs(folder: Path, num_files: int) -> None:
     """Write models and rows, and bring them to S3."""
     shape = ON_CPU["dense, 4 layers of 256"]
-    write_checkpoint(shape, folder / "model", dtype=torch.float32, device="cpu")
+    write_checkpoint(shape, folder / "model")
     put(folder / "model", "s3://team/model")
     # a quantized checkpoint: nobody is to fetch weights in order to refuse it
     quantized = folder / "fp8"
@@ -207,7 +206,7 @@ def walk(hour: Hour, num_files: int) -> None:
         del os.environ["RAY_ADDRESS"]
     with hour.minute(60, "looks at the answers: raybatch verify") as found:
         text = hour.raybatch("verify", "s3://team/answers")
-        found.append(check(f"{num_rows:,}" in text, " ".join(text.split())))
+        found.append(check(f"{num_rows:,} written" in text, " ".join(text.split())))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from raybatch import Job, LLMStage
-from raybatch.actors.executors.ray_pools import host_of_engines
+from raybatch.actors.executors.ray_hosts import host_of_engines
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig

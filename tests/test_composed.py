@@ -215,9 +215,19 @@ def test_rows_of_other_types_are_told(source, tmp_path):
 
 def test_another_version_is_refused(source, tmp_path):
     sink = tmp_path / "out"
-    read(source, sink, version="1")
+    raybatch.write_parquet(read(source, sink, version="1"), sink)
     with pytest.raises(ConfigError, match=r"version is \"2\" and was \"1\"(?!.*extend)"):
         read(source, sink, version="2")
+
+
+def test_an_output_without_answers_holds_nobody_to_its_version(source, tmp_path, caplog):
+    sink = tmp_path / "out"
+    before = read(source, sink, version="1")
+    rows = mapped(read(source, sink, version="2"))
+    assert "answered nothing, and begins again" in caplog.text
+    with pytest.raises(ConfigError, match=r"begun again.*after these rows were read"):
+        raybatch.write_parquet(before, sink)
+    assert raybatch.write_parquet(rows, sink).is_clean
 
 
 @pytest.fixture

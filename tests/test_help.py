@@ -14,6 +14,7 @@ from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
 from raybatch.job.run import planned_run
 from raybatch.openai_batch.run import BatchOptions
+from tests.test_cli import run_main
 
 
 def commands_of(group, path=()):
@@ -120,3 +121,19 @@ def test_help_of_run_and_submit_shows_every_flag_of_a_job():
 
 def test_help_of_retry_errors_leaves_out_what_the_output_says():
     assert set(VALUES) - shown("retry-errors") == {"columns"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("run", "--backend", "vllm"), "backend is an option of jobs: --set backend=..."),
+        (("explain", "--max-errors", "3"), ""),
+        (("fetch", "demo", "--model", "x"), ""),
+    ],
+)
+def test_an_option_without_a_flag_is_told_how_to_be_given(monkeypatch, capsys, arguments, hint):
+    assert run_main(monkeypatch, *arguments) == 1
+    told = capsys.readouterr().err
+    assert "No such option" in told
+    assert ("is an option of jobs" in told) == bool(hint)
+    assert hint in told

@@ -64,18 +64,33 @@ NEEDED = {
 }
 
 
+@pytest.fixture
+def labelled(tmp_path):
+    pq.write_table(pa.table({"text": ["a"], "label": ["b"]}), tmp_path / "in.parquet")
+    return tmp_path
+
+
 @pytest.mark.parametrize("option", NEEDED)
-def test_column_that_the_job_reads_must_be_chosen(model, tmp_path, option):
-    job = job_of(model, stage=NEEDED[option], columns=["text"], source=str(tmp_path))
+def test_column_that_the_job_reads_must_be_chosen(model, labelled, option):
+    job = job_of(model, stage=NEEDED[option], columns=["text"], source=str(labelled))
     with pytest.raises(ConfigError, match=r"columns leaves out 'label', which the job reads; add"):
         job.explain(measure=False)
 
 
-def test_column_of_expected_tokens_must_be_chosen(model, tmp_path):
+def test_column_of_expected_tokens_must_be_chosen(model, labelled):
     plan = {"expected_tokens_column": "label"}
-    job = job_of(model, plan=plan, columns=["text"], source=str(tmp_path))
+    job = job_of(model, plan=plan, columns=["text"], source=str(labelled))
     with pytest.raises(ConfigError, match="columns leaves out 'label'"):
         job.explain(measure=False)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("nope", ""), ("txet", " .did you mean 'text'..")])
+def test_a_chosen_column_that_is_not_there_is_told_before_those_left_out(
+    model, labelled, name, hint
+):
+    said = f"columns names '{name}', which is no column of the source{hint}; it has text, label"
+    with pytest.raises(ConfigError, match=said):
+        job_of(model, columns=[name], source=str(labelled)).explain(measure=False)
 
 
 def test_columns_are_a_flag_and_the_rest_are_settings_of_the_job():

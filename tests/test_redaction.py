@@ -16,6 +16,8 @@ SECRET = "Zq7RvW2kLx0TnB5y"
         f"s3://key:{SECRET}@bucket/folder",
         f"https://user:p@{SECRET}/x@host/path",
         f"HTTPS://{SECRET}@host/",
+        f"s3://key:ab/{SECRET}@bucket/model@rev",
+        f"s3://key:12/{SECRET}@bucket",
         f"s3://key:{SECRET}@b cannot be read; see https://key:{SECRET}@b",
         f"https://host/x?X-Amz-Signature={SECRET}&a=1",
         f"https://host/x?sv=1&sig={SECRET}",
@@ -52,6 +54,8 @@ def test_secrets_are_hidden(text):
     "text",
     [
         "s3://bucket/folder/part-000001.parquet",
+        "s3://bucket/model@rev",
+        "hf://Qwen/Qwen3-0.6B@main/config.json",
         "prompt_tokens: 1234",
         "token: 17",
         "the tokenizer has no chat template",

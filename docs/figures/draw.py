@@ -226,7 +226,39 @@ def engine() -> Figure:
     return f
 
 
-FIGURES = {"flow": flow, "plan": plan, "pool": pool, "commit": commit, "engine": engine}
+def window() -> Figure:
+    """Draw a layer in time, where KV lives in host memory."""
+    f = Figure(960, 262, "a layer in time, with KV in host memory")
+    rows = (("copies in", 40), ("computes", 106), ("copies out", 172))
+    for name, y in rows:
+        f.text(84, y + 24, name, at="end")
+    for part in range(3):
+        x = 100 + 176 * part
+        f.box(x, 34, 150, 44, f"KV of part {part}", f"into buffer {part % 2}")
+        f.box(x + 66, 100, 150, 44, f"attention {part}", "its rows", kind="warm")
+        f.box(x + 132, 166, 150, 44, "new tokens", f"from buffer {part % 2}")
+        f.arrow(f"M{x + 100} 78V96")
+        f.arrow(f"M{x + 166} 144V162")
+    f.box(684, 100, 200, 44, "experts", "all rows of the step, once", kind="key")
+    f.box(794, 34, 150, 44, "KV of part 0", "of the next layer")
+    f.arrow("M668 122H680")
+    f.text(480, 18, "a part: as many rows as one of two buffers holds, of one layer")
+    f.text(
+        480,
+        240,
+        "hidden states of all rows wait for the experts; on a CPU copies and kernels take turns",
+    )
+    return f
+
+
+FIGURES = {
+    "flow": flow,
+    "plan": plan,
+    "pool": pool,
+    "commit": commit,
+    "engine": engine,
+    "window": window,
+}
 
 
 def main() -> None:

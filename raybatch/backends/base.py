@@ -59,8 +59,11 @@ class Backend(Protocol):
         Each has `min_new_tokens` beyond those returned here before.
         """
 
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
-        """Take the unfinished sequences of these requests out as data, in order of arrival."""
+    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
+        """Take the unfinished sequences of these requests out as data, in order of arrival.
+
+        `with_kv` takes their KV along, where the engine has a way to read it.
+        """
 
     def restore(self, states: Sequence[SequenceState]) -> None:
         """Go on with sequences that another engine exported."""

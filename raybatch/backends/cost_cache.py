@@ -19,7 +19,7 @@ from raybatch.backends.registry import create_backend, type_of
 from raybatch.config import BackendConfig, EngineConfig, cache_dir
 from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
 from raybatch.errors import MeasureError, error_text
-from raybatch.models.source import plain_name
+from raybatch.models.source import plain_name, without_content
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits, fit
 
 # beyond the start: the program takes about 10 s, and longer only for models that are very slow
@@ -139,7 +139,7 @@ def load_cost_model(path: Path) -> CostModel | None:
 
 def _model_identity(model: str) -> str:
     """Return what two checkpoints of equal speed have in common, wherever they lie."""
-    folder = Path(model).expanduser()
+    folder = Path(without_content(model)).expanduser()
     config = folder / "config.json"
     if not config.is_file():
         return plain_name(model)
@@ -150,7 +150,8 @@ def _model_identity(model: str) -> str:
 def _vocab_size(model: str) -> int:
     """Return the size of a local model's vocabulary, else what every model has."""
     try:
-        fields = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = Path(without_content(model)).expanduser() / "config.json"
+        fields = json.loads(config.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return MIN_VOCAB_SIZE
     return int(fields.get("vocab_size", MIN_VOCAB_SIZE))

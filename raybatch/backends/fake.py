@@ -216,7 +216,7 @@ class FakeBackend(IntakeBackend):
                 states.append(state)
         return states
 
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
+    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)
         states = []
         for key in [key for key in self._running if key[0] in wanted]:

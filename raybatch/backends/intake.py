@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raybatch.records.types import Completion, Request, SequenceState
 
@@ -49,7 +49,8 @@ class IntakeBackend(ABC):
         for state in states:
             request_id = state.request.request_id
             self._num_open[request_id] = self._num_open.get(request_id, 0) + 1
-            self._queue(state, self._begun)
+            # these engines have no use for KV
+            self._queue(replace(state, kv=None), self._begun)
 
     def poll(self) -> list[Completion]:
         if not self._num_open:
@@ -84,7 +85,9 @@ class IntakeBackend(ABC):
             self._num_open.pop(request_id, None)
 
     @abstractmethod
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]: ...
+    def export(
+        self, request_ids: Collection[int], *, with_kv: bool = False
+    ) -> list[SequenceState]: ...
 
     @abstractmethod
     def _step(self) -> list[Completion]:

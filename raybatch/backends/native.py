@@ -50,8 +50,8 @@ class NativeBackend:
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         return self._engine.begun(min_new_tokens)
 
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
-        return self._engine.export(request_ids)
+    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
+        return self._engine.export(request_ids, with_kv=with_kv)
 
     def restore(self, states: Sequence[SequenceState]) -> None:
         self._engine.restore(states)

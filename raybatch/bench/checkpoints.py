@@ -21,6 +21,7 @@ class Shape:
     num_experts: int = 0
     experts_per_token: int = 0
     vocab_size: int = 151_936
+    max_len: int = 32_768
 
 
 # layers of the models that are named, and fewer of them
@@ -64,14 +65,47 @@ ON_CPU: Mapping[str, Shape] = {
 }
 
 
-def write_checkpoint(shape: Shape, folder: Path, *, dtype: torch.dtype, device: str) -> int:
+def write_checkpoint(
+    shape: Shape,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    tokenizer: Any = None,  # noqa: ANN401 - of transformers
+) -> int:
     """Write a model of random weights with a tokenizer, and return its number of parameters.
 
-    Weights are scaled so that greedy outputs wander, and made on `device`, as that is quicker for
-    large ones.
+    Weights depend on nothing but shape, dtype, kind of device and seed. They are scaled so that
+    greedy outputs wander instead of repeating one token, and so that the two best logits of a step
+    are rarely close; they are made on `device`, as that is quicker for large ones.
+
+    Args:
+        tokenizer: with tokens for the end of a text and for padding; None has a word for each id.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging
+
+    tokenizer = tokenizer or _tokenizer(shape.vocab_size)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
+    with torch.device("meta"):
+        model = _model(shape, {"bos_token_id": None, **ids, "dtype": dtype})
+    model.to(dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            # sharper attention than 1.0 gives: the context, not only the last token, decides
+            weight.data.fill_(1.5 if "q_norm" in name or "k_norm" in name else 1.0)
+        else:
+            std = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
+            weight.data.normal_(0.0, std, generator=generator)
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _model(shape: Shape, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     common: dict[str, Any] = {
         "vocab_size": shape.vocab_size,
@@ -81,38 +115,21 @@ def write_checkpoint(shape: Shape, folder: Path, *, dtype: torch.dtype, device: 
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "intermediate_size": shape.ffn_size,
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": shape.max_len,
         "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-        "dtype": dtype,
+        **options,
     }
-    with torch.device("meta"):
-        model: Any
-        if shape.num_experts:
-            config = Qwen3MoeConfig(
-                **common,
-                num_experts=shape.num_experts,
-                num_experts_per_tok=shape.experts_per_token,
-                moe_intermediate_size=shape.ffn_size,
-                norm_topk_prob=True,
-            )
-            model = Qwen3MoeForCausalLM(config)
-        else:
-            model = Qwen3ForCausalLM(Qwen3Config(**common))
-    model.to(dtype).to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    for name, weight in model.named_parameters():
-        if "norm" in name:
-            weight.data.fill_(1.0)
-        else:
-            std = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
-            weight.data.normal_(0.0, std, generator=generator)
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    _tokenizer(shape.vocab_size).save_pretrained(folder)
-    return sum(weight.numel() for weight in model.parameters())
+    if not shape.num_experts:
+        return Qwen3ForCausalLM(Qwen3Config(**common))
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **common,
+            num_experts=shape.num_experts,
+            num_experts_per_tok=shape.experts_per_token,
+            moe_intermediate_size=shape.ffn_size,
+            norm_topk_prob=True,
+        )
+    )
 
 
 def _tokenizer(num_words: int) -> Any:  # noqa: ANN401

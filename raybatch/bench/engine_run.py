@@ -1,12 +1,12 @@
 """One engine in a process of its own: it answers the same random rows as any other, and is timed.
 
-Run with a JSON object (`EngineJob`) as its only argument; the last line of stdout is the result.
+Run with a JSON object (`EngineJob`) as its only argument; each line of stdout is the result so far.
 """
 
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class RowsRun:
     """What came of one kind of rows: seconds of each repeat, and tokens of a few rows before."""
 
     name: str
+    num_rows: int
     seconds: tuple[float, ...]
     prompt_tokens: int
     output_tokens: int
@@ -95,14 +96,18 @@ def requests_of(rows: Rows, vocab_size: int, *, seed: int, first_id: int) -> lis
     return requests
 
 
-def run_engine(job: EngineJob) -> EngineResult:
-    """Start the engine of a job and time it; raise RuntimeError where a row fails."""
+def run_engine(job: EngineJob, tell: Callable[[EngineResult], None]) -> None:
+    """Start the engine of a job and time it; raise RuntimeError where a row fails.
+
+    `tell` is called with the result so far after each kind of rows.
+    """
     began = time.perf_counter()
     config = EngineConfig(**job.engine)
     backend = create_backend(job.model, BackendConfig(kind=job.kind, options=job.options), config)
     load_s = time.perf_counter() - began
     try:
-        runs, next_id = [], 0
+        runs: list[RowsRun] = []
+        next_id = 0
         for rows in job.rows:
             # the first one compiles and captures what this kind of rows needs
             seconds: list[float] = []
@@ -119,6 +124,7 @@ def run_engine(job: EngineJob) -> EngineResult:
             runs.append(
                 RowsRun(
                     name=rows.name,
+                    num_rows=rows.num_rows,
                     seconds=tuple(seconds),
                     prompt_tokens=rows.num_rows * rows.prompt_tokens,
                     output_tokens=rows.num_rows * rows.output_tokens,
@@ -126,9 +132,9 @@ def run_engine(job: EngineJob) -> EngineResult:
                     num_steps=num_steps,
                 )
             )
+            tell(EngineResult(kind=job.kind, load_s=load_s, runs=tuple(runs)))
     finally:
         backend.close()
-    return EngineResult(kind=job.kind, load_s=load_s, runs=tuple(runs))
 
 
 def _answer(
@@ -154,7 +160,7 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     fields = json.loads(sys.argv[1])
     job = EngineJob(**fields | {"rows": tuple(Rows(**rows) for rows in fields["rows"])})
-    print(json.dumps(asdict(run_engine(job))), file=answers, flush=True)
+    run_engine(job, lambda result: print(json.dumps(asdict(result)), file=answers, flush=True))
 
 
 if __name__ == "__main__":

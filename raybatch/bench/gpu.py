@@ -31,7 +31,7 @@ _ON_GPU = (
     Rows(name="nothing shared", num_rows=256, prompt_tokens=512, output_tokens=128),
     Rows(name="long prompts", num_rows=32, prompt_tokens=4096, output_tokens=8),
     Rows(
-        name="32 groups of 16",
+        name="groups of 16",
         num_rows=512,
         prompt_tokens=1088,
         output_tokens=64,
@@ -79,7 +79,7 @@ def bench_gpu(
     shapes: Mapping[str, Shape] | None = None,
     rows: Sequence[Rows] | None = None,
 ) -> BenchReport:
-    """Measure a device within the minutes of the options; what fails or is left out is told.
+    """Measure a device within the minutes of the options; what fails or is skipped is told.
 
     Args:
         tell: called with what comes next.
@@ -103,16 +103,19 @@ def bench_gpu(
     limits = measure_limits(device, bench.dtype)
     with tempfile.TemporaryDirectory(prefix="raybatch-bench-") as folder:
         checked = bench.check_tokens(Path(folder) / "check")
-        models = []
-        for i, (name, shape) in enumerate(shapes.items()):
-            model = bench.measure(name, shape, Path(folder) / str(i), limits, engines, rows or ())
-            models.append(model)
+        models = [
+            bench.measure(name, shape, Path(folder) / str(i), limits, engines, rows or ())
+            for i, (name, shape) in enumerate(shapes.items())
+            if bench.has_time(name)
+        ]
     return BenchReport(
         machine=machine_of(device),
+        minutes=options.minutes,
         limits=limits,
         checked=checked,
         models=tuple(models),
         failures=tuple(bench.failures),
+        skipped=tuple(bench.skipped),
         notes=tuple(bench.missing) if is_gpu else (*bench.missing, _ON_A_CPU),
     )
 
@@ -137,7 +140,7 @@ def _device_of(name: str) -> torch.device:
 
 
 class _Bench:
-    """The parts of a measurement, each of which notes what fails and goes on."""
+    """The parts of a measurement, each of which notes what fails or has no time, and goes on."""
 
     def __init__(
         self, *, device: torch.device, dtype: torch.dtype, end: float, tell: Callable[[str], None]
@@ -145,6 +148,7 @@ class _Bench:
         self.dtype = dtype
         self.missing: list[str] = []
         self.failures: list[str] = []
+        self.skipped: list[str] = []
         self._device, self._end, self._tell = device, end, tell
 
     def engines_of(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -157,13 +161,21 @@ class _Bench:
             self.missing.append(f"{name} is not installed here, so it was not measured")
         return here
 
+    def has_time(self, part: str) -> bool:
+        """Return whether there is time for a part; one that there is none for is noted."""
+        has_time = self._left_s() > 0
+        if not has_time:
+            self.skipped.append(part)
+        return has_time
+
     def check_tokens(self, folder: Path) -> CheckedTokens | None:
         """Compare the tokens of the native engine with those of transformers, in float32."""
         self._tell("tokens beside those of transformers")
         shape = ON_CPU["dense, 4 layers of 256"]
         write_checkpoint(shape, folder, dtype=torch.float32, device="cpu")
+        what = "the comparison of tokens"
         found = [
-            self._run(kind, shape, folder, (_CHECKED,), num_repeats=0, dtype="float32")
+            self._run(what, kind, shape, folder, (_CHECKED,), num_repeats=0, dtype="float32")
             for kind in ("native", "transformers")
         ]
         if None in found:
@@ -187,7 +199,7 @@ class _Bench:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         layers: LayerFigures | None = None
-        if self._left_s() > 0:
+        if self.has_time(f"{name}, layers"):
             self._tell(f"layers of {name}")
             budget_s = min(_MAX_LAYERS_S, _LAYERS_SHARE * self._left_s())
             try:
@@ -205,7 +217,7 @@ class _Bench:
         results = []
         for kind in engines:
             self._tell(f"{kind} on {name}")
-            results.append(self._run(kind, shape, folder, rows, num_repeats=_NUM_REPEATS))
+            results.append(self._run(name, kind, shape, folder, rows, num_repeats=_NUM_REPEATS))
         return ModelFigures(
             name=name,
             num_parameters=num_parameters,
@@ -237,6 +249,7 @@ class _Bench:
 
     def _run(
         self,
+        what: str,
         kind: str,
         shape: Shape,
         folder: Path,
@@ -245,7 +258,12 @@ class _Bench:
         num_repeats: int,
         dtype: str | None = None,
     ) -> EngineResult | None:
-        """Run one engine in a process of its own, and note what ended it early."""
+        """Run one engine in a process of its own; return the rows that it was done with.
+
+        What ended it early is noted.
+        """
+        if not self.has_time(f"{what}, {kind}"):
+            return None
         job = EngineJob(
             kind=kind,
             model=str(folder),
@@ -256,21 +274,26 @@ class _Bench:
             options=_VLLM_ON_CPU if kind == "vllm" and self._device.type == "cpu" else {},
         )
         command = [sys.executable, "-m", "raybatch.bench.engine_run", job.to_json()]
+        failure, is_late = "", False
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=max(1.0, self._left_s()),
-                check=True,
-            )
-            return _RESULT.validate_json(done.stdout.splitlines()[-1])
-        except subprocess.TimeoutExpired:
-            self.failures.append(f"{kind}: not done within the time; --minutes gives it more")
-        except subprocess.CalledProcessError as error:
-            last = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
-            self.failures.append(f"{kind}: {last[0]}")
-        except (IndexError, ValueError) as error:
-            self.failures.append(f"{kind}: gave no result ({error_text(error)})")
-        return None
+            timeout_s = max(1.0, self._left_s())
+            done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
+            output = done.stdout
+            if done.returncode:
+                last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+                failure = (last or [f"exit code {done.returncode}"])[0]
+        except subprocess.TimeoutExpired as error:
+            output, is_late = error.stdout or b"", True
+        result: EngineResult | None = None
+        # a line that was cut off has no end
+        for line in output.rpartition(b"\n")[0].splitlines()[-1:]:
+            try:
+                result = _RESULT.validate_json(line)
+            except ValueError as error:
+                failure = failure or f"gave no result ({error_text(error)})"
+        missing = ", ".join(each.name for each in rows[len(result.runs) if result else 0 :])
+        if missing and is_late:
+            self.skipped.append(f"{what}, {kind}: {missing}")
+        elif missing or failure:
+            self.failures.append(f"{what}, {kind}: {failure or 'gave no result'}")
+        return result

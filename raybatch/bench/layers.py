@@ -81,6 +81,7 @@ def _times(
         (f"attention, {names[point.tokens, point.work]}", point) for point in profile.attention
     )
     blocks = "experts" if layer.num_experts > 1 else "feed-forward"
+    order = [*(f"attention, {name}" for name in _KINDS), blocks]
     return tuple(
         LayerTime(
             module=module,
@@ -90,6 +91,6 @@ def _times(
         )
         for module, point in sorted(
             [*attention, *((blocks, point) for point in profile.ffn)],
-            key=lambda timed: (timed[0], timed[1].tokens),
+            key=lambda timed: (order.index(timed[0]), timed[1].tokens),
         )
     )

@@ -25,6 +25,7 @@ class Machine:
     device: str
     memory_gib: float | None
     capability: str
+    num_threads: int | None  # None on a GPU
     cuda: str
     python: str
     versions: dict[str, str]
@@ -55,6 +56,7 @@ def machine_of(device: torch.device) -> Machine:
             if facts is None
             else f"sm_{facts.major}{facts.minor}"
         ),
+        num_threads=torch.get_num_threads() if facts is None else None,
         cuda=torch.version.cuda or "",
         python=platform.python_version(),
         versions=versions(_PACKAGES),

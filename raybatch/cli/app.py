@@ -22,7 +22,7 @@ from raybatch.cli.batch import batches, run_batch_file, serve
 from raybatch.cli.bench import bench
 from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
 from raybatch.cli.fetch import fetch_model
-from raybatch.cli.flags import JobFlags, check_path, with_job_flags, with_model
+from raybatch.cli.flags import JobFlags, check_path, hint_at_setting, with_job_flags, with_model
 from raybatch.config import log_level
 from raybatch.errors import ConfigError, RaybatchError, shell_path
 from raybatch.redaction import DiscreetFormatter, redacted
@@ -75,6 +75,8 @@ def main() -> None:
             raise SystemExit(1) from None
         if end.code == _INTERRUPTED:
             typer.echo("interrupted", err=True)
+        if hint := hint_at_setting(end.__context__):
+            typer.echo(hint, err=True)
         # typer ends with 2 on a wrong flag, which would say that a job is done but for error rows
         if end.code == _ERROR_ROWS and not isinstance(end.__context__, typer.Exit):
             raise SystemExit(1) from None

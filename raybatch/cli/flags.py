@@ -125,7 +125,10 @@ class JobFlags:
         """Return the options of the job; raise ConfigError where nothing names a source."""
         mapping = nested_options(self.job_file, self.options)
         if self.job_file is None and "source" not in mapping:
-            raise ConfigError("nothing to run: give a job file, or --input, --output and --prompt")
+            raise ConfigError(
+                "nothing to run: give a job file, or --input, --output and --prompt (--limit takes "
+                "no --output)"
+            )
         return mapping
 
 
@@ -172,6 +175,16 @@ def with_job_flags(
         return with_flags
 
     return decorate
+
+
+def hint_at_setting(error: BaseException | None) -> str:
+    """Return how an option of jobs is given that was taken for a flag of a command; else ""."""
+    name = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    has_settings = any("--set" in flag.opts for flag in getattr(command, "params", ()))
+    if not has_settings or (name not in JOB_OPTIONS and name not in _STAGE_OPTIONS):
+        return ""
+    return f"{name} is an option of jobs: --set {name}=..., or a line of a job file"
 
 
 def nested_options(job_file: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,13 +4,7 @@
 unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` makes a new one.
 """
 
-from raybatch.config.engine import (
-    AdmissionPolicy,
-    BackendConfig,
-    EngineConfig,
-    KVCacheDType,
-    VictimOrder,
-)
+from raybatch.config.engine import AdmissionPolicy, BackendConfig, EngineConfig, KVCacheDType
 from raybatch.config.environment import (
     armed_fault,
     cache_dir,
@@ -43,7 +37,6 @@ __all__ = [
     "PoolConfig",
     "SpecialTokens",
     "Strategy",
-    "VictimOrder",
     "WaveConfig",
     "armed_fault",
     "cache_dir",

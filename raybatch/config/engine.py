@@ -15,7 +15,6 @@ from raybatch.config.option import (
     Positive,
     SecretMapping,
     Speed,
-    fields_of,
     is_default,
     options,
 )
@@ -24,7 +23,6 @@ from raybatch.records.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8"]
-VictimOrder = Literal["least", "most", "lifo"]
 AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 # what its engines are tested on
@@ -61,20 +59,11 @@ class EngineConfig:
     kv_checkpoint_blocks: Speed[NonNegative | None] = None
     """KV blocks copied to host memory per step, of sequences likely to be preempted next; needs
     `host_kv_bytes`. None or 0 copies none."""
-    kv_offload: Speed[bool] = False
-    """Keep the KV of all sequences in host memory, and on the device only that of decoding ones;
-    prompts run in rounds, with two layers of their KV on the device."""
-    offload_initial_blocks: Speed[Positive] = 2
-    """With `kv_offload`: free KV blocks that a sequence gets on the device when it starts to
-    decode."""
-    offload_extension_blocks: Speed[Positive] = 2
-    """With `kv_offload`: further blocks that it gets when these are full."""
-    offload_interval_blocks: Speed[Positive] = 1
-    """With `kv_offload`: blocks of tokens decoded between two decisions about who stays on the
-    device."""
-    offload_victims: Speed[VictimOrder] = "least"
-    """With `kv_offload`: who leaves the device first when blocks run out: least progress, most
-    progress, or the last to come ("lifo")."""
+    kv_offload: Speed[bool | Literal["auto"]] = "auto"
+    """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
+    attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
+    the step. "auto" does so where there is `host_kv_bytes`, and measured layers and links promise
+    more tokens/s."""
     block_size_tokens: Speed[Positive] = 64
     """Tokens per KV block."""
     max_batched_tokens: Speed[Positive] = 2048
@@ -136,14 +125,8 @@ class EngineConfig:
                 "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
                 "out, and engines use graphs where they run on CUDA"
             )
-        if self.kv_offload:
+        if self.kv_offload is True:
             self._check_offload()
-        for name in () if self.kv_offload else fields_of(type(self)):
-            if name.startswith("offload_") and not is_default(self, name):
-                raise ConfigError(
-                    f"engine.{name} is for KV that lives in host memory; set kv_offload and "
-                    "host_kv_bytes as well, or leave it out"
-                )
         if self.kv_admission_fraction is not None and self.admission in ("static", "multi_bin"):
             raise ConfigError(
                 "engine.kv_admission_fraction spreads starts over time, and with "
@@ -155,19 +138,10 @@ class EngineConfig:
             raise ConfigError(
                 "engine.kv_offload needs host memory for KV; set host_kv_bytes as well"
             )
-        for name in ("offload_initial_blocks", "offload_extension_blocks"):
-            if getattr(self, name) < self.offload_interval_blocks:
-                raise ConfigError(
-                    f"engine.{name} is {getattr(self, name)}, and sequences decode "
-                    f"{self.offload_interval_blocks} blocks from one page boundary to the next "
-                    "(engine.offload_interval_blocks); set it to as many at least"
-                )
         for name, why in (
             ("speculative_tokens", "computes no drafts"),
-            ("kv_checkpoint_blocks", "copies all KV to host memory anyway"),
-            ("admission", "starts rows in the order in which they come"),
-            ("kv_admission_fraction", "starts rows in rounds"),
-            ("cuda_graphs", "uses the pool in two shapes, and graphs know one"),
+            ("kv_checkpoint_blocks", "has all KV in host memory anyway"),
+            ("cuda_graphs", "uses the pool as a window, and graphs know pools"),
         ):
             # what is switched off is no different from what is not there
             if getattr(self, name) and not is_default(self, name):

@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 
 from raybatch.config import EngineConfig
-from raybatch.engine.batch.forward_batch import slots_with_logits
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
-from raybatch.engine.finish_rules import FinishRules, RowLimits
+from raybatch.engine.finish_rules import FinishRules, RowLimits, expected_len
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import max_sequence_len
+from raybatch.engine.memory.kv_moves import accept_kv, export_state
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.profile.layer_bench import clock_of
@@ -53,8 +53,11 @@ class Engine:
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
         row_blocks, kv_option = runner.num_blocks, "engine.kv_cache_bytes"
-        if config.kv_offload and runner.tiers.num_host_blocks < row_blocks:
-            row_blocks, kv_option = runner.tiers.num_host_blocks, "engine.host_kv_bytes"
+        if runner.num_window_blocks:
+            # a row attends to one layer of all its KV at once
+            kv_option = "engine.host_kv_bytes"
+            if runner.num_window_blocks < row_blocks:
+                row_blocks, kv_option = runner.num_window_blocks, "engine.kv_cache_bytes"
         self._runner = runner
         self._sampler = sampler
         self._max_model_len = max_sequence_len(config, spec.max_model_len)
@@ -67,13 +70,13 @@ class Engine:
         self._max_slots = min(config.max_num_seqs, config.max_batched_tokens)
         self._table = SequenceTable(
             max_slots=self._max_slots,
-            num_blocks=max(runner.num_blocks, runner.num_window_blocks),
+            num_blocks=runner.num_blocks,
             block_size=block_size,
             max_model_len=self._max_model_len,
         )
         self._blocks = BlockManager(runner.num_blocks, block_size)
         self._recovery = recovery
-        if self._recovery is None and not config.kv_offload:
+        if self._recovery is None:
             self._recovery = learned_recovery(runner, config)
         self._scheduler = make_scheduler(config, runner, self._blocks, self._table, self._recovery)
         self._forward = StepForward(runner, self._table)
@@ -87,7 +90,7 @@ class Engine:
             queue = DeviceQueue(runner.device)
         # drafts and parts want the tokens before them; copies to the host are timed by steps
         is_waited_for = self._drafter is not None or self._recovery is not None
-        if is_waited_for or config.kv_offload or runner.attn_batch_tokens is not None:
+        if is_waited_for or runner.num_window_blocks or runner.attn_batch_tokens is not None:
             queue = None
         self._tokens = StepTokens(sampler, self._table, queue)
         self._num_open: dict[int, int] = {}
@@ -160,9 +163,13 @@ class Engine:
         """Return running sequences with so many tokens more than at the last call."""
         return self._table.begun(min_new_tokens)
 
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
-        """Take the unfinished sequences of these requests out, in order of arrival."""
+    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
+        """Take the unfinished sequences of these requests out, in order of arrival.
+
+        `with_kv` copies their KV as well, as far as there is some.
+        """
         wanted = set(request_ids)
+        places = self._scheduler.kv_places(wanted) if with_kv else {}
         records = self._scheduler.withdraw(lambda r: r.request.request_id in wanted)
         for slot in np.flatnonzero(self._table.phase != EMPTY).tolist():
             if self._table.record(slot).request.request_id in wanted:
@@ -171,7 +178,8 @@ class Engine:
         records.sort(key=lambda record: record.arrival)
         for record in records:
             self._close(record.request.request_id)
-        return [record.state() for record in records]
+        # nothing has written into the blocks that they had
+        return [export_state(r, places.get(r.arrival), self._runner) for r in records]
 
     def capacity(self) -> Capacity:
         block_size = self._blocks.block_size
@@ -185,7 +193,7 @@ class Engine:
     def stats(self) -> ReplicaStats:
         counters, swapped = self._scheduler.counters, self._scheduler.moves
         weights, ahead = self._runner.weight_counters, self._scheduler.ahead
-        graphs = self._runner.graph_counts
+        graphs, window = self._runner.graph_counts, self._runner.window_counters
         return ReplicaStats(
             num_running=self._table.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -196,15 +204,24 @@ class Engine:
             generated_tokens=self._num_generated_tokens,
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_carried_tokens=swapped.num_carried_tokens,
             num_swapped_tokens=swapped.num_tokens,
-            swapped_bytes=swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
+            swapped_bytes=sum(
+                (
+                    swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
+                    window.saved_bytes + window.loaded_bytes,
+                )
+            ),
             checkpoint_bytes=ahead.num_bytes,
             checkpoint_used_bytes=ahead.num_used_blocks * self._runner.tiers.block_bytes,
-            num_failed_copies=swapped.num_failures + ahead.num_failures + weights.num_failures,
+            num_failed_copies=sum(
+                counted.num_failures for counted in (swapped, ahead, weights, window)
+            ),
             num_weight_copies=weights.num_copies,
             weight_copy_bytes=weights.num_bytes,
             num_weight_stalls=weights.num_stalls,
             num_held_steps=counters.num_held_steps,
+            num_copied_blocks=counters.num_copied_blocks,
             num_drafted_tokens=counters.num_drafted_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
             num_graphs=graphs.num_captured,
@@ -228,17 +245,22 @@ class Engine:
         max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
         logprobs = list(state.logprobs or ()) if request.sampling.logprobs is not None else None
         self._num_arrivals += 1
+        carried = None if state.kv is None else accept_kv(state, self._runner.kv_key)
+        num_computed = (
+            num_prompt + len(state.token_ids) if state.kv is None else state.kv.num_tokens
+        )
         self._scheduler.add(
             Sequence(
                 request=request,
                 sample_idx=state.sample_idx,
                 arrival=self._num_arrivals,
                 max_len=max_len,
-                expected_len=_expected_len(request, max_len),
+                expected_len=expected_len(request, max_len),
                 token_ids=state.token_ids,
                 num_cached_tokens=state.num_cached_tokens,
-                num_computed_before=num_prompt + len(state.token_ids) if has_started else 0,
+                num_computed_before=num_computed if has_started else 0,
                 has_started=has_started,
+                swapped=carried,
                 logprobs=logprobs,
                 num_reported=len(state.token_ids),
             )
@@ -256,7 +278,8 @@ class Engine:
         for slot in schedule.admitted:
             self._fill_slot(slot)
         completions += [record.completion("capacity") for record in schedule.ended]
-        completions += self._compute(schedule) if schedule.num_tokens else self._settle()
+        has_rows = schedule.num_tokens > 0 or len(schedule.forked) > 0
+        completions += self._compute(schedule) if has_rows else self._settle()
         return completions
 
     def _compute(self, schedule: Schedule) -> list[Completion]:
@@ -264,10 +287,11 @@ class Engine:
         began = time.perf_counter()
         # a GPU is waited for
         clock_began = self._clock() if self._drafter is not None else 0.0
-        logits = self._forward.run(schedule, self._tokens.unread)
+        is_open = self._scheduler.forks.is_open
+        logits, slots = self._forward.run(schedule, self._tokens.unread, is_open)
         self._num_steps += 1
-        slots, step = slots_with_logits(schedule, self._table), None
-        if len(slots):
+        step = None
+        if logits is not None and len(slots):
             num_generated = self._tokens.num_generated(slots)
             if len(schedule.draft_tokens):
                 num_generated[: len(schedule.draft_places)] += schedule.draft_places
@@ -278,6 +302,8 @@ class Engine:
             self._tokens.hold(step)
             if step.drawn is None:
                 completions += self._settle()
+        if not schedule.num_tokens:
+            return completions
         if self._recovery is not None:
             self._recovery.note(schedule, self._table, time.perf_counter() - began)
         if self._drafter is not None and not len(schedule.chunk_slots):
@@ -365,12 +391,3 @@ class Engine:
         self._num_open[request_id] -= 1
         if not self._num_open[request_id]:
             del self._num_open[request_id]
-
-
-def _expected_len(request: Request, max_len: int) -> int | None:
-    sampling = request.sampling
-    if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
-        return max_len
-    if request.expected_output_len is None:
-        return None
-    return min(len(request.prompt_token_ids) + request.expected_output_len, max_len)

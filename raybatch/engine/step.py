@@ -12,19 +12,19 @@ from raybatch.engine.batch.forward_batch import (
     BatchBuilder,
     LateTokens,
     logits_order,
+    slots_with_logits,
     split_schedule,
 )
+from raybatch.engine.batch.window_parts import WindowNumbers, is_connected, split_for_window
+from raybatch.engine.forward.coroutine import StepPart
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.offload_store import OffloadStore
 from raybatch.engine.memory.pinned import DeviceQueue, PinnedRing
 from raybatch.engine.memory.swap import LearnedRecovery, SwapSpace
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
-from raybatch.engine.scheduling.offload_scheduler import OffloadScheduler
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, ENDING, SequenceTable
-from raybatch.policy.boundary.records import BoundaryOptions
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.roofline import link
 from raybatch.records.arrays import Ints
@@ -36,24 +36,14 @@ def make_scheduler(
     blocks: BlockManager,
     table: SequenceTable,
     recovery: LearnedRecovery | None,
-) -> Scheduler | OffloadScheduler:
-    if config.kv_offload:
-        return OffloadScheduler(
-            blocks,
-            table,
-            OffloadStore(table.block_size, runner.tiers, has_cache=config.enable_prefix_caching),
-            num_window_blocks=runner.num_window_blocks,
-            max_batched_tokens=config.max_batched_tokens,
-            options=BoundaryOptions(
-                initial=config.offload_initial_blocks,
-                extension=config.offload_extension_blocks,
-                interval=config.offload_interval_blocks,
-                victims=config.offload_victims,
-            ),
-        )
+) -> Scheduler:
     checkpoint_blocks = config.kv_checkpoint_blocks or 0
     swap = SwapSpace(
-        table.block_size, runner.tiers, recovery, has_checkpoints=checkpoint_blocks > 0
+        table.block_size,
+        runner.tiers,
+        recovery,
+        has_checkpoints=checkpoint_blocks > 0,
+        write_blocks=runner.write_blocks,
     )
     return Scheduler(
         blocks,
@@ -64,11 +54,13 @@ def make_scheduler(
         kv_admission_fraction=config.kv_admission_fraction,
         swap=swap,
         checkpoint_blocks=checkpoint_blocks,
+        copy_blocks=runner.copy_blocks,
+        max_row_blocks=runner.num_window_blocks or None,
     )
 
 
 def learned_recovery(runner: ModelRunner, config: EngineConfig) -> LearnedRecovery | None:
-    """Measure the copies of an idle runner; None where there is no host memory for KV."""
+    """Measure the copies of an idle runner; None where nothing yields to host memory."""
     if not runner.tiers.num_host_blocks:
         return None
     limits = EngineLimits(
@@ -184,10 +176,34 @@ class StepForward:
         self._table = table
         self._builder = BatchBuilder(table, len(table.users.count))
         self._max_tokens = runner.attn_batch_tokens
+        self._numbers = WindowNumbers(table) if runner.num_window_blocks else None
+        # after prompts of which samples wait, by request
+        self._prompt_logits: dict[int, torch.Tensor] = {}
 
-    def run(self, schedule: Schedule, unread: UnreadTokens | None = None) -> torch.Tensor:
-        if schedule.moves is not None:
-            return self._runner.forward_offloaded(self._builder.build(schedule), schedule.moves)
+    def run(
+        self, schedule: Schedule, unread: UnreadTokens | None, is_open: Callable[[int], bool]
+    ) -> tuple[torch.Tensor | None, Ints]:
+        """Return the logits of a step, or None, and the slot of each row.
+
+        Samples that start with the prompt of another one have rows as well. `is_open` tells whether
+        samples of a request still wait for its logits, which are kept.
+        """
+        slots = slots_with_logits(schedule, self._table)
+        logits = self._logits(schedule, unread) if schedule.num_tokens else None
+        for slot, request_id in schedule.opened:
+            assert logits is not None, "a prompt that ends without a pass"
+            # a copy: the next step writes over the logits of this one
+            self._prompt_logits[request_id] = logits[int((slots == slot).argmax())].clone()
+        if schedule.forked:
+            added = torch.stack([self._prompt_logits[i] for _, i in schedule.forked])
+            logits = added if logits is None else torch.cat((logits, added))
+            slots = np.concatenate((slots, [slot for slot, _ in schedule.forked]))
+        self._prompt_logits = {i: row for i, row in self._prompt_logits.items() if is_open(i)}
+        return logits, slots
+
+    def _logits(self, schedule: Schedule, unread: UnreadTokens | None) -> torch.Tensor:
+        if self._numbers is not None:
+            return self._run_in_window(schedule, self._numbers)
         if self._max_tokens is None:
             batch = self._builder.build(schedule)
             if unread is not None:
@@ -196,6 +212,25 @@ class StepForward:
                 batch = replace(batch, late=LateTokens(rows, places[rows], unread.drawn))
             return self._runner.forward(batch)
         parts = split_schedule(schedule, self._table, self._max_tokens)
-        logits = self._runner.forward_parts([self._builder.build(part) for part in parts])
-        order = torch.from_numpy(logits_order(schedule, parts, self._table))
+        return self._run_parts(schedule, parts, [StepPart(self._builder.build(p)) for p in parts])
+
+    def _run_in_window(self, schedule: Schedule, numbers: WindowNumbers) -> torch.Tensor:
+        parts = split_for_window(
+            schedule,
+            self._table,
+            num_blocks=self._runner.num_window_blocks,
+            max_tokens=self._max_tokens,
+        )
+        follows = len(parts) > 1 and is_connected(schedule, self._table)
+        placed = [
+            StepPart(*numbers.place(self._builder.build(part), part, follows_writer=follows))
+            for part in parts
+        ]
+        return self._run_parts(schedule, parts, placed)
+
+    def _run_parts(
+        self, schedule: Schedule, schedules: list[Schedule], parts: list[StepPart]
+    ) -> torch.Tensor:
+        logits = self._runner.forward_parts(parts)
+        order = torch.from_numpy(logits_order(schedule, schedules, self._table))
         return logits.index_select(0, order.to(logits.device))

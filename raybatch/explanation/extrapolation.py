@@ -24,6 +24,8 @@ class Extrapolation:
         time: None where the speed of full engines is not known, and `no_time` says why.
         slowest_s: by the clock, if engines went on as slowly as with the sample alone; None where
             that is not known either, or `time` says more.
+        sampled_tokens: of prompts and answers of the sample, over `sampled_s` seconds of engines at
+            work for them; 0.0 where nobody knows.
         money: of engines, or of an endpoint's answers; None where nothing has a price.
     """
 
@@ -35,6 +37,8 @@ class Extrapolation:
     time: TimeEstimate | None = None
     no_time: str = ""
     slowest_s: float | None = None
+    sampled_tokens: float = 0.0
+    sampled_s: float = 0.0
     money: Band | None = None
 
 
@@ -87,8 +91,9 @@ def extrapolate(
             num_replicas=num_replicas,
             origin="from measured steps of this model",
         )
-    elif not type_of(question.spec.backend).is_endpoint and busy_s:
-        slowest_s = busy_s * factor / num_replicas
+    sampled_s = 0.0 if type_of(question.spec.backend).is_endpoint else busy_s
+    if time is None and sampled_s:
+        slowest_s = sampled_s * factor / num_replicas
     if cost:
         price = band(cost * factor, max(prompt_error, output_error))
     elif time is not None and question.price_per_engine_hour is not None:
@@ -107,6 +112,8 @@ def extrapolate(
         time=time,
         no_time=no_time,
         slowest_s=slowest_s,
+        sampled_tokens=float(prompt_tokens.sum() + generated_tokens.sum()),
+        sampled_s=sampled_s,
         money=price,
     )
 

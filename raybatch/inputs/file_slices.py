@@ -1,7 +1,10 @@
 """The rows of a file in slices: which ones there are, and reading them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -23,6 +26,8 @@ from raybatch.inputs.parquet_files import (
 )
 
 ROWS_PER_TABLE = 1024
+# files that are read ahead, and how large one of them may be in memory
+_NUM_AHEAD, _AHEAD_BYTES = 8, 1 << 20
 # of one table, as far as the estimate of the rows' sizes goes
 _TABLE_BYTES = 64 << 20
 
@@ -162,6 +167,34 @@ def joined(slices: Iterable[FileSlice]) -> Iterator[FileSlice]:
             num_rows=sum(part.num_rows for part in parts),
             num_bytes=sum(part.num_bytes for part in parts),
         )
+
+
+def read_slices(
+    parts: Sequence[FileSlice], *, columns: Sequence[str] | None = None
+) -> Iterator[tuple[FileSlice, Iterable[pa.Table]]]:
+    """Yield each slice with what `read_slice` gives; small ones are read ahead, several at once.
+
+    A store takes its time to open each file, which is most of the time that a small one takes.
+    """
+    threads = ThreadPoolExecutor(_NUM_AHEAD)
+
+    def started(part: FileSlice) -> Callable[[], Iterable[pa.Table]]:
+        read = partial(read_slice, part, columns=columns)
+        if part.row_groups is None or part.num_bytes > _AHEAD_BYTES or len(parts) == 1:
+            return read
+        return threads.submit(lambda: list(read())).result
+
+    ahead = deque[tuple[FileSlice, Callable[[], Iterable[pa.Table]]]]()
+    try:
+        for part in parts:
+            ahead.append((part, started(part)))
+            if len(ahead) > _NUM_AHEAD:
+                first, tables = ahead.popleft()
+                yield first, tables()
+        for part, tables in ahead:
+            yield part, tables()
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def read_slice(part: FileSlice, *, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:

@@ -31,6 +31,7 @@ _MAGIC = b"PAR1"
 _SCHEMA_KEY = b"ARROW:schema"
 _HIDDEN_KEY = b"ARROW-schema"
 _TAIL_BYTES = 8
+_END_BYTES = 64 << 10
 _File = TypeVar("_File")
 
 # files that are opened once more, and rows that are decoded of each
@@ -50,18 +51,22 @@ def open_parquet(file: Any, path: str, *, buffer_size: int = 0) -> pq.ParquetFil
         BadFileError: it is empty, cut, or no Parquet file.
         ConfigError: a column has an extension type that is not allowed.
     """
-    size, tail = size_of(file, path), b""
+    size, end = size_of(file, path), b""
     if size >= _TAIL_BYTES + len(_MAGIC):
-        file.seek(size - _TAIL_BYTES)
-        tail = file.read(_TAIL_BYTES)
+        # a store is asked once for length and footer, where that is a usual one
+        file.seek(max(0, size - _END_BYTES))
+        end = bytes(file.read(min(size, _END_BYTES)))
+    tail = end[-_TAIL_BYTES:]
     if tail[4:] == b"PARE":
         raise unreadable(path, "its footer is encrypted")
     num_bytes = int.from_bytes(tail[:4], "little") + _TAIL_BYTES
     if tail[4:] != _MAGIC or num_bytes > size - len(_MAGIC):
         raise unreadable(path, "it does not end like a Parquet file: it is cut, or of another kind")
-    file.seek(size - num_bytes)
+    if num_bytes > len(end):
+        file.seek(size - num_bytes)
+        end = bytes(file.read(num_bytes))
     # with the length and the magic that follow it
-    footer = bytes(file.read(num_bytes))
+    footer = end[-num_bytes:]
     with content_of(path):
         if footer.count(_SCHEMA_KEY) > 1:
             raise unreadable(path, "its footer has two Arrow schemas, of which one may be hidden")

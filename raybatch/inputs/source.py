@@ -15,7 +15,7 @@ from raybatch.durable.layout import part_name
 from raybatch.durable.storage import error_context, real_path
 from raybatch.errors import ConfigError
 from raybatch.inputs.file_errors import BadFileError, safe_text
-from raybatch.inputs.file_slices import FileSlice, Size, joined, pack, read_slice, scan_file
+from raybatch.inputs.file_slices import FileSlice, Size, joined, pack, read_slices, scan_file
 from raybatch.inputs.listing import (
     JSON_SUFFIXES,
     PARQUET_SUFFIXES,
@@ -90,9 +90,10 @@ class Source:
         `row_id_column` holds "<file>:<position>"; None adds none.
         """
         columns = self.schema.names if self.is_projected else None
-        for part in joined(self.slices[task.start : task.stop]):
+        parts = list(joined(self.slices[task.start : task.stop]))
+        for part, tables in read_slices(parts, columns=columns):
             position = part.first_row
-            for rows in read_slice(part, columns=columns):
+            for rows in tables:
                 with error_context(
                     f"source file {safe_text(part.path)} does not fit the other files"
                 ):

@@ -29,8 +29,9 @@ from raybatch.durable.storage import error_context, store_of
 from raybatch.errors import CommitError, ConfigError
 from raybatch.inputs.file_slices import ROWS_PER_TABLE
 from raybatch.inputs.source import Source, check_outside, scan_source
+from raybatch.job.plans import is_same
 from raybatch.planning.dataset import ray_pieces
-from raybatch.planning.fingerprint import check_same, input_files
+from raybatch.planning.fingerprint import input_files
 from raybatch.planning.run import fit_units, store_stretches
 from raybatch.planning.shards import rows_in_stretches
 from raybatch.planning.store import read_plan
@@ -89,31 +90,30 @@ def read_parquet(
     if not scanned.num_rows:
         return _no_rows(scanned.schema, sink)
     units = plan_units(sink, stored)
-    return _rows(scanned, units.unit_rows, ~committed(store_of(sink), units))
+    return _rows(scanned, units.unit_rows, ~committed(store_of(sink), units), _first_unit(stored))
 
 
 def _open(
     source: Source, sink: str, plan: PlanConfig, fingerprint: Mapping[str, str]
 ) -> StoredPlan:
     files = input_files(source)
-    if store_of(sink).size(PLAN) is None:
-        subject = PlanSubject(
-            options=plan, files=files, fingerprint=fingerprint, source=source.root
-        )
-        return store_stretches(source, sink, subject)
-    stored = read_plan(sink)
-    check_same(
-        sink,
-        stored=stored.fingerprint,
-        stored_files=stored.files,
-        now=fingerprint,
-        files=files,
-        can_extend=False,
-    )
-    return stored
+    if store_of(sink).size(PLAN) is not None:
+        stored = read_plan(sink)
+        if is_same(sink, [stored], lambda _: [fingerprint], files, can_extend=False):
+            return stored
+    subject = PlanSubject(options=plan, files=files, fingerprint=fingerprint, source=source.root)
+    return store_stretches(source, sink, subject)
 
 
-def _rows(source: Source, unit_rows: Any, todo: Any) -> Any:  # noqa: ANN401
+def _first_unit(stored: StoredPlan) -> int:
+    """Return the number that a pipeline has for the first unit; those of other plans have others.
+
+    So rows that were read before the output was begun again are told from those read since.
+    """
+    return int(stored.hash, 16) % (1 << 31) << 32
+
+
+def _rows(source: Source, unit_rows: Any, todo: Any, first_unit: int) -> Any:  # noqa: ANN401
     row_id_column = None if ROW_ID in source.schema.names else ROW_ID
     units, wanted = ray.put(unit_rows), ray.put(todo)
 
@@ -125,7 +125,7 @@ def _rows(source: Source, unit_rows: Any, todo: Any) -> Any:  # noqa: ANN401
             planned = rows_in_stretches(sizes, rows)
             unit = planned.column("unit").to_numpy()
             columns = {
-                UNIT: pa.array(unit, pa.int64()),
+                UNIT: pa.array(unit.astype(np.int64) + first_unit),
                 POS: planned.column("pos").cast(pa.int64()),
                 ROW: pa.array(rows),
             }
@@ -255,7 +255,12 @@ class UnitSink(Datasink):  # type: ignore[misc]
             return int(table.num_rows)
 
     def _deliver(self, table: pa.Table, *, attempt: str) -> None:
-        unit = table.column(UNIT).to_numpy()
+        unit = table.column(UNIT).to_numpy() - _first_unit(self._stored)
+        if unit.min() < 0 or unit.max() >= self._stored.num_units:
+            raise ConfigError(
+                f"the output in {self._sink} was begun again, with another version or input, after "
+                "these rows were read; read them again, or give each pipeline a folder of its own"
+            )
         rows = table.drop_columns([UNIT])
         user_schema = pa.schema([f for f in rows.schema if f.name not in _PLACES])
         rows = as_movable(rows)

@@ -1,6 +1,6 @@
 """Decides where a job runs and with which backend, and gives its stage the pool for that."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -18,9 +18,17 @@ from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
 from raybatch.models.identity import pin
-from raybatch.models.source import is_hub_model, is_local_model
-from raybatch.planning.fingerprint import backend_kind, stored_commit
+from raybatch.models.source import (
+    content_in,
+    is_hub_model,
+    is_local_model,
+    lacks_weights,
+    pinned_to,
+    without_content,
+)
+from raybatch.planning.fingerprint import backend_kind, stored_commit, stored_content
 from raybatch.planning.store import read_plans
+from raybatch.planning.stored import StoredPlan
 from raybatch.policy.executor import ExecutorFacts, ExecutorName, choose_executor, engines_for
 from raybatch.rows.stage_model import check_model
 from raybatch.stages.feeder import StageFeeder
@@ -110,7 +118,7 @@ def stage_of_executor(
         stage = type(stage.__name__, (stage,), {"pool": PoolHandle(spec, is_local=True)})
     if stage.config.backend.is_decided:
         return stage
-    begun = _began_with(backend_kind, sinks)
+    begun = _began_with(lambda plan: backend_kind(plan.fingerprint), sinks)
     if begun is None and not stage.pool.is_local and connected_ray() is None:
         return stage
     return stage.settled(began_with=begun, connect=False)
@@ -120,25 +128,64 @@ def with_pinned_model(stage: type[StageFeeder], sinks: Sequence[str]) -> type[St
     """Return a stage whose model names its weights for good, so that every host has the same.
 
     Where no revision of the hub was asked for, an output goes on with the commit that it was begun
-    with.
+    with, and with a folder that has weights on the hosts of engines alone with the bytes of then.
     """
     model, backend = stage.config.model, stage.config.backend
     facts = type_of(backend)
-    if facts.is_endpoint or is_local_model(model) or not facts.reads_safetensors(backend):
+    if facts.is_endpoint or not facts.reads_safetensors(backend):
         return stage
-    commit = _began_with(stored_commit, sinks) if is_hub_model(model) else None
+    if _lacks_weights(stage):
+
+        def content_of(plan: StoredPlan) -> str | None:
+            is_same = without_content(plan.model) == model
+            return stored_content(plan.fingerprint) if is_same else None
+
+        content = _began_with(content_of, sinks)
+        return stage if content is None else stage.of_model(pinned_to(model, content))
+    if is_local_model(model):
+        return stage
+    commit = None
+    if is_hub_model(model):
+        commit = _began_with(lambda plan: stored_commit(plan.fingerprint), sinks)
     return stage.of_model(pin(model, commit))
 
 
-def _began_with(
-    named: Callable[[Mapping[str, str]], str | None], sinks: Sequence[str]
-) -> str | None:
+def check_weights_here(stage: type[StageFeeder], executor: Executor) -> None:
+    """Refuse a model folder without weights where engines run on this host."""
+    if executor.is_local and _lacks_weights(stage):
+        raise ConfigError(
+            f"the model folder {stage.config.model!r} has no *.safetensors file, and engines run "
+            "on this host: bring them here, or set executor=ray for hosts that have them"
+        )
+
+
+def with_weights_of_engines(
+    stage: type[StageFeeder], start_ray: Callable[[], None] | None = None
+) -> type[StageFeeder]:
+    """Return a stage whose model, where it lacks weights here, names those of engines' hosts."""
+    if not _lacks_weights(stage) or content_in(stage.config.model) is not None:
+        return stage
+    if start_ray is not None:
+        start_ray()
+    from raybatch.actors.executors.ray_hosts import weights_of_hosts  # Ray is slow to load
+
+    return stage.of_model(pinned_to(stage.config.model, weights_of_hosts(stage.pool.spec)))
+
+
+def _lacks_weights(stage: type[StageFeeder]) -> bool:
+    """Return whether engines need weights that a folder of this host has not."""
+    facts = type_of(stage.config.backend)
+    is_read = facts.has_weights and facts.reads_safetensors(stage.config.backend)
+    return is_read and lacks_weights(stage.config.model)
+
+
+def _began_with(named: Callable[[StoredPlan], str | None], sinks: Sequence[str]) -> str | None:
     """Return what the first output that was begun says of itself, as far as it says it."""
     for sink in sinks:
         with error_context(f"sink {sink!r} cannot be used"):
             for folder in (sink, f"{sink.rstrip('/')}/{PLAN_ORDER}"):
                 for stored in read_plans(folder)[:1]:
-                    found = named(stored.fingerprint)
+                    found = named(stored)
                     if found is not None and holds_answers(folder):
                         return found
     return None

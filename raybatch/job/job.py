@@ -17,10 +17,12 @@ from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect
 from raybatch.job.executor import (
     Executor,
+    check_weights_here,
     choose,
     stage_of_cluster,
     stage_of_executor,
     with_pinned_model,
+    with_weights_of_engines,
 )
 from raybatch.job.plans import is_whole, plans_of
 from raybatch.job.preview import check_limit, preview_rows
@@ -239,6 +241,7 @@ class Job:
         executor, stage = self._placed(
             source, (self.config.sink, *begun_in)[self.config.overwrite :]
         )
+        check_weights_here(stage, executor)
         prepare_sink(
             self.config.sink,
             is_overwrite=self.config.overwrite,
@@ -246,6 +249,7 @@ class Job:
         )
         _check_order(self.config)
         stage = stage_of_cluster(stage, source.schema, start_ray)
+        stage = with_weights_of_engines(stage, start_ray)
         run = JobRun(
             config=replace(self.config, stage=stage.config),
             stage=stage,
@@ -330,15 +334,15 @@ class Job:
         config = replace(self.config, stage=replace(self.config.stage, on_error="row"))
         job, source = Job._of(config), self._scan()
         executor, stage = job._placed(source, (config.sink,), is_preview=True)
+        check_weights_here(stage, executor)
         if start_ray is not None and not executor.is_local:
             start_ray()
-        stage = stage_of_cluster(stage, source.schema)
+        stage = with_weights_of_engines(stage_of_cluster(stage, source.schema))
         config = replace(config, stage=stage.config)
         return preview_rows(config, stage, source, executor, limit, progress)
 
     def _scan(self) -> Source:
-        self.config.check_columns()
-        return scan_source(
+        source = scan_source(
             self.config.source,
             columns=self.config.columns,
             schema_policy=self.config.schema_policy,
@@ -346,6 +350,8 @@ class Job:
             max_row_group_bytes=self.config.max_row_group_bytes,
             max_decompressed_bytes=self.config.max_decompressed_bytes,
         )
+        self.config.check_columns()
+        return source
 
     def _placed(
         self, source: Source, sinks: Sequence[str], *, is_preview: bool = False

@@ -1,7 +1,7 @@
 """The plans that a run goes on with: whose they are, what is done, and what is left to do."""
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 
 from raybatch.durable.audit import is_finished
@@ -9,7 +9,7 @@ from raybatch.durable.commit import committed
 from raybatch.durable.sink import holds_answers, prepare_sink
 from raybatch.durable.storage import store_of
 from raybatch.errors import ConfigError
-from raybatch.planning.fingerprint import check_same, comparable
+from raybatch.planning.fingerprint import InputFiles, check_same, comparable
 from raybatch.planning.planned import PlannedRun
 from raybatch.planning.run import fit_units
 from raybatch.planning.store import read_all_units, read_plans
@@ -36,31 +36,51 @@ def plans_of(job: PlannedRun, *, may_grow: bool) -> tuple[StoredPlan, ...]:
     Those of one that has answered nothing are removed.
     """
     plans = read_plans(job.sink)
+
+    def now(stored: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
+        return comparable(job.fingerprint, stored, job.config)
+
+    return plans if is_same(job.sink, plans, now, job.files, may_grow=may_grow) else ()
+
+
+def is_same(
+    sink: str,
+    plans: Sequence[StoredPlan],
+    now: Callable[[Sequence[Mapping[str, str]]], Sequence[Mapping[str, str]]],
+    files: InputFiles,
+    **checks: bool,
+) -> bool:
+    """Return whether plans below a sink are those of a job; ConfigError: they are of another.
+
+    Those of another that has answered nothing are removed. `now` says what decides the answers of
+    the job in the terms of each plan; `checks` are options of `check_same`.
+    """
     # files as plans have them one after the other, then those that are in none
     plan_of = {name: stored.number for stored in plans for name, *_ in stored.files}
-    files = sorted(job.files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
+    files = sorted(files, key=lambda file: plan_of.get(file[0], len(plans) + 1))
     stored_files = [file for stored in plans for file in stored.files]
     try:
-        for stored in plans:
+        fingerprints = [stored.fingerprint for stored in plans]
+        for stored, of_plan in zip(plans, now(fingerprints), strict=True):
             check_same(
-                job.sink,
+                sink,
                 stored=stored.fingerprint,
                 stored_files=stored_files,
-                now=comparable(job.fingerprint, stored.fingerprint, job.config),
+                now=of_plan,
                 files=files,
-                may_grow=may_grow,
+                **checks,
             )
     except ConfigError as error:
-        if holds_answers(job.sink):
+        if holds_answers(sink):
             raise
         logger.warning(
             "%s has the plan of another job, which answered nothing, and begins again: %s",
-            job.sink,
+            sink,
             error,
         )
-        prepare_sink(job.sink, is_overwrite=True)
-        return ()
-    return plans
+        prepare_sink(sink, is_overwrite=True)
+        return False
+    return True
 
 
 def log_options_in_use(job: PlannedRun, plans: Sequence[StoredPlan]) -> None:

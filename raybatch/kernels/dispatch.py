@@ -47,6 +47,8 @@ class Ops:
     prepare_attention: Callable[..., Prepared] = attention.prepare_attention
     attend: Callable[..., torch.Tensor] = attention.attend
     prepare_fixed: Callable[..., Prepared] | None = None
+    # how `StepIndex` is made for `prepare_fixed`
+    joins_runs: bool = True
 
     @property
     def is_fixed(self) -> bool:
@@ -96,6 +98,22 @@ def compiled_ops(
     if panel_widths and (experts := panelled_experts(*panel_widths, byte_dtype or torch.float32)):
         ops = replace(ops, moe_ffn=functools.partial(moe.moe_ffn, panelled=experts))
     return ops
+
+
+def with_varlen(ops: Ops) -> Ops | None:
+    """Return ops of Triton with chunks of prompts by torch's `varlen_attn`; None if it has none."""
+    try:
+        from raybatch.kernels.triton import varlen
+    except ImportError:
+        return None
+    assert ops.prepare_fixed is not None, "attention by Triton"
+    return replace(
+        ops,
+        prepare_attention=functools.partial(ops.prepare_attention, pieces_of=varlen.pieces_of),
+        prepare_fixed=functools.partial(ops.prepare_fixed, pieces_of=varlen.pieces_of),
+        attend=functools.partial(ops.attend, attend_pieces=varlen.attend_pieces_into),
+        joins_runs=False,
+    )
 
 
 @functools.cache

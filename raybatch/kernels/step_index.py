@@ -5,11 +5,11 @@ is one copy to the device, and where its size is padded, a graph can repeat it.
 
 An item is some queries and a run of cached positions, or a part of one, that all of them see. What
 a chunk alone reads of its prompt's earlier blocks is an item of the chunk itself, so there is
-nothing to merge. Other runs are cut into spans where there would be too few programs otherwise, and
-the partial results of a row are merged.
+nothing to merge; without `joins_runs` it is a run that is not cut. Other runs are cut into spans
+where there would be too few programs otherwise, and the partial results of a row are merged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -146,11 +146,21 @@ class StepIndex:
     """The index of one plan, on the host."""
 
     def __init__(
-        self, plan: AttentionPlan, *, num_rows: int, num_kv_heads: int, block_size: int
+        self,
+        plan: AttentionPlan,
+        *,
+        num_rows: int,
+        num_kv_heads: int,
+        block_size: int,
+        joins_runs: bool = True,
     ) -> None:
         starts, entries = _decode_entries(plan)
-        chunk_items, chunk_blocks, contexts = _chunks(plan.prefill, plan.contexts)
-        items, rows_of_places = _runs(contexts, num_kv_heads, block_size)
+        own = _own_runs(plan.contexts) if plan.prefill is not None else {}
+        others = [run for run in plan.contexts if own.get(run.chunk) is not run]
+        whole = () if joins_runs else tuple(own.values())
+        chunk_items, chunk_blocks = _chunks(plan.prefill, own if joins_runs else {})
+        items, rows_of_places = _runs(others, whole, num_kv_heads, block_size)
+        contexts = (*others, *whole)
         order, row_starts = _grouped(rows_of_places, num_rows)
         self._parts: Parts[npt.NDArray[Any]] = Parts(
             starts,
@@ -238,19 +248,21 @@ def _grouped(
     return np.argsort(keys, kind="stable"), starts
 
 
-def _chunks(
-    part: PrefillPart | None, contexts: Sequence[ContextPart]
-) -> tuple[list[Item], npt.NDArray[np.int64], list[ContextPart]]:
-    """Join chunks with the runs that they read alone: their items and blocks, and other runs."""
-    if part is None:
-        return [], _joined(()), list(contexts)
-    joined: dict[int, ContextPart] = {}
-    others = []
+def _own_runs(contexts: Sequence[ContextPart]) -> dict[int | None, ContextPart]:
+    """Return by chunk the first run that it alone reads, where one program can walk it."""
+    own: dict[int | None, ContextPart] = {}
     for run in contexts:
-        if run.chunk is None or run.chunk in joined or run.num_tokens > MAX_JOINED_TOKENS:
-            others.append(run)
-        else:
-            joined[run.chunk] = run
+        if run.chunk is not None and run.num_tokens <= MAX_JOINED_TOKENS:
+            own.setdefault(run.chunk, run)
+    return own
+
+
+def _chunks(
+    part: PrefillPart | None, joined: Mapping[int | None, ContextPart]
+) -> tuple[list[Item], npt.NDArray[np.int64]]:
+    """Return the items of chunks with the runs that are joined to them, and their blocks."""
+    if part is None:
+        return [], _joined(())
     items: list[Item] = []
     blocks: list[npt.NDArray[np.int64]] = []
     num_blocks = 0
@@ -271,21 +283,22 @@ def _chunks(
         if own is not None:
             blocks.append(own.block_ids.numpy())
             num_blocks += len(own.block_ids)
-    return items, _joined(blocks), others
+    return items, _joined(blocks)
 
 
 def _runs(
-    parts: Sequence[ContextPart], num_kv_heads: int, block_size: int
+    parts: Sequence[ContextPart], whole: Sequence[ContextPart], num_kv_heads: int, block_size: int
 ) -> tuple[list[Item], npt.NDArray[np.int64]]:
-    """Return the items of runs, and the row of each place."""
+    """Return the items of runs, and the row of each place; `whole` follows, and is not cut."""
     # so many positions a program takes, whole blocks, that enough programs fill the device
     work = sum(-(-len(part.query_idx) // ITEM_QUERIES) * part.num_tokens for part in parts)
     span = max(_MIN_SPAN_TOKENS, work * num_kv_heads // TARGET_PROGRAMS)
     span = -(-span // block_size) * block_size
+    spans = [(part, span) for part in parts] + [(part, part.num_tokens) for part in whole]
     items: list[Item] = []
     rows_of_places: list[npt.NDArray[np.int64]] = []
     first_query = first_block = num_places = 0
-    for part in parts:
+    for part, span in spans:
         num_queries = len(part.query_idx)
         for begin in range(0, part.num_tokens, span):
             for query in range(0, num_queries, ITEM_QUERIES):

@@ -26,6 +26,10 @@ _Named = tuple[str, Shape]
 
 _logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+# models up to this size are hashed in full, of larger ones a sample is
+_FULL_HASH_BYTES = 64 << 20
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 # as files name them; integers would be taken for weights as they are, and quantised types lack
 # the scales that are kept beside them
 _FLOATS = frozenset(("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"))
@@ -63,7 +67,7 @@ def weight_names(path: Path, names: Collection[str], *, where: str = "") -> list
         return ["model.safetensors"]
     if found := sorted(name for name in names if name.endswith(".safetensors")):
         return found
-    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+    if any(name.endswith(WEIGHT_SUFFIXES) for name in names):
         raise ConfigError(
             f"{where} has only pickled weights, which can run any code when loaded; convert them "
             "with transformers: from_pretrained(...).save_pretrained(..., safe_serialization=True)"
@@ -71,6 +75,12 @@ def weight_names(path: Path, names: Collection[str], *, where: str = "") -> list
     raise ConfigError(
         f"{where} has no *.safetensors file; pass the folder that holds the weights of the model"
     )
+
+
+def is_without_weights(path: Path) -> bool:
+    """Return whether a checkpoint folder has its config.json and no weights in any format."""
+    names = [file.name for file in path.iterdir()]
+    return "config.json" in names and not any(name.endswith(WEIGHT_SUFFIXES) for name in names)
 
 
 def _indexed_files(path: Path) -> dict[str, str]:
@@ -146,6 +156,30 @@ def stat_key(path: Path, *parts: str) -> str:
     for file in weight_files(path):
         status = file.stat()
         digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:32]
+
+
+def model_fingerprint(path: Path) -> str:
+    """Return a name of the model's content that is the same on every host and path.
+
+    It covers config.json in full and the weights: all bytes of a small model; of a large one the
+    list of tensors, the sizes, and 1,024 pieces per file spread evenly.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    files = weight_files(path)
+    is_small = sum(file.stat().st_size for file in files) <= _FULL_HASH_BYTES
+    for weights in files:
+        size = weights.stat().st_size
+        digest.update(f"\0{weights.name}\0{size}\0".encode())
+        with weights.open("rb") as file:
+            if is_small:
+                digest.update(file.read())
+                continue
+            header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header_bytes, size)))
+            for i in range(_SAMPLES):
+                file.seek(i * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]
 
 

@@ -45,6 +45,10 @@ def hub_folder(
     import huggingface_hub
 
     name, revision = split_revision(source)
+    if name == "demo":
+        raise ConfigError(
+            f"model {source!r}: the demo model comes with raybatch, without revisions; pass 'demo'"
+        )
     with _hub_errors(source):
         folder = huggingface_hub.snapshot_download(
             name,

@@ -1,9 +1,11 @@
 """Brings a model to this host, or to a folder such as a volume, before an engine wants it."""
 
+import os
 import re
 import socket
 import tempfile
 import time
+import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +111,23 @@ def _claim(folder: Path, stored: StoreFolder, names: Collection[str]) -> None:
             f"the folder {str(folder)!r} holds another model than {stored.uri!r} has now, or files "
             "of somebody else; choose an empty one, or empty it"
         )
-    origin.write_text(digest, encoding="utf-8")
+    if not _created(origin, digest):  # another process was faster
+        _claim(folder, stored, names)
+
+
+def _created(path: Path, text: str) -> bool:
+    """Create a file that nobody ever sees without its text; False where there is one."""
+    staged = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    staged.write_text(text, encoding="utf-8")
+    try:
+        os.link(staged, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links, where two at once are not told apart
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+    return True
 
 
 def _files_in(folder: Path) -> list[Path]:

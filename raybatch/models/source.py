@@ -5,6 +5,7 @@ Whoever does not compute with a model asks for its folder without them.
 
 import importlib.resources
 import json
+import socket
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,7 +13,13 @@ from typing import Any
 import fsspec
 
 from raybatch.errors import ConfigError, error_text
-from raybatch.models.checkpoint import weight_files, weight_names
+from raybatch.models.checkpoint import (
+    WEIGHT_SUFFIXES,
+    is_without_weights,
+    model_fingerprint,
+    weight_files,
+    weight_names,
+)
 from raybatch.models.hub import has_form_of_hub_id, hub_file_names, hub_folder, split_revision
 from raybatch.models.store import StoreFolder, list_folder, local_path
 
@@ -21,7 +28,7 @@ _WEIGHT_PATTERNS = ("*.safetensors",)
 _PATTERNS = (*_WEIGHT_PATTERNS, *TEXT_PATTERNS)
 # that no engine reads, and whose presence errors tell
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-# behind a URI: what its weights have to be
+# behind a URI, or a folder of this host: what its weights have to be
 _CONTENT = "#content="
 _ADAPTER, _ADAPTER_PATTERNS = "adapter_config.json", ("*.safetensors", "*.bin", "*.json")
 
@@ -40,6 +47,7 @@ def resolve_model(source: str) -> Path:
     """
     if (folder := _folder_here(source)) is not None:
         weight_files(folder)
+        _check_content(source, folder)
         return folder
     if "://" in source:
         stored = list_model(source)
@@ -52,7 +60,7 @@ def resolve_model(source: str) -> Path:
 def has_weights_here(source: str) -> bool:
     """Return whether `resolve_model` would fetch nothing; ConfigError: there is no such model."""
     if is_local_model(source):
-        return True
+        return not lacks_weights(source)
     if "://" in source:
         stored = list_model(source)
         folder = stored.cached_at
@@ -72,10 +80,11 @@ def resolve_config(source: str) -> Path:
         source: as `resolve_model` takes it.
 
     Raises:
-        ConfigError: nothing is there.
+        ConfigError: nothing is there, or a part of the weights.
     """
     if (folder := _folder_here(source)) is not None:
-        weight_files(folder)
+        if not is_without_weights(folder):
+            weight_files(folder)
         return folder
     if "://" in source:
         stored = list_model(source)
@@ -123,7 +132,7 @@ def list_model(uri: str) -> StoreFolder:
     Raises:
         ConfigError: they cannot be listed, or are not those that the URI was pinned to.
     """
-    uri, _, content = uri.partition(_CONTENT)
+    uri, content = without_content(uri), content_in(uri)
     patterns = (*_PATTERNS, *_PICKLES)
     stored = list_folder(uri, what="model", patterns=patterns, needed="config.json")
     if content and content_of(stored) != content:
@@ -139,19 +148,27 @@ def content_of(stored: StoreFolder) -> str:
     return stored.digest({*stored.files} - {*text_names(stored)} | {"config.json"})
 
 
-def pin_uri(uri: str) -> str:
-    """Return a URI that names weights as they are now, and no others."""
-    return f"{uri}{_CONTENT}{content_of(list_model(uri))}"
+def pinned_to(source: str, content: str) -> str:
+    """Return the name of a model, of a store or this host, whose weights must have this digest."""
+    return f"{without_content(source)}{_CONTENT}{content}"
+
+
+def content_in(source: str) -> str | None:
+    """Return the digest that a model is pinned to, None where it is to none."""
+    return source.partition(_CONTENT)[2] or None
+
+
+def without_content(source: str) -> str:
+    return source.partition(_CONTENT)[0]
 
 
 def plain_name(source: str) -> str:
     """Return a model's name without what pins it."""
-    return split_revision(source.partition(_CONTENT)[0])[0]
+    return split_revision(without_content(source))[0]
 
 
 def text_names(stored: StoreFolder) -> list[str]:
-    weights = tuple(pattern[1:] for pattern in (*_WEIGHT_PATTERNS, *_PICKLES))
-    return [name for name in stored.files if not name.endswith(weights)]
+    return [name for name in stored.files if not name.endswith(WEIGHT_SUFFIXES)]
 
 
 def is_local_model(source: str) -> bool:
@@ -168,8 +185,26 @@ def is_hub_model(source: str) -> bool:
     return "://" not in source and not is_local_model(source)
 
 
+def lacks_weights(source: str) -> bool:
+    """Return whether a model is a folder with its config on this host, and weights elsewhere."""
+    folder = _folder_here(source)
+    return folder is not None and is_without_weights(folder)
+
+
+def _check_content(source: str, folder: Path) -> None:
+    """Refuse weights of this host that are not those of the job."""
+    wanted = content_in(source)
+    if wanted is not None and (found := model_fingerprint(folder)) != wanted:
+        raise ConfigError(
+            f"the weights in {str(folder)!r} on host {socket.gethostname()} have the digest "
+            f"{found}, and this job was begun with {wanted}: answers of two models would be in one "
+            "output; put the same files on every host where engines run"
+        )
+
+
 def _folder_here(source: str) -> Path | None:
     """Return the folder of a model of this host alone; None for one that lies elsewhere."""
+    source = without_content(source)
     if not is_local_model(source):
         return None
     if source == "demo":

@@ -12,7 +12,7 @@ import pyarrow as pa
 from raybatch.errors import ConfigError, did_you_mean, error_text
 from raybatch.inputs.source import scan_source
 from raybatch.openai_batch.bodies import BodyRules, read_request
-from raybatch.openai_batch.files import check_free, check_output, published, rows_with_ids
+from raybatch.openai_batch.files import check_none_numbered, check_output, published, rows_with_ids
 from raybatch.openai_batch.requests import CHAT, COMPLETIONS, EMBEDDINGS, Refusal
 from raybatch.planning.source_checks import check_unique_ids
 from raybatch.rows.batches import python_values
@@ -101,8 +101,7 @@ def export_rows(export: Export) -> Exported:
     """
     num_requests, num_left_out, first_error = 0, 0, ""
     check_output(export.output)
-    for number in (1, 2):  # those of an earlier export, which would be taken for this one's
-        check_free(_file_name(export.output, number), "choose another file, or remove it")
+    check_none_numbered(export.output, "choose another file with --out, or remove it")
     with ExitStack() as stack:
         files = _Files(export, stack)
         for custom_id, prompt in _prompts_with_ids(export):

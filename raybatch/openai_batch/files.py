@@ -1,6 +1,8 @@
 """Files of a batch, local or at a URI: read in pieces, and never seen half written."""
 
 import os
+import posixpath
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,6 +43,19 @@ def check_free(path: str, way_out: str) -> None:
         fs, name = fsspec.core.url_to_fs(path)
         if fs.exists(name):
             raise ConfigError(f"{path} is there already; {way_out}")
+
+
+def check_none_numbered(first: str, way_out: str) -> None:
+    """Refuse a file that is there, and later ones of an earlier export, such as "first.2.jsonl"."""
+    check_free(first, way_out)
+    root, ending = posixpath.splitext(posixpath.basename(first))
+    numbered = re.compile(rf"{re.escape(root)}\.[1-9]\d*{re.escape(ending)}")
+    fs, name = fsspec.core.url_to_fs(first)
+    # a bucket has no folders without files
+    with error_context(f"{first} cannot be written"), suppress(FileNotFoundError):
+        for path in sorted(fs.ls(posixpath.dirname(name), detail=False, refresh=True)):
+            if numbered.fullmatch(posixpath.basename(path)):
+                raise ConfigError(f"{path} is there already; {way_out}")
 
 
 @contextmanager

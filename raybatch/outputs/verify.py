@@ -71,11 +71,11 @@ class Verification:
         facts = [
             ("output", self.sink),
             ("plan", self.plan or "none"),
-            ("rows", f"{self.expected_rows} expected, {self.written_rows} written"),
-            ("", f"{self.lost_rows} lost, {self.duplicated_rows} duplicated"),
-            ("", f"{self.rows_to_do} still to do"),
-            ("units", f"{done} of {self.num_units}"),
-            ("status", ", ".join(f"{n} {name}" for name, n in self.statuses.items()) or "-"),
+            ("rows", f"{self.expected_rows:,} expected, {self.written_rows:,} written"),
+            ("", f"{self.lost_rows:,} lost, {self.duplicated_rows:,} duplicated"),
+            ("", f"{self.rows_to_do:,} still to do"),
+            ("units", f"{done:,} of {self.num_units:,}"),
+            ("status", ", ".join(f"{n:,} {name}" for name, n in self.statuses.items()) or "-"),
             ("_SUCCESS", "yes" if self.has_success else "no"),
             ("looked at", "every value" if self.is_deep else "names and footers"),
         ]

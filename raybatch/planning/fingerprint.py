@@ -25,7 +25,8 @@ from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError, encodable
 from raybatch.inputs.file_errors import safe_text
 from raybatch.inputs.source import Source
-from raybatch.models.identity import commit_in, model_fingerprint, model_identity, names_content
+from raybatch.models.checkpoint import model_fingerprint
+from raybatch.models.identity import commit_in, model_identity, names_content
 from raybatch.models.source import resolve_model
 from raybatch.rows.options import StageConfig
 from raybatch.rows.schema import OutputSchema
@@ -145,24 +146,33 @@ def _model(config: StageConfig) -> dict[str, str]:
 
 
 def comparable(
-    now: Mapping[str, str], stored: Mapping[str, str], config: StageConfig
-) -> Mapping[str, str]:
-    """Return what decides the answers `now` in the terms of what is `stored`.
+    now: Mapping[str, str], stored: Sequence[Mapping[str, str]], config: StageConfig
+) -> list[Mapping[str, str]]:
+    """Return what decides the answers `now` in the terms of what each plan has `stored`.
 
     An output that was begun with a model on its driver's host, or by an earlier version, names the
     bytes of the weights: one that lies elsewhere is fetched once more to be compared with that.
     """
-    was, new = (_text(some.get(_WEIGHTS)) for some in (stored, now))
-    if was is None or new is None or not names_content(was) or names_content(new):
-        return now
+    new = _text(now.get(_WEIGHTS))
+    is_other = new is not None and not names_content(new)
+    are_bytes = [is_other and stored_content(each) is not None for each in stored]
+    if not any(are_bytes):
+        return [now] * len(stored)
     _logger.info("the output knows its model by its bytes: %s is fetched for them", config.model)
-    return {**now, _WEIGHTS: json.dumps(model_fingerprint(resolve_model(config.model)))}
+    by_bytes = {**now, _WEIGHTS: json.dumps(model_fingerprint(resolve_model(config.model)))}
+    return [by_bytes if is_bytes else now for is_bytes in are_bytes]
 
 
 def stored_commit(fingerprint: Mapping[str, str]) -> str | None:
     """Return the commit of the hub with which an output was begun, if it was with one."""
     text = _text(fingerprint.get(_WEIGHTS))
     return None if text is None else commit_in(text)
+
+
+def stored_content(fingerprint: Mapping[str, str]) -> str | None:
+    """Return the digest of the weights with which an output was begun, if it is one of bytes."""
+    text = _text(fingerprint.get(_WEIGHTS))
+    return text if text is not None and names_content(text) else None
 
 
 def _text(value: str | None) -> str | None:

@@ -14,7 +14,7 @@ from itertools import chain, islice
 import numpy as np
 import pyarrow as pa
 
-from raybatch.inputs.file_slices import ROWS_PER_TABLE, read_slice
+from raybatch.inputs.file_slices import ROWS_PER_TABLE, read_slices
 from raybatch.inputs.schemas import in_common_schema
 from raybatch.inputs.source import Source
 from raybatch.prefix.layout import LayoutAdvice, TemplateField, advise_layout
@@ -156,12 +156,12 @@ def sample_tables(source: Source, columns: Sequence[str], *, max_rows: int) -> I
     schema = pa.schema([source.schema.field(name) for name in columns])
     num_slices = min(len(source.slices), max(1, max_rows // ROWS_PER_TABLE))
     chosen = np.linspace(0, len(source.slices) - 1, num_slices).astype(np.int64)
-    for i, index in enumerate(chosen.tolist()):
-        part = source.slices[index]
+    parts = [source.slices[index] for index in chosen.tolist()]
+    for i, (part, tables) in enumerate(read_slices(parts, columns=columns)):
         wanted = max_rows * (i + 1) // num_slices - max_rows * i // num_slices
         share = 1.0 if part.row_groups is not None else min(1.0, wanted / part.num_rows)
         taken = 0
-        for table in read_slice(part, columns=columns):
+        for table in tables:
             table = in_common_schema(table, schema)
             rows = table.slice(0, min(math.ceil(share * table.num_rows), wanted - taken))
             taken += rows.num_rows

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from raybatch.durable.partitioned import partition_folder
 from raybatch.errors import CommitError, ConfigError
-from raybatch.inputs.file_slices import FileSlice, joined, read_slice
+from raybatch.inputs.file_slices import FileSlice, joined, read_slices
 from raybatch.inputs.schemas import in_common_schema
 from raybatch.inputs.source import Source
 from raybatch.planning.repeated_ids import RepeatedIds, as_texts
@@ -35,9 +35,9 @@ def check_partition_values(source: Source, columns: Sequence[str]) -> None:
     if not doubtful:
         return
     schema = pa.schema([schema.field(name) for name in doubtful])
-    for part in joined(source.slices):
+    for part, tables in read_slices(list(joined(source.slices)), columns=doubtful):
         first_row = part.first_row
-        for rows in read_slice(part, columns=doubtful):
+        for rows in tables:
             _check_table(in_common_schema(rows, schema), part, first_row)
             first_row += rows.num_rows
 
@@ -98,8 +98,8 @@ def check_unique_ids(source: Source, column: str) -> None:
 
 def _ids(source: Source, column: str) -> Iterator[pa.ChunkedArray]:
     schema = pa.schema([source.schema.field(column)])
-    for part in joined(source.slices):
-        for table in read_slice(part, columns=[column]):
+    for _, tables in read_slices(list(joined(source.slices)), columns=[column]):
+        for table in tables:
             yield in_common_schema(table, schema).column(0)
 
 

@@ -18,14 +18,13 @@ PATIENCE = 8.0
 MAX_BINS = 16
 
 
-def batches_ahead(policy: AdmissionPolicy, *, has_rounds: bool) -> int:
+def batches_ahead(policy: AdmissionPolicy) -> int:
     """Return how many times the rows that run at once should wait in an engine of a pool.
 
     A policy can choose among the rows alone that wait where it is applied; the order of arrival
-    needs no choice, and 0 leaves the number to the pool. Where prompts are computed in rounds
-    (`kv_offload`), those that wait are the next round, and those behind it whose KV is stored.
+    needs no choice, and 0 leaves the number to the pool.
     """
-    return max(int(has_rounds), {"fcfs": 0, "static": 1, "shortest": 2, "multi_bin": 8}[policy])
+    return {"fcfs": 0, "static": 1, "shortest": 2, "multi_bin": 8}[policy]
 
 
 def predicted_steps(num_output: int, num_prompt: int, step_tokens: int) -> float:

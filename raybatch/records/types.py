@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from raybatch.errors import ConfigError, range_text
 from raybatch.records.parsed_text import ParsedText
+from raybatch.records.sequence_kv import SequenceKV
 from raybatch.records.structured_outputs import structured_text
 
 FinishReason = Literal["stop", "length", "filtered", "error", "capacity"]
@@ -234,8 +235,9 @@ class Completion:
 class SequenceState:
     """A running sequence as data, so that another replica can go on with it.
 
-    The receiver computes the KV of prompt and `token_ids` again; sampling goes on at position
-    `len(token_ids)` with the same seed, so the tokens are those of an uninterrupted run.
+    The receiver computes the KV of prompt and `token_ids` again, but for what comes along in `kv`;
+    sampling goes on at position `len(token_ids)` with the same seed, so the tokens are those of an
+    uninterrupted run.
     """
 
     request: Request
@@ -243,6 +245,7 @@ class SequenceState:
     token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    kv: SequenceKV | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,6 +276,8 @@ class ReplicaStats(TokenCounts):
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     """After a preemption or a move."""
+    num_carried_tokens: int = 0
+    """Whose KV came along from another engine."""
     num_swapped_tokens: int = 0
     """Whose KV came back from host memory after a preemption."""
     swapped_bytes: int = 0
@@ -288,6 +293,8 @@ class ReplicaStats(TokenCounts):
     """Of the weight copies, those that a step waited for."""
     num_failed_copies: int = 0
     """Of KV and weights; the engine went on."""
+    num_copied_blocks: int = 0
+    """KV blocks that samples shared, until one of them wrote behind the prompt."""
     num_held_steps: int = 0
     """In which a sequence had room but waited, because memory was forecast to run out."""
     num_drafted_tokens: int = 0

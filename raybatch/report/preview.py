@@ -120,15 +120,19 @@ class Preview:
         if rest.generated_tokens.expected:
             tokens += f", answers {_about(rest.generated_tokens, amount)}"
         facts = [("all rows", f"{full(rest.num_rows)}; {tokens}")]
+        if rest.sampled_s:
+            speed = f"at least {full(rest.sampled_tokens / rest.sampled_s)} tokens/s a replica"
+            took = f"{amount(rest.sampled_tokens)} of prompts and answers in {rest.sampled_s:.2g} s"
+            few = f"; {count(rest.num_sampled, 'row')} may not fill an engine"
+            is_sample = rest.num_sampled < rest.num_rows
+            facts.append(("speed", f"{speed}: {took}{few * is_sample}"))
         replicas = count(rest.num_replicas, "replica")
         if (time := rest.time) is not None:
             of_time = Band(expected=time.wall_s, low=time.low_s, high=time.high_s)
             facts.append(("time", f"{_about(of_time, duration)} on {replicas}, {time.origin}"))
         elif rest.slowest_s is not None:
             slowest = f"at most about {duration(rest.slowest_s)} on {replicas}"
-            facts.append(
-                ("time", f"{slowest}, at the speed of so few rows; full engines are faster")
-            )
+            facts.append(("time", f"{slowest}, at that speed; full engines are faster"))
             notes.append(f"{rest.no_time}; `raybatch explain` measures how fast engines are")
         else:
             facts.append(("time", f"not known: {rest.no_time}"))

@@ -23,6 +23,7 @@ from raybatch.errors import ConfigError
 from raybatch.models.source import (
     check_weights_exist,
     is_local_model,
+    lacks_weights,
     resolve_config,
     resolve_tokenizer,
 )
@@ -69,7 +70,8 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
         CapacityError: the KV cache does not hold a block.
     """
     facts, engine = type_of(config.backend), config.engine
-    has_weights = not facts.is_endpoint and is_local_model(config.model)
+    is_here = not facts.is_endpoint and is_local_model(config.model)
+    has_weights = is_here and not (facts.has_weights and lacks_weights(config.model))
     folder = find_model(config)
     if folder is not None:
         reads = _reads_template(config, schema)

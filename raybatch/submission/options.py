@@ -1,6 +1,7 @@
 """What a job file does not say of the system that it runs on, and the sizes that follow from it."""
 
 import math
+import posixpath
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,11 @@ _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _KEY = re.compile(r"[A-Za-z0-9._-]+")
 _LABEL = re.compile(
     r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+)
+# of an image, which a mount would hide
+_SYSTEM_FOLDERS = re.compile(
+    "/|/(bin|boot|etc|home|home/ray|lib|lib32|lib64|opt|root|run|sbin|srv|tmp|tmp/ray|usr|var)"
+    "|/usr/(bin|lib|local|sbin)|/var/(run|tmp)|/(dev|proc|sys)(/.*)?"
 )
 # it may be empty, as that of node-role.kubernetes.io/gpu
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
@@ -205,11 +211,17 @@ def read_model_volume(setting: str | None) -> ModelVolume | None:
     if setting is None:
         return None
     claim, colon, path = setting.partition(":")
-    path = path.rstrip("/") if colon else "/models"
+    path = path if colon else "/models"
     if not _OBJECT_NAME.fullmatch(claim) or not path.startswith("/"):
         raise ConfigError(
             f"--model-volume {setting}: expected CLAIM or CLAIM:/path, the name of a persistent "
             "volume claim and where to mount it"
+        )
+    path = "/" + posixpath.normpath(path).lstrip("/")
+    if _SYSTEM_FOLDERS.fullmatch(path):
+        raise ConfigError(
+            f"--model-volume {setting}: a volume over {path} would hide files of the system; mount "
+            "it at a folder of its own, such as /models"
         )
     return ModelVolume(claim, path)
 

@@ -240,10 +240,8 @@ def test_what_an_engine_finished_before_it_broke_is_sent(monkeypatch):
     assert asyncio.run(heard()) == [0, 1, "RuntimeError: broken"]
 
 
-@pytest.mark.parametrize(
-    ("options", "num_rows"), [({"kv_offload": True, "host_kv_bytes": 1 << 22}, 100), ({}, 64)]
-)
-def test_rows_for_a_round_of_prompts_wait_in_an_engine(options, num_rows, monkeypatch):
+@pytest.mark.parametrize(("options", "num_rows"), [({"admission": "static"}, 100), ({}, 64)])
+def test_rows_of_the_next_batch_wait_in_an_engine(options, num_rows, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     engine = EngineConfig(
         max_num_seqs=100,

@@ -6,6 +6,7 @@ about it.
 
 import itertools
 from contextlib import closing
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -17,7 +18,8 @@ from raybatch.backends.vllm.start import start_inner
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.models.config import read_model_spec
-from raybatch.records.types import Request, Sampling
+from raybatch.records.sequence_kv import KVKey, SequenceKV
+from raybatch.records.types import Request, Sampling, SequenceState
 from tests.backends.endpoint_server import EndpointServer
 from tests.backends.vllm_engines import VllmShelf
 from tests.engine.tiny_models import build
@@ -366,6 +368,33 @@ def test_an_exported_row_goes_on_elsewhere_with_the_same_tokens(make, backend, o
     assert keys == [(1, 0), (1, 1), (4, 0)]
     other.restore(states)
     assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_kv_goes_along_where_it_is_asked_for_and_can_be(make, backend, other, num_steps):
+    requests = [request(i, temperature=0.9, n=1 + i % 2) for i in range(6)]
+    backend.submit(requests)
+    for _ in range(num_steps):
+        backend.poll()
+    states = backend.export([1, 2], with_kv=True)
+    # rows 0 to 2 run at most, and the native engine alone reads KV
+    has_kv = num_steps > 0 and type(backend).__name__ == "NativeBackend"
+    assert [has_kv] * 2 == [state.kv is not None for state in states[:2]]
+    other.restore(states)
+    assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
+    recomputed = other.stats().num_recomputed_tokens
+    assert recomputed == 0 or not has_kv
+
+
+def test_kv_of_another_engine_goes_no_further(make, backend):
+    key = KVKey(model="another", dtype="float32", kv_dtype="float32", block_size=4)
+    blocks, checksums = np.zeros((1, 2, 1, 1, 4, 8), np.int32), np.zeros(1, np.uint32)
+    kv = SequenceKV(key=key, first_block=0, num_tokens=2, blocks=blocks, checksums=checksums)
+    backend.restore([SequenceState(request=request(1), sample_idx=0, kv=kv)])
+    (state,) = backend.export([1], with_kv=True)
+    assert state.kv is None
+    backend.restore([replace(state, kv=kv)])
+    assert alone(make, request(1)) == tokens_of(run(backend))
 
 
 @TELLING

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raybatch.backends.vllm import versions
+from raybatch.backends.vllm.args import VllmOptions
 from raybatch.backends.vllm.backend import pooling_params, sampling_params
 from raybatch.backends.vllm.model import has_experts
 from raybatch.backends.vllm.versions import ADAPTERS
@@ -44,6 +45,15 @@ def test_the_version_that_packages_tell_is_that_of_the_module():
 def test_every_name_is_there_and_takes_what_it_is_given(part):
     names = vars(ADAPTER.load(part))
     assert list(names) == list(ADAPTER.names[part])
+
+
+def test_load_formats_are_those_of_vllm_and_its_plugins(monkeypatch):
+    theirs = ADAPTER.load("loading").load_formats
+    assert set(theirs) == set(ADAPTER.load_formats.split())
+    monkeypatch.setitem(theirs, "mine", object)
+    VllmOptions(engine_kwargs={"load_format": "mine"})
+    with pytest.raises(ConfigError, match="got 'yours'"):
+        VllmOptions(engine_kwargs={"load_format": "yours"})
 
 
 def test_all_that_is_called_belongs_to_a_name():

@@ -38,6 +38,9 @@ def vllm(**engine_kwargs):
             "must be None or 'mp' or 'uni' or 'ray' here, got 'external",
         ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a number of at least 1"),
+        ({"load_format": "nonsense"}, "load_format must be one of auto, .* got 'nonsense'; one of"),
+        ({"load_format": "Dummy"}, r"got 'Dummy' \(did you mean 'dummy'\?\)"),
+        ({"load_format": ["pt"]}, "load_format must be one of auto, dummy"),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be a number of at least 1"),
     ],
 )

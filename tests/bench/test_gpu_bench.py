@@ -1,7 +1,9 @@
 """`raybatch bench gpu` on a CPU: all of its parts run, on a model of two layers."""
 
 import json
-from dataclasses import replace
+import subprocess
+import time
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -68,7 +70,7 @@ def test_ops_are_compared_with_their_references(report):
     (model,) = report.models
     assert {op.name for op in model.layers.ops} >= {"linear", "moe_ffn", "attention"}
     assert all(op.agrees for op in model.layers.ops)
-    assert "ops that agree with torch" in report.to_text()
+    assert "ops agree with torch within" in report.to_text()
 
 
 def test_an_op_that_differs_is_a_failure(monkeypatch):
@@ -81,7 +83,7 @@ def test_an_op_that_differs_is_a_failure(monkeypatch):
     monkeypatch.setattr(layers, "pick_ops", wrong)
     monkeypatch.setattr(gpu._Bench, "_run", lambda *_, **__: None)
     report = bench_gpu(NATIVE, shapes={"tiny": TINY}, rows=ROWS)
-    assert "the kernel of add_linear_ differs by" in report.to_text()
+    assert "FAILED: tiny: the kernel of add_linear_ differs by" in report.to_text()
     assert not report.is_right
 
 
@@ -103,12 +105,65 @@ def test_engines_that_differ_are_counted(report):
     assert "3 of 4" in replace(report, models=(both,)).to_text()
 
 
-def test_what_does_not_fit_the_time_is_a_failure(monkeypatch):
+def test_what_has_no_time_is_told_and_no_failure(monkeypatch):
     monkeypatch.setattr(gpu, "measure_layers", lambda *_, **__: pytest.fail("out of time"))
     report = bench_gpu(replace(NATIVE, minutes=0.0), shapes={"tiny": TINY}, rows=ROWS)
-    assert not report.is_right
-    assert report.checked is None
-    assert "--minutes" in report.to_text()
+    assert report.skipped == (
+        "the comparison of tokens, native",
+        "the comparison of tokens, transformers",
+        "tiny",
+    )
+    assert "skipped, --minutes 0 were over: tiny" in report.to_text()
+    assert (report.is_right, report.checked, report.failures) == (True, None, ())
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Return what runs an engine whose process ends as one that is given."""
+
+    def run(ended):
+        monkeypatch.setattr(subprocess, "run", ended)
+        bench = gpu._Bench(
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            end=time.monotonic() + 60,
+            tell=lambda _: None,
+        )
+        two = (*ROWS, replace(ROWS[0], name="more"))
+        return bench._run("tiny", "native", TINY, tmp_path, two, num_repeats=1), bench
+
+    return run
+
+
+def test_rows_that_were_done_in_time_are_kept(report, run):
+    line = json.dumps(asdict(report.models[0].engines[0])).encode()
+
+    def late(command, **_):
+        raise subprocess.TimeoutExpired(command, 1.0, output=line + b"\n" + line[:40])
+
+    result, bench = run(late)
+    assert result == report.models[0].engines[0]
+    assert (bench.skipped, bench.failures) == (["tiny, native: more"], [])
+    both = replace(
+        report.models[0], engines=(result, replace(result, kind="vllm", runs=2 * result.runs))
+    )
+    text = replace(report, models=(both,), skipped=tuple(bench.skipped)).to_text()
+    assert "no time" in text
+    assert "skipped, --minutes 10 were over: tiny, native: more" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "told"),
+    [(1, b"", "tiny, native: out of memory"), (0, b"no JSON\n", "tiny, native: gave no result (")],
+)
+def test_an_engine_that_ends_early_is_a_failure(run, code, stdout, told):
+    def ended(command, **_):
+        return subprocess.CompletedProcess(command, code, stdout, b"trace\nout of memory\n")
+
+    result, bench = run(ended)
+    assert result is None
+    assert bench.failures[0].startswith(told)
+    assert bench.skipped == []
 
 
 def test_repeats_share_no_prefix():

@@ -2,11 +2,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from boundary.records import BoundaryOptions
 from page_boundary import Case, run, w4, w5
 from page_simulator import Lengths, Machine, simulate
 from step_simulator import Device
-
-from raybatch.policy.boundary.records import BoundaryOptions
 
 MACHINE = Machine(
     device_pages=100,

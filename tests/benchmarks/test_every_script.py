@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ SLOW, VLLM, RAY = pytest.mark.slow, pytest.mark.vllm, pytest.mark.ray
 
 def _small(shape: Any) -> Any:
     """Return a shape of the same kind with as little as its kernels take."""
-    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 1024}
     experts = {"num_experts": 4, "experts_per_token": 2} if shape.num_experts else {}
-    return type(shape)(**sizes, **experts, num_kv_heads=1, head_dim=32)
+    return type(shape)(**sizes, **experts, ffn_size=64, num_kv_heads=1, head_dim=32)
 
 
 def _fewer(workloads: Mapping[str, Any], num_requests: int = 4) -> dict[str, Any]:
@@ -156,6 +156,13 @@ TINY = {
             *("--rows", "2", "--drafts", "2", "--prompt-len", "16", "--output-len", "4"),
             *("--repetitions", "1", "--layers", "2", "--hidden", "256"),
         )
+    ),
+    "coroutines": Tiny(
+        args=(
+            *("--models", "moe-8m", "--rows", "6", "--device-rows", "2", "--repetitions", "1"),
+            *("--gates", "4"),
+        ),
+        values={"profile_options": lambda own: lambda config: replace(own(config), budget_s=0.2)},
     ),
     "swap": Tiny(args=("--rows", "8", "--share", "0.6", "--repetitions", "1")),
     "weights": Tiny(args=("--rows", "2", "--repetitions", "1"), values={"OUTPUT_LEN": 2}),

@@ -12,9 +12,11 @@ import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.step_graphs import GraphCounts
+from raybatch.engine.memory.kv_window import WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.records.sequence_kv import KVKey
 from raybatch.records.types import Completion, Request, Sampling
 
 NUM_LAYERS = 2
@@ -81,14 +83,18 @@ class FakeRunner:
     block_bytes: int = 64
     failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
     forgets_loaded: bool = True  # what was brought back is never read from the host again
-    num_window_blocks: int = 0  # as many as the pool has, with two layers
+    num_window_blocks: int = 0
+    window_counters: WindowCounters = field(default_factory=WindowCounters)
     num_moves: int = 0
     num_moved_blocks: int = 0
     steps: list[Step] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
+    kv_key: KVKey | None = None
+    copied: list[tuple[int, int]] = field(default_factory=list)
     graph_counts: GraphCounts = field(default_factory=GraphCounts)
 
     def __post_init__(self):
+        self.kv_key = KVKey("fake", "uint64", "uint64", self.block_size)
         shape = (NUM_LAYERS, self.num_blocks * self.block_size)
         self._kv = np.random.default_rng(1).integers(0, 2**63, shape).astype(np.uint64)
 
@@ -116,9 +122,25 @@ class FakeRunner:
         if self.forgets_loaded:
             self._host[:, host_ids] = 3
 
-    def copy_host_blocks(self, source_ids, target_ids):
-        self._count_move(source_ids, target_ids)
-        self._host[:, target_ids] = self._host[:, source_ids]
+    def read_blocks(self, block_ids):
+        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
+        positions = self._positions[block_ids].astype(np.uint64)
+        return np.concatenate((pages[:, block_ids], positions[None])).swapaxes(0, 1)
+
+    def read_host_blocks(self, host_ids):
+        return self._host[:, host_ids].swapaxes(0, 1).copy()
+
+    def write_blocks(self, rows, block_ids):
+        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
+        pages[:, block_ids] = rows[:, :NUM_LAYERS].swapaxes(0, 1)
+        self._positions[block_ids] = rows[:, NUM_LAYERS].astype(np.int64)
+
+    def copy_blocks(self, source_ids, target_ids):
+        assert len(set(target_ids.tolist())) == len(target_ids) == len(source_ids)
+        self.copied += zip(source_ids.tolist(), target_ids.tolist(), strict=True)
+        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
+        pages[:, target_ids] = pages[:, source_ids]
+        self._positions[target_ids] = self._positions[source_ids]
 
     def copy_bytes_per_s(self):
         return 1e9
@@ -132,26 +154,9 @@ class FakeRunner:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         batch = on_device(batch, IndexUploads(self.device), self.device)
-        return self._forward(batch, lambda layer: None, lambda layer: None)
+        return self._forward(batch)
 
-    def forward_offloaded(self, batch, moves):
-        assert len(set(moves.save_host.tolist())) == len(moves.save_host)
-        pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
-        positions = self._host[NUM_LAYERS]
-        # a window keeps nothing from one step to the next
-        pages[:], self._positions[:] = 5, -1
-        self._positions[moves.load_blocks] = positions[moves.load_host].astype(np.int64)
-
-        def load(layer):
-            pages[layer, moves.load_blocks] = self._host[layer, moves.load_host]
-
-        def save(layer):
-            self._host[layer, moves.save_host] = pages[layer, moves.save_blocks]
-            positions[moves.save_host] = self._positions[moves.save_blocks].astype(np.uint64)
-
-        return self._forward(batch, load, save)
-
-    def _forward(self, batch, before_layer, after_layer):
+    def _forward(self, batch):
         plan = batch.attention
         lens = plan.prefill.lens if plan.prefill else ()
         self.steps.append(
@@ -168,11 +173,9 @@ class FakeRunner:
         self._positions.reshape(-1)[slots] = batch.positions.numpy()
         hidden = embed(batch.token_ids.numpy(), batch.positions.numpy())
         for layer in range(NUM_LAYERS):
-            before_layer(layer)
             own = mix(hidden, 100 + layer)
             self._kv[layer][slots] = own
             hidden = mix(hidden + self._attend(plan, own, self._kv[layer]), layer)
-            after_layer(layer)
         rows = batch.logits_idx.numpy()
         assert (np.diff(rows) > 0).all()
         logits = torch.zeros(len(rows), self.spec.vocab_size)

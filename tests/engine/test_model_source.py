@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from raybatch.errors import ConfigError
-from raybatch.models.checkpoint import weight_files
-from raybatch.models.identity import model_fingerprint
+from raybatch.models.checkpoint import model_fingerprint, weight_files
 from raybatch.models.source import resolve_config, resolve_model
 from tests.engine import refusing_files  # noqa: F401 - registers them
 

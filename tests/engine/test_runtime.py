@@ -185,7 +185,7 @@ def test_interleavings_give_the_logits_of_the_plain_forward_pass(checkpoint, ord
     num_orders = Counter()
 
     def in_many_orders(parts):
-        expected = torch.cat([runner.forward(part) for part in parts])
+        expected = torch.cat([runner.forward(part.batch) for part in parts])
         for seed in range(orders_per_step):
             runtime = CoroutineRuntime(runner.decoder, runner.cache, AnyOrder(seed))
             result = runtime.forward(parts)

@@ -100,6 +100,7 @@ def test_without_a_known_speed_the_sample_is_the_slowest(costs):
     found = extrapolated([10] * 4, [5] * 4, num_rows=400, price_per_engine_hour=1.0)
     assert (found.time, found.no_time, found.money) == (None, "not measured", None)
     assert found.slowest_s == pytest.approx(3.0 * 100 / 2)
+    assert (found.sampled_tokens, found.sampled_s) == (60.0, 3.0)
 
 
 def test_answers_with_prices_cost_what_the_sample_has_cost(costs):
@@ -107,4 +108,4 @@ def test_answers_with_prices_cost_what_the_sample_has_cost(costs):
     found = extrapolated([10, 30], [5, 5], num_rows=200, cost=0.5, kind="openai")
     assert found.money.expected == pytest.approx(50.0)
     assert found.money.low < 50 < found.money.high
-    assert found.slowest_s is None
+    assert (found.slowest_s, found.sampled_s) == (None, 0.0)

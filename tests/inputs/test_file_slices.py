@@ -2,6 +2,7 @@ import fsspec
 import pyarrow as pa
 import pytest
 
+from raybatch.inputs import file_slices
 from raybatch.inputs.file_slices import FileSlice, Size, pack, read_slice
 from raybatch.inputs.source import Source, scan_source
 from raybatch.planning.source_checks import check_unique_ids
@@ -138,7 +139,8 @@ def test_task_with_many_slices_of_a_file_opens_it_once(tmp_path, opened):
     assert opened == ["a.parquet"]
 
 
-def test_task_opens_a_file_when_it_gets_there(tmp_path, opened):
+def test_task_opens_a_large_file_when_it_gets_there(tmp_path, opened, monkeypatch):
+    monkeypatch.setattr(file_slices, "_AHEAD_BYTES", 10_000)
     for name in ("a", "b"):
         write_parquet(tmp_path / f"{name}.parquet", pa.table({"x": list(range(3000))}))
     source = scan_source(str(tmp_path))

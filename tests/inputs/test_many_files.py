@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raybatch.errors import ConfigError
+from raybatch.inputs import file_slices
 from raybatch.inputs.source import scan_source
 
 NUM_FILES = 40
@@ -78,6 +79,34 @@ def test_footers_are_read_several_at_once_and_rows_keep_their_order(source):
         part.name for part in scanned.slices
     ]
     assert list(range(1, NUM_FILES + 1)) == [part.num_rows for part in scanned.slices]
+
+
+def test_rows_of_small_files_are_read_several_at_once_in_their_order(source):
+    scanned = scan_source(source)
+    CROWD.most = 0
+    CROWD.is_two.clear()
+    tables = scanned.read(range(NUM_FILES), row_id_column="row_id")
+    found = pa.concat_tables(tables)
+    assert 1 < CROWD.most <= 8
+    rows = [(f"{n:03}.parquet:{i}", str(n)) for n in range(NUM_FILES) for i in range(n + 1)]
+    assert rows == list(zip(*found.to_pydict().values(), strict=True))
+
+
+def test_a_file_that_was_lost_is_told_behind_the_rows_before_it(source):
+    scanned = scan_source(source)
+    fsspec.filesystem("crowded").rm("/in/017.parquet")
+    tables = scanned.read(range(NUM_FILES))
+    assert [n + 1 for n in range(17)] == [next(tables).num_rows for _ in range(17)]
+    with pytest.raises(ConfigError, match=r"017\.parquet cannot be read any more"):
+        next(tables)
+
+
+def test_a_large_file_is_not_held_in_memory(source, monkeypatch):
+    monkeypatch.setattr(file_slices, "_AHEAD_BYTES", 0)
+    scanned = scan_source(source)
+    CROWD.most = 0
+    assert NUM_FILES == sum(1 for _ in scanned.read(range(NUM_FILES)))
+    assert CROWD.most == 1
 
 
 def test_the_first_broken_file_is_the_one_that_is_named(source):

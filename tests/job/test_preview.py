@@ -1,5 +1,7 @@
 """A first look at a job: some rows, answered as a run would, and nothing written."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -7,8 +9,10 @@ import pytest
 from rich.cells import cell_len
 
 from raybatch.errors import ConfigError
+from raybatch.explanation.extrapolation import Extrapolation
 from raybatch.job.job import Job
 from raybatch.planning.sample import spread_rows
+from raybatch.policy.cost.estimate import Band
 from raybatch.report.preview import Preview
 from raybatch.rows.schema import OutputSchema
 from tests.jobs import LARGE, local_job
@@ -157,7 +161,7 @@ def test_a_batch_file_is_not_looked_at(monkeypatch, capsys):
     assert "--limit" in capsys.readouterr().err
 
 
-def shown(prompt, answer, *, width=60, reason="stop", error=""):
+def shown(prompt, answer, *, width=60, reason="stop", error="", rest=None):
     columns = {
         "row_id": ["a:1"],
         "generated_text": [answer],
@@ -170,9 +174,28 @@ def shown(prompt, answer, *, width=60, reason="stop", error=""):
         rows=pa.table(columns),
         prompts=(prompt,),
         output=OutputSchema(),
-        rest=None,
+        rest=rest,
     )
     return preview.to_text(width)
+
+
+def test_the_speed_of_few_rows_is_told_as_a_least_one():
+    rest = Extrapolation(
+        num_rows=4000,
+        num_sampled=20,
+        num_replicas=2,
+        prompt_tokens=Band(expected=1e6, low=1e6, high=1e6),
+        generated_tokens=Band(expected=1e4, low=1e4, high=1e4),
+        no_time="not measured",
+        slowest_s=100.0,
+        sampled_tokens=5000.0,
+        sampled_s=0.5,
+    )
+    text = shown("a", "b", rest=rest)
+    few = "; 20 rows may not fill an engine"
+    assert f"at least 10,000 tokens/s a replica: 5,000 of prompts and answers in 0.5 s{few}" in text
+    assert "at most about 1 min 40 s on 2 replicas, at that speed" in text
+    assert few not in shown("a", "b", rest=replace(rest, num_sampled=4000))
 
 
 def test_long_prompts_lose_their_middle():

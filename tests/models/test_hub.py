@@ -12,7 +12,6 @@ from raybatch.models.identity import model_identity, pin
 from raybatch.models.source import (
     check_weights_exist,
     has_weights_here,
-    pin_uri,
     resolve_config,
     resolve_model,
 )
@@ -120,7 +119,7 @@ def test_files_that_are_not_whole_yet_count_for_nothing(tmp_path, monkeypatch):
 
 def test_a_uri_of_the_hub_names_its_content(hub):
     uri = f"hf://{MODEL}"
-    before = pin_uri(uri)
+    before = pin(uri)
     weights = demo_files()["model.safetensors"]
     hub.commit({**demo_files(), "model.safetensors": bytes(len(weights))})
-    assert before != pin_uri(uri)
+    assert before != pin(uri)

@@ -9,7 +9,9 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.job.job import Job
-from raybatch.models.identity import model_fingerprint
+from raybatch.models.checkpoint import model_fingerprint
+from raybatch.planning import fingerprint
+from raybatch.planning.fingerprint import comparable
 from raybatch.report import RunReport
 from tests.models.fake_hub import MODEL
 from tests.models.test_hub import DEMO, demo_files, hub, weights_asked_for
@@ -97,3 +99,12 @@ def test_an_output_that_names_the_bytes_of_its_model_is_compared_with_those(hub,
     was = model_fingerprint(DEMO)
     with pytest.raises(ConfigError, match=rf"model.weights is \S+ and was \S{was}"):
         run(job_of(MODEL))
+
+
+def test_the_model_is_read_once_for_all_plans_that_know_its_bytes(hub, job_of, monkeypatch):
+    read = []
+    monkeypatch.setattr(fingerprint, "model_fingerprint", lambda path: read.append(path) or "0f")
+    now, by_bytes = {"model.weights": f'"commit {hub.main}"'}, {"model.weights": '"0f"'}
+    found = comparable(now, [by_bytes, now, by_bytes], job_of(MODEL).config.stage)
+    assert [by_bytes, now, by_bytes] == found
+    assert 1 == len(read)

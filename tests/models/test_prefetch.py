@@ -1,5 +1,8 @@
 """`raybatch fetch`: a model comes to a host, a folder or a cluster before a job wants it."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -8,8 +11,9 @@ from typer.testing import CliRunner
 
 from raybatch.cli.app import app
 from raybatch.errors import ConfigError
+from raybatch.models import prefetch as prefetch_module
 from raybatch.models.prefetch import prefetch
-from raybatch.models.source import has_weights_here
+from raybatch.models.source import has_weights_here, resolve_config
 from tests.clusters import own_ray
 from tests.models.fake_hub import MODEL
 from tests.models.test_hub import DEMO, demo_files, hub, weights_asked_for
@@ -113,3 +117,41 @@ def test_a_model_comes_to_every_host_of_a_cluster(hub):
         assert 1 == told.count(f"{MODEL} is in")
         assert "; it was there" in run(MODEL, "--on-every-host")
     assert has_weights_here(MODEL)
+
+
+def test_a_kill_leaves_no_part_of_a_mark(uri, tmp_path):
+    """The kernel ends a process whose file grows beyond a limit, after the bytes below that."""
+    script = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from raybatch.models import prefetch\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"
+        "_, most = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8, most))\n"
+        "stored = prefetch.StoreFolder(uri='s3://b/m', what='model', root='m', filesystem=None, "
+        "files={})\n"
+        "prefetch._claim(Path(sys.argv[1]), stored, ())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    assert -signal.SIGXFSZ == ended.returncode
+    assert NUM_BYTES == prefetch(uri, to=tmp_path).fetched_bytes
+
+
+def test_of_two_models_at_once_one_has_the_folder(uri, tmp_path, monkeypatch):
+    """The other one's mark appears between the look at the folder and one's own."""
+    created = prefetch_module._created
+
+    def after_another(path, text):
+        path.write_text("of another model")
+        return created(path, text)
+
+    monkeypatch.setattr(prefetch_module, "_created", after_another)
+    with pytest.raises(ConfigError, match="holds another model than 'memory://bucket/model'"):
+        prefetch(uri, to=tmp_path)
+
+
+def test_the_demo_model_has_no_revisions(tmp_path):
+    with pytest.raises(ConfigError, match="'demo@main': the demo model"):
+        prefetch("demo@main")
+    with pytest.raises(ConfigError, match="'demo@main': the demo model"):
+        resolve_config("demo@main")

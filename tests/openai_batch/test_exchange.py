@@ -130,7 +130,7 @@ def test_requests_name_a_model(source, tmp_path):
         Export(source=str(source), output=str(tmp_path / "b"), model=" ", prompt="{text}")
 
 
-@pytest.mark.parametrize("there", ["b.jsonl", "b.2.jsonl"])
+@pytest.mark.parametrize("there", ["b.jsonl", "b.2.jsonl", "b.3.jsonl", "b.12.jsonl"])
 def test_batch_files_that_are_there_stay(source, tmp_path, there):
     (tmp_path / there).write_text("mine")
     with pytest.raises(ConfigError, match=r"jsonl is there already; choose another"):

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raybatch.inputs import source as source_module
+from raybatch.inputs import file_slices
 from raybatch.inputs.source import scan_source
 from raybatch.planning.sample import Sample, spread_rows
 from tests.stages.support import write_parquet
@@ -54,14 +54,14 @@ def test_rows_have_the_ids_and_values_that_they_have_in_the_source(folder):
 
 def test_what_holds_no_chosen_row_is_not_read(folder, monkeypatch):
     source, seen = scan_source(str(folder)), []
-    read_slice = source_module.read_slice
+    read_slice = file_slices.read_slice
 
     def counting(part, **options):
         for table in read_slice(part, **options):
             seen.append((part.name, table.num_rows))
             yield table
 
-    monkeypatch.setattr(source_module, "read_slice", counting)
+    monkeypatch.setattr(file_slices, "read_slice", counting)
     sample = Sample.of(source, 2)
     read(sample)
     assert {name for name, _ in seen} == {part.name for part in sample.slices}

@@ -198,6 +198,14 @@ def test_malformed_model_volume_is_refused(setting):
         read_model_volume(setting)
 
 
+@pytest.mark.parametrize(
+    "path", ["/tmp", "//tmp/", "/", "/usr/../etc", "/proc/models", "/home/ray"]
+)
+def test_a_volume_over_a_folder_of_the_system_is_refused(path):
+    with pytest.raises(ConfigError, match=f"--model-volume models:{path}: a volume over /"):
+        read_model_volume(f"models:{path}")
+
+
 def test_spilled_objects_have_a_disk_of_their_own(tmp_path):
     document = render(tmp_path, spill_size="2Ti")
     pod = worker_of(document)

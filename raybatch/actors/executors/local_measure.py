@@ -6,6 +6,7 @@ answer.
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from raybatch.backends.cost_cache import (
 )
 from raybatch.backends.registry import type_of
 from raybatch.errors import ConfigError, MeasureError
-from raybatch.models.source import has_weights_here
+from raybatch.models.source import has_weights_here, is_local_model
 from raybatch.policy.cost.cost_model import CostModel
 
 
@@ -72,16 +73,27 @@ def model_or_reason(
     Weights that are not on this host are not fetched to measure an engine.
     """
     try:
-        if type_of(spec.backend).has_weights and not has_weights_here(spec.model):
-            return (
-                f"{spec.model} was not measured, as its weights are not on the host and nothing "
-                f"but a run fetches them; `raybatch fetch {spec.model}` does it before"
-            )
+        if why_not := _why_not_measured(spec):
+            return f"{spec.model} was not measured, {why_not}"
         return load_or_measure(
             spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines, folder=folder
         )
     except (MeasureError, ConfigError) as error:
         return str(error)
+
+
+def _why_not_measured(spec: PoolSpec) -> str:
+    """Return why no engine is started to measure a model, "" where one is."""
+    facts, model = type_of(spec.backend), spec.model
+    is_read, is_here = facts.reads_safetensors(spec.backend), is_local_model(model)
+    if not facts.has_weights or has_weights_here(model) or (is_here and not is_read):
+        return ""
+    if is_here:
+        return f"as its folder has no weights on host {socket.gethostname()}"
+    if not is_read:
+        return "as with its load_format the engine gets the weights by itself, once a run begins"
+    way_out = f"nothing but a run fetches them; `raybatch fetch {model}` does it before"
+    return f"as its weights are not on the host and {way_out}"
 
 
 def model_in(answer: CostModel | str) -> CostModel:

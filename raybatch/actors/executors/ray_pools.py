@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
 from ray.actor import ActorHandle
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 from ray.util import metrics
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
@@ -28,12 +28,16 @@ from ray.util.scheduling_strategies import (
 )
 
 from raybatch.actors.coordinator.coordinator import Coordinator
+from raybatch.actors.executors.ray_hosts import (
+    asked_of_ray,
+    environment_of,
+    labels_of,
+    vllm_of_hosts,
+)
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import (
-    HOST_LABEL,
     KIND_LABEL,
     Placement,
-    accelerators_in,
     cluster_now,
     gpu_warnings,
     plan_placement,
@@ -42,9 +46,8 @@ from raybatch.actors.replicas.placement import (
 from raybatch.actors.replicas.site import Errors, Handle, use_threads
 from raybatch.actors.replicas.waiting import shortage
 from raybatch.actors.wire.records import Place, PoolSpec, Requests, digest_of
-from raybatch.backends.choice import BackendChoice, VllmBuild, vllm_build
+from raybatch.backends.choice import BackendChoice, vllm_build
 from raybatch.config import PoolConfig
-from raybatch.errors import ConfigError, last_line
 from raybatch.telemetry.metrics import metrics_of_process
 
 _NAME_PREFIX = "raybatch-pool"
@@ -108,19 +111,9 @@ def reserve(
     has the same `name` whenever the same place of a pool is filled again, and one of this name that
     was left behind is released first. Hosts to `avoid` are named by their ids.
     """
-    options: dict[str, Any] = {"max_restarts": 0}
-    labels = _labels(pool, avoid)
-    kinds = pool.accelerator_types
-    given = {
-        "accelerator_type": kinds[0] if len(kinds) == 1 else None,
-        "resources": dict(pool.resources),
-        "label_selector": labels,
-    }
-    if pool.runtime_env:
-        options["runtime_env"] = dict(pool.runtime_env)
     if not plan.bundles:
-        options |= {"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus}
-        return Reserved(options | {name: value for name, value in given.items() if value})
+        return Reserved({"max_restarts": 0, **asked_of_ray(plan, pool, avoid=avoid)})
+    labels = labels_of(pool, avoid)
     with suppress(ValueError):  # there is none
         ray.util.remove_placement_group(ray.util.get_placement_group(name))
     group = ray.util.placement_group(
@@ -133,18 +126,8 @@ def reserve(
     inside = PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
     )
-    options |= {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": inside}
-    return Reserved(options, group)
-
-
-def _labels(pool: PoolConfig, avoid: Collection[str]) -> dict[str, str]:
-    """Return what the labels of an engine's host must be; one kind is a resource of the host."""
-    kinds, labels = pool.accelerator_types, {}
-    if len(kinds) > 1:
-        labels[KIND_LABEL] = f"in({','.join(kinds)})"
-    if avoid:
-        labels[HOST_LABEL] = f"!in({','.join(sorted(avoid))})"
-    return labels
+    options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": inside}
+    return Reserved({"max_restarts": 0, **options, **environment_of(pool)}, group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,7 +231,7 @@ class RayPools:
             return spec, None
         if connect and not ray.is_initialized():
             ray.init()
-        installed = partial(_vllm_of_hosts, spec.pool) if ray.is_initialized() else vllm_build
+        installed = partial(vllm_of_hosts, spec.pool) if ray.is_initialized() else vllm_build
         return settled(spec, cluster_now(), vllm=installed, began_with=began_with)
 
     def connect(self, spec: PoolSpec) -> ActorHandle:
@@ -322,32 +305,3 @@ def _end(coordinator: ActorHandle) -> None:
     except RayActorError:
         return
     ray.kill(coordinator, no_restart=True)
-
-
-def _vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
-    """Return what is installed on a host where engines of a pool run, in their environment.
-
-    Where the cluster has none yet, any host stands for later ones.
-    """
-    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 1}
-    if pool.runtime_env:
-        options["runtime_env"] = dict(pool.runtime_env)
-    if (node_id := host_of_engines(pool, ray.nodes())) is not None:
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
-    try:
-        call = ray.remote(vllm_build).options(**options).remote()
-        build: VllmBuild | None = ray.get(call, timeout=pool.start_timeout_s)
-    except (GetTimeoutError, RayError, ValueError) as error:  # the last where an option is wrong
-        raise ConfigError(
-            "backend was left out, and no host could say whether it has vLLM: "
-            f"{last_line(error)}; set backend to 'vllm' or 'native'"
-        ) from error
-    return build
-
-
-def host_of_engines(pool: PoolConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the id of a host with a GPU, of the kind that the pool asks for if there is one."""
-    wanted = frozenset(pool.accelerator_types)
-    hosts = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
-    hosts.sort(key=lambda host: not wanted & accelerators_in(host["Resources"]))
-    return str(hosts[0]["NodeID"]) if hosts else None

@@ -68,7 +68,7 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         engine, lead_batches = self._spec.engine, 0
         if type_of(self._spec.backend).obeys_engine_options:
-            lead_batches = batches_ahead(engine.admission, has_rounds=engine.kv_offload)
+            lead_batches = batches_ahead(engine.admission)
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),
             self._wake,

@@ -48,7 +48,7 @@ def shortage(
     """
     needs = plan.bundles or ({"CPU": plan.num_cpus, "GPU": plan.num_gpus, **pool.resources},)
     kinds = frozenset(pool.accelerator_types)
-    lacking = [need for need in needs if not any(_fits(need, kinds, host) for host in hosts)]
+    lacking = [need for need in needs if not any(fits(need, kinds, host) for host in hosts)]
     if not lacking:
         return ""
     out = "lower what an engine asks for (pool, tensor_parallel_size), or "
@@ -63,7 +63,8 @@ def shortage(
     )
 
 
-def _fits(need: Resources, kinds: frozenset[str], host: Resources) -> bool:
+def fits(need: Resources, kinds: frozenset[str], host: Resources) -> bool:
+    """Return whether a host, with nothing else on it, could hold what is needed."""
     if kinds and need.get("GPU") and not kinds & accelerators_in(host):
         return False
     return _is_part(need, host)

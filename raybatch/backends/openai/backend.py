@@ -128,7 +128,7 @@ class OpenAIBackend:
         # an endpoint returns nothing before the end
         return []
 
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
+    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         failed = {completion.request_id for completion in self._failed}
         rows = self._take_out(set(request_ids) - failed)
         return [

@@ -176,7 +176,7 @@ class TransformersBackend(IntakeBackend):
                 states.append(running.exported())
         return states
 
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
+    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)
         slots = [s for s, r in self._running.items() if r.state.request.request_id in wanted]
         states = [self._leave(slot).exported() for slot in slots]

@@ -34,6 +34,7 @@ class Adapter:
     read_of_output: str
     read_of_parser: str
     parser_loggers: tuple[str, ...]  # parsers log what they do not raise
+    load_formats: str  # values of `load_format`, without those of plugins
 
     def load(self, part: str) -> Any:  # noqa: ANN401 - names of vLLM
         """Import the names of a part and return them; ConfigError for what vLLM has not."""

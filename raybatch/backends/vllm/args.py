@@ -10,6 +10,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from raybatch.backends.vllm.meanings import MEANINGS, NATIVE_ONLY, Meaning
+from raybatch.backends.vllm.versions import LOAD_FORMATS, plugins_have_load_format
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.config.option import CHECKED, Answers, is_default, options
 from raybatch.errors import ConfigError, did_you_mean
@@ -57,6 +58,7 @@ class VllmOptions:
                 "out, and take pool.replicas for more hosts"
             )
         _check_parsers(self)
+        _check_load_format(self.engine_kwargs.get("load_format"))
 
 
 def place_of(name: str) -> str:
@@ -213,6 +215,15 @@ def _check(name: str, value: object) -> None:
         )
     if meaning.multiplies_gpus and (type(value) is not int or value < 1):
         raise ConfigError(f"engine_kwargs.{name} must be a number of at least 1, got {value!r}")
+
+
+def _check_load_format(value: object) -> None:
+    if not (value is None or value in LOAD_FORMATS or plugins_have_load_format(value)):
+        raise ConfigError(
+            f"engine_kwargs.load_format must be one of {', '.join(LOAD_FORMATS)}, got {value!r}"
+            f"{did_you_mean(value, LOAD_FORMATS)}; one of a plugin of vLLM is known where both are "
+            "installed on this host"
+        )
 
 
 def _check_parsers(options: VllmOptions) -> None:

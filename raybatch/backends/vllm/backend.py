@@ -105,7 +105,7 @@ class VllmBackend(IntakeBackend):
                 states.append(sequence.state(self._engine.progress(key)))
         return states
 
-    def export(self, request_ids: Collection[int]) -> list[SequenceState]:
+    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)
         inside = [s for s in self._inside.values() if s.request.request_id in wanted]
         return self._withdraw(wanted, self._recall(inside))

@@ -28,6 +28,10 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "current_platform": "vllm.platforms:current_platform",
         "tokens_input": "vllm.inputs.engine:tokens_input",
     },
+    "loading": {
+        "load_formats": "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER",
+        "load_general_plugins": "vllm.plugins:load_general_plugins",
+    },
     "parsers": {
         "ChatCompletionRequest": "vllm.entrypoints.openai.chat_completion.protocol:"
         "ChatCompletionRequest",
@@ -70,6 +74,7 @@ _ARGUMENTS = {
     "SamplingParams": "detokenize output_kind skip_clone structured_outputs seed",
     "get_allowed_cpu_list": "",
     "get_memory_node_info": "",
+    "load_general_plugins": "",
     "get_tool_call_id_type": "model_config",
     "lora_ops.bgmv_expand": "",
     "lora_ops.bgmv_expand_slice": "",
@@ -108,4 +113,8 @@ ADAPTER = Adapter(
     """,
     read_of_parser="adjust_request parse set_prompt_token_ids",
     parser_loggers=("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"),
+    load_formats="""
+        auto dummy fastsafetensors hf instanttensor ipc_cache mistral modelexpress npcache pt
+        runai_streamer runai_streamer_sharded safetensors sharded_state tensorizer
+    """,
 )

@@ -13,6 +13,8 @@ from raybatch.errors import ConfigError
 # by minor version; pyproject.toml has the same range
 ADAPTERS = {"0.31": V0_31, "0.32": V0_32}
 WORKING = "vllm>=0.31,<0.33"
+# of all of them, without those of plugins
+LOAD_FORMATS = sorted({name for each in ADAPTERS.values() for name in each.load_formats.split()})
 
 
 def installed_version() -> str | None:
@@ -48,6 +50,17 @@ def adapter() -> Adapter:
     if not works(found):
         raise ConfigError(_unknown(found))
     return ADAPTERS[_minor(found)]
+
+
+def plugins_have_load_format(name: object) -> bool:
+    """Return whether the vLLM of this host, which is imported, has a format with its plugins."""
+    found = installed_version()
+    with suppress(Exception):  # on a driver without a device it may fail in any way
+        if found is not None and works(found):
+            loading = adapter().load("loading")
+            loading.load_general_plugins()
+            return name in loading.load_formats
+    return False
 
 
 def _minor(version: str) -> str:

@@ -120,7 +120,7 @@ def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) ->
     parts: list[tuple[list[int], list[int]]] = []
     num_tokens = max_tokens
     units: list[tuple[list[int], list[int], int]] = [([i], [], 1) for i in range(num_decode)]
-    for chunks in _connected(schedule, table):
+    for chunks in connected_chunks(schedule, table):
         units.append(([], chunks, int(schedule.chunk_lens[chunks].sum())))
     for decodes, chunks, size in units:
         if num_tokens + size > max_tokens:
@@ -130,14 +130,19 @@ def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) ->
         parts[-1][1].extend(chunks)
         num_tokens += size
     return [
-        Schedule(
-            decode_slots=schedule.decode_slots[decodes],
-            chunk_slots=schedule.chunk_slots[chunks],
-            chunk_starts=schedule.chunk_starts[chunks],
-            chunk_lens=schedule.chunk_lens[chunks],
-        )
-        for decodes, chunks in ((decodes, sorted(chunks)) for decodes, chunks in parts)
+        part_of(schedule, np.array(decodes, np.int64), np.sort(np.array(chunks, np.int64)))
+        for decodes, chunks in parts
     ]
+
+
+def part_of(schedule: Schedule, decodes: Ints, chunks: Ints) -> Schedule:
+    """Return a schedule of some decodes and chunks of another one, by their places there."""
+    return Schedule(
+        decode_slots=schedule.decode_slots[decodes],
+        chunk_slots=schedule.chunk_slots[chunks],
+        chunk_starts=schedule.chunk_starts[chunks],
+        chunk_lens=schedule.chunk_lens[chunks],
+    )
 
 
 def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Ints:
@@ -156,7 +161,7 @@ def logits_order(schedule: Schedule, parts: list[Schedule], table: SequenceTable
     return sorter[np.searchsorted(slots, wanted, sorter=sorter)]
 
 
-def _connected(schedule: Schedule, table: SequenceTable) -> list[list[int]]:
+def connected_chunks(schedule: Schedule, table: SequenceTable) -> list[list[int]]:
     """Return the chunks as groups that read what the others fill, by their first chunk."""
     block_size = table.block_size
     writer: dict[int, int] = {}

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ import torch
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, PreparedBatch
 from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.memory.kv_window import KVWindow, WindowMoves
 
 
 class Module(IntEnum):
@@ -48,6 +50,8 @@ class Part:
     # number of the part in its step; ties of a schedule break by it
     index: int
     prepared: PreparedBatch
+    # where its KV lives in host memory
+    moves: WindowMoves | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -201,25 +205,34 @@ class CombineAtExperts:
         return waiting[attention[0]][:1] if attention else waiting[points[0]]
 
 
+class StepPart(NamedTuple):
+    """Rows of a step that attend together; `moves` where their KV lives in host memory."""
+
+    batch: ForwardBatch
+    moves: WindowMoves | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class CoroutineRuntime:
-    """Drives one decoder over one KV pool."""
+    """Drives one decoder over one KV pool, or over the window of one that host memory has."""
 
     _decoder: Decoder
     _cache: KVCache
     _policy: CombineAtExperts
+    _window: KVWindow | None = None
 
-    def forward(self, batches: Sequence[ForwardBatch]) -> torch.Tensor:
-        """Run parts that do not read what another one writes in this step.
+    def forward(self, parts: Sequence[StepPart]) -> torch.Tensor:
+        """Run parts of a step; one that reads what another one writes comes after it.
 
         Returns:
             float32 logits [S, V], part after part.
         """
         lot, logits = Lot(), dict[int, torch.Tensor]()
-        for index, batch in enumerate(batches):
-            part = Part(index=index, prepared=self._decoder.prepare(batch, self._cache))
-            hidden = self._decoder.embed(batch)
-            lot.add(_single(YieldPoint(0, Module.ATTENTION), part, hidden))
+        cache = self._cache if self._window is None else self._window.cache
+        for index, (batch, moves) in enumerate(parts):
+            prepared = self._decoder.prepare(batch, cache)
+            part = Part(index=index, prepared=prepared, moves=moves)
+            lot.add(_single(YieldPoint(0, Module.ATTENTION), part, self._decoder.embed(batch)))
         while lot:
             for coroutine in self._resume(lot.take(self._policy.choose(lot.waiting))):
                 if coroutine.point.layer == self._decoder.num_layers:
@@ -227,7 +240,9 @@ class CoroutineRuntime:
                     logits[coroutine.index] = self._decoder.logits(coroutine.hidden)
                 else:
                     lot.park(coroutine)
-        return torch.cat([logits[index] for index in range(len(batches))])
+        if self._window is not None:
+            self._window.finish()
+        return torch.cat([logits[index] for index in range(len(parts))])
 
     def _resume(self, coroutines: Sequence[SequenceCoroutine]) -> list[SequenceCoroutine]:
         """Run one module; return one coroutine for each part, at the next yield point."""
@@ -238,6 +253,14 @@ class CoroutineRuntime:
             return [_single(point.after(), c.parts[0], c.hidden) for c in combined.split()]
         for single in (single for c in coroutines for single in c.split()):
             (part,) = single.parts
-            hidden = self._decoder.attention(point.layer, single.hidden, part.prepared, self._cache)
+            hidden = self._attend(point.layer, part, single.hidden)
             moved.append(_single(point.after(), part, hidden))
         return moved
+
+    def _attend(self, layer: int, part: Part, hidden: torch.Tensor) -> torch.Tensor:
+        if self._window is None or part.moves is None:
+            return self._decoder.attention(layer, hidden, part.prepared, self._cache)
+        cache = self._window.enter(layer, part.moves)
+        hidden = self._decoder.attention(layer, hidden, part.prepared, cache)
+        self._window.leave(layer, part.moves)
+        return hidden

@@ -5,13 +5,13 @@ known before, so both are run on a layer of the model.
 """
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from raybatch.engine.forward.device_times import LEAST_GAIN, seconds_on
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.errors import error_text
 from raybatch.kernels.dispatch import Ops
@@ -21,9 +21,6 @@ _logger = logging.getLogger(__name__)
 
 # of steps that are timed, the largest first
 _TOKENS = 2048, 256, 32
-_NUM_RUNS = 8
-# by so much it must be faster to be taken
-_LEAST_GAIN = 0.03
 # relative error of most rows, of bfloat16
 _TOLERANCE = 5e-2
 
@@ -54,7 +51,7 @@ def with_grouped_experts(
     layer = next((layer for layer in weights.layers if layer.router is not None), None)
     if layer is None or spec.moe is None or not can_group(layer, device):
         return ops
-    seconds_of = seconds_of or partial(_seconds_of, device=device)
+    seconds_of = seconds_of or partial(seconds_on, device)
     tensors = tuple(
         tensor.to(device)
         for tensor in (layer.router, layer.experts_gate_up, layer.experts_down)
@@ -80,7 +77,7 @@ def with_grouped_experts(
             told = f"; torch has no grouped product here: {error_text(failure)}"
             break
         told = f" ({ours_s * 1e3:.2f} ms for {num_tokens} tokens, grouped {theirs_s * 1e3:.2f} ms)"
-        if theirs_s > (1 - _LEAST_GAIN) * ours_s:
+        if theirs_s > (1 - LEAST_GAIN) * ours_s:
             break
         min_rows = num_tokens * spec.moe.top_k
     if min_rows is None:
@@ -92,13 +89,3 @@ def with_grouped_experts(
         told,
     )
     return replace(ops, moe_ffn=partial(ops.moe_ffn, min_grouped_rows=min_rows))
-
-
-def _seconds_of(run: Callable[[], object], *, device: torch.device) -> float:
-    run()
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(_NUM_RUNS):
-        run()
-    torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / _NUM_RUNS

@@ -16,6 +16,7 @@ import torch
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, byte_dtype_of
 from raybatch.engine.forward.grouped_experts import with_grouped_experts
+from raybatch.engine.forward.prompt_attention import with_varlen_attention
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layout import map_tensors
 from raybatch.engine.weights.loading import ModelWeights
@@ -35,7 +36,7 @@ _PARTS = {
     "add_mlp_": ("add_mlp_",),
     "moe_ffn": ("moe_ffn",),
     # these read one record
-    "attention": ("finish_heads", "prepare_attention", "attend", "prepare_fixed"),
+    "attention": ("finish_heads", "prepare_attention", "attend", "prepare_fixed", "joins_runs"),
 }
 # relative error of a row: one wrong key is far beyond, another order of sums far below
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -63,11 +64,21 @@ def pick_ops(
     if form is not REFERENCE:
         # kernels run on the current device
         with torch.cuda.device(embed.device) if embed.is_cuda else nullcontext():
-            ops = agreed_ops(
-                form, spec, weights, block_size=block_size, kv_dtype=kv_dtype or embed.dtype
-            )
-            has_kernel = ops.moe_ffn is not REFERENCE.moe_ffn
-            return with_grouped_experts(ops, spec, weights) if has_kernel else ops
+            kv_dtype = kv_dtype or embed.dtype
+            ops = agreed_ops(form, spec, weights, block_size=block_size, kv_dtype=kv_dtype)
+            # libraries take the place of kernels, not of references
+            if ops.attend is not REFERENCE.attend:
+                ops = with_varlen_attention(
+                    ops,
+                    spec,
+                    dtype=embed.dtype,
+                    kv_dtype=kv_dtype,
+                    block_size=block_size,
+                    device=embed.device,
+                )
+            if ops.moe_ffn is not REFERENCE.moe_ffn:
+                ops = with_grouped_experts(ops, spec, weights)
+            return ops
     if not (may_compile and embed.dtype == torch.float32 and embed.device.type == "cpu"):
         return REFERENCE
     # of the experts' panels; a model without such experts has none

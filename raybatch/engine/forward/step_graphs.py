@@ -96,7 +96,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def capture(self, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """Run a function several times and return it as a graph.
 
         It reads and writes tensors that live as long as the graph; whatever else it makes is its
@@ -219,6 +219,7 @@ class StepGraphs:
             num_rows=len(batch.token_ids),
             num_kv_heads=self._num_kv_heads,
             block_size=self._block_size,
+            joins_runs=self._decoder.ops.joins_runs,
         )
 
     def _capture(self, graphs: CudaGraphs, size: GraphSize) -> torch.cuda.CUDAGraph:

@@ -102,7 +102,7 @@ def plan_graphs(
             "steps run as coroutines (attn_batch_tokens)",
         ),
         (is_streamed, "layers pass through a ring of buffers (device_weight_bytes)"),
-        (config.kv_offload, "the pool has two shapes (kv_offload)"),
+        (config.kv_offload is True, "the pool is a window (kv_offload)"),
     )
     reason = next((text for holds, text in obstacles if holds), "")
     if not reason and not ops.is_fixed:

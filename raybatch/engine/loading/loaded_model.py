@@ -22,7 +22,7 @@ from raybatch.engine.memory.kv_cache import (
 )
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.linear_times import shapes_for_torch
-from raybatch.engine.profile.module_profile import measured_profile
+from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import ModelWeights, dense_shapes, load_weights, weight_sizes
@@ -33,6 +33,7 @@ from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
 from raybatch.policy.batches.step_plan import RowShape, plan_steps
+from raybatch.policy.choose_engine import EngineFacts, choose_engine
 from raybatch.policy.residence import Residence, WeightSizes, pass_time, plan_residence
 
 # of glibc's mallopt
@@ -75,13 +76,17 @@ class ResolvedEngine:
 class LoadedModel:
     """A model on a device."""
 
-    name: str
+    path: Path
     spec: ModelSpec
     resolved: ResolvedEngine
     # layers that do not stay on the device are in host memory
     weights: ModelWeights
     sizes: WeightSizes
     residence: Residence
+
+    @property
+    def name(self) -> str:
+        return self.path.name
 
     @property
     def device(self) -> torch.device:
@@ -120,7 +125,7 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
         sizes, device_weight_bytes=config.device_weight_bytes, weight_buffers=config.weight_buffers
     )
     return LoadedModel(
-        name=path.name,
+        path=path,
         spec=spec,
         resolved=resolved,
         weights=load_weights(path, spec, form, device=resolved.device, streamed=residence.streamed),
@@ -171,22 +176,15 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
     """
     if config.attn_batch_tokens != "auto":
         return config.attn_batch_tokens
-    if config.speculative_tokens or config.cuda_graphs:
-        # rows of drafts are part of one forward pass, and a graph is one
+    if config.speculative_tokens or config.cuda_graphs or config.kv_offload:
+        # rows of drafts are part of one forward pass, and a graph is one; a buffer of the window
+        # bounds the rows that attend at once by itself
         return None
     if model.spec.moe is None or not any(model.spec.moe.is_sparse):
         return None
-    try:
-        profile, was_read = measured_profile(model.spec, model.weights, profile_options(config))
-    except (RuntimeError, MemoryError) as error:
-        _logger.warning(
-            "%s runs by the plain forward pass, as its layers could not be measured: %s",
-            model.name,
-            error_text(error),
-        )
+    profile = _profile_of(model, config, otherwise="runs by the plain forward pass")
+    if profile is None:
         return None
-    if not was_read:
-        give_back_freed_memory(model.device)
     row = RowShape.within(model.resolved.max_model_len)
     plan = plan_steps(profile.layers, row)
     parts = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
@@ -200,6 +198,68 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
         row.output_tokens,
     )
     return plan.attn_batch_tokens
+
+
+def chosen_kv_offload(model: LoadedModel, config: EngineConfig, *, device_blocks: int) -> bool:
+    """Return whether the KV of all sequences lives in host memory; the log says why.
+
+    What the option says holds. "auto" asks `choose_engine` where there is host memory for KV and no
+    option that needs KV on the device; a model that could not be measured keeps it there, with a
+    warning. `device_blocks` are those of a pool on the device.
+    """
+    if config.kv_offload != "auto":
+        return config.kv_offload
+    needs_device = (config.speculative_tokens, config.kv_checkpoint_blocks, config.cuda_graphs)
+    if not config.host_kv_bytes or any(needs_device):
+        return False
+    profile = _profile_of(model, config, otherwise="keeps KV on the device")
+    if profile is None:
+        return False
+    shape = profile.model
+    block_bytes = shape.num_layers * shape.layer.kv_bytes_per_token * config.block_size_tokens
+    facts = EngineFacts(
+        model=shape,
+        costs=profile.costs(),
+        device_kv_bytes=device_blocks * block_bytes,
+        host_kv_bytes=config.host_kv_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        row=RowShape.within(model.resolved.max_model_len),
+    )
+    try:
+        choice = choose_engine(facts)
+    except CapacityError as error:
+        # a shorter row may fit
+        _logger.info("%s keeps KV on the device: %s", model.name, error_text(error))
+        return False
+    row = facts.row
+    _logger.info(
+        "%s runs with %s, for %d prompt and %d output tokens (engine.kv_offload)",
+        model.name,
+        choice.reason,
+        row.prompt_tokens,
+        row.output_tokens,
+    )
+    return choice.best.kv_offload
+
+
+def _profile_of(
+    model: LoadedModel, config: EngineConfig, *, otherwise: str
+) -> ModuleProfile | None:
+    """Return what layers cost on this host; None, with a warning, if they cannot be measured."""
+    try:
+        profile, was_read = measured_profile(model.spec, model.weights, profile_options(config))
+    except (RuntimeError, MemoryError) as error:
+        _logger.warning(
+            "%s %s, as its layers could not be measured: %s",
+            model.name,
+            otherwise,
+            error_text(error),
+        )
+        return None
+    if not was_read:
+        give_back_freed_memory(model.device)
+    return profile
 
 
 def give_back_freed_memory(device: torch.device) -> None:

@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -11,32 +13,40 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
-from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime
+from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime, StepPart
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs
 from raybatch.engine.loading.graph_setup import plan_graphs
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
+    chosen_kv_offload,
     give_back_freed_memory,
     load_model,
     place_layers,
     planned_attn_batch,
 )
 from raybatch.engine.loading.peak_memory import step_peak_bytes
+from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_cache import (
     KVCache,
     allocate_kv_cache,
+    copy_blocks,
     free_memory_bytes,
     host_memory_bytes,
     num_blocks_for,
     num_host_blocks_for,
+    read_blocks,
+    write_blocks,
 )
-from raybatch.engine.memory.kv_tiers import KVTiers, LayerWindow
+from raybatch.engine.memory.kv_tiers import KVTiers
+from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
-from raybatch.engine.sequences.schedule import LayerMoves
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
+from raybatch.records.arrays import Ints
+from raybatch.records.sequence_kv import KVKey
 
 _logger = logging.getLogger(__name__)
 
@@ -58,9 +68,11 @@ class ModelRunner:
         cache: KVCache,
         graphs: StepGraphs | None = None,
         num_scrap_blocks: int = 0,
+        path: Path | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache
-        self.tiers = KVTiers(cache, num_host_blocks_for(config, spec, dtype=cache.k.dtype))
+        self._path, self._dtype = path, dtype
         self.decoder = decoder
         self._graphs = graphs
         self.device = cache.k.device
@@ -71,10 +83,17 @@ class ModelRunner:
         tokens = config.attn_batch_tokens
         self.attn_batch_tokens = None if tokens == "auto" else tokens
         policy = CombineAtExperts(config.moe_batch_tokens, is_layerwise=decoder.layers.is_streamed)
-        self.runtime = CoroutineRuntime(decoder, cache, policy)
-        self._window = LayerWindow(cache, self.tiers) if config.kv_offload else None
-        # blocks of the pool in steps whose KV goes to host memory
-        self.num_window_blocks = self._window.num_blocks if self._window else 0
+        num_host_blocks = num_host_blocks_for(config, spec, dtype=cache.k.dtype)
+        self.window: KVWindow | None = None
+        # of a buffer, where sequences have blocks of the host; 0 where they have those of the pool
+        self.num_window_blocks = 0
+        if config.kv_offload is True:
+            self.window = KVWindow(cache, HostLayers(cache, num_host_blocks))
+            self.num_window_blocks = self.window.num_blocks
+            self.num_blocks, num_host_blocks = num_host_blocks, 0
+        # for what yields its blocks of the pool
+        self.tiers = KVTiers(cache, num_host_blocks)
+        self.runtime = CoroutineRuntime(decoder, cache, policy, self.window)
 
     @classmethod
     def load(cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> Self:
@@ -92,8 +111,19 @@ class ModelRunner:
     def _of(cls, model: LoadedModel, config: EngineConfig, num_engines_on_host: int) -> Self:
         # both before the pool, which takes most of what is free
         layers = place_layers(model)
-        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
         kv_dtype = model.resolved.kv_dtype
+        count_blocks = partial(
+            num_blocks_for,
+            spec=model.spec,
+            dtype=kv_dtype,
+            device=model.device,
+            num_engines_on_host=num_engines_on_host,
+            host_bytes=host_memory_bytes(),
+        )
+        device_blocks = count_blocks(config, free_bytes=free_memory_bytes(model.device))
+        is_offloaded = chosen_kv_offload(model, config, device_blocks=device_blocks)
+        config = replace(config, kv_offload=is_offloaded)
+        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
         ops = pick_ops(
             model.spec,
             model.weights,
@@ -113,16 +143,11 @@ class ModelRunner:
                 decoder, config, model.spec, kv_dtype=kv_dtype, device=model.device
             )
             give_back_freed_memory(model.device)
-        num_blocks = num_blocks_for(
+        num_blocks = count_blocks(
             config,
-            model.spec,
-            dtype=kv_dtype,
-            device=model.device,
             free_bytes=free_memory_bytes(model.device),
-            num_engines_on_host=num_engines_on_host,
             num_scrap_blocks=num_scrap_blocks,
             reserved_bytes=reserved_bytes,
-            host_bytes=host_memory_bytes(),
         )
         cache = allocate_kv_cache(
             model.spec,
@@ -141,11 +166,17 @@ class ModelRunner:
             cache=cache,
             graphs=graphs,
             num_scrap_blocks=num_scrap_blocks,
+            path=model.path,
+            dtype=model.dtype,
         )
         host_memory = ""
         if runner.tiers.num_host_blocks:
-            role = "where all KV lives (kv_offload)" if config.kv_offload else "for what yields"
-            host_memory = f", and {runner.tiers.num_host_blocks} in host memory, {role}"
+            host_memory = f", and {runner.tiers.num_host_blocks} in host memory for what yields"
+        elif runner.window is not None:
+            host_memory = (
+                " in host memory (kv_offload), of which attention has "
+                f"{runner.num_window_blocks} of one layer at a time on the device"
+            )
         _logger.info(
             "%s loaded as %s on %s, with %d KV blocks of %d tokens%s%s",
             model.name,
@@ -158,9 +189,28 @@ class ModelRunner:
         )
         return runner
 
+    @cached_property
+    def kv_key(self) -> KVKey | None:
+        """What other engines must have in common with this one to take its KV.
+
+        None for a model that came from no folder. The weights are read for it, or samples of them.
+        """
+        if self._path is None:
+            return None
+        return KVKey(
+            model=model_fingerprint(self._path),
+            dtype=str(self._dtype).removeprefix("torch."),
+            kv_dtype=str(self.cache.k.dtype).removeprefix("torch."),
+            block_size=self.config.block_size_tokens,
+        )
+
     @property
     def weight_counters(self) -> WeightCounters:
         return self.decoder.layers.counters
+
+    @property
+    def window_counters(self) -> WindowCounters:
+        return WindowCounters() if self.window is None else self.window.counters
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens.
@@ -177,32 +227,28 @@ class ModelRunner:
     def graph_counts(self) -> GraphCounts:
         return GraphCounts() if self._graphs is None else self._graphs.counts
 
-    def forward_parts(self, parts: Sequence[ForwardBatch]) -> torch.Tensor:
-        """Return the logits [S, V] of parts of a step that do not read what another one writes."""
-        return self.runtime.forward([self._place(part) for part in parts])
+    def forward_parts(self, parts: Sequence[StepPart]) -> torch.Tensor:
+        """Return the logits [S, V] of parts of a step; a writer comes before its readers."""
+        return self.runtime.forward([StepPart(self._place(b), moves) for b, moves in parts])
 
-    @torch.inference_mode()
-    def forward_offloaded(self, batch: ForwardBatch, moves: LayerMoves) -> torch.Tensor:
-        """Run one step of prompts whose KV goes to host memory, layer by layer.
+    @property
+    def _pool(self) -> KVCache:
+        """Where the blocks of sequences are."""
+        return self.cache if self.window is None else self.window.host.kv
 
-        Blocks of the batch are those of the window; the pool's content is lost. Returns float32
-        logits [S, V], once host memory has all of the KV.
-        """
-        window, decoder = self._window, self.decoder
-        assert window is not None, "a pool that no prompts pass through"
-        batch = self._place(batch)
-        prepared = decoder.prepare(batch, window.cache(0))
-        x = decoder.embed(batch)
-        for layer_idx in range(decoder.num_layers):
-            window.load(layer_idx, moves)
-            x = decoder.attention(layer_idx, x, prepared, window.cache(layer_idx))
-            window.save(layer_idx, moves)
-            decoder.ffn_(layer_idx, x)
-        logits = decoder.logits(x)
-        window.finish()
-        return logits
+    def copy_blocks(self, source_ids: Ints, target_ids: Ints) -> None:
+        copy_blocks(self._pool, source_ids, target_ids)
+
+    def read_blocks(self, block_ids: Ints) -> npt.NDArray[Any]:
+        return read_blocks(self._pool, block_ids)
+
+    def write_blocks(self, rows: npt.NDArray[Any], block_ids: Ints) -> None:
+        write_blocks(self._pool, rows, block_ids)
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
+        if self.window is not None:
+            self.window.host.clear(block_ids)
+            return
         for pool in (self.cache.k, self.cache.v):
             pool[:, block_ids] = 0

@@ -1,11 +1,15 @@
 """The KV pool: two tensors, how many blocks of them fit, and how much memory there is for them."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from raybatch.config import EngineConfig, KVCacheDType
@@ -13,6 +17,7 @@ from raybatch.engine.memory.pinned import allocate_memory
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.models.config import ModelSpec
+from raybatch.records.arrays import Ints
 
 # of the memory that is free once the weights are loaded
 _CPU_FRACTION = 0.5
@@ -35,6 +40,37 @@ class KVCache:
     v: torch.Tensor
 
 
+def bits_of(rows: torch.Tensor) -> npt.NDArray[Any]:
+    """Return numbers of any type as whole numbers with the same bits."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
+    array: npt.NDArray[Any] = rows.contiguous().view(bits).numpy()
+    return array
+
+
+def read_blocks(pool: KVCache, block_ids: Ints) -> npt.NDArray[Any]:
+    """Return blocks of a pool as bits, [n, 2, L, G, B, R]."""
+    ids = torch.from_numpy(block_ids).to(pool.k.device)
+    rows = torch.stack([x.index_select(1, ids).transpose(0, 1) for x in (pool.k, pool.v)], dim=1)
+    return bits_of(rows.cpu())
+
+
+def write_blocks(pool: KVCache, rows: npt.NDArray[Any], block_ids: Ints) -> None:
+    """Put what `read_blocks` returned into as many blocks of a pool."""
+    ids = torch.from_numpy(block_ids).to(pool.k.device)
+    # a copy, because torch takes no memory that is read only
+    values = torch.tensor(rows).view(pool.k.dtype).to(pool.k.device)
+    pool.k.index_copy_(1, ids, values[:, 0].transpose(0, 1))
+    pool.v.index_copy_(1, ids, values[:, 1].transpose(0, 1))
+
+
+def copy_blocks(pool: KVCache, source_ids: Ints, target_ids: Ints) -> None:
+    """Copy blocks of a pool into as many others, int64 [n] each, behind the steps before."""
+    both = torch.from_numpy(np.concatenate((source_ids, target_ids))).to(pool.k.device)
+    sources, targets = both.chunk(2)
+    for x in (pool.k, pool.v):
+        x.index_copy_(1, targets, x.index_select(1, sources))
+
+
 def pick_kv_dtype(name: KVCacheDType, dtype: torch.dtype) -> torch.dtype:
     """Return the type of a pool's elements, for a model whose weights are of `dtype`."""
     return {"auto": dtype, "int8": INT8, "fp8": FP8}[name]
@@ -54,6 +90,22 @@ def allocate_kv_cache(
         return KVCache(k=make(), v=make())
     zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
     return KVCache(k=zeros(), v=zeros())
+
+
+def allocate_host_kv(shape: tuple[int, ...], pool: torch.Tensor) -> torch.Tensor:
+    """Make host memory for KV of a device's pool, pinned where that is a GPU, of zeros.
+
+    Raises ConfigError: the host does not give so much.
+    """
+    try:
+        return allocate_memory(shape, pool.dtype, pool.device)
+    # torch has an error of its own for pinned memory, and so has what no address can name
+    except (OSError, OverflowError, RuntimeError) as error:
+        num_bytes = math.prod(shape) * pool.element_size()
+        raise ConfigError(
+            f"engine.host_kv_bytes asks for {num_bytes} bytes, which this host does not give "
+            f"({error}); lower it"
+        ) from error
 
 
 def trial_copy_s(copy: Callable[[], object], device: torch.device) -> float:

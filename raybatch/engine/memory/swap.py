@@ -7,10 +7,12 @@ that choose between them decide about nothing but time.
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.engine.memory.kv_cache import COPY_ERRORS
 from raybatch.engine.memory.kv_checkpoints import KVCheckpoints
@@ -27,7 +29,7 @@ from raybatch.policy.cost.cost_model import (
     recompute_time,
 )
 from raybatch.policy.cost.roofline import Roofline
-from raybatch.records.arrays import Int32s
+from raybatch.records.arrays import Int32s, Ints
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,8 @@ class SwapCounters:
     saved_bytes: int = 0
     loaded_bytes: int = 0
     num_tokens: int = 0
+    # tokens whose KV came with sequences from other engines
+    num_carried_tokens: int = 0
     num_failures: int = 0
 
 
@@ -94,6 +98,7 @@ class SwapSpace:
         copier: with the pools; None has no host memory.
         choice: between copying and computing; None copies whatever there is room for.
         has_checkpoints: let the blocks of restored sequences stay in host memory.
+        write_blocks: puts KV that came with a sequence into blocks where it runs.
     """
 
     def __init__(
@@ -103,8 +108,10 @@ class SwapSpace:
         choice: LearnedRecovery | None = None,
         *,
         has_checkpoints: bool = False,
+        write_blocks: Callable[[npt.NDArray[Any], Ints], None] = lambda *_: None,
     ) -> None:
         self.counters = SwapCounters()
+        self._write_blocks = write_blocks
         self.blocks = HostBlocks(copier.num_host_blocks if copier else 0)
         self._block_size, self._copier, self._choice = block_size, copier, choice
         self.checkpoints = KVCheckpoints(block_size, self.blocks, copier, has_checkpoints)
@@ -161,18 +168,26 @@ class SwapSpace:
         assert kept is not None, "a sequence without anything in host memory"
         assert copier is not None, "host blocks without a host"
         first = start - kept.first_block
-        host_ids = kept.host_blocks[first : first + len(blocks)].astype(np.int64)
+        places, num_tokens = slice(first, first + len(blocks)), kept.num_tokens
+        num_tokens -= start * self._block_size
         try:
-            copier.load_blocks(host_ids, np.array(blocks, np.int64))
+            if kept.rows is not None:
+                self._write_blocks(kept.rows[places], np.array(blocks, np.int64))
+            else:
+                host_ids = kept.host_blocks[places].astype(np.int64)
+                copier.load_blocks(host_ids, np.array(blocks, np.int64))
         except COPY_ERRORS as error:
             self.counters.num_failures += 1
             logger.warning(_FAILURE, error)
             self.drop(record)
             return False
         record.swapped = None
+        if kept.rows is not None:
+            self.counters.num_carried_tokens += num_tokens
+            return True
         self.checkpoints.keep(record, kept)
         self.counters.loaded_bytes += len(blocks) * copier.block_bytes
-        self.counters.num_tokens += kept.num_tokens - start * self._block_size
+        self.counters.num_tokens += num_tokens
         return True
 
     def drop(self, record: Sequence) -> None:
@@ -188,6 +203,6 @@ class SwapSpace:
         ahead = self.checkpoints.check(running, waiting)
         self.blocks.check([*ahead, *(swapped.host_blocks for swapped in kept)])
         for swapped in kept:
-            num_blocks = swapped.first_block + len(swapped.host_blocks)
+            num_blocks = swapped.first_block + swapped.num_blocks
             if num_blocks != -(-swapped.num_tokens // self._block_size):
                 raise RuntimeError("swap space: host blocks do not end where the tokens do")

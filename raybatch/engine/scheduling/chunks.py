@@ -7,8 +7,9 @@ import numpy as np
 
 from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.forks import PromptForks
 from raybatch.engine.sequences.groups import PrefixGroups
-from raybatch.engine.sequences.schedule import SchedulerCounters
+from raybatch.engine.sequences.schedule import OpenStep, SchedulerCounters
 from raybatch.engine.sequences.table import DECODE, SequenceTable
 from raybatch.records.arrays import Ints
 
@@ -22,34 +23,41 @@ class Chunks:
     _table: SequenceTable
     _blocks: BlockManager
     _groups: PrefixGroups
+    _forks: PromptForks
     _swap: SwapSpace
     _counters: SchedulerCounters
 
-    def take(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
-        """Bring back what host memory has of `slot`, or take a chunk; return the tokens taken.
-
-        It is appended to `chunks`, those of the step so far, as slot, first token and length.
-        """
+    def take(self, slot: int, step: OpenStep) -> None:
+        """Bring back what host memory has of `slot`, or add a chunk of it to the step."""
         table = self._table
         stop, kept = int(table.num_tokens[slot]), table.record(slot).swapped
-        if kept is not None and budget > 0:
+        if kept is not None and step.budget > 0:
             hole_end = kept.first_block * table.block_size
             if table.num_computed[slot] < hole_end:
                 stop = hole_end
-            elif self._shares_unfinished(slot, chunks):
-                return 0
+            elif self._shares_unfinished(slot, step.chunks):
+                return
             elif self._restore(slot) and table.phase[slot] == DECODE:
-                return 1
+                step.budget -= 1
+                return
         start = int(table.num_computed[slot])
-        length = min(budget, stop - start)
+        length = min(step.budget, stop - start)
         if length <= 0:
-            return 0
+            return
         stop = start + length
         num_new = -(-stop // table.block_size) - int(table.num_blocks[slot])
         self._add_reserved(slot, self._blocks.allocate(num_new, is_reserved=True))
         self._share(slot, start // table.block_size, stop)
-        chunks.append((slot, start, length))
-        return length
+        step.add(slot, start, length)
+        if stop == table.num_tokens[slot] == table.num_prompt[slot]:
+            self._open_fork(slot, step)
+
+    def _open_fork(self, slot: int, step: OpenStep) -> None:
+        """Let other samples start with the prompt of `slot`, which ends in this step."""
+        table, record = self._table, self._table.record(slot)
+        if self._forks.open(record, table.blocks(slot).tolist()):
+            table.shares_last[slot] = table.num_tokens[slot] % table.block_size > 0
+            step.opened.append((slot, record.request.request_id))
 
     def _shares_unfinished(self, slot: int, chunks: list[tuple[int, int, int]]) -> bool:
         """Return whether `slot` has blocks that this step fills; a decode must find its KV."""

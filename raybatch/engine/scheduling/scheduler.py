@@ -16,9 +16,10 @@ from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.scheduling.admission import Admission
 from raybatch.engine.scheduling.chunks import Chunks, DraftRoom
 from raybatch.engine.scheduling.waiting import ClosedBatch, Need, Needs, WaitingQueue
-from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
+from raybatch.engine.sequences.forks import PromptFork, PromptForks
 from raybatch.engine.sequences.groups import PrefixGroups
-from raybatch.engine.sequences.schedule import Schedule, SchedulerCounters, note_computed
+from raybatch.engine.sequences.schedule import OpenStep, Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences.table import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
 from raybatch.records.arrays import Ints
 
@@ -43,6 +44,9 @@ class Scheduler:
         kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
         swap: host memory for the KV of preempted sequences; None has none.
         checkpoint_blocks: of sequences likely to be preempted next, copied ahead in one step.
+        copy_blocks: copies some blocks of the device into as many others; at once, or before
+            the next step.
+        max_row_blocks: that one sequence may have; None bounds it by the blocks there are.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class Scheduler:
         kv_admission_fraction: float | None = None,
         swap: SwapSpace | None = None,
         checkpoint_blocks: int = 0,
+        copy_blocks: Callable[[Ints, Ints], None] = lambda *_: None,
+        max_row_blocks: int | None = None,
     ) -> None:
         self.blocks = blocks
         self.table = table
@@ -63,11 +69,14 @@ class Scheduler:
         self._budget = max_batched_tokens
         self._spare_steps = min(_MAX_SPARE_STEPS, max(1, table.block_size // 4))
         self._resume_steps = min(_RESUME_STEPS, table.block_size)
+        self._max_row_blocks = blocks.num_blocks if max_row_blocks is None else max_row_blocks
         self._swap = swap or SwapSpace(table.block_size)
         # KV of preempted sequences that was copied to host memory and back, and ahead of that
         self.moves, self.ahead = self._swap.counters, self._swap.checkpoints.counters
         self._has_cache = enable_prefix_caching
         self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
+        self.forks = PromptForks(blocks, keep_cached=enable_prefix_caching)
+        self._copy_blocks = copy_blocks
         self._needs = Needs(blocks, enable_prefix_caching)
         self._queue = WaitingQueue(admission, step_tokens=max_batched_tokens)
         is_closed = admission in ("static", "multi_bin")
@@ -75,7 +84,7 @@ class Scheduler:
         self._num_steps = 0
         self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
         self._draft_room = DraftRoom(table, blocks, self._spare_steps)
-        self._chunks = Chunks(table, blocks, self._groups, self._swap, self.counters)
+        self._chunks = Chunks(table, blocks, self._groups, self.forks, self._swap, self.counters)
         self._copies_ahead = CopiesAhead(
             table, blocks, self._swap.checkpoints, checkpoint_blocks, self._num_found_again
         )
@@ -92,7 +101,7 @@ class Scheduler:
         """Queue a sequence; one that has started goes before all that have not."""
         record.group = self._groups.join(record.request)
         record.arrival_step = self._num_steps
-        self._queue.add(record)
+        self._enqueue(record)
 
     def waiting(self) -> list[Sequence]:
         return list(self._queue)
@@ -103,6 +112,20 @@ class Scheduler:
             self._leave(record)
         return taken
 
+    def kv_places(self, request_ids: set[int]) -> dict[int, SwappedKV | None]:
+        """Return where the sequences of these requests have their KV, by arrival."""
+        table, places = self.table, {record.arrival: record.swapped for record in self._queue}
+        for slot in np.flatnonzero(table.phase != EMPTY).tolist():
+            record = table.record(slot)
+            if record.request.request_id in request_ids:
+                places[record.arrival] = SwappedKV(
+                    first_block=0,
+                    host_blocks=table.blocks(slot).copy(),
+                    num_tokens=int(table.num_computed[slot]),
+                    is_on_device=True,
+                )
+        return places
+
     def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
         """Decide the next step, allocate its blocks and admit what fits.
 
@@ -112,19 +135,17 @@ class Scheduler:
         self._copies_ahead.copy()
         self._num_steps += 1
         preempted, ended = self._grow_decodes()
-        chunks: list[tuple[int, int, int]] = []
         grown = np.flatnonzero(self.table.phase == DECODE)
         budget = self._budget - len(grown)
         draft_lens, draft_tokens = self._draft_room.place(grown, drafts, budget)
         self.counters.num_drafted_tokens += len(draft_tokens)
-        budget -= len(draft_tokens)
+        step = OpenStep(budget - len(draft_tokens))
         started = np.flatnonzero(self.table.phase == PREFILL)
         for slot in started[np.argsort(self.table.arrival[started])].tolist():
-            budget -= self._chunks.take(slot, budget, chunks)
-        admitted: list[int] = []
+            self._chunks.take(slot, step)
         if not preempted and not ended:
-            ended = self._admit(budget, chunks, admitted)
-        columns = np.array(chunks, np.int64).reshape(-1, 3)
+            ended = self._admit(step)
+        columns = step.columns()
         # including sequences restored from host memory, which have no drafts
         decode_slots = np.flatnonzero(self.table.phase == DECODE)
         if len(draft_lens):
@@ -137,9 +158,11 @@ class Scheduler:
             chunk_lens=columns[:, 2],
             draft_lens=draft_lens,
             draft_tokens=draft_tokens,
-            admitted=tuple(admitted),
+            admitted=tuple(step.admitted),
             preempted=tuple(preempted),
             ended=tuple(ended),
+            forked=tuple(step.forked),
+            opened=tuple(step.opened),
         )
 
     def advance(self, schedule: Schedule) -> Ints:
@@ -163,6 +186,7 @@ class Scheduler:
         blocks = self.table.blocks(slot).astype(np.int64)
         self.blocks.forget(blocks.tolist())
         self._groups.unpin(self.table.record(slot).group)
+        self.forks.close(self.table.record(slot).request.request_id)
         record = self.remove(slot)
         return record, blocks[self.blocks.num_refs[blocks] == 0]
 
@@ -175,19 +199,25 @@ class Scheduler:
         record = self._vacate(slot)
         self._swap.checkpoints.drop(record)
         record.num_computed_before = num_computed
-        self._queue.add(record)
+        self._enqueue(record)
         return record, blocks[self.blocks.num_refs[blocks] == 0]
 
     def check(self) -> None:
         running = np.flatnonzero(self.table.phase != EMPTY).tolist()
         tables = [self.table.blocks(slot) for slot in running]
-        self.blocks.check([*tables, *self._groups.tables()])
+        self.blocks.check([*tables, *self._groups.tables(), *self.forks.tables()])
         waiting, records = self.waiting(), [self.table.record(slot) for slot in running]
         self._groups.check(record.group for record in (*waiting, *records))
+        self.forks.check(waiting)
         self._swap.check(records, waiting)
         self.table.check(num_reserved=self.blocks.num_reserved)
 
+    def _enqueue(self, record: Sequence) -> None:
+        self.forks.enter(record)
+        self._queue.add(record)
+
     def _leave(self, record: Sequence) -> None:
+        self.forks.leave(record)
         self._groups.leave(record.group)
         self._swap.drop(record)
 
@@ -198,10 +228,20 @@ class Scheduler:
 
     def _grow_decodes(self) -> tuple[list[int], list[Sequence]]:
         table, preempted, ended = self.table, list[int](), list[Sequence]()
+        copies: list[tuple[int, int]] = []
         full = table.full_slots()
         for slot in full[np.argsort(table.arrival[full])].tolist():
-            # a victim may be a later slot of this very loop, or the slot itself
-            while table.phase[slot] == DECODE and self.blocks.num_available < 1:
+            # a copy takes the place of another block
+            num_blocks = table.num_blocks[slot] + (not table.shares_last[slot])
+            if table.phase[slot] == DECODE and num_blocks > self._max_row_blocks:
+                ended.append(self.remove(slot))
+                preempted.append(slot)
+                continue
+            # a victim may be a later slot of this very loop, or the slot itself: none that has a
+            # copy to come
+            while self._lacks_block(slot):
+                if self.forks.close_one():
+                    continue
                 if table.num_running > 1:
                     preempted.append(self._preempt_latest())
                     continue
@@ -210,8 +250,33 @@ class Scheduler:
                     ended.append(self.remove(slot))
                     preempted.append(slot)
             if table.phase[slot] == DECODE:
-                table.add_blocks(slot, self.blocks.allocate(1))
+                copies += self._take_block(slot)
+        if copies:
+            # before anything comes into blocks that are free by now
+            sources, targets = np.array(copies, np.int64).T
+            self._copy_blocks(sources, targets)
+            self.counters.num_copied_blocks += len(copies)
         return preempted, ended
+
+    def _lacks_block(self, slot: int) -> bool:
+        table = self.table
+        if table.phase[slot] != DECODE or self.blocks.num_available:
+            return False
+        return not table.shares_last[slot] or self.blocks.num_refs[table.blocks(slot)[-1]] > 1
+
+    def _take_block(self, slot: int) -> list[tuple[int, int]]:
+        """Give `slot` a block of its own for its next token; return what is copied into it."""
+        table, shared = self.table, self.table.blocks(slot)[-1:].copy()
+        if not table.shares_last[slot]:
+            table.add_blocks(slot, self.blocks.allocate(1))
+            return []
+        table.shares_last[slot] = False
+        if self.blocks.num_refs[shared[0]] == 1:
+            return []
+        (block,) = self.blocks.allocate(1)
+        table.replace_last(slot, block)
+        self.blocks.release(shared)
+        return [(int(shared[0]), block)]
 
     def _preempt_latest(self) -> int:
         table = self.table
@@ -223,7 +288,7 @@ class Scheduler:
         self._vacate(slot)
         record.num_computed_before = num_computed
         self.counters.num_preemptions += 1
-        self._queue.add(record)
+        self._enqueue(record)
         return slot
 
     def _num_found_again(self, slot: int) -> int:
@@ -234,19 +299,22 @@ class Scheduler:
         is_found = (blocks[:length] == hits[:length]) & (self.blocks.num_refs[blocks[:length]] > 1)
         return length if is_found.all() else int(is_found.argmin())
 
-    def _admit(
-        self, budget: int, chunks: list[tuple[int, int, int]], admitted: list[int]
-    ) -> list[Sequence]:
+    def _admit(self, step: OpenStep) -> list[Sequence]:
         table = self.table
         num_spare = table.num_needed_blocks(self._spare_steps)
         self._admission.begin_step()
         if self._batch is not None and not table.num_running:
             self._batch.open(self._queue.open_batch(len(table.records)))
-        while budget > 0 and table.has_free_slot and self._queue:
+        while table.has_free_slot and self._queue:
             record = self._queue.peek()
+            fork = self.forks.find(record)
+            if step.budget <= 0 and fork is None:
+                return []
             if self._batch is not None and self._batch.is_closed_to(record):
                 return []
             need = self._needs.of(record)
+            if fork is not None:
+                need = self._needs.of_fork(record, fork.blocks)
             if self._batch is not None and not self._batch.takes(record, need):
                 return []
             is_growing = record.max_blocks(table.block_size) > need.num_total
@@ -256,7 +324,12 @@ class Scheduler:
             if record.swapped is not None and table.num_running:
                 reserve = table.num_needed_blocks(self._resume_steps)
                 reserve += int(is_growing and room < self._resume_steps)
+            if need.num_total > self._max_row_blocks:
+                self._leave(record)
+                return [self._queue.pop()]
             if need.num_available + reserve > self.blocks.num_available:
+                if self.forks.close_one(but=record if table.num_running else None):
+                    continue
                 if table.num_running:
                     return []
                 if self._groups.num_pinned:
@@ -272,13 +345,17 @@ class Scheduler:
             ):
                 self.counters.num_held_steps += 1
                 return []
-            slot = self._place(self._queue.pop(), need)
+            slot = self._place(self._queue.pop(), need, fork)
             num_spare += needs_soon
-            admitted.append(slot)
-            budget -= self._chunks.take(slot, budget, chunks)
+            step.admitted.append(slot)
+            if fork is None:
+                self._chunks.take(slot, step)
+            else:
+                num_spare += need.num_available
+                step.forked.append((slot, record.request.request_id))
         return []
 
-    def _place(self, record: Sequence, need: Need) -> int:
+    def _place(self, record: Sequence, need: Need, fork: PromptFork | None) -> int:
         hits, num_total = need.hits, need.num_total
         if self._batch is not None:
             self._batch.add(record, need)
@@ -289,5 +366,13 @@ class Scheduler:
         self.table.num_shared[slot] = need.num_shared
         self.blocks.reserve(num_total - len(hits))
         self.table.num_reserved[slot] = num_total - len(hits)
-        self.counters.note_start(record, len(hits), self.table.block_size)
+        if fork is not None:
+            self.table.num_computed[slot] = record.num_tokens
+            self.table.shares_last[slot] = record.num_tokens % self.table.block_size > 0
+        num_computed = int(self.table.num_computed[slot])
+        self.counters.note_start(record, num_computed, self.table.block_size)
+        if fork is not None:
+            # the prompt came from the same request
+            record.num_cached_tokens = fork.num_cached_tokens
+        self.forks.leave(record)
         return slot

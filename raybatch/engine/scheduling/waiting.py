@@ -178,6 +178,19 @@ class Needs:
             num_new_shared=num_shared - len(hits) + num_unused,
         )
 
+    def of_fork(self, record: Sequence, blocks: list[int]) -> Need:
+        """Return what a sequence takes that starts with all blocks of its prompt, one a copy."""
+        num_full, num_behind = divmod(record.num_tokens, self._blocks.block_size)
+        # the last token is never fed back, so that one token alone is not written
+        is_written = num_behind > 0 and record.max_len > record.num_tokens + 1
+        return Need(
+            hits=blocks,
+            num_total=len(blocks),
+            num_available=int(is_written),
+            num_shared=num_full,
+            num_new_shared=0,
+        )
+
     def hits(self, record: Sequence) -> list[int]:
         """Return the blocks of a sequence's prefix that are there; hashes its prompt once."""
         hashes = record.prompt_hashes(self._blocks.block_size, has_cache=self._has_cache)

@@ -13,8 +13,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.records.arrays import Int32s
 from raybatch.records.types import TokenIds
@@ -173,6 +175,14 @@ class SwappedKV:
     host_blocks: Int32s
     # tokens of the sequence that had KV, from its beginning
     num_tokens: int
+    # of one that leaves the engine: the blocks are those that it had on the device
+    is_on_device: bool = False
+    # blocks that came with a sequence, in the place of the host's; nobody else has these
+    rows: npt.NDArray[Any] | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.host_blocks if self.rows is None else self.rows)
 
 
 class HostBlocks:

@@ -12,16 +12,6 @@ def _none() -> Ints:
     return np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMoves:
-    """What goes between the window and host memory in each layer of a step; blocks one by one."""
-
-    load_host: Ints  # [X], host blocks that the step reads
-    load_blocks: Ints  # [X], blocks of the window that they come into, before a layer
-    save_blocks: Ints  # [Y], blocks of the window that the step writes into
-    save_host: Ints  # [Y], host blocks that they go to, after the attention of a layer
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """One step: a token and its drafts for each decoding slot, and chunks of prompts.
@@ -30,8 +20,7 @@ class Schedule:
     row of its sequence, and each such row has logits: they show whether the next draft is right.
 
     Slots of `admitted` were filled for this step, those of `preempted` emptied; `ended` sequences
-    cannot fit even alone. `moves` is of a step whose KV goes to host memory layer by layer; its
-    blocks are those of the window.
+    cannot fit even alone.
     """
 
     decode_slots: Ints = field(default_factory=_none)  # [D], ascending
@@ -44,7 +33,10 @@ class Schedule:
     admitted: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     ended: tuple[Sequence, ...] = ()
-    moves: LayerMoves | None = None
+    # slot and request of each sample that starts with a prompt which another one has computed, and
+    # of each prompt that ends in this step whose logits others start from, now or later
+    forked: tuple[tuple[int, int], ...] = ()
+    opened: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +56,27 @@ class Schedule:
         return np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
 
 
+@dataclass(slots=True)
+class OpenStep:
+    """A step of prompts while it is filled; fields as in `Schedule`."""
+
+    # tokens that it may still take
+    budget: int
+    # slot, first token and length of each
+    chunks: list[tuple[int, int, int]] = field(default_factory=list)
+    admitted: list[int] = field(default_factory=list)
+    forked: list[tuple[int, int]] = field(default_factory=list)
+    opened: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, slot: int, start: int, length: int) -> None:
+        self.chunks.append((slot, start, length))
+        self.budget -= length
+
+    def columns(self) -> Ints:
+        """Return the chunks as int64 [C, 3]."""
+        return np.array(self.chunks, np.int64).reshape(-1, 3)
+
+
 @dataclass(kw_only=True, slots=True)
 class SchedulerCounters:
     """Tokens and events since the start; meanings as in `raybatch.records.types.ReplicaStats`."""
@@ -74,17 +87,20 @@ class SchedulerCounters:
     num_recomputed_tokens: int = 0
     num_held_steps: int = 0
     num_drafted_tokens: int = 0
+    num_copied_blocks: int = 0
 
     def note_start(self, record: Sequence, num_hits: int, block_size: int) -> None:
-        """Note that a sequence starts, or starts again, with so many blocks of its KV there."""
+        """Note that a sequence starts, or starts again, with so many tokens of its KV there."""
         if record.has_started:
             known = min(record.num_computed_before, record.num_tokens)
             if record.swapped is not None:
+                # also what was damaged on its way from another engine
+                self.num_recomputed_tokens += max(known - record.swapped.num_tokens, 0)
                 known = record.swapped.first_block * block_size
-            self.num_recomputed_tokens += max(known - num_hits * block_size, 0)
+            self.num_recomputed_tokens += max(known - num_hits, 0)
         else:
             record.has_started = True
-            record.num_cached_tokens = num_hits * block_size
+            record.num_cached_tokens = num_hits
             self.prompt_tokens += len(record.request.prompt_token_ids)
             self.cached_tokens += record.num_cached_tokens
 
@@ -99,4 +115,5 @@ def note_computed(table: SequenceTable, schedule: Schedule) -> Ints:
     table.num_computed[chunk_slots] += schedule.chunk_lens
     done = chunk_slots[table.num_computed[chunk_slots] == table.num_tokens[chunk_slots]]
     table.phase[done] = DECODE
+    table.phase[[slot for slot, _ in schedule.forked]] = DECODE
     return np.concatenate((np.repeat(schedule.decode_slots, schedule.decode_lens), done))

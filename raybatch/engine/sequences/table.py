@@ -207,6 +207,8 @@ class SequenceTable:
         self.arrival, self.num_prompt, self.num_tokens, self.num_computed = _columns(max_slots, 4)
         self.max_len, self.expected_len, self.last_token, self.max_blocks = _columns(max_slots, 4)
         self.num_blocks, self.num_reserved, self.num_shared = _columns(max_slots, 3)
+        # others may use the last block as well, so that it is not written into as it is
+        self.shares_last: npt.NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_slots, max_blocks), np.int32)
         self.records: list[Sequence | None] = [None] * max_slots
         self.users = BlockUsers(num_blocks, max_slots)
@@ -259,6 +261,7 @@ class SequenceTable:
         self.phase[slot] = EMPTY
         self.num_reserved[slot] = 0
         self.num_blocks[slot] = 0
+        self.shares_last[slot] = False
         heapq.heappush(self._free_slots, slot)
         return record
 
@@ -266,6 +269,13 @@ class SequenceTable:
         start = self.num_blocks[slot]
         self.block_table[slot, start : start + len(blocks)] = blocks
         self.num_blocks[slot] = start + len(blocks)
+
+    def replace_last(self, slot: int, block: int) -> None:
+        """Let a copy of the last block of `slot` take its place."""
+        num_attended = self.users.num_attended[[slot]]
+        self.users.remove(slot, self.block_table)
+        self.block_table[slot, self.num_blocks[slot] - 1] = block
+        self.users.extend(np.array([slot]), num_attended, self.block_table)
 
     def skip_to(self, slot: int, num_computed: int) -> None:
         """Note that the blocks of `slot` hold the KV of so many tokens, without a step.
@@ -292,12 +302,14 @@ class SequenceTable:
         num_stored = np.where(self.phase == DECODE, self.num_computed + 1, self.num_tokens)
         is_growing = (self.phase != EMPTY) & (held < self.max_blocks)
         room = held * self.block_size - num_stored
-        return int(np.count_nonzero(is_growing & (room < num_steps)))
+        num_grown = np.count_nonzero(is_growing & (room < num_steps))
+        return int(num_grown + np.count_nonzero(self.shares_last))
 
     def full_slots(self) -> Ints:
-        """Return the decoding slots that need a block for the token of this step."""
+        """Return the decoding slots that need a block of their own for the token of this step."""
         slots = np.flatnonzero(self.phase == DECODE)
-        return slots[self.num_computed[slots] >= self.num_blocks[slots] * self.block_size]
+        is_full = self.num_computed[slots] >= self.num_blocks[slots] * self.block_size
+        return slots[is_full | self.shares_last[slots]]
 
     def check(self, *, num_reserved: int) -> None:
         """Raise RuntimeError unless slots reserve so many blocks, and block users are right."""

@@ -31,9 +31,8 @@ from raybatch.engine.weights.onto_device import load_onto
 from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.small_ops import interleave_order
-from raybatch.models.checkpoint import Checkpoint, stat_key
+from raybatch.models.checkpoint import Checkpoint, model_fingerprint, stat_key
 from raybatch.models.config import ModelSpec
-from raybatch.models.identity import model_fingerprint
 from raybatch.policy.residence import WeightSizes
 
 logger = logging.getLogger(__name__)

@@ -1,10 +1,12 @@
 """Executes an `AttentionPlan`, the form for GPUs of `raybatch.kernels.attention`.
 
-A layer is at most five launches, however many sequences, chunks and shared runs a step has.
+A layer is at most five launches, however many sequences, chunks and shared runs a step has. Chunks
+may be computed by a library instead (`varlen`) with one launch more, by functions that are given.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +18,9 @@ from raybatch.kernels.triton.jit.small_ops import heads_kernel
 from raybatch.kernels.triton.launch import OPTIONS, Pools, power_of_two, rows_per_program
 from raybatch.kernels.triton.ragged import attend_chunks_into, merge_runs_
 
+# makes chunks ready for a library
+PiecesOf = Callable[[StepSize, Parts[torch.Tensor]], Any]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedAttention:
@@ -23,6 +28,7 @@ class PreparedAttention:
 
     Args:
         has_padding: rows may be of no part of the plan.
+        pieces: chunks as a library takes them; None where it computes none.
     """
 
     size: StepSize
@@ -30,6 +36,7 @@ class PreparedAttention:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     has_padding: bool
+    pieces: Any = None
 
 
 def prepare_attention(
@@ -40,8 +47,11 @@ def prepare_attention(
     pool: torch.Tensor,  # [N, G, B, R]
     windows: tuple[int | None, ...],
     upload: Callable[[Index, torch.device], torch.Tensor] | None = None,
+    pieces_of: PiecesOf | None = None,
 ) -> PreparedAttention:
     """See `raybatch.kernels.attention`; one copy to the device, and nothing is read back.
+
+    With `pieces_of`, chunks are made ready for a library.
 
     Raises:
         ValueError: a layer has a sliding window, and the plan lacks what that needs.
@@ -51,7 +61,11 @@ def prepare_attention(
         raise ValueError("DecodePart.first_positions is needed by a sliding window")
     _, num_kv_heads, block_size, _ = pool.shape
     index = StepIndex(
-        plan, num_rows=len(positions), num_kv_heads=num_kv_heads, block_size=block_size
+        plan,
+        num_rows=len(positions),
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        joins_runs=pieces_of is None,
     )
     on_host = index.array()
     on_device = (
@@ -59,12 +73,14 @@ def prepare_attention(
         if upload is None
         else upload(on_host, positions.device)
     )
+    size, parts = index.size, parts_of(index.size, on_device)
     return PreparedAttention(
-        size=index.size,
-        parts=parts_of(index.size, on_device),
+        size=size,
+        parts=parts,
         positions=positions,
         slot_mapping=slot_mapping,
         has_padding=False,
+        pieces=pieces_of(size, parts) if pieces_of and size.chunk_items else None,
     )
 
 
@@ -74,17 +90,21 @@ def prepare_fixed(
     *,
     positions: torch.Tensor,  # [size.rows]
     slot_mapping: torch.Tensor,  # [size.rows]
+    pieces_of: PiecesOf | None = None,
 ) -> PreparedAttention:
     """Prepare a step whose index, positions and slots are in the same tensors every time.
 
-    What `size` leaves for padding is computed as well; padded rows come out as zeros.
+    What `size` leaves for padding is computed as well; padded rows come out as zeros. With
+    `pieces_of`, the index is one without `joins_runs`.
     """
+    parts = parts_of(size, index)
     return PreparedAttention(
         size=size,
-        parts=parts_of(size, index),
+        parts=parts,
         positions=positions,
         slot_mapping=slot_mapping,
         has_padding=True,
+        pieces=pieces_of(size, parts) if pieces_of and size.chunk_items else None,
     )
 
 
@@ -96,8 +116,10 @@ def attend(
     v_pool: torch.Tensor,  # [N, G, B, R]
     prepared: PreparedAttention,
     window: int | None,
+    *,
+    attend_pieces: Callable[..., None] | None = None,
 ) -> torch.Tensor:
-    """See `raybatch.kernels.attention`."""
+    """See `raybatch.kernels.attention`; `attend_pieces` computes what `pieces_of` has made."""
     size, parts, positions = prepared.size, prepared.parts, prepared.positions
     pools = Pools(k_pool, v_pool)
     num_decode = size.decode_rows
@@ -109,7 +131,10 @@ def attend(
     if num_decode:
         own = output[:num_decode], lse[:num_decode], q[:num_decode]
         attend_decode_into(*own, *common, positions[:num_decode], window)
-    if size.chunk_items:
+    if prepared.pieces is not None:
+        assert attend_pieces is not None, "the library that the step was prepared for"
+        attend_pieces(output, lse, q, k, v, prepared.pieces, size, window)
+    elif size.chunk_items:
         attend_chunks_into(output, lse, q, (k, v), *common, positions, window)
     if size.run_items:
         merge_runs_(output, lse, q, *common, positions, window)

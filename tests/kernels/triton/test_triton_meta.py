@@ -20,7 +20,7 @@ from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.loading import LayerWeights, ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
-from raybatch.kernels.dispatch import REFERENCE, ops_for
+from raybatch.kernels.dispatch import REFERENCE, ops_for, with_varlen
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.step_index import StepIndex, StepSize
 from raybatch.models.config import ModelSpec, MoeSpec, RopeSpec
@@ -217,6 +217,7 @@ class Case:
             num_rows=len(batch.token_ids),
             num_kv_heads=spec.num_kv_heads,
             block_size=BLOCK,
+            joins_runs=decoder.ops.joins_runs,
         )
         made = index.size
         # more of everything than the step has
@@ -286,6 +287,29 @@ def test_grouped_products_of_torch_take_few_launches_too(step, launches):
     assert "gate_up_kernel" not in launches.names
     # with embedding, index, head and rotation
     assert launches.names.total() <= MAX_LAUNCHES["sparse"] + 15
+
+
+@pytest.mark.meta
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["eager", "fixed"])
+@pytest.mark.parametrize("spec", ["dense", "windows"])
+@pytest.mark.parametrize("step", list(STEPS))
+def test_chunks_by_torch_take_few_launches_and_no_read(step, spec, is_fixed, launches):
+    case = case_of(spec, step, torch.bfloat16, INT8)
+    ops = with_varlen(ops_for(torch.device("cuda")))
+    counts = []
+    for num_layers in (1, 3):
+        launches.names.clear()
+        run = case.ready(num_layers, ops, is_fixed=is_fixed)
+        with launches:
+            run()
+        counts.append(launches.names.copy())
+    of_layers = counts[1] - counts[0]
+    assert of_layers.total() / 2 <= MAX_LAUNCHES["dense"]
+    assert of_layers["_varlen_attn_out"] == 2 * (step in ("prefill", "mixed"))
+    # of runs alone: in the long step, those that prompts which go on have of their own
+    assert of_layers["ragged_kernel"] == 2 * (step != "decode")
+    # what all layers share, embedding and head included
+    assert counts[0].total() - of_layers.total() / 2 <= 35
 
 
 @pytest.mark.meta

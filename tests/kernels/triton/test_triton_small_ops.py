@@ -34,7 +34,8 @@ OPS = [
     (attention, triton_attention, "attend"),
 ]
 # what compiled forms put into a reference, and where a library takes over
-PARTS = {"decode", "panelled", "rms_norm", "rotate_", "store_kv", "min_grouped_rows"}
+PARTS = {"decode", "panelled", "rms_norm", "rotate_", "store_kv"}
+PARTS |= {"min_grouped_rows", "pieces_of", "attend_pieces"}
 
 
 @pytest.mark.parametrize(("module", "kernels", "name"), OPS, ids=[name for *_, name in OPS])

@@ -2,10 +2,11 @@
 
 from itertools import pairwise
 
-from raybatch.policy.boundary.page_boundary import plan_boundary
-from raybatch.policy.boundary.records import BoundaryOptions
-from tests.policy.boundary_cases import active, grants, pending, snapshot, stored
-from tests.policy.boundary_driver import Arrival, Machine
+from boundary.page_boundary import plan_boundary
+from boundary.records import BoundaryOptions
+
+from tests.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
+from tests.benchmarks.boundary_driver import Arrival, Machine
 
 
 def plan(*sequences, options=None, **more):

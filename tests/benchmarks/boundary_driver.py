@@ -5,9 +5,10 @@ It knows nothing of how plans are made or checked: pages are sets, a page in two
 
 from dataclasses import dataclass, field
 
-from raybatch.policy.boundary.page_boundary import plan_boundary
-from raybatch.policy.boundary.records import BoundaryOptions, BoundarySnapshot, SequencePages
-from tests.policy.boundary_cases import PAGE
+from boundary.page_boundary import plan_boundary
+from boundary.records import BoundaryOptions, BoundarySnapshot, SequencePages
+
+from tests.benchmarks.boundary_cases import PAGE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,12 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
+from boundary.page_boundary import plan_boundary
+from boundary.records import BoundaryOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.policy.boundary.page_boundary import plan_boundary
-from raybatch.policy.boundary.records import BoundaryOptions
-from tests.policy.boundary_driver import Arrival, Machine
+from tests.benchmarks.boundary_driver import Arrival, Machine
 
 RUNS = settings(max_examples=150, deadline=None)
 

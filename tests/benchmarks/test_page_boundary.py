@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from boundary.page_boundary import plan_boundary
+from boundary.records import BoundaryOptions, BoundaryPlan
 
 from raybatch.errors import ConfigError
-from raybatch.policy.boundary.page_boundary import plan_boundary
-from raybatch.policy.boundary.records import BoundaryOptions, BoundaryPlan
-from tests.policy.boundary_cases import active, grants, pending, snapshot, stored
+from tests.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
 
 DEFAULT = BoundaryOptions()
 

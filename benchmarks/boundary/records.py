@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from raybatch.config import VictimOrder
 from raybatch.errors import ConfigError, range_text
 
+VictimOrder = Literal["least", "most", "lifo"]
 Status = Literal["active", "suspended", "prefilled", "evicted", "waiting"]
 # those of sequences with host pages
 _HOLDERS: tuple[Status, ...] = ("active", "suspended", "prefilled")

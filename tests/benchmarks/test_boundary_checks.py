@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from boundary.records import BoundaryPlan, apply_plan, check_snapshot
 
-from raybatch.policy.boundary.records import BoundaryPlan, apply_plan, check_snapshot
-from tests.policy.boundary_cases import active, grants, pending, snapshot, stored
+from tests.benchmarks.boundary_cases import active, grants, pending, snapshot, stored
 
 HEALTHY = snapshot(
     active(1, 8, device=3, host=3),

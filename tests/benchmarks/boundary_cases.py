@@ -1,6 +1,6 @@
 """Snapshots of a page boundary in few words: pages of four tokens, free pages worked out."""
 
-from raybatch.policy.boundary.records import BoundarySnapshot, PageGrant, SequencePages
+from boundary.records import BoundarySnapshot, PageGrant, SequencePages
 
 PAGE = 4
 

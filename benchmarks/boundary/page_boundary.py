@@ -7,7 +7,7 @@ is the id, so all ranks that see one snapshot make one plan.
 
 from collections.abc import Callable, Iterable
 
-from raybatch.policy.boundary.records import (
+from boundary.records import (
     BoundaryOptions,
     BoundaryPlan,
     BoundarySnapshot,
@@ -44,7 +44,7 @@ def plan_boundary(snapshot: BoundarySnapshot, options: BoundaryOptions) -> Bound
 
     Raises:
         RuntimeError: the snapshot, or the state that the plan leads to, breaks a rule of
-            `raybatch.policy.boundary.records`.
+            `boundary.records`.
 
     Source: BatchGen (arXiv:2606.21712), section 5.3. The order of victims, ageing, host pages
     granted ahead and the rules for prefill rounds are this library's.

@@ -1,0 +1,139 @@
+"""What hosts of a Ray cluster say before an engine starts there, and what engines ask of hosts."""
+
+import logging
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raybatch.actors.replicas.placement import (
+    HOST_LABEL,
+    KIND_LABEL,
+    Placement,
+    accelerators_in,
+    cluster_now,
+    plan_placement,
+    requested_of_ray,
+)
+from raybatch.actors.replicas.waiting import fits
+from raybatch.actors.wire.records import PoolSpec
+from raybatch.backends.choice import VllmBuild, vllm_build
+from raybatch.config import PoolConfig
+from raybatch.errors import ConfigError, last_line
+from raybatch.models.checkpoint import model_fingerprint
+from raybatch.models.source import resolve_model
+
+_Nodes = Sequence[Mapping[str, Any]]
+
+_logger = logging.getLogger(__name__)
+
+
+def environment_of(pool: PoolConfig) -> dict[str, Any]:
+    return {"runtime_env": dict(pool.runtime_env)} if pool.runtime_env else {}
+
+
+def asked_of_ray(
+    plan: Placement, pool: PoolConfig, *, avoid: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the options of an actor or task that has what one engine without bundles has."""
+    kinds = pool.accelerator_types
+    given = {
+        "accelerator_type": kinds[0] if len(kinds) == 1 else None,
+        "resources": dict(pool.resources),
+        "label_selector": labels_of(pool, avoid),
+    }
+    asked = {"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus, **environment_of(pool)}
+    return asked | {name: value for name, value in given.items() if value}
+
+
+def labels_of(pool: PoolConfig, avoid: Collection[str]) -> dict[str, str]:
+    """Return what the labels of an engine's host must be; one kind is a resource of the host."""
+    kinds, labels = pool.accelerator_types, {}
+    if len(kinds) > 1:
+        labels[KIND_LABEL] = f"in({','.join(kinds)})"
+    if avoid:
+        labels[HOST_LABEL] = f"!in({','.join(sorted(avoid))})"
+    return labels
+
+
+def vllm_of_hosts(pool: PoolConfig) -> VllmBuild | None:
+    """Return what is installed on a host where engines of a pool run, in their environment.
+
+    Where the cluster has none yet, any host stands for later ones.
+    """
+    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 1, **environment_of(pool)}
+    if (node_id := host_of_engines(pool, ray.nodes())) is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
+    try:
+        call = ray.remote(vllm_build).options(**options).remote()
+        build: VllmBuild | None = ray.get(call, timeout=pool.start_timeout_s)
+    except (GetTimeoutError, RayError, ValueError) as error:  # the last where an option is wrong
+        raise ConfigError(
+            "backend was left out, and no host could say whether it has vLLM: "
+            f"{last_line(error)}; set backend to 'vllm' or 'native'"
+        ) from error
+    return build
+
+
+def host_of_engines(pool: PoolConfig, nodes: _Nodes) -> str | None:
+    """Return the id of a host with a GPU, of the kind that the pool asks for if there is one."""
+    wanted = frozenset(pool.accelerator_types)
+    hosts = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
+    hosts.sort(key=lambda host: not wanted & accelerators_in(host["Resources"]))
+    return str(hosts[0]["NodeID"]) if hosts else None
+
+
+def weights_of_hosts(spec: PoolSpec) -> str:
+    """Return the digest of a model's weights on the first host of its engines that has them.
+
+    Where the cluster has no host for an engine yet, this waits for one as an engine would. Ray is
+    initialised only if it is not. ConfigError: no host has them; with what the first said.
+    """
+    if not ray.is_initialized():
+        ray.init()
+    plan, pool = plan_placement(spec, cluster_now()), spec.pool
+    refused = []
+    for where in _places(plan, pool, ray.nodes()):
+        try:
+            call = ray.remote(_weights_or_reason).options(max_retries=1, **where).remote(spec.model)
+            digest, reason = ray.get(call, timeout=pool.start_timeout_s)
+        except (GetTimeoutError, RayError, ValueError) as error:
+            digest, reason = "", last_line(error)
+        if digest:
+            return str(digest)
+        refused.append(reason)
+    raise ConfigError(
+        f"the model {spec.model!r} has no weights on the driver, nor on any of {len(refused)} "
+        f"hosts for its engines: {refused[0]}. Put them at this path on every such host"
+    )
+
+
+def _weights_or_reason(model: str) -> tuple[str, str]:
+    try:
+        return model_fingerprint(resolve_model(model)), ""
+    except (ConfigError, OSError) as error:
+        return "", f"host {socket.gethostname()}: {error}"
+
+
+def _places(plan: Placement, pool: PoolConfig, nodes: _Nodes) -> list[dict[str, Any]]:
+    """Return the options of tasks that run on each host of engines, or on the first to come."""
+    if plan.bundles:
+        ranks = max(plan.bundles, key=lambda bundle: bundle.get("GPU", 0))
+        plan = replace(plan, num_cpus=0, num_gpus=ranks.get("GPU", 0), bundles=())
+    need = {"CPU": plan.num_cpus, "GPU": plan.num_gpus, **pool.resources}
+    alive, kinds = [n for n in nodes if n["Alive"]], frozenset(pool.accelerator_types)
+    places = [
+        NodeAffinitySchedulingStrategy(str(node["NodeID"]), soft=False)
+        for node in alive
+        if fits(need, kinds, node["Resources"])
+    ]
+    if places:
+        on_host = {"num_cpus": 0, **environment_of(pool)}
+        return [{**on_host, "scheduling_strategy": place} for place in places]
+    requested = requested_of_ray(plan, pool)
+    _logger.info("waiting for a host that says which weights it has: %s", requested)
+    return [asked_of_ray(plan, pool)]

@@ -1,0 +1,139 @@
+"""Parts of a step whose KV lives in host memory: what fits into a buffer of the window at once.
+
+The table of running sequences has blocks of the host. In a part they are numbered anew, as blocks
+of a buffer: first those that are brought in, then those that the part's prompts fill.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from raybatch.engine.batch.forward_batch import ForwardBatch, connected_chunks, part_of
+from raybatch.engine.memory.kv_window import WindowMoves
+from raybatch.engine.sequences.schedule import Schedule
+from raybatch.engine.sequences.table import SequenceTable
+from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
+from raybatch.records.arrays import Ints
+
+
+def split_for_window(
+    schedule: Schedule, table: SequenceTable, *, num_blocks: int, max_tokens: int | None
+) -> list[Schedule]:
+    """Return schedules of parts that each need at most `num_blocks` distinct blocks.
+
+    They have at most `max_tokens` tokens each, but for a chunk that alone has more. Sequences keep
+    their order, so that a chunk comes after those that write what it reads.
+    """
+    assert not len(schedule.draft_tokens), "coroutines take no drafts"
+    num_decode = len(schedule.decode_slots)
+    stops = np.concatenate(
+        (table.num_computed[schedule.decode_slots] + 1, schedule.chunk_starts + schedule.chunk_lens)
+    )
+    slots = np.concatenate((schedule.decode_slots, schedule.chunk_slots)).tolist()
+    lens = [1] * num_decode + schedule.chunk_lens.tolist()
+    counts = (-(-stops // table.block_size)).tolist()
+    # the last part that has each block
+    part_of_block: Ints = np.full(len(table.users.count), -1, np.int64)
+    starts, num_held, num_tokens = [0], 0, 0
+    for i, (slot, length, count) in enumerate(zip(slots, lens, counts, strict=True)):
+        blocks = table.block_table[slot, :count]
+        num_new = int(np.count_nonzero(part_of_block[blocks] != len(starts)))
+        has_room = num_held + num_new <= num_blocks
+        if max_tokens is not None:
+            has_room = has_room and num_tokens + length <= max_tokens
+        if i > starts[-1] and not has_room:
+            starts.append(i)
+            num_held = num_tokens = 0
+            num_new = count
+        part_of_block[blocks] = len(starts)
+        num_held, num_tokens = num_held + num_new, num_tokens + length
+    ends = [*starts[1:], len(slots)]
+    rows = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    return [part_of(schedule, r[r < num_decode], r[r >= num_decode] - num_decode) for r in rows]
+
+
+def is_connected(schedule: Schedule, table: SequenceTable) -> bool:
+    """Return whether a chunk of this step reads what another one writes."""
+    return len(connected_chunks(schedule, table)) < len(schedule.chunk_slots)
+
+
+class WindowNumbers:
+    """Gives the blocks of parts their numbers in a buffer of the window."""
+
+    def __init__(self, table: SequenceTable) -> None:
+        self._table = table
+        # valid for the blocks of the part at hand
+        self._number: Ints = np.zeros(len(table.users.count), np.int64)
+
+    def place(
+        self, batch: ForwardBatch, part: Schedule, *, follows_writer: bool
+    ) -> tuple[ForwardBatch, WindowMoves]:
+        """Return a batch of the host's blocks as one of a buffer's, and what it moves."""
+        block_size = self._table.block_size
+        slots = batch.slot_mapping.numpy()
+        written, offsets = divmod(slots, block_size)
+        filled = self._filled(part)
+        decode = batch.attention.decode
+        decoded = np.empty(0, np.int64) if decode is None else np.unique(decode.block_ids.numpy())
+        read = _blocks_of(batch.attention)
+        if batch.logits_attention is not None:
+            read = np.concatenate((read, _blocks_of(batch.logits_attention)))
+        rest = np.setdiff1d(np.concatenate((read, written)), np.concatenate((decoded, filled)))
+        loaded = np.concatenate((decoded, rest))
+        number = self._number
+        number[loaded] = np.arange(len(loaded))
+        number[filled] = len(loaded) + np.arange(len(filled))
+        placed = number[written] * block_size + offsets
+        last = batch.logits_attention
+        batch = replace(
+            batch,
+            slot_mapping=torch.from_numpy(placed),
+            attention=self._renumbered(batch.attention),
+            logits_attention=None if last is None else self._renumbered(last),
+        )
+        moves = WindowMoves(
+            load_host=loaded, save_slots=placed, save_host=slots, follows_writer=follows_writer
+        )
+        return batch, moves
+
+    def _filled(self, part: Schedule) -> Ints:
+        """Return the blocks of which the chunks of a part write every position."""
+        block_size = self._table.block_size
+        firsts = -(-part.chunk_starts // block_size)
+        stops = (part.chunk_starts + part.chunk_lens) // block_size
+        columns = (part.chunk_slots.tolist(), firsts.tolist(), stops.tolist())
+        ranges = [
+            self._table.block_table[slot, first:stop]
+            for slot, first, stop in zip(*columns, strict=True)
+        ]
+        return np.concatenate((np.empty(0, np.int64), *ranges)).astype(np.int64)
+
+    def _renumbered(self, plan: AttentionPlan) -> AttentionPlan:
+        contexts = tuple(
+            replace(part, block_ids=self._numbers(part.block_ids)) for part in plan.contexts
+        )
+        decode = None if plan.decode is None else self._decode_part(plan.decode)
+        return replace(plan, decode=decode, contexts=contexts)
+
+    def _decode_part(self, part: DecodePart) -> DecodePart:
+        block_ids, first = self._number[part.block_ids.numpy()], part.first_positions
+        order = torch.from_numpy(np.argsort(block_ids, kind="stable"))
+        block_ids.sort()
+        return DecodePart(
+            block_ids=torch.from_numpy(block_ids),
+            owners=part.owners[order],
+            num_valid=part.num_valid[order],
+            is_contiguous=bool((np.diff(block_ids) == 1).all()),
+            first_positions=None if first is None else first[order],
+        )
+
+    def _numbers(self, block_ids: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self._number[block_ids.numpy()])
+
+
+def _blocks_of(plan: AttentionPlan) -> Ints:
+    parts = [part.block_ids.numpy() for part in plan.contexts]
+    if plan.decode is not None:
+        parts.append(plan.decode.block_ids.numpy())
+    return np.concatenate((np.empty(0, np.int64), *parts))

@@ -1,0 +1,126 @@
+"""Host memory with all KV, layer by layer, and its copies: blocks to the device, tokens back."""
+
+from typing import NamedTuple
+
+import torch
+
+from raybatch.engine.memory.kv_cache import KVCache, allocate_host_kv
+from raybatch.engine.memory.pinned import DeviceQueue, PinnedRing
+from raybatch.records.arrays import Ints
+
+# layers on their way in either direction at once
+_NUM_UNDERWAY = 2
+
+
+class _Arriving(NamedTuple):
+    """A layer of some tokens on its way to pinned memory; `rows` are [2, T, G, R]."""
+
+    layer_idx: int
+    slots: torch.Tensor
+    rows: torch.Tensor
+    arrived: torch.cuda.Event
+
+
+class HostLayers:
+    """KV of `num_blocks` blocks in host memory; owned by one thread.
+
+    A layer is one piece of memory, so that blocks which are neighbours there are copied at the
+    speed of the memory. On a GPU, copies run on streams of their own, one for each direction, and
+    the kernels of a layer wait for theirs.
+
+    Args:
+        pool: of the device, whose blocks these are alike.
+    """
+
+    def __init__(self, pool: KVCache, num_blocks: int) -> None:
+        num_layers, _, *block = pool.k.shape
+        self.num_blocks = num_blocks
+        # of a token in one layer
+        self.row_bytes = 2 * block[0] * block[2] * pool.k.element_size()
+        self._memory = allocate_host_kv((2, num_layers, num_blocks, *block), pool.k)
+        self.kv = KVCache(k=self._memory[0], v=self._memory[1])
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        if pool.k.device.type == "cuda":
+            make = torch.cuda.Stream
+            self._streams = make(pool.k.device), make(pool.k.device)  # type: ignore[no-untyped-call]
+        self._queue = DeviceQueue(pool.k.device)
+        self._ring_in, self._ring_out = (PinnedRing(self._queue, _NUM_UNDERWAY) for _ in range(2))
+        self._arriving: list[_Arriving] = []
+
+    def mark(self) -> "torch.cuda.Event | None":
+        """Return a mark behind all kernels so far; None on a CPU, where they are done."""
+        return None if self._streams is None else self._queue.mark()
+
+    def load(
+        self, layer_idx: int, block_ids: Ints, buffer: KVCache, after: "torch.cuda.Event | None"
+    ) -> None:
+        """Copy one layer of blocks into the first blocks of `buffer`, [W, G, B, R].
+
+        On a GPU the copy begins behind `after`, and the kernels that follow wait for it.
+        """
+        ids = torch.from_numpy(block_ids)
+        sources = self._memory[:, layer_idx]
+        targets = buffer.k[: len(ids)], buffer.v[: len(ids)]
+        if self._streams is None:
+            for source, target in zip(sources, targets, strict=True):
+                torch.index_select(source, 0, ids, out=target)
+            return
+        num_bytes = targets[0].nbytes
+        memory = self._ring_in.take(2 * num_bytes)
+        device = buffer.k.device
+        for half, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            staged = memory[half * num_bytes : (half + 1) * num_bytes]
+            torch.index_select(source, 0, ids, out=staged.view(target.dtype).view(target.shape))
+        stream, _ = self._streams
+        with torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            for half, target in enumerate(targets):
+                staged = memory[half * num_bytes : (half + 1) * num_bytes]
+                pinned = staged.view(target.dtype).view(target.shape)
+                target.copy_(pinned, non_blocking=True)
+            self._ring_in.mark()
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def save(self, layer_idx: int, buffer: KVCache, slots: Ints, host_slots: Ints) -> None:
+        """Copy one layer of tokens to the host; `finish` waits until they are there.
+
+        A slot is block * B + offset, in `buffer` [W, G, B, R] and in host memory.
+        """
+        device, block_size = buffer.k.device, buffer.k.shape[2]
+        blocks, offsets = (torch.from_numpy(x).to(device) for x in divmod(slots, block_size))
+        rows = torch.stack((buffer.k[blocks, :, offsets], buffer.v[blocks, :, offsets]))
+        places = torch.from_numpy(host_slots)
+        if self._streams is None:
+            self._put(layer_idx, places, rows)
+            return
+        self._put_arrived(keep=_NUM_UNDERWAY - 1)
+        memory = self._ring_out.take(rows.nbytes)[: rows.nbytes]
+        pinned = memory.view(rows.dtype).view(rows.shape)
+        _, stream = self._streams
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            pinned.copy_(rows, non_blocking=True)
+            arrived = self._ring_out.mark()
+        rows.record_stream(stream)
+        self._arriving.append(_Arriving(layer_idx, places, pinned, arrived))
+
+    def finish(self) -> None:
+        """Wait until host memory has all that was saved."""
+        self._put_arrived(keep=0)
+
+    def clear(self, block_ids: Ints) -> None:
+        self._memory[:, :, torch.from_numpy(block_ids)] = 0
+
+    def _put_arrived(self, *, keep: int) -> None:
+        """Put rows that have arrived into their blocks, but for the last layers."""
+        while len(self._arriving) > keep:
+            layer = self._arriving.pop(0)
+            layer.arrived.synchronize()
+            self._put(layer.layer_idx, layer.slots, layer.rows)
+
+    def _put(self, layer_idx: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        block_size = self._memory.shape[-2]
+        blocks, offsets = slots // block_size, slots % block_size
+        for memory, half in zip(self._memory[:, layer_idx], rows, strict=True):
+            memory[blocks, :, offsets] = half

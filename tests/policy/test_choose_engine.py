@@ -1,0 +1,106 @@
+"""Where KV lives, and how many rows meet at the experts: by memory, costs and rows."""
+
+from dataclasses import replace
+
+import pytest
+
+from raybatch.errors import CapacityError
+from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
+from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.choose_engine import EngineFacts, choose_engine
+from raybatch.policy.cost.roofline import Roofline, link
+
+# a token of a layer is 1 kB
+LAYER = LayerShape(
+    model_dim=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_dim=192, num_experts=64, top_k=8
+)
+KB_LAYER = 1024
+ROW = RowShape(prompt_tokens=100, output_tokens=28)
+ROW_BYTES = 127 * KB_LAYER * 4
+
+
+def roofline(flops, bytes_per_s):
+    return Roofline(fixed_s=1e-6, operation_s=1 / flops, byte_s=1 / bytes_per_s)
+
+
+def facts(*, device_rows, host_rows, copy=1e10, layer=LAYER, **changes):
+    costs = ModuleCosts(
+        attention=roofline(1e11, 1e10),
+        ffn=roofline(1e11, 1e10),
+        to_device=link(copy),
+        to_host=link(copy),
+        copies_overlap=False,
+    )
+    given = EngineFacts(
+        model=ModelShape(layer=layer, num_layers=4),
+        costs=costs,
+        device_kv_bytes=int(device_rows * ROW_BYTES),
+        host_kv_bytes=int(host_rows * ROW_BYTES),
+        max_num_seqs=1024,
+        max_batched_tokens=2048,
+        row=ROW,
+    )
+    return replace(given, **changes)
+
+
+def test_experts_that_are_read_for_few_rows_want_kv_in_host_memory():
+    choice = choose_engine(facts(device_rows=8, host_rows=512))
+    assert choice.best.kv_offload
+    assert choice.best.rows_together == 512
+    # a buffer has half of the memory, of one of four layers
+    assert choice.best.rows_attending == 8 * 127 * 4 // 2 // 114
+    assert choice.runner_up.rows_together == 8
+    assert choice.best.tokens_per_s > 1.5 * choice.runner_up.tokens_per_s
+    assert "512 rows at once of which 17 attend together" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("slow link", facts(device_rows=8, host_rows=512, copy=1e8)),
+        ("room for all", facts(device_rows=512, host_rows=512)),
+        ("few rows", facts(device_rows=8, host_rows=512, num_rows=8)),
+        ("few slots", facts(device_rows=8, host_rows=512, max_num_seqs=8)),
+        ("no host memory", facts(device_rows=8, host_rows=0)),
+    ],
+)
+def test_kv_stays_on_the_device_where_host_memory_gains_nothing(name, given):
+    choice = choose_engine(given)
+    assert not choice.best.kv_offload, name
+    assert choice.best.rows_together == min(
+        given.device_kv_bytes // ROW_BYTES, given.max_num_seqs, given.num_rows or 10**9
+    )
+
+
+def test_a_gain_below_the_noise_is_not_worth_the_copies():
+    # with more memory on the device, host memory gains less and less, and then nothing
+    choices = [choose_engine(facts(device_rows=n, host_rows=512)) for n in range(8, 512, 4)]
+    near = [c for c in choices if not c.best.kv_offload and "not worth the copies" in c.reason]
+    assert near
+    for choice in near:
+        gain = choice.runner_up.tokens_per_s / choice.best.tokens_per_s
+        assert 1 < gain < 1.05
+    assert all(c.best.tokens_per_s * 1.05 > c.runner_up.tokens_per_s for c in choices)
+
+
+def test_long_answers_choose_what_suits_decoding():
+    given = facts(device_rows=8, host_rows=512)
+    short = replace(given, row=RowShape(prompt_tokens=126, output_tokens=2))
+    long = replace(given, row=RowShape(prompt_tokens=2, output_tokens=126))
+    gains = [
+        choice.best.tokens_per_s / choice.runner_up.tokens_per_s
+        for choice in map(choose_engine, (short, long))
+    ]
+    assert gains[0] < gains[1]
+
+
+def test_the_memory_that_holds_a_row_is_taken():
+    # all layers of a row do not fit, one layer does
+    choice = choose_engine(facts(device_rows=0.9, host_rows=4))
+    assert choice.best.kv_offload
+    assert choice.runner_up is None
+    assert "does not hold all layers of a row" in choice.reason
+    choice = choose_engine(facts(device_rows=2, host_rows=0.5))
+    assert not choice.best.kv_offload
+    with pytest.raises(CapacityError, match="100 prompt and 28 output tokens fits neither"):
+        choose_engine(facts(device_rows=0.3, host_rows=4))
