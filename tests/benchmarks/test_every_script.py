@@ -108,6 +108,7 @@ TINY = {
         args=("--members", "2", "--prefix", "32", "--own", "8", "--rounds", "1")
     ),
     "group_order": Tiny(args=("--workloads", "W4", "--seeds", "1")),
+    "plan_order": Tiny(args=("--cases", "W4", "--seeds", "1", "--knows", "true")),
     "kill_replicas": Tiny(
         args=("--rows", "16", "--replicas", "1"),
         values={"KILL_AT_FRACTIONS": (0.0,)},

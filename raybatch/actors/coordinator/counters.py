@@ -109,6 +109,14 @@ class ClientCounters:
         for row, text in zip(failed.column("row").to_numpy(), texts, strict=True):
             self.errors[text.partition(":")[0]] += _num_rows(submission, np.array([row]))
 
+    def copied(self, submission: Submission, row: int, results: pa.RecordBatch) -> None:
+        """Note a row that has taken the results of another: it is done, and cost no tokens."""
+        rows = np.array([row])
+        self.rows_done += _num_rows(submission, rows)
+        self.max_tokens_left -= int(submission.max_new_tokens[row])
+        if error := results.column("error")[0].as_py():
+            self.errors[error.partition(":")[0]] += _num_rows(submission, rows)
+
     def outside(self, num_rows: int, errors: Mapping[str, int]) -> None:
         """Note rows that never reach the pool as handed over and done, and errors found outside."""
         self.rows_received += num_rows
