@@ -166,8 +166,7 @@ TINY = {
         values={"profile_options": lambda own: lambda config: replace(own(config), budget_s=0.2)},
     ),
     "shared_reads": Tiny(
-        args=("--rounds", "1"),
-        values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)},
+        args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),
     "swap": Tiny(args=("--rows", "8", "--share", "0.6", "--repetitions", "1")),
     "weights": Tiny(args=("--rows", "2", "--repetitions", "1"), values={"OUTPUT_LEN": 2}),
