@@ -94,7 +94,9 @@ def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sam
         error = describe_error("DetokenizeError", text)
     if error:
         reason = "capacity" if is_full else "error"
-        return Sample(None, completion.token_ids, reason, error, attempts=attempts)
+        # of an error that is another row's, all of the prompt
+        num_cached = completion.num_cached_tokens if completion.error else 0
+        return Sample(None, completion.token_ids, reason, error, attempts, num_cached)
     return Sample(
         text=str(text),
         token_ids=completion.token_ids,

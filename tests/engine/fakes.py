@@ -16,6 +16,7 @@ from raybatch.engine.memory.kv_window import WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.policy.shared_reads import UNTIMED, SharedReads
 from raybatch.records.sequence_kv import KVKey
 from raybatch.records.types import Completion, Request, Sampling
 
@@ -77,12 +78,12 @@ class FakeRunner:
     spec: FakeSpec = field(default_factory=FakeSpec)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     attn_batch_tokens: int | None = None
+    shared_reads: SharedReads = UNTIMED
     nan_after: int | None = None  # a row whose input is this token yields NaN
     num_host_blocks: int = 0
     weight_counters: WeightCounters = field(default_factory=WeightCounters)
     block_bytes: int = 64
     failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
-    forgets_loaded: bool = True  # what was brought back is never read from the host again
     num_window_blocks: int = 0
     window_counters: WindowCounters = field(default_factory=WindowCounters)
     num_moves: int = 0
@@ -119,8 +120,8 @@ class FakeRunner:
         self._count_move(host_ids, block_ids)
         pages[:, block_ids] = self._host[:NUM_LAYERS, host_ids]
         self._positions[block_ids] = self._host[NUM_LAYERS, host_ids].astype(np.int64)
-        if self.forgets_loaded:
-            self._host[:, host_ids] = 3
+        # what was brought back is never read from the host again
+        self._host[:, host_ids] = 3
 
     def read_blocks(self, block_ids):
         pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
