@@ -88,7 +88,7 @@ def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sam
     if not error and is_full:
         error = (
             "CapacityError: prompt and output cannot fit the KV cache even alone; raise "
-            "engine.kv_cache_bytes"
+            "engine.kv_cache_bytes, with kv_offload also host_kv_bytes, or lower max_tokens"
         )
     if not error and isinstance(text, Exception):
         error = describe_error("DetokenizeError", text)
