@@ -240,8 +240,9 @@ class CoroutineRuntime:
         return moved
 
     def _attend(self, layer: int, part: Part, hidden: torch.Tensor) -> torch.Tensor:
-        if self._window is None or part.moves is None:
+        if self._window is None:
             return self._decoder.attention(layer, hidden, part.prepared, self._cache)
+        assert part.moves is not None, "a part whose KV does not come into the window"
         cache = self._window.enter(layer, part.moves)
         hidden = self._decoder.attention(layer, hidden, part.prepared, cache)
         self._window.leave(layer, part.prepared.batch.slot_mapping, part.moves)
