@@ -8,8 +8,9 @@ in whole blocks):
     shared   paged decode of every member over the same blocks of the prefix
     private  paged decode of every member over its own copy of the prefix
 
-One layer, no projections. Outputs of the three are compared before anything is timed; rounds are
-interleaved, the table shows medians of the thread's CPU clock.
+One layer, no projections, with the form that an engine on this host has: compiled, or torch with
+--torch. Outputs of the three are compared before anything is timed; rounds are interleaved, the
+table shows the least of each on the thread's CPU clock.
 """
 
 import argparse
@@ -19,8 +20,9 @@ from pathlib import Path
 import conditions
 import torch
 
-from raybatch.kernels.attention import PreparedAttention, attend, prepare_attention
-from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart
+from raybatch.kernels.attention import TORCH_DECODE, PreparedAttention, attend, prepare_attention
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodeForm, DecodePart
+from raybatch.kernels.native.decode_attention import decode_form
 
 NAMES = ("group", "shared", "private")
 
@@ -37,8 +39,10 @@ class Case:
         heads: tuple[int, int],
         head_dim: int,
         block_size: int,
+        form: DecodeForm,
     ) -> None:
         torch.manual_seed(0)
+        self.form = form
         self.members, self.block_size = members, block_size
         num_prefix, num_own = prefix // block_size, -(-(own + 1) // block_size)
         self.length = num_prefix * block_size + own
@@ -90,6 +94,7 @@ class Case:
             slot_mapping=last,
             pool=self.k_pool,
             windows=(None,),
+            decode=self.form,
         )
 
     def attend(self, name: str) -> torch.Tensor:
@@ -105,14 +110,14 @@ class Case:
 
 
 def measure(case: Case, rounds: int) -> dict[str, float]:
-    """Return the median CPU milliseconds of each plan."""
+    """Return the least CPU milliseconds of each plan."""
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     for _ in range(rounds):
         for name in NAMES:
             began = time.thread_time()
             case.attend(name)
             times[name].append((time.thread_time() - began) * 1e3)
-    return {name: sorted(values)[rounds // 2] for name, values in times.items()}
+    return {name: round(min(values), 3) for name, values in times.items()}
 
 
 def main() -> None:
@@ -122,6 +127,7 @@ def main() -> None:
     parser.add_argument("--own", type=int, default=200)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--torch", action="store_true", help="the form without a compiler")
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -129,6 +135,14 @@ def main() -> None:
     print(f"{options.members} members, prefix {options.prefix}, own {options.own} tokens")
     print("query heads, KV heads, head dim: " + ", ".join(f"{name} ms" for name in NAMES))
     for heads, head_dim in (((8, 2), 64), ((16, 2), 64), ((8, 2), 128), ((8, 8), 64)):
+        form = None
+        if not options.torch:
+            form = decode_form(
+                head_dim=head_dim,
+                num_grouped=heads[0] // heads[1],
+                block_size=options.block_size,
+                kv_dtype=torch.float32,
+            )
         case = Case(
             members=options.members,
             prefix=options.prefix,
@@ -136,6 +150,7 @@ def main() -> None:
             heads=heads,
             head_dim=head_dim,
             block_size=options.block_size,
+            form=form or TORCH_DECODE,
         )
         case.check()
         times = measure(case, options.rounds)

@@ -67,6 +67,7 @@ def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) ->
     """Load a model and return a backend that is ready for `submit`, or raise ConfigError."""
     from raybatch.engine.engine import Engine
     from raybatch.engine.loading.runner import ModelRunner
+    from raybatch.engine.memory.pinned import IndexUploads
     from raybatch.engine.sampling.grammars import GrammarSlots
     from raybatch.engine.sampling.sampler import Sampler
     from raybatch.text.stopping import LazyTokenizer, StopChecker
@@ -76,7 +77,8 @@ def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) ->
     max_slots = min(engine.max_num_seqs, engine.max_batched_tokens)
     spec, tokenizer = runner.spec, LazyTokenizer(path)
     grammars = GrammarSlots(tokenizer.hugging_face, spec.vocab_size, spec.eos_token_ids)
-    sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars)
+    uploads = IndexUploads(runner.device)
+    sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars, uploads)
     return NativeBackend(Engine(runner, sampler, StopChecker(tokenizer), engine))
 
 

@@ -174,7 +174,7 @@ class StepForward:
     def __init__(self, runner: ModelRunner, table: SequenceTable) -> None:
         self._runner = runner
         self._table = table
-        self._builder = BatchBuilder(table, len(table.users.count))
+        self._builder = BatchBuilder(table, len(table.users.count), reads=runner.shared_reads)
         self._max_tokens = runner.attn_batch_tokens
         self._numbers = WindowNumbers(table) if runner.num_window_blocks else None
         # after prompts of which samples wait, by request

@@ -6,7 +6,9 @@ log-sum-exp.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -62,6 +64,8 @@ class PreparedAttention:
     chunks: tuple[tuple[int, int], ...] = ()
     buckets: tuple[_Bucket, ...] = ()
     contexts: PreparedContexts | None = None
+    # a form that has an index may prepare the rows with logits along with all
+    last: None = None
 
 
 def prepare_attention(
@@ -72,23 +76,29 @@ def prepare_attention(
     pool: torch.Tensor,  # [N, G, B, R]
     windows: tuple[int | None, ...],
     upload: Callable[[Index, torch.device], torch.Tensor] | None = None,
+    last: tuple[AttentionPlan, torch.Tensor] | None = None,
     decode: DecodeForm = TORCH_DECODE,
 ) -> PreparedAttention:
     """Do once per step what all layers share.
 
     Of `pool`, the keys of any layer, only shape and dtype are read; `windows` are the different
     windows of the model's layers. `upload` is how an index gets to the device, where a form has
-    one: by default a copy that is waited for.
+    one: by default a copy that is waited for. `last` is the plan of the rows with logits, and these
+    rows: a form may bring it along, and is asked for it again if not.
     """
-    del upload
+    del upload, last
     plan = plan.to(positions.device)
-    walk = None
+    walk, others = None, plan.contexts
     if plan.decode is not None and plan.num_decode:
-        rows = positions[: plan.num_decode]
-        walk = decode.plan(plan.decode, positions=rows, pool=pool, windows=windows)
+        part, rows = plan.decode, positions[: plan.num_decode]
+        if decode.reads_runs and others:
+            is_run = [int(context.query_idx[-1]) < plan.num_decode for context in others]
+            part = replace(part, runs=tuple(compress(others, is_run)))
+            others = tuple(compress(others, map(not_, is_run)))
+        walk = decode.plan(part, positions=rows, pool=pool, windows=windows)
     contexts = None
-    if plan.contexts:
-        contexts = prepare_contexts(plan.contexts, positions=positions, pool=pool, windows=windows)
+    if others:
+        contexts = prepare_contexts(others, positions=positions, pool=pool, windows=windows)
     chunks, buckets = _split_prefill(plan.prefill, positions.device)
     return PreparedAttention(
         num_decode=plan.num_decode,

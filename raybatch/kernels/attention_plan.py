@@ -63,6 +63,7 @@ class DecodePart:
         is_contiguous: block_ids is exactly a range, so the pool can be sliced without a gather.
         first_positions: int64 [P], position in the sequence of the block's first slot; needed
             only by models with a sliding window.
+        runs: contexts of decode rows alone, where the form reads them itself (`DecodeForm`).
     """
 
     block_ids: torch.Tensor
@@ -70,6 +71,7 @@ class DecodePart:
     num_valid: torch.Tensor
     is_contiguous: bool
     first_positions: torch.Tensor | None = None
+    runs: tuple[ContextPart, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +111,11 @@ class AttentionPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeForm:
-    """Two functions that belong together, as `plan_walk` and `attend_decode` do."""
+    """Two functions that belong together, as `plan_walk` and `attend_decode` do.
+
+    `reads_runs`: contexts that decode rows alone read are handed to `plan` as `DecodePart.runs`.
+    """
 
     plan: Callable[..., Any]
     attend: Callable[..., Any]
+    reads_runs: bool = False

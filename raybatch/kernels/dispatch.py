@@ -63,6 +63,15 @@ def ops_for(device: torch.device) -> Ops:
     return _on_gpu() if device.type == "cuda" else REFERENCE
 
 
+def ranks_on_gpu() -> Callable[..., torch.Tensor] | None:
+    """Return the kernel that finds tokens of ranks; None where Triton is missing."""
+    if find_spec("triton") is None:
+        return None
+    from raybatch.kernels.triton.sampling import find_ranks
+
+    return find_ranks
+
+
 def compiled_ops(
     *,
     head_dim: int,

@@ -4,9 +4,24 @@ A draw inverts the cumulative probability in the order of token ids, at a number
 from the row's seed and position. So a row's token follows from the row alone, in any batch.
 """
 
+from typing import NamedTuple
+
 import torch
 
 BLOCK = 256  # partial sums over so many tokens
+
+
+class Limits(NamedTuple):
+    """Options and random numbers of rows that draw, float64 [S, 1] but for `top_k`, int64."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor  # V where there is none
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniform: torch.Tensor
+
+    def take(self, rows: slice) -> "Limits":
+        return Limits._make(column[rows] for column in self)
 
 
 def weights_of(

@@ -30,6 +30,8 @@ TARGET_PROGRAMS = 512
 ITEM_QUERIES = 128
 # numbers of a pair of a decode row and a block
 ENTRY_FIELDS = 3
+# of a row whose partial results are kept at once; those of more runs are merged in rounds
+MAX_RUNS = 8
 # shorter spans cost more in merging than they win
 _MIN_SPAN_TOKENS = 256
 # from here on, merging costs less than a single program that walks the whole run
@@ -213,6 +215,42 @@ class StepIndex:
         return out
 
 
+def rounds_of(
+    plan: AttentionPlan, num_rows: int, *, joins_runs: bool = True
+) -> list[AttentionPlan]:
+    """Return plans that do together what one does, and have few partial results each.
+
+    All but the first have runs alone, whose results are added to those of the plans before; of no
+    plan there are more than `max_places`. `joins_runs` as in `StepIndex`.
+    """
+    most = MAX_RUNS * num_rows
+    if sum(len(run.query_idx) for run in plan.contexts) <= most:
+        return [plan]
+    own = _own_runs(plan.contexts) if joins_runs and plan.prefill is not None else {}
+    others = [run for run in plan.contexts if own.get(run.chunk) is not run]
+    merged = {id(run) for run in others}
+    rounds: list[list[ContextPart]] = [[run for run in plan.contexts if id(run) not in merged]]
+    num_readers = 0
+    for run in others:
+        num_readers += len(run.query_idx)
+        if num_readers > most:
+            rounds.append([])
+            num_readers = len(run.query_idx)
+        rounds[-1].append(run)
+    first, *rest = (tuple(runs) for runs in rounds)
+    alone = AttentionPlan(num_decode=0, decode=None, prefill=None, contexts=())
+    return [replace(plan, contexts=first), *(replace(alone, contexts=runs) for runs in rest)]
+
+
+def max_places(num_rows: int, num_kv_heads: int) -> int:
+    """Return the most partial results of a plan of `rounds_of`.
+
+    Each run has one per row, and one for each span but its last; of these, no more programs than
+    are wanted fill their queries.
+    """
+    return MAX_RUNS * num_rows + TARGET_PROGRAMS * ITEM_QUERIES // num_kv_heads
+
+
 def parts_of(size: StepSize, index: Any) -> Parts[Any]:  # noqa: ANN401
     """Return the parts of an index as views of it."""
     stops = tuple(accumulate(size.lengths))
@@ -292,7 +330,7 @@ def _runs(
     """Return the items of runs, and the row of each place; `whole` follows, and is not cut."""
     # so many positions a program takes, whole blocks, that enough programs fill the device
     work = sum(-(-len(part.query_idx) // ITEM_QUERIES) * part.num_tokens for part in parts)
-    span = max(_MIN_SPAN_TOKENS, work * num_kv_heads // TARGET_PROGRAMS)
+    span = max(_MIN_SPAN_TOKENS, -(-work * num_kv_heads // TARGET_PROGRAMS))
     span = -(-span // block_size) * block_size
     spans = [(part, span) for part in parts] + [(part, part.num_tokens) for part in whole]
     items: list[Item] = []

@@ -3,6 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
 from raybatch.actors.replicas import replica_set
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.starts import HostLedger, StartEvents, StartLedger
@@ -108,7 +110,7 @@ class Hosts:
 
     failed = died = ()
 
-    def __init__(self, clock, *, place_s, start_s):
+    def __init__(self, clock, *, place_s=0.0, start_s=0.0):
         self._clock = clock
         self.actor = SimpleNamespace(
             place=Call(lambda: self._passed(place_s, Place(1))),
@@ -135,21 +137,51 @@ class Call:
         return self._call(*args)
 
 
+def crew_on(site, on_lost=lambda *_: None, **pool):
+    pool = PoolConfig(**pool)
+    return replica_set.ReplicaSet(
+        PoolSpec(model="demo", backend=BackendConfig(), engine=EngineConfig(), pool=pool),
+        Placement(num_replicas=1, num_cpus=0, num_gpus=1, num_engines_on_host=1),
+        site,
+        on_lost=on_lost,
+        on_exhausted=lambda *_: None,
+    )
+
+
+@pytest.mark.parametrize("timeout_s", [0.01, 3600.0])
+def test_no_wait_for_a_place_outlives_the_wait_for_its_replica(timeout_s, monkeypatch):
+    monkeypatch.setattr(replica_set, "_STOP_GRACE_S", 0)
+
+    async def run():
+        site = Hosts(SimpleNamespace(now=0.0))
+        waits, began = [], asyncio.Event()
+
+        async def place():
+            waits.append(asyncio.current_task())
+            began.set()
+            await asyncio.Event().wait()
+
+        site.actor.place = SimpleNamespace(remote=place)
+        crew = crew_on(site, start_timeout_s=timeout_s, max_start_failures=1)
+        crew.start(None)
+        await began.wait()
+        if timeout_s < 1:
+            await asyncio.wait(waits)
+        await crew.stop()
+        assert {asyncio.current_task()} == asyncio.all_tasks()
+        assert [True] == [task.cancelled() for task in waits]
+
+    asyncio.run(run())
+
+
 def test_what_a_host_takes_to_come_is_no_part_of_a_start(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(replica_set, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     async def run():
         ended = asyncio.Event()
-        crew = replica_set.ReplicaSet(
-            PoolSpec(
-                model="demo", backend=BackendConfig(), engine=EngineConfig(), pool=PoolConfig()
-            ),
-            Placement(num_replicas=1, num_cpus=0, num_gpus=1, num_engines_on_host=1),
-            Hosts(clock, place_s=3600.0, start_s=5.0),
-            on_lost=lambda *_: ended.set(),
-            on_exhausted=lambda *_: None,
-        )
+        site = Hosts(clock, place_s=3600.0, start_s=5.0)
+        crew = crew_on(site, on_lost=lambda *_: ended.set())
         crew.start(None)
         await ended.wait()
         return crew.ledger.longest_start_s

@@ -16,6 +16,7 @@ from raybatch.engine.memory.kv_window import WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.sampler import SampleResult
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.policy.shared_reads import UNTIMED, SharedReads
 from raybatch.records.sequence_kv import KVKey
 from raybatch.records.types import Completion, Request, Sampling
 
@@ -77,6 +78,7 @@ class FakeRunner:
     spec: FakeSpec = field(default_factory=FakeSpec)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     attn_batch_tokens: int | None = None
+    shared_reads: SharedReads = UNTIMED
     nan_after: int | None = None  # a row whose input is this token yields NaN
     num_host_blocks: int = 0
     weight_counters: WeightCounters = field(default_factory=WeightCounters)

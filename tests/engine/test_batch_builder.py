@@ -10,16 +10,22 @@ from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
+from raybatch.policy.shared_reads import SharedReads
 from tests.engine.fakes import make_request
 from tests.engine.lazy_queue import LazyQueue
 
 PREFIX = np.arange(500, 508)
 
 
+def from_tokens(min_tokens):
+    """Any two rows read a run of so many positions together."""
+    return SharedReads(num_rows=(2,), min_tokens=(min_tokens,))
+
+
 class Steps:
     """A scheduler and a batch builder; every generated token is 7."""
 
-    def __init__(self, *prompts, budget=64, block_size=4, max_tokens=8, min_saved_tokens=768):
+    def __init__(self, *prompts, budget=64, block_size=4, max_tokens=8, min_tokens=768):
         self.table = SequenceTable(
             max_slots=8, num_blocks=32, block_size=block_size, max_model_len=64
         )
@@ -28,7 +34,7 @@ class Steps:
             blocks, self.table, max_batched_tokens=budget, enable_prefix_caching=True
         )
         self.builder = BatchBuilder(self.table, 32)
-        self.builder._plans = PlanBuilder(self.table, 32, min_saved_tokens=min_saved_tokens)
+        self.builder._plans = PlanBuilder(self.table, 32, reads=from_tokens(min_tokens))
         self.max_tokens, self.num_added = max_tokens, 0
         for prompt in prompts:
             self.add(prompt)
@@ -140,16 +146,15 @@ def test_few_decode_rows_read_a_shared_prefix_as_pairs():
 
 
 def test_enough_decode_rows_read_a_shared_prefix_in_one_part():
-    # two of three readers need not read 8 tokens
-    steps = Steps(*(np.r_[PREFIX, i] for i in range(3)), min_saved_tokens=16)
+    steps = Steps(*(np.r_[PREFIX, i] for i in range(3)), min_tokens=8)
     steps.step()
     batch = steps.step()
     assert contexts(batch) == [([0, 1, 2], [0, 1], 8, 0)]
     assert decode(batch) == [(2, 0, 2), (3, 1, 2), (4, 2, 2)]
 
 
-def test_one_saved_token_less_leaves_pairs():
-    steps = Steps(*(np.r_[PREFIX, i] for i in range(3)), min_saved_tokens=17)
+def test_a_run_that_is_too_short_is_read_by_each_row():
+    steps = Steps(*(np.r_[PREFIX, i] for i in range(3)), min_tokens=9)
     steps.step()
     assert contexts(steps.step()) == []
 
@@ -157,7 +162,7 @@ def test_one_saved_token_less_leaves_pairs():
 def test_a_tree_of_prefixes_gives_one_part_per_shared_run():
     stem, twig = [*PREFIX[:4]], [1, 2, 3, 4]
     prompts = ([*stem, *twig, 5], [*stem, *twig, 6], [*stem, *twig, 7], [*stem, 8], [*stem, 9])
-    steps = Steps(*prompts, min_saved_tokens=4)
+    steps = Steps(*prompts, min_tokens=4)
     steps.step()
     found = contexts(steps.step())
     assert sorted(found) == [([0, 1, 2], [1], 4, 4), ([0, 1, 2, 3, 4], [0], 4, 0)]
@@ -283,11 +288,21 @@ def test_a_block_that_only_a_refused_draft_has_reached_is_not_read():
 
 
 def test_drafts_of_a_group_read_the_shared_prefix_together():
-    steps = Steps(np.r_[PREFIX, 1, 2], np.r_[PREFIX, 3, 4], min_saved_tokens=8, max_tokens=9)
+    steps = Steps(np.r_[PREFIX, 1, 2], np.r_[PREFIX, 3, 4], min_tokens=8, max_tokens=9)
     steps.step()
     _, batch = step_with_drafts(steps, {0: [30], 1: [40, 41]})
     assert contexts(batch) == [([0, 1, 2, 3, 4], [0, 1], 8, 0)]
     assert batch.positions.tolist() == [10, 11, 10, 11, 12]
+
+
+def test_drafts_count_as_rows():
+    reads = SharedReads(num_rows=(4, 5), min_tokens=(9, 8))
+    for drafts, num_shared in (({0: [30], 1: [40]}, 0), ({0: [30], 1: [40, 41]}, 1)):
+        steps = Steps(np.r_[PREFIX, 1, 2], np.r_[PREFIX, 3, 4], max_tokens=9)
+        steps.builder._plans = PlanBuilder(steps.table, 32, reads=reads)
+        steps.step()
+        _, batch = step_with_drafts(steps, drafts)
+        assert len(contexts(batch)) == num_shared
 
 
 def test_drafts_beside_a_prompt_leave_its_rows_behind_theirs():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from raybatch.config import EngineConfig
-from raybatch.engine.batch.plan_builder import PlanBuilder
 from raybatch.engine.engine import Engine
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.graph_sizes import GraphSizes
@@ -22,6 +21,7 @@ from raybatch.engine.sequences.table import DECODE
 from raybatch.errors import ConfigError
 from raybatch.kernels.dispatch import REFERENCE
 from raybatch.models.config import read_model_spec
+from raybatch.policy.shared_reads import SharedReads
 from raybatch.records.types import Request, Sampling
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.fixed_ops import FIXED
@@ -162,7 +162,9 @@ def test_sequences_that_give_up_their_kv_get_the_same_answers(folder):
 
 @pytest.mark.parametrize("variant", ["llama", "mistral-window"])
 def test_a_prefix_that_rows_share_is_read_once_and_in_a_graph(variant, folder, monkeypatch):
-    monkeypatch.setattr(PlanBuilder.__init__, "__kwdefaults__", {"min_saved_tokens": 8})
+    reads = SharedReads(num_rows=(2,), min_tokens=(8,))
+    defaults = ModelRunner.__init__.__kwdefaults__ | {"shared_reads": reads}
+    monkeypatch.setattr(ModelRunner.__init__, "__kwdefaults__", defaults)
     rng = np.random.default_rng(3)
     prefix = rng.integers(1, 211, 7 * BLOCK).tolist()
     prompts = [prefix + rng.integers(1, 211, 3).tolist() for _ in range(6)]

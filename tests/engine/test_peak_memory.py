@@ -10,13 +10,14 @@ from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import BatchBuilder, on_device
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.loading.graph_setup import plan_graphs
-from raybatch.engine.loading.peak_memory import step_peak_bytes
+from raybatch.engine.loading.peak_memory import largest_prompt, step_peak_bytes
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token, num_blocks_for
 from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import Sequence, SequenceTable
 from raybatch.errors import ConfigError
+from raybatch.kernels.attention_plan import ContextPart
 from raybatch.kernels.dispatch import ops_for
 from tests.engine.fakes import make_request
 from tests.engine.storage_peak import measure
@@ -142,6 +143,36 @@ def test_no_step_of_a_scheduler_takes_more_than_the_largest_ones():
     assert max(found) <= peak
     # what is reserved is not far from what is used
     assert peak < 3 * max(found)
+
+
+def deep_step(batch, num_runs, run_blocks):
+    """The largest prompt, as a leaf of a tree of prefixes so deep."""
+    rows = torch.arange(len(batch.token_ids))
+    contexts = tuple(
+        ContextPart(
+            query_idx=rows,
+            block_ids=torch.zeros(run_blocks, dtype=torch.int64),
+            num_tokens=64 * run_blocks,
+        )
+        for _ in range(num_runs)
+    )
+    return replace(batch, attention=replace(batch.attention, contexts=contexts))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+@pytest.mark.parametrize("max_len", [900, 2048, 8192])
+def test_rows_of_many_runs_take_no_more_than_the_largest_step(max_len, num_kv_heads):
+    config = EngineConfig(max_model_len=max_len, max_num_seqs=32)
+    spec = replace(QWEN3_8B, max_model_len=max_len, num_kv_heads=num_kv_heads)
+    spec = layers_of(spec, 2)
+    peak = peak_of(spec, config)
+    decoder = decoder_of(spec, ops_for(torch.device("cuda")))
+    cache = allocate_kv_cache(spec, num_blocks=60, block_size=64, dtype=BF16, device=META)
+    prompt = largest_prompt(config, spec)
+    assert config.max_batched_tokens == len(prompt.token_ids)
+    for num_runs, run_blocks in ((8, 1), (60, 1), (9, 40), (3, 200)):
+        step = on_device(deep_step(prompt, num_runs, run_blocks), IndexUploads(META), META)
+        assert measure(lambda b=step: decoder.forward(b, cache)) <= peak
 
 
 def test_a_step_that_does_not_fit_names_the_options():

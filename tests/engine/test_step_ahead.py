@@ -20,9 +20,10 @@ class Events(FakeRunner):
 
     def __post_init__(self):
         super().__post_init__()
-        self.events = []
+        self.events, self.num_drawn = [], 0
 
     def forward(self, batch):
+        self.num_drawn += len(batch.logits_idx) > 0
         self.events.append("launch")
         return super().forward(batch)
 
@@ -64,6 +65,8 @@ def random_requests(rng, count, *, needs_host):
         sampling = {"max_tokens": int(rng.integers(1, 30)), "n": int(rng.integers(1, 3))}
         if rng.random() < 0.3:
             sampling |= {"temperature": 1.5, "min_p": float(rng.choice([0, 0.01]))}
+            sampling |= {"top_k": int(rng.choice([1, 5, 299]))} if rng.random() < 0.5 else {}
+            sampling |= {"top_p": 0.9} if rng.random() < 0.5 else {}
         if rng.random() < 0.2:
             sampling |= {"min_tokens": min(4, sampling["max_tokens"])}
         if rng.random() < 0.2:
@@ -73,8 +76,8 @@ def random_requests(rng, count, *, needs_host):
         if rng.random() < 0.1:
             sampling |= {"ignore_eos": True}
         if needs_host and rng.random() < 0.2:
-            options = [{"logprobs": 1}, {"repetition_penalty": 1.3}, {"top_k": 5}]
-            sampling |= {"temperature": 0.9} | options[rng.integers(3)]
+            options = [{"logprobs": 1}, {"repetition_penalty": 1.3}]
+            sampling |= {"temperature": 0.9} | options[rng.integers(2)]
         prompt = np.r_[np.arange(rng.integers(1, 20)), rng.integers(0, VOCAB, rng.integers(1, 25))]
         requests.append(make_request(i, prompt, **sampling))
     return requests
@@ -137,7 +140,21 @@ def test_a_row_behind_an_end_token_is_computed_and_not_taken():
     assert 3 + 5 == sum(step.num_tokens for step in runner.steps)
 
 
-@pytest.mark.parametrize("needs", [{"logprobs": 2}, {"presence_penalty": 0.5}, {"top_p": 0.5}])
+def test_all_steps_of_rows_with_any_limits_run_ahead():
+    engine, runner = make_engine(ahead=True, eos=(), num_blocks=600)
+    requests = random_requests(np.random.default_rng(3), 40, needs_host=False)
+    assert sum(r.sampling.top_k is not None or r.sampling.top_p < 1 for r in requests) > 5
+    engine.add(requests)
+    run_all(engine)
+    assert runner.num_drawn > 50
+    # what is read at once is not waited for by a mark
+    assert runner.num_drawn == runner.events.count("read")
+    reads = [i for i, event in enumerate(runner.events) if event == "read"]
+    num_behind = sum(runner.events[i - 1] == "launch" for i in reads)
+    assert num_behind >= 0.95 * runner.num_drawn
+
+
+@pytest.mark.parametrize("needs", [{"logprobs": 2}, {"presence_penalty": 0.5}])
 def test_tokens_that_the_host_needs_are_read_at_once(needs):
     engine, runner = make_engine(ahead=True, eos=())
     engine.add([make_request(0, [1, 2], max_tokens=5, temperature=0.7, **needs)])

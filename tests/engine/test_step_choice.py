@@ -9,6 +9,7 @@ import torch
 
 from raybatch.backends.native import create
 from raybatch.config import EngineConfig
+from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.profile.layer_bench import profile_options
@@ -112,6 +113,25 @@ def test_a_model_that_cannot_be_measured_runs_plain_with_a_warning(folder, monke
     monkeypatch.setattr("raybatch.engine.loading.loaded_model.measured_profile", fails)
     assert loaded(folder).attn_batch_tokens is None
     assert "could not be measured: OutOfMemoryError: no room" in caplog.text
+
+
+def test_kernels_are_compared_with_references_once(folder, monkeypatch):
+    picked, measured = [], []
+
+    def pick(*args, **options):
+        picked.append(pick_ops(*args, **options))
+        return picked[-1]
+
+    def stop(*args):
+        measured.append(args[-1])
+        raise MemoryError("measured enough")
+
+    for module in ("loading.runner", "profile.module_profile"):
+        monkeypatch.setattr(f"raybatch.engine.{module}.pick_ops", pick)
+    monkeypatch.setattr("raybatch.engine.profile.module_profile.probe_decoder", stop)
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(folder / "empty"))
+    runner = loaded(folder)
+    assert picked == measured == [runner.decoder.ops]
 
 
 def test_planned_coroutines_give_the_tokens_of_the_plain_forward_pass(folder, says):

@@ -4,7 +4,15 @@ import numpy as np
 import torch
 
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
-from raybatch.kernels.step_index import Item, StepIndex, StepSize, parts_of
+from raybatch.kernels.step_index import (
+    MAX_RUNS,
+    Item,
+    StepIndex,
+    StepSize,
+    max_places,
+    parts_of,
+    rounds_of,
+)
 from tests.engine.test_batch_builder import Steps
 
 
@@ -101,3 +109,40 @@ def test_the_plan_of_a_schedule_says_which_chunk_alone_reads_a_run():
     assert chunks[0] == [0, 1, 2, 3]
     for part in batch.attention.contexts:
         assert (part.chunk is None) == (part.query_idx.tolist() == [0, 1, 2, 3, 4, 5])
+
+
+def random_runs(rng, num_rows):
+    """Runs that rows read in any number; one of them belongs to a chunk of the plan."""
+    alone = run([2, 3, 4], [9, 8], chunk=0)
+    longest = int(rng.choice([2, 40, 3000]))
+    return [alone] + [
+        run(
+            np.flatnonzero(rng.random(num_rows) < rng.choice([0.01, 0.5, 1.0])).tolist() or [0],
+            rng.integers(0, 9, rng.integers(1, longest)).tolist(),
+        )
+        for _ in range(rng.integers(1, 70))
+    ]
+
+
+def test_rounds_do_all_runs_in_order_and_none_has_many_places():
+    rng = np.random.default_rng(0)
+    nums = set()
+    for _ in range(25):
+        num_rows = 205
+        plan = plan_of(*random_runs(rng, num_rows))
+        rounds = rounds_of(plan, num_rows)
+        nums.add(len(rounds))
+        assert list(plan.contexts) == [part for one in rounds for part in one.contexts]
+        assert (plan.decode, plan.prefill) == (rounds[0].decode, rounds[0].prefill)
+        assert all(one.decode is None and one.prefill is None for one in rounds[1:])
+        for num_kv_heads in (1, 2, 8):
+            for one in rounds:
+                index = StepIndex(one, num_rows=num_rows, num_kv_heads=num_kv_heads, block_size=4)
+                assert index.size.places <= max_places(num_rows, num_kv_heads)
+    assert {1, 3} <= nums
+
+
+def test_a_plan_of_few_runs_is_one_round():
+    plan = plan_of(*[run(list(range(205)), [1]) for _ in range(MAX_RUNS)])
+    (only,) = rounds_of(plan, 205)
+    assert only is plan

@@ -198,13 +198,16 @@ class ReplicaSet:
     async def _await_place(self, member: Member, timeout_s: float | None) -> None:
         """Wait until Ray has placed a replica; while others work, it may take any time."""
         placing = asyncio.ensure_future(member.actor.place.remote())
-        while member.place is None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    member.place = await asyncio.shield(placing)
-            except TimeoutError:
-                if not self.ledger.num_ready():
-                    raise
+        try:
+            while member.place is None:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        member.place = await asyncio.shield(placing)
+                except TimeoutError:
+                    if not self.ledger.num_ready():
+                        raise
+        finally:
+            placing.cancel()
 
     async def _run(self, member: Member, coordinator: Handle) -> str | None:
         """Return why the replica died, None when it was stopped."""

@@ -11,6 +11,7 @@ from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan
+from raybatch.policy.shared_reads import UNTIMED, SharedReads
 from raybatch.records.arrays import Ints
 
 
@@ -49,9 +50,11 @@ class LateTokens(NamedTuple):
 class BatchBuilder:
     """Packs the tokens of a step: each decoding sequence and its drafts, then the chunks."""
 
-    def __init__(self, table: SequenceTable, num_blocks: int) -> None:
+    def __init__(
+        self, table: SequenceTable, num_blocks: int, *, reads: SharedReads = UNTIMED
+    ) -> None:
         self._table = table
-        self._plans = PlanBuilder(table, num_blocks)
+        self._plans = PlanBuilder(table, num_blocks, reads=reads)
 
     def build(self, schedule: Schedule) -> ForwardBatch:
         """Return the forward batch of `schedule`, which the scheduler made just before.

@@ -4,7 +4,7 @@ The blocks that a step reads fall into three kinds, by their readers (`BlockUser
 
     one decoding sequence        DecodePart, in memory order
     at least one prompt chunk    ContextPart of all its readers
-    several decoding sequences   ContextPart where that saves enough reads, else DecodePart with
+    several decoding sequences   ContextPart where that takes less time, else DecodePart with
                                  one (block, owner) pair per reader
 
 Blocks with the same set of readers form one ContextPart, so every shared run of a prefix tree is
@@ -24,6 +24,7 @@ import torch
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.policy.shared_reads import UNTIMED, SharedReads
 from raybatch.records.arrays import Ints
 
 
@@ -41,16 +42,14 @@ class _Context(NamedTuple):
 class PlanBuilder:
     """Builds one plan per step from the table and the schedule.
 
-    `min_saved_tokens`: decode rows read a shared run together if that saves at least so many reads
-    of cached positions. Below it, a part of its own costs more than it saves (measured on a CPU
-    with blocks of 16).
+    `reads` says which shared runs decode rows read together.
     """
 
     def __init__(
-        self, table: SequenceTable, num_blocks: int, *, min_saved_tokens: int = 128
+        self, table: SequenceTable, num_blocks: int, *, reads: SharedReads = UNTIMED
     ) -> None:
         self._table = table
-        self._min_saved_blocks = max(1, -(-min_saved_tokens // table.block_size))
+        self._reads = reads
         self._group_of_block: Ints = np.full(num_blocks, -1, np.int64)
         self._member_of_slot: Ints = np.full(len(table.records), -1, np.int64)
 
@@ -175,7 +174,7 @@ class PlanBuilder:
                 if tail and tail.first_position == start * block_size + num_tokens:
                     del tails[int(members[0])]
                     run, num_tokens = np.append(run, tail.blocks), num_tokens + tail.num_tokens
-            elif (len(members) - 1) * len(run) < self._min_saved_blocks:
+            elif not self._reads.pays(int(schedule.decode_lens[members].sum()), num_tokens):
                 pairs.append((np.repeat(run, len(members)), np.tile(members, len(run))))
                 continue
             rows = self._rows(schedule, members)

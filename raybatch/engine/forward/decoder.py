@@ -111,10 +111,16 @@ class Decoder:
     @torch.inference_mode()
     def prepare(self, batch: ForwardBatch, cache: KVCache) -> PreparedBatch:
         """Do once per step what all layers share."""
+        last = batch.logits_attention
         return PreparedBatch(
             batch=batch,
             rotation=self._rotation(batch.positions),
-            attention=self._prepare(batch, batch.attention, cache),
+            attention=self._prepare(
+                batch,
+                batch.attention,
+                cache,
+                last=None if last is None else (last, batch.logits_idx),
+            ),
         )
 
     @torch.inference_mode()
@@ -199,6 +205,7 @@ class Decoder:
         plan: AttentionPlan,
         cache: KVCache,
         rows: torch.Tensor | None = None,
+        last: tuple[AttentionPlan, torch.Tensor] | None = None,
     ) -> Prepared:
         positions, slots = batch.positions, batch.slot_mapping
         if rows is not None:
@@ -210,6 +217,7 @@ class Decoder:
             pool=cache.k[0],
             windows=self._distinct_windows,
             upload=self._upload,
+            last=last,
         )
 
     def _attend(
@@ -233,7 +241,7 @@ class Decoder:
             hidden, turns = hidden.index_select(0, rows), prepared.rotation.index_select(0, rows)
             heads = slice(0, spec.num_heads)
             q, _, _ = self._project(layer, hidden, heads, (turns, *pools, None))
-            plan = self._prepare(prepared.batch, last, cache, rows)
+            plan = plan.last or self._prepare(prepared.batch, last, cache, rows)
         return ops.attend(q, k, v, *pools, plan, spec.windows[layer_idx])
 
     def _project(

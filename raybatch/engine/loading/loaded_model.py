@@ -8,6 +8,7 @@ import ctypes
 import logging
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,12 +23,13 @@ from raybatch.engine.memory.kv_cache import (
 )
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.linear_times import shapes_for_torch
-from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile
+from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile, profile_layer
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import ModelWeights, dense_shapes, load_weights, weight_sizes
 from raybatch.errors import CapacityError, ConfigError, error_text
 from raybatch.kernels.byte_numbers import BYTE_DTYPES
+from raybatch.kernels.dispatch import Ops
 from raybatch.kernels.native.linears import compiled_linears
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
@@ -167,7 +169,7 @@ def place_layers(model: LoadedModel) -> LayerStore:
     return layers
 
 
-def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
+def planned_attn_batch(model: LoadedModel, config: EngineConfig, ops: Ops) -> int | None:
     """Return the tokens that attend at once, None for the plain forward pass.
 
     What the options say holds. "auto" runs a model without experts plain, as no layer of it gains
@@ -182,7 +184,7 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
         return None
     if model.spec.moe is None or not any(model.spec.moe.is_sparse):
         return None
-    profile = _profile_of(model, config, otherwise="runs by the plain forward pass")
+    profile = _profile_of(model, config, ops, otherwise="runs by the plain forward pass")
     if profile is None:
         return None
     row = RowShape.within(model.resolved.max_model_len)
@@ -200,7 +202,9 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig) -> int | None:
     return plan.attn_batch_tokens
 
 
-def chosen_kv_offload(model: LoadedModel, config: EngineConfig, *, device_blocks: int) -> bool:
+def chosen_kv_offload(
+    model: LoadedModel, config: EngineConfig, ops: Ops, *, device_blocks: int
+) -> bool:
     """Return whether the KV of all sequences lives in host memory; the log says why.
 
     What the option says holds. "auto" asks `choose_engine` where there is host memory for KV and no
@@ -212,7 +216,7 @@ def chosen_kv_offload(model: LoadedModel, config: EngineConfig, *, device_blocks
     needs_device = (config.speculative_tokens, config.kv_checkpoint_blocks, config.cuda_graphs)
     if not config.host_kv_bytes or any(needs_device):
         return False
-    profile = _profile_of(model, config, otherwise="keeps KV on the device")
+    profile = _profile_of(model, config, ops, otherwise="keeps KV on the device")
     if profile is None:
         return False
     shape = profile.model
@@ -244,11 +248,16 @@ def chosen_kv_offload(model: LoadedModel, config: EngineConfig, *, device_blocks
 
 
 def _profile_of(
-    model: LoadedModel, config: EngineConfig, *, otherwise: str
+    model: LoadedModel, config: EngineConfig, ops: Ops, *, otherwise: str
 ) -> ModuleProfile | None:
     """Return what layers cost on this host; None, with a warning, if they cannot be measured."""
     try:
-        profile, was_read = measured_profile(model.spec, model.weights, profile_options(config))
+        profile, was_read = measured_profile(
+            model.spec,
+            model.weights,
+            profile_options(config),
+            measure=partial(profile_layer, ops=ops),
+        )
     except (RuntimeError, MemoryError) as error:
         _logger.warning(
             "%s %s, as its layers could not be measured: %s",

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,15 +11,13 @@ from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, max_sequence_len
 from raybatch.engine.memory.pinned import IndexUploads
-from raybatch.engine.sampling.draw import DrawOptions, draw_dense
+from raybatch.engine.sampling.draw import DrawOptions, draw_dense, draw_ranked
 from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.kernels.step_index import MAX_RUNS, StepIndex, max_places
 from raybatch.models.config import ModelSpec
 
 _logger = logging.getLogger(__name__)
-
-# of a row over what lies before its chunk; deeper trees of prefixes are not reserved for
-_MAX_RUNS = 8
 
 # runs something and returns the bytes that it held at most
 Measure = Callable[[Callable[[], object]], int]
@@ -58,10 +55,12 @@ def step_peak_bytes(
                 rows = np.arange(len(logits))
                 ones = np.ones(len(logits))
                 options = DrawOptions(ones, rows, ones, 0 * ones, 0.5 * ones)
-                draw_dense(logits, rows, options)
+                for draw in (draw_dense, draw_ranked):
+                    draw(logits, rows, options)
 
         measure = measure or _on_gpu(device)
         of_prompt = measure(lambda: run(prompts, draws=False))
+        of_prompt += _unmeasured_bytes(prompts, spec, config.block_size_tokens)
         of_decodes = measure(lambda: run(decodes, draws=True))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -71,12 +70,12 @@ def step_peak_bytes(
             "engine.device_weight_bytes"
         ) from error
     _logger.info(
-        "a step takes up to %.2f GB beside weights and KV: %.2f for %d tokens of a prompt of %d, "
+        "a step takes up to %.2f GB beside weights and KV: %.2f for %d tokens of prompts of %d, "
         "%.2f for %d rows that decode",
         max(of_prompt, of_decodes) / 1e9,
         of_prompt / 1e9,
         len(prompts.token_ids),
-        int(prompts.positions[-1]) + 1,
+        int(prompts.positions.max()) + 1,
         of_decodes / 1e9,
         len(decodes.token_ids),
     )
@@ -84,34 +83,46 @@ def step_peak_bytes(
 
 
 def largest_prompt(config: EngineConfig, spec: ModelSpec) -> ForwardBatch:
-    """Return a chunk as long as a step, at the end of the longest prompt.
+    """Return a step of prompts as long as can be, the chunk of the first at its prompt's end.
 
-    It reads what lies before it as so many runs as if that were a path in a tree of prefixes, each
-    with a partial result of its own. They are one block again and again, as the pool is small.
+    They read what lies before them as so many runs as are merged at once, each with a partial
+    result of its own, all but one as short as can be. These are one block again and again, as the
+    pool is small.
     """
     max_len, block_size = max_sequence_len(config, spec.max_model_len), config.block_size_tokens
-    num_tokens = min(config.max_batched_tokens, max_len)
-    num_blocks = (max_len - num_tokens) // block_size
+    num_tokens = config.max_batched_tokens
+    num_blocks = max(0, max_len - num_tokens) // block_size
     rows = torch.arange(num_tokens)
-    first_blocks = np.unique(np.linspace(0, num_blocks, _MAX_RUNS + 1).astype(int))
+    starts = tuple(range(0, num_tokens, max_len))
+    lens = tuple(min(max_len, num_tokens - start) for start in starts)
     contexts = tuple(
         ContextPart(
             query_idx=rows,
-            block_ids=torch.zeros(stop - start, dtype=torch.int64),
-            num_tokens=(stop - start) * block_size,
-            first_position=start * block_size,
+            block_ids=torch.zeros(length, dtype=torch.int64),
+            num_tokens=length * block_size,
+            first_position=run * block_size,
         )
-        for start, stop in pairwise(first_blocks.tolist())
+        for run, length in enumerate([*[1] * (MAX_RUNS - 1), max(1, num_blocks - MAX_RUNS + 1)])
     )
-    prefill = PrefillPart(starts=(0,), lens=(num_tokens,))
+    prefill = PrefillPart(starts=starts, lens=lens)
     plan = AttentionPlan(num_decode=0, decode=None, prefill=prefill, contexts=contexts)
     return ForwardBatch(
         token_ids=torch.zeros_like(rows),
-        positions=num_blocks * block_size + rows,
+        positions=num_blocks * block_size + rows % max_len,
         slot_mapping=block_size + rows,
-        logits_idx=rows[-1:],
+        logits_idx=torch.tensor([sum(chunk) - 1 for chunk in zip(starts, lens, strict=True)]),
         attention=plan,
     )
+
+
+def _unmeasured_bytes(prompts: ForwardBatch, spec: ModelSpec, block_size: int) -> int:
+    """Return what partial results of runs take in a step that has most of them, beyond these."""
+    num_rows, num_kv_heads = len(prompts.token_ids), spec.num_kv_heads
+    index = StepIndex(
+        prompts.attention, num_rows=num_rows, num_kv_heads=num_kv_heads, block_size=block_size
+    )
+    missing = max_places(num_rows, num_kv_heads) - index.size.places
+    return max(0, missing) * spec.num_heads * (spec.head_dim + 1) * torch.float32.itemsize
 
 
 def largest_decodes(config: EngineConfig) -> ForwardBatch:

@@ -42,9 +42,11 @@ from raybatch.engine.memory.kv_cache import (
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
+from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
+from raybatch.policy.shared_reads import UNTIMED, SharedReads
 from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey
 
@@ -70,10 +72,11 @@ class ModelRunner:
         num_scrap_blocks: int = 0,
         path: Path | None = None,
         dtype: torch.dtype | None = None,
+        shared_reads: SharedReads = UNTIMED,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache
         self._path, self._dtype = path, dtype
-        self.decoder = decoder
+        self.decoder, self.shared_reads = decoder, shared_reads
         self._graphs = graphs
         self.device = cache.k.device
         self._uploads = IndexUploads(self.device)
@@ -109,9 +112,16 @@ class ModelRunner:
 
     @classmethod
     def _of(cls, model: LoadedModel, config: EngineConfig, num_engines_on_host: int) -> Self:
-        # both before the pool, which takes most of what is free
+        # all before the pool, which takes most of what is free
         layers = place_layers(model)
         kv_dtype = model.resolved.kv_dtype
+        ops = pick_ops(
+            model.spec,
+            model.weights,
+            block_size=config.block_size_tokens,
+            may_compile=config.compiles_kernels,
+            kv_dtype=kv_dtype,
+        )
         count_blocks = partial(
             num_blocks_for,
             spec=model.spec,
@@ -121,20 +131,22 @@ class ModelRunner:
             host_bytes=host_memory_bytes(),
         )
         device_blocks = count_blocks(config, free_bytes=free_memory_bytes(model.device))
-        is_offloaded = chosen_kv_offload(model, config, device_blocks=device_blocks)
+        is_offloaded = chosen_kv_offload(model, config, ops, device_blocks=device_blocks)
         config = replace(config, kv_offload=is_offloaded)
-        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config))
-        ops = pick_ops(
-            model.spec,
-            model.weights,
-            block_size=config.block_size_tokens,
-            may_compile=config.compiles_kernels,
-            kv_dtype=kv_dtype,
-        )
+        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config, ops))
         setup = plan_graphs(
             config, model.spec, model.device, ops=ops, is_streamed=layers.is_streamed
         )
         num_scrap_blocks = int(setup is not None)
+        reads = UNTIMED
+        if model.device.type == "cpu":
+            reads = timed_reads(
+                ops,
+                model.spec,
+                block_size=config.block_size_tokens,
+                dtype=model.dtype,
+                kv_dtype=kv_dtype,
+            )
         upload = IndexUploads(model.device).upload
         decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload)
         reserved_bytes = 0 if setup is None else setup.needed_bytes(model.spec, model.dtype)
@@ -166,6 +178,7 @@ class ModelRunner:
             cache=cache,
             graphs=graphs,
             num_scrap_blocks=num_scrap_blocks,
+            shared_reads=reads,
             path=model.path,
             dtype=model.dtype,
         )

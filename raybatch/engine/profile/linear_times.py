@@ -4,22 +4,14 @@ The compiled form reads panels and torch a plain matrix, so the choice is made b
 laid out, for each shape by itself.
 """
 
-import hashlib
-import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from pydantic import TypeAdapter
 
-from raybatch.config import cache_dir
-from raybatch.config.environment import kernel_vectors
-from raybatch.engine.profile.cached_file import cpu_name, versions, write_cached
-from raybatch.engine.weights.layout import exclusive
-from raybatch.errors import error_text
+from raybatch.engine.profile.host_times import kept_times
 from raybatch.kernels import linear as reference
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.native.compiler import random_tensors
@@ -35,9 +27,6 @@ _MAX_OUTPUTS, _MAX_INPUTS = 512, 4096
 # smaller ones take microseconds, most of them for the call
 _MIN_WEIGHTS = 1 << 16
 _NUM_REPEATS = 5
-
-_FOLDER = "linear-times"
-_TIMES = TypeAdapter(dict[str, tuple[float, ...]])
 
 _logger = logging.getLogger(__name__)
 
@@ -56,18 +45,10 @@ def shapes_for_torch(
     for each number of rows.
     """
     shapes = sorted({shape for shape in shapes if shape[0] * shape[1] >= _MIN_WEIGHTS})
-    path = _path(folder or cache_dir() / _FOLDER)
-    known = _read(path)
-    if any(_name(shape) not in known for shape in shapes):
-        # engines of a host choose alike, as one of them times
-        with ExitStack() as lock:
-            with suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                lock.enter_context(exclusive(path.with_suffix(".lock")))
-            known = _read(path)
-            new = [shape for shape in shapes if _name(shape) not in known]
-            known = {**known, **{_name(s): (measure or _ratios)(s, ops) for s in new}}
-            write_cached(path, json.dumps(known), what="times of linears")
+    named = {_name(shape): shape for shape in shapes}
+    known = kept_times(
+        named, lambda name: (measure or _ratios)(named[name], ops), kind="linear", folder=folder
+    )
     slower = tuple(s for s in shapes if _mean(known[_name(s)]) > 1)
     if slower:
         _logger.info("torch computes linears of these shapes, as it is faster here: %s", slower)
@@ -80,26 +61,6 @@ def _name(shape: Shape) -> str:
 
 def _mean(ratios: tuple[float, ...]) -> float:
     return sum(ratios) / len(ratios)
-
-
-def _path(folder: Path) -> Path:
-    described = [
-        cpu_name(),
-        kernel_vectors(),
-        torch.get_num_threads(),
-        versions(("raybatch", "torch")),
-    ]
-    return folder / f"{hashlib.sha256(json.dumps(described).encode()).hexdigest()[:24]}.json"
-
-
-def _read(path: Path) -> Mapping[str, tuple[float, ...]]:
-    try:
-        return _TIMES.validate_json(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError) as error:
-        _logger.warning("%s cannot be read and is made again: %s", path, error_text(error))
-        return {}
 
 
 def _ratios(shape: Shape, ops: CompiledLinears) -> tuple[float, ...]:

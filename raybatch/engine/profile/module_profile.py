@@ -35,6 +35,7 @@ from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.loading import ModelWeights
 from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.byte_numbers import row_width
+from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
 from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
 from raybatch.policy.batches.step_plan import MeasuredLayer
@@ -108,12 +109,14 @@ def profile_layer(
     *,
     clock: Clock | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    ops: Ops | None = None,
 ) -> ModuleProfile:
     """Measure attention, experts, copies and layers in parts; takes about `options.budget_s`.
 
     Repeated runs take turns over layers of the representative kind: one layer alone would stay in
     the processor's cache, where no forward pass finds it. Their weights are read once before, as
-    those of a mapped file come from disk at first. `tell` is called with what is measured next.
+    those of a mapped file come from disk at first. `tell` is called with what is measured next;
+    `ops` of None picks those of the model.
     """
     device, dtype = weights.embed.device, weights.embed.dtype
     stopwatch = Stopwatch(clock or clock_of(device), options.num_repeats)
@@ -125,7 +128,7 @@ def profile_layer(
     alike = [w for i, w in enumerate(weights.layers) if spec.is_sparse(i) or not is_sparse]
     num_layers = -(-_BEYOND_CACHE_BYTES // (model.layer.attention_bytes + model.layer.ffn_bytes))
     layers = map_tensors(alike[: max(num_layers, 2)], lambda tensor: tensor.to(device))
-    ops = pick_ops(
+    ops = ops or pick_ops(
         spec,
         weights,
         block_size=options.block_size,

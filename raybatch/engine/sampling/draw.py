@@ -3,18 +3,25 @@
 A random number depends on its sequence and position alone, so preemption and migration change
 none. Every result is a function of its own row: the same logits, options and number give the same
 token in any batch. Rows are worked on in runs that fit the cache; candidates are held in float64.
+On a GPU the host reads nothing back.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from raybatch.kernels.sampling import block_sums, invert, weights_of
+from raybatch.errors import error_text
+from raybatch.kernels.dispatch import ranks_on_gpu
+from raybatch.kernels.sampling import Limits, block_sums, invert, weights_of
 from raybatch.records.arrays import Floats, Ints, Uint64s
 from raybatch.records.hashing import GOLDEN, mix64
+
+_logger = logging.getLogger(__name__)
 
 # entries of one run of rows: 4 MiB of float32 stays in a CPU's cache, a GPU wants long runs
 _RUN_ENTRIES_CPU = 1 << 20
@@ -36,6 +43,11 @@ class DrawOptions(NamedTuple):
     def take(self, rows: Ints) -> "DrawOptions":
         return DrawOptions._make(column[rows] for column in self)
 
+    def table(self, rows: Ints) -> Ints:
+        """Return the rows of the logits and their options as one table of bits, int64 [6, S]."""
+        columns = (rows, *self)
+        return np.stack([np.ascontiguousarray(column).view(np.int64) for column in columns])
+
 
 class Drawn(NamedTuple):
     """Token ids int64 [S], and the largest logit of each row: not finite for a broken row."""
@@ -51,10 +63,19 @@ class DrawnTokens(NamedTuple):
     is_finite: torch.Tensor
 
 
-def draw_greedy(logits: torch.Tensor, rows: Ints, _: DrawOptions | None = None) -> Drawn:
-    """Return the most likely token of each row of `logits` [N, V] named in `rows`."""
+def draw_greedy(
+    logits: torch.Tensor,
+    rows: Ints,
+    options: DrawOptions | None = None,
+    table: torch.Tensor | None = None,
+) -> Drawn:
+    """Return the most likely token of each row of `logits` [N, V] named in `rows`.
+
+    For draws of all kinds, `table` is that of the options where it is on the device already; what
+    follows in it is not read.
+    """
     ids, values = [], []
-    for _span, run in _runs(logits, rows):
+    for _span, run in _runs(logits, rows, table):
         winners = _first_max(run)
         ids.append(winners)
         # argmax takes a NaN for the largest value, so the winner shows whether the row is sound
@@ -62,29 +83,36 @@ def draw_greedy(logits: torch.Tensor, rows: Ints, _: DrawOptions | None = None) 
     return Drawn(token_ids=torch.cat(ids), max_logits=torch.cat(values))
 
 
-def draw_dense(logits: torch.Tensor, rows: Ints, options: DrawOptions) -> Drawn:
+def draw_dense(
+    logits: torch.Tensor, rows: Ints, options: DrawOptions, table: torch.Tensor | None = None
+) -> Drawn:
     """Draw from the whole vocabulary in the order of token ids; min_p is the only filter."""
     ids, values = [], []
-    for span, run in _runs(logits, rows):
+    all_limits, table = _placed(logits, rows, options, table)
+    for span, run in _runs(logits, rows, table):
+        limits = all_limits.take(span)
         max_logit = run.amax(dim=-1, keepdim=True)
-        weights = weights_of(run, max_logit, _column(options.temperature[span], run))
-        min_p = options.min_p[span]
-        if min_p.any():
-            weights.masked_fill_(weights < _column(min_p, run, torch.float32), 0.0)
-        ids.append(invert(weights, _column(options.uniform[span], run)))
+        weights = weights_of(run, max_logit, limits.temperature)
+        if options.min_p[span].any():
+            weights.masked_fill_(weights < limits.min_p.float(), 0.0)
+        ids.append(invert(weights, limits.uniform))
         values.append(max_logit[:, 0])
     return Drawn(token_ids=torch.cat(ids), max_logits=torch.cat(values))
 
 
-def draw_ranked(logits: torch.Tensor, rows: Ints, options: DrawOptions) -> Drawn:
+def draw_ranked(
+    logits: torch.Tensor, rows: Ints, options: DrawOptions, table: torch.Tensor | None = None
+) -> Drawn:
     """Draw from the most likely tokens, in falling order, where top_k or top_p cut the rest.
-
-    The host reads which rows are settled, and so waits for a GPU.
 
     A few candidates settle almost every row. A row is settled only when its last kept token lies
     strictly above the last candidate: then no equal logit outside the candidates was left out,
     and the outcome is that of a full stable sort.
     """
+    if not logits.is_cpu:
+        return draw_ranked_ahead(
+            logits, rows, options, table, find_ranks=_agreed_ranks(logits.device)
+        )
     num_rows, vocab_size = len(rows), logits.shape[1]
     ids = np.zeros(num_rows, np.int64)
     max_logits = np.zeros(num_rows, np.float32)
@@ -97,34 +125,92 @@ def draw_ranked(logits: torch.Tensor, rows: Ints, options: DrawOptions) -> Drawn
             drawn, is_settled = _draw_candidates(
                 logits, rows[tried], options.take(tried), min(width, vocab_size)
             )
-            ids[tried] = _numpy(drawn.token_ids)
-            max_logits[tried] = _numpy(drawn.max_logits)
+            ids[tried] = drawn.token_ids.numpy()
+            max_logits[tried] = drawn.max_logits.numpy()
             # a broken row has no order; it is reported, not tried again
             is_settled |= ~np.isfinite(max_logits[tried])
             pending = np.concatenate([pending[~fits], tried[~is_settled]])
         if is_last or not len(pending):
             break
-    return Drawn._make(torch.from_numpy(made).to(logits.device) for made in (ids, max_logits))
+    return Drawn(torch.from_numpy(ids), torch.from_numpy(max_logits))
+
+
+def draw_ranked_ahead(
+    logits: torch.Tensor,
+    rows: Ints,
+    options: DrawOptions,
+    table: torch.Tensor | None = None,
+    *,
+    find_ranks: Callable[..., torch.Tensor] | None,
+) -> Drawn:
+    """Draw as `draw_ranked` does, in launches that depend on no value and wait for none.
+
+    `find_ranks` draws for the rows that are not settled as well; None sorts all rows in full.
+    """
+    ids, max_logits = [], []
+    vocab_size = logits.shape[1]
+    all_limits, table = _placed(logits, rows, options, table)
+    for span, run in _runs(logits, rows, table):
+        limits, has_top_k = all_limits.take(span), options.top_k[span] < vocab_size
+        if find_ranks is None:
+            values, order = run.sort(dim=-1, descending=True, stable=True)
+            choice, _ = _pick(run, values, limits, has_top_k)
+            ids.append(order.gather(1, choice)[:, 0])
+        else:
+            values = run.topk(min(_WIDTHS[-1], vocab_size), dim=-1).values
+            choice, is_settled = _pick(run, values, limits, has_top_k)
+            chosen = values.gather(1, choice)
+            rank = choice - (values > chosen).sum(dim=-1, keepdim=True)
+            ids.append(find_ranks(run, values[:, :1], chosen, rank, is_settled, limits))
+        max_logits.append(values[:, 0])
+    return Drawn(token_ids=torch.cat(ids), max_logits=torch.cat(max_logits))
+
+
+@functools.cache
+def _agreed_ranks(device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """Return the kernel of a GPU if it draws as a full sort does, asked once, else None."""
+    find_ranks = ranks_on_gpu()
+    if find_ranks is None or device.type != "cuda":
+        return find_ranks
+    num_rows, vocab_size = 32, 3000
+    # of few values, so that many are equal
+    made = np.random.default_rng(0).integers(-20, 20, (num_rows, vocab_size)).astype(np.float32)
+    logits, rows, ones = torch.from_numpy(made / 8).to(device), np.arange(num_rows), np.ones(32)
+    top_k = np.where(rows % 2, vocab_size, 1500)
+    options = DrawOptions(ones, top_k, 0.9 * ones, 0 * ones, (rows + 0.5) / num_rows)
+    try:
+        wanted, found = (
+            draw_ranked_ahead(logits, rows, options, find_ranks=form).token_ids.cpu()
+            for form in (None, find_ranks)
+        )
+    # a compiler has exceptions of its own, and a sort can do
+    except Exception as failure:
+        _logger.warning("draws sort all logits, as their kernel fails: %s", error_text(failure))
+        return None
+    if not torch.equal(wanted, found):
+        _logger.warning("draws sort all logits, as their kernel draws other tokens")
+        return None
+    return find_ranks
 
 
 def _draw_candidates(
     logits: torch.Tensor, rows: Ints, options: DrawOptions, width: int
 ) -> tuple[Drawn, npt.NDArray[np.bool_]]:
     ids, settled, max_logits = [], [], []
-    for span, run in _runs(logits, rows):
+    limits, table = _placed(logits, rows, options, None)
+    for span, run in _runs(logits, rows, table):
         values = _largest(run, width)
-        choice, is_settled = _pick(run, values, options, span)
+        has_top_k = options.top_k[span] < logits.shape[1]
+        choice, is_settled = _pick(run, values, limits.take(span), has_top_k)
         ids.append(_find_ranked(run, values, choice))
         settled.append(is_settled)
         max_logits.append(values[:, 0])
     drawn = Drawn(token_ids=torch.cat(ids), max_logits=torch.cat(max_logits))
-    return drawn, _numpy(torch.cat(settled))
+    return drawn, torch.cat(settled).numpy()
 
 
 def _largest(run: torch.Tensor, width: int) -> torch.Tensor:
     """Return the `width` largest logits of each row, falling; a NaN comes first."""
-    if not run.is_cpu:
-        return run.topk(width, dim=-1).values
     # numpy orders values alone with the CPU's vector units, several times as fast as torch
     values = run.numpy()
     if width < run.shape[1]:
@@ -135,29 +221,26 @@ def _largest(run: torch.Tensor, width: int) -> torch.Tensor:
 def _pick(
     run: torch.Tensor,  # [S, V]
     values: torch.Tensor,  # [S, C] falling
-    options: DrawOptions,
-    span: slice,
+    limits: Limits,
+    has_top_k_host: npt.NDArray[np.bool_],  # [S]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a column of `values` per row, and whether these candidates are enough to know it."""
     width, vocab_size = values.shape[1], run.shape[1]
-    has_top_k_host = options.top_k[span] < vocab_size
-    has_top_k = torch.from_numpy(has_top_k_host).to(run.device)[:, None]
-    top_k = torch.from_numpy(np.minimum(options.top_k[span], width)).to(run.device)[:, None]
-    temperature = _column(options.temperature[span], run)
+    has_top_k = limits.top_k < vocab_size
     max_logit = values[:, :1]
-    weights = ((values - max_logit).double() / temperature).exp()
+    weights = ((values - max_logit).double() / limits.temperature).exp()
     cumulative = weights.cumsum(dim=-1)
-    smallest = values.gather(1, top_k - 1)
+    smallest = values.gather(1, limits.top_k.clamp(max=width) - 1)
     in_top_k = values >= smallest
     total = (weights * in_top_k).sum(dim=-1, keepdim=True)
     if width < vocab_size and not has_top_k_host.all():
-        mass = block_sums(weights_of(run, max_logit, temperature)).sum(dim=-1, keepdim=True)
+        mass = block_sums(weights_of(run, max_logit, limits.temperature)).sum(dim=-1, keepdim=True)
         total = torch.where(has_top_k, total, mass)
-    is_kept = in_top_k & (cumulative - weights < _column(options.top_p[span], run) * total)
-    is_kept &= weights >= _column(options.min_p[span], run)
+    is_kept = in_top_k & (cumulative - weights < limits.top_p * total)
+    is_kept &= weights >= limits.min_p
     is_kept[:, 0] = True
     last = is_kept.sum(dim=-1, keepdim=True) - 1
-    target = _column(options.uniform[span], run) * cumulative.gather(1, last)
+    target = limits.uniform * cumulative.gather(1, last)
     choice = torch.minimum((cumulative <= target).sum(dim=-1, keepdim=True), last)
     boundary = values[:, -1:]
     is_settled = values.gather(1, last) > boundary
@@ -173,7 +256,7 @@ def _find_ranked(
     """Return the token ids of the chosen ranks; equal logits rank in the order of their ids."""
     chosen = values.gather(1, choice)
     num_equal_before = choice - (values > chosen).sum(dim=-1, keepdim=True)
-    is_equal = _equal(run, chosen)
+    is_equal = torch.from_numpy(run.numpy() == chosen.numpy())
     token_ids = _first_max(is_equal)
     tied = num_equal_before[:, 0].nonzero()[:, 0]
     if len(tied):
@@ -181,10 +264,6 @@ def _find_ranked(
         is_wanted = is_equal[tied] & (occurrence == num_equal_before[tied] + 1)
         token_ids[tied] = _first_max(is_wanted)
     return token_ids
-
-
-def _equal(run: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    return run == chosen if not run.is_cpu else torch.from_numpy(run.numpy() == chosen.numpy())
 
 
 def _first_max(values: torch.Tensor) -> torch.Tensor:
@@ -195,7 +274,21 @@ def _first_max(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values.numpy().argmax(axis=-1))
 
 
-def _runs(logits: torch.Tensor, rows: Ints) -> Iterator[tuple[slice, torch.Tensor]]:
+def _placed(
+    logits: torch.Tensor, rows: Ints, options: DrawOptions, table: torch.Tensor | None
+) -> tuple[Limits, torch.Tensor]:
+    """Return options as columns on the device, and the table that they are part of."""
+    if table is None:
+        table = torch.from_numpy(options.table(rows)).to(logits.device)
+    temperature, top_k, top_p, min_p, uniform = table[1:6, :, None].unbind()
+    numbers = (x.view(torch.float64) for x in (temperature, top_p, min_p, uniform))
+    temperature, top_p, min_p, uniform = numbers
+    return Limits(temperature, top_k, top_p, min_p, uniform), table
+
+
+def _runs(
+    logits: torch.Tensor, rows: Ints, table: torch.Tensor | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield runs of `rows` with their logits; views where the rows are all rows in order."""
     entries = _RUN_ENTRIES_CPU if logits.is_cpu else _RUN_ENTRIES_GPU
     length = max(1, entries // logits.shape[1])
@@ -205,15 +298,8 @@ def _runs(logits: torch.Tensor, rows: Ints) -> Iterator[tuple[slice, torch.Tenso
         if is_all:
             yield span, logits[span]
         else:
-            yield span, logits.index_select(0, torch.from_numpy(rows[span]).to(logits.device))
-
-
-def _column(values: Floats, like: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.from_numpy(values).to(like.device, dtype)[:, None]
-
-
-def _numpy(values: torch.Tensor) -> npt.NDArray[Any]:
-    return values.cpu().numpy()
+            on_device = torch.from_numpy(rows).to(logits.device) if table is None else table[0]
+            yield span, logits.index_select(0, on_device[span])
 
 
 def sequence_key(seed: int, sample_idx: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.draw import (
     Drawn,
     DrawnTokens,
@@ -26,6 +27,8 @@ from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Sampling, TokenIds, TokenLogprobs
 
+Flags = npt.NDArray[np.bool_]
+
 # below this a division by the temperature has no meaning in float32; vLLM draws the same line
 _MIN_TEMPERATURE = 1e-5
 
@@ -37,7 +40,7 @@ class SampleResult:
     # int64 [S]; 0 for a row that is not finite
     token_ids: Ints
     # bool [S]; False where the logits held NaN, or infinity as the largest value
-    is_finite: npt.NDArray[np.bool_]
+    is_finite: Flags
     # per row a pair (token ids, log probabilities) with the sampled token first, or None for a row
     # that asked for none; None when no row asked
     logprobs: list[TokenLogprobs | None] | None = None
@@ -53,6 +56,7 @@ class Sampler:
     Args:
         eos_token_ids: end tokens of the model, held back by min_tokens.
         grammars: of answers that follow one; None where no answer can.
+        uploads: bring options to the device; None copies them and waits.
     """
 
     def __init__(
@@ -61,9 +65,11 @@ class Sampler:
         max_slots: int,
         eos_token_ids: tuple[int, ...],
         grammars: GrammarSlots | None = None,
+        uploads: IndexUploads | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._grammars = grammars
+        self._uploads = uploads or IndexUploads(torch.device("cpu"))
         self._eos_token_ids = eos_token_ids
         self._is_random = np.zeros(max_slots, np.bool_)
         self._is_penalized = np.zeros(max_slots, np.bool_)
@@ -163,54 +169,37 @@ class Sampler:
     def can_wait(self, slots: Ints) -> bool:
         """Return whether the host needs nothing of what is drawn for these slots to go on.
 
-        Penalties and grammars look at the tokens, logprobs are read with them, and `draw_ranked`
-        reads whether it has settled a row.
+        Penalties and grammars look at the tokens, and logprobs are read with them.
         """
-        is_cut = (self._top_k[slots] < self._vocab_size) | (self._top_p[slots] < 1.0)
         needs_host = self._is_penalized[slots] | self._has_grammar[slots]
-        needs_host |= (self._num_logprobs[slots] >= 0) | (self._is_random[slots] & is_cut)
+        needs_host |= self._num_logprobs[slots] >= 0
         return not needs_host.any()
 
     def draw(self, logits: torch.Tensor, slots: Ints, num_generated: Ints) -> DrawnTokens:
-        """Draw as `sample` does, on the device; nothing is remembered, and little of it read."""
+        """Draw as `sample` does, on the device; nothing is remembered, and nothing read.
+
+        One copy brings the options of all rows, and one the tokens that `min_tokens` holds back.
+        """
         is_held_back = num_generated < self._min_tokens[slots]
         is_adjusted = self._is_penalized[slots] | is_held_back | self._has_grammar[slots]
-        parts = []
-        for group in (np.flatnonzero(~is_adjusted), np.flatnonzero(is_adjusted)):
-            if not len(group):
-                continue
-            source, source_rows = logits, group
-            if is_adjusted[group[0]]:
-                source = self._adjust(logits, group, slots, is_held_back)
-                source_rows = np.arange(len(group))
-            drawn = self._draw(source, source_rows, slots[group], num_generated[group])
-            parts.append((group, drawn))
-        drawn = _merged(parts, logits)
+        if not len(slots):
+            drawn = Drawn(logits.new_empty(0, dtype=torch.int64), logits.new_empty(0))
+        elif self._is_random[slots].any() or is_adjusted.any():
+            drawn = self._draw(logits, slots, num_generated, is_adjusted, is_held_back)
+        else:
+            drawn = draw_greedy(logits, np.arange(len(slots)))
         is_finite = drawn.max_logits.isfinite()
         return DrawnTokens(drawn.token_ids.where(is_finite, 0), is_finite)
 
-    def _adjust(
-        self, logits: torch.Tensor, group: Ints, slots: Ints, is_held_back: npt.NDArray[np.bool_]
-    ) -> torch.Tensor:
-        """Return the logits of the group's rows with penalties, min_tokens and grammars applied."""
-        adjusted = logits.index_select(0, torch.from_numpy(group).to(logits.device))
-        penalized = np.flatnonzero(self._is_penalized[slots[group]]).tolist()
-        if penalized:
-            histories = [self._histories[int(slots[group[idx]])] for idx in penalized]
-            apply_penalties(adjusted, penalized, histories)
-        held_back = np.flatnonzero(is_held_back[group]).tolist()
-        if held_back:
-            ids = [self._held_back[int(slots[group[idx]])] for idx in held_back]
-            mask_tokens(adjusted, held_back, ids)
-        constrained = np.flatnonzero(self._has_grammar[slots[group]]).tolist()
-        if constrained and self._grammars is not None:
-            self._grammars.mask(adjusted, constrained, slots[group[constrained]].tolist())
-        return adjusted
-
-    def _draw(self, logits: torch.Tensor, rows: Ints, slots: Ints, num_generated: Ints) -> Drawn:
-        is_random = self._is_random[slots]
-        if not is_random.any():
-            return draw_greedy(logits, rows)
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        slots: Ints,
+        num_generated: Ints,
+        is_adjusted: Flags,
+        is_held_back: Flags,
+    ) -> Drawn:
+        """Draw for rows of several kinds, each kind at once."""
         options = DrawOptions(
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
@@ -219,28 +208,47 @@ class Sampler:
             uniform=uniforms(self._key[slots], num_generated),
         )
         is_cut = (options.top_k < self._vocab_size) | (options.top_p < 1.0)
-        parts = []
-        for draw, is_member in (
-            (draw_greedy, ~is_random),
-            (draw_dense, is_random & ~is_cut),
-            (draw_ranked, is_random & is_cut),
-        ):
-            members = np.flatnonzero(is_member)
-            if len(members):
-                parts.append((members, draw(logits, rows[members], options.take(members))))
-        return _merged(parts, logits)
+        kinds = np.where(self._is_random[slots], 1 + is_cut, 0) + len(_DRAWS) * is_adjusted
+        # rows of a kind side by side; adjusted ones, which are the last, have logits of their own
+        order = np.argsort(kinds, kind="stable")
+        kinds, options, num_plain = kinds[order], options.take(order), int((~is_adjusted).sum())
+        rows = np.concatenate((order[:num_plain], np.arange(len(order) - num_plain)))
+        table = np.concatenate((options.table(rows), (order, np.argsort(order))))
+        on_device = self._uploads.upload(table.reshape(-1), logits.device).view(table.shape)
+        adjusted = None
+        if num_plain < len(order):
+            group = order[num_plain:]
+            adjusted = logits.index_select(0, on_device[-2, num_plain:])
+            self._adjust_(adjusted, slots[group], is_held_back[group])
+        parts = list[Drawn]()
+        for kind in np.unique(kinds).tolist():
+            start, stop = np.searchsorted(kinds, (kind, kind + 1)).tolist()
+            source = logits if kind < len(_DRAWS) or adjusted is None else adjusted
+            members = np.arange(start, stop)
+            draw, of_kind = _DRAWS[kind % len(_DRAWS)], on_device[:, start:stop]
+            parts.append(draw(source, rows[members], options.take(members), of_kind))
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(*parts, strict=True)
+        return Drawn._make(torch.cat(column)[on_device[-1]] for column in columns)
+
+    def _adjust_(self, logits: torch.Tensor, slots: Ints, is_held_back: Flags) -> None:
+        """Apply penalties, min_tokens and grammars to the logits of these slots."""
+        penalized = np.flatnonzero(self._is_penalized[slots]).tolist()
+        if penalized:
+            histories = [self._histories[int(slots[idx])] for idx in penalized]
+            apply_penalties(logits, penalized, histories)
+        held_back = np.flatnonzero(is_held_back).tolist()
+        if held_back:
+            ids = [self._held_back[int(slots[idx])] for idx in held_back]
+            mask_tokens(logits, held_back, ids, self._uploads)
+        constrained = np.flatnonzero(self._has_grammar[slots]).tolist()
+        if constrained and self._grammars is not None:
+            self._grammars.mask(logits, constrained, slots[constrained].tolist())
 
 
-def _merged(parts: list[tuple[Ints, Drawn]], logits: torch.Tensor) -> Drawn:
-    """Return what was drawn for groups of rows, which are all rows, in the order of rows."""
-    if len(parts) == 1:
-        return parts[0][1]
-    if not parts:
-        return Drawn(logits.new_empty(0, dtype=torch.int64), logits.new_empty(0))
-    order = np.argsort(np.concatenate([rows for rows, _ in parts]))
-    places = torch.from_numpy(order).to(logits.device)
-    columns = zip(*(drawn for _, drawn in parts), strict=True)
-    return Drawn._make(torch.cat(column)[places] for column in columns)
+# by kind of a row; those with adjusted logits are counted from behind the last one
+_DRAWS = (draw_greedy, draw_dense, draw_ranked)
 
 
 def _constraint(sampling: Sampling) -> str | None:
@@ -371,10 +379,11 @@ def apply_penalties(
 
 
 def mask_tokens(
-    logits: torch.Tensor,  # [S, V] float32, modified in place
+    logits: torch.Tensor,  # float32 [S, V], modified in place
     row_idx: Sequence[int],
     token_ids: Sequence[Ints],
+    uploads: IndexUploads,
 ) -> None:
     rows = np.repeat(np.asarray(row_idx, np.int64), [len(ids) for ids in token_ids])
     flat_idx = rows * logits.shape[1] + np.concatenate(token_ids)
-    logits.view(-1)[torch.from_numpy(flat_idx).to(logits.device)] = -torch.inf
+    logits.view(-1).index_fill_(0, uploads.upload(flat_idx, logits.device), -torch.inf)

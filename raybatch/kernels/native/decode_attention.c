@@ -50,6 +50,8 @@ static inline void prefetch(const Element *row) {
     for (int d = 0; d < ROW; d += 64 / (int)sizeof(Element)) __builtin_prefetch(row + d, 0, 2);
 }
 
+#include "shared_runs.h"
+
 /* What the query heads of one KV head have seen so far. */
 typedef struct {
     float query[NUM_GROUPED][HEAD_DIM];
@@ -98,24 +100,42 @@ static void add_block(State *state, const Element *keys, const Element *values,
 }
 
 /* q [S, H, D] with q_stride floats from sequence to sequence; keys and values [N, G, B, R]; output
-   [S, H, D]; lse [S, H]. Sequence s reads blocks[offsets[s]..offsets[s + 1]], of each the positions
-   firsts..stops-1; a null firsts stands for zeros. One without positions gets an output of 0 and a
-   log-sum-exp of -INFINITY. */
+   [S, H, D]; lse and totals [S, H], of which totals is room alone. Sequence s reads
+   blocks[offsets[s]..offsets[s + 1]], of each the positions firsts..stops-1; a null firsts stands
+   for zeros. Before, run r of run_tokens[r] positions, in run_blocks from run_starts[r] on, is
+   read by rows[row_starts[r]..row_starts[r + 1]], each from its seen on (null: all). One without
+   positions gets an output of 0 and a log-sum-exp of -INFINITY. */
 void attend_decode(const float *q, int64_t q_stride, const Element *keys, const Element *values,
-                   float *output, float *lse, const int64_t *blocks, const int64_t *firsts,
-                   const int64_t *stops, const int64_t *offsets, int64_t num_sequences,
-                   int64_t num_kv_heads, float scale) {
+                   float *output, float *lse, float *totals, const int64_t *blocks,
+                   const int64_t *firsts, const int64_t *stops, const int64_t *offsets,
+                   const int64_t *rows, const int64_t *seen, const int64_t *row_starts,
+                   const int64_t *run_blocks, const int64_t *run_starts, const int64_t *run_tokens,
+                   int64_t num_runs, int64_t num_sequences, int64_t num_kv_heads, float scale) {
     const int64_t tile = (int64_t)BLOCK_SIZE * ROW;
+    for (int64_t i = 0; i < num_sequences * num_kv_heads * NUM_GROUPED; i++) {
+        lse[i] = -INFINITY;
+        totals[i] = 0.0f;
+        for (int d = 0; d < HEAD_DIM; d++) output[i * HEAD_DIM + d] = 0.0f;
+    }
+    for (int64_t r = 0; r < num_runs; r++) {
+        int64_t begin = row_starts[r];
+        Readers readers = {rows + begin, seen ? seen + begin : 0, q, q_stride, output, lse, totals,
+                           num_kv_heads, scale};
+        for (int64_t g = 0; g < num_kv_heads; g++)
+            add_run(&readers, row_starts[r + 1] - begin, keys, values, run_blocks + run_starts[r],
+                    run_tokens[r], g);
+    }
     for (int64_t s = 0; s < num_sequences; s++) {
         for (int64_t g = 0; g < num_kv_heads; g++) {
+            int64_t row = (s * num_kv_heads + g) * NUM_GROUPED;
             State state;
             for (int n = 0; n < NUM_GROUPED; n++) {
                 const float *query = q + s * q_stride + (g * NUM_GROUPED + n) * HEAD_DIM;
-                state.highest[n] = -INFINITY;
-                state.total[n] = 0.0f;
+                state.highest[n] = lse[row + n];
+                state.total[n] = totals[row + n];
                 for (int d = 0; d < HEAD_DIM; d++) {
                     state.query[n][d] = query[d] * scale;
-                    state.output[n][d] = 0.0f;
+                    state.output[n][d] = output[(row + n) * HEAD_DIM + d];
                 }
             }
             for (int64_t i = offsets[s]; i < offsets[s + 1]; i++) {
@@ -127,11 +147,10 @@ void attend_decode(const float *q, int64_t q_stride, const Element *keys, const 
                           keys + (next * num_kv_heads + g) * tile, first, stops[i]);
             }
             for (int n = 0; n < NUM_GROUPED; n++) {
-                int64_t row = (s * num_kv_heads + g) * NUM_GROUPED + n;
                 float share = share_of(state.total[n]);
                 for (int d = 0; d < HEAD_DIM; d++)
-                    output[row * HEAD_DIM + d] = state.output[n][d] * share;
-                lse[row] = log_sum_exp_of(state.total[n], state.highest[n]);
+                    output[(row + n) * HEAD_DIM + d] = state.output[n][d] * share;
+                lse[row + n] = log_sum_exp_of(state.total[n], state.highest[n]);
             }
         }
     }

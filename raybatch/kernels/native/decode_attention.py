@@ -1,7 +1,8 @@
-"""Attention of one token per sequence in C: each sequence reads its own blocks, one after another.
+"""Attention of one token per sequence in C: runs that many read, then each sequence's own blocks.
 
 On a CPU two to five times as fast as the form of `raybatch.kernels.decode_attention`, which has to
-write scores and weights of all blocks to memory between its products.
+write scores and weights of all blocks to memory between its products. A shared run is read once for
+all its readers, in the same call.
 """
 
 import functools
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from raybatch.kernels.attention_plan import DecodeForm, DecodePart
+from raybatch.kernels.attention_plan import ContextPart, DecodeForm, DecodePart
 from raybatch.kernels.byte_numbers import FP8, INT8, is_quantised, quantise, row_width
 from raybatch.kernels.decode_attention import attend_decode, plan_walk
 from raybatch.kernels.dense_attention import Part
@@ -49,6 +51,51 @@ class BlockLists:
     stops: torch.Tensor
     offsets: torch.Tensor
     firsts: dict[int | None, torch.Tensor | None]
+    runs: "RunLists"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunLists:
+    """The shared runs of a `DecodePart`, one after the other; int64.
+
+    Args:
+        rows: [Q], readers of each run.
+        row_starts: [R + 1], where those of a run start.
+        block_ids: [P], its blocks in order of position.
+        block_starts: [R], where they start.
+        num_tokens: [R].
+        seen: for each window of the model the first position of its run that a reader sees, [Q];
+            None where it sees all.
+    """
+
+    rows: torch.Tensor
+    row_starts: torch.Tensor
+    block_ids: torch.Tensor
+    block_starts: torch.Tensor
+    num_tokens: torch.Tensor
+    seen: dict[int | None, torch.Tensor | None]
+
+
+def _plan_runs(
+    runs: tuple[ContextPart, ...], positions: torch.Tensor, windows: tuple[int | None, ...]
+) -> RunLists:
+    num_rows = torch.tensor([len(run.query_idx) for run in runs], dtype=torch.int64)
+    num_blocks = torch.tensor([len(run.block_ids) for run in runs], dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.int64)
+    rows = torch.cat([none, *(run.query_idx for run in runs)])
+    seen: dict[int | None, torch.Tensor | None] = dict.fromkeys(windows)
+    for window in windows:
+        if runs and window is not None and int(positions.max()) >= window:
+            firsts = torch.tensor([run.first_position for run in runs]).repeat_interleave(num_rows)
+            seen[window] = (positions[rows] - window + 1 - firsts).clamp_(0)
+    return RunLists(
+        rows=rows,
+        row_starts=functional.pad(num_rows.cumsum(0), (1, 0)),
+        block_ids=torch.cat([none, *(run.block_ids for run in runs)]),
+        block_starts=num_blocks.cumsum(0) - num_blocks,
+        num_tokens=torch.tensor([run.num_tokens for run in runs], dtype=torch.int64),
+        seen=seen,
+    )
 
 
 def _plan_lists(
@@ -81,6 +128,7 @@ def _plan_lists(
         stops=part.num_valid.index_select(0, order),
         offsets=torch.searchsorted(owners, torch.arange(len(positions) + 1, device=owners.device)),
         firsts=firsts,
+        runs=_plan_runs(part.runs, positions, windows),
     )
 
 
@@ -107,6 +155,7 @@ def decode_form(
     form = DecodeForm(
         plan=functools.partial(_plan_lists, tile=tile, dtype=kv_dtype),
         attend=functools.partial(_attend, library.attend_decode),
+        reads_runs=True,
     )
     if not _agrees_with_torch(form, head_dim, num_grouped, block_size, kv_dtype):
         _logger.warning("the compiled attention is wrong on this host, so torch computes it")
@@ -126,10 +175,13 @@ def _attend(
     if q.stride()[1:] != (q.shape[2], 1):
         q = q.contiguous()
     # whatever the process takes by default
-    output, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2])
-    blocks = lists.block_ids, lists.firsts[window], lists.stops, lists.offsets
-    sizes = len(q), k_pool.shape[1], 1.0 / math.sqrt(q.shape[2])
-    call(kernel, q, q.stride(0), k_pool, v_pool, output, lse, *blocks, *sizes)
+    output, lse, totals = q.new_empty(q.shape), *q.new_empty(2, *q.shape[:2])
+    own = lists.block_ids, lists.firsts[window], lists.stops, lists.offsets
+    runs = lists.runs
+    shared = runs.rows, runs.seen[window], runs.row_starts, runs.block_ids, runs.block_starts
+    sizes = len(runs.num_tokens), len(q), k_pool.shape[1], 1.0 / math.sqrt(q.shape[2])
+    rows = q, q.stride(0), k_pool, v_pool, output, lse, totals
+    call(kernel, *rows, *own, *shared, runs.num_tokens, *sizes)
     return output, lse
 
 

@@ -1,18 +1,20 @@
 """Executes an `AttentionPlan`, the form for GPUs of `raybatch.kernels.attention`.
 
-A layer is at most five launches, however many sequences, chunks and shared runs a step has. Chunks
-may be computed by a library instead (`varlen`) with one launch more, by functions that are given.
+A layer is at most five launches, however many sequences, chunks and shared runs a step has, and two
+more for every further MAX_RUNS runs that all of its rows read. Chunks may be computed by a library
+instead (`varlen`) with one launch more, by functions that are given.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
 from raybatch.kernels.attention_plan import AttentionPlan
-from raybatch.kernels.step_index import Index, Parts, StepIndex, StepSize, parts_of
+from raybatch.kernels.step_index import Index, Parts, StepIndex, StepSize, parts_of, rounds_of
 from raybatch.kernels.triton.decode_attention import attend_decode_into
 from raybatch.kernels.triton.jit.small_ops import heads_kernel
 from raybatch.kernels.triton.launch import OPTIONS, Pools, power_of_two, rows_per_program
@@ -28,6 +30,8 @@ class PreparedAttention:
 
     Args:
         has_padding: rows may be of no part of the plan.
+        rounds: sizes and parts of further runs, whose results are merged one after the other.
+        last: of the rows with logits, where their plan came with that of the step.
         pieces: chunks as a library takes them; None where it computes none.
     """
 
@@ -36,6 +40,8 @@ class PreparedAttention:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     has_padding: bool
+    rounds: tuple[tuple[StepSize, Parts[torch.Tensor]], ...] = ()
+    last: "PreparedAttention | None" = None
     pieces: Any = None
 
 
@@ -47,41 +53,68 @@ def prepare_attention(
     pool: torch.Tensor,  # [N, G, B, R]
     windows: tuple[int | None, ...],
     upload: Callable[[Index, torch.device], torch.Tensor] | None = None,
+    last: tuple[AttentionPlan, torch.Tensor] | None = None,
     pieces_of: PiecesOf | None = None,
 ) -> PreparedAttention:
     """See `raybatch.kernels.attention`; one copy to the device, and nothing is read back.
 
-    With `pieces_of`, chunks are made ready for a library.
+    `last` is the plan of the rows with logits, and these rows: it takes part in the copy. With
+    `pieces_of`, chunks are made ready for a library.
 
     Raises:
         ValueError: a layer has a sliding window, and the plan lacks what that needs.
     """
-    has_window = any(window is not None for window in windows)
-    if has_window and plan.decode is not None and plan.decode.first_positions is None:
-        raise ValueError("DecodePart.first_positions is needed by a sliding window")
-    _, num_kv_heads, block_size, _ = pool.shape
-    index = StepIndex(
-        plan,
-        num_rows=len(positions),
-        num_kv_heads=num_kv_heads,
-        block_size=block_size,
-        joins_runs=pieces_of is None,
-    )
-    on_host = index.array()
+    plans = [(plan, positions, slot_mapping)]
+    if last is not None:
+        rows = last[1]
+        plans.append((last[0], positions.index_select(0, rows), slot_mapping.index_select(0, rows)))
+    if any(window is not None for window in windows):
+        for part in (plan.decode for plan, _, _ in plans):
+            if part is not None and part.first_positions is None:
+                raise ValueError("DecodePart.first_positions is needed by a sliding window")
+    indices = [
+        _indices(plan, len(of_rows), pool, joins_runs=pieces_of is None)
+        for plan, of_rows, _ in plans
+    ]
+    whole = [index for rounds in indices for index in rounds]
+    on_host = np.concatenate([index.array() for index in whole])
     on_device = (
         torch.from_numpy(on_host).to(positions.device)
         if upload is None
         else upload(on_host, positions.device)
     )
-    size, parts = index.size, parts_of(index.size, on_device)
-    return PreparedAttention(
-        size=size,
-        parts=parts,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        has_padding=False,
-        pieces=pieces_of(size, parts) if pieces_of and size.chunk_items else None,
-    )
+    arrays = iter(torch.split(on_device, [index.size.num_index for index in whole]))
+    prepared = []
+    for (_, of_rows, slots), rounds in zip(plans, indices, strict=True):
+        first, *more = [(index.size, parts_of(index.size, next(arrays))) for index in rounds]
+        prepared.append(
+            PreparedAttention(
+                size=first[0],
+                parts=first[1],
+                positions=of_rows,
+                slot_mapping=slots,
+                has_padding=False,
+                rounds=tuple(more),
+                pieces=pieces_of(*first) if pieces_of and first[0].chunk_items else None,
+            )
+        )
+    return prepared[0] if last is None else replace(prepared[0], last=prepared[1])
+
+
+def _indices(
+    plan: AttentionPlan, num_rows: int, pool: torch.Tensor, *, joins_runs: bool
+) -> list[StepIndex]:
+    _, num_kv_heads, block_size, _ = pool.shape
+    return [
+        StepIndex(
+            part,
+            num_rows=num_rows,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            joins_runs=joins_runs,
+        )
+        for part in rounds_of(plan, num_rows, joins_runs=joins_runs)
+    ]
 
 
 def prepare_fixed(
@@ -136,8 +169,9 @@ def attend(
         attend_pieces(output, lse, q, k, v, prepared.pieces, size, window)
     elif size.chunk_items:
         attend_chunks_into(output, lse, q, (k, v), *common, positions, window)
-    if size.run_items:
-        merge_runs_(output, lse, q, *common, positions, window)
+    for runs_size, runs in ((size, parts), *prepared.rounds):
+        if runs_size.run_items:
+            merge_runs_(output, lse, q, pools, runs_size, runs, positions, window)
     return output.flatten(1)
 
 

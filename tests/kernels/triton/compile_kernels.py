@@ -23,9 +23,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.kernels.linear import Linear
+from raybatch.kernels.sampling import Limits
 from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.step_index import StepSize
-from raybatch.kernels.triton import attention, jit, linear, moe, small_ops
+from raybatch.kernels.triton import attention, jit, linear, moe, sampling, small_ops
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -148,8 +149,17 @@ def run_captured_decodes(dtype, num_rows, *, max_row_blocks=256, block_size=64):
         finish_and_attend(qkv, 32, pool, prepared, window)
 
 
+def run_draws():
+    logits = torch.zeros(4, 151_936)
+    numbers = torch.ones(4, 1, dtype=torch.float64)
+    ranks = torch.zeros(4, 1, dtype=torch.int64)
+    limits = Limits(numbers, ranks, numbers, numbers, numbers)
+    sampling.find_ranks(logits, logits[:, :1], logits[:, :1], ranks, ranks[:, 0] > 0, limits)
+
+
 def run_all(dtype):
     run_small_ops(dtype)
+    run_draws()
     run_moe(num_tokens=4, dtype=dtype)
     run_moe(num_tokens=2048, dtype=dtype)
     for num_tokens in (4, 2048):

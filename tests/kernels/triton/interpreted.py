@@ -17,4 +17,4 @@ if HAS_TRITON:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
-        from raybatch.kernels.triton import attention, moe, small_ops  # noqa: F401
+        from raybatch.kernels.triton import attention, moe, sampling, small_ops  # noqa: F401

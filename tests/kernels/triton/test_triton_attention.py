@@ -271,3 +271,12 @@ def test_a_run_is_one_item_however_many_rows_fit_a_program(device):
 def test_sets_of_rows_larger_than_an_item_are_exact(heads, device):
     many = list(range(150))
     Contexts(151, [(many, 6, 0), ([150], 3, 0)], device, heads).check()
+
+
+def test_runs_that_are_merged_in_rounds_give_the_same(device, monkeypatch):
+    sequences = [(13, 1, 0), (8, 1, 0), (21, 1, 1), (0, 5), (13, 3, 1)]
+    step = Step(sequences, num_decode=3, prefixes=(2, 3), device=device)
+    # a round for what chunks read alone, and one for each run
+    monkeypatch.setattr(step_index, "MAX_RUNS", 0)
+    assert 3 == len(step_index.rounds_of(step.plan(), len(step.positions)))
+    step.check()
