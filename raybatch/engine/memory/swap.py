@@ -25,6 +25,7 @@ from raybatch.policy.cost.cost_model import (
     MeasuredStep,
     fit,
     is_copy_quicker,
+    prompt_pairs,
     recompute_time,
 )
 from raybatch.policy.cost.roofline import Roofline
@@ -56,7 +57,7 @@ class LearnedRecovery:
             seconds=seconds,
             tokens=schedule.num_tokens,
             rows=len(schedule.decode_slots),
-            pairs=float((lens * (starts + (lens + 1) / 2)).sum()),
+            **prompt_pairs(lens, starts),
             context_reads=float(table.num_computed[schedule.decode_slots].sum()),
         )
         if np.isfinite(seconds) and seconds > 0:
