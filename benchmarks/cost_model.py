@@ -1,19 +1,23 @@
 """How well the cost model of an engine predicts runs: estimated against measured engine seconds.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/cost_model.py [--models dense-4m,moe-8m] [--requests 64]
-Each model is measured once, as for an explanation of a job; then every workload runs on the same
-engine, some times with other prompts. "planned" estimates from what is known before a run,
-"actual" from the counters after it; errors are against the median run.
+Each round measures the steps of a model, as for an explanation of a job, and then runs every
+workload, with other prompts each time. Costs are fitted to the steps of all rounds and to nothing
+else: no run is ever fitted to. The error of a workload is the median over its runs.
 
 Workloads: `random` and `mixed` of the e2e suite, `shared` with one prefix group per document, and
 `tight`: like `random` with twice the output, in a KV cache of a quarter of what all rows need, so
 that rows wait for memory and some are computed again.
+
+`without` shows what each term of the model is good for: the errors of the same runs once it is
+taken out, with the costs of the others fitted anew. Without "other rounds" they are fitted to the
+steps of the run's own round alone, as an explanation of a job does it.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,7 @@ from raybatch.backends.base import Backend
 from raybatch.backends.calibrate import limits_of, measure_backend
 from raybatch.backends.registry import create_backend
 from raybatch.config import BackendConfig
-from raybatch.policy.cost.cost_model import CostModel, fit
+from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep, fit
 from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.work import WorkTotals, work_totals
 from raybatch.records.types import ReplicaStats, Request, Sampling
@@ -43,6 +47,17 @@ Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 TIGHT = replace(RANDOM, name="tight", output_len=2 * RANDOM.output_len)
 WORKLOADS = {w.name: w for w in (RANDOM, MIXED, SHARED, TIGHT)}
+# of the model and the forecast, which can be left out one by one
+TERMS = (
+    "blocks",
+    "memory",
+    "prompt mix",
+    "tiles of keys",
+    "cached keys",
+    "steps of prompts",
+    "other rounds",
+)
+GOAL = 0.05
 DEFAULT_MODELS = "dense-4m,dense-60m,moe-100m"
 
 
@@ -102,41 +117,89 @@ def run(backend: Backend, requests: Sequence[Request], clock: Clock) -> ReplicaS
     return replace(after, **counts, engine_s=seconds)
 
 
-def compare(
-    model: CostModel, backend: Backend, workload: Workload, runs: int, clock: Clock
-) -> dict[str, Any]:
-    """Run a workload `runs` times; return estimates and measurements."""
-    measured = []
-    for seed in range(runs):
-        prompts = prepare(workload, seed, first_id=(seed + 1) << 32)
-        measured.append(run(backend, prompts.requests, clock))
-    stats = sorted(measured, key=lambda s: s.engine_s)[len(measured) // 2]
-    work = prompts.work
-    planned = estimate(model, work)
-    engine_s = statistics.median(s.engine_s for s in measured)
-    done = work.actual(
-        computed_tokens=stats.prompt_tokens - stats.cached_tokens,
-        generated_tokens=stats.generated_tokens,
-    )
+def without_counts(steps: Sequence[MeasuredStep], *names: str) -> list[MeasuredStep]:
+    return [replace(step, **dict.fromkeys(names, 0.0)) for step in steps]
+
+
+def without(term: str, run: "Run", steps: Sequence[MeasuredStep]) -> float:
+    """Estimate the engine seconds of a run, with a term left out."""
+    limits, work = run.limits, run.work
+    if term == "blocks":
+        limits = replace(limits, block_size=1)
+    elif term == "memory":
+        limits = replace(limits, kv_tokens=1 << 40)
+    elif term == "prompt mix":
+        work = replace(work, prompt_lengths=())
+    elif term == "tiles of keys":
+        steps, work = without_counts(steps, "tile_pairs"), replace(work, tile_pairs=0.0)
+    elif term == "cached keys":
+        # as those of the chunk itself
+        steps = [replace(s, pairs=s.pairs + s.past_pairs, past_pairs=0.0) for s in steps]
+        work = replace(work, pairs=work.pairs + work.past_pairs, past_pairs=0.0)
+    elif term == "other rounds":
+        steps = run.steps
+    model = fit(steps, limits)
+    if term == "steps of prompts":
+        model = replace(model, prompt_step_s=0.0)
+    return estimate(model, work).engine_s.expected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One run of a workload: what was known of it before, and what was measured."""
+
+    workload: str
+    limits: EngineLimits
+    work: WorkTotals
+    steps: Sequence[MeasuredStep]  # that were measured in the same round
+    stats: ReplicaStats
+
+
+def summarise(runs: Sequence[Run], steps: Sequence[MeasuredStep]) -> dict[str, Any]:
+    """Compare the runs of one workload with what was expected of them."""
+    models = [fit(steps, run.limits) for run in runs]
+    planned = [estimate(model, run.work) for model, run in zip(models, runs, strict=True)]
+    engine_s = [run.stats.engine_s for run in runs]
+    done = [
+        run.work.actual(
+            computed_tokens=run.stats.prompt_tokens - run.stats.cached_tokens,
+            generated_tokens=run.stats.generated_tokens,
+        )
+        for run in runs
+    ]
+    actual = [estimate(m, work).engine_s.expected for m, work in zip(models, done, strict=True)]
+    middle = sorted(range(len(runs)), key=lambda i: engine_s[i])[len(runs) // 2]
+
+    def error(seconds: Iterable[float]) -> float:
+        return median_error(list(seconds), engine_s)
+
+    last = planned[middle]
     return {
-        "workload": workload.name,
-        "rows": workload.num_requests,
-        "engine_s": round(engine_s, 3),
-        "engine_s_runs": [round(s.engine_s, 3) for s in measured],
-        "planned_s": round(planned.engine_s.expected, 3),
-        "planned_error": round(planned.engine_s.expected / engine_s - 1, 3),
-        "actual_s": round(estimate(model, done).engine_s.expected, 3),
-        "is_in_band": planned.engine_s.low <= engine_s <= planned.engine_s.high,
-        "steps": stats.num_steps,
-        "planned_steps": round(planned.num_steps),
-        "recomputed_tokens": stats.num_recomputed_tokens,
-        "planned_recomputed_tokens": round(planned.recomputed_tokens),
+        "workload": runs[0].workload,
+        "rows": runs[0].work.num_rows,
+        "engine_s": round(engine_s[middle], 3),
+        "engine_s_runs": [round(seconds, 3) for seconds in engine_s],
+        "planned_s": round(last.engine_s.expected, 3),
+        "planned_error": error(p.engine_s.expected for p in planned),
+        "actual_error": error(actual),
+        "is_in_band": last.engine_s.low <= engine_s[middle] <= last.engine_s.high,
+        "without": {term: error(without(term, run, steps) for run in runs) for term in TERMS},
+        "steps": runs[middle].stats.num_steps,
+        "planned_steps": round(last.num_steps),
+        "recomputed_tokens": runs[middle].stats.num_recomputed_tokens,
+        "planned_recomputed_tokens": round(last.recomputed_tokens),
         "parts_s": {
-            "prefill": round(planned.prefill_s, 3),
-            "decode": round(planned.decode_s, 3),
-            "overhead": round(planned.overhead_s, 3),
+            "prefill": round(last.prefill_s, 3),
+            "decode": round(last.decode_s, 3),
+            "overhead": round(last.overhead_s, 3),
         },
     }
+
+
+def median_error(expected: Sequence[float], measured: Sequence[float]) -> float:
+    """Return the median relative error of what was expected."""
+    pairs = zip(expected, measured, strict=True)
+    return round(statistics.median(e / m for e, m in pairs) - 1, 3)
 
 
 def load(folder: Path, settings: Settings) -> Backend:
@@ -144,38 +207,64 @@ def load(folder: Path, settings: Settings) -> Backend:
     return create_backend(str(folder), BackendConfig(kind="native"), config)
 
 
-def measure(backend: Backend, settings: Settings, clock: Clock) -> tuple[CostModel, float, int]:
-    """Return the cost model, the seconds that it took to measure, and the number of steps."""
-    limits = limits_of(backend, settings.max_batched_tokens)
-    began = time.perf_counter()
-    steps = measure_backend(backend, limits, clock=clock)
-    return fit(steps, limits), time.perf_counter() - began, len(steps)
-
-
 def validate(
-    name: str, folder: Path, workloads: Sequence[Workload], runs: int, clock: Clock
+    name: str, folder: Path, workloads: Sequence[Workload], rounds: int, clock: Clock
 ) -> dict[str, Any]:
-    """Measure one model and compare it over all workloads."""
+    """Measure one model and run all workloads, in turn; return errors by workload."""
     settings = Settings()
-    backend = load(folder, settings)
-    model, took_s, num_steps = measure(backend, settings, clock)
-    results = []
-    for workload in workloads:
-        if workload.name == TIGHT.name:
-            backend.close()
-            need = workload.num_requests * (workload.prompt_len + workload.output_len)
-            tight = replace(settings, kv_tokens=need // 4)
-            backend = load(folder, tight)
-            model = replace(model, limits=limits_of(backend, tight.max_batched_tokens))
-        results.append(compare(model, backend, workload, runs, clock))
-        print_row(name, results[-1])
-    backend.close()
+    roomy, tight = load(folder, settings), None
+    limits, steps, fit_errors = limits_of(roomy, settings.max_batched_tokens), [], []
+    runs: dict[str, list[Run]] = {workload.name: [] for workload in workloads}
+    began, before = time.perf_counter(), time.process_time()
+    for number in range(rounds):
+        measured = measure_backend(roomy, limits, clock=clock, seed=number)
+        steps += measured
+        fit_errors.append(round(fit(measured, limits).fit_error, 3))
+        for place, workload in enumerate(workloads):
+            backend = roomy
+            if workload.name == TIGHT.name:
+                need = workload.num_requests * (workload.prompt_len + workload.output_len)
+                tight = tight or load(folder, replace(settings, kv_tokens=need // 4))
+                backend = tight
+            seed = number * len(workloads) + place
+            prompts = prepare(workload, seed, first_id=(seed + 1) << 32)
+            stats = run(backend, prompts.requests, clock)
+            known = limits_of(backend, settings.max_batched_tokens)
+            runs[workload.name].append(
+                Run(
+                    workload=workload.name,
+                    limits=known,
+                    work=prompts.work,
+                    steps=measured,
+                    stats=stats,
+                )
+            )
+    cpu_share = (time.process_time() - before) / (time.perf_counter() - began)
+    results = [summarise(of_workload, steps) for of_workload in runs.values()]
+    for row in results:
+        print_row(name, row)
     return {
         "model": name,
-        "measuring_s": round(took_s, 2),
-        "measured_steps": num_steps,
-        "cost_model": asdict(model),
+        "cpu_share": round(cpu_share, 2),  # of one core, that the engine got
+        "measured_steps": len(steps),
+        "fit_errors": fit_errors,
+        "cost_model": asdict(fit(steps, limits)),
         "runs": results,
+    }
+
+
+def score(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many runs are within 5 %, and the worst one; with all terms and without each."""
+    rows = [row for result in results for row in result["runs"]]
+    errors = {"all": [row["planned_error"] for row in rows]}
+    errors |= {f"without {term}": [row["without"][term] for row in rows] for term in TERMS}
+    return {
+        name: {
+            "within_5_percent": sum(abs(error) <= GOAL for error in found),
+            "runs": len(found),
+            "worst": max(found, key=abs),
+        }
+        for name, found in errors.items()
     }
 
 
@@ -183,7 +272,7 @@ def print_row(name: str, row: dict[str, Any]) -> None:
     print(
         f"{name:10} {row['workload']:8} {row['rows']:4} rows  engine {row['engine_s']:8.2f} s  "
         f"planned {row['planned_s']:8.2f} s ({row['planned_error']:+.1%})  "
-        f"actual {row['actual_s']:8.2f} s  steps {row['planned_steps']}/{row['steps']}  "
+        f"actual {row['actual_error']:+.1%}  steps {row['planned_steps']}/{row['steps']}  "
         f"again {row['planned_recomputed_tokens']}/{row['recomputed_tokens']}",
         flush=True,
     )
@@ -210,7 +299,7 @@ def main() -> None:
     )
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--requests", type=int, help="another size for every workload")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     args = parser.parse_args()
@@ -222,10 +311,14 @@ def main() -> None:
         workloads = [scaled(workload, args.requests) for workload in workloads]
     clock = CLOCKS[args.clock]
     results = [
-        validate(name, folder, workloads, args.runs, clock)
+        validate(name, folder, workloads, args.rounds, clock)
         for name, folder in checkpoints(args.models)
     ]
-    conditions.write_result(args.out, "cost_model.py", results=results)
+    scores = score(results)
+    for term, found in scores.items():
+        within, worst = f"{found['within_5_percent']} of {found['runs']}", found["worst"]
+        print(f"{term:26} {within:>8} runs within 5 %, worst {worst:+.1%}")
+    conditions.write_result(args.out, "cost_model.py", scores=scores, results=results)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,22 @@ import numpy as np
 
 from raybatch.backends.base import Backend
 from raybatch.errors import MeasureError
-from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep
+from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep, prompt_pairs
 from raybatch.records.types import NO_TOKENS, Request, Sampling, TokenIds
 
 # every model has so many; whether they mean anything does not matter
 MIN_VOCAB_SIZE = 128
 _PREFILL_LENS = (16, 64, 256, 1024, 4096)
+# of prompts that together have the tokens of the longest one
+_SHORT_PROMPT_LENS = (64, 256)
+# prompts with a beginning that is cached, and what each has of its own
+_CACHED_PROMPTS = [32] * 8
 _DECODE_ROWS = (1, 4, 16, 64)
 _MORE_DECODE_ROWS = (8, 32, 256, 1024)
 _SHORT_LEN = 8
 # sequences and the lengths to try for them: a large batch if it can have a context worth the name
 _CONTEXTS = ((64, (512, 256)), (16, (512, 256, 192, 128, 64)))
+_MORE_CONTEXTS = ((16, (128,)),)
 _SHARED_ROWS = (32, 8)
 _SHARED_LENS = (1024, 512, 256, 128, 64)
 _NUM_REPEATS = 3
@@ -49,7 +54,7 @@ def measure_backend(
     limits: EngineLimits,
     *,
     clock: Callable[[], float],
-    budget_s: float = 8.0,
+    budget_s: float = 12.0,
     vocab_size: int = MIN_VOCAB_SIZE,
     seed: int = 0,
 ) -> list[MeasuredStep]:
@@ -75,6 +80,7 @@ class _Program:
     # seconds per prompt token, and per decode step, of the last and largest step
     token_s: float = 0.0
     decode_s: float = 0.0
+    longest: int = 0  # prompt that was measured
     steps: list[MeasuredStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -90,8 +96,11 @@ class _Program:
         self.token_s = self.driver.prefill([length]) / length
         self._measure_prefills()
         self._measure_decodes(_DECODE_ROWS)
-        self._measure_contexts()
+        self._measure_contexts(_CONTEXTS)
+        self._measure_short(_SHORT_PROMPT_LENS[1])
         self._measure_shared()
+        self._measure_cached()
+        self._measure_contexts(_MORE_CONTEXTS)
         self._measure_decodes(_MORE_DECODE_ROWS)
         return self.steps
 
@@ -102,18 +111,22 @@ class _Program:
             if self.steps and not self._is_affordable(length * self.token_s):
                 break
             self._prefill([length])
-        # as many tokens in short prompts: less attention, and a first token for each
-        num_prompts = min(int(self.steps[-1].tokens) // 64, self.limits.max_num_seqs)
-        if num_prompts > 1 and self._is_affordable(num_prompts * 64 * self.token_s):
-            self._prefill([64] * num_prompts)
+        self.longest = int(self.steps[-1].tokens)
+        self._measure_short(_SHORT_PROMPT_LENS[0])
+
+    def _measure_short(self, length: int) -> None:
+        """Measure as many tokens in short prompts: less attention, and a first token for each."""
+        num_prompts = min(self.longest // length, self.limits.max_num_seqs)
+        if num_prompts > 1 and self._is_affordable(num_prompts * length * self.token_s):
+            self._prefill([length] * num_prompts)
 
     def _measure_decodes(self, sizes: Sequence[int]) -> None:
         for num_rows in sizes:
             if self._is_possible(num_rows, _SHORT_LEN):
                 self._decode(num_rows, _SHORT_LEN)
 
-    def _measure_contexts(self) -> None:
-        for num_rows, lengths in _CONTEXTS:
+    def _measure_contexts(self, contexts: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for num_rows, lengths in contexts:
             for length in lengths:
                 if self._is_possible(num_rows, length, share=_MORE_TO_COME):
                     self._decode(num_rows, length)
@@ -129,19 +142,33 @@ class _Program:
                     self._decode(num_rows, _SHORT_LEN, shared_len=length)
                     break
 
-    def _prefill(self, lengths: Sequence[int]) -> None:
-        seconds = [self.driver.prefill(lengths)]
+    def _measure_cached(self) -> None:
+        lengths, limits = _CACHED_PROMPTS, self.limits
+        own = sum(-(-n // limits.block_size) for n in lengths) * limits.block_size
+        for length in (n for n in _SHARED_LENS if n % limits.block_size == 0):
+            fits = length + own <= limits.kv_tokens and length + lengths[0] < self.max_prompt
+            is_small = len(lengths) <= limits.max_num_seqs and sum(lengths) <= self.budget
+            if fits and is_small and self._is_affordable((length + own) * self.token_s):
+                self._prefill(lengths, self.driver.cache(length, lengths[0]))
+                return
+
+    def _prefill(self, lengths: Sequence[int], prefix: TokenIds = NO_TOKENS) -> None:
+        """Measure a step of prompts; with a prefix that is cached, unless the backend lost it."""
+        seconds = [self.driver.prefill(lengths, prefix)]
         while len(seconds) < _NUM_REPEATS and seconds[0] <= _MAX_REPEAT_SHARE * self.budget_s:
-            seconds.append(self.driver.prefill(lengths))
+            seconds.append(self.driver.prefill(lengths, prefix))
+        if self.driver.num_cached != len(prefix) * len(lengths):
+            return
         tokens = sum(lengths)
         step = MeasuredStep(
             seconds=float(np.median(seconds)),
             tokens=tokens,
             rows=len(lengths),
-            pairs=sum(n * n for n in lengths) / 2,
+            **prompt_pairs(np.array(lengths), len(prefix)),
         )
         self.steps.append(step)
-        self.token_s = step.seconds / tokens
+        if not len(prefix):
+            self.token_s = step.seconds / tokens
 
     def _decode(self, num_rows: int, own_len: int, shared_len: int = 0) -> None:
         max_tokens = self._num_steps(shared_len, num_rows * own_len)
@@ -193,16 +220,31 @@ class _Driver:
     random: np.random.Generator
     next_id: int = 0
     group_id: int = 0
+    # prompt tokens of the last prompts that were cached
+    num_cached: int = 0
 
-    def prefill(self, lengths: Sequence[int]) -> float:
-        """Return the seconds that these prompts take up to their first tokens."""
-        self.backend.submit([self._request(length, max_tokens=1) for length in lengths])
+    def cache(self, length: int, own_len: int) -> TokenIds:
+        """Return so many tokens whose KV the backend has from then on, if it keeps any."""
+        prefix = self._tokens(length)
+        self.group_id += 1
+        self.prefill([own_len], prefix)
+        return prefix
+
+    def prefill(self, lengths: Sequence[int], prefix: TokenIds = NO_TOKENS) -> float:
+        """Return the seconds that these prompts take up to their first tokens.
+
+        All begin with `prefix`; `lengths` are without it.
+        """
+        requests = [self._request(length, max_tokens=1, prefix=prefix) for length in lengths]
+        num_before = self.backend.stats().cached_tokens
+        self.backend.submit(requests)
         seconds, num_polls = 0.0, 0
         while self.backend.num_unfinished():
             seconds += self._poll()[0]
             num_polls += 1
-            if num_polls > _MAX_IDLE_POLLS + sum(lengths) // _PREFILL_LENS[0]:
+            if num_polls > _MAX_IDLE_POLLS + (len(prefix) + sum(lengths)) // _PREFILL_LENS[0]:
                 raise MeasureError(f"a prompt did not end within {num_polls} polls")
+        self.num_cached = self.backend.stats().cached_tokens - num_before
         return seconds
 
     def decode(

@@ -8,7 +8,7 @@ import pytest
 from raybatch.backends.calibrate import limits_of, measure_backend
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.errors import MeasureError
-from raybatch.policy.cost.cost_model import CostModel, EngineLimits, fit
+from raybatch.policy.cost.cost_model import _COUNT_OF, CostModel, EngineLimits, fit
 from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.work import work_totals
 from raybatch.records.types import Request, Sampling
@@ -17,10 +17,13 @@ from tests.backends.timed_backend import TimedBackend
 LIMITS = EngineLimits(kv_tokens=65536, max_num_seqs=256, block_size=64, max_batched_tokens=2048)
 FAST = CostModel(
     step_s=2e-3,
+    prompt_step_s=1e-3,
     knots=(16.0, 64.0),
     token_s=(1e-4, 6e-5, 4e-5),
     row_s=2e-5,
     pair_s=6e-8,
+    tile_pair_s=5e-8,
+    past_pair_s=2e-8,
     context_s=8e-7,
     shared_pair_s=5e-8,
     shared_read_s=2e-6,
@@ -30,9 +33,13 @@ FAST = CostModel(
 SLOW = replace(
     FAST,
     step_s=2e-2,
+    prompt_step_s=3e-3,
     token_s=(3e-3, 1e-3, 6e-4),
     row_s=1e-4,
     pair_s=3e-7,
+    tile_pair_s=2e-7,
+    # no time is left to measure it
+    past_pair_s=3e-7,
     context_s=4e-6,
     shared_pair_s=3e-7,
     shared_read_s=1e-5,
@@ -47,7 +54,7 @@ def measured(truth, **options):
 
 def run(truth, num_rows, prompt, output, shared=0):
     """Run rows; return the seconds, and the totals of their plan."""
-    backend = TimedBackend(truth, reads_blocks=True)
+    backend = TimedBackend(truth)
     random = np.random.default_rng(0)
     sampling = Sampling(max_tokens=output, ignore_eos=True)
     group_id = 1 if shared else None
@@ -96,14 +103,14 @@ def test_noise_of_some_percent_leaves_the_estimate_within_ten():
 @pytest.mark.parametrize("truth", [FAST, SLOW], ids=["fast", "slow"])
 def test_every_cost_is_told_apart(truth):
     _, _, model = measured(truth)
-    for name in ("step_s", "row_s", "pair_s", "context_s", "shared_pair_s", "shared_read_s"):
+    for name in ("step_s", "prompt_step_s", *_COUNT_OF):
         assert pytest.approx(getattr(truth, name), rel=1e-3) == getattr(model, name)
 
 
 @pytest.mark.parametrize("truth", [FAST, SLOW], ids=["fast", "slow"])
 def test_measuring_stays_near_its_time(truth):
     backend, _, _ = measured(truth)
-    assert backend.now < 9.0
+    assert backend.now < 13.0
 
 
 def test_a_slow_backend_is_measured_with_fewer_steps():

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raybatch.policy.cost.cost_model import CostModel, MeasuredStep
+from raybatch.policy.cost.cost_model import CostModel, MeasuredStep, prompt_pairs
 from raybatch.records.types import Capacity, Completion, ReplicaStats
 
 
@@ -25,13 +25,11 @@ class TimedBackend:
 
     Args:
         truth: what steps cost.
-        reads_blocks: sequences read whole blocks, as they do once all of the memory was in use.
         noise: relative error of each step, drawn from a seed.
     """
 
     truth: CostModel
     max_model_len: int = 4096
-    reads_blocks: bool = False
     noise: float = 0.0
     error: str = ""
     now: float = 0.0
@@ -39,6 +37,7 @@ class TimedBackend:
     running: dict = field(default_factory=dict)
     groups: set = field(default_factory=set)
     num_generated: int = 0
+    num_cached: int = 0
     is_closed: bool = False
 
     def __post_init__(self):
@@ -61,6 +60,7 @@ class TimedBackend:
             is_known = request.group_id is not None and request.group_id in self.groups
             self.groups.add(request.group_id)
             computed = request.prefix_len if is_known else 0
+            self.num_cached += computed
             self.running[request.request_id] = Running(request, computed)
 
     def poll(self):
@@ -68,18 +68,19 @@ class TimedBackend:
         decoding = [r for r in self.running.values() if r.computed == r.length]
         budget = (self.truth.limits.max_batched_tokens or 10**9) - len(decoding)
         counts = self._decode(decoding)
-        ready = list(decoding)
+        ready, chunks = list(decoding), []
         for row in self.running.values():
             chunk = min(row.length - row.computed, budget)
             if chunk <= 0 or row in decoding:
                 continue
             budget -= chunk
             counts["tokens"] += chunk
-            counts["pairs"] += chunk * (row.computed + chunk / 2)
+            chunks.append((chunk, row.computed))
             row.computed += chunk
             ready += [row] if row.computed == row.length else []
         counts["rows"] = len(ready)
-        seconds = self.truth.predict(MeasuredStep(seconds=1.0, **counts))
+        pairs = prompt_pairs(*np.array(chunks, float).reshape(-1, 2).T)
+        seconds = self.truth.predict(MeasuredStep(seconds=1.0, **counts, **pairs))
         self.now += seconds * (1 + self.noise * self.random.normal())
         return self._finish(ready)
 
@@ -91,19 +92,19 @@ class TimedBackend:
             self.running.pop(request_id, None)
 
     def stats(self):
-        return ReplicaStats(generated_tokens=self.num_generated, engine_s=self.now)
+        return ReplicaStats(
+            generated_tokens=self.num_generated, cached_tokens=self.num_cached, engine_s=self.now
+        )
 
     def close(self):
         self.is_closed = True
 
     def _decode(self, decoding):
-        block = self.truth.limits.block_size if self.reads_blocks else 1
         prefixes = {r.request.group_id: r.request.prefix_len for r in decoding}
         own = [r.length - r.request.prefix_len + r.generated for r in decoding]
         return {
             "tokens": len(decoding),
-            "pairs": 0.0,
-            "context_reads": sum(-(-n // block) * block for n in own),
+            "context_reads": sum(own),
             "shared_pairs": sum(r.request.prefix_len for r in decoding),
             "shared_reads": sum(prefixes.values()),
         }

@@ -16,6 +16,7 @@ from raybatch.engine.memory.kv_cache import KVCache, copy_blocks, read_blocks, w
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.policy.shared_reads import UNTIMED
 from raybatch.records.sequence_kv import KVKey
 from tests.engine.fakes import NUM_LAYERS, FakeSpec, embed, mix
 
@@ -140,6 +141,7 @@ class WindowRunner:
         self.num_blocks, self.num_window_blocks = host_blocks, self.window.num_blocks
         self.spec, self.nan_after = spec or FakeSpec(), nan_after
         self.device, self.attn_batch_tokens = torch.device("cpu"), attn_batch_tokens
+        self.shared_reads = UNTIMED
         self.weight_counters, self.graph_counts = WeightCounters(), GraphCounts()
         self.steps, self.cleared, self.last_tokens, self.copied = [], [], [], []
         self.kv_key = KVKey("fake", "int64", "int64", block_size)

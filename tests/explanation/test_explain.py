@@ -1,7 +1,7 @@
 """Jobs that explain themselves without running."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import pyarrow as pa
 import pytest
@@ -97,10 +97,9 @@ def measured(tmp_path, monkeypatch):
         )
         path.parent.mkdir(parents=True)
         limits = EngineLimits(kv_tokens=4000, max_num_seqs=4, block_size=8, max_batched_tokens=100)
-        costs = dict.fromkeys(("step_s", "row_s", "context_s", "shared_pair_s", "shared_read_s"), 0)
-        model = CostModel(
-            **costs, knots=(), token_s=(1.0,), pair_s=0.0, fit_error=0.1, limits=limits
-        )
+        costs = {f.name: 0.0 for f in fields(CostModel) if f.name.endswith("_s")}
+        costs |= {"token_s": (1.0,), "knots": (), "fit_error": 0.1}
+        model = CostModel(**costs, limits=limits)
         path.write_text(json.dumps(asdict(model)))
         return job
 

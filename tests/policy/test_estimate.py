@@ -12,10 +12,13 @@ from raybatch.policy.cost.work import work_totals
 
 MODEL = CostModel(
     step_s=1.0,
+    prompt_step_s=0.0,
     knots=(),
     token_s=(0.0,),
     row_s=0.0,
     pair_s=0.0,
+    tile_pair_s=0.0,
+    past_pair_s=0.0,
     context_s=0.0,
     shared_pair_s=0.0,
     shared_read_s=0.0,
@@ -43,11 +46,12 @@ def test_every_generated_token_costs_a_row():
 
 
 def test_attention_costs_its_pairs():
-    assert pytest.approx(8 * 50) == expected_s(pair_s=1.0)
+    assert pytest.approx(8 * 55) == expected_s(pair_s=1.0)
+    assert pytest.approx(8 * 50) == expected_s(tile_pair_s=1.0)
 
 
-def test_a_decode_reads_its_context_and_half_a_block_more():
-    assert pytest.approx(8 * (11 + 12 + 13 + 14) + 8 * 4 * 8) == expected_s(context_s=1.0)
+def test_a_decode_reads_its_context():
+    assert pytest.approx(8 * (11 + 12 + 13 + 14)) == expected_s(context_s=1.0)
 
 
 def test_shared_tokens_are_read_once_by_all_that_can_run_together():

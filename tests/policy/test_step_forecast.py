@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.policy.cost.cost_model import EngineLimits
-from raybatch.policy.cost.estimate import forecast_steps
+from raybatch.policy.cost.step_forecast import forecast_steps
 from raybatch.policy.cost.work import work_totals
 
 LIMITS = EngineLimits(kv_tokens=10**6, max_num_seqs=4, block_size=16, max_batched_tokens=100)
@@ -56,15 +56,18 @@ def test_what_no_longer_fits_is_computed_again():
 
 
 def test_a_preempted_row_computes_its_prompt_and_its_output_again():
-    # 28 tokens each at the start and one more per step: 102 after 23 steps
+    # two blocks each at the start, a third one after 13 steps, and none of six for a fourth; one
+    # full block of the prompt is found again, as the other row needs no more than five
     forecast = forecast_steps(work(2, 20, 40), replace(LIMITS, kv_tokens=100))
-    assert 20 + 23 == forecast.recomputed_tokens
+    assert 20 + 29 - 16 == forecast.recomputed_tokens
 
 
 def test_admission_leaves_what_rows_grow_by_in_the_next_steps():
-    # a row takes 8 tokens and half a block: ten would fit, were it not for a block per four rows
+    # a row of 14 tokens takes one of ten blocks, and another one after three steps
     limits = replace(LIMITS, kv_tokens=160, max_num_seqs=64)
-    assert 8 * 8 == forecast_steps(work(20, 8, 2), limits).prefill_tokens[0]
+    assert 5 * 14 == forecast_steps(work(20, 14, 8), limits).prefill_tokens[0]
+    # those that end before that fill the budget
+    assert 100 == forecast_steps(work(20, 14, 2), limits).prefill_tokens[0]
 
 
 def test_a_row_that_does_not_fit_runs_alone():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.work import output_sample, work_totals
+from raybatch.policy.cost.work import length_sample, work_totals
 
 PROMPTS = np.array([100, 40, 40, 7])
 OUTPUTS = np.array([5, 1, 9, 3])
@@ -27,10 +27,12 @@ def test_computed_tokens_are_those_that_are_not_cached():
 def test_what_a_cache_finds_comes_first_in_prompts():
     found = work_totals(np.array([100]), np.array([1]), cached_tokens=np.array([60]))
     cached = work_totals(np.array([100]), np.array([1])).with_cache(40)
-    assert pytest.approx((found.computed_tokens, found.pairs)) == (
-        cached.computed_tokens,
-        cached.pairs,
+    assert found.computed_tokens == pytest.approx(cached.computed_tokens)
+    # a token attends to itself, which halves make a little more of
+    assert (
+        pytest.approx(found.pairs + found.past_pairs, rel=0.01) == cached.pairs + cached.past_pairs
     )
+    assert pytest.approx(found.past_pairs, rel=0.02) == cached.past_pairs
     assert totals().with_cache(10**6) == totals()
 
 
@@ -75,9 +77,9 @@ def test_arrays_of_another_length_are_refused():
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 128, 1000])
-def test_the_output_sample_keeps_the_mean_and_the_order(num_rows, rng):
+def test_the_length_sample_keeps_the_mean_and_the_order(num_rows, rng):
     lengths = rng.integers(1, 500, num_rows).astype(float)
-    sample = output_sample(lengths)
+    sample = length_sample(lengths)
     assert pytest.approx(lengths.mean()) == np.mean(sample)
     assert sorted(sample) == list(sample)
     assert min(num_rows, 128) == len(sample)

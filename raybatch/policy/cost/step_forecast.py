@@ -1,0 +1,289 @@
+"""The steps of an engine that does some work: the scheduler's rules over counts, block by block."""
+
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from raybatch.policy.cost.cost_model import EngineLimits
+from raybatch.policy.cost.work import WorkTotals, length_sample
+from raybatch.records.arrays import Floats
+
+# enough for many waves of a full batch
+_MIN_ROWS, _WAVES = 2048, 8
+# few enough for a fraction of a second; long outputs in small batches take many steps for few rows
+_MAX_STEPS, _LEAST_ROWS = 200_000, 16
+# admission leaves the blocks free that running sequences will need within so many steps
+_MAX_SPARE_STEPS = 4
+# strides through the sorted lengths of outputs and of prompts, in orders that have no trend
+_OUTPUT_STRIDE, _PROMPT_STRIDE = 0.6180339887, 0.4142135624
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepForecast:
+    """Steps of one engine; prefill tokens count those computed again."""
+
+    decode_rows: Floats  # [steps]
+    prefill_tokens: Floats  # [steps]
+    weight: Floats  # [steps], how many steps of the run this one stands for
+    recomputed_tokens: float
+
+    @property
+    def num_steps(self) -> float:
+        return float(self.weight.sum())
+
+    @property
+    def mean_decode_rows(self) -> float:
+        """Sequences that decode in a step, on average over steps in which any does."""
+        weight = self.weight * (self.decode_rows > 0)
+        return float(weight @ self.decode_rows / max(1e-9, float(weight.sum())))
+
+
+def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
+    """Return the steps of one engine that does all of `work`.
+
+    A long run is forecast from fewer rows: the steps of its middle stand for all that are alike.
+    """
+    if not work.num_rows:
+        none = np.zeros(0)
+        return StepForecast(
+            decode_rows=none, prefill_tokens=none, weight=none, recomputed_tokens=0.0
+        )
+    prompt, output = (n / work.num_rows for n in (work.computed_tokens, work.generated_tokens))
+    # rows are half way through their outputs on average
+    batch = min(limits.max_num_seqs, max(1.0, limits.kv_tokens / (prompt + output / 2)))
+    # as many waves as steps allow, and some rows at least
+    in_steps = max(_MAX_STEPS * batch / output, _WAVES * batch, _LEAST_ROWS)
+    most = max(_MIN_ROWS, _WAVES * limits.max_num_seqs)
+    num_rows = min(work.num_rows, most, int(in_steps))
+    simulation = StepSimulation(
+        _lengths(work.prompt_lengths or (prompt,), num_rows, _PROMPT_STRIDE),
+        _lengths(work.output_lengths or (output,), num_rows, _OUTPUT_STRIDE),
+        limits,
+    )
+    simulation.run()
+    return _of_all_rows(simulation, work, num_rows)
+
+
+def _of_all_rows(simulation: "StepSimulation", work: WorkTotals, num_rows: int) -> StepForecast:
+    weight = np.ones(len(simulation.decode_rows))
+    decode_rows = np.array(simulation.decode_rows, float)
+    ended = np.cumsum(simulation.num_ended)
+    if work.num_rows > num_rows:
+        first, last = np.searchsorted(ended, (num_rows / 3, 2 * num_rows / 3))
+        between = slice(first + 1, last + 1)
+        # rows of the middle may be longer or shorter than others, so tokens are counted
+        done, num_between = float(decode_rows.sum()), float(decode_rows[between].sum())
+        left = work.generated_tokens - work.num_rows - done
+        if num_between == 0 or left <= 0:
+            left = work.num_rows - num_rows
+            num_between = max(1, int(ended[last] - ended[first]))
+        weight[between] += left / num_between
+    return StepForecast(
+        decode_rows=decode_rows,
+        prefill_tokens=np.array(simulation.prefill_tokens, float),
+        weight=weight,
+        recomputed_tokens=float(weight @ np.array(simulation.recomputed_tokens)),
+    )
+
+
+class _Pool:
+    """Counts of blocks: free ones, and those that a row's prompt has left behind, as an LRU."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._free = num_blocks
+        self._num_cached = 0
+        self._cached: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        return self._free + self._num_cached
+
+    def take(self, count: int) -> None:
+        """Take free blocks, then cached ones; a row alone may take more than there are."""
+        from_free = min(count, max(self._free, 0))
+        self._free -= from_free
+        count -= from_free
+        while count and self._cached:
+            row, num_cached = next(iter(self._cached.items()))
+            evicted = min(count, num_cached)
+            count -= evicted
+            self._num_cached -= evicted
+            self._cached[row] -= evicted
+            if evicted == num_cached:
+                del self._cached[row]
+        self._free -= count
+
+    def find(self, row: int, most: int) -> int:
+        """Make blocks that `row` has left, up to `most`, free ones; return how many these are."""
+        num_cached = self._cached.pop(row, 0)
+        self._num_cached -= num_cached
+        self._free += num_cached
+        return min(num_cached, most)
+
+    def give_back(self, row: int, count: int, num_cached: int) -> None:
+        """Give back `count` blocks, of which the first `num_cached` can be found again."""
+        self._free += count - num_cached
+        if num_cached:
+            self._cached[row] = num_cached
+            self._num_cached += num_cached
+
+
+class StepSimulation:
+    """One run over rows in the order of their admission; counts per step are lists.
+
+    Args:
+        prompts: tokens of each row that are computed.
+        outputs: tokens that it generates, at least 1.
+    """
+
+    def __init__(self, prompts: list[int], outputs: list[int], limits: EngineLimits) -> None:
+        num_rows = len(prompts)
+        self._prompts, self._outputs, self._limits = prompts, outputs, limits
+        self._spare_steps = min(_MAX_SPARE_STEPS, max(1, limits.block_size // 4))
+        self._pool = _Pool(limits.kv_tokens // limits.block_size)
+        self._waiting = deque(range(num_rows))
+        # in order of admission, which is that of the rows
+        self._running: list[int] = []
+        self._num_generated = [0] * num_rows
+        self._num_blocks = [0] * num_rows
+        # of a running row: the step of its first token since it started, None while its prompt is
+        # computed, and the steps at which it takes its next block and ends
+        self._start: list[int | None] = [None] * num_rows
+        self._events: list[tuple[int, int]] = [(0, 0)] * num_rows
+        self._growing: defaultdict[int, set[int]] = defaultdict(set)
+        self._ending: defaultdict[int, set[int]] = defaultdict(set)
+        # the row whose prompt the budget of a step has cut, and tokens of it that are left
+        self._cut: tuple[int, int] | None = None
+        self.decode_rows: list[int] = []
+        self.prefill_tokens: list[int] = []
+        self.num_ended: list[int] = []
+        self.recomputed_tokens: list[int] = []
+        self.num_preempted: list[int] = []
+
+    def run(self) -> None:
+        while self._waiting or self._running:
+            self._step(len(self.decode_rows))
+
+    def _step(self, step: int) -> None:
+        num_preempted = self._grow(step)
+        num_decoding = len(self._running) - (self._cut is not None)
+        budget = self._limits.max_batched_tokens
+        left = sum(self._prompts) if budget is None else budget - num_decoding
+        spent = recomputed = 0
+        if self._cut is not None and left > 0:
+            spent += self._compute(step, *self._cut, left)
+        while not num_preempted and spent < left and self._waiting and self._has_room(step):
+            row = self._waiting.popleft()
+            tokens, is_again = self._place(row)
+            recomputed += tokens * is_again
+            spent += self._compute(step, row, tokens, left - spent)
+        self.decode_rows.append(num_decoding)
+        self.prefill_tokens.append(spent)
+        self.recomputed_tokens.append(recomputed)
+        self.num_preempted.append(num_preempted)
+        ended = self._ending.pop(step, set())
+        self.num_ended.append(len(ended))
+        for row in sorted(ended):
+            self._leave(row)
+        if ended:
+            self._running = [row for row in self._running if row not in ended]
+
+    def _grow(self, step: int) -> int:
+        """Give decoding rows the blocks of this step; return how many yielded for that."""
+        num_preempted = 0
+        for row in sorted(self._growing.pop(step, ())):
+            while self._start[row] is not None and self._pool.num_available < 1:
+                if len(self._running) == 1:
+                    break
+                self._preempt(step)
+                num_preempted += 1
+            if self._start[row] is not None:
+                self._pool.take(1)
+                self._num_blocks[row] += 1
+                self._plan(row, step + self._limits.block_size, self._events[row][1])
+        return num_preempted
+
+    def _has_room(self, step: int) -> bool:
+        if not self._running:
+            return True
+        if len(self._running) >= self._limits.max_num_seqs:
+            return False
+        row, block_size = self._waiting[0], self._limits.block_size
+        num_tokens = self._prompts[row] + self._num_generated[row]
+        num_blocks = -(-num_tokens // block_size)
+        soon = range(step + 1, step + 1 + self._spare_steps)
+        reserve = sum(len(self._growing[at]) for at in soon if at in self._growing)
+        candidates = [row] if self._cut is None else [row, self._cut[0]]
+        reserve += sum(self._needs_soon(other) for other in candidates)
+        return num_blocks + reserve <= self._pool.num_available
+
+    def _needs_soon(self, row: int) -> bool:
+        """Return whether a row that decodes in the next step needs a block soon after."""
+        block_size = self._limits.block_size
+        num_tokens = self._prompts[row] + self._num_generated[row]
+        held = -(-num_tokens // block_size) * block_size
+        is_growing = held < self._prompts[row] + self._outputs[row] - 1
+        return is_growing and held - num_tokens < self._spare_steps
+
+    def _place(self, row: int) -> tuple[int, bool]:
+        """Start a row; return the tokens that it computes, and whether it did so before."""
+        num_tokens, block_size = self._prompts[row] + self._num_generated[row], self._block_size
+        num_found = self._pool.find(row, (num_tokens - 1) // block_size)
+        self._num_blocks[row] = -(-num_tokens // block_size)
+        self._pool.take(self._num_blocks[row])
+        self._running.append(row)
+        return num_tokens - num_found * block_size, self._num_generated[row] > 0
+
+    @property
+    def _block_size(self) -> int:
+        return self._limits.block_size
+
+    def _compute(self, step: int, row: int, num_tokens: int, budget: int) -> int:
+        """Compute a prompt as far as the budget goes; return the tokens computed."""
+        self._cut = (row, num_tokens - budget) if num_tokens > budget else None
+        if self._cut is not None:
+            return budget
+        num_generated = self._num_generated[row]
+        room = self._num_blocks[row] * self._block_size - self._prompts[row] - num_generated
+        # the step of the prompt gives the first token
+        self._start[row] = step
+        end = step + self._outputs[row] - num_generated - 1
+        self._ending[end].add(row)
+        self._plan(row, step + 1 + room, end)
+        return num_tokens
+
+    def _plan(self, row: int, grows: int, ends: int) -> None:
+        self._events[row] = (grows, ends)
+        if grows <= ends:
+            self._growing[grows].add(row)
+
+    def _preempt(self, step: int) -> None:
+        """Give up the row that started last; the step in which it would decode is lost."""
+        row = self._running.pop()
+        start = self._start[row]
+        if start is not None:
+            self._num_generated[row] += step - start
+            grows, ends = self._events[row]
+            self._growing[grows].discard(row)
+            self._ending[ends].discard(row)
+        else:
+            self._cut = None
+        self._leave(row)
+        self._waiting.appendleft(row)
+
+    def _leave(self, row: int) -> None:
+        count, self._num_blocks[row] = self._num_blocks[row], 0
+        self._start[row] = None
+        self._pool.give_back(row, count, min(count, self._prompts[row] // self._block_size))
+
+
+def _lengths(sample: tuple[float, ...], num_rows: int, stride: float) -> list[int]:
+    """Return a length for each row in an order without trend, whole numbers with the right mean."""
+    # fewer rows than lengths stand for all of them
+    lengths = np.asarray(length_sample(np.asarray(sample), num_rows))
+    order = np.argsort(np.arange(len(lengths)) * stride % 1.0)
+    # what is cut off one length is given to the next
+    ends = np.rint(np.cumsum(np.resize(lengths[order], num_rows)))
+    whole: list[int] = np.maximum(np.diff(ends, prepend=0.0), 1).astype(np.int64).tolist()
+    return whole
