@@ -91,9 +91,7 @@ class WindowNumbers:
             attention=self._renumbered(batch.attention),
             logits_attention=None if last is None else self._renumbered(last),
         )
-        return batch, WindowMoves(
-            load_host=loaded, save_host=slots, follows_writer=follows_writer
-        )
+        return batch, WindowMoves(load_host=loaded, save_host=slots, follows_writer=follows_writer)
 
     def _filled(self, part: Schedule) -> Ints:
         """Return the blocks of which the chunks of a part write every position."""

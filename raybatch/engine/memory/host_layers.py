@@ -82,9 +82,7 @@ class HostLayers:
             self._ring_in.mark()
         torch.cuda.current_stream(device).wait_stream(stream)
 
-    def save(
-        self, layer_idx: int, buffer: KVCache, slots: torch.Tensor, host_slots: Ints
-    ) -> None:
+    def save(self, layer_idx: int, buffer: KVCache, slots: torch.Tensor, host_slots: Ints) -> None:
         """Copy one layer of tokens to the host; `finish` waits until they are there.
 
         A slot is block * B + offset, in `buffer` [W, G, B, R], on its device, and in host memory.
