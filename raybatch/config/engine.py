@@ -55,8 +55,8 @@ class EngineConfig:
     kv_cache_bytes: Speed[Positive | None] = None
     """Memory for KV on the device; None takes a share of what is free."""
     host_kv_bytes: Speed[NonNegative | None] = None
-    """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 computes it
-    again instead."""
+    """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 computes
+    it again instead."""
     kv_offload: Speed[bool | Literal["auto"]] = "auto"
     """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
     attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
