@@ -52,9 +52,7 @@ WORKLOADS = {
         name="equal", kind="random", num_requests=128, prompt_len=128, output_len=256
     ),
 }
-WAYS = ("recompute", "swap", "ahead", "offload", "ample")
-# blocks that a step copies to the host ahead of a preemption
-AHEAD_BLOCKS = 4
+WAYS = ("recompute", "swap", "offload", "ample")
 
 
 def requests_of(workload: workloads_e2e.Workload) -> list[Request]:
@@ -86,14 +84,7 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
         num_decoding.append(backend.stats().num_running)
     seconds, after = time.process_time() - began, backend.stats()
     names = ("num_steps", "num_preemptions", "num_recomputed_tokens", "num_swapped_tokens")
-    names = (
-        *names,
-        "swapped_bytes",
-        "checkpoint_bytes",
-        "weight_copy_bytes",
-        "prompt_tokens",
-        "generated_tokens",
-    )
+    names = (*names, "swapped_bytes", "weight_copy_bytes", "prompt_tokens", "generated_tokens")
     counters = {name: getattr(after, name) - getattr(before, name) for name in names}
     counters["mean_running"] = round(float(np.mean(num_decoding)), 1)
     reasons = {completion.finish_reason for completion in done.values()}
@@ -120,12 +111,6 @@ def measure(
     options = {
         "recompute": {"kv_cache_bytes": short},
         "swap": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": False},
-        "ahead": {
-            "kv_cache_bytes": short,
-            "host_kv_bytes": need,
-            "kv_checkpoint_blocks": AHEAD_BLOCKS,
-            "kv_offload": False,
-        },
         "offload": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": True},
         "ample": {"kv_cache_bytes": need},
     }

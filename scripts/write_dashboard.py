@@ -179,15 +179,7 @@ ROWS = (
     Row(
         "Copies between host and device",
         (
-            Panel(
-                "KV",
-                (
-                    Query(_rate("swapped_bytes_total", _OF_REPLICA), "copied"),
-                    Query(_rate("checkpoint_bytes_total", _OF_REPLICA), "ahead of a preemption"),
-                    Query(_rate("checkpoint_used_bytes_total", _OF_REPLICA), "of these used"),
-                ),
-                "Bps",
-            ),
+            Panel("KV", (Query(_rate("swapped_bytes_total", _OF_REPLICA), "copied"),), "Bps"),
             Panel(
                 "Weights", (Query(_rate("weight_copy_bytes_total", _OF_REPLICA), "copied"),), "Bps"
             ),

@@ -221,7 +221,7 @@ def engine() -> Figure:
                 f.arrow(f"M{x - 30} {y + 17}H{x - 4}")
     for x, name in ((364, "experts 0"), (612, "experts 1")):
         f.box(x, 116, 94, 118, name, "combined", kind="key")
-    f.text(480, 262, "yield before a module, combine to run together, partition again")
+    f.text(480, 262, "yield before a module, combine to run together, split again")
     f.text(480, 280, "same tokens in any order")
     return f
 

@@ -100,6 +100,7 @@ class PoolHandle:
         client: str = "default",
         name: str = "",
         copies: npt.NDArray[np.int32] | None = None,
+        twin_keys: bytes = b"",
         watch: RowWatch | None = None,
     ) -> pa.Table:
         """Run all rows of a request table and return the result table.
@@ -111,6 +112,7 @@ class PoolHandle:
                 because the first one died, gets the finished ones. The results stay in the pool
                 until `forget`, for `feeder_timeout_s` at most.
             copies: see `Submission`; they count with their rows in `stats`.
+            twin_keys: see `Submission`; a row like one of another call takes its results.
             watch: knows earlier runs of the rows, and is notified of their progress.
 
         Raises:
@@ -119,7 +121,9 @@ class PoolHandle:
         """
         coordinator = self._connect()
         requests = table, tuple(samplings)
-        submission = make_submission(*requests, client, self.spec.engine, name=name, copies=copies)
+        submission = make_submission(
+            *requests, client, self.spec.engine, name=name, copies=copies, twin_keys=twin_keys
+        )
         call = None
         try:
             while True:

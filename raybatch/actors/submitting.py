@@ -35,8 +35,9 @@ def make_submission(
     *,
     name: str = "",
     copies: npt.NDArray[np.int32] | None = None,
+    twin_keys: bytes = b"",
 ) -> Submission:
-    """Describe a request table; `name` and `copies` as in `Submission`.
+    """Describe a request table; `name`, `copies` and `twin_keys` as in `Submission`.
 
     Planned rows carry their groups. Others carry block keys, unless prefix caching is off: who
     wants no sharing gets none, while a plan is obeyed in any case.
@@ -55,6 +56,7 @@ def make_submission(
         max_new_tokens=max_new_tokens(table, samplings),
         expected_new_tokens=expected_new_tokens(table, samplings),
         copies=copies,
+        twin_keys=twin_keys,
         groups=_row_groups(table, client) if planned else None,
         block_keys=row_keys(table, engine.block_size_tokens).blocks if has_keys else None,
     )

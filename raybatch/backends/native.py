@@ -77,8 +77,8 @@ def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) ->
     max_slots = min(engine.max_num_seqs, engine.max_batched_tokens)
     spec, tokenizer = runner.spec, LazyTokenizer(path)
     grammars = GrammarSlots(tokenizer.hugging_face, spec.vocab_size, spec.eos_token_ids)
-    uploads = IndexUploads(runner.device)
-    sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars, uploads)
+    upload = IndexUploads(runner.device).upload
+    sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars, upload)
     return NativeBackend(Engine(runner, sampler, StopChecker(tokenizer), engine))
 
 

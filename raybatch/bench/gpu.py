@@ -207,6 +207,9 @@ class _Bench:
             except Exception as error:
                 self.failures.append(f"{name}, layers: {error_text(error)}")
         if layers is not None:
+            if layers.not_timed:
+                left_out = "; ".join(layers.not_timed)
+                self.missing.append(f"{name}, layers: no time or memory for {left_out}")
             self.failures += [
                 f"{name}: the kernel of {op.name} {op.failure or f'differs by {op.error:.2g}'}"
                 for op in layers.ops

@@ -36,6 +36,8 @@ class LayerFigures:
 
     ops: tuple[OpCheck, ...]
     times: tuple[LayerTime, ...]
+    # modules with the sizes for which there was no time or memory
+    not_timed: tuple[str, ...] = ()
 
 
 def measure_layers(
@@ -54,14 +56,14 @@ def measure_layers(
     ops = check_ops(
         form, model.spec, model.weights, block_size=block_size, kv_dtype=model.resolved.kv_dtype
     )
-    times = _times(model, engine, limits, budget_s)
-    return LayerFigures(ops=tuple(ops), times=times)
+    times, not_timed = _times(model, engine, limits, budget_s)
+    return LayerFigures(ops=tuple(ops), times=times, not_timed=not_timed)
 
 
 def _times(
     model: LoadedModel, engine: EngineConfig, limits: Limits, budget_s: float
-) -> tuple[LayerTime, ...]:
-    """Time attention with its linears, and the feed-forward block."""
+) -> tuple[tuple[LayerTime, ...], tuple[str, ...]]:
+    """Time attention with its linears, and the feed-forward block; also return what was not."""
     is_gpu = model.device.type == "cuda"
     sizes = (1, 16, 64, 256, 1024) if is_gpu else (1, 16, 64)
     options = replace(
@@ -81,8 +83,9 @@ def _times(
         (f"attention, {names[point.tokens, point.work]}", point) for point in profile.attention
     )
     blocks = "experts" if layer.num_experts > 1 else "feed-forward"
-    order = [*(f"attention, {name}" for name in _KINDS), blocks]
-    return tuple(
+    asked = {f"attention, {name}": sizes for name in _KINDS} | {blocks: options.ffn_tokens}
+    order = list(asked)
+    times = tuple(
         LayerTime(
             module=module,
             tokens=point.tokens,
@@ -94,3 +97,7 @@ def _times(
             key=lambda timed: (order.index(timed[0]), timed[1].tokens),
         )
     )
+    done = {(each.module, each.tokens) for each in times}
+    missing = {module: [n for n in ns if (module, n) not in done] for module, ns in asked.items()}
+    not_timed = (f"{m} of {', '.join(map(str, ns))} tokens" for m, ns in missing.items() if ns)
+    return times, tuple(not_timed)

@@ -61,8 +61,7 @@ def faults(
             f"{error.name} is not installed: the fault bench is in the repository of raybatch and "
             "no part of its wheel; in a clone run: pip install ./faultlab"
         ) from error
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no such folder; make it, or choose another")
+    _check_out(out)
     long = SoakOptions(minutes=soak_minutes, fault_every_s=fault_every_s, seed=seed)
     options = FaultOptions(
         seed=seed,
@@ -146,8 +145,7 @@ def gpu(
 ) -> None:
     """Check the native engine on a GPU, and measure it beside the device's limits and vLLM."""
     out = out or Path("raybatch-bench-gpu.json")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no such folder; make it, or choose another")
+    _check_out(out)
     if find_spec("torch") is None:
         raise MissingDependency(
             "raybatch bench gpu needs torch: pip install 'raybatch[gpu]', or 'raybatch[vllm]'"
@@ -164,6 +162,14 @@ def gpu(
     typer.echo(report.to_json() if as_json else report.to_text())
     typer.echo(f"written to {out}; an issue with it tells us how your GPU does", err=True)
     raise typer.Exit(0 if report.is_right else 1)
+
+
+def _check_out(out: Path | None) -> None:
+    """Refuse a file that could not be written, before minutes of work."""
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out}: this is a folder; name a file in it")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no such folder; make it, or choose another")
 
 
 def _mean_tokens(output: str) -> dict[str, int]:

@@ -55,10 +55,8 @@ class EngineConfig:
     kv_cache_bytes: Speed[Positive | None] = None
     """Memory for KV on the device; None takes a share of what is free."""
     host_kv_bytes: Speed[NonNegative | None] = None
-    """Host memory for the KV of preempted sequences; None or 0 computes it again instead."""
-    kv_checkpoint_blocks: Speed[NonNegative | None] = None
-    """KV blocks copied to host memory per step, of sequences likely to be preempted next; needs
-    `host_kv_bytes`. None or 0 copies none."""
+    """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 computes
+    it again instead."""
     kv_offload: Speed[bool | Literal["auto"]] = "auto"
     """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
     attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
@@ -109,11 +107,6 @@ class EngineConfig:
                 "engine.weight_buffers is for layers that do not stay on the device; set "
                 "device_weight_bytes as well, or leave it out"
             )
-        if self.kv_checkpoint_blocks and not self.host_kv_bytes:
-            raise ConfigError(
-                "engine.kv_checkpoint_blocks needs host memory for KV; set host_kv_bytes as "
-                "well, or leave it out"
-            )
         for name in ("speculative_tokens", "cuda_graphs"):
             if getattr(self, name) and self.attn_batch_tokens not in (None, "auto"):
                 raise ConfigError(
@@ -140,7 +133,6 @@ class EngineConfig:
             )
         for name, why in (
             ("speculative_tokens", "computes no drafts"),
-            ("kv_checkpoint_blocks", "has all KV in host memory anyway"),
             ("cuda_graphs", "uses the pool as a window, and graphs know pools"),
         ):
             # what is switched off is no different from what is not there

@@ -192,8 +192,8 @@ class Engine:
 
     def stats(self) -> ReplicaStats:
         counters, swapped = self._scheduler.counters, self._scheduler.moves
-        weights, ahead = self._runner.weight_counters, self._scheduler.ahead
-        graphs, window = self._runner.graph_counts, self._runner.window_counters
+        weights, window = self._runner.weight_counters, self._runner.window_counters
+        graphs = self._runner.graph_counts
         return ReplicaStats(
             num_running=self._table.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -207,16 +207,9 @@ class Engine:
             num_carried_tokens=swapped.num_carried_tokens,
             num_swapped_tokens=swapped.num_tokens,
             swapped_bytes=sum(
-                (
-                    swapped.saved_bytes + swapped.loaded_bytes + ahead.num_bytes,
-                    window.saved_bytes + window.loaded_bytes,
-                )
+                counted.saved_bytes + counted.loaded_bytes for counted in (swapped, window)
             ),
-            checkpoint_bytes=ahead.num_bytes,
-            checkpoint_used_bytes=ahead.num_used_blocks * self._runner.tiers.block_bytes,
-            num_failed_copies=sum(
-                counted.num_failures for counted in (swapped, ahead, weights, window)
-            ),
+            num_failed_copies=sum(counted.num_failures for counted in (swapped, weights, window)),
             num_weight_copies=weights.num_copies,
             weight_copy_bytes=weights.num_bytes,
             num_weight_stalls=weights.num_stalls,

@@ -37,14 +37,7 @@ def make_scheduler(
     table: SequenceTable,
     recovery: LearnedRecovery | None,
 ) -> Scheduler:
-    checkpoint_blocks = config.kv_checkpoint_blocks or 0
-    swap = SwapSpace(
-        table.block_size,
-        runner.tiers,
-        recovery,
-        has_checkpoints=checkpoint_blocks > 0,
-        write_blocks=runner.write_blocks,
-    )
+    swap = SwapSpace(table.block_size, runner.tiers, recovery, write_blocks=runner.write_blocks)
     return Scheduler(
         blocks,
         table,
@@ -53,7 +46,6 @@ def make_scheduler(
         admission=config.admission,
         kv_admission_fraction=config.kv_admission_fraction,
         swap=swap,
-        checkpoint_blocks=checkpoint_blocks,
         copy_blocks=runner.copy_blocks,
         max_row_blocks=runner.num_window_blocks or None,
     )

@@ -72,6 +72,11 @@ def weight_names(path: Path, names: Collection[str], *, where: str = "") -> list
             f"{where} has only pickled weights, which can run any code when loaded; convert them "
             "with transformers: from_pretrained(...).save_pretrained(..., safe_serialization=True)"
         )
+    if "config.json" not in names:
+        raise ConfigError(
+            f"{where} has no config.json; pass the folder of a checkpoint, of which hosts that "
+            "only plan need config.json and tokenizer"
+        )
     raise ConfigError(
         f"{where} has no *.safetensors file; pass the folder that holds the weights of the model"
     )

@@ -104,9 +104,12 @@ def _make(folder: Path) -> None:
 def _claim(folder: Path, stored: StoreFolder, names: Collection[str]) -> None:
     """Note what a folder is to hold; ConfigError: it holds other files of these names."""
     origin, digest = folder / _ORIGIN, stored.digest(stored.files)
-    if origin.exists() and origin.read_text(encoding="utf-8") == digest:
+    # another process that begins now makes its note before its files
+    has_files = any((folder / name).exists() for name in names)
+    found = origin.read_text(encoding="utf-8") if origin.exists() else None
+    if found == digest:
         return
-    if origin.exists() or any((folder / name).exists() for name in names):
+    if found is not None or has_files:
         raise ConfigError(
             f"the folder {str(folder)!r} holds another model than {stored.uri!r} has now, or files "
             "of somebody else; choose an empty one, or empty it"

@@ -26,6 +26,9 @@ _Hashes = tuple[Uint64s, Uint64s]
 
 # blocks hashed at a time: their tokens and the words in flight stay in the CPU's second level cache
 _CHUNK = 1 << 13
+# where every chain begins. The hash of one word is `mix64(word + GOLDEN)`, so no block of one word
+# (two tokens at most, none below 0) hashes to it; one that did would leave its chain where it was.
+_ROOT = mix64(np.array([-1]).view(np.uint64) + GOLDEN)
 # 64-bit keys, and as many of them as a sample holds
 _ALL_KEYS = 1 << 64
 _MAX_KEYS = 1 << 16
@@ -144,7 +147,7 @@ def hash_blocks(token_ids: TokenIds, offsets: Ints, block_size: int) -> BlockKey
         return blocks
 
     keys, trails = _hash_chunks(whole_blocks, len(starts))
-    roots = mix64(np.zeros(len(num_tokens), np.uint64) + GOLDEN)
+    roots = np.repeat(_ROOT, len(num_tokens))
     _chain(keys, first, num_blocks, roots)
     tail_starts, tail_lengths = offsets[:-1] + num_blocks * block_size, num_tokens % block_size
     columns = np.arange(block_size)

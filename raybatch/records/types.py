@@ -282,10 +282,6 @@ class ReplicaStats(TokenCounts):
     """Whose KV came back from host memory after a preemption."""
     swapped_bytes: int = 0
     """Copied for swapped tokens, there and back."""
-    checkpoint_bytes: int = 0
-    """Of the swapped bytes, those copied to the host ahead of a preemption."""
-    checkpoint_used_bytes: int = 0
-    """Of these, those on the host when a sequence yielded."""
     num_weight_copies: int = 0
     """Layers copied to the device, where their weights do not stay."""
     weight_copy_bytes: int = 0

@@ -88,13 +88,15 @@ def _sample(completion: Completion, text: str | Exception, attempts: int) -> Sam
     if not error and is_full:
         error = (
             "CapacityError: prompt and output cannot fit the KV cache even alone; raise "
-            "engine.kv_cache_bytes"
+            "engine.kv_cache_bytes, with kv_offload also host_kv_bytes, or lower max_tokens"
         )
     if not error and isinstance(text, Exception):
         error = describe_error("DetokenizeError", text)
     if error:
         reason = "capacity" if is_full else "error"
-        return Sample(None, completion.token_ids, reason, error, attempts=attempts)
+        # of an error that is another row's, all of the prompt
+        num_cached = completion.num_cached_tokens if completion.error else 0
+        return Sample(None, completion.token_ids, reason, error, attempts, num_cached)
     return Sample(
         text=str(text),
         token_ids=completion.token_ids,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.wire.columns import request_table
+from raybatch.actors.wire.records import TWIN_KEY_BYTES
 from raybatch.errors import ConfigError
 from raybatch.records.types import UNBOUNDED_TOKENS, Sampling
 from raybatch.rows.batches import large_rows, python_values
@@ -174,6 +175,22 @@ def find_copies(
             if original != row:
                 copies[row] = original
     return copies
+
+
+def twin_keys(prepared: Prepared) -> bytes:
+    """Return the keys of the requests, see `Submission`; linear in tokens."""
+    texts = {sampling: f"{sampling!r}\0".encode() for sampling in prepared.samplings}
+    keys = []
+    for row, sampling in zip(prepared.rows, prepared.request_samplings, strict=True):
+        token_ids, payload = prepared.prompts[row].token_ids, prepared.prompts[row].payload
+        if not is_deterministic(sampling) or token_ids is None:
+            keys.append(bytes(TWIN_KEY_BYTES))
+            continue
+        digest = hashlib.blake2b(texts[sampling], digest_size=TWIN_KEY_BYTES)
+        digest.update((payload or "").encode("utf-8", "surrogatepass") + b"\0")
+        digest.update(token_ids.tobytes())
+        keys.append(digest.digest())
+    return b"".join(keys)
 
 
 def is_deterministic(sampling: Sampling) -> bool:

@@ -25,7 +25,7 @@ from raybatch.rows.batches import to_table
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.options import StageConfig
 from raybatch.rows.plan_columns import take_off
-from raybatch.rows.prepare import Prepared, prepare
+from raybatch.rows.prepare import Prepared, prepare, twin_keys
 from raybatch.rows.prompt_inputs import column_of
 from raybatch.rows.render import PromptReader
 from raybatch.rows.schema import ERROR_COLUMN, ROW_ID, error_class
@@ -146,6 +146,8 @@ class StageFeeder:
                 client=batch.client,
                 name=name,
                 copies=copies,
+                # a row that is tried again is not like one of before
+                twin_keys=twin_keys(prepared) if self._joins_twins(batch) else b"",
                 watch=batch.watch,
             )
         finished = await asyncio.to_thread(self._finish, prepared, results)
@@ -155,6 +157,9 @@ class StageFeeder:
         errors = _error_classes(self._errors_of(finished)) - _error_classes(counted)
         await self.pool.note_outside(0, errors, client=batch.client)
         return finished
+
+    def _joins_twins(self, batch: PreparedBatch) -> bool:
+        return self.config.dedup and batch.client == self.client
 
     @classmethod
     def map_options(cls, *, batch_size: int | None = CALL_ROWS) -> dict[str, Any]:

@@ -20,8 +20,6 @@ COUNTERS = {
     "raybatch_preemptions_total",
     "raybatch_swapped_tokens_total",
     "raybatch_swapped_bytes_total",
-    "raybatch_checkpoint_bytes_total",
-    "raybatch_checkpoint_used_bytes_total",
     "raybatch_weight_copies_total",
     "raybatch_weight_copy_bytes_total",
     "raybatch_weight_stalls_total",
@@ -160,15 +158,10 @@ def test_kv_that_was_moved_to_the_host_and_back_is_told(registry):
     assert registry.values["raybatch_swapped_bytes_total", "3"] == 8000
 
 
-def test_kv_that_was_copied_ahead_and_copies_that_failed_are_told(registry):
+def test_copies_that_failed_are_told(registry):
     engine = ReplicaMetrics(3, registry)
     for count in (2, 5):
-        stats = ReplicaStats(
-            checkpoint_bytes=100 * count, checkpoint_used_bytes=70 * count, num_failed_copies=count
-        )
-        engine.update(stats)
-    assert registry.values["raybatch_checkpoint_bytes_total", "3"] == 500
-    assert registry.values["raybatch_checkpoint_used_bytes_total", "3"] == 350
+        engine.update(ReplicaStats(num_failed_copies=count))
     assert registry.values["raybatch_failed_copies_total", "3"] == 5
 
 

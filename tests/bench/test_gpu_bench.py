@@ -105,6 +105,20 @@ def test_engines_that_differ_are_counted(report):
     assert "3 of 4" in replace(report, models=(both,)).to_text()
 
 
+def test_sizes_that_were_not_timed_are_told(monkeypatch):
+    # memory for the first size alone
+    monkeypatch.setattr(layers, "_MAX_KV_BYTES", {"cpu": 1})
+    monkeypatch.setattr(gpu._Bench, "_run", lambda *_, **__: None)
+    report = bench_gpu(NATIVE, shapes={"tiny": TINY}, rows=ROWS)
+    assert report.models[0].layers.not_timed == (
+        "attention, decode over 512 of 16, 64 tokens",
+        "attention, decode over 4,096 of 1, 16, 64 tokens",
+        "attention, prefill of 512 of 1, 16, 64 tokens",
+    )
+    assert "tiny, layers: no time or memory for attention, decode over 512" in report.to_text()
+    assert report.is_right
+
+
 def test_what_has_no_time_is_told_and_no_failure(monkeypatch):
     monkeypatch.setattr(gpu, "measure_layers", lambda *_, **__: pytest.fail("out of time"))
     report = bench_gpu(replace(NATIVE, minutes=0.0), shapes={"tiny": TINY}, rows=ROWS)
@@ -188,6 +202,7 @@ def test_the_longer_of_computing_and_moving_bounds_a_layer():
         (("--device", "cuda:63"), "--device cuda:63: torch sees 0 GPUs here"),
         (("--engines", "nativ"), "--engines must be of native, vllm, got 'nativ'"),
         (("--out", "nowhere/x.json"), "--out nowhere/x.json: there is no such folder"),
+        (("--out", "."), "--out .: this is a folder"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_runs(arguments, told, monkeypatch, tmp_path):

@@ -108,6 +108,7 @@ TINY = {
         args=("--members", "2", "--prefix", "32", "--own", "8", "--rounds", "1")
     ),
     "group_order": Tiny(args=("--workloads", "W4", "--seeds", "1")),
+    "plan_order": Tiny(args=("--cases", "W4", "--seeds", "1", "--knows", "true")),
     "kill_replicas": Tiny(
         args=("--rows", "16", "--replicas", "1"),
         values={"KILL_AT_FRACTIONS": (0.0,)},
@@ -163,6 +164,9 @@ TINY = {
             *("--gates", "4"),
         ),
         values={"profile_options": lambda own: lambda config: replace(own(config), budget_s=0.2)},
+    ),
+    "shared_reads": Tiny(
+        args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),
     "swap": Tiny(args=("--rows", "8", "--share", "0.6", "--repetitions", "1")),
     "weights": Tiny(args=("--rows", "2", "--repetitions", "1"), values={"OUTPUT_LEN": 2}),

@@ -84,7 +84,6 @@ class FakeRunner:
     weight_counters: WeightCounters = field(default_factory=WeightCounters)
     block_bytes: int = 64
     failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
-    forgets_loaded: bool = True  # what was brought back is never read from the host again
     num_window_blocks: int = 0
     window_counters: WindowCounters = field(default_factory=WindowCounters)
     num_moves: int = 0
@@ -121,8 +120,8 @@ class FakeRunner:
         self._count_move(host_ids, block_ids)
         pages[:, block_ids] = self._host[:NUM_LAYERS, host_ids]
         self._positions[block_ids] = self._host[NUM_LAYERS, host_ids].astype(np.int64)
-        if self.forgets_loaded:
-            self._host[:, host_ids] = 3
+        # what was brought back is never read from the host again
+        self._host[:, host_ids] = 3
 
     def read_blocks(self, block_ids):
         pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)

@@ -1,4 +1,4 @@
-"""COMBINE, PARTITION and the lot: what goes in comes out, and nothing runs twice."""
+"""COMBINE, the split and the lot: what goes in comes out, and nothing runs twice."""
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from raybatch.engine.forward.coroutine import (
     SequenceCoroutine,
     YieldPoint,
     combine,
-    partition,
 )
 
 POINT = YieldPoint(1, Module.FFN)
@@ -61,15 +60,6 @@ def test_coroutines_at_different_points_are_not_combined():
         combine([coroutine(1), other])
     with pytest.raises(ValueError, match="nothing"):
         combine([])
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 6))
-def test_pieces_of_a_partition_combine_to_what_came_in(sizes, count):
-    whole = coroutine(*sizes)
-    pieces = partition(whole, count)
-    assert 1 <= len(pieces) <= count
-    assert torch.equal(combine(pieces).hidden, whole.hidden)
-    assert max(len(piece.hidden) for piece in pieces) <= sum(sizes) / count + max(sizes)
 
 
 def test_points_follow_one_another_through_the_layers():

@@ -31,7 +31,9 @@ MAX_LAUNCHES = 240
 
 
 def draw(kinds, copies, launches, device=META):
-    sampler = Sampler(VOCAB, len(kinds), (EOS,), uploads=IndexUploads(torch.device("cpu"), copies))
+    sampler = Sampler(
+        VOCAB, len(kinds), (EOS,), upload=IndexUploads(torch.device("cpu"), copies).upload
+    )
     slots = np.arange(len(kinds))
     for slot in slots:
         sampler.add(slot, Sampling(**kinds[slot]), 1, 0, np.array([1]))

@@ -49,12 +49,7 @@ def make(*, num_blocks=400, block_size=16, host=0, nan_after=None, eos=(), **con
     if config.get("kv_offload"):
         runner = WindowRunner(pool_blocks=num_blocks, host_blocks=host, **kind)
     else:
-        runner = FakeRunner(
-            num_blocks=num_blocks,
-            num_host_blocks=host,
-            forgets_loaded=not config.get("kv_checkpoint_blocks"),
-            **kind,
-        )
+        runner = FakeRunner(num_blocks=num_blocks, num_host_blocks=host, **kind)
     config = EngineConfig(host_kv_bytes=host or None, **options | config)
     return Engine(runner, Apart(), FakeStopChecker(), config), runner
 
@@ -196,7 +191,6 @@ def random_engine(rng, way):
 MOVING = {
     "plain": {},
     "swap": {"host": 30},
-    "checkpoints": {"host": 30, "kv_checkpoint_blocks": 4},
     "drafts": {"speculative_tokens": 3},
     "shortest": {"admission": "shortest"},
     "multi-bin": {"admission": "multi_bin"},

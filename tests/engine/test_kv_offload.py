@@ -221,7 +221,6 @@ def test_a_row_with_broken_logits_fails_alone(rng, is_prompt):
     [
         ({"host_kv_bytes": None}, "kv_offload needs host memory for KV"),
         ({"speculative_tokens": 4}, "speculative_tokens cannot be set with engine.kv_offload"),
-        ({"kv_checkpoint_blocks": 4}, "kv_checkpoint_blocks cannot be set"),
         ({"cuda_graphs": True}, "cuda_graphs cannot be set"),
         ({"kv_offload": "yes"}, "kv_offload must be true or false"),
     ],

@@ -151,14 +151,14 @@ def test_the_window_is_the_memory_of_the_pool_and_holds_two_layers(num_layers, n
     window = KVWindow(pool, HostLayers(pool, 8))
     assert window.num_blocks == num_layers * num_blocks // 2
     nothing = np.empty(0, np.int64)
-    moves = WindowMoves(load_host=nothing, save_slots=nothing, save_host=nothing)
+    moves = WindowMoves(load_host=nothing, save_host=nothing)
     places = []
     for layer in range(num_layers):
         cache = window.enter(layer, moves)
         cache.k[layer].fill_(layer + 1)
         assert (cache.k == layer + 1).all()
         places.append(cache.k[layer].data_ptr())
-        window.leave(layer, moves)
+        window.leave(layer, torch.from_numpy(nothing), moves)
     # two in turn, and nothing but the pool was written
     assert [place == places[0] for place in places] == [i % 2 == 0 for i in range(num_layers)]
     used = min(2, num_layers) * window.num_blocks

@@ -16,6 +16,7 @@ from raybatch.engine.memory.kv_cache import KVCache, copy_blocks, read_blocks, w
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.policy.shared_reads import UNTIMED
 from raybatch.records.sequence_kv import KVKey
 from tests.engine.fakes import NUM_LAYERS, FakeSpec, embed, mix
 
@@ -25,11 +26,15 @@ class Prepared(NamedTuple):
 
 
 class FailingLayers(HostLayers):
-    """Fails at some of its copies, counted from 0, after it has written a part."""
+    """Fails at some of its copies, counted from 0, after it has written a part.
+
+    Tokens that are saved are late, as those of a GPU: in one of two buffers in turn.
+    """
 
     def __init__(self, pool, num_blocks, failing):
         super().__init__(pool, num_blocks)
         self.failing, self.num_copies = set(failing), 0
+        self._ring, self._underway = [[], []], []
 
     def load(self, layer_idx, block_ids, buffer, after):
         assert len(set(block_ids.tolist())) == len(block_ids)
@@ -39,8 +44,19 @@ class FailingLayers(HostLayers):
 
     def save(self, layer_idx, buffer, slots, host_slots):
         assert len(set(slots.tolist())) == len(set(host_slots.tolist())) == len(slots)
+        self._put_late(keep=1)
+        self._ring.reverse()
+        late = self._ring[0]
+        late[:] = [layer_idx, KVCache(k=buffer.k.clone(), v=buffer.v.clone()), slots, host_slots]
         self._count()
-        super().save(layer_idx, buffer, slots, host_slots)
+        self._underway.append(late)
+
+    def finish(self):
+        self._put_late(keep=0)
+
+    def _put_late(self, keep):
+        while len(self._underway) > keep:
+            super().save(*self._underway.pop(0))
 
     def _count(self):
         self.num_copies += 1
@@ -125,6 +141,7 @@ class WindowRunner:
         self.num_blocks, self.num_window_blocks = host_blocks, self.window.num_blocks
         self.spec, self.nan_after = spec or FakeSpec(), nan_after
         self.device, self.attn_batch_tokens = torch.device("cpu"), attn_batch_tokens
+        self.shared_reads = UNTIMED
         self.weight_counters, self.graph_counts = WeightCounters(), GraphCounts()
         self.steps, self.cleared, self.last_tokens, self.copied = [], [], [], []
         self.kv_key = KVKey("fake", "int64", "int64", block_size)

@@ -1,5 +1,6 @@
 """`raybatch fetch`: a model comes to a host, a folder or a cluster before a job wants it."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +149,21 @@ def test_of_two_models_at_once_one_has_the_folder(uri, tmp_path, monkeypatch):
     monkeypatch.setattr(prefetch_module, "_created", after_another)
     with pytest.raises(ConfigError, match="holds another model than 'memory://bucket/model'"):
         prefetch(uri, to=tmp_path)
+
+
+def test_a_process_that_fetches_the_same_model_is_nobody_else(uri, tmp_path, monkeypatch):
+    """Its mark and first files appear while one looks at the folder."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    prefetch(uri, to=theirs)
+
+    class Names(list):
+        def __iter__(self):
+            shutil.copytree(theirs, ours, dirs_exist_ok=True)
+            return super().__iter__()
+
+    names = prefetch_module.text_names
+    monkeypatch.setattr(prefetch_module, "text_names", lambda stored: Names(names(stored)))
+    assert prefetch(uri, to=ours).num_bytes == NUM_BYTES
 
 
 def test_the_demo_model_has_no_revisions(tmp_path):

@@ -100,6 +100,12 @@ def test_config_and_tokenizer_may_lie_alone(bare):
         resolve_model(str(bare))
 
 
+def test_a_folder_without_a_config_is_not_asked_for_weights(bare):
+    (bare / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        resolve_config(str(bare))
+
+
 def test_a_part_of_the_weights_is_no_such_folder(bare):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (bare / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -13,12 +13,12 @@ from raybatch.prefix.block_keys import BlockKeys, hash_blocks
 SLIDES = ("abcdea", "bab", "bacd", "baabcdeabc", "baabcdeadea", "bbcdeabc")
 
 # few segments of few tokens, so that prompts share, repeat and contain each other
-_SEGMENTS = ((1,), (2,), (1, 2, 3), (4, 4, 4, 4), (5, 6, 7, 8, 9))
+_SEGMENTS = ((0,), (1,), (2,), (0, 0, 0), (1, 2, 3), (4, 4, 4, 4), (5, 6, 7, 8, 9))
 
 prompt_lists = st.lists(
     st.lists(st.sampled_from(_SEGMENTS), max_size=5).map(lambda parts: sum(parts, ())), max_size=9
 )
-block_sizes = st.integers(2, 4)
+block_sizes = st.integers(1, 4)
 
 
 def keys_of(prompts, block_size) -> BlockKeys:

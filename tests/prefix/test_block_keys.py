@@ -91,8 +91,8 @@ def test_rows_with_other_digests_are_not_identical():
 
 def test_hashes_are_the_same_on_every_machine():
     keys = keys_of([[1, 2, 3, 4, 5], [6, 7]], 2)
-    assert keys.keys.tolist() == [18312697798616416134, 14242112398754784910, 12905172283192591297]
-    assert keys.digest.tolist() == [16934235946158207166, 5283210161008649999]
+    assert keys.keys.tolist() == [12711357330213595081, 4546903929958394437, 16533875468901102534]
+    assert keys.digest.tolist() == [10183123633267509462, 3491157378074539849]
 
 
 def test_hashes_do_not_depend_on_the_rows_beside():
@@ -106,6 +106,14 @@ def test_more_blocks_than_fit_a_chunk_hash_like_few():
     tokens = np.arange(200_000, dtype=np.int32)
     keys = hash_blocks(tokens, np.array([0, 100_000, 200_000]), 5)
     assert row_keys(keys, 1) == row_keys(keys_of([range(100_000, 200_000)], 5), 0)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4])
+def test_each_run_of_zeros_has_keys_of_its_own(block_size):
+    zeros = keys_of([[0] * length for length in range(12)], block_size)
+    assert len(set(zeros.digest.tolist())) == 12
+    longest = row_keys(zeros, 11)
+    assert len(set(longest)) == len(longest)
 
 
 def test_words_that_differ_in_one_bit_have_unrelated_keys():

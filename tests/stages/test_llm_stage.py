@@ -144,7 +144,9 @@ def test_row_that_fits_no_cache_keeps_the_engines_reason(model):
     out = answer(stage, pa.table({"t": ["a"]}))
     assert out.column("finish_reason").to_pylist() == ["capacity"]
     assert error_classes(out) == ["CapacityError"]
-    assert "raise engine.kv_cache_bytes" in out.column("__inference_error__")[0].as_py()
+    told = out.column("__inference_error__")[0].as_py()
+    assert "raise engine.kv_cache_bytes" in told
+    assert "host_kv_bytes" in told
 
 
 @pytest.mark.parametrize("error", [ConfigError("no"), ImportError("no"), ValueError("no")])

@@ -109,6 +109,14 @@ class ClientCounters:
         for row, text in zip(failed.column("row").to_numpy(), texts, strict=True):
             self.errors[text.partition(":")[0]] += _num_rows(submission, np.array([row]))
 
+    def copied(self, submission: Submission, row: int, results: pa.RecordBatch) -> None:
+        """Note a row that has taken the results of another: it is done, and cost no tokens."""
+        rows = np.array([row])
+        self.rows_done += _num_rows(submission, rows)
+        self.max_tokens_left -= int(submission.max_new_tokens[row])
+        if error := results.column("error")[0].as_py():
+            self.errors[error.partition(":")[0]] += _num_rows(submission, rows)
+
     def outside(self, num_rows: int, errors: Mapping[str, int]) -> None:
         """Note rows that never reach the pool as handed over and done, and errors found outside."""
         self.rows_received += num_rows
@@ -172,12 +180,6 @@ _REPLICA_COUNTERS = (
     ("num_preemptions", "preemptions", "Requests that gave up their KV."),
     ("num_swapped_tokens", "swapped_tokens", "Tokens whose KV came back from host memory."),
     ("swapped_bytes", "swapped_bytes", "KV copied to host memory and back."),
-    ("checkpoint_bytes", "checkpoint_bytes", "Of these, copied ahead of a preemption."),
-    (
-        "checkpoint_used_bytes",
-        "checkpoint_used_bytes",
-        "KV that a preemption found copied already.",
-    ),
     ("num_weight_copies", "weight_copies", "Layers whose weights were copied to the device."),
     ("weight_copy_bytes", "weight_copy_bytes", "Weights copied to the device."),
     ("num_weight_stalls", "weight_stalls", "Layers whose weights were waited for."),

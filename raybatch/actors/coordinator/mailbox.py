@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters
+from raybatch.actors.coordinator.twins import Twins, copied_results
 from raybatch.actors.queue.probation import Probation
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.begun import Begun
@@ -76,6 +77,7 @@ class Mailbox:
     # the tokens in order of arrival
     _cancelled: dict[str, None] = field(default_factory=dict)
     _next_id: Iterator[int] = field(default_factory=itertools.count)
+    _twins: Twins = field(default_factory=Twins)
     _probation: Probation = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,6 +153,8 @@ class Mailbox:
             self._named[submission.client, submission.name] = batch
         if self.failure is None:
             expected = submission.expected_new_tokens
+            waiting, answered = self._twins.join(batch.batch_id, submission)
+            known = np.array([row for row, _ in answered], np.intp)
             self.queue.add(
                 batch.batch_id,
                 submission.prompt_tokens,
@@ -158,8 +162,11 @@ class Mailbox:
                 groups=submission.groups,
                 keys=submission.block_keys,
                 strikes=submission.crashes,
+                held_back=np.concatenate([waiting, known]),
             )
             self.clients[submission.client].received(submission)
+            for row, results in answered:
+                self._copy(batch, row, results)
         self._settle(batch)
         return batch
 
@@ -273,6 +280,8 @@ class Mailbox:
         """Answer every batch, open or later, with a failure, and take all rows out."""
         is_first = self.failure is None
         self.failure = self.failure or (rank, cause)
+        # no row runs in the place of another any more
+        self._twins = Twins()
         for batch in self._open.values():
             if is_first and batch.submission.name:
                 # its feeder keeps what is finished
@@ -300,7 +309,8 @@ class Mailbox:
             self.forget_good_row()
 
     def forget_good_row(self) -> None:
-        """Forget the row that is kept for controls; its request table fills the object store."""
+        """Forget the row that is kept for controls, and results; they fill the object store."""
+        self._twins.forget_results()
         control = self._probation.batch_id
         self._probation.forget_good_row()
         if control is not None:
@@ -325,12 +335,26 @@ class Mailbox:
         batch.begun.drop(set(rows.tolist()))
         counters = self.clients[batch.submission.client]
         counters.finished(batch.submission, rows, results)
+        served = self._twins.finish(batch.batch_id, batch.submission, rows.tolist(), results)
+        for batch_id, row, of_row in served:
+            self._copy(self._open[batch_id], row, of_row)
+        self._settle(batch)
+
+    def _copy(self, batch: OpenBatch, row: int, results: pa.RecordBatch) -> None:
+        """Answer a row that no replica got with the results of another that is like it."""
+        self.queue.close(batch.batch_id, row)
+        copied = copied_results(results, row, int(batch.submission.prompt_tokens[row]))
+        batch.results.append(copied)
+        batch.begun.drop({row})
+        self.clients[batch.submission.client].copied(batch.submission, row, copied)
         self._settle(batch)
 
     def _take_out(self, batch: OpenBatch) -> None:
         rows = self.queue.rows_left(batch.batch_id)
         self.clients[batch.submission.client].dropped(batch.submission, rows)
         self.drop_rows(batch.batch_id)
+        for batch_id, row in self._twins.drop(batch.batch_id, batch.submission, rows.tolist()):
+            self.queue.open(batch_id, row)
 
     def _settle(self, batch: OpenBatch) -> None:
         if self.failure is not None or self.queue.is_done(batch.batch_id):

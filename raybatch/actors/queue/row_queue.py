@@ -7,6 +7,8 @@ Rows are the unit of work. A row is waiting, held by one replica, or done:
               +-- lose, release, --+
                     give_back
 
+A row that is held back is in no line until it is opened, or closed because another one like it ran.
+
 Rows of one prefix group wait together and go to the replica that has the prefix, see
 `raybatch.actors.queue.grant`.
 
@@ -33,6 +35,7 @@ from raybatch.prefix.block_keys import BlockKeys
 _SUSPECT_STRIKES = 2
 # of a replica that has got nothing; read only
 _NO_LOAD = ReplicaLoad()
+_NO_ROWS = np.empty(0, np.intp)
 
 
 class RowQueue:
@@ -60,21 +63,33 @@ class RowQueue:
         groups: RowGroups | None = None,
         keys: BlockKeys | None = None,
         strikes: npt.NDArray[np.int16] | None = None,
+        held_back: npt.NDArray[np.intp] = _NO_ROWS,
     ) -> None:
         """Queue a row batch behind all others; its suspects, if any, run before them.
 
         Args:
             keys: of rows without a plan, which are grouped while they wait.
             strikes: int16 [rows], deaths with each row that are known from elsewhere.
+            held_back: rows that wait for `open` or `close` instead of a replica.
         """
         arrival = self._regrouping.num_groupings
         batch = self._batches[batch_id] = RowStates(
             prompt_tokens, new_tokens, groups=groups, keys=keys, arrival=arrival, strikes=strikes
         )
-        rows = np.arange(batch.num_left)
+        rows = np.delete(np.arange(batch.num_left), held_back)
         is_suspect = self._is_suspect(batch, rows)
         self._regrouping.add(batch_id, rows[~is_suspect])
         self._isolation.add_suspects(_one_by_one(batch_id, rows[is_suspect]))
+
+    def open(self, batch_id: int, row: int) -> None:
+        """Queue a row that was held back, before all others: it has waited."""
+        self._line.put_back([Span(batch_id, row, row + 1)])
+
+    def close(self, batch_id: int, row: int) -> None:
+        """Note that a row that was held back is done; it counts as one attempt of another."""
+        batch = self._batches[batch_id]
+        batch.attempts[row] += 1
+        batch.close(np.array([row]))
 
     def add_control(
         self, batch_id: int, prompt_tokens: npt.ArrayLike, new_tokens: npt.ArrayLike, row: int

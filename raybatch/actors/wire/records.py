@@ -18,6 +18,8 @@ AnswerStatus = Literal["pending", "done", "failed", "unknown"]
 Activity = Literal["nothing", "fetching", "steps", "endpoint"]
 # a table of `columns.REQUEST_SCHEMA`, and what its column `sampling` points into
 Requests = tuple[pa.Table, tuple[Sampling, ...]]
+# wide enough that two different rows never have one key
+TWIN_KEY_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,8 @@ class Submission:
         max_new_tokens: int64 [rows], upper bound of generated tokens over all samples.
         expected_new_tokens: int64 [rows], what is expected of them; None expects the upper bound.
         copies: int32 [rows], further rows that each row's answer is for; None where there are none.
+        twin_keys: `TWIN_KEY_BYTES` of each row, one after the other: rows with equal keys have
+            equal results. Zeros are of a row that runs by itself; empty where all do.
         groups: of planned rows; ids that no other client's groups have.
         block_keys: of rows without a plan, from which the pool makes groups by itself.
         begun: tokens of rows that earlier runs did not finish, see `raybatch.actors.wire.begun`.
@@ -115,6 +119,7 @@ class Submission:
     max_new_tokens: npt.NDArray[np.int64]
     expected_new_tokens: npt.NDArray[np.int64] | None = None
     copies: npt.NDArray[np.int32] | None = None
+    twin_keys: bytes = b""
     groups: RowGroups | None = None
     block_keys: BlockKeys | None = None
     crashes: npt.NDArray[np.int16] | None = None

@@ -84,18 +84,14 @@ class WindowNumbers:
         number = self._number
         number[loaded] = np.arange(len(loaded))
         number[filled] = len(loaded) + np.arange(len(filled))
-        placed = number[written] * block_size + offsets
         last = batch.logits_attention
         batch = replace(
             batch,
-            slot_mapping=torch.from_numpy(placed),
+            slot_mapping=torch.from_numpy(number[written] * block_size + offsets),
             attention=self._renumbered(batch.attention),
             logits_attention=None if last is None else self._renumbered(last),
         )
-        moves = WindowMoves(
-            load_host=loaded, save_slots=placed, save_host=slots, follows_writer=follows_writer
-        )
-        return batch, moves
+        return batch, WindowMoves(load_host=loaded, save_host=slots, follows_writer=follows_writer)
 
     def _filled(self, part: Schedule) -> Ints:
         """Return the blocks of which the chunks of a part write every position."""

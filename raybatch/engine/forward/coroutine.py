@@ -1,8 +1,9 @@
 """Sequences that pause between the modules of a forward pass, and which of them run next, together.
 
 A `SequenceCoroutine` is one or more parts at one yield point, with the hidden states of all their
-rows in one tensor. YIELD parks it in a `Lot`, COMBINE joins parked ones, PARTITION takes them apart
-again; none of them computes anything, so no order of firing changes a token (BatchGen, section 4).
+rows in one tensor. YIELD parks it in a `Lot`, COMBINE joins parked ones, and a split takes them
+apart again; none of these computes anything, so no order of firing changes a token (BatchGen,
+section 4).
 The default order is that of its Algorithm 1: attention part by part, then the feed-forward block of
 a layer once for all parts that have reached it, so that experts see large batches.
 """
@@ -15,7 +16,6 @@ from enum import IntEnum
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
@@ -103,24 +103,6 @@ def combine(coroutines: Sequence[SequenceCoroutine]) -> SequenceCoroutine:
         num_rows=tuple(count for coroutine in coroutines for count in coroutine.num_rows),
         hidden=torch.cat([coroutine.hidden for coroutine in coroutines]),
     )
-
-
-def partition(coroutine: SequenceCoroutine, count: int) -> list[SequenceCoroutine]:
-    """Return up to `count` coroutines with about as many rows each, without splitting a part.
-
-    Rows keep their order, so that combining the result gives back what came in.
-    """
-    if count < 1:
-        raise ValueError(f"a coroutine cannot be parted into {count}")
-    ends = np.cumsum(coroutine.num_rows)
-    # the share of a part is where its middle lies
-    middles = ends - np.array(coroutine.num_rows) / 2
-    share = np.minimum(middles * count // max(int(ends[-1]), 1), count - 1).astype(np.int64)
-    pieces = coroutine.split()
-    return [
-        combine([pieces[i] for i in np.flatnonzero(share == number).tolist()])
-        for number in np.unique(share).tolist()
-    ]
 
 
 @dataclass(slots=True)
@@ -258,9 +240,10 @@ class CoroutineRuntime:
         return moved
 
     def _attend(self, layer: int, part: Part, hidden: torch.Tensor) -> torch.Tensor:
-        if self._window is None or part.moves is None:
+        if self._window is None:
             return self._decoder.attention(layer, hidden, part.prepared, self._cache)
+        assert part.moves is not None, "a part whose KV does not come into the window"
         cache = self._window.enter(layer, part.moves)
         hidden = self._decoder.attention(layer, hidden, part.prepared, cache)
-        self._window.leave(layer, part.moves)
+        self._window.leave(layer, part.prepared.batch.slot_mapping, part.moves)
         return hidden

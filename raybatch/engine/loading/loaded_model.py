@@ -213,7 +213,7 @@ def chosen_kv_offload(
     """
     if config.kv_offload != "auto":
         return config.kv_offload
-    needs_device = (config.speculative_tokens, config.kv_checkpoint_blocks, config.cuda_graphs)
+    needs_device = (config.speculative_tokens, config.cuda_graphs)
     if not config.host_kv_bytes or any(needs_device):
         return False
     profile = _profile_of(model, config, ops, otherwise="keeps KV on the device")

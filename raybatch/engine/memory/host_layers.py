@@ -82,13 +82,13 @@ class HostLayers:
             self._ring_in.mark()
         torch.cuda.current_stream(device).wait_stream(stream)
 
-    def save(self, layer_idx: int, buffer: KVCache, slots: Ints, host_slots: Ints) -> None:
+    def save(self, layer_idx: int, buffer: KVCache, slots: torch.Tensor, host_slots: Ints) -> None:
         """Copy one layer of tokens to the host; `finish` waits until they are there.
 
-        A slot is block * B + offset, in `buffer` [W, G, B, R] and in host memory.
+        A slot is block * B + offset, in `buffer` [W, G, B, R], on its device, and in host memory.
         """
         device, block_size = buffer.k.device, buffer.k.shape[2]
-        blocks, offsets = (torch.from_numpy(x).to(device) for x in divmod(slots, block_size))
+        blocks, offsets = slots // block_size, slots % block_size
         rows = torch.stack((buffer.k[blocks, :, offsets], buffer.v[blocks, :, offsets]))
         places = torch.from_numpy(host_slots)
         if self._streams is None:
@@ -115,9 +115,10 @@ class HostLayers:
     def _put_arrived(self, *, keep: int) -> None:
         """Put rows that have arrived into their blocks, but for the last layers."""
         while len(self._arriving) > keep:
-            layer = self._arriving.pop(0)
+            layer = self._arriving[0]
             layer.arrived.synchronize()
             self._put(layer.layer_idx, layer.slots, layer.rows)
+            del self._arriving[0]
 
     def _put(self, layer_idx: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         block_size = self._memory.shape[-2]

@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_cache import COPY_ERRORS, KVCache
 from raybatch.errors import error_text
@@ -30,7 +32,6 @@ class WindowMoves:
     """What some rows move in each layer; a slot is block * B + offset."""
 
     load_host: Ints  # int64 [X], host blocks that come into the first X blocks of a buffer
-    save_slots: Ints  # int64 [T], of the new tokens in the buffer
     save_host: Ints  # int64 [T], of the new tokens in host memory
     # whether other rows of the step write some of these blocks, in the same layers
     follows_writer: bool = False
@@ -100,11 +101,11 @@ class KVWindow:
             self.counters.loaded_bytes += num_rows * self.host.row_bytes
         return self._caches[self._next]
 
-    def leave(self, layer_idx: int, moves: WindowMoves) -> None:
-        """Take the new tokens of the layer that was entered last out."""
+    def leave(self, layer_idx: int, slots: torch.Tensor, moves: WindowMoves) -> None:
+        """Take the new tokens of the layer that was entered last out of these slots, [T]."""
         buffer = self._buffers[self._next]
-        self._copy(lambda: self.host.save(layer_idx, buffer, moves.save_slots, moves.save_host))
-        self.counters.saved_bytes += len(moves.save_slots) * self.host.row_bytes
+        self._copy(lambda: self.host.save(layer_idx, buffer, slots, moves.save_host))
+        self.counters.saved_bytes += len(slots) * self.host.row_bytes
         self._marks[self._next] = self.host.mark()
         self._next = (self._next + 1) % len(self._buffers)
 
@@ -121,3 +122,5 @@ class KVWindow:
                 if attempt == _MAX_TRIES:
                     raise
                 logger.warning("KV is copied again, because a copy failed: %s", error_text(error))
+                # the next try may get the memory of a layer that is still on its way
+                self.host.finish()

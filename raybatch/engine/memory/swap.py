@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.memory.kv_cache import COPY_ERRORS
-from raybatch.engine.memory.kv_checkpoints import KVCheckpoints
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import HostBlocks, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
@@ -98,7 +97,6 @@ class SwapSpace:
     Args:
         copier: with the pools; None has no host memory.
         choice: between copying and computing; None copies whatever there is room for.
-        has_checkpoints: let the blocks of restored sequences stay in host memory.
         write_blocks: puts KV that came with a sequence into blocks where it runs.
     """
 
@@ -108,14 +106,12 @@ class SwapSpace:
         copier: KVTiers | None = None,
         choice: LearnedRecovery | None = None,
         *,
-        has_checkpoints: bool = False,
         write_blocks: Callable[[npt.NDArray[Any], Ints], None] = lambda *_: None,
     ) -> None:
         self.counters = SwapCounters()
         self._write_blocks = write_blocks
         self.blocks = HostBlocks(copier.num_host_blocks if copier else 0)
         self._block_size, self._copier, self._choice = block_size, copier, choice
-        self.checkpoints = KVCheckpoints(block_size, self.blocks, copier, has_checkpoints)
 
     def save(self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int) -> None:
         """Keep the KV of a sequence that is about to lose its blocks, if that pays.
@@ -123,47 +119,36 @@ class SwapSpace:
         A sequence that has something in host memory keeps that; its first `num_shared` blocks are
         likely to be found again.
         """
-        stop = -(-num_tokens // self._block_size)
-        if self._copier is None or record.swapped is not None or stop <= num_shared:
-            self.checkpoints.drop(record)
+        own = blocks[num_shared : -(-num_tokens // self._block_size)].astype(np.int64)
+        if self._copier is None or record.swapped is not None or not len(own):
             return
-        host_blocks = self.checkpoints.find(record, num_shared, stop)
-        is_missing = host_blocks < 0
-        num_missing = int(is_missing.sum())
-        # what host memory has already is copied back alone
+        num_bytes = len(own) * self._copier.block_bytes
         is_worth_it = self._choice is None or self._choice.is_copy_quicker(
-            num_bytes=(num_missing + len(is_missing)) * self._copier.block_bytes,
+            # there and back
+            num_bytes=2 * num_bytes,
             num_tokens=num_tokens,
             num_shared_tokens=num_shared * self._block_size,
         )
-        if is_worth_it:
-            self.checkpoints.make_room(num_missing, but=record)
-        if not is_worth_it or num_missing > self.blocks.num_available:
-            self.checkpoints.drop(record)
+        if not is_worth_it or len(own) > self.blocks.num_available:
             return
-        added = np.array(self.blocks.allocate(num_missing), np.int32)
+        host_blocks = np.array(self.blocks.allocate(len(own)), np.int32)
         try:
-            if num_missing:
-                sources = blocks[num_shared:stop][is_missing].astype(np.int64)
-                self._copier.save_blocks(sources, added.astype(np.int64))
+            self._copier.save_blocks(own, host_blocks.astype(np.int64))
         except COPY_ERRORS as error:
-            self.blocks.release(added)
-            self.checkpoints.drop(record)
+            self.blocks.release(host_blocks)
             self.counters.num_failures += 1
             logger.warning(_FAILURE, error)
             return
-        self.checkpoints.take(record, host_blocks[~is_missing])
-        host_blocks[is_missing] = added
         record.swapped = SwappedKV(
             first_block=num_shared, host_blocks=host_blocks, num_tokens=num_tokens
         )
-        self.counters.saved_bytes += num_missing * self._copier.block_bytes
+        self.counters.saved_bytes += num_bytes
 
     def load(self, record: Sequence, start: int, blocks: list[int]) -> bool:
         """Bring KV back into `blocks`; False if that fails.
 
-        The host's blocks are given up, or become the checkpoint of the sequence. `start` is the
-        place of the first of `blocks` in the sequence, not before what the host has.
+        The host's blocks are given up. `start` is the place of the first of `blocks` in the
+        sequence, not before what the host has.
         """
         kept, copier = record.swapped, self._copier
         assert kept is not None, "a sequence without anything in host memory"
@@ -180,29 +165,25 @@ class SwapSpace:
         except COPY_ERRORS as error:
             self.counters.num_failures += 1
             logger.warning(_FAILURE, error)
-            self.drop(record)
             return False
-        record.swapped = None
+        finally:
+            self.drop(record)
         if kept.rows is not None:
             self.counters.num_carried_tokens += num_tokens
             return True
-        self.checkpoints.keep(record, kept)
         self.counters.loaded_bytes += len(blocks) * copier.block_bytes
         self.counters.num_tokens += num_tokens
         return True
 
     def drop(self, record: Sequence) -> None:
-        self.checkpoints.drop(record)
         if record.swapped is not None:
             self.blocks.release(record.swapped.host_blocks)
             record.swapped = None
 
-    def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+    def check(self, records: Iterable[Sequence]) -> None:
         """Raise RuntimeError unless these, all there are, hold the host's used blocks."""
-        running, waiting = list(running), list(waiting)
-        kept = [r.swapped for r in (*running, *waiting) if r.swapped is not None]
-        ahead = self.checkpoints.check(running, waiting)
-        self.blocks.check([*ahead, *(swapped.host_blocks for swapped in kept)])
+        kept = [record.swapped for record in records if record.swapped is not None]
+        self.blocks.check([swapped.host_blocks for swapped in kept])
         for swapped in kept:
             num_blocks = swapped.first_block + swapped.num_blocks
             if num_blocks != -(-swapped.num_tokens // self._block_size):

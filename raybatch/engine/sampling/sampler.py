@@ -4,7 +4,7 @@ A slot is a sequence's place in the engine's arrays. Options live in arrays inde
 of a step are grouped by what they need, so that a greedy row never pays for a random one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raybatch.engine.memory.pinned import IndexUploads
 from raybatch.engine.sampling.draw import (
     Drawn,
     DrawnTokens,
@@ -27,6 +26,8 @@ from raybatch.engine.sampling.grammars import GrammarSlots
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Sampling, TokenIds, TokenLogprobs
 
+# brings numbers to a device
+Upload = Callable[[Ints, torch.device], torch.Tensor]
 Flags = npt.NDArray[np.bool_]
 
 # below this a division by the temperature has no meaning in float32; vLLM draws the same line
@@ -56,7 +57,7 @@ class Sampler:
     Args:
         eos_token_ids: end tokens of the model, held back by min_tokens.
         grammars: of answers that follow one; None where no answer can.
-        uploads: bring options to the device; None copies them and waits.
+        upload: brings options to a device; None copies them and waits.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class Sampler:
         max_slots: int,
         eos_token_ids: tuple[int, ...],
         grammars: GrammarSlots | None = None,
-        uploads: IndexUploads | None = None,
+        upload: Upload | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._grammars = grammars
-        self._uploads = uploads or IndexUploads(torch.device("cpu"))
+        self._upload = upload or _copy
         self._eos_token_ids = eos_token_ids
         self._is_random = np.zeros(max_slots, np.bool_)
         self._is_penalized = np.zeros(max_slots, np.bool_)
@@ -214,7 +215,7 @@ class Sampler:
         kinds, options, num_plain = kinds[order], options.take(order), int((~is_adjusted).sum())
         rows = np.concatenate((order[:num_plain], np.arange(len(order) - num_plain)))
         table = np.concatenate((options.table(rows), (order, np.argsort(order))))
-        on_device = self._uploads.upload(table.reshape(-1), logits.device).view(table.shape)
+        on_device = self._upload(table.reshape(-1), logits.device).view(table.shape)
         adjusted = None
         if num_plain < len(order):
             group = order[num_plain:]
@@ -241,10 +242,14 @@ class Sampler:
         held_back = np.flatnonzero(is_held_back).tolist()
         if held_back:
             ids = [self._held_back[int(slots[idx])] for idx in held_back]
-            mask_tokens(logits, held_back, ids, self._uploads)
+            mask_tokens(logits, held_back, ids, self._upload)
         constrained = np.flatnonzero(self._has_grammar[slots]).tolist()
         if constrained and self._grammars is not None:
             self._grammars.mask(logits, constrained, slots[constrained].tolist())
+
+
+def _copy(numbers: Ints, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(numbers).to(device)
 
 
 # by kind of a row; those with adjusted logits are counted from behind the last one
@@ -382,8 +387,8 @@ def mask_tokens(
     logits: torch.Tensor,  # float32 [S, V], modified in place
     row_idx: Sequence[int],
     token_ids: Sequence[Ints],
-    uploads: IndexUploads,
+    upload: Upload,
 ) -> None:
     rows = np.repeat(np.asarray(row_idx, np.int64), [len(ids) for ids in token_ids])
     flat_idx = rows * logits.shape[1] + np.concatenate(token_ids)
-    logits.view(-1).index_fill_(0, uploads.upload(flat_idx, logits.device), -torch.inf)
+    logits.view(-1).index_fill_(0, upload(flat_idx, logits.device), -torch.inf)

@@ -11,7 +11,6 @@ from types import MappingProxyType
 import numpy as np
 
 from raybatch.config import AdmissionPolicy
-from raybatch.engine.memory.kv_checkpoints import CopiesAhead
 from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.scheduling.admission import Admission
 from raybatch.engine.scheduling.chunks import Chunks, DraftRoom
@@ -43,7 +42,6 @@ class Scheduler:
         admission: who starts next; "static" and "multi_bin" run closed batches.
         kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
         swap: host memory for the KV of preempted sequences; None has none.
-        checkpoint_blocks: of sequences likely to be preempted next, copied ahead in one step.
         copy_blocks: copies some blocks of the device into as many others; at once, or before
             the next step.
         max_row_blocks: that one sequence may have; None bounds it by the blocks there are.
@@ -59,7 +57,6 @@ class Scheduler:
         admission: AdmissionPolicy = "fcfs",
         kv_admission_fraction: float | None = None,
         swap: SwapSpace | None = None,
-        checkpoint_blocks: int = 0,
         copy_blocks: Callable[[Ints, Ints], None] = lambda *_: None,
         max_row_blocks: int | None = None,
     ) -> None:
@@ -71,8 +68,8 @@ class Scheduler:
         self._resume_steps = min(_RESUME_STEPS, table.block_size)
         self._max_row_blocks = blocks.num_blocks if max_row_blocks is None else max_row_blocks
         self._swap = swap or SwapSpace(table.block_size)
-        # KV of preempted sequences that was copied to host memory and back, and ahead of that
-        self.moves, self.ahead = self._swap.counters, self._swap.checkpoints.counters
+        # KV of preempted sequences that was copied to host memory and back
+        self.moves = self._swap.counters
         self._has_cache = enable_prefix_caching
         self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
         self.forks = PromptForks(blocks, keep_cached=enable_prefix_caching)
@@ -85,9 +82,6 @@ class Scheduler:
         self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
         self._draft_room = DraftRoom(table, blocks, self._spare_steps)
         self._chunks = Chunks(table, blocks, self._groups, self.forks, self._swap, self.counters)
-        self._copies_ahead = CopiesAhead(
-            table, blocks, self._swap.checkpoints, checkpoint_blocks, self._num_found_again
-        )
 
     @property
     def num_waiting(self) -> int:
@@ -132,7 +126,6 @@ class Scheduler:
         Drafts are, by slot of a decoding sequence, tokens that may follow its known ones; as many
         of them are computed as budget, blocks and length allow.
         """
-        self._copies_ahead.copy()
         self._num_steps += 1
         preempted, ended = self._grow_decodes()
         grown = np.flatnonzero(self.table.phase == DECODE)
@@ -197,7 +190,6 @@ class Scheduler:
         self.blocks.forget(blocks.tolist())
         num_computed = int(self.table.num_computed[slot])
         record = self._vacate(slot)
-        self._swap.checkpoints.drop(record)
         record.num_computed_before = num_computed
         self._enqueue(record)
         return record, blocks[self.blocks.num_refs[blocks] == 0]
@@ -209,7 +201,7 @@ class Scheduler:
         waiting, records = self.waiting(), [self.table.record(slot) for slot in running]
         self._groups.check(record.group for record in (*waiting, *records))
         self.forks.check(waiting)
-        self._swap.check(records, waiting)
+        self._swap.check([*records, *waiting])
         self.table.check(num_reserved=self.blocks.num_reserved)
 
     def _enqueue(self, record: Sequence) -> None:

@@ -144,8 +144,6 @@ class Sequence:
     num_reported: int = 0
     # KV in host memory, until all that it holds is on the device again
     swapped: SwappedKV | None = None
-    # KV of full blocks that host memory has ahead, while it runs
-    checkpoint: SwappedKV | None = None
     # false once a guess broke its KV
     may_draft: bool = True
     arrival_step: int = 0
