@@ -48,15 +48,7 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 TIGHT = replace(RANDOM, name="tight", output_len=2 * RANDOM.output_len)
 WORKLOADS = {w.name: w for w in (RANDOM, MIXED, SHARED, TIGHT)}
 # of the model and the forecast, which can be left out one by one
-TERMS = (
-    "blocks",
-    "memory",
-    "prompt mix",
-    "tiles of keys",
-    "cached keys",
-    "steps of prompts",
-    "other rounds",
-)
+TERMS = ("blocks", "memory", "cached keys", "other rounds")
 GOAL = 0.05
 DEFAULT_MODELS = "dense-4m,dense-60m,moe-100m"
 
@@ -117,10 +109,6 @@ def run(backend: Backend, requests: Sequence[Request], clock: Clock) -> ReplicaS
     return replace(after, **counts, engine_s=seconds)
 
 
-def without_counts(steps: Sequence[MeasuredStep], *names: str) -> list[MeasuredStep]:
-    return [replace(step, **dict.fromkeys(names, 0.0)) for step in steps]
-
-
 def without(term: str, run: "Run", steps: Sequence[MeasuredStep]) -> float:
     """Estimate the engine seconds of a run, with a term left out."""
     limits, work = run.limits, run.work
@@ -128,20 +116,13 @@ def without(term: str, run: "Run", steps: Sequence[MeasuredStep]) -> float:
         limits = replace(limits, block_size=1)
     elif term == "memory":
         limits = replace(limits, kv_tokens=1 << 40)
-    elif term == "prompt mix":
-        work = replace(work, prompt_lengths=())
-    elif term == "tiles of keys":
-        steps, work = without_counts(steps, "tile_pairs"), replace(work, tile_pairs=0.0)
     elif term == "cached keys":
         # as those of the chunk itself
         steps = [replace(s, pairs=s.pairs + s.past_pairs, past_pairs=0.0) for s in steps]
         work = replace(work, pairs=work.pairs + work.past_pairs, past_pairs=0.0)
     elif term == "other rounds":
         steps = run.steps
-    model = fit(steps, limits)
-    if term == "steps of prompts":
-        model = replace(model, prompt_step_s=0.0)
-    return estimate(model, work).engine_s.expected
+    return estimate(fit(steps, limits), work).engine_s.expected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,7 @@ from raybatch.records.types import NO_TOKENS, Request, Sampling, TokenIds
 # every model has so many; whether they mean anything does not matter
 MIN_VOCAB_SIZE = 128
 _PREFILL_LENS = (16, 64, 256, 1024, 4096)
-# of prompts that together have the tokens of the longest one
-_SHORT_PROMPT_LENS = (64, 256)
+_SHORT_PROMPT_LEN = 64
 # prompts with a beginning that is cached, and what each has of its own
 _CACHED_PROMPTS = [32] * 8
 _DECODE_ROWS = (1, 4, 16, 64)
@@ -80,7 +79,6 @@ class _Program:
     # seconds per prompt token, and per decode step, of the last and largest step
     token_s: float = 0.0
     decode_s: float = 0.0
-    longest: int = 0  # prompt that was measured
     steps: list[MeasuredStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -97,7 +95,6 @@ class _Program:
         self._measure_prefills()
         self._measure_decodes(_DECODE_ROWS)
         self._measure_contexts(_CONTEXTS)
-        self._measure_short(_SHORT_PROMPT_LENS[1])
         self._measure_shared()
         self._measure_cached()
         self._measure_contexts(_MORE_CONTEXTS)
@@ -111,14 +108,11 @@ class _Program:
             if self.steps and not self._is_affordable(length * self.token_s):
                 break
             self._prefill([length])
-        self.longest = int(self.steps[-1].tokens)
-        self._measure_short(_SHORT_PROMPT_LENS[0])
-
-    def _measure_short(self, length: int) -> None:
-        """Measure as many tokens in short prompts: less attention, and a first token for each."""
-        num_prompts = min(self.longest // length, self.limits.max_num_seqs)
-        if num_prompts > 1 and self._is_affordable(num_prompts * length * self.token_s):
-            self._prefill([length] * num_prompts)
+        # as many tokens in short prompts: less attention, and a first token for each
+        num_prompts = min(int(self.steps[-1].tokens) // _SHORT_PROMPT_LEN, self.limits.max_num_seqs)
+        lengths = [_SHORT_PROMPT_LEN] * num_prompts
+        if num_prompts > 1 and self._is_affordable(sum(lengths) * self.token_s):
+            self._prefill(lengths)
 
     def _measure_decodes(self, sizes: Sequence[int]) -> None:
         for num_rows in sizes:

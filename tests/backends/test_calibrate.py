@@ -17,12 +17,10 @@ from tests.backends.timed_backend import TimedBackend
 LIMITS = EngineLimits(kv_tokens=65536, max_num_seqs=256, block_size=64, max_batched_tokens=2048)
 FAST = CostModel(
     step_s=2e-3,
-    prompt_step_s=1e-3,
     knots=(16.0, 64.0),
     token_s=(1e-4, 6e-5, 4e-5),
     row_s=2e-5,
     pair_s=6e-8,
-    tile_pair_s=5e-8,
     past_pair_s=2e-8,
     context_s=8e-7,
     shared_pair_s=5e-8,
@@ -33,11 +31,9 @@ FAST = CostModel(
 SLOW = replace(
     FAST,
     step_s=2e-2,
-    prompt_step_s=3e-3,
     token_s=(3e-3, 1e-3, 6e-4),
     row_s=1e-4,
     pair_s=3e-7,
-    tile_pair_s=2e-7,
     # no time is left to measure it
     past_pair_s=3e-7,
     context_s=4e-6,
@@ -103,7 +99,7 @@ def test_noise_of_some_percent_leaves_the_estimate_within_ten():
 @pytest.mark.parametrize("truth", [FAST, SLOW], ids=["fast", "slow"])
 def test_every_cost_is_told_apart(truth):
     _, _, model = measured(truth)
-    for name in ("step_s", "prompt_step_s", *_COUNT_OF):
+    for name in ("step_s", *_COUNT_OF):
         assert pytest.approx(getattr(truth, name), rel=1e-3) == getattr(model, name)
 
 

@@ -12,12 +12,10 @@ from raybatch.policy.cost.work import work_totals
 
 MODEL = CostModel(
     step_s=1.0,
-    prompt_step_s=0.0,
     knots=(),
     token_s=(0.0,),
     row_s=0.0,
     pair_s=0.0,
-    tile_pair_s=0.0,
     past_pair_s=0.0,
     context_s=0.0,
     shared_pair_s=0.0,
@@ -47,7 +45,6 @@ def test_every_generated_token_costs_a_row():
 
 def test_attention_costs_its_pairs():
     assert pytest.approx(8 * 55) == expected_s(pair_s=1.0)
-    assert pytest.approx(8 * 50) == expected_s(tile_pair_s=1.0)
 
 
 def test_a_decode_reads_its_context():

@@ -12,12 +12,10 @@ from raybatch.policy.cost.roofline import link
 LIMITS = EngineLimits(kv_tokens=4096, max_num_seqs=64, block_size=16, max_batched_tokens=512)
 COSTS = CostModel(
     step_s=1e-3,
-    prompt_step_s=0.0,
     knots=(),
     token_s=(2e-5,),
     row_s=5.0,
     pair_s=1e-8,
-    tile_pair_s=0.0,
     past_pair_s=1e-8,
     context_s=5.0,
     shared_pair_s=5.0,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.work import length_sample, work_totals
+from raybatch.policy.cost.work import output_sample, work_totals
 
 PROMPTS = np.array([100, 40, 40, 7])
 OUTPUTS = np.array([5, 1, 9, 3])
@@ -77,9 +77,9 @@ def test_arrays_of_another_length_are_refused():
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 128, 1000])
-def test_the_length_sample_keeps_the_mean_and_the_order(num_rows, rng):
+def test_the_output_sample_keeps_the_mean_and_the_order(num_rows, rng):
     lengths = rng.integers(1, 500, num_rows).astype(float)
-    sample = length_sample(lengths)
+    sample = output_sample(lengths)
     assert pytest.approx(lengths.mean()) == np.mean(sample)
     assert sorted(sample) == list(sample)
     assert min(num_rows, 128) == len(sample)

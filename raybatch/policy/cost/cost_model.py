@@ -1,9 +1,8 @@
 """What one step of an engine costs, by what it computes; fitted to measured steps.
 
-A step costs a fixed time, another one if it computes prompts, a time for the tokens of its forward
-batch, and times for sampled rows and for attention. The time of tokens bends: a few share the
-reading of the weights, many do not, and a mixture of experts reads more of them with each. So it is
-a chain of slopes between knots.
+A step costs a fixed time, a time for the tokens of its forward batch, and times for sampled rows
+and for attention. The time of tokens bends: a few share the reading of the weights, many do not,
+and a mixture of experts reads more of them with each. So it is a chain of slopes between knots.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,6 @@ from raybatch.records.arrays import Floats, Ints
 
 # batch sizes at which the slope of the time per token may change
 TOKEN_KNOTS = (4.0, 8.0, 16.0, 32.0, 64.0, 256.0)
-# keys that attention of a prompt computes at once, also those behind a token: torch's on a CPU
-_TILE_KEYS = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +37,6 @@ class MeasuredStep:
     tokens: float  # of the forward batch: prompt tokens and one per decoding sequence
     rows: float  # sequences that got a token
     pairs: float = 0.0  # prompt tokens times the tokens of their own chunk that each attends to
-    tile_pairs: float = 0.0  # prompt tokens times the tokens that a tile of keys adds to these
     past_pairs: float = 0.0  # prompt tokens times the KV tokens before their chunk
     context_reads: float = 0.0  # KV tokens that decoding sequences read for themselves
     shared_pairs: float = 0.0  # decoding sequences times KV tokens that they share with others
@@ -51,7 +47,6 @@ class MeasuredStep:
 _COUNT_OF = {
     "row_s": "rows",
     "pair_s": "pairs",
-    "tile_pair_s": "tile_pairs",
     "past_pair_s": "past_pairs",
     "context_s": "context_reads",
     "shared_pair_s": "shared_pairs",
@@ -64,13 +59,11 @@ class CostModel:
     """Seconds of everything that a step does, and what bounds the batch."""
 
     step_s: float  # of a step, whatever it computes
-    prompt_step_s: float  # of a step that computes prompts, beside that
     knots: tuple[float, ...]  # tokens at which the slope changes, ascending
     # per token of the forward batch, one slope below each knot and one above the last
     token_s: tuple[float, ...]
     row_s: float  # per token that is sampled
     pair_s: float  # per prompt token and token of its own chunk that it attends to
-    tile_pair_s: float  # per prompt token and token that a tile of keys adds
     past_pair_s: float  # per prompt token and KV token before its chunk
     context_s: float  # per KV token that a decoding sequence reads for itself
     shared_pair_s: float  # per decoding sequence and KV token that others read as well
@@ -90,7 +83,7 @@ class CostModel:
 
     def _costs(self) -> Floats:
         others = [getattr(self, name) for name in _COUNT_OF]
-        return np.array([self.step_s, self.prompt_step_s, *self.token_s, *others])
+        return np.array([self.step_s, *self.token_s, *others])
 
     def tokens_s(self, tokens: npt.ArrayLike) -> Floats:
         """Return the seconds that forward batches of so many tokens take, without `step_s`."""
@@ -123,14 +116,13 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
     costs = solve_nonnegative(features / seconds[:, None], np.ones(len(steps)))
     error = features @ costs / seconds - 1.0
     num_slopes = len(knots) + 1
-    others = dict(zip(_COUNT_OF, costs[2 + num_slopes :].tolist(), strict=True))
+    others = dict(zip(_COUNT_OF, costs[1 + num_slopes :].tolist(), strict=True))
     if not any(step.past_pairs for step in steps):
         others["past_pair_s"] = others["pair_s"]
     return CostModel(
         step_s=float(costs[0]),
-        prompt_step_s=float(costs[1]),
         knots=knots,
-        token_s=tuple(costs[2 : 2 + num_slopes].tolist()),
+        token_s=tuple(costs[1 : 1 + num_slopes].tolist()),
         **others,
         fit_error=float(np.sqrt(np.mean(error**2))),
         limits=limits,
@@ -140,22 +132,19 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
 def prompt_pairs(lens: Floats | Ints, starts: npt.ArrayLike = 0) -> dict[str, float]:
     """Return the pairs of a `MeasuredStep` for chunks of prompts, of so many tokens, from `starts`.
 
-    A token attends to those before it in its chunk, half of them on average. It is computed
-    together with all of a tile of keys: for a chunk shorter than that, with all of the chunk.
+    A token attends to itself and those before it in its chunk, half of them on average.
     """
     lens = np.asarray(lens, float)
     return {
         "pairs": float((lens * (lens + 1) / 2).sum()),
-        "tile_pairs": float((lens * np.minimum(lens, _TILE_KEYS) / 2).sum()),
         "past_pairs": float((lens * np.asarray(starts, float)).sum()),
     }
 
 
 def _features(steps: Sequence[MeasuredStep], knots: tuple[float, ...]) -> Floats:
     tokens = np.array([step.tokens for step in steps], float)
-    has_prompts = np.array([step.pairs > 0 for step in steps], float)
     others = np.array([[getattr(step, name) for name in _COUNT_OF.values()] for step in steps])
-    return np.column_stack((np.ones(len(steps)), has_prompts, _segments(tokens, knots), others))
+    return np.column_stack((np.ones(len(steps)), _segments(tokens, knots), others))
 
 
 def _segments(tokens: Floats, knots: tuple[float, ...]) -> Floats:

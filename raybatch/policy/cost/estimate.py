@@ -62,11 +62,7 @@ def estimate(model: CostModel, totals: WorkTotals, num_replicas: int = 1) -> Cos
     of_prefill = np.divide(prefill, tokens, out=np.zeros(len(tokens)), where=tokens > 0)
     # a token that is computed again attends to as much as any other
     again = 1 + forecast.recomputed_tokens / max(1.0, share.computed_tokens)
-    prefill_s = float(
-        tokens_s @ of_prefill
-        + model.prompt_step_s * (forecast.weight @ (prefill > 0))
-        + again * _prompts_s(model, share)
-    )
+    prefill_s = float(tokens_s @ of_prefill) + again * _prompts_s(model, share)
     # members of a large group cannot all run at once
     reads = share.shared_pairs / max(1.0, forecast.mean_decode_rows)
     decode_s = (
@@ -98,11 +94,7 @@ def _prompts_s(model: CostModel, work: WorkTotals) -> float:
     budget = model.limits.max_batched_tokens or np.inf
     in_chunk = work.pairs * min(1.0, budget * work.num_rows / max(1.0, work.computed_tokens))
     past_pairs = work.past_pairs + work.pairs - in_chunk
-    return (
-        model.pair_s * in_chunk
-        + model.tile_pair_s * work.tile_pairs
-        + model.past_pair_s * past_pairs
-    )
+    return model.pair_s * in_chunk + model.past_pair_s * past_pairs
 
 
 def money(wall_s: float, num_replicas: int, price_per_engine_hour: float) -> float:

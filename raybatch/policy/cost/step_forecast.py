@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.policy.cost.cost_model import EngineLimits
-from raybatch.policy.cost.work import WorkTotals, length_sample
+from raybatch.policy.cost.work import WorkTotals, output_sample
 from raybatch.records.arrays import Floats
 
 # enough for many waves of a full batch
@@ -15,8 +15,7 @@ _MIN_ROWS, _WAVES = 2048, 8
 _MAX_STEPS, _LEAST_ROWS = 200_000, 16
 # admission leaves the blocks free that running sequences will need within so many steps
 _MAX_SPARE_STEPS = 4
-# strides through the sorted lengths of outputs and of prompts, in orders that have no trend
-_OUTPUT_STRIDE, _PROMPT_STRIDE = 0.6180339887, 0.4142135624
+_GOLDEN = 0.6180339887
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +56,7 @@ def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
     most = max(_MIN_ROWS, _WAVES * limits.max_num_seqs)
     num_rows = min(work.num_rows, most, int(in_steps))
     simulation = StepSimulation(
-        _lengths(work.prompt_lengths or (prompt,), num_rows, _PROMPT_STRIDE),
-        _lengths(work.output_lengths or (output,), num_rows, _OUTPUT_STRIDE),
-        limits,
+        _lengths((prompt,), num_rows), _lengths(work.output_lengths or (output,), num_rows), limits
     )
     simulation.run()
     return _of_all_rows(simulation, work, num_rows)
@@ -159,7 +156,6 @@ class StepSimulation:
         self.prefill_tokens: list[int] = []
         self.num_ended: list[int] = []
         self.recomputed_tokens: list[int] = []
-        self.num_preempted: list[int] = []
 
     def run(self) -> None:
         while self._waiting or self._running:
@@ -181,7 +177,6 @@ class StepSimulation:
         self.decode_rows.append(num_decoding)
         self.prefill_tokens.append(spent)
         self.recomputed_tokens.append(recomputed)
-        self.num_preempted.append(num_preempted)
         ended = self._ending.pop(step, set())
         self.num_ended.append(len(ended))
         for row in sorted(ended):
@@ -228,16 +223,15 @@ class StepSimulation:
 
     def _place(self, row: int) -> tuple[int, bool]:
         """Start a row; return the tokens that it computes, and whether it did so before."""
-        num_tokens, block_size = self._prompts[row] + self._num_generated[row], self._block_size
+        num_tokens, block_size = (
+            self._prompts[row] + self._num_generated[row],
+            self._limits.block_size,
+        )
         num_found = self._pool.find(row, (num_tokens - 1) // block_size)
         self._num_blocks[row] = -(-num_tokens // block_size)
         self._pool.take(self._num_blocks[row])
         self._running.append(row)
         return num_tokens - num_found * block_size, self._num_generated[row] > 0
-
-    @property
-    def _block_size(self) -> int:
-        return self._limits.block_size
 
     def _compute(self, step: int, row: int, num_tokens: int, budget: int) -> int:
         """Compute a prompt as far as the budget goes; return the tokens computed."""
@@ -245,7 +239,7 @@ class StepSimulation:
         if self._cut is not None:
             return budget
         num_generated = self._num_generated[row]
-        room = self._num_blocks[row] * self._block_size - self._prompts[row] - num_generated
+        room = self._num_blocks[row] * self._limits.block_size - self._prompts[row] - num_generated
         # the step of the prompt gives the first token
         self._start[row] = step
         end = step + self._outputs[row] - num_generated - 1
@@ -275,14 +269,14 @@ class StepSimulation:
     def _leave(self, row: int) -> None:
         count, self._num_blocks[row] = self._num_blocks[row], 0
         self._start[row] = None
-        self._pool.give_back(row, count, min(count, self._prompts[row] // self._block_size))
+        self._pool.give_back(row, count, min(count, self._prompts[row] // self._limits.block_size))
 
 
-def _lengths(sample: tuple[float, ...], num_rows: int, stride: float) -> list[int]:
+def _lengths(sample: tuple[float, ...], num_rows: int) -> list[int]:
     """Return a length for each row in an order without trend, whole numbers with the right mean."""
     # fewer rows than lengths stand for all of them
-    lengths = np.asarray(length_sample(np.asarray(sample), num_rows))
-    order = np.argsort(np.arange(len(lengths)) * stride % 1.0)
+    lengths = np.asarray(output_sample(np.asarray(sample), num_rows))
+    order = np.argsort(np.arange(len(lengths)) * _GOLDEN % 1.0)
     # what is cut off one length is given to the next
     ends = np.rint(np.cumsum(np.resize(lengths[order], num_rows)))
     whole: list[int] = np.maximum(np.diff(ends, prepend=0.0), 1).astype(np.int64).tolist()

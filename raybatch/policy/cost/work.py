@@ -10,10 +10,9 @@ from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import prompt_pairs
 from raybatch.records.arrays import Floats, Ints
 
-_PAIRS = ("pairs", "tile_pairs", "past_pairs")
+_PAIRS = ("pairs", "past_pairs")
 # what replicas share evenly, beside rows and what these generate
 SUMS = ("computed_tokens", "context_reads", "shared_pairs", "shared_reads", *_PAIRS)
-_SAMPLES = ("output_lengths", "prompt_lengths")
 _SAMPLE_SIZE = 128
 _MERGED_SIZE = 1 << 14
 
@@ -27,18 +26,16 @@ class WorkTotals:
     pairs: float  # sum over the computed tokens of the computed ones that each attends to
     generated_tokens: float
     context_reads: float
-    tile_pairs: float = 0.0  # what tiles of keys add to the pairs
     past_pairs: float = 0.0  # sum over the computed tokens of the cached ones before them
     shared_pairs: float = 0.0  # KV tokens that decoding rows read and share, over all steps
     shared_reads: float = 0.0  # the same, counted once for all rows that read them in a step
     # outputs of rows that stand for all, evenly over their distribution
     output_lengths: tuple[float, ...] = ()
-    prompt_lengths: tuple[float, ...] = ()  # the same of computed tokens
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in _SAMPLES and not 0 <= value < float("inf"):
+            if field.name != "output_lengths" and not 0 <= value < float("inf"):
                 raise ConfigError(f"WorkTotals.{field.name} is {value}")
         if self.generated_tokens < self.num_rows:
             raise ConfigError(
@@ -58,7 +55,7 @@ class WorkTotals:
         num_rows = self.num_rows if num_rows is None else num_rows
         prefill = computed_tokens / max(1.0, self.computed_tokens)
         decode = generated_tokens / max(1.0, self.generated_tokens)
-        prompt, length = (n * self.num_rows / max(1, num_rows) for n in (prefill, decode))
+        length = decode * self.num_rows / max(1, num_rows)
         return replace(
             self,
             num_rows=num_rows,
@@ -69,7 +66,6 @@ class WorkTotals:
             shared_pairs=self.shared_pairs * decode,
             shared_reads=self.shared_reads * decode,
             output_lengths=tuple(length * n for n in self.output_lengths),
-            prompt_lengths=tuple(prompt * n for n in self.prompt_lengths),
         )
 
     def with_cache(self, computed_tokens: float) -> "WorkTotals":
@@ -82,9 +78,7 @@ class WorkTotals:
             self,
             computed_tokens=self.computed_tokens * left,
             pairs=self.pairs * left**2,
-            tile_pairs=self.tile_pairs * left**2,
             past_pairs=self.past_pairs * left + 2 * self.pairs * left * (1 - left),
-            prompt_lengths=tuple(left * n for n in self.prompt_lengths),
         )
 
 
@@ -93,26 +87,17 @@ def merge_work(parts: Sequence[WorkTotals]) -> WorkTotals:
     sums = {
         field.name: sum(getattr(part, field.name) for part in parts)
         for field in fields(WorkTotals)
-        if field.name not in _SAMPLES
+        if field.name != "output_lengths"
     }
-    return WorkTotals(
-        **sums,
-        output_lengths=_merge_samples(parts, "output_lengths"),
-        prompt_lengths=_merge_samples(parts, "prompt_lengths"),
-    )
-
-
-def _merge_samples(parts: Sequence[WorkTotals], name: str) -> tuple[float, ...]:
-    samples = [np.array(getattr(part, name)) for part in parts]
     # every length stands for as many rows as the others of its part
+    lengths = np.concatenate([np.array(part.output_lengths) for part in parts])
     weights = np.concatenate(
-        [
-            np.full(len(sample), part.num_rows / max(1, len(sample)))
-            for part, sample in zip(parts, samples, strict=True)
-        ]
+        [np.full(n, part.num_rows / n) for part in parts if (n := len(part.output_lengths))]
+        or [np.zeros(0)]
     )
     copies = np.ceil(weights * _MERGED_SIZE / max(1.0, weights.sum())).astype(np.int64)
-    return length_sample(np.repeat(np.concatenate(samples), copies))
+    sample = output_sample(np.repeat(lengths, copies))
+    return WorkTotals(**sums, output_lengths=sample)
 
 
 def work_totals(
@@ -151,16 +136,15 @@ def work_totals(
         context_reads=float(own.sum()),
         shared_pairs=float((decodes * shared).sum()),
         shared_reads=float((decodes * shared / members).sum()),
-        output_lengths=length_sample(outputs),
-        prompt_lengths=length_sample(prompts - cached),
+        output_lengths=output_sample(outputs),
     )
 
 
-def length_sample(lengths: Floats, size: int = _SAMPLE_SIZE) -> tuple[float, ...]:
+def output_sample(output_tokens: Floats, size: int = _SAMPLE_SIZE) -> tuple[float, ...]:
     """Return at most `size` lengths, ascending, each the mean of an equal share of the rows."""
-    if not len(lengths):
+    if not len(output_tokens):
         return ()
-    ordered = np.sort(lengths)
+    ordered = np.sort(output_tokens)
     size = min(size, len(ordered))
     sums = np.concatenate(([0.0], np.cumsum(ordered)))
     # borders between shares may fall inside a row
