@@ -28,7 +28,6 @@ from raybatch.engine.forward.coroutine import (
     SequenceCoroutine,
     YieldPoint,
     combine,
-    partition,
 )
 from raybatch.engine.loading.runner import ModelRunner
 
@@ -98,7 +97,6 @@ def measure_primitives(parts: list[SequenceCoroutine], times: int) -> dict[str, 
         "yield and take": park,
         "combine": lambda: combine(parts),
         "split": together.split,
-        "partition in two": lambda: partition(together, 2),
     }
     found = {}
     for name, work in primitives.items():

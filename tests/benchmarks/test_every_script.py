@@ -84,7 +84,7 @@ TINY = {
     ),
     "combine": Tiny(args=("--parts", "2", "--tokens", "2", "--repetitions", "1")),
     "cost_model": Tiny(
-        args=("--models", "dense-4m", "--requests", "2", "--runs", "1", "--workloads", "random"),
+        args=("--models", "dense-4m", "--requests", "2", "--rounds", "1", "--workloads", "random"),
         marks=(SLOW,),
     ),
     "durability": Tiny(args=("--rows", "4", "--units", "2")),
