@@ -127,7 +127,7 @@ def test_a_path_of_no_folder_is_named_and_not_taken_for_a_hub_id(path, tmp_path,
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     monkeypatch.setenv("HOME", str(tmp_path))
-    message = r"no \*\.safetensors" if path == "." else f"model folder '{path}' does not exist"
+    message = r"has no config\.json" if path == "." else f"model folder '{path}' does not exist"
     with pytest.raises(ConfigError, match=message):
         resolve_model(path)
 
