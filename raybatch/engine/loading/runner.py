@@ -44,6 +44,7 @@ from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.kernels.dispatch import Ops
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
@@ -138,15 +139,6 @@ class ModelRunner:
             config, model.spec, model.device, ops=ops, is_streamed=layers.is_streamed
         )
         num_scrap_blocks = int(setup is not None)
-        reads = UNTIMED
-        if model.device.type == "cpu":
-            reads = timed_reads(
-                ops,
-                model.spec,
-                block_size=config.block_size_tokens,
-                dtype=model.dtype,
-                kv_dtype=kv_dtype,
-            )
         upload = IndexUploads(model.device).upload
         decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload)
         reserved_bytes = 0 if setup is None else setup.needed_bytes(model.spec, model.dtype)
@@ -178,29 +170,33 @@ class ModelRunner:
             cache=cache,
             graphs=graphs,
             num_scrap_blocks=num_scrap_blocks,
-            shared_reads=reads,
+            shared_reads=_reads_of(model, config, ops),
             path=model.path,
             dtype=model.dtype,
         )
+        runner.log_loaded(model)
+        return runner
+
+    def log_loaded(self, model: LoadedModel) -> None:
+        """Tell what was loaded, and where its KV lives."""
         host_memory = ""
-        if runner.tiers.num_host_blocks:
-            host_memory = f", and {runner.tiers.num_host_blocks} in host memory for what yields"
-        elif runner.window is not None:
+        if self.tiers.num_host_blocks:
+            host_memory = f", and {self.tiers.num_host_blocks} in host memory for what yields"
+        elif self.window is not None:
             host_memory = (
                 " in host memory (kv_offload), of which attention has "
-                f"{runner.num_window_blocks} of one layer at a time on the device"
+                f"{self.num_window_blocks} of one layer at a time on the device"
             )
         _logger.info(
             "%s loaded as %s on %s, with %d KV blocks of %d tokens%s%s",
             model.name,
             str(model.dtype).removeprefix("torch."),
             model.device,
-            runner.num_blocks,
-            config.block_size_tokens,
-            "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
+            self.num_blocks,
+            self.config.block_size_tokens,
+            "" if self.config.kv_cache_dtype == "auto" else f" in {self.config.kv_cache_dtype}",
             host_memory,
         )
-        return runner
 
     @cached_property
     def kv_key(self) -> KVKey | None:
@@ -265,3 +261,16 @@ class ModelRunner:
             return
         for pool in (self.cache.k, self.cache.v):
             pool[:, block_ids] = 0
+
+
+def _reads_of(model: LoadedModel, config: EngineConfig, ops: Ops) -> SharedReads:
+    """Return from when on rows read a shared run together; timed on a CPU alone."""
+    if model.device.type != "cpu":
+        return UNTIMED
+    return timed_reads(
+        ops,
+        model.spec,
+        block_size=config.block_size_tokens,
+        dtype=model.dtype,
+        kv_dtype=model.resolved.kv_dtype,
+    )
