@@ -67,7 +67,7 @@ def extrapolate(
     num_replicas = placement_of(question).num_replicas
     factor = num_rows / max(1, planned.num_rows)
     costs, no_time = cost_model_of(question)
-    time = slowest_s = price = None
+    time = slowest_s = None
     if costs is not None and generated_tokens.any():
         work = planned_work(
             planned.keys,
@@ -94,15 +94,9 @@ def extrapolate(
     sampled_s = 0.0 if type_of(question.spec.backend).is_endpoint else busy_s
     if time is None and sampled_s:
         slowest_s = sampled_s * factor / num_replicas
+    price = _hourly_price(question, time, num_replicas)
     if cost:
         price = band(cost * factor, max(prompt_error, output_error))
-    elif time is not None and question.price_per_engine_hour is not None:
-        hourly = question.price_per_engine_hour
-        price = Band(
-            expected=money(time.wall_s, num_replicas, hourly),
-            low=money(time.low_s, num_replicas, hourly),
-            high=money(time.high_s, num_replicas, hourly),
-        )
     return Extrapolation(
         num_rows=num_rows,
         num_sampled=planned.num_rows,
@@ -115,6 +109,18 @@ def extrapolate(
         sampled_tokens=float(prompt_tokens.sum() + generated_tokens.sum()),
         sampled_s=sampled_s,
         money=price,
+    )
+
+
+def _hourly_price(question: Question, time: TimeEstimate | None, num_replicas: int) -> Band | None:
+    """Return what engines cost by the hour; None where their time or their price is not known."""
+    hourly = question.price_per_engine_hour
+    if time is None or hourly is None:
+        return None
+    return Band(
+        expected=money(time.wall_s, num_replicas, hourly),
+        low=money(time.low_s, num_replicas, hourly),
+        high=money(time.high_s, num_replicas, hourly),
     )
 
 
