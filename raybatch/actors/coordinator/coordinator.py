@@ -388,7 +388,6 @@ class Coordinator:
             # a pool without rows needs no more engines than it has
             if len(self._mailbox):
                 self._mind_waits(now)
-            if len(self._mailbox):
                 self._idle_since = now
             elif release_s is not None and now - self._idle_since > release_s:
                 await self._stop_replicas()
