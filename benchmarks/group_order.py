@@ -16,7 +16,7 @@ import numpy as np
 from step_simulator import Device, Outcome, Rows, StepSimulator
 
 from raybatch.planning.probe import choose_probe, estimate_from_probe
-from raybatch.prefix.order import DensityModel, GroupLoad, OrderName, order_groups
+from raybatch.prefix.order import GroupLoad, OrderName, order_groups
 from raybatch.records.arrays import Floats, Ints
 
 TAIL_SIGMA, TAIL_CLIP = 1.95, 9.2
@@ -151,14 +151,7 @@ def group_load(rows: Rows, outputs: Floats | None) -> GroupLoad:
 
 def run(workload: Workload, by: OrderName, knows: str, seed: int) -> Outcome:
     device = workload.device
-    density = DensityModel(
-        active_params=device.params,
-        num_layers=device.layers,
-        hidden_size=device.hidden,
-        kv_bytes_per_token=device.kv_bytes,
-        flops_per_s=device.flops_per_s,
-        bytes_per_s=device.bytes_per_s,
-    )
+    density = device.density()
     load = group_load(workload.rows, expected(workload, knows, seed))
     order = order_groups(load, by=by, seed=seed, density=density)
     rank = np.argsort(order)

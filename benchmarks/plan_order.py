@@ -20,7 +20,7 @@ from step_simulator import Device, Rows
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import Sequence, SequenceTable
-from raybatch.prefix.order import DensityModel, GroupLoad, order_groups
+from raybatch.prefix.order import GroupLoad, order_groups
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Request, Sampling
 
@@ -83,14 +83,7 @@ def ordered(load: GroupLoad, by: str, seed: int, device: Device) -> Ints:
         tail = order[first:]
         ratio = load.decode_ratio[tail]
         return np.concatenate([order[:first], tail[np.argsort(-ratio, kind="stable")]])
-    density = DensityModel(
-        active_params=device.params,
-        num_layers=device.layers,
-        hidden_size=device.hidden,
-        kv_bytes_per_token=device.kv_bytes,
-        flops_per_s=device.flops_per_s,
-        bytes_per_s=device.bytes_per_s,
-    )
+    density = device.density()
     return order_groups(load, by=by, seed=seed, density=density)  # type: ignore[arg-type]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raybatch.prefix.order import DensityModel
 from raybatch.records.arrays import Ints
 
 
@@ -57,6 +58,17 @@ class Device:
     flops_per_s: float = 2.2e14
     bytes_per_s: float = 1.6e12
     fixed_s: float = 1.5e-3
+
+    def density(self) -> DensityModel:
+        """Return this device as orders of groups see it."""
+        return DensityModel(
+            active_params=self.params,
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            kv_bytes_per_token=self.kv_bytes,
+            flops_per_s=self.flops_per_s,
+            bytes_per_s=self.bytes_per_s,
+        )
 
     def compute_s(self, tokens: float, pairs: float) -> float:
         linear = 2 * self.params * tokens
