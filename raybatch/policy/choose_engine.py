@@ -17,8 +17,10 @@ from raybatch.policy.batches.layer_plan import (
     ModuleCosts,
     Workload,
 )
-from raybatch.policy.batches.step_plan import LEAST_GAIN, RowShape
+from raybatch.policy.batches.row_shape import RowShape
 
+# share by which the forecast of the other way must be better: below it errors would decide
+LEAST_GAIN = 0.05
 # what a step costs beside its layers: scheduling, batches, head and sampling; of a step, and of a
 # row that gets a token (AMD EPYC, models of 8M and 100M with 1,024 tokens in their vocabulary)
 _STEP_S, _ROW_S = 1e-3, 2e-5

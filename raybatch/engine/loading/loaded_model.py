@@ -1,7 +1,7 @@
 """Resolves an engine's options for a model and loads it onto a device; the KV pool comes later.
 
-`resolve` decides "auto" of the native engine's dtypes. How steps run (`attn_batch_tokens`,
-`cuda_graphs`) is decided after loading, from layers measured on the device.
+`resolve` decides "auto" of the native engine's dtypes. Where KV lives
+(`kv_offload`) is decided after loading, from layers measured on the device.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from raybatch.kernels.native.linears import compiled_linears
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
-from raybatch.policy.batches.step_plan import RowShape, plan_steps
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineFacts, choose_engine
 from raybatch.policy.residence import Residence, WeightSizes, pass_time, plan_residence
 
@@ -169,39 +169,6 @@ def place_layers(model: LoadedModel) -> LayerStore:
     return layers
 
 
-def planned_attn_batch(model: LoadedModel, config: EngineConfig, ops: Ops) -> int | None:
-    """Return the tokens that attend at once, None for the plain forward pass.
-
-    What the options say holds. "auto" runs a model without experts plain, as no layer of it gains
-    by waiting for more tokens; one with experts by the plan for rows of `RowShape`'s defaults. A
-    model that could not be measured runs plain, with a warning.
-    """
-    if config.attn_batch_tokens != "auto":
-        return config.attn_batch_tokens
-    if config.speculative_tokens or config.cuda_graphs or config.kv_offload:
-        # rows of drafts are part of one forward pass, and a graph is one; a buffer of the window
-        # bounds the rows that attend at once by itself
-        return None
-    if model.spec.moe is None or not any(model.spec.moe.is_sparse):
-        return None
-    profile = _profile_of(model, config, ops, otherwise="runs by the plain forward pass")
-    if profile is None:
-        return None
-    row = RowShape.within(model.resolved.max_model_len)
-    plan = plan_steps(profile.layers, row)
-    parts = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
-    how = "by the plain forward pass" if plan.attn_batch_tokens is None else parts
-    _logger.info(
-        "%s runs %s, as %s, for %d prompt and %d output tokens (raybatch bench plan tells more)",
-        model.name,
-        how,
-        plan.reason,
-        row.prompt_tokens,
-        row.output_tokens,
-    )
-    return plan.attn_batch_tokens
-
-
 def chosen_kv_offload(
     model: LoadedModel, config: EngineConfig, ops: Ops, *, device_blocks: int
 ) -> bool:
@@ -216,7 +183,7 @@ def chosen_kv_offload(
     needs_device = (config.speculative_tokens, config.cuda_graphs)
     if not config.host_kv_bytes or any(needs_device):
         return False
-    profile = _profile_of(model, config, ops, otherwise="keeps KV on the device")
+    profile = _profile_of(model, config, ops)
     if profile is None:
         return False
     shape = profile.model
@@ -247,9 +214,7 @@ def chosen_kv_offload(
     return choice.best.kv_offload
 
 
-def _profile_of(
-    model: LoadedModel, config: EngineConfig, ops: Ops, *, otherwise: str
-) -> ModuleProfile | None:
+def _profile_of(model: LoadedModel, config: EngineConfig, ops: Ops) -> ModuleProfile | None:
     """Return what layers cost on this host; None, with a warning, if they cannot be measured."""
     try:
         profile, was_read = measured_profile(
@@ -260,9 +225,8 @@ def _profile_of(
         )
     except (RuntimeError, MemoryError) as error:
         _logger.warning(
-            "%s %s, as its layers could not be measured: %s",
+            "%s keeps KV on the device, as its layers could not be measured: %s",
             model.name,
-            otherwise,
             error_text(error),
         )
         return None

@@ -13,7 +13,7 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
-from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime, StepPart
+from raybatch.engine.forward.coroutine import CoroutineRuntime, StepPart
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs
@@ -24,7 +24,6 @@ from raybatch.engine.loading.loaded_model import (
     give_back_freed_memory,
     load_model,
     place_layers,
-    planned_attn_batch,
 )
 from raybatch.engine.loading.peak_memory import step_peak_bytes
 from raybatch.engine.memory.host_layers import HostLayers
@@ -82,30 +81,26 @@ class ModelRunner:
         self.device = cache.k.device
         self._uploads = IndexUploads(self.device)
         self.num_blocks = int(cache.k.shape[1]) - num_scrap_blocks
-        # tokens that attend at once where steps run as coroutines: `load` decides, and without it
-        # nothing was measured that would speak for parts
-        tokens = config.attn_batch_tokens
-        self.attn_batch_tokens = None if tokens == "auto" else tokens
-        policy = CombineAtExperts(config.moe_batch_tokens, is_layerwise=decoder.layers.is_streamed)
         num_host_blocks = num_host_blocks_for(config, spec, dtype=cache.k.dtype)
         self.window: KVWindow | None = None
+        self.runtime: CoroutineRuntime | None = None
         # of a buffer, where sequences have blocks of the host; 0 where they have those of the pool
         self.num_window_blocks = 0
         if config.kv_offload is True:
             self.window = KVWindow(cache, HostLayers(cache, num_host_blocks))
+            self.runtime = CoroutineRuntime(decoder, self.window)
             self.num_window_blocks = self.window.num_blocks
             self.num_blocks, num_host_blocks = num_host_blocks, 0
         # for what yields its blocks of the pool
         self.tiers = KVTiers(cache, num_host_blocks)
-        self.runtime = CoroutineRuntime(decoder, cache, policy, self.window)
 
     @classmethod
     def load(cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> Self:
         """Load the model that `source` names, see `load_model`.
 
-        Where the options leave it open, a plan from measured layers decides how steps run. Raises
-        ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
-        CapacityError: the memory does not hold a block of KV.
+        Where the options leave it open, measured layers decide where KV lives. Raises ConfigError:
+        the model or an option cannot be run, as weights that do not fit. Raises CapacityError: the
+        memory does not hold a block of KV.
         """
         model = load_model(source, config)
         with current_device(model.device):
@@ -134,7 +129,6 @@ class ModelRunner:
         device_blocks = count_blocks(config, free_bytes=free_memory_bytes(model.device))
         is_offloaded = chosen_kv_offload(model, config, ops, device_blocks=device_blocks)
         config = replace(config, kv_offload=is_offloaded)
-        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config, ops))
         setup = plan_graphs(
             config, model.spec, model.device, ops=ops, is_streamed=layers.is_streamed
         )
@@ -237,7 +231,11 @@ class ModelRunner:
         return GraphCounts() if self._graphs is None else self._graphs.counts
 
     def forward_parts(self, parts: Sequence[StepPart]) -> torch.Tensor:
-        """Return the logits [S, V] of parts of a step; a writer comes before its readers."""
+        """Return the logits [S, V] of parts of a step; a writer comes before its readers.
+
+        Only where KV lives in host memory.
+        """
+        assert self.runtime is not None, "parts of a step whose KV is on the device"
         return self.runtime.forward([StepPart(self._place(b), moves) for b, moves in parts])
 
     @property
