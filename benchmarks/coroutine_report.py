@@ -1,4 +1,4 @@
-"""Tables, verdicts and a picture of what `coroutines.py` measured; from its file, runs no engine."""
+"""Tables, verdicts and a picture of what `coroutines.py` measured; runs no engine."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

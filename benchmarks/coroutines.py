@@ -1,4 +1,4 @@
-"""What it is worth that experts see more rows than the device has KV for, and how well it is chosen.
+"""What it is worth that experts see more rows than the device has KV for, and who chooses it.
 
 python benchmarks/coroutines.py                              # moe-100m, KV for 8 rows, 512 rows
 python benchmarks/coroutines.py --models moe-8m dense-60m --device-rows 4 8 16 64 --rows 256
@@ -123,9 +123,7 @@ def counted_steps() -> Iterator[list[tuple[int, int]]]:
         StepForward.run = run  # type: ignore[method-assign]
 
 
-def expert_rows(
-    steps: Sequence[tuple[int, int]], num_experts: int, top_k: int
-) -> dict[str, float]:
+def expert_rows(steps: Sequence[tuple[int, int]], num_experts: int, top_k: int) -> dict[str, float]:
     """Return tokens for each expert that a step reaches, on average over steps that decode alone
     and over all steps.
 
@@ -193,9 +191,7 @@ class Bench:
         self, setting: Setting, requests: Sequence[Request]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, float], EngineChoice]:
         """Return the options of each way, its forecast seconds, and the choice among ways."""
-        short, need = kv_bytes(
-            requests, setting.device_rows, self.token_bytes, self.num_layers
-        )
+        short, need = kv_bytes(requests, setting.device_rows, self.token_bytes, self.num_layers)
         bound = {} if setting.max_num_seqs is None else {"max_num_seqs": setting.max_num_seqs}
         ways = {way: options_of(way, short, need) | bound for way in setting.ways}
         workload = setting.resolved()
