@@ -38,11 +38,11 @@ WAYS = ("recompute", "swap", "offload", "ample")
 _DEVICE_ROWS = (4, 8, 16, 64)
 # rows of a setting by the rows that the device holds, so that most wait, and it ends
 _GRID_ROWS = {
-    "moe-8m": {4: 64, 8: 96, 16: 128, 64: 256},
-    "moe-100m": {4: 32, 8: 64, 16: 96, 64: 160},
-    "dense-60m": {4: 16, 8: 32, 16: 48, 64: 96},
+    "moe-8m": {4: 96, 8: 128, 16: 192, 64: 384},
+    "moe-100m": {4: 48, 8: 96, 16: 128, 64: 256},
+    "dense-60m": {4: 24, 8: 48, 16: 64, 64: 128},
 }
-_HELD_OUT_ROWS = {4: 32, 16: 96}
+_HELD_OUT_ROWS = {4: 64, 16: 128}
 GATES = (32, 64, 128, 256, 512)
 
 
