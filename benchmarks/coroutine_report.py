@@ -2,14 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from math import ceil, floor, log10
 from pathlib import Path
 from typing import Any
 
 # what the benchmark aims at
 _REGRET, _COMPLETION = 0.05, 0.10
-# of the picture, in points; forecasts within so many times of what was measured lie in it
-_SIZE, _BORDER, _DECADES = 420, 54, 4
-_COLORS = {"recompute": "#c4483c", "swap": "#c28a1d", "offload": "#2f8f57", "ample": "#3b6fe0"}
+# of the picture, in points
+_SIZE, _BORDER = 420, 54
+_COLORS = {
+    "recompute": "#c4483c",
+    "swap": "#c28a1d",
+    "offload": "#2f8f57",
+    "ample": "#3b6fe0",
+    "auto": "#7a4fd0",
+}
 
 
 def judge(
@@ -18,12 +25,15 @@ def judge(
     """Compare what was measured of each way with the forecast and with what was chosen.
 
     An engine with host memory that keeps KV on the device runs as "swap" does, which computes again
-    where that is quicker; "ample" has more memory and is no choice.
+    where that is quicker; "ample" has more memory and is no choice, and "auto" is the engine that
+    chooses by itself, for rows that it has to get to know.
     """
     told: dict[str, Any] = {
         "error": {way: round(expected_s[way] / s - 1, 3) for way, s in seconds.items()}
     }
-    choices = {way: s for way, s in seconds.items() if way != "ample"}
+    choices = {way: s for way, s in seconds.items() if way not in ("ample", "auto")}
+    if choices and "auto" in seconds:
+        told["auto_regret"] = round(seconds["auto"] / min(choices.values()) - 1, 3)
     taken = "offload" if is_host else "swap" if "swap" in choices else "recompute"
     if taken not in choices:
         return told
@@ -41,6 +51,10 @@ def summary(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     regrets = {_name(s): s["regret"] for s in settings if "regret" in s}
     errors = {_name(s): s["completion_error"] for s in settings if "completion_error" in s}
     lines = []
+    own = [s["auto_regret"] for s in settings if "auto_regret" in s]
+    if own:
+        num_good = sum(regret <= _REGRET for regret in own)
+        lines.append(f"engines that choose: {num_good} of {len(own)}, largest {max(own):.1%}")
     if regrets:
         worst = max(regrets, key=regrets.__getitem__)
         num_good = sum(regret <= _REGRET for regret in regrets.values())
@@ -135,23 +149,33 @@ def draw(settings: Sequence[Mapping[str, Any]], out: Path) -> None:
 
 
 def picture(points: Sequence[tuple[str, float, float, bool, str]]) -> str:
-    """Return an SVG of (way, forecast s, measured s, was taken, name), both axes logarithmic."""
-    from math import log10
+    """Return an SVG of (way, forecast s, measured s, was taken, name), both axes logarithmic.
 
-    least = min((min(p[1], p[2]) for p in points), default=0.1)
-    first = 10.0 ** int(log10(max(least, 1e-3)) - 1)
-    scale = (_SIZE - 2 * _BORDER) / _DECADES
-
-    def at(seconds: float) -> float:
-        return _BORDER + scale * min(max(log10(seconds / first), 0.0), _DECADES)
-
+    Between the dashed lines the forecast is within 10 %.
+    """
+    seconds = [max(value, 1e-3) for point in points for value in point[1:3]] or [1.0]
+    first = floor(log10(min(seconds)))
+    num_decades = max(1, ceil(log10(max(seconds))) - first)
     low, high = _BORDER, _SIZE - _BORDER
+    scale = (high - low) / num_decades
+
+    def at(value: float) -> float:
+        return low + scale * (log10(max(value, 1e-3)) - first)
+
+    def band(error: float, dash: str) -> str:
+        # a forecast that is too long by a share lies to the right by it
+        shift = scale * log10(1 + error)
+        start, end = low + max(shift, 0.0), high + min(shift, 0.0)
+        ends = f'x1="{start:.1f}" y1="{_SIZE - start + shift:.1f}" x2="{end:.1f}"'
+        return f'<line {ends} y2="{_SIZE - end + shift:.1f}"{dash}/>'
+
+    dashed = ' stroke-dasharray="4 4"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_SIZE} {_SIZE}" width="{_SIZE}">',
         "<style>text{font:11px system-ui,sans-serif;fill:#7d8794}line{stroke:#7d8794}</style>",
         f'<rect width="{_SIZE}" height="{_SIZE}" fill="#ffffff"/>',
-        f'<line x1="{low}" y1="{high}" x2="{high}" y2="{low}"/>',
-        *_axes(first, scale, low, high),
+        *(band(error, dashed if error else "") for error in (-_COMPLETION, 0.0, _COMPLETION)),
+        *_axes(first, num_decades, low, high),
     ]
     for way, expected, measured, was_taken, name in points:
         ring = ' stroke="#1c2430" stroke-width="1.6"' if was_taken else ""
@@ -161,18 +185,22 @@ def picture(points: Sequence[tuple[str, float, float, bool, str]]) -> str:
     for i, (way, color) in enumerate(_COLORS.items()):
         parts.append(f'<circle cx="{low + 12}" cy="{low + 12 + 16 * i}" r="4" fill="{color}"/>')
         parts.append(f'<text x="{low + 22}" y="{low + 16 + 16 * i}">{way}</text>')
+    parts.append(f'<text x="{low + 8}" y="{low + 82}">ring: the way taken</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _axes(first: float, scale: float, low: int, high: int) -> list[str]:
+def _axes(first: int, num_decades: int, low: int, high: int) -> list[str]:
     parts = [
         f'<line x1="{low}" y1="{high}" x2="{high}" y2="{high}"/>',
         f'<line x1="{low}" y1="{low}" x2="{low}" y2="{high}"/>',
         f'<text x="{high}" y="{_SIZE - 10}" text-anchor="end">forecast CPU seconds</text>',
         f'<text x="{low}" y="{low - 12}">measured CPU seconds</text>',
     ]
-    for decade in range(_DECADES + 1):
-        place, text = low + scale * decade, f"{first * 10**decade:g}"
+    for decade in range(num_decades + 1):
+        place = low + (high - low) * decade / num_decades
+        text = f"{10.0 ** (first + decade):g}"
         parts.append(f'<text x="{place:.0f}" y="{high + 16}" text-anchor="middle">{text}</text>')
-        parts.append(f'<text x="{low - 6}" y="{_SIZE - place:.0f}" text-anchor="end">{text}</text>')
+        parts.append(
+            f'<text x="{low - 6}" y="{_SIZE - place + 4:.0f}" text-anchor="end">{text}</text>'
+        )
     return parts

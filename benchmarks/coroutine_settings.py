@@ -33,8 +33,9 @@ WORKLOADS = {
         queries_per_doc=16,
     ),
 }
-# "ample" has memory for all rows, and is the bound
-WAYS = ("recompute", "swap", "offload", "ample")
+# "ample" has memory for all rows, and is the bound; "auto" is an engine that chooses by itself
+WAYS = ("recompute", "swap", "offload", "ample", "auto")
+_FIXED_WAYS = WAYS[:3]
 _DEVICE_ROWS = (4, 8, 16, 64)
 # rows of a setting by the rows that the device holds, so that most wait, and it ends
 _GRID_ROWS = {
@@ -58,7 +59,7 @@ class Setting:
     workload: str
     rows: int | None  # of the workload; None for its own number
     device_rows: float
-    ways: tuple[str, ...] = WAYS
+    ways: tuple[str, ...] = WAYS[:4]
     max_num_seqs: int | None = None
 
     @property
@@ -96,7 +97,7 @@ def settings_of(preset: str) -> list[Setting]:
     """Return the settings of a preset, quick ones first."""
     if preset == "held-out":
         return [
-            Setting(model=model, workload="random", rows=rows, device_rows=n, ways=WAYS[:3])
+            Setting(model=model, workload="random", rows=rows, device_rows=n, ways=_FIXED_WAYS)
             for model in models.HELD_OUT
             for n, rows in _HELD_OUT_ROWS.items()
         ]
@@ -119,7 +120,7 @@ def settings_of(preset: str) -> list[Setting]:
             workload=workload,
             rows=rows[n],
             device_rows=n,
-            ways=WAYS if n == max(_DEVICE_ROWS) else WAYS[:3],
+            ways=(*_FIXED_WAYS, "ample") if n == max(_DEVICE_ROWS) else _FIXED_WAYS,
         )
         for model, rows in _GRID_ROWS.items()
         for workload in WORKLOADS

@@ -60,15 +60,24 @@ from raybatch.policy.batches.step_plan import RowShape
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
 from raybatch.records.types import Request, Sampling
 
-CONFIG = EngineConfig(dtype="float32", device="cpu", block_size_tokens=BLOCK_SIZE)
+_BUDGET = 2048
+CONFIG = EngineConfig(
+    dtype="float32",
+    device="cpu",
+    block_size_tokens=BLOCK_SIZE,
+    max_batched_tokens=_BUDGET,
+    speculative_tokens=0,
+)
 
 
 def options_of(way: str, short: int, need: int) -> dict[str, Any]:
+    on_device = {"host_kv_bytes": 0, "kv_offload": False}
     return {
-        "recompute": {"kv_cache_bytes": short},
+        "recompute": {"kv_cache_bytes": short, **on_device},
         "swap": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": False},
         "offload": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": True},
-        "ample": {"kv_cache_bytes": need},
+        "ample": {"kv_cache_bytes": need, **on_device},
+        "auto": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": "auto"},
     }[way]
 
 
@@ -78,7 +87,7 @@ def forecast(
     requests: Sequence[Request],
     options: Mapping[str, Any],
 ) -> EngineChoice:
-    """Ask what an engine with these options would do; where KV lives is open without `kv_offload`.
+    """Ask what an engine with these options would do.
 
     A prompt has the tokens that are left to compute after sharing.
     """
@@ -91,9 +100,9 @@ def forecast(
             model=profile.model,
             costs=profile.costs(),
             device_kv_bytes=options["kv_cache_bytes"],
-            host_kv_bytes=options.get("host_kv_bytes", 0),
+            host_kv_bytes=options["host_kv_bytes"],
             max_num_seqs=options.get("max_num_seqs", CONFIG.max_num_seqs),
-            token_budgets=(CONFIG.max_batched_tokens,),
+            token_budgets=(_BUDGET,),
             block_size=BLOCK_SIZE,
             row=RowShape(
                 prompt_tokens=round(prompt), output_tokens=max(1, round(statistics.mean(outputs)))
@@ -101,7 +110,7 @@ def forecast(
             num_rows=len(requests),
             output_lengths=tuple(map(float, outputs)),
             longest_row=max(p + o for p, o in zip(lengths, outputs, strict=True)),
-            kv_offload=options.get("kv_offload"),
+            kv_offload=None if options["kv_offload"] == "auto" else options["kv_offload"],
         )
     )
 
@@ -199,11 +208,8 @@ class Bench:
         def ask(options: Mapping[str, Any]) -> EngineChoice:
             return forecast(self.profile, workload, requests, options)
 
-        seconds = {
-            way: ask({"kv_offload": False} | options).best.seconds for way, options in ways.items()
-        }
-        either = {"kv_cache_bytes": short, "host_kv_bytes": need} | bound
-        return ways, seconds, ask(either)
+        seconds = {way: ask(options).best.seconds for way, options in ways.items()}
+        return ways, seconds, ask(options_of("auto", short, need) | bound)
 
     def run(self, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
         """Measure one setting."""
@@ -228,7 +234,7 @@ class Bench:
                 args.vllm,
                 self.folder,
                 setting.resolved(),
-                kv_tokens=ways[setting.ways[0]]["kv_cache_bytes"] // self.token_bytes,
+                kv_tokens=min(o["kv_cache_bytes"] for o in ways.values()) // self.token_bytes,
                 repetitions=args.repetitions,
                 expected=[row_digest(row) for row in tokens],
             )
@@ -240,14 +246,17 @@ class Bench:
 def chosen_settings(args: argparse.Namespace) -> list[Setting]:
     """Return the settings of the command line; those of one model follow each other."""
     if args.preset is not None:
-        return settings_of(args.preset)
+        settings = settings_of(args.preset)
+        if args.ways:
+            settings = [dataclasses.replace(one, ways=tuple(args.ways)) for one in settings]
+        return settings
     plain = [
         Setting(
             model=model,
             workload=args.workload,
             rows=args.rows,
             device_rows=device_rows,
-            ways=tuple(args.ways),
+            ways=tuple(args.ways or WAYS),
         )
         for model in args.models
         for device_rows in args.device_rows
@@ -307,7 +316,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--device-rows", nargs="+", type=float, default=[8])
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="random")
     parser.add_argument("--rows", type=int, help="of the workload; the default is its own number")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="all, or those of a preset")
     parser.add_argument("--gates", nargs="*", type=int, default=[], help="rows at the experts")
     parser.add_argument("--repetitions", type=int, help="1 for a preset, else 3")
     parser.add_argument("--vllm", type=Path, help="a Python that has vLLM, measured as well")

@@ -80,6 +80,15 @@ def test_regret_is_what_the_way_taken_costs_more_than_the_best(is_host, taken, r
     assert found["best_other / offload"] == 0.67
 
 
+def test_an_engine_that_chooses_is_compared_with_the_best_fixed_way():
+    seconds = {"swap": 4.0, "offload": 2.0, "ample": 1.0, "auto": 2.5}
+    found = coroutine_report.judge(seconds, seconds, is_host=True)
+    assert (found["auto_regret"], found["regret"]) == (0.25, 0.0)
+    assert coroutine_report.summary([told(**found)])[0] == (
+        "engines that choose: 0 of 1, largest 25.0%"
+    )
+
+
 def test_a_way_that_was_not_measured_gets_no_verdict():
     found = coroutine_report.judge({"ample": 1.0}, {"ample": 1.1}, is_host=True)
     assert found == {"error": {"ample": 0.1}}
