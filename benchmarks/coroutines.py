@@ -57,7 +57,7 @@ from raybatch.engine.profile.module_profile import ModuleProfile, measured_profi
 from raybatch.engine.step import StepForward
 from raybatch.models.config import read_model_spec
 from raybatch.policy.batches.step_plan import RowShape
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
 from raybatch.records.types import Request, Sampling
 
 _BUDGET = 2048
@@ -104,12 +104,15 @@ def forecast(
             max_num_seqs=options.get("max_num_seqs", CONFIG.max_num_seqs),
             token_budgets=(_BUDGET,),
             block_size=BLOCK_SIZE,
-            row=RowShape(
-                prompt_tokens=round(prompt), output_tokens=max(1, round(statistics.mean(outputs)))
+            rows=RowsAhead(
+                shape=RowShape(
+                    prompt_tokens=round(prompt),
+                    output_tokens=max(1, round(statistics.mean(outputs))),
+                ),
+                num_rows=len(requests),
+                output_lengths=tuple(map(float, outputs)),
+                longest_tokens=max(p + o for p, o in zip(lengths, outputs, strict=True)),
             ),
-            num_rows=len(requests),
-            output_lengths=tuple(map(float, outputs)),
-            longest_row=max(p + o for p, o in zip(lengths, outputs, strict=True)),
             kv_offload=None if options["kv_offload"] == "auto" else options["kv_offload"],
         )
     )
