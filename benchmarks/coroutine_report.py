@@ -43,6 +43,10 @@ def judge(
     others = [s for way, s in choices.items() if way != "offload"]
     if others and "offload" in choices:
         told["best_other / offload"] = round(min(others) / choices["offload"], 2)
+    if {"swap", "offload"} <= choices.keys():
+        # what decides, and a busy host changes least
+        ratio = choices["swap"] / choices["offload"]
+        told["ratio_error"] = round(expected_s["swap"] / expected_s["offload"] / ratio - 1, 3)
     return told
 
 
@@ -68,6 +72,13 @@ def summary(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(
             f"completion within {_COMPLETION:.0%} in {num_good} of {len(errors)} settings, worst "
             f"{errors[worst]:+.1%} ({worst})"
+        )
+    ratios = [abs(s["ratio_error"]) for s in settings if "ratio_error" in s]
+    if ratios:
+        num_good = sum(error <= _COMPLETION for error in ratios)
+        lines.append(
+            f"ratio of device to host within {_COMPLETION:.0%} in {num_good} of {len(ratios)} "
+            f"settings, worst {max(ratios):.1%} off"
         )
     return lines
 

@@ -2,8 +2,8 @@
 
 python benchmarks/coroutines.py                              # moe-100m, KV for 8 rows, 512 rows
 python benchmarks/coroutines.py --models moe-8m dense-60m --device-rows 4 8 16 64 --rows 256
-python benchmarks/coroutines.py --preset grid --out result.json      # 36 settings, half an hour
-python benchmarks/coroutines.py --preset held-out --out result.json  # 6 other shapes, 10 minutes
+python benchmarks/coroutines.py --preset grid --fresh --out result.json # 36 settings, 1/2 hour
+python benchmarks/coroutines.py --preset held-out --out result.json  # 6 other shapes, 8 minutes
 python benchmarks/coroutines.py --preset ablation --out result.json  # rows at the experts
 python benchmarks/coroutines.py --preset grid --estimate             # how long it would take
 python benchmarks/coroutines.py --show result.json           # tables, and a picture beside the file
@@ -14,7 +14,8 @@ recompute, by swap, and KV in host memory (`kv_offload`), and with memory for al
 Ways take turns, tokens are checked row by row, seconds are CPU seconds of the engine's steps.
 Beside each is what `choose_engine` forecasts, and its regret: what the way that it takes costs more
 than the best of those measured. The file is written after every setting, and a run that was cut
-goes on. `--vllm PYTHON` adds vLLM with the same KV memory.
+goes on. `--vllm PYTHON` adds vLLM with the same KV memory; `--fresh` measures layers anew, whose
+costs of another hour do not fit a host that has become busier.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ import conditions
 import coroutine_report
 import coroutine_vllm
 import gpu_forecast
+import meters
 import models
 import swap
 import torch
@@ -118,6 +121,21 @@ def forecast(
     )
 
 
+class ForeignLoad:
+    """Context manager that tells how many cores others kept busy: they make our own slower."""
+
+    def __enter__(self) -> "ForeignLoad":
+        self._before = self._now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall_s, foreign_s = (b - a for a, b in zip(self._before, self._now(), strict=True))
+        self.cores = round(max(0.0, foreign_s) / max(wall_s, 1e-9), 2)
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), meters.machine_cpu_s() - time.process_time()
+
+
 @contextlib.contextmanager
 def counted_steps() -> Iterator[list[tuple[int, int]]]:
     """Note of each step the rows that decode, and the tokens of prompts."""
@@ -165,7 +183,7 @@ def measure(
         for way in order:
             backend = create(str(folder), dataclasses.replace(CONFIG, **ways[way]))
             swap.run(backend, [dataclasses.replace(requests[0], sampling=Sampling(max_tokens=4))])
-            with counted_steps() as steps:
+            with counted_steps() as steps, ForeignLoad() as foreign:
                 result, tokens = swap.run(backend, requests)
             backend.close()
             expected = expected or tokens
@@ -176,6 +194,7 @@ def measure(
             told = {
                 "cpu_s": round(result["cpu_s"], 3),
                 "tokens_per_cpu_s": round(generated / result["cpu_s"]),
+                "foreign_cores": foreign.cores,
                 "num_steps": result["num_steps"],
                 "num_recomputed_tokens": result["num_recomputed_tokens"],
                 "mean_running": result["mean_running"],
@@ -191,11 +210,11 @@ def measure(
 class Bench:
     """One checkpoint: its folder, what its layers cost here, and its settings' measurements."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, fresh: bool) -> None:
         self.folder = folder
         loaded = load_model(str(folder), CONFIG)
         options = profile_options(CONFIG)
-        self.profile, _ = measured_profile(loaded.spec, loaded.weights, options)
+        self.profile, _ = measured_profile(loaded.spec, loaded.weights, options, fresh=fresh)
         self.token_bytes = kv_bytes_per_token(loaded.spec, torch.float32)
         self.num_layers = loaded.spec.num_layers
 
@@ -241,7 +260,7 @@ class Bench:
                 repetitions=args.repetitions,
                 expected=[row_digest(row) for row in tokens],
             )
-        kept = ("median_cpu_s", "forecast_s", "regret", "completion_error", "vllm")
+        kept = ("median_cpu_s", "forecast_s", "regret", "completion_error", "ratio_error", "vllm")
         print(json.dumps({key: told[key] for key in kept if key in told}), flush=True)
         return told
 
@@ -272,19 +291,19 @@ def chosen_settings(args: argparse.Namespace) -> list[Setting]:
     return sorted([*plain, *gates], key=lambda setting: args.models.index(setting.model))
 
 
-def benchmarks_of(settings: Sequence[Setting]) -> Iterator[tuple[Setting, Bench]]:
-    """Give each setting with its model, which is written once for all that follow each other."""
+def benchmarks_of(settings: Sequence[Setting], *, fresh: bool) -> Iterator[tuple[Setting, Bench]]:
+    """Give each setting with its model, which is written and measured once."""
     for model in dict.fromkeys(setting.model for setting in settings):
         with tempfile.TemporaryDirectory() as folder:
             models.write(model, Path(folder))
-            bench = Bench(Path(folder))
+            bench = Bench(Path(folder), fresh=fresh)
             yield from ((setting, bench) for setting in settings if setting.model == model)
 
 
 def estimate(settings: Sequence[Setting], repetitions: int) -> None:
-    """Print what settings would take, by the forecast."""
+    """Print what steps of settings would take, by the forecast."""
     total = 0.0
-    for setting, bench in benchmarks_of(settings):
+    for setting, bench in benchmarks_of(settings, fresh=False):
         _, seconds, _ = bench.forecasts(setting, swap.requests_of(setting.resolved()))
         total += repetitions * sum(seconds.values())
         shown = ", ".join(f"{way} {s:.1f}" for way, s in seconds.items())
@@ -300,7 +319,7 @@ def run_all(settings: Sequence[Setting], args: argparse.Namespace) -> dict[str, 
     if args.out is not None and args.out.exists():
         done = known(json.loads(args.out.read_text(encoding="utf-8")), described)
     left = [setting for setting in settings if setting.key not in done]
-    for setting, bench in benchmarks_of(left):
+    for setting, bench in benchmarks_of(left, fresh=args.fresh):
         done[setting.key] = bench.run(setting, args)
         if args.out is not None:
             part = args.out.with_suffix(".part")
@@ -322,6 +341,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="all, or those of a preset")
     parser.add_argument("--gates", nargs="*", type=int, default=[], help="rows at the experts")
     parser.add_argument("--repetitions", type=int, help="1 for a preset, else 3")
+    parser.add_argument("--fresh", action="store_true", help="measure layers anew, for each model")
     parser.add_argument("--vllm", type=Path, help="a Python that has vLLM, measured as well")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -78,6 +78,7 @@ def test_regret_is_what_the_way_taken_costs_more_than_the_best(is_host, taken, r
     assert (found["taken"], found["regret"]) == (taken, regret)
     assert found["completion_error"] == {"offload": 0.1, "swap": 0.25}[taken]
     assert found["best_other / offload"] == 0.67
+    assert found["ratio_error"] == round(5.0 / 3.3 / (4.0 / 3.0) - 1, 3)
 
 
 def test_an_engine_that_chooses_is_compared_with_the_best_fixed_way():
@@ -138,8 +139,10 @@ def test_a_cut_run_goes_on_with_the_settings_that_are_left(tmp_path, monkeypatch
             ran.append(one.device_rows)
             return {"key": one.key}
 
-    monkeypatch.setattr(coroutines, "benchmarks_of", lambda left: [(s, Fake()) for s in left])
-    args = argparse.Namespace(out=tmp_path / "out.json")
+    monkeypatch.setattr(
+        coroutines, "benchmarks_of", lambda left, fresh: [(s, Fake()) for s in left]
+    )
+    args = argparse.Namespace(out=tmp_path / "out.json", fresh=False)
     coroutines.run_all(settings[:1], args)
     found = coroutines.run_all(settings, args)
     assert ran == [1.0, 2.0]
