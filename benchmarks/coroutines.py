@@ -59,7 +59,7 @@ from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile
 from raybatch.engine.step import StepForward
 from raybatch.models.config import read_model_spec
-from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
 from raybatch.records.types import Request, Sampling
 
