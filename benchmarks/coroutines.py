@@ -244,6 +244,8 @@ class Bench:
             "key": setting.key,
             "setting": dataclasses.asdict(setting),
             "workload": dataclasses.asdict(setting.resolved()),
+            # those of the longest row where it needs more than the rows of the setting
+            "device_kv_bytes": min(options["kv_cache_bytes"] for options in ways.values()),
             "generated_tokens": sum(len(row) for row in tokens),
             "runs": found,
             "median_cpu_s": seconds,
@@ -256,7 +258,7 @@ class Bench:
                 args.vllm,
                 self.folder,
                 setting.resolved(),
-                kv_tokens=min(o["kv_cache_bytes"] for o in ways.values()) // self.token_bytes,
+                kv_tokens=told["device_kv_bytes"] // self.token_bytes,
                 repetitions=args.repetitions,
                 expected=[row_digest(row) for row in tokens],
             )
