@@ -4,7 +4,7 @@
 unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` makes a new one.
 """
 
-from raybatch.config.engine import AdmissionPolicy, BackendConfig, EngineConfig, KVCacheDType
+from raybatch.config.engine import BackendConfig, EngineConfig, KVCacheDType
 from raybatch.config.environment import (
     armed_fault,
     cache_dir,
@@ -27,7 +27,6 @@ from raybatch.config.job import (
 from raybatch.config.option import from_mapping, from_plain
 
 __all__ = [
-    "AdmissionPolicy",
     "BackendConfig",
     "EngineConfig",
     "KVCacheDType",

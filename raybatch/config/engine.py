@@ -23,7 +23,6 @@ from raybatch.records.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8"]
-AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 # what its engines are tested on
 _DEVICE = Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["cpu", "cuda", "cuda:1"])
@@ -72,10 +71,6 @@ class EngineConfig:
     """Longest prompt plus output; None takes the model's own limit."""
     enable_prefix_caching: Speed[bool] = True
     """Reuse the KV of equal leading blocks across requests."""
-    admission: Speed[AdmissionPolicy] = "fcfs"
-    """Which waiting row starts next: "fcfs" by arrival; "shortest" by predicted length, but none
-    waits for ever; "static" in batches that end before the next starts; "multi_bin" in such batches
-    of similar length. Prefix groups stay together."""
     kv_admission_fraction: Speed[Annotated[float, Ge(0.01)] | None] = None
     """Start rows while the forecast KV use stays below this share of the cache; above 1 more run at
     once and some are computed again. None starts rows while blocks are free."""
@@ -120,11 +115,6 @@ class EngineConfig:
             )
         if self.kv_offload is True:
             self._check_offload()
-        if self.kv_admission_fraction is not None and self.admission in ("static", "multi_bin"):
-            raise ConfigError(
-                "engine.kv_admission_fraction spreads starts over time, and with "
-                f"admission={self.admission!r} a batch starts at once; leave one of them out"
-            )
 
     def _check_offload(self) -> None:
         if not self.host_kv_bytes:

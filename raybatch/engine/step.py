@@ -43,7 +43,6 @@ def make_scheduler(
         table,
         max_batched_tokens=config.max_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
-        admission=config.admission,
         kv_admission_fraction=config.kv_admission_fraction,
         swap=swap,
         copy_blocks=runner.copy_blocks,

@@ -164,28 +164,16 @@ def test_the_prefix_of_a_row_with_bad_logits_is_computed_again(rng):
     num_blocks=st.integers(14, 60),
     budget=st.integers(6, 60),
     caching=st.booleans(),
-    admission=st.sampled_from(
-        [
-            ("fcfs", None),
-            ("fcfs", 1.0),
-            ("fcfs", 100.0),
-            ("shortest", None),
-            ("shortest", 1.0),
-            ("static", None),
-            ("multi_bin", None),
-        ]
-    ),
+    fraction=st.sampled_from([None, 1.0, 100.0]),
     events=st.lists(st.integers(0, 7), max_size=40),
 )
-def test_the_books_are_right_whatever_happens(seed, num_blocks, budget, caching, admission, events):
+def test_the_books_are_right_whatever_happens(seed, num_blocks, budget, caching, fraction, events):
     rng = np.random.default_rng(seed)
-    policy, fraction = admission
     engine, _ = make_engine(
         num_blocks=num_blocks,
         max_batched_tokens=budget,
         max_num_seqs=6,
         enable_prefix_caching=caching,
-        admission=policy,
         kv_admission_fraction=fraction,
     )
     requests = _mixed_requests(rng)

@@ -16,7 +16,6 @@ def make_scheduler(
     max_slots=8,
     caching=True,
     fraction=100,
-    admission="fcfs",
 ):
     table = SequenceTable(
         max_slots=max_slots, num_blocks=num_blocks, block_size=block_size, max_model_len=128
@@ -27,7 +26,6 @@ def make_scheduler(
         table,
         max_batched_tokens=budget,
         enable_prefix_caching=caching,
-        admission=admission,
         kv_admission_fraction=fraction,
     )
 
@@ -77,10 +75,9 @@ def _steps(scheduler, count):
     return [step(scheduler) for _ in range(count)]
 
 
-@pytest.mark.parametrize("admission", ["fcfs", "shortest"])
 @pytest.mark.parametrize("budget", [8, 13, 64])
-def test_prompts_are_split_and_composed_so_that_every_step_is_exactly_full(admission, budget, rng):
-    scheduler = make_scheduler(num_blocks=4096, budget=budget, max_slots=64, admission=admission)
+def test_prompts_are_split_and_composed_so_that_every_step_is_exactly_full(budget, rng):
+    scheduler = make_scheduler(num_blocks=4096, budget=budget, max_slots=64)
     for arrival in range(60):
         add(scheduler, arrival, int(rng.integers(1, 90)), max_tokens=int(rng.integers(2, 20)))
     table, sizes, split = scheduler.table, [], 0
