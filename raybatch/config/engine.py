@@ -4,7 +4,7 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 from annotated_types import Ge
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from raybatch.config.option import (
@@ -24,6 +24,7 @@ from raybatch.records.types import Task
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
+_NONE_IS_AUTO = BeforeValidator(lambda value: "auto" if value is None else value)
 # what its engines are tested on
 _DEVICE = Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["cpu", "cuda", "cuda:1"])
 
@@ -71,9 +72,10 @@ class EngineConfig:
     """Longest prompt plus output; None takes the model's own limit."""
     enable_prefix_caching: Speed[bool] = True
     """Reuse the KV of equal leading blocks across requests."""
-    kv_admission_fraction: Speed[Annotated[float, Ge(0.01)] | None] = None
+    kv_admission_fraction: Speed[Annotated[float, Ge(0.01)] | Literal["auto"] | None] = "auto"
     """Start rows while the forecast KV use stays below this share of the cache; above 1 more run at
-    once and some are computed again. None starts rows while blocks are free."""
+    once and some are computed again. "auto" takes the whole cache, and lets rows wait only in steps
+    that further tokens make longer. None starts rows while blocks are free."""
     attn_batch_tokens: Speed[Positive | Literal["auto"] | None] = "auto"
     """Tokens per attention call. With a number, a step runs attention in parts and feed-forward
     layers together; None runs the step as one. "auto" measures both once for models with experts,
@@ -93,8 +95,8 @@ class EngineConfig:
     compile_kernels: Speed[bool] = True
     """On a CPU, compile hot operations with the host's C compiler, if there is one; float32 and one
     thread only."""
-    cuda_graphs: Speed[bool | None] = None
-    """Run steps as CUDA graphs, padded to a few sizes; None does so on CUDA where possible."""
+    cuda_graphs: Speed[Annotated[bool | Literal["auto"] | None, _NONE_IS_AUTO]] = "auto"
+    """Run steps as CUDA graphs, padded to a few sizes; "auto" does so on CUDA where possible."""
 
     def __post_init__(self) -> None:
         if self.device_weight_bytes is None and not is_default(self, "weight_buffers"):
@@ -103,12 +105,13 @@ class EngineConfig:
                 "device_weight_bytes as well, or leave it out"
             )
         for name in ("speculative_tokens", "cuda_graphs"):
-            if getattr(self, name) and self.attn_batch_tokens not in (None, "auto"):
+            is_on = getattr(self, name) and not is_default(self, name)
+            if is_on and self.attn_batch_tokens not in (None, "auto"):
                 raise ConfigError(
                     f"engine.{name} needs steps that are one forward pass, and "
                     "attn_batch_tokens makes them coroutines; leave one of them out"
                 )
-        if self.cuda_graphs and self.device == "cpu":
+        if self.cuda_graphs is True and self.device == "cpu":
             raise ConfigError(
                 "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
                 "out, and engines use graphs where they run on CUDA"

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 # options that went, and what to do; the nearest name would lead astray
 _GONE = {
     "admission": "rows start in the order in which they come, which no other order beat; "
-    "leave it out",
+    "leave it out"
 }
 
 

@@ -27,9 +27,7 @@ class Driver:
     def __init__(self, **options):
         self.news = threading.Event()
         self.engine = EngineThread(
-            lambda: FakeBackend(FakeOptions(**options)),
-            self.news.set,
-            lead_tokens=1000,
+            lambda: FakeBackend(FakeOptions(**options)), self.news.set, lead_tokens=1000
         )
         self.engine.start().result(10)
 

@@ -9,13 +9,7 @@ from tests.engine.fakes import make_request
 
 
 def make_scheduler(
-    *,
-    num_blocks=32,
-    block_size=4,
-    budget=16,
-    max_slots=8,
-    caching=True,
-    fraction=100,
+    *, num_blocks=32, block_size=4, budget=16, max_slots=8, caching=True, fraction=100
 ):
     table = SequenceTable(
         max_slots=max_slots, num_blocks=num_blocks, block_size=block_size, max_model_len=128

@@ -105,11 +105,7 @@ class EngineThread:
     """
 
     def __init__(
-        self,
-        build: Callable[[], Backend],
-        wake: Callable[[], None],
-        *,
-        lead_tokens: int,
+        self, build: Callable[[], Backend], wake: Callable[[], None], *, lead_tokens: int
     ) -> None:
         self._build = build
         self._wake = wake

@@ -178,7 +178,7 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig, ops: Ops) -> in
     """
     if config.attn_batch_tokens != "auto":
         return config.attn_batch_tokens
-    if config.speculative_tokens or config.cuda_graphs or config.kv_offload:
+    if config.speculative_tokens or config.cuda_graphs is True or config.kv_offload:
         # rows of drafts are part of one forward pass, and a graph is one; a buffer of the window
         # bounds the rows that attend at once by itself
         return None
@@ -213,7 +213,7 @@ def chosen_kv_offload(
     """
     if config.kv_offload != "auto":
         return config.kv_offload
-    needs_device = (config.speculative_tokens, config.cuda_graphs)
+    needs_device = (config.speculative_tokens, config.cuda_graphs is True)
     if not config.host_kv_bytes or any(needs_device):
         return False
     profile = _profile_of(model, config, ops, otherwise="keeps KV on the device")

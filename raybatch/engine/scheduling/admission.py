@@ -107,16 +107,23 @@ class KVForecast:
 class Admission:
     """Decides by a forecast whether one more sequence may run.
 
-    `fraction`: of the pool that a forecast may reach; None lets every sequence start.
+    `fraction`: of the pool that a forecast may reach; None lets every sequence start. So do steps
+    of less than `full_step_tokens`.
     """
 
     def __init__(
-        self, table: SequenceTable, blocks: BlockManager, *, fraction: float | None
+        self,
+        table: SequenceTable,
+        blocks: BlockManager,
+        *,
+        fraction: float | None,
+        full_step_tokens: float = 0.0,
     ) -> None:
         self.lengths = OutputLengths()
         self._table = table
         self._blocks = blocks
         self._limit = math.inf if fraction is None else fraction * blocks.num_blocks
+        self._full_step_tokens = full_step_tokens
         self._credit = 0.0
         self._forecast: KVForecast | None = None
 
@@ -125,13 +132,21 @@ class Admission:
         # the pool offers so many blocks for one step
         self._credit = min(self._credit + self._limit, _MAX_CREDIT_STEPS * self._limit)
 
-    def accepts(self, record: Sequence, *, num_shared: int, num_new: int, num_waiting: int) -> bool:
-        """Return whether `record` may start.
+    def accepts(
+        self,
+        record: Sequence,
+        *,
+        num_shared: int,
+        num_new: int,
+        num_startable: int,
+        step_tokens: int = 0,
+    ) -> bool:
+        """Return whether `record` may start in a step that has `step_tokens` already.
 
         `num_shared` blocks are used together with others, `num_new` of them by nobody yet. If all
-        `num_waiting` sequences fit, there is no reason to wait.
+        `num_startable` sequences that can start in this step fit, there is no reason to wait.
         """
-        if math.isinf(self._limit):
+        if math.isinf(self._limit) or step_tokens < self._full_step_tokens:
             return True
         forecast = self._current()
         size, remaining = self._measure(record, num_shared)
@@ -139,7 +154,7 @@ class Admission:
             return False
         if self._credit > 0 or not self._is_known(record):
             return True
-        return forecast.peak(size, remaining, num_waiting) + num_new <= self._limit
+        return forecast.peak(size, remaining, num_startable) + num_new <= self._limit
 
     def add(self, record: Sequence, *, num_shared: int, num_new: int) -> None:
         """Count in a sequence that starts; the arguments are those of `accepts`."""
