@@ -2,7 +2,7 @@
 
 # tokens that a device computes in the time in which it reads the weights once; 140 to 300 on GPUs,
 # and where it is less, rows only wait more seldom than would pay
-WEIGHT_READ_TOKENS = 160
+WEIGHT_READ_TOKENS = 180
 
 
 def full_step_tokens(*, weight_bytes: int, kv_bytes: int, used_fraction: float = 1.0) -> float:
@@ -18,7 +18,7 @@ def full_step_tokens(*, weight_bytes: int, kv_bytes: int, used_fraction: float =
 
     Example:
         >>> full_step_tokens(weight_bytes=16, kv_bytes=4)
-        200.0
+        225.0
     """
     return WEIGHT_READ_TOKENS * (1 + kv_bytes / weight_bytes) / used_fraction
 

@@ -16,7 +16,9 @@ TAKEN = 24
 
 def make_admission(limit, full_step_tokens=0):
     table = SequenceTable(max_slots=8, num_blocks=64, block_size=4, max_model_len=128)
-    return Admission(table, BlockManager(64, 4), fraction=limit / 64, full_step_tokens=full_step_tokens)
+    return Admission(
+        table, BlockManager(64, 4), fraction=limit / 64, full_step_tokens=full_step_tokens
+    )
 
 
 def make_record(number):

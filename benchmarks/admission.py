@@ -1,0 +1,84 @@
+"""Rows that start by a forecast of KV memory against rows that start where blocks are free.
+
+Run: OMP_NUM_THREADS=1 python benchmarks/admission.py [--cases W2,W4] [--seeds 3] [--out FILE]
+Cases, steps and seconds are those of `plan_order.py`: the product's scheduler and a roofline, no
+engine. What a planner knows of outputs the engine knows too; where that is nothing it learns them,
+and each row may be as long as the longest.
+"""
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+import conditions
+import numpy as np
+from group_order import expected
+from plan_order import CASES, LIMIT, Case, Engine, rows_in_order
+
+FRACTIONS: tuple[float | str | None, ...] = (None, "auto")
+ORDERS = ("shuffle", "ratio", "dual_scan")
+
+
+def run(
+    case: Case, by: str, knows: str, fraction: float | str | None, seed: int
+) -> dict[str, float]:
+    workload = case.make(seed)
+    output = workload.rows.output
+    known = expected(workload, knows, seed)
+    limit = max(LIMIT, int(output.max()))
+    return Engine(
+        workload.rows,
+        rows_in_order(workload, by, knows, seed),
+        workload.device,
+        case.block_size,
+        fraction=fraction,
+        expected=None if known is None else np.rint(np.minimum(known, limit)).astype(np.int64),
+        limit=None if knows == "true" else limit,
+    ).run()
+
+
+def compared(name: str, by: str, knows: str, num_seeds: int) -> list[dict[str, object]]:
+    """Return a row for each fraction, with its seconds over those of none."""
+    told = list[dict[str, object]]()
+    base: dict[str, float] = {}
+    for fraction in FRACTIONS:
+        runs = [run(CASES[name], by, knows, fraction, seed) for seed in range(num_seeds)]
+        mean = {key: float(np.mean([one[key] for one in runs])) for key in runs[0]}
+        base = base or mean
+        told.append(
+            {
+                "case": name,
+                "knows": knows,
+                "order": by,
+                "fraction": fraction,
+                **{key: round(value, 4) for key, value in mean.items()},
+                "recomputed_share": round(mean["recomputed"] / mean["tokens"], 4),
+                "sum_over_none": round(mean["sum_s"] / base["sum_s"], 4),
+                "overlap_over_none": round(mean["overlap_s"] / base["overlap_s"], 4),
+            }
+        )
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--orders", default=",".join(ORDERS))
+    parser.add_argument("--knows", default="nothing,probe,true")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write conditions and results to this file")
+    options = parser.parse_args()
+    asked = (options.cases, options.knows, options.orders)
+    results = []
+    for name, knows, by in itertools.product(*(each.split(",") for each in asked)):
+        results += compared(name, by, knows, options.seeds)
+        print(*map(json.dumps, results[-len(FRACTIONS) :]), sep="\n", flush=True)
+    what = "steps of the real scheduler, timed by the reference roofline; no run on an engine"
+    conditions.write_result(
+        options.out, "admission.py", what=what, seeds=options.seeds, runs=results
+    )
+
+
+if __name__ == "__main__":
+    main()
