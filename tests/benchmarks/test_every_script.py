@@ -61,6 +61,7 @@ def _few_prompts(workloads: Mapping[str, Any]) -> dict[str, Any]:
 
 
 TINY = {
+    "admission": Tiny(args=("--cases", "W4", "--orders", "ratio", "--knows", "true")),
     "batch_plan": Tiny(
         args=("--requests", "2", "--prompt-len", "8", "--output-len", "2", "--repetitions", "1"),
         values={"BATCHED_TOKENS": (256,), "WAYS": ((None, None), (128, 0)), "KV_TOKENS": 1024},

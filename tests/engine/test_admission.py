@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -5,7 +7,8 @@ from hypothesis import strategies as st
 
 from raybatch.engine.scheduling.admission import KVForecast, OutputLengths
 from raybatch.engine.sequences.table import Sequence
-from tests.engine.fakes import make_request
+from tests.engine.fakes import make_request, run_all
+from tests.engine.test_engine import make_engine
 from tests.engine.test_scheduler import make_scheduler
 
 
@@ -109,3 +112,13 @@ def test_few_tokens_are_computed_again_while_the_batch_stays_large(rng, kind):
 def test_steps_that_keep_a_sequence_waiting_are_counted():
     counters, _ = simulate(np.full(60, 100), fraction=1.0)
     assert counters.num_held_steps > 0
+
+
+@pytest.mark.parametrize(("full_step_tokens", "is_held"), [(4, True), (math.inf, False)])
+def test_rows_wait_by_themselves_where_steps_are_full(full_step_tokens, is_held):
+    engine, _ = make_engine(num_blocks=20, full_step_tokens=full_step_tokens)
+    engine.add(make_request(i, [i, 1, 2, 3], max_tokens=16, ignore_eos=True) for i in range(12))
+    run_all(engine)
+    stats = engine.stats()
+    assert is_held == (stats.num_held_steps > 0)
+    assert is_held == (stats.num_preemptions == 0)

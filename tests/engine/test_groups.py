@@ -50,6 +50,15 @@ def test_members_go_before_new_groups(rng):
     assert [3, 4, 2, 5] == [request.request_id for request in engine.drain()]
 
 
+def test_members_that_come_late_go_before_new_groups(rng):
+    engine, _ = make_engine(max_num_seqs=1)
+    requests = groups(rng, count=2, size=2, prefix=8, suffix=2)
+    engine.add([requests[0]])
+    engine.step()
+    engine.add([requests[2], requests[1]])
+    assert [1, 2] == [record.request.request_id for record in engine._scheduler.waiting()]
+
+
 def test_rows_in_any_order_compute_each_prefix_once(rng):
     engine, runner = make_engine(
         num_blocks=12, max_num_seqs=4, enable_prefix_caching=False, kv_admission_fraction=1.0
