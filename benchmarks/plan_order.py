@@ -8,6 +8,7 @@ are of that roofline, not of a machine. Workloads are those of `group_order.py` 
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -91,7 +92,7 @@ class Engine:
     """The scheduler with sequences that end at known lengths, a step at a time.
 
     Args:
-        fraction: `engine.kv_admission_fraction`.
+        waits: whether rows wait for memory, as they do in an engine on this device.
         expected: output tokens that the engine expects of each row; None leaves it to learn them.
         limit: output tokens that it allows each row; None allows no more than it generates.
     """
@@ -103,7 +104,7 @@ class Engine:
         device: Device,
         block_size: int,
         *,
-        fraction: float | str | None = "auto",
+        waits: bool = True,
         expected: Ints | None = None,
         limit: int | None = None,
     ) -> None:
@@ -125,8 +126,7 @@ class Engine:
             self.table,
             max_batched_tokens=device.token_budget,
             enable_prefix_caching=True,
-            kv_admission_fraction=1.0 if isinstance(fraction, str) else fraction,
-            full_step_tokens=device.full_step_tokens if fraction == "auto" else 0.0,
+            full_step_tokens=device.full_step_tokens if waits else math.inf,
         )
         random = np.random.default_rng(7)
         widest = int(rows.prefix.max(initial=0))

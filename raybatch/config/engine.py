@@ -3,7 +3,6 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from annotated_types import Ge
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
@@ -72,10 +71,6 @@ class EngineConfig:
     """Longest prompt plus output; None takes the model's own limit."""
     enable_prefix_caching: Speed[bool] = True
     """Reuse the KV of equal leading blocks across requests."""
-    kv_admission_fraction: Speed[Annotated[float, Ge(0.01)] | Literal["auto"] | None] = "auto"
-    """Start rows while the forecast KV use stays below this share of the cache; above 1 more run at
-    once and some are computed again. "auto" takes the whole cache, and lets rows wait only in steps
-    that further tokens make longer. None starts rows while blocks are free."""
     attn_batch_tokens: Speed[Positive | Literal["auto"] | None] = "auto"
     """Tokens per attention call. With a number, a step runs attention in parts and feed-forward
     layers together; None runs the step as one. "auto" measures both once for models with experts,

@@ -34,7 +34,8 @@ _T = TypeVar("_T")
 # options that went, and what to do; the nearest name would lead astray
 _GONE = {
     "admission": "rows start in the order in which they come, which no other order beat; "
-    "leave it out"
+    "leave it out",
+    "kv_admission_fraction": "rows wait for memory by themselves where that pays; leave it out",
 }
 
 

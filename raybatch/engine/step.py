@@ -37,15 +37,13 @@ def make_scheduler(
     table: SequenceTable,
     recovery: LearnedRecovery | None,
 ) -> Scheduler:
-    fraction = config.kv_admission_fraction
     swap = SwapSpace(table.block_size, runner.tiers, recovery, write_blocks=runner.write_blocks)
     return Scheduler(
         blocks,
         table,
         max_batched_tokens=config.max_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
-        kv_admission_fraction=1.0 if fraction == "auto" else fraction,
-        full_step_tokens=runner.full_step_tokens if fraction == "auto" else 0.0,
+        full_step_tokens=runner.full_step_tokens,
         swap=swap,
         copy_blocks=runner.copy_blocks,
         max_row_blocks=runner.num_window_blocks or None,

@@ -21,20 +21,3 @@ def full_step_tokens(*, weight_bytes: int, kv_bytes: int, used_fraction: float =
         225.0
     """
     return WEIGHT_READ_TOKENS * (1 + kv_bytes / weight_bytes) / used_fraction
-
-
-def num_startable(
-    *, rows: int, slots: int, blocks: int, tokens: int, row_blocks: int, row_tokens: int
-) -> int:
-    """Return how many of the rows that wait can start in this step, the next one at least.
-
-    Args:
-        rows: that wait, each like the next one.
-        slots: that are free.
-        blocks: of the cache that are free.
-        tokens: that the step may still take.
-        row_blocks: that the next row takes.
-        row_tokens: that it computes.
-    """
-    by_memory = blocks // max(1, row_blocks)
-    return max(1, min(rows, slots, by_memory, tokens // max(1, row_tokens)))

@@ -106,7 +106,7 @@ def test_tokens_are_those_of_one_by_one_generation(seed, num_blocks, budget, blo
 
 def test_preemption_keeps_the_outputs(rng):
     prompts = [rng.integers(0, VOCAB, 6) for _ in range(8)]
-    engine, _ = make_engine(num_blocks=20, kv_admission_fraction=100)
+    engine, _ = make_engine(num_blocks=20)
     engine.add(make_request(i, p, max_tokens=40) for i, p in enumerate(prompts))
     done = run_all(engine)
     assert engine.stats().num_preemptions > 0
@@ -116,9 +116,7 @@ def test_preemption_keeps_the_outputs(rng):
 
 
 def test_recomputed_tokens_are_counted(rng):
-    engine, runner = make_engine(
-        num_blocks=20, enable_prefix_caching=False, kv_admission_fraction=100
-    )
+    engine, runner = make_engine(num_blocks=20, enable_prefix_caching=False)
     engine.add(make_request(i, rng.integers(0, VOCAB, 6), max_tokens=40) for i in range(8))
     run_all(engine)
     stats = engine.stats()
@@ -206,7 +204,7 @@ def test_a_stop_string_is_the_stop_reason():
 
 def test_a_stop_string_across_a_preemption_is_found(rng):
     prompts = [rng.integers(0, VOCAB, 6) for _ in range(8)]
-    engine, _ = make_engine(num_blocks=20, kv_admission_fraction=100)
+    engine, _ = make_engine(num_blocks=20)
     outputs = [generate(p.tolist(), 40, VOCAB) for p in prompts]
     # every token but the first is a stop string together with the one before it
     requests = [

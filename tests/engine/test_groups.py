@@ -1,6 +1,7 @@
 """Prefix groups: their queue, their pinned blocks, and what they compute."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_members_that_come_late_go_before_new_groups(rng):
 
 def test_rows_in_any_order_compute_each_prefix_once(rng):
     engine, runner = make_engine(
-        num_blocks=12, max_num_seqs=4, enable_prefix_caching=False, kv_admission_fraction=1.0
+        num_blocks=12, max_num_seqs=4, enable_prefix_caching=False, full_step_tokens=0
     )
     requests = groups(rng, count=8, size=5, prefix=24, suffix=4)
     engine.add(requests[i] for i in rng.permutation(len(requests)))
@@ -173,17 +174,17 @@ def test_the_prefix_of_a_row_with_bad_logits_is_computed_again(rng):
     num_blocks=st.integers(14, 60),
     budget=st.integers(6, 60),
     caching=st.booleans(),
-    fraction=st.sampled_from([None, 1.0, 100.0]),
+    full=st.sampled_from([0, 8, math.inf]),
     events=st.lists(st.integers(0, 7), max_size=40),
 )
-def test_the_books_are_right_whatever_happens(seed, num_blocks, budget, caching, fraction, events):
+def test_the_books_are_right_whatever_happens(seed, num_blocks, budget, caching, full, events):
     rng = np.random.default_rng(seed)
     engine, _ = make_engine(
         num_blocks=num_blocks,
         max_batched_tokens=budget,
         max_num_seqs=6,
         enable_prefix_caching=caching,
-        kv_admission_fraction=fraction,
+        full_step_tokens=full,
     )
     requests = _mixed_requests(rng)
     new, done, gone = list(requests), {}, set()
@@ -243,7 +244,7 @@ def test_computed_prefill_tokens_are_those_of_the_closed_form(rng, num_rows, deg
         max_batched_tokens=512,
         max_num_seqs=256,
         enable_prefix_caching=caching,
-        kv_admission_fraction=1.0,
+        full_step_tokens=0,
     )
     engine.add(
         groups(rng, count=num_groups, size=degree, prefix=prefix, suffix=distinct, max_tokens=16)

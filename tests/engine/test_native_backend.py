@@ -81,9 +81,7 @@ def greedy_reference(variant, prompts):
 def test_greedy_tokens_equal_transformers(checkpoint, rng, num_blocks, budget):
     path, variant = checkpoint
     prompts = shared_prompts(rng)
-    backend = make_backend(
-        path, num_blocks=num_blocks, max_batched_tokens=budget, kv_admission_fraction=100
-    )
+    backend = make_backend(path, num_blocks=num_blocks, max_batched_tokens=budget)
     done = run(backend, prompts)
     assert [done[i, 0].token_ids.tolist() for i in range(len(prompts))] == greedy_reference(
         variant, prompts

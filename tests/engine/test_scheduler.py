@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from tests.engine.fakes import make_request
 
 
 def make_scheduler(
-    *, num_blocks=32, block_size=4, budget=16, max_slots=8, caching=True, fraction=100
+    *, num_blocks=32, block_size=4, budget=16, max_slots=8, caching=True, full_step_tokens=math.inf
 ):
     table = SequenceTable(
         max_slots=max_slots, num_blocks=num_blocks, block_size=block_size, max_model_len=128
@@ -20,7 +22,7 @@ def make_scheduler(
         table,
         max_batched_tokens=budget,
         enable_prefix_caching=caching,
-        kv_admission_fraction=fraction,
+        full_step_tokens=full_step_tokens,
     )
 
 

@@ -5,6 +5,7 @@ when blocks run out all the same, the latest sequence gives its own back. Its KV
 where that pays (`swap`), else its tokens are computed again.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -19,7 +20,6 @@ from raybatch.engine.sequences.forks import PromptFork, PromptForks
 from raybatch.engine.sequences.groups import PrefixGroups
 from raybatch.engine.sequences.schedule import OpenStep, Schedule, SchedulerCounters, note_computed
 from raybatch.engine.sequences.table import DECODE, EMPTY, PREFILL, Sequence, SequenceTable
-from raybatch.policy.admission import num_startable
 from raybatch.records.arrays import Ints
 
 # admission leaves the blocks free that running sequences will need within so many steps; sequences
@@ -39,8 +39,7 @@ class Scheduler:
             decode is ever skipped.
         enable_prefix_caching: share equal leading blocks between requests; samples of one
             request share theirs in any case.
-        kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
-        full_step_tokens: that a step has before the forecast lets sequences wait.
+        full_step_tokens: that a step has before a forecast of the pool lets sequences wait.
         swap: host memory for the KV of preempted sequences; None has none.
         copy_blocks: copies some blocks of the device into as many others; at once, or before
             the next step.
@@ -54,8 +53,7 @@ class Scheduler:
         *,
         max_batched_tokens: int,
         enable_prefix_caching: bool,
-        kv_admission_fraction: float | None = None,
-        full_step_tokens: float = 0.0,
+        full_step_tokens: float = math.inf,
         swap: SwapSpace | None = None,
         copy_blocks: Callable[[Ints, Ints], None] = lambda *_: None,
         max_row_blocks: int | None = None,
@@ -76,13 +74,7 @@ class Scheduler:
         self._copy_blocks = copy_blocks
         self._needs = Needs(blocks, enable_prefix_caching)
         self._queue = WaitingQueue()
-        is_ever_full = full_step_tokens <= max_batched_tokens
-        self._admission = Admission(
-            table,
-            blocks,
-            fraction=kv_admission_fraction if is_ever_full else None,
-            full_step_tokens=full_step_tokens,
-        )
+        self._admission = Admission(table, blocks, full_step_tokens=full_step_tokens)
         self._draft_room = DraftRoom(table, blocks, self._spare_steps)
         self._chunks = Chunks(table, blocks, self._groups, self.forks, self._swap, self.counters)
 
@@ -324,7 +316,12 @@ class Scheduler:
                     continue
                 self._leave(record)
                 return [self._queue.pop()]
-            if table.num_running and not self._fits_forecast(record, need, step):
+            if table.num_running and not self._admission.accepts(
+                record,
+                num_shared=need.num_shared,
+                num_new=need.num_new_shared,
+                step_tokens=self._budget - step.budget,
+            ):
                 self.counters.num_held_steps += 1
                 return []
             slot = self._place(self._queue.pop(), need, fork)
@@ -336,22 +333,6 @@ class Scheduler:
                 num_spare += need.num_available
                 step.forked.append((slot, record.request.request_id))
         return []
-
-    def _fits_forecast(self, record: Sequence, need: Need, step: OpenStep) -> bool:
-        return self._admission.accepts(
-            record,
-            num_shared=need.num_shared,
-            num_new=need.num_new_shared,
-            num_startable=num_startable(
-                rows=self.num_waiting,
-                slots=len(self.table.records) - self.table.num_running,
-                blocks=self.blocks.num_available,
-                tokens=step.budget,
-                row_blocks=need.num_available,
-                row_tokens=record.num_tokens - len(need.hits) * self.table.block_size,
-            ),
-            step_tokens=self._budget - step.budget,
-        )
 
     def _place(self, record: Sequence, need: Need, fork: PromptFork | None) -> int:
         hits, num_total = need.hits, need.num_total
