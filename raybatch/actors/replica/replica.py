@@ -68,7 +68,7 @@ class Replica:
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),
             self._wake,
-            lead_tokens=_LEAD_STEPS * self._spec.engine.max_batched_tokens,
+            lead_tokens=_LEAD_STEPS * self._spec.engine.token_budget,
         )
         try:
             capacity = await asyncio.wrap_future(self._engine.start())
