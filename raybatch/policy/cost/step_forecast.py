@@ -144,6 +144,8 @@ class StepSimulation:
         self._running: list[int] = []
         self._num_generated = [0] * num_rows
         self._num_blocks = [0] * num_rows
+        # tokens with KV when a row had to yield
+        self._num_computed_before = [0] * num_rows
         # of a running row: the step of its first token since it started, None while its prompt is
         # computed, and the steps at which it takes its next block and ends
         self._start: list[int | None] = [None] * num_rows
@@ -156,6 +158,7 @@ class StepSimulation:
         self.prefill_tokens: list[int] = []
         self.num_ended: list[int] = []
         self.recomputed_tokens: list[int] = []
+        self.num_preemptions = 0
 
     def run(self) -> None:
         while self._waiting or self._running:
@@ -171,8 +174,8 @@ class StepSimulation:
             spent += self._compute(step, *self._cut, left)
         while not num_preempted and spent < left and self._waiting and self._has_room(step):
             row = self._waiting.popleft()
-            tokens, is_again = self._place(row)
-            recomputed += tokens * is_again
+            tokens, again = self._place(row)
+            recomputed += again
             spent += self._compute(step, row, tokens, left - spent)
         self.decode_rows.append(num_decoding)
         self.prefill_tokens.append(spent)
@@ -180,7 +183,7 @@ class StepSimulation:
         ended = self._ending.pop(step, set())
         self.num_ended.append(len(ended))
         for row in sorted(ended):
-            self._leave(row)
+            self._leave(row, self._prompts[row])
         if ended:
             self._running = [row for row in self._running if row not in ended]
 
@@ -221,8 +224,8 @@ class StepSimulation:
         is_growing = held < self._prompts[row] + self._outputs[row] - 1
         return is_growing and held - num_tokens < self._spare_steps
 
-    def _place(self, row: int) -> tuple[int, bool]:
-        """Start a row; return the tokens that it computes, and whether it did so before."""
+    def _place(self, row: int) -> tuple[int, int]:
+        """Start a row; return the tokens that it computes, and how many of them it had before."""
         num_tokens, block_size = (
             self._prompts[row] + self._num_generated[row],
             self._limits.block_size,
@@ -231,7 +234,8 @@ class StepSimulation:
         self._num_blocks[row] = -(-num_tokens // block_size)
         self._pool.take(self._num_blocks[row])
         self._running.append(row)
-        return num_tokens - num_found * block_size, self._num_generated[row] > 0
+        num_cached = num_found * block_size
+        return num_tokens - num_cached, max(0, self._num_computed_before[row] - num_cached)
 
     def _compute(self, step: int, row: int, num_tokens: int, budget: int) -> int:
         """Compute a prompt as far as the budget goes; return the tokens computed."""
@@ -261,15 +265,21 @@ class StepSimulation:
             grows, ends = self._events[row]
             self._growing[grows].discard(row)
             self._ending[ends].discard(row)
-        else:
-            self._cut = None
-        self._leave(row)
+        # the KV of the last token was to come in this step
+        num_left = 1
+        if self._cut is not None and self._cut[0] == row:
+            num_left, self._cut = self._cut[1], None
+        num_computed = self._prompts[row] + self._num_generated[row] - num_left
+        self._num_computed_before[row] = num_computed
+        self.num_preemptions += 1
+        self._leave(row, num_computed)
         self._waiting.appendleft(row)
 
-    def _leave(self, row: int) -> None:
+    def _leave(self, row: int, num_computed: int) -> None:
         count, self._num_blocks[row] = self._num_blocks[row], 0
         self._start[row] = None
-        self._pool.give_back(row, count, min(count, self._prompts[row] // self._limits.block_size))
+        num_kept = min(self._prompts[row], num_computed) // self._limits.block_size
+        self._pool.give_back(row, count, num_kept)
 
 
 def _lengths(sample: tuple[float, ...], num_rows: int) -> list[int]:
