@@ -155,9 +155,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         work = work.with_cache(explanation.own_order.computed_tokens)
     placement = placement_of(question)
     num_replicas = placement.num_replicas
-    cost = estimate(
-        costs, work, num_replicas, core_share=core_share_in(placement, question.spec)
-    )
+    cost = estimate(costs, work, num_replicas, core_share=core_share_in(placement, question.spec))
     time = TimeEstimate(
         engine_s=cost.engine_s.expected,
         wall_s=cost.wall_s.expected,
