@@ -2,9 +2,10 @@
 
 Run: OMP_NUM_THREADS=1 python benchmarks/contention.py [--models dense-4m] [--engines 1 2]
 One engine does the same amount of work in turn alone and beside others, which compute rows of their
-own all the while, each in a process; a ratio is the median over rounds. CPU seconds say what the engines take of each other's memory
-and caches; seconds by the clock also say how the cores are shared. `busy_cores` is what the whole
-host computed meanwhile: above the number of engines, others were at work as well.
+own all the while, each in a process; a ratio is the median over rounds. CPU seconds say what the
+engines take of each other's memory and caches; seconds by the clock also say how the cores are
+shared. `busy_cores` is what the whole host computed meanwhile: above the number of engines, others
+were at work as well.
 """
 
 import argparse
