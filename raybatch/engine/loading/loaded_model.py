@@ -227,7 +227,8 @@ def chosen_kv_offload(
         device_kv_bytes=device_blocks * block_bytes,
         host_kv_bytes=config.host_kv_bytes,
         max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=config.max_batched_tokens,
+        token_budgets=(config.max_batched_tokens,),
+        block_size=config.block_size_tokens,
         row=RowShape.within(model.resolved.max_model_len),
     )
     try:
