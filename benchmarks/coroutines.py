@@ -35,7 +35,7 @@ from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile
 from raybatch.models.config import read_model_spec
 from raybatch.policy.batches.step_plan import RowShape
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
 from raybatch.records.types import Request, Sampling
 
 WORKLOADS = {
@@ -93,8 +93,7 @@ def forecast(
             max_num_seqs=max_seqs,
             token_budgets=(EngineConfig().max_batched_tokens,),
             block_size=_BLOCK_SIZE,
-            row=row,
-            num_rows=len(requests),
+            rows=RowsAhead(shape=row, num_rows=len(requests)),
         )
     )
 
