@@ -102,7 +102,7 @@ def core_share_of(num_cores: int, num_engines: int, num_threads: int) -> float:
     """Return the share of a core that each thread of the engines of one host has.
 
     Engines of a host contend for its cores where these are fewer than threads. What they take of
-    each other through memory is not in it: two engines on two cores took 1 to 6 % more CPU seconds.
+    each other through memory is not in it: two engines on two cores took 2 to 5 % more CPU seconds.
     """
     return min(1.0, num_cores / max(1, num_engines * num_threads))
 
