@@ -209,6 +209,20 @@ class PreparedModel:
             _logger.info("%s keeps KV on the device: %s", self.model.name, error_text(error))
             return None
 
+    def plain_reason(self) -> str:
+        """Return how rows run where nothing is chosen, and why."""
+        config = self.config
+        if config.kv_offload is True:
+            return "KV in host memory, as engine.kv_offload says"
+        why = "its layers could not be measured"
+        if config.kv_offload is False:
+            why = "engine.kv_offload says"
+        elif self.needs_device:
+            why = "engine.speculative_tokens or engine.cuda_graphs needs it there"
+        elif not self.host_kv_bytes:
+            why = "there is no host memory for KV (engine.host_kv_bytes)"
+        return f"KV on the device, as {why}; steps of up to {config.token_budget:,} tokens"
+
     def chosen(self, choice: EngineChoice | None) -> EngineConfig:
         """Return the options with what was chosen; without a choice KV is on the device."""
         config, best = self.config, None if choice is None else choice.best
