@@ -242,9 +242,7 @@ def test_a_failed_copy_ends_its_step_and_the_ring_serves_the_next_engine(dense, 
             # here over the same ring
             states = engine.export(set(expected) - set(done))
             layers.check()
-            engine = Engine(
-                engine._runner, engine._sampler, FakeStopChecker(), engine._runner.config
-            )
+            engine = Engine(engine.runner, engine._sampler, FakeStopChecker(), engine.runner.config)
             engine.restore(states)
     assert expected == done
     told = "could not be copied to the device: OSError: the host is gone"
