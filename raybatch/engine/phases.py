@@ -14,7 +14,7 @@ from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.profile.layer_bench import clock_of
 from raybatch.engine.rows_seen import RowsSeen
 from raybatch.errors import CapacityError, ConfigError, error_text
-from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineChoice, EngineWay, RowsAhead
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState

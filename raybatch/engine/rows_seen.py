@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from raybatch.engine.finish_rules import expected_len
-from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import RowsAhead
 from raybatch.policy.cost.work import output_sample
 from raybatch.records.types import Completion, Request

@@ -14,12 +14,14 @@ import numpy as np
 
 from raybatch.errors import CapacityError
 from raybatch.policy.batches.layer_plan import KV_SLOTS, ModelShape, ModuleCosts
-from raybatch.policy.batches.step_plan import LEAST_GAIN, RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.step_forecast import StepForecast, forecast_steps
 from raybatch.policy.cost.work import WorkTotals
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 
+# share by which the forecast of the other way must be better: below it errors would decide
+LEAST_GAIN = 0.05
 # of the rows that fit at once, how many come where nobody knows their number
 _WAVES = 4
 # share of drafts that are right among rows that repeat their prompt, at the least

@@ -29,7 +29,7 @@ from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.policy.batches.layer_plan import ModuleCosts
-from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
