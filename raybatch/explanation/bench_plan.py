@@ -300,7 +300,6 @@ def _streamed_weights(
     pass_s = partial(
         pass_time,
         residence,
-        sizes,
         bytes_per_s=residence.buffer_bytes / max(costs.to_device.seconds(copy), 1e-12),
         copies_overlap=costs.copies_overlap,
     )

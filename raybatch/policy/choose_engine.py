@@ -18,6 +18,7 @@ from raybatch.policy.batches.layer_plan import (
     Workload,
 )
 from raybatch.policy.batches.step_plan import LEAST_GAIN, RowShape
+from raybatch.policy.residence import Residence, streamed_s
 
 # what a step costs beside its layers: scheduling, batches, head and sampling; of a step, and of a
 # row that gets a token (AMD EPYC, models of 8M and 100M with 1,024 tokens in their vocabulary)
@@ -28,7 +29,8 @@ _STEP_S, _ROW_S = 1e-3, 2e-5
 class EngineFacts:
     """A model, its measured modules and links, memory for KV, bounds of a step, and the rows.
 
-    `num_rows` are those of the job; None where there are always more.
+    `num_rows` are those of the job; None where there are always more. `residence` is that of the
+    weights; None keeps all on the device.
     """
 
     model: ModelShape
@@ -39,6 +41,7 @@ class EngineFacts:
     max_batched_tokens: int
     row: RowShape
     num_rows: int | None = None
+    residence: Residence | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +159,10 @@ def _way(facts: EngineFacts, *, kv_offload: bool, rows: int, attending: int) -> 
 
 
 def _token_s(facts: EngineFacts, plan: BatchPlan, workload: Workload) -> float:
-    return forward_time(facts.model, facts.costs, plan, workload).seconds / plan.gate_tokens
+    forward = forward_time(facts.model, facts.costs, plan, workload)
+    if facts.residence is None:
+        return forward.seconds / plan.gate_tokens
+    return streamed_s(facts.residence, forward, facts.costs) / plan.gate_tokens
 
 
 def _only_reason(facts: EngineFacts, only: EngineWay) -> str:

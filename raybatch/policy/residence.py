@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.forward_dag import DagNode, critical_path
+from raybatch.policy.batches.forward_dag import DagNode, ForwardTime, critical_path
+from raybatch.policy.batches.layer_plan import ModuleCosts
 
 # passes that are laid out; what the last ones take is no longer that of a ring that fills
 _NUM_PASSES = 4
@@ -28,6 +29,7 @@ class WeightSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residence:
+    layer_bytes: tuple[int, ...]
     is_resident: tuple[bool, ...]  # by layer, whether its weights stay on the device
     num_buffers: int  # layers of the ring; 0 where all are resident
     buffer_bytes: int  # of one of them: the largest layer that passes through
@@ -51,8 +53,7 @@ def plan_residence(
     Raises:
         ConfigError: the budget does not hold the ring and what always stays.
     """
-    num_layers = len(sizes.layer_bytes)
-    tried = [_residence(sizes, count, weight_buffers) for count in range(num_layers, -1, -1)]
+    tried = residences(sizes, weight_buffers)
     for residence in tried:
         if device_weight_bytes is None or residence.device_bytes <= device_weight_bytes:
             return residence
@@ -66,13 +67,14 @@ def plan_residence(
     )
 
 
+def residences(sizes: WeightSizes, weight_buffers: int) -> list[Residence]:
+    """Return one residence for each number of resident layers, the most first."""
+    counts = range(len(sizes.layer_bytes), -1, -1)
+    return [_residence(sizes, count, weight_buffers) for count in counts]
+
+
 def pass_time(
-    residence: Residence,
-    sizes: WeightSizes,
-    *,
-    layer_s: Sequence[float],
-    bytes_per_s: float,
-    copies_overlap: bool,
+    residence: Residence, *, layer_s: Sequence[float], bytes_per_s: float, copies_overlap: bool
 ) -> float:
     """Return the seconds of one pass through the layers, once passes follow each other.
 
@@ -90,7 +92,7 @@ def pass_time(
                 # the one that had the buffer before
                 is_full = len(users) >= residence.num_buffers
                 freed = (users[-residence.num_buffers],) if is_full else ()
-                copy_s = sizes.layer_bytes[idx] / bytes_per_s
+                copy_s = residence.layer_bytes[idx] / bytes_per_s
                 nodes.append(DagNode(name=after[0], resource=link, seconds=copy_s, after=freed))
                 users.append(name)
             nodes.append(DagNode(name=name, resource="compute", seconds=layer_s[idx], after=after))
@@ -98,6 +100,25 @@ def pass_time(
     finish = critical_path(nodes).finish_s
     half = _NUM_PASSES // 2
     return (finish[ends[-1]] - finish[ends[half - 1]]) / (_NUM_PASSES - half)
+
+
+def streamed_s(residence: Residence, forward: ForwardTime, costs: ModuleCosts) -> float:
+    """Return the seconds of a forward pass whose streamed layers are copied once for all its rows.
+
+    KV that lives in host memory comes over the same link, which both keep busy.
+    """
+    if not residence.streamed:
+        return forward.seconds
+    num_layers = len(residence.is_resident)
+    byte_s = costs.to_device.copy_s(residence.buffer_bytes) / residence.buffer_bytes
+    seconds = pass_time(
+        residence,
+        layer_s=[forward.seconds / num_layers] * num_layers,
+        bytes_per_s=1 / max(byte_s, 1e-18),
+        copies_overlap=costs.copies_overlap,
+    )
+    kv_s = forward.busy_fraction.get("to_device", 0.0) * forward.seconds
+    return max(seconds, kv_s + residence.pass_bytes * byte_s)
 
 
 def _residence(sizes: WeightSizes, num_resident: int, weight_buffers: int) -> Residence:
@@ -111,6 +132,7 @@ def _residence(sizes: WeightSizes, num_resident: int, weight_buffers: int) -> Re
     passing = [size for size, stays in by_layer if not stays]
     num_buffers, buffer_bytes = min(weight_buffers, num_streamed), max(passing, default=0)
     return Residence(
+        layer_bytes=sizes.layer_bytes,
         is_resident=is_resident,
         num_buffers=num_buffers,
         buffer_bytes=buffer_bytes,

@@ -82,7 +82,6 @@ def time_of(budget, buffers, layer_s, *, overlap=True):
     # a copy of a layer takes one second
     return pass_time(
         plan(budget, buffers),
-        EVEN,
         layer_s=[layer_s] * 6,
         bytes_per_s=100.0,
         copies_overlap=overlap,

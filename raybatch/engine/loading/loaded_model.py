@@ -15,6 +15,7 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import dense_panel_width
+from raybatch.engine.loading.weight_residence import pick_residence
 from raybatch.engine.memory.kv_cache import (
     max_sequence_len,
     num_blocks_for,
@@ -99,7 +100,7 @@ class LoadedModel:
         return self.resolved.dtype
 
 
-def load_model(source: str, config: EngineConfig) -> LoadedModel:
+def load_model(source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> LoadedModel:
     """Load the model that `source` names (see `resolve_model`).
 
     Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
@@ -123,8 +124,14 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     if form.panel_width and (ops := compiled_linears(form.byte_dtype)):
         form = replace(form, for_torch=shapes_for_torch(dense_shapes(path, spec), ops))
     sizes = weight_sizes(path, spec, form, device=resolved.device)
-    residence = plan_residence(
-        sizes, device_weight_bytes=config.device_weight_bytes, weight_buffers=config.weight_buffers
+    residence = pick_residence(
+        path,
+        spec,
+        form,
+        sizes,
+        config,
+        device=resolved.device,
+        num_engines_on_host=num_engines_on_host,
     )
     return LoadedModel(
         path=path,
@@ -146,7 +153,6 @@ def place_layers(model: LoadedModel) -> LayerStore:
     # without computations, behind which a GPU hides copies
     longest_s = pass_time(
         residence,
-        sizes,
         layer_s=[0.0] * len(sizes.layer_bytes),
         bytes_per_s=bytes_per_s,
         copies_overlap=model.device.type == "cuda",
@@ -229,6 +235,7 @@ def chosen_kv_offload(
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
         row=RowShape.within(model.resolved.max_model_len),
+        residence=model.residence,
     )
     try:
         choice = choose_engine(facts)
@@ -364,7 +371,7 @@ def check_budgets(model_path: Path, config: EngineConfig, *, has_weights: bool =
     for device in devices:
         try:
             resolved = resolve(config, spec, device)
-            if has_weights and config.device_weight_bytes is not None:
+            if has_weights and isinstance(config.device_weight_bytes, int):
                 # compiled ops may fill panels up, which takes no less
                 form = resolved.weight_form(may_compile=False)
                 plan_residence(

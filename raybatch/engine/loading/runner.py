@@ -107,7 +107,7 @@ class ModelRunner:
         ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
         CapacityError: the memory does not hold a block of KV.
         """
-        model = load_model(source, config)
+        model = load_model(source, config, num_engines_on_host=num_engines_on_host)
         with current_device(model.device):
             return cls._of(model, config, num_engines_on_host)
 
