@@ -81,10 +81,7 @@ def test_a_plan_holds_its_budget_and_no_plan_has_more_layers(layers, other, buff
 def time_of(budget, buffers, layer_s, *, overlap=True):
     # a copy of a layer takes one second
     return pass_time(
-        plan(budget, buffers),
-        layer_s=[layer_s] * 6,
-        bytes_per_s=100.0,
-        copies_overlap=overlap,
+        plan(budget, buffers), layer_s=[layer_s] * 6, bytes_per_s=100.0, copies_overlap=overlap
     )
 
 

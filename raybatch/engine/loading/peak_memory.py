@@ -54,7 +54,7 @@ def step_peak_bytes(
             if draws:
                 rows = np.arange(len(logits))
                 ones = np.ones(len(logits))
-                options = DrawOptions(ones, rows, ones, 0 * ones, 0.5 * ones)
+                options = DrawOptions(ones, np.ones_like(rows), ones, 0 * ones, 0.5 * ones)
                 for draw in (draw_dense, draw_ranked):
                     draw(logits, rows, options)
 

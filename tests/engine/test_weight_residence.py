@@ -1,0 +1,143 @@
+"""Weights that do not fit a GPU: what stays, by its free memory; here that of a CPU in its place."""
+
+import logging
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.loading import loaded_model, peak_memory, weight_residence
+from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
+from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.errors import ConfigError
+from raybatch.models.config import read_model_spec
+from tests.engine.storage_peak import StoragePeak
+from tests.engine.test_runtime import finish, make_engine, requests, tokens_of
+from tests.engine.test_streamed_layers import held_bytes
+from tests.engine.tiny_models import build
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 6
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe-sparse-step"])
+def path(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    build(request.param, num_hidden_layers=NUM_LAYERS).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    build("qwen3", num_hidden_layers=NUM_LAYERS).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def quick_options(config):
+    return replace(profile_options(config), budget_s=0.1, num_repeats=1)
+
+
+def measure(run):
+    """What an allocator would have counted."""
+    counted = StoragePeak(CPU)
+    with counted:
+        run()
+    return counted.peak
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch, tmp_path):
+    """Gives the CPU the free memory of a GPU; returns the layers that probes have loaded."""
+    probed = []
+
+    def fake(free_bytes):
+        def load(path, spec, form, **options):
+            probed.append(spec.num_layers)
+            with monkeypatch.context() as patch:
+                # a GPU has no prepared file, which a probe would write for its layers alone
+                patch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path))
+                return loaded_model.load_weights(path, spec, form, **options)
+
+        monkeypatch.setattr(weight_residence, "free_device_bytes", lambda _: free_bytes)
+        monkeypatch.setattr(weight_residence, "load_weights", load)
+        monkeypatch.setattr(weight_residence, "profile_options", quick_options)
+        monkeypatch.setattr(peak_memory, "_on_gpu", lambda _: measure)
+        return probed
+
+    return fake
+
+
+def config_of(**options):
+    given = {"max_batched_tokens": 16, "max_num_seqs": 8, "block_size_tokens": 4}
+    return EngineConfig(device="cpu", tune_malloc=False, **(given | options))
+
+
+def sizes_of(path):
+    return load_model(str(path), config_of()).sizes
+
+
+def test_a_cpu_keeps_all_and_so_does_a_gpu_with_room(path, fake_gpu):
+    sizes = sizes_of(path)
+    assert not load_model(str(path), config_of()).residence.streamed
+    probed = fake_gpu(100 * sizes.total_bytes)
+    assert not load_model(str(path), config_of()).residence.streamed
+    fake_gpu(sizes.total_bytes // 2)
+    assert not load_model(str(path), config_of(device_weight_bytes=None)).residence.streamed
+    assert probed == []
+
+
+def test_steps_are_measured_before_anything_is_streamed(dense, fake_gpu):
+    sizes = sizes_of(dense)
+    probed = fake_gpu(2 * sizes.total_bytes)
+    # the guess of what a step takes leaves nothing for KV, the measured one does
+    assert not load_model(str(dense), config_of()).residence.streamed
+    assert probed == [2]
+
+
+def free_bytes_of(path, config, num_resident):
+    """Memory for so many layers, the largest step and KV of 20 rows."""
+    model = load_model(str(path), config)
+    sizes, spec = model.sizes, model.spec
+    step = 1 << 20
+    kv = 20 * 400 * kv_bytes_per_token(spec, torch.float32)
+    return sizes.other_bytes + (num_resident + 2) * max(sizes.layer_bytes) + step + kv
+
+
+@pytest.mark.parametrize("kv_offload", [False, True])
+def test_tokens_are_those_of_the_model_that_fits(path, fake_gpu, caplog, kv_offload):
+    def run(**options):
+        engine, runner = make_engine(path, **options)
+        engine.add(requests())
+        return tokens_of(finish(engine)), engine.stats(), runner
+
+    expected, _, _ = run()
+    sizes = sizes_of(path)
+    num_blocks = 40
+    pool = num_blocks * 4 * kv_bytes_per_token(read_model_spec(path), torch.float32)
+    options = {"num_blocks": num_blocks, "max_model_len": 64, "max_num_seqs": 9}
+    if kv_offload:
+        options |= {"kv_offload": True, "host_kv_bytes": 20 * pool}
+    free = sizes.total_bytes + pool
+    fake_gpu(free)
+    with caplog.at_level(logging.INFO, logger=weight_residence.__name__):
+        found, stats, runner = run(max_batched_tokens=16, **options)
+    assert expected == found
+    store = runner.decoder.layers
+    assert store.is_streamed
+    assert stats.num_steps * len(store._residence.streamed) == stats.num_weight_copies
+    # weights, KV and the largest step, which was measured
+    (told,) = [text for text in caplog.messages if "engine.device_weight_bytes: " in text]
+    assert told.startswith(f"engine.device_weight_bytes: {store._residence.device_bytes}, as ")
+    assert ("KV in host memory" in told) == kv_offload
+    held = held_bytes(store) + sizes.other_bytes
+    assert held == store._residence.device_bytes
+    assert held + runner.cache.k.nbytes + runner.cache.v.nbytes <= free
