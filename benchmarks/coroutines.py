@@ -91,7 +91,8 @@ def forecast(
             device_kv_bytes=short,
             host_kv_bytes=need,
             max_num_seqs=max_seqs,
-            max_batched_tokens=EngineConfig().max_batched_tokens,
+            token_budgets=(EngineConfig().max_batched_tokens,),
+            block_size=_BLOCK_SIZE,
             row=row,
             num_rows=len(requests),
         )

@@ -37,7 +37,7 @@ def facts(*, device_rows, host_rows, copy=1e10, layer=LAYER, **changes):
         device_kv_bytes=int(device_rows * ROW_BYTES),
         host_kv_bytes=int(host_rows * ROW_BYTES),
         max_num_seqs=1024,
-        max_batched_tokens=2048,
+        token_budgets=(2048,),
         row=ROW,
     )
     return replace(given, **changes)
@@ -59,7 +59,8 @@ def test_experts_that_are_read_for_few_rows_want_kv_in_host_memory():
     [
         ("slow link", facts(device_rows=8, host_rows=512, copy=1e8)),
         ("room for all", facts(device_rows=512, host_rows=512)),
-        ("few rows", facts(device_rows=8, host_rows=512, num_rows=8)),
+        # as blocks hold them
+        ("few rows", facts(device_rows=9, host_rows=512, num_rows=8)),
         ("few slots", facts(device_rows=8, host_rows=512, max_num_seqs=8)),
         ("no host memory", facts(device_rows=8, host_rows=0)),
     ],
@@ -74,7 +75,8 @@ def test_kv_stays_on_the_device_where_host_memory_gains_nothing(name, given):
 
 def test_a_gain_below_the_noise_is_not_worth_the_copies():
     # with more memory on the device, host memory gains less and less, and then nothing
-    choices = [choose_engine(facts(device_rows=n, host_rows=512)) for n in range(8, 512, 4)]
+    given = [facts(device_rows=n, host_rows=512, num_rows=512) for n in range(8, 512, 12)]
+    choices = [choose_engine(one) for one in given]
     near = [c for c in choices if not c.best.kv_offload and "not worth the copies" in c.reason]
     assert near
     for choice in near:

@@ -15,7 +15,7 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import dense_panel_width
-from raybatch.engine.loading.weight_residence import pick_residence
+from raybatch.engine.loading.peak_memory import pick_residence
 from raybatch.engine.memory.kv_cache import (
     max_sequence_len,
     num_blocks_for,
@@ -37,7 +37,7 @@ from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
 from raybatch.policy.batches.step_plan import RowShape, plan_steps
 from raybatch.policy.choose_engine import EngineFacts, choose_engine
-from raybatch.policy.residence import Residence, WeightSizes, pass_time, plan_residence
+from raybatch.policy.residence import Residence, WeightSizes, plan_residence
 
 # of glibc's mallopt
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -130,6 +130,7 @@ def load_model(source: str, config: EngineConfig, *, num_engines_on_host: int = 
         form,
         sizes,
         config,
+        kv_dtype=resolved.kv_dtype,
         device=resolved.device,
         num_engines_on_host=num_engines_on_host,
     )
@@ -150,13 +151,6 @@ def place_layers(model: LoadedModel) -> LayerStore:
         return ResidentLayers(model.weights.layers)
     layers = StreamedLayers(model.weights.layers, residence, model.device)
     bytes_per_s = layers.bytes_per_s()
-    # without computations, behind which a GPU hides copies
-    longest_s = pass_time(
-        residence,
-        layer_s=[0.0] * len(sizes.layer_bytes),
-        bytes_per_s=bytes_per_s,
-        copies_overlap=model.device.type == "cuda",
-    )
     _logger.info(
         "%s keeps %d of %d layers on the device, in %.1f of %.1f MB of weights; the others pass "
         "through %d buffers: every step copies %.1f MB, at %.1f GB/s, and takes %s%.2f ms longer "
@@ -170,7 +164,8 @@ def place_layers(model: LoadedModel) -> LayerStore:
         residence.pass_bytes / 1e6,
         bytes_per_s / 1e9,
         "up to " if model.device.type == "cuda" else "",
-        1e3 * longest_s,
+        # a GPU hides copies behind computations
+        1e3 * residence.pass_bytes / bytes_per_s,
     )
     return layers
 
@@ -233,7 +228,8 @@ def chosen_kv_offload(
         device_kv_bytes=device_blocks * block_bytes,
         host_kv_bytes=config.host_kv_bytes,
         max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=config.max_batched_tokens,
+        token_budgets=(config.max_batched_tokens,),
+        block_size=config.block_size_tokens,
         row=RowShape.within(model.resolved.max_model_len),
         residence=model.residence,
     )
