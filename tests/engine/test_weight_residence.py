@@ -1,26 +1,30 @@
-"""Weights that do not fit a GPU: what stays, by its free memory; here that of a CPU in its place."""
+"""Weights that do not fit a GPU: what stays, by its free memory; here a CPU is in its place."""
 
 import logging
-import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from raybatch.config import EngineConfig
-from raybatch.engine.loading import peak_memory
 from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.loading import peak_memory
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.loading.peak_memory import step_peak_bytes
-from raybatch.engine.memory.kv_cache import KVCache, kv_bytes_per_token
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
+from raybatch.engine.profile import module_profile
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.weights.loading import load_weights
-from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec
 from tests.engine.storage_peak import StoragePeak
-from tests.engine.test_runtime import finish, make_engine, requests, tokens_of
+from tests.engine.test_module_profile import OPTIONS
+from tests.engine.test_runtime import BLOCK, finish, make_engine, requests, tokens_of
 from tests.engine.test_streamed_layers import held_bytes
 from tests.engine.tiny_models import build
+from tests.tiers import examples
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 6
@@ -46,7 +50,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 def quick_options(config):
-    return replace(profile_options(config), budget_s=0.1, num_repeats=1)
+    return replace(OPTIONS, block_size=profile_options(config).block_size)
 
 
 def measure(run):
@@ -74,6 +78,9 @@ def fake_gpu(monkeypatch, tmp_path):
         monkeypatch.setattr(peak_memory, "load_weights", load)
         monkeypatch.setattr(peak_memory, "profile_options", quick_options)
         monkeypatch.setattr(peak_memory, "_on_gpu", lambda _: measure)
+        # less than a cache holds, which takes long to read
+        monkeypatch.setattr(module_profile, "_BEYOND_CACHE_BYTES", 1 << 20)
+        monkeypatch.setattr(module_profile, "_COPY_BYTES", (1 << 10, 1 << 14))
         # of partial results, of which kernels have as many for a small model
         monkeypatch.setattr(peak_memory, "_unmeasured_bytes", lambda *_: 0)
         return probed
@@ -86,8 +93,8 @@ def config_of(**options):
     return EngineConfig(device="cpu", tune_malloc=False, **(given | options))
 
 
-def sizes_of(path):
-    return load_model(str(path), config_of()).sizes
+def sizes_of(path, **options):
+    return load_model(str(path), config_of(**options)).sizes
 
 
 def test_a_cpu_keeps_all_and_so_does_a_gpu_with_room(path, fake_gpu):
@@ -125,24 +132,19 @@ def step_bytes(path, max_batched_tokens, max_num_seqs):
 
 @pytest.mark.parametrize("kv_offload", [False, True])
 def test_tokens_are_those_of_the_model_that_fits(path, fake_gpu, caplog, kv_offload):
-    def run(**options):
-        engine, runner = make_engine(path, **options)
-        engine.add(requests())
-        return tokens_of(finish(engine)), engine.stats(), runner
-
-    expected, _, _ = run()
-    sizes = sizes_of(path)
+    expected, _, _ = run(path)
+    sizes = sizes_of(path, compile_kernels=False)
     num_blocks = 40
     pool = num_blocks * 4 * kv_bytes_per_token(read_model_spec(path), torch.float32)
     options = {"num_blocks": num_blocks, "max_model_len": 64, "max_num_seqs": 9}
-    options |= {"compile_kernels": False}
     if kv_offload:
         options |= {"kv_offload": True, "host_kv_bytes": 20 * pool}
+    fake_gpu(None)
     step = step_bytes(path, 16, 9)
-    free = sizes.total_bytes + pool + step - 1
+    free = sizes.total_bytes + pool + step - max(sizes.layer_bytes)
     fake_gpu(free)
     with caplog.at_level(logging.INFO, logger=peak_memory.__name__):
-        found, stats, runner = run(max_batched_tokens=16, **options)
+        found, stats, runner = run(path, max_batched_tokens=16, **options)
     assert expected == found
     store = runner.decoder.layers
     assert store.is_streamed
@@ -154,3 +156,60 @@ def test_tokens_are_those_of_the_model_that_fits(path, fake_gpu, caplog, kv_offl
     held = held_bytes(store) + sizes.other_bytes
     assert held == store._residence.device_bytes
     assert held + runner.cache.k.nbytes + runner.cache.v.nbytes + step <= free
+
+
+def run(path, *, counted=None, **options):
+    engine, runner = make_engine(path, compile_kernels=False, **options)
+    engine.add(requests())
+    with counted or nullcontext():
+        done = finish(engine)
+    return tokens_of(done), engine.stats(), runner
+
+
+@pytest.fixture(scope="module")
+def expected(dense):
+    return run(dense, max_model_len=64)[0]
+
+
+@settings(
+    max_examples=examples(5, full=80), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    num_resident=st.integers(0, NUM_LAYERS - 1),
+    buffers=st.integers(1, 3),
+    num_blocks=st.integers(17, 40),
+    attn=st.sampled_from([None, 3, 16]),
+    most=st.sampled_from([9, 16, 200]),
+    kv_offload=st.booleans(),
+)
+def test_any_residence_gives_the_same_tokens_with_any_batches(
+    dense, expected, num_resident, buffers, num_blocks, attn, most, kv_offload
+):
+    sizes = sizes_of(dense, compile_kernels=False)
+    layers = (num_resident + buffers) * max(sizes.layer_bytes)
+    options = {"device_weight_bytes": sizes.other_bytes + layers, "weight_buffers": buffers}
+    block_bytes = BLOCK * kv_bytes_per_token(read_model_spec(dense), torch.float32)
+    if kv_offload:
+        options |= {"kv_offload": True, "host_kv_bytes": 100 * block_bytes}
+    counted = StoragePeak(CPU)
+    found, stats, runner = run(
+        dense,
+        counted=counted,
+        num_blocks=num_blocks,
+        attn_batch_tokens=attn,
+        max_batched_tokens=most,
+        max_num_seqs=9,
+        max_model_len=64,
+        **options,
+    )
+    assert expected == found
+    assert (runner.window is not None) == kv_offload
+    store, budget = runner.decoder.layers, options["device_weight_bytes"]
+    num_streamed = len(store._residence.streamed) if store.is_streamed else 0
+    assert stats.num_steps * num_streamed == stats.num_weight_copies
+    assert not store.is_streamed or held_bytes(store) + sizes.other_bytes <= budget
+    if kv_offload:
+        window = 2 * runner.num_window_blocks * block_bytes // NUM_LAYERS
+        assert window <= runner.cache.k.nbytes + runner.cache.v.nbytes == num_blocks * block_bytes
+    # no step makes a copy of a layer on the way
+    assert most > 16 or counted.peak < max(sizes.layer_bytes)
