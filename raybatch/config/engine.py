@@ -45,8 +45,8 @@ class EngineConfig:
     """Such as "cuda" or "cpu"; "auto" takes the GPU that Ray assigned, else the CPU."""
     device_weight_bytes: Speed[NonNegative | Literal["auto"] | None] = "auto"
     """Device memory for weights; layers beyond it stay in host memory and are copied in at every
-    step. "auto" keeps all on the device where they fit; on a GPU where they do not, as many as
-    promise the most tokens/s. None keeps all."""
+    step. "auto" keeps all that fit; where not all fit a GPU, as many as promise the most tokens/s.
+    None keeps all."""
     weight_buffers: Speed[Positive] = 2
     """Device buffers, of one layer each, for the layers that are copied in."""
     kv_cache_dtype: Answers[KVCacheDType] = "auto"

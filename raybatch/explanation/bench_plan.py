@@ -132,7 +132,7 @@ class PlanReport:
         source = "read from the cache; --fresh measures again" if self.was_read else "just measured"
         notes = [
             f"{phase}: the best plan needs the host; the engine keeps KV on the device, and "
-            "streams whole layers where engine.device_weight_bytes asks for it"
+            "streams whole layers where engine.device_weight_bytes asks for it, or they do not fit"
             for phase, planned in self.phases.items()
             if _on_device(planned) is not planned.search.best
         ]
