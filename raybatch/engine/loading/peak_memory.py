@@ -92,17 +92,21 @@ def pick_residence(
         )
         decoder = Decoder(first, weights, ops=ops)
         step_bytes = step_peak_bytes(decoder, config, first, kv_dtype=kv_dtype, device=device)
-        memory = replace(memory, step_bytes=step_bytes)
-        if memory.holds_all(row_bytes):
-            return plan(device_weight_bytes=None)
-        measure = partial(profile_layer, ops=ops)
-        profile, _ = measured_profile(spec, weights, profile_options(config), measure=measure)
+        memory, costs = replace(memory, step_bytes=step_bytes), None
+        if not memory.holds_all(row_bytes):
+            measure = partial(profile_layer, ops=ops)
+            profile, _ = measured_profile(spec, weights, profile_options(config), measure=measure)
+            costs = profile.costs()
+        del decoder, weights
+        torch.cuda.empty_cache()
+    if costs is None:
+        return plan(device_weight_bytes=None)
     kv_offload = None if config.kv_offload == "auto" else config.kv_offload
     if config.speculative_tokens or config.cuda_graphs:
         kv_offload = False
     facts = EngineFacts(
         model=shape,
-        costs=profile.costs(),
+        costs=costs,
         device_kv_bytes=0,
         host_kv_bytes=config.host_kv_bytes or 0,
         max_num_seqs=config.max_num_seqs,
