@@ -107,14 +107,16 @@ def test_a_cpu_keeps_all_and_so_does_a_gpu_with_room(path, fake_gpu):
     assert probed == []
 
 
-def test_steps_are_measured_before_anything_is_streamed(dense, fake_gpu):
+def test_steps_are_measured_before_anything_is_streamed(dense, fake_gpu, caplog):
     config, sizes = config_of(max_model_len=64), sizes_of(dense)
     kv = 16 * 64 * kv_bytes_per_token(read_model_spec(dense), torch.float32)
     # with a third of the memory for steps a little is missing
     free = int((kv + 0.9 * sizes.total_bytes) / (0.9 - 1 / 3)) - 1000
     probed = fake_gpu(free)
-    assert not load_model(str(dense), config).residence.streamed
+    with caplog.at_level(logging.INFO, logger=peak_memory.__name__):
+        assert not load_model(str(dense), config).residence.streamed
     assert probed == [2]
+    assert "engine.device_weight_bytes" not in caplog.text
     fake_gpu(sizes.total_bytes + 1000)
     assert load_model(str(dense), config).residence.streamed
 
@@ -137,8 +139,7 @@ def test_tokens_are_those_of_the_model_that_fits(path, fake_gpu, caplog, kv_offl
     num_blocks = 40
     pool = num_blocks * 4 * kv_bytes_per_token(read_model_spec(path), torch.float32)
     options = {"num_blocks": num_blocks, "max_model_len": 64, "max_num_seqs": 9}
-    if kv_offload:
-        options |= {"kv_offload": True, "host_kv_bytes": 20 * pool}
+    options |= {"kv_offload": kv_offload, "host_kv_bytes": 20 * pool}
     fake_gpu(None)
     step = step_bytes(path, 16, 9)
     free = sizes.total_bytes + pool + step - max(sizes.layer_bytes)

@@ -4,6 +4,7 @@ import itertools
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.policy.batches.layer_plan import ModelShape
 from raybatch.policy.choose_engine import choose_engine, choose_residence
-from raybatch.policy.residence import WeightMemory, WeightSizes, plan_residence
+from raybatch.policy.residence import WeightMemory, WeightSizes, plan_residence, residences
+from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from tests.policy.test_choose_engine import KB_LAYER, LAYER, facts
 from tests.tiers import examples, singles
 
@@ -109,6 +111,26 @@ def test_layers_leave_for_the_rows_that_share_their_copies():
     # where there are few rows, as many layers stay as leave room for them
     few = choose_residence(situation(copy=1e9, num_rows=5), mem)
     assert (9, 5) == (sum(few.residence.is_resident), few.best.rows_together)
+
+
+def test_weights_and_kv_of_the_host_take_turns_on_the_link():
+    given = situation(copy=1e7)
+    steps = StepCounts(
+        decode_rows=np.array([50.0]),
+        prefill_tokens=np.zeros(1),
+        prompt_tokens=100,
+        context_tokens=114,
+    )
+    buffer = KVBuffer(num_tokens=600, num_buffers=2)
+    streamed = residences(SIZES, 2)[6]
+    kinds = ((buffer, None), (None, streamed), (buffer, streamed))
+    kv, weights, both = (
+        float(step_seconds(given.model, given.costs, steps, *kind)[0]) for kind in kinds
+    )
+    # the link is all that counts, but for what all steps have beside it
+    copies_s = 6 * LAYER_BYTES / 1e7
+    assert weights == pytest.approx(copies_s, rel=0.1)
+    assert both == pytest.approx(kv + copies_s, rel=0.1)
 
 
 def test_memory_of_the_host_bounds_what_is_streamed():
