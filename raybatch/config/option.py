@@ -270,8 +270,8 @@ def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     """Return what may be meant: the nearest choice, or the bytes of a size with a unit."""
     parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     choices = [str(c) for p in parts if get_origin(p) is Literal for c in get_args(p)]
-    if isinstance(value, str) and choices:
-        return did_you_mean(value, choices)
+    if isinstance(value, str) and (meant := did_you_mean(value, choices)):
+        return meant
     if not name.endswith("_bytes") or not isinstance(value, str | float):
         return ""
     match = _SIZE.fullmatch(str(value).strip())
