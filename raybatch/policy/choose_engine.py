@@ -15,7 +15,7 @@ import numpy as np
 
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.policy.batches.layer_plan import KV_SLOTS, ModelShape, ModuleCosts
-from raybatch.policy.batches.step_plan import LEAST_GAIN, RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.step_forecast import StepForecast, forecast_steps
 from raybatch.policy.cost.work import WorkTotals
@@ -23,6 +23,8 @@ from raybatch.policy.residence import Residence, WeightMemory, residences
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.arrays import Floats
 
+# share by which the forecast of the other way must be better: below it errors would decide
+LEAST_GAIN = 0.05
 # of the rows that fit at once, how many come where nobody knows their number
 _WAVES = 4
 # share of drafts that are right among rows that repeat their prompt, at the least
@@ -31,13 +33,26 @@ _MAX_DRAFT_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowsAhead:
+    """Rows that are to come: what they are like, and how many; None where there are always more.
+
+    `output_lengths` stand for all of them where they differ; `longest_tokens` are those that a row
+    has to hold at once.
+    """
+
+    shape: RowShape
+    num_rows: int | None = None
+    output_lengths: tuple[float, ...] = ()
+    longest_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
     """A model, its measured modules and links, memory for KV, bounds of a step, and the rows.
 
-    `num_rows` are those to come; None where there are always more. What an option sets has one
-    value: `kv_offload` of None leaves the place of KV open, and of several `token_budgets` one is
-    chosen. A token of a larger budget takes `activation_bytes` off the memory for KV. `residence`
-    is that of the weights; None has all on the device.
+    What an option sets has one value: `kv_offload` of None leaves the place of KV open, and of
+    several `token_budgets` one is chosen. A token of a larger budget takes `activation_bytes` off
+    the memory for KV. `residence` is that of the weights; None has all on the device.
     """
 
     model: ModelShape
@@ -46,13 +61,10 @@ class EngineFacts:
     host_kv_bytes: int
     max_num_seqs: int
     token_budgets: tuple[int, ...]
-    row: RowShape
+    rows: RowsAhead
     block_size: int = 16
     activation_bytes: int = 0
-    num_rows: int | None = None
     residence: Residence | None = None
-    output_lengths: tuple[float, ...] = ()  # that stand for all rows; none where all are alike
-    longest_row: int = 0  # tokens that a row has to hold at once, beyond the mean
     kv_offload: bool | None = None
     may_draft: bool = True
 
@@ -117,9 +129,9 @@ def choose_engine(facts: EngineFacts) -> EngineChoice:
     Source: BatchGen (arXiv:2606.21712), sections 5.1 and 5.4, by this library's costs.
     """
     places = [False, True] if facts.kv_offload is None else [facts.kv_offload]
-    of_place = [ways for place in places if (ways := _ways(facts, is_on_host=place))]
+    of_place = [found for place in places if (found := _ways(facts, is_on_host=place))]
     if not of_place:
-        row = facts.row
+        row = facts.rows.shape
         raise CapacityError(
             f"a row of {row.prompt_tokens} prompt and {row.output_tokens} output tokens fits "
             "neither the device's memory for KV nor the host's; raise engine.kv_cache_bytes",
@@ -127,16 +139,16 @@ def choose_engine(facts: EngineFacts) -> EngineChoice:
             available_tokens=facts.device_kv_bytes // _token_bytes(facts),
         )
     # in each place the smallest steps that no larger ones beat
-    finalists = [_first_best(ways) for ways in of_place]
+    finalists = [_first_best(found) for found in of_place]
     best = _first_best(finalists)
-    ways = tuple(sorted((w for ways in of_place for w in ways), key=lambda way: way.seconds))
+    ways = sorted((way for found in of_place for way in found), key=lambda way: way.seconds)
     others = [way for way in finalists if way is not best]
     runner_up = others[0] if others else None
     return EngineChoice(
         best=best,
         runner_up=runner_up,
         reason=_reason(facts, best, runner_up),
-        ways=ways,
+        ways=tuple(ways),
         draft_rows=0 if best.kv_offload or not facts.may_draft else _draft_rows(facts),
     )
 
@@ -153,13 +165,14 @@ def choose_residence(facts: EngineFacts, memory: WeightMemory) -> EngineChoice:
     Raises:
         ConfigError: a row fits with no residence.
     """
-    row = facts.row
+    rows, row = facts.rows, facts.rows.shape
     row_bytes = (row.prompt_tokens + row.output_tokens) * _token_bytes(facts)
     tried = residences(memory.sizes, memory.weight_buffers)
     tried = tried[:1] if memory.holds_all(row_bytes) else tried
     kv_bytes = [memory.left_for_kv(one.device_bytes) for one in tried]
     # the same rows for all
-    facts = replace(facts, num_rows=_num_rows(replace(facts, device_kv_bytes=max(kv_bytes))))
+    num_rows = _num_rows(replace(facts, device_kv_bytes=max(kv_bytes)))
+    facts = replace(facts, rows=replace(rows, num_rows=num_rows))
     found = []
     for one, device_bytes in zip(tried, kv_bytes, strict=True):
         on_host = one.pass_bytes + facts.host_kv_bytes
@@ -218,10 +231,10 @@ def _token_bytes(facts: EngineFacts) -> int:
 
 
 def _way(facts: EngineFacts, budget: int, *, is_on_host: bool) -> EngineWay | None:
-    row = facts.row
+    row = facts.rows.shape
     # the last token of a row has no KV
     row_tokens = max(1, row.prompt_tokens + row.output_tokens - 1)
-    longest = max(row_tokens, facts.longest_row)
+    longest = max(row_tokens, facts.rows.longest_tokens)
     kv_tokens = (facts.host_kv_bytes if is_on_host else facts.device_kv_bytes) // (
         _token_bytes(facts)
     )
@@ -229,12 +242,12 @@ def _way(facts: EngineFacts, budget: int, *, is_on_host: bool) -> EngineWay | No
     if is_on_host:
         layer_bytes = facts.model.layer.kv_bytes_per_token
         num_tokens = facts.device_kv_bytes // KV_SLOTS // layer_bytes
-        buffer = KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS)
+        buffer = KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS, block_size=facts.block_size)
     if kv_tokens < longest or (buffer is not None and buffer.num_tokens < longest):
         return None
     together = min(kv_tokens // row_tokens, facts.max_num_seqs, budget)
-    if facts.num_rows is not None:
-        together = min(together, max(1, facts.num_rows))
+    if facts.rows.num_rows is not None:
+        together = min(together, max(1, facts.rows.num_rows))
     limits = EngineLimits(
         kv_tokens=kv_tokens,
         max_num_seqs=min(facts.max_num_seqs, budget),
@@ -263,23 +276,23 @@ def _way(facts: EngineFacts, budget: int, *, is_on_host: bool) -> EngineWay | No
 
 def _num_rows(facts: EngineFacts) -> int:
     """Return the rows that ways are forecast over, the same for all however many each holds."""
-    row = facts.row
-    if facts.num_rows is not None:
-        return facts.num_rows
+    row = facts.rows.shape
+    if facts.rows.num_rows is not None:
+        return facts.rows.num_rows
     most = max(facts.host_kv_bytes, facts.device_kv_bytes) // _token_bytes(facts)
     together = most // max(1, row.prompt_tokens + row.output_tokens - 1)
     return _WAVES * max(1, min(together, facts.max_num_seqs))
 
 
 def _work(facts: EngineFacts) -> WorkTotals:
-    row, num_rows = facts.row, _num_rows(facts)
+    row, num_rows = facts.rows.shape, _num_rows(facts)
     return WorkTotals(
         num_rows=num_rows,
         computed_tokens=float(num_rows * row.prompt_tokens),
         pairs=0.0,
         generated_tokens=float(num_rows * row.output_tokens),
         context_reads=0.0,
-        output_lengths=facts.output_lengths,
+        output_lengths=facts.rows.output_lengths,
     )
 
 
@@ -291,8 +304,8 @@ def _forecast_s(
     Copies are measured by an engine as it runs; here the quicker of both is taken where host memory
     is there.
     """
-    row = facts.row
-    lengths = np.array(facts.output_lengths or (row.output_tokens,), float)
+    row = facts.rows.shape
+    lengths = np.array(facts.rows.output_lengths or (row.output_tokens,), float)
     # long rows are in more of the steps
     context = row.prompt_tokens + float((lengths**2).sum() / (2 * lengths.sum()))
     counts = StepCounts(
@@ -323,8 +336,8 @@ def _draft_rows(facts: EngineFacts) -> int:
     counts = StepCounts(
         decode_rows=rows,
         prefill_tokens=np.zeros(len(rows)),
-        prompt_tokens=facts.row.prompt_tokens,
-        context_tokens=facts.row.prompt_tokens + facts.row.output_tokens / 2,
+        prompt_tokens=facts.rows.shape.prompt_tokens,
+        context_tokens=facts.rows.shape.prompt_tokens + facts.rows.shape.output_tokens / 2,
     )
     seconds = _step_seconds(facts, counts)
     # of a step with a draft for each row, beside its share of a step without

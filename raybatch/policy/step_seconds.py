@@ -9,9 +9,11 @@ from raybatch.policy.cost.roofline import Roofline
 from raybatch.policy.residence import Residence, copies_seconds, pass_seconds
 from raybatch.records.arrays import Floats
 
-# what a step costs beside its layers: scheduling, batches and sampling; of a step, and of a row
-# that gets a token (AMD EPYC, models of 8M and 100M with 1,024 tokens in their vocabulary)
-_STEP_S, _ROW_S = 1e-3, 2e-5
+# what a step costs beside its layers and the head: scheduling, batches and sampling; of a step, and
+# of a row that gets a token (AMD EPYC, a model of 8M)
+_STEP_S, _ROW_S = 1.1e-3, 1.2e-5
+# of each part of a step on a CPU, and of it in each layer: batches, indices of copies
+_PART_S, _PART_LAYER_S = 2e-4, 4e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +28,14 @@ class StepCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVBuffer:
-    """KV lives in host memory; the tokens whose KV of one layer is on the device at once."""
+    """KV lives in host memory; the tokens whose KV of one layer is on the device at once.
+
+    Blocks of `block_size` tokens are copied whole.
+    """
 
     num_tokens: int
     num_buffers: int
+    block_size: int = 1
 
 
 def step_seconds(
@@ -49,9 +55,10 @@ def step_seconds(
     """
     layer, rows, prompts = model.layer, steps.decode_rows, steps.prefill_tokens
     tokens = rows + prompts
-    read_kv = rows * steps.context_tokens
-    parts = np.ones(len(tokens))
+    parts, read_kv = np.ones(len(tokens)), rows * steps.context_tokens
     if buffer is not None:
+        # the last block of a row is half full
+        read_kv = rows * (steps.context_tokens + (buffer.block_size - 1) / 2)
         parts = np.maximum(1.0, np.ceil((read_kv + tokens) / max(1, buffer.num_tokens)))
     attention_s = _seconds(costs.attention, *_attention_work(model, steps, parts), runs=parts)
     share = 1.0 - (1.0 - layer.top_k / layer.num_experts) ** tokens
@@ -89,7 +96,10 @@ def step_seconds(
             copies_overlap=costs.copies_overlap,
             link_s=model.num_layers * restore_s,
         )
-    return layers_s + head_s + _STEP_S + _ROW_S * sampled
+    beside_s = _STEP_S + _ROW_S * sampled
+    if buffer is not None and not costs.copies_overlap:
+        beside_s = beside_s + parts * (_PART_S + model.num_layers * _PART_LAYER_S)
+    return layers_s + head_s + beside_s
 
 
 def _attention_work(model: ModelShape, steps: StepCounts, parts: Floats) -> tuple[Floats, Floats]:

@@ -179,12 +179,11 @@ def expected(dense):
     num_resident=st.integers(0, NUM_LAYERS - 1),
     buffers=st.integers(1, 3),
     num_blocks=st.integers(17, 40),
-    attn=st.sampled_from([None, 3, 16]),
     most=st.sampled_from([9, 16, 200]),
     kv_offload=st.booleans(),
 )
 def test_any_residence_gives_the_same_tokens_with_any_batches(
-    dense, expected, num_resident, buffers, num_blocks, attn, most, kv_offload
+    dense, expected, num_resident, buffers, num_blocks, most, kv_offload
 ):
     sizes = sizes_of(dense, compile_kernels=False)
     layers = (num_resident + buffers) * max(sizes.layer_bytes)
@@ -197,7 +196,6 @@ def test_any_residence_gives_the_same_tokens_with_any_batches(
         dense,
         counted=counted,
         num_blocks=num_blocks,
-        attn_batch_tokens=attn,
         max_batched_tokens=most,
         max_num_seqs=9,
         max_model_len=64,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from raybatch.policy import step_seconds as step_seconds_module
 from raybatch.policy.batches.forward_dag import forward_time
 from raybatch.policy.batches.layer_plan import (
     KV_SLOTS,
@@ -20,6 +21,11 @@ LAYER = LayerShape(
 )
 MODEL = ModelShape(layer=LAYER, num_layers=4)
 CONTEXT, ROWS = 400, 64
+
+
+@pytest.fixture(autouse=True)
+def layers_alone(monkeypatch):
+    monkeypatch.setattr(step_seconds_module, "_PART_LAYER_S", 0.0)
 
 
 def costs(copy, *, overlap):

@@ -33,8 +33,8 @@ from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.step_index import MAX_RUNS, StepIndex, max_places
 from raybatch.models.config import ModelSpec
-from raybatch.policy.batches.step_plan import RowShape
-from raybatch.policy.choose_engine import EngineFacts, choose_residence
+from raybatch.policy.batches.row_shape import RowShape
+from raybatch.policy.choose_engine import EngineFacts, RowsAhead, choose_residence
 from raybatch.policy.residence import Residence, WeightMemory, WeightSizes, plan_residence
 
 _logger = logging.getLogger(__name__)
@@ -102,16 +102,21 @@ def pick_residence(
     if costs is None:
         return plan(device_weight_bytes=None)
     kv_offload = None if config.kv_offload == "auto" else config.kv_offload
-    if config.speculative_tokens or config.cuda_graphs:
+    if config.num_drafts or config.cuda_graphs:
         kv_offload = False
+    host_kv_bytes = config.given_host_kv_bytes
+    if config.host_kv_bytes == "auto" and kv_offload is not False:
+        # half of it, and no more than any layers leave
+        host_bytes = memory.host_bytes
+        host_kv_bytes = max(0, min(host_bytes // 2, host_bytes - sizes.total_bytes))
     facts = EngineFacts(
         model=shape,
         costs=costs,
         device_kv_bytes=0,
-        host_kv_bytes=config.host_kv_bytes or 0,
+        host_kv_bytes=host_kv_bytes,
         max_num_seqs=config.max_num_seqs,
-        token_budgets=(config.max_batched_tokens,),
-        row=row,
+        token_budgets=(config.token_budget,),
+        rows=RowsAhead(shape=row),
         block_size=config.block_size_tokens,
         kv_offload=kv_offload,
     )
@@ -182,7 +187,7 @@ def step_peak_bytes(
         of_decodes = measure(lambda: run(decodes, draws=True))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"a step of {config.max_batched_tokens} tokens (engine.max_batched_tokens), or of "
+            f"a step of {config.token_budget} tokens (engine.max_batched_tokens), or of "
             f"{len(decodes.token_ids)} rows (engine.max_num_seqs), does not fit beside the weights "
             f"on {device}: {error}; lower them, or engine.max_model_len, or set "
             "engine.device_weight_bytes"
@@ -208,7 +213,7 @@ def largest_prompt(config: EngineConfig, spec: ModelSpec) -> ForwardBatch:
     pool is small.
     """
     max_len, block_size = max_sequence_len(config, spec.max_model_len), config.block_size_tokens
-    num_tokens = config.max_batched_tokens
+    num_tokens = config.token_budget
     num_blocks = max(0, max_len - num_tokens) // block_size
     rows = torch.arange(num_tokens)
     starts = tuple(range(0, num_tokens, max_len))
@@ -245,8 +250,8 @@ def _unmeasured_bytes(prompts: ForwardBatch, spec: ModelSpec, block_size: int) -
 
 def largest_decodes(config: EngineConfig) -> ForwardBatch:
     """Return a step of as many rows with logits as there can be; each reads one block."""
-    num_drafts = config.speculative_tokens or 0
-    num_rows = min(config.max_num_seqs * (1 + num_drafts), config.max_batched_tokens)
+    num_drafts = config.num_drafts
+    num_rows = min(config.max_num_seqs * (1 + num_drafts), config.token_budget)
     rows = torch.arange(num_rows)
     decode = DecodePart(
         block_ids=torch.zeros_like(rows),
