@@ -35,7 +35,7 @@ from raybatch.policy.batches.search import (
     SearchResult,
     plan_batches,
 )
-from raybatch.policy.residence import Residence, WeightSizes, copies_seconds, pass_seconds
+from raybatch.policy.residence import Residence, WeightSizes, pass_seconds
 
 # share of the best rate from which experts count as busy: a larger batch gains less than the rest
 _EFFICIENCY = 0.95
@@ -291,12 +291,7 @@ def _streamed_weights(
         return None
     num_layers = len(sizes.layer_bytes)
     plain_s = {phase: num_layers * seconds for phase, seconds in layer_s.items()}
-    pass_s = pass_seconds(
-        residence,
-        np.array(list(plain_s.values())),
-        copies_s=copies_seconds(residence, costs.to_device),
-        copies_overlap=costs.copies_overlap,
-    )
+    pass_s = pass_seconds(residence, np.array(list(plain_s.values())), costs)
     return StreamedWeights(
         residence=residence,
         total_bytes=sizes.total_bytes,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.policy.cost.roofline import Roofline
+from raybatch.policy.batches.layer_plan import ModuleCosts
 from raybatch.records.arrays import Floats
 
 # where their KV fits beside all weights, nothing is streamed for more of them
@@ -101,29 +101,22 @@ def residences(sizes: WeightSizes, weight_buffers: int) -> list[Residence]:
     return [_residence(sizes, count, weight_buffers) for count in counts]
 
 
-def copies_seconds(residence: Residence, to_device: Roofline) -> float:
-    """Return the seconds of the copies of a pass, one for each streamed layer."""
-    count = len(residence.streamed)
-    return count * to_device.copy_s(residence.pass_bytes / count) if count else 0.0
-
-
 def pass_seconds(
-    residence: Residence,
-    layers_s: Floats,
-    *,
-    copies_s: float,
-    copies_overlap: bool,
-    link_s: Floats | float = 0.0,
+    residence: Residence, layers_s: Floats, costs: ModuleCosts, link_s: Floats | float = 0.0
 ) -> Floats:
     """Return the seconds of passes [S] through all layers, once passes follow each other.
 
-    `layers_s` are those of their computations, `copies_s` of the copies of weights. Copies overlap
-    with computations on a GPU: a layer waits for its copy, a copy for the layer that had its
-    buffer, and for other copies, which keep the link busy for `link_s`. On a CPU they take turns.
+    `layers_s` are those of their computations. Copies overlap with them on a GPU: a layer waits for
+    its copy, a copy for the layer that had its buffer, and for other copies, which keep the link
+    busy for `link_s`. On a CPU they take turns.
     """
-    if not residence.streamed or not copies_overlap:
+    num_streamed = len(residence.streamed)
+    if not num_streamed:
+        return layers_s
+    copies_s = num_streamed * costs.to_device.copy_s(residence.pass_bytes / num_streamed)
+    if not costs.copies_overlap:
         return layers_s + copies_s
-    share = len(residence.streamed) / len(residence.is_resident)
+    share = num_streamed / len(residence.is_resident)
     # a buffer is filled and then used, again and again
     ring_s = (copies_s + share * layers_s) / residence.num_buffers
     seconds: Floats = np.maximum(np.maximum(layers_s, ring_s), copies_s + link_s)

@@ -6,7 +6,7 @@ import numpy as np
 
 from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
 from raybatch.policy.cost.roofline import Roofline
-from raybatch.policy.residence import Residence, copies_seconds, pass_seconds
+from raybatch.policy.residence import Residence, pass_seconds
 from raybatch.records.arrays import Floats
 
 # what a step costs beside its layers and the head: scheduling, batches and sampling; of a step, and
@@ -88,14 +88,8 @@ def step_seconds(
         operations = 2.0 * sampled * model.head_bytes / layer.element_bytes
         head_s = _seconds(costs.ffn, operations, np.full(len(tokens), float(model.head_bytes)))
     layers_s = model.num_layers * layer_s
-    if residence is not None and residence.streamed:
-        layers_s = pass_seconds(
-            residence,
-            layers_s,
-            copies_s=copies_seconds(residence, costs.to_device),
-            copies_overlap=costs.copies_overlap,
-            link_s=model.num_layers * restore_s,
-        )
+    if residence is not None:
+        layers_s = pass_seconds(residence, layers_s, costs, model.num_layers * restore_s)
     beside_s = _STEP_S + _ROW_S * sampled
     if buffer is not None and not costs.copies_overlap:
         beside_s = beside_s + parts * (_PART_S + model.num_layers * _PART_LAYER_S)

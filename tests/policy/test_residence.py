@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
+from raybatch.policy.batches.layer_plan import ModuleCosts
+from raybatch.policy.cost.roofline import Roofline, link
 from raybatch.policy.residence import WeightSizes, pass_seconds, plan_residence, residences
 
 EVEN = WeightSizes(other_bytes=10, layer_bytes=(100,) * 6)
@@ -81,16 +83,12 @@ def test_a_plan_holds_its_budget_and_no_plan_has_more_layers(layers, other, buff
 
 def time_of(residence, layer_s, *, overlap=True, link_s=0.0):
     # a copy of a layer takes one second
-    num_layers = len(residence.is_resident)
-    return float(
-        pass_seconds(
-            residence,
-            np.array([num_layers * layer_s]),
-            copies_s=len(residence.streamed),
-            copies_overlap=overlap,
-            link_s=link_s,
-        )[0]
+    free, copies = Roofline(fixed_s=0, operation_s=0, byte_s=0), link(100.0)
+    costs = ModuleCosts(
+        attention=free, ffn=free, to_device=copies, to_host=copies, copies_overlap=overlap
     )
+    layers_s = np.array([len(residence.is_resident) * layer_s])
+    return float(pass_seconds(residence, layers_s, costs, link_s)[0])
 
 
 @pytest.mark.parametrize(
