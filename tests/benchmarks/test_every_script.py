@@ -69,6 +69,7 @@ TINY = {
         args=("--budget-s", "0"), values={"SHAPES": ((64, 64),), "HEAD": (64, 32), "ROWS": (1, 9)}
     ),
     "combine": Tiny(args=("--parts", "2", "--tokens", "2", "--repetitions", "1")),
+    "contention": Tiny(args=("--rounds", "1"), marks=(SLOW,)),
     "cost_model": Tiny(
         args=("--models", "dense-4m", "--requests", "2", "--rounds", "1", "--workloads", "random"),
         marks=(SLOW,),
