@@ -44,12 +44,12 @@ class EngineConfig:
     not quantize."""
     device: Place[Annotated[str, _DEVICE]] = "auto"
     """Such as "cuda" or "cpu"; "auto" takes the GPU that Ray assigned, else the CPU."""
-    device_weight_bytes: Speed[NonNegative | None] = None
+    device_weight_bytes: Speed[NonNegative | Literal["auto"] | None] = "auto"
     """Device memory for weights; layers beyond it stay in host memory and are copied in at every
-    step. None keeps all on the device."""
+    step. "auto" keeps all that fit; where not all fit a GPU, as many as promise the most tokens/s.
+    None keeps all."""
     weight_buffers: Speed[Positive] = 2
-    """Device buffers, of one layer each, for the layers that are copied in; needs
-    `device_weight_bytes`."""
+    """Device buffers, of one layer each, for the layers that are copied in."""
     kv_cache_dtype: Answers[KVCacheDType] = "auto"
     """Type of KV: "auto" is `dtype`; "int8" and "fp8" (float8_e4m3fn) hold almost four times as
     many tokens as float32, and answers change."""
@@ -93,8 +93,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.device_weight_bytes is None and not is_default(self, "weight_buffers"):
             raise ConfigError(
-                "engine.weight_buffers is for layers that do not stay on the device; set "
-                "device_weight_bytes as well, or leave it out"
+                "engine.weight_buffers is for layers that do not stay on the device, and "
+                "device_weight_bytes of none keeps all there; leave one of them out"
             )
         if self.cuda_graphs is True and self.device == "cpu":
             raise ConfigError(

@@ -67,7 +67,7 @@ class PreparedModel:
         Raises ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
         CapacityError: the memory does not hold a block of KV.
         """
-        model = load_model(source, config)
+        model = load_model(source, config, num_engines_on_host=num_engines_on_host)
         with current_device(model.device):
             return cls.of(model, config, num_engines_on_host)
 
@@ -190,6 +190,7 @@ class PreparedModel:
             block_size=config.block_size_tokens,
             activation_bytes=(2 * layer.model_dim + widest) * layer.element_bytes if is_gpu else 0,
             rows=rows,
+            residence=self.model.residence,
             kv_offload=offload,
             may_draft=config.speculative_tokens == "auto" and not is_gpu,
         )
