@@ -57,6 +57,10 @@ class EngineConfig:
     host_kv_bytes: Speed[NonNegative | None] = None
     """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 computes
     it again instead."""
+    host_kv_dtype: Answers[KVCacheDType] = "auto"
+    """With "int8" or "fp8", half of `host_kv_bytes` holds exact copies, and KV for which there is
+    no room is rounded into the other half: more sequences keep theirs, and answers of those that
+    come back rounded change. "auto" keeps exact copies alone."""
     kv_offload: Speed[bool | Literal["auto"]] = "auto"
     """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
     attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
@@ -120,6 +124,8 @@ class EngineConfig:
             )
         if self.kv_offload is True:
             self._check_offload()
+        if self.host_kv_dtype != "auto":
+            self._check_rounding()
         if self.kv_admission_fraction is not None and self.admission in ("static", "multi_bin"):
             raise ConfigError(
                 "engine.kv_admission_fraction spreads starts over time, and with "
@@ -141,6 +147,26 @@ class EngineConfig:
                     f"engine.{name} cannot be set with engine.kv_offload, which {why}; leave one "
                     "of them out"
                 )
+
+    def _check_rounding(self) -> None:
+        for refuses, why in (
+            (
+                not self.host_kv_bytes,
+                "is for KV in host memory; set host_kv_bytes as well, or leave it out",
+            ),
+            (
+                self.kv_cache_dtype != "auto",
+                f"rounds KV, and with kv_cache_dtype={self.kv_cache_dtype!r} all KV has 8 bits "
+                "before it gets to the host; leave one of them out",
+            ),
+            (
+                self.kv_offload is True,
+                "rounds KV of sequences that yield, and with kv_offload all KV is in host memory; "
+                "leave it out, or set kv_cache_dtype in its place",
+            ),
+        ):
+            if refuses:
+                raise ConfigError(f"engine.host_kv_dtype {why}")
 
     @property
     def compiles_kernels(self) -> bool:

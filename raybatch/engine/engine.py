@@ -89,7 +89,8 @@ class Engine:
         if queue is None and runner.device.type == "cuda":
             queue = DeviceQueue(runner.device)
         # drafts and parts want the tokens before them; copies to the host are timed by steps
-        is_waited_for = self._drafter is not None or self._recovery is not None
+        has_copies = self._recovery is not None or runner.tiers.num_host_blocks > 0
+        is_waited_for = self._drafter is not None or has_copies
         if is_waited_for or runner.num_window_blocks or runner.attn_batch_tokens is not None:
             queue = None
         self._tokens = StepTokens(sampler, self._table, queue)
@@ -206,6 +207,8 @@ class Engine:
             num_recomputed_tokens=counters.num_recomputed_tokens,
             num_carried_tokens=swapped.num_carried_tokens,
             num_swapped_tokens=swapped.num_tokens,
+            num_rounded_tokens=swapped.num_rounded_tokens,
+            num_rounded_sequences=swapped.num_rounded_sequences,
             swapped_bytes=sum(
                 counted.saved_bytes + counted.loaded_bytes for counted in (swapped, window)
             ),

@@ -24,6 +24,7 @@ _RUNNER_OPTIONS = (
     "kv_cache_dtype",
     "kv_offload",
     "host_kv_bytes",
+    "host_kv_dtype",
 )
 
 

@@ -20,7 +20,15 @@ VOCAB = 1000
 
 
 def make_engine(
-    *, num_blocks=64, eos=(), max_model_len=512, nan_after=None, host=0, recovery=None, **config
+    *,
+    num_blocks=64,
+    eos=(),
+    max_model_len=512,
+    nan_after=None,
+    host=0,
+    rounded=0,
+    recovery=None,
+    **config,
 ):
     options = {"block_size_tokens": 4, "max_batched_tokens": 64, "max_num_seqs": 16} | config
     runner = FakeRunner(
@@ -29,6 +37,7 @@ def make_engine(
         spec=FakeSpec(VOCAB, eos, max_model_len),
         nan_after=nan_after,
         num_host_blocks=host,
+        num_rounded_blocks=rounded,
     )
     parts = (FakeSampler(), FakeStopChecker())
     engine = Engine(runner, *parts, EngineConfig(**options), recovery=recovery)

@@ -135,7 +135,7 @@ class WindowRunner:
         garbage = np.random.default_rng(1).integers(0, 2**62, shape)
         pool = KVCache(k=torch.from_numpy(garbage), v=torch.full(shape, -1))
         self._pool = pool
-        self.tiers = KVTiers(pool, 0)
+        self.tiers = self.rounded_tiers = KVTiers(pool, 0)
         self.host = FailingLayers(pool, host_blocks, failing)
         self.window = KVWindow(pool, self.host)
         self.num_blocks, self.num_window_blocks = host_blocks, self.window.num_blocks

@@ -129,7 +129,7 @@ NATIVE_ONLY = (
     (("admission",), "vLLM starts rows in the order in which they come"),
     (("attn_batch_tokens", "moe_batch_tokens"), "leave them out"),
     (
-        ("host_kv_bytes", "kv_offload"),
+        ("host_kv_bytes", "host_kv_dtype", "kv_offload"),
         "vLLM has options of its own for KV in host memory, which go into engine_kwargs "
         "(kv_offloading_size)",
     ),

@@ -213,7 +213,8 @@ def chosen_kv_offload(
     """
     if config.kv_offload != "auto":
         return config.kv_offload
-    needs_device = (config.speculative_tokens, config.cuda_graphs)
+    is_rounded = config.host_kv_dtype != "auto"
+    needs_device = (config.speculative_tokens, config.cuda_graphs, is_rounded)
     if not config.host_kv_bytes or any(needs_device):
         return False
     profile = _profile_of(model, config, ops, otherwise="keeps KV on the device")

@@ -36,6 +36,8 @@ from raybatch.engine.memory.kv_cache import (
     host_memory_bytes,
     num_blocks_for,
     num_host_blocks_for,
+    num_rounded_blocks_for,
+    pick_kv_dtype,
     read_blocks,
     write_blocks,
 )
@@ -87,7 +89,8 @@ class ModelRunner:
         tokens = config.attn_batch_tokens
         self.attn_batch_tokens = None if tokens == "auto" else tokens
         policy = CombineAtExperts(config.moe_batch_tokens, is_layerwise=decoder.layers.is_streamed)
-        num_host_blocks = num_host_blocks_for(config, spec, dtype=cache.k.dtype)
+        kv_dtype = cache.k.dtype
+        num_host_blocks = num_host_blocks_for(config, spec, dtype=kv_dtype)
         self.window: KVWindow | None = None
         # of a buffer, where sequences have blocks of the host; 0 where they have those of the pool
         self.num_window_blocks = 0
@@ -95,8 +98,13 @@ class ModelRunner:
             self.window = KVWindow(cache, HostLayers(cache, num_host_blocks))
             self.num_window_blocks = self.window.num_blocks
             self.num_blocks, num_host_blocks = num_host_blocks, 0
-        # for what yields its blocks of the pool
+        # for what yields its blocks of the pool: exact, and in 8 bits
         self.tiers = KVTiers(cache, num_host_blocks)
+        self.rounded_tiers = KVTiers(
+            cache,
+            num_rounded_blocks_for(config, spec, dtype=kv_dtype),
+            dtype=pick_kv_dtype(config.host_kv_dtype, kv_dtype),
+        )
         self.runtime = CoroutineRuntime(decoder, cache, policy, self.window)
 
     @classmethod
@@ -182,6 +190,8 @@ class ModelRunner:
         host_memory = ""
         if self.tiers.num_host_blocks:
             host_memory = f", and {self.tiers.num_host_blocks} in host memory for what yields"
+            if num_rounded := self.rounded_tiers.num_host_blocks:
+                host_memory += f", {num_rounded} more in {self.config.host_kv_dtype}"
         elif self.window is not None:
             host_memory = (
                 " in host memory (kv_offload), of which attention has "
