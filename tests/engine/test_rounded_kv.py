@@ -25,7 +25,7 @@ from tests.engine.fakes import make_request, run_all
 from tests.engine.test_engine import VOCAB, make_engine, tokens_of
 from tests.engine.test_groups import _mixed_requests, expected
 from tests.engine.test_native_backend import shared_prompts
-from tests.engine.test_swap import rows, run_to_preemption, watch_decodes
+from tests.engine.test_swap import Choice, rows, run_to_preemption, watch_decodes
 from tests.engine.tiny_models import save
 from tests.tiers import examples
 
@@ -37,7 +37,7 @@ BOTH = pytest.mark.parametrize("kind", ["int8", "fp8"])
 def make(**options):
     """An engine without exact host blocks, unless a test asks for some."""
     sizes = {"num_blocks": 20, "host": 0, "rounded": 100, "kv_admission_fraction": 100}
-    engine, runner = make_engine(**sizes | options)
+    engine, runner = make_engine(**sizes | {"recovery": Choice()} | options)
     watch(engine)
     return engine, runner
 
@@ -89,42 +89,67 @@ def test_without_room_of_either_kind_tokens_are_computed_again(rng):
     assert others(expected(requests), [engine]) == others(found, [engine])
 
 
-def test_nothing_is_rounded_by_a_clock(rng):
-    # an engine that does not choose by measured times copies whatever there is room for
-    engine, _ = make(host_kv_bytes=1, host_kv_dtype="int8", host=8)
+def test_no_clock_tells_who_is_rounded():
+    engine, _ = make(host_kv_bytes=1, host_kv_dtype="int8", host=8, recovery=None)
     assert engine._recovery is None
-    exact, _ = make(host_kv_bytes=1, host=8)
+    exact, _ = make(host_kv_bytes=1, host=8, recovery=None)
     assert exact._recovery is not None
 
 
-def prompt_that_was_rounded(*, num_running=2):
-    """Two rows; the second one waits with its whole prompt, 21 tokens, in 8 bits."""
-    engine, runner = make(num_blocks=14, max_num_seqs=num_running)
-    prompt = np.arange(100, 121)
-    engine.add(
-        [make_request(0, [1, 2, 3], max_tokens=48), make_request(1, prompt, max_tokens=30)],
-    )
-    done = run_to_preemption(engine)
-    assert engine._scheduler._swap.num_used > 0
-    return engine, runner, prompt, done
+def preempt(engine):
+    """Let the latest sequence yield, and evict what the cache has of it."""
+    scheduler = engine._scheduler
+    slot = scheduler._preempt_latest()
+    engine._clear_slot(slot)
+    evicted = scheduler.blocks.allocate(scheduler.blocks.num_available)
+    scheduler.blocks.release(np.array(evicted, np.int32), keep_cached=False)
 
 
-def test_prompts_that_come_back_rounded_are_found_by_nobody():
-    engine, _, prompt, _ = prompt_that_was_rounded()
-    # the blocks that the prompt had are still cached, and would be found in place of the host's
-    engine.abort([0])
-    engine._scheduler.blocks.forget(range(14))
-    engine._scheduler.blocks._free, engine._scheduler.blocks._cached = list(range(14)), {}
-    while not engine.rounded:
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_a_prompt_that_came_back_rounded_is_found_by_nobody(is_saved_again):
+    engine, _ = make(num_blocks=60, host=20)
+    request = make_request(0, np.arange(100, 121), max_tokens=60)
+    engine.add([request])
+    swap = engine._scheduler._swap
+    engine.step()
+    exact = swap._tiers[False].blocks
+    held = exact.allocate(20)
+    preempt(engine)
+    exact.release(held)
+    engine.step()
+    assert engine.rounded == {(0, 0)}
+    if is_saved_again:
+        # an exact copy of what was rounded before
+        preempt(engine)
+        assert exact.num_used > 0
         engine.step()
-    late = make_request(2, [*prompt, 9], max_tokens=6)
+    late = make_request(1, [*request.prompt_token_ids, 9], max_tokens=6)
     engine.add([late])
-    found = tokens_of(run_all(engine, check=False))
-    assert expected([late])[2, 0] == found[2, 0]
+    found = tokens_of(run_all(engine))
+    assert expected([late])[1, 0] == found[1, 0]
+    assert expected([request])[0, 0] != found[0, 0]
     assert engine.stats().cached_tokens == 0
 
 
-@settings(max_examples=examples(25, full=200))
+@pytest.mark.parametrize("caching", [False, True])
+def test_samples_do_not_start_from_a_prompt_that_was_rounded(caching):
+    engine, _ = make(max_batched_tokens=8, enable_prefix_caching=caching)
+    request = make_request(0, np.arange(100, 121), n=3, max_tokens=6)
+    engine.add([request])
+    engine.step()
+    engine.step()
+    preempt(engine)
+    found = tokens_of(run_all(engine))
+    assert engine.rounded == {(0, 0)}
+    answers = expected([request])
+    assert answers[0, 0] != found[0, 0]
+    assert [answers[0, i] for i in (1, 2)] == [found[0, i] for i in (1, 2)]
+    # the second one computes the prompt once more, and the third starts with it
+    assert engine.stats().cached_tokens == 21
+    assert engine.stats().num_copied_blocks == 1
+
+
+@settings(max_examples=examples(15, full=100))
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_blocks=st.integers(16, 40),
@@ -133,12 +158,12 @@ def test_prompts_that_come_back_rounded_are_found_by_nobody():
     budget=st.integers(6, 60),
     caching=st.booleans(),
     failing=st.sets(st.integers(0, 12)),
-    events=st.lists(st.integers(0, 9), max_size=40),
+    events=st.lists(st.integers(0, 9), min_size=20, max_size=50),
 )
 def test_rows_that_were_never_rounded_keep_their_tokens(
     seed, num_blocks, host, rounded, budget, caching, failing, events
 ):
-    """With prefixes, groups, samples, chunks of prompts, and moves between two engines."""
+    """With prefixes, groups, samples, chunks of prompts, evictions, and moves between engines."""
     rng = np.random.default_rng(seed)
     engines = []
     for _ in range(2):
@@ -164,6 +189,8 @@ def test_rows_that_were_never_rounded_keep_their_tokens(
         elif event in (2, 3) and new:
             engines[0].add(new[:6])
             new = new[6:]
+        elif event in (4, 5) and engines[0]._table.num_running:
+            preempt(engines[0])
         else:
             for engine in engines:
                 done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
