@@ -22,7 +22,7 @@ from raybatch.kernels.byte_numbers import FP8, INT8, dequantise, quantise
 from raybatch.models.config import read_model_spec
 from tests.engine import real_engines
 from tests.engine.fakes import make_request, run_all
-from tests.engine.test_engine import VOCAB, make_engine, tokens_of
+from tests.engine.test_engine import make_engine, tokens_of
 from tests.engine.test_groups import _mixed_requests, expected
 from tests.engine.test_native_backend import shared_prompts
 from tests.engine.test_swap import Choice, rows, run_to_preemption, watch_decodes
@@ -259,9 +259,7 @@ def test_half_of_the_memory_is_for_exact_blocks(tmp_path, kind):
     exact, rounded = (4 * kv_bytes_per_token(spec, dtype) for dtype in (torch.float32, INT8))
 
     def count(host_kv_bytes, dtype=kind):
-        config = EngineConfig(
-            block_size_tokens=4, host_kv_bytes=host_kv_bytes, host_kv_dtype=dtype
-        )
+        config = EngineConfig(block_size_tokens=4, host_kv_bytes=host_kv_bytes, host_kv_dtype=dtype)
         return (
             num_host_blocks_for(config, spec, dtype=torch.float32),
             num_rounded_blocks_for(config, spec, dtype=torch.float32),

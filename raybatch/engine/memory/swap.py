@@ -142,13 +142,7 @@ class SwapSpace:
         return sum(tier.blocks.num_used for tier in self._tiers.values())
 
     def save(
-        self,
-        record: Sequence,
-        blocks: Int32s,
-        *,
-        num_shared: int,
-        num_tokens: int,
-        num_exact: int,
+        self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int, num_exact: int
     ) -> None:
         """Keep the KV of a sequence that is about to lose its blocks, if that pays.
 
