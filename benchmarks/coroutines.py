@@ -34,8 +34,8 @@ from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile
 from raybatch.models.config import read_model_spec
-from raybatch.policy.batches.step_plan import RowShape
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.batches.row_shape import RowShape
+from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
 from raybatch.records.types import Request, Sampling
 
 WORKLOADS = {
@@ -91,9 +91,9 @@ def forecast(
             device_kv_bytes=short,
             host_kv_bytes=need,
             max_num_seqs=max_seqs,
-            max_batched_tokens=EngineConfig().max_batched_tokens,
-            row=row,
-            num_rows=len(requests),
+            token_budgets=(EngineConfig().max_batched_tokens,),
+            block_size=_BLOCK_SIZE,
+            rows=RowsAhead(shape=row, num_rows=len(requests)),
         )
     )
 
@@ -102,9 +102,7 @@ def measure(
     folder: Path, requests: Sequence[Request], ways: dict[str, dict[str, Any]], repetitions: int
 ) -> dict[str, list[dict[str, Any]]]:
     """Run all ways in turn; rows whose tokens differ between them end the benchmark."""
-    base = EngineConfig(
-        dtype="float32", device="cpu", block_size_tokens=_BLOCK_SIZE, attn_batch_tokens=None
-    )
+    base = EngineConfig(dtype="float32", device="cpu", block_size_tokens=_BLOCK_SIZE)
     spec = read_model_spec(folder)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     expected: list[Any] | None = None
@@ -150,10 +148,7 @@ def setting(args: argparse.Namespace, folder: Path, model: str, num_rows: float)
     short, need = device_bytes(folder, requests, num_rows)
     ways = {way: options_of(way, short, need) for way in args.ways}
     for gate in args.gates:
-        ways[f"offload-{gate}"] = options_of("offload", short, need) | {
-            "max_num_seqs": gate,
-            "attn_batch_tokens": args.attn_tokens,
-        }
+        ways[f"offload-{gate}"] = options_of("offload", short, need) | {"max_num_seqs": gate}
     loaded = load_model(str(folder), EngineConfig(dtype="float32", device="cpu"))
     options = profile_options(EngineConfig(dtype="float32", device="cpu"))
     profile, _ = measured_profile(loaded.spec, loaded.weights, options)
@@ -187,7 +182,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="of the workload; the default is its own number")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--gates", nargs="*", type=int, default=[], help="rows at the experts")
-    parser.add_argument("--attn-tokens", type=int, help="of a part, with --gates")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -109,9 +109,7 @@ def measure(
 ) -> dict[str, list[dict[str, Any]]]:
     """Run all ways in turn; rows whose tokens differ between exact ones end the benchmark."""
     spec = read_model_spec(Path(folder))
-    config = EngineConfig(
-        dtype="float32", device="cpu", block_size_tokens=args.block_size, attn_batch_tokens=None
-    )
+    config = EngineConfig(dtype="float32", device="cpu", block_size_tokens=args.block_size)
     if args.stream:
         budget = weights.budgets(folder, config, config.weight_buffers)["none"]
         config = dataclasses.replace(config, device_weight_bytes=budget)

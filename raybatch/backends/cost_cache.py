@@ -64,7 +64,7 @@ def load_or_measure(
         running = create(model, backend, plain, num_engines_on_host=num_engines_on_host)
         loaded, cpu_before = clock(), cpu_clock()
         with closing(running):
-            budget = engine.max_batched_tokens if type_of(backend).has_weights else None
+            budget = engine.token_budget if type_of(backend).has_weights else None
             limits = limits_of(running, budget)
             steps = measure_backend(running, limits, clock=clock, vocab_size=_vocab_size(model))
         measured = fit(steps, limits)

@@ -25,6 +25,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8"]
 AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
+# a step of so many tokens keeps processors busy; larger ones need memory
+DEFAULT_STEP_TOKENS = 2048
 # what its engines are tested on
 _DEVICE = Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["cpu", "cuda", "cuda:1"])
 
@@ -54,9 +56,10 @@ class EngineConfig:
     many tokens as float32, and answers change."""
     kv_cache_bytes: Speed[Positive | None] = None
     """Memory for KV on the device; None takes a share of what is free."""
-    host_kv_bytes: Speed[NonNegative | None] = None
-    """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 computes
-    it again instead."""
+    host_kv_bytes: Speed[NonNegative | Literal["auto"] | None] = "auto"
+    """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 has none
+    and computes it again. "auto" takes a share of what is free where a GPU's engine chooses
+    `kv_offload`, else none."""
     host_kv_dtype: Answers[KVCacheDType] = "auto"
     """With "int8" or "fp8", half of `host_kv_bytes` holds exact copies, and KV for which there is
     no room is rounded into the other half: more sequences keep theirs, and answers of those that
@@ -64,12 +67,13 @@ class EngineConfig:
     kv_offload: Speed[bool | Literal["auto"]] = "auto"
     """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
     attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
-    the step. "auto" does so where there is `host_kv_bytes`, and measured layers and links promise
-    more tokens/s."""
+    the step. "auto" does so where there is host memory for KV, and measured layers and links
+    promise more tokens/s for the rows at hand."""
     block_size_tokens: Speed[Positive] = 64
     """Tokens per KV block."""
-    max_batched_tokens: Speed[Positive] = 2048
-    """Token budget of one step."""
+    max_batched_tokens: Speed[Positive | Literal["auto"]] = "auto"
+    """Token budget of one step; "auto" is 2048, and more on a GPU where measured layers promise 5 %
+    more tokens/s."""
     max_num_seqs: Speed[Positive] = 1024
     """Most sequences that run at once; KV memory is usually the tighter limit."""
     max_model_len: Answers[Positive | None] = None
@@ -83,17 +87,10 @@ class EngineConfig:
     kv_admission_fraction: Speed[Annotated[float, Ge(0.01)] | None] = None
     """Start rows while the forecast KV use stays below this share of the cache; above 1 more run at
     once and some are computed again. None starts rows while blocks are free."""
-    attn_batch_tokens: Speed[Positive | Literal["auto"] | None] = "auto"
-    """Tokens per attention call. With a number, a step runs attention in parts and feed-forward
-    layers together; None runs the step as one. "auto" measures both once for models with experts,
-    and is None for others."""
-    moe_batch_tokens: Speed[NonNegative | None] = None
-    """With `attn_batch_tokens`: tokens that a feed-forward layer waits for; None waits for all of
-    the step, 0 for none."""
-    speculative_tokens: Speed[NonNegative | None] = None
+    speculative_tokens: Speed[NonNegative | Literal["auto"] | None] = "auto"
     """Most draft tokens per sequence and step, looked up in its prompt and in earlier answers
     (n-gram speculation). Answers stay the same; drafts stop where they cost more than they save.
-    None or 0 makes none."""
+    None or 0 makes none; "auto" makes some on a CPU while the last few rows decode."""
     num_threads: Speed[Positive] = 1
     """Torch threads of one engine on a CPU."""
     tune_malloc: Speed[bool] = True
@@ -111,12 +108,6 @@ class EngineConfig:
                 "engine.weight_buffers is for layers that do not stay on the device; set "
                 "device_weight_bytes as well, or leave it out"
             )
-        for name in ("speculative_tokens", "cuda_graphs"):
-            if getattr(self, name) and self.attn_batch_tokens not in (None, "auto"):
-                raise ConfigError(
-                    f"engine.{name} needs steps that are one forward pass, and "
-                    "attn_batch_tokens makes them coroutines; leave one of them out"
-                )
         if self.cuda_graphs and self.device == "cpu":
             raise ConfigError(
                 "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
@@ -133,7 +124,7 @@ class EngineConfig:
             )
 
     def _check_offload(self) -> None:
-        if not self.host_kv_bytes:
+        if self.host_kv_bytes in (None, 0):
             raise ConfigError(
                 "engine.kv_offload needs host memory for KV; set host_kv_bytes as well"
             )
@@ -151,7 +142,7 @@ class EngineConfig:
     def _check_rounding(self) -> None:
         for refuses, why in (
             (
-                not self.host_kv_bytes,
+                not self.given_host_kv_bytes,
                 "is for KV in host memory; set host_kv_bytes as well, or leave it out",
             ),
             (
@@ -167,6 +158,21 @@ class EngineConfig:
         ):
             if refuses:
                 raise ConfigError(f"engine.host_kv_dtype {why}")
+
+    @property
+    def token_budget(self) -> int:
+        """Return the tokens of a step, before an engine has chosen more."""
+        return DEFAULT_STEP_TOKENS if self.max_batched_tokens == "auto" else self.max_batched_tokens
+
+    @property
+    def num_drafts(self) -> int:
+        """Return the drafts of a row in any step; 0 where they wait for the last rows."""
+        return 0 if self.speculative_tokens in (None, "auto") else int(self.speculative_tokens)
+
+    @property
+    def given_host_kv_bytes(self) -> int:
+        """Return the host memory for KV that is given; 0 where an engine may choose some."""
+        return 0 if self.host_kv_bytes in (None, "auto") else int(self.host_kv_bytes)
 
     @property
     def compiles_kernels(self) -> bool:

@@ -60,7 +60,7 @@ def test_a_stage_is_checked_when_it_is_built():
     [
         ({"kv_admission_fraction": 0.9}, "is an option of the native engine"),
         ({"admission": "shortest"}, "engine.admission is an option of the native engine"),
-        ({"attn_batch_tokens": 8}, "are options of the native engine"),
+        ({"host_kv_bytes": 8}, "are options of the native engine"),
         ({"host_kv_bytes": 8}, "which go into engine_kwargs"),
         ({"host_kv_bytes": 8, "host_kv_dtype": "int8"}, "engine.host_kv_dtype"),
         ({"quantization": "int8"}, "which engine_kwargs.quantization names"),

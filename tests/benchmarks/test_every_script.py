@@ -72,10 +72,6 @@ TINY = {
         args=("--cases", "uniform-16", "--repetitions", "1", "--ways", "fcfs", "static"),
         values={"CASES": _fewer_cases},
     ),
-    "batch_plan": Tiny(
-        args=("--requests", "2", "--prompt-len", "8", "--output-len", "2", "--repetitions", "1"),
-        values={"BATCHED_TOKENS": (256,), "WAYS": ((None, None), (128, 0)), "KV_TOKENS": 1024},
-    ),
     "feeding": Tiny(
         args=("--rows", "8", "--runs", "1"), values={"SHARED_CHARS": 40, "OWN_CHARS": 20}
     ),

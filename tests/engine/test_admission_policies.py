@@ -45,7 +45,7 @@ def started_together(engine):
     batches, seen = [], set()
     while engine.num_unfinished():
         engine.step()
-        running = {r.request.request_id for r in engine._table.records if r is not None}
+        running = {r.request.request_id for r in engine.table.records if r is not None}
         if running - seen:
             batches.append(sorted(running - seen))
             seen |= running

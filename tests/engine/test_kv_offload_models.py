@@ -56,11 +56,12 @@ def make(path, *, num_blocks, host=300, **options):
     return NativeBackend(Engine(runner, sampler, FakeStopChecker(), config)), runner
 
 
+# blocks of the device and of the host, tokens of a step, and blocks of a part
 SIZES = {
     "short-device": (18, 300, 64, None),
     "cut-prompts": (18, 300, 17, None),
     "short-host": (60, 40, 64, None),
-    "coroutines": (18, 300, 17, 3),
+    "rows-alone": (18, 300, 17, 1),
 }
 
 
@@ -69,11 +70,10 @@ SIZES = {
 )
 def test_greedy_tokens_equal_transformers(checkpoint, rng, sizes):
     path, variant = checkpoint
-    num_blocks, host, budget, attn = SIZES[sizes]
+    num_blocks, host, budget, part_blocks = SIZES[sizes]
     prompts = shared_prompts(rng)
-    backend, _ = make(
-        path, num_blocks=num_blocks, host=host, max_batched_tokens=budget, attn_batch_tokens=attn
-    )
+    backend, runner = make(path, num_blocks=num_blocks, host=host, max_batched_tokens=budget)
+    runner.num_window_blocks = part_blocks or runner.num_window_blocks
     done = run(backend, prompts, n=2)
     expected = greedy_reference(variant, prompts)
     for sample_idx in range(2):
@@ -105,12 +105,12 @@ def test_host_memory_has_the_kv_of_a_plain_pool(checkpoint, rng, budget):
         while engine.stats().generated_tokens < 3 * len(prompts):
             engine.step()
         cache = runner.window.host.kv if offload else runner.cache
-        for slot, record in enumerate(engine._table.records):
+        for slot, record in enumerate(engine.table.records):
             if record is None:
                 continue
-            blocks = engine._table.blocks(slot).astype(np.int64)
+            blocks = engine.table.blocks(slot).astype(np.int64)
             pools = [pool[:, blocks].transpose(1, 2).flatten(2, 3) for pool in (cache.k, cache.v)]
-            num_computed = engine._table.num_computed[slot]
+            num_computed = engine.table.num_computed[slot]
             kv[offload, record.request.request_id] = torch.stack(pools)[:, :, :, :num_computed]
     for i in range(len(prompts)):
         num_both = min(kv[True, i].shape[3], kv[False, i].shape[3])

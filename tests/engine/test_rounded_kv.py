@@ -189,7 +189,7 @@ def test_rows_that_were_never_rounded_keep_their_tokens(
         elif event in (2, 3) and new:
             engines[0].add(new[:6])
             new = new[6:]
-        elif event in (4, 5) and engines[0]._table.num_running:
+        elif event in (4, 5) and engines[0].table.num_running:
             preempt(engines[0])
         else:
             for engine in engines:
@@ -211,7 +211,7 @@ def test_a_row_that_leaves_takes_no_rounded_kv_along(rng, is_back):
     done = run_to_preemption(engine)
     while is_back and not engine.rounded:
         done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
-    table = engine._table
+    table = engine.table
     running = {r.request.request_id for r in table.records if r is not None}
     rounded = {i for i, _ in engine.rounded}
     assert bool(rounded & running) == is_back
@@ -293,7 +293,7 @@ def engines(request, tiny_checkpoint):
 def test_real_rows_that_were_never_rounded_keep_their_tokens(engines, kind, caplog):
     prompts = shared_prompts(np.random.default_rng(5))
     requests = real_engines.requests_of(prompts, max_tokens=24, n=2)
-    sizes = {"block_size_tokens": 4, "max_batched_tokens": 37, "attn_batch_tokens": None}
+    sizes = {"block_size_tokens": 4, "max_batched_tokens": 37}
     ample = real_engines.run(engines.make(engines.config(**sizes)), requests)
     with caplog.at_level(logging.INFO):
         config = engines.config(num_blocks=26, num_host_blocks=24, host_kv_dtype=kind, **sizes)

@@ -72,7 +72,7 @@ class Replica:
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),
             self._wake,
-            lead_tokens=_LEAD_STEPS * engine.max_batched_tokens,
+            lead_tokens=_LEAD_STEPS * engine.token_budget,
             lead_batches=lead_batches,
         )
         try:

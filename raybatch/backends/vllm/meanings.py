@@ -127,7 +127,6 @@ MEANINGS: Mapping[str, Meaning] = {
 NATIVE_ONLY = (
     (("kv_admission_fraction",), "vLLM has engine_kwargs.watermark and max_num_active_seqs"),
     (("admission",), "vLLM starts rows in the order in which they come"),
-    (("attn_batch_tokens", "moe_batch_tokens"), "leave them out"),
     (
         ("host_kv_bytes", "host_kv_dtype", "kv_offload"),
         "vLLM has options of its own for KV in host memory, which go into engine_kwargs "

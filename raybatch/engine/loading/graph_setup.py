@@ -90,17 +90,13 @@ def plan_graphs(
 ) -> GraphSetup | None:
     """Return what an engine captures; None where it captures nothing.
 
-    Takes options with `attn_batch_tokens` decided, and the ops of the engine. Raises ConfigError:
-    the options ask for graphs, and there can be none.
+    Takes options with `kv_offload` decided, and the ops of the engine. Raises ConfigError: the
+    options ask for graphs, and there can be none.
     """
     if config.cuda_graphs is False:
         return None
     obstacles = (
         (device.type != "cuda", f"the engine runs on {device}, and only CUDA has them"),
-        (
-            config.attn_batch_tokens not in (None, "auto"),
-            "steps run as coroutines (attn_batch_tokens)",
-        ),
         (is_streamed, "layers pass through a ring of buffers (device_weight_bytes)"),
         (config.kv_offload is True, "the pool is a window (kv_offload)"),
     )
@@ -120,10 +116,10 @@ def plan_graphs(
 
 def graph_shape(config: EngineConfig, spec: ModelSpec) -> GraphShape:
     max_len = max_sequence_len(config, spec.max_model_len)
-    num_drafts = config.speculative_tokens or 0
+    num_drafts = config.num_drafts
     return GraphShape.within(
-        max_rows=min(config.max_num_seqs * (1 + num_drafts), config.max_batched_tokens),
-        max_tokens=config.max_batched_tokens,
+        max_rows=min(config.max_num_seqs * (1 + num_drafts), config.token_budget),
+        max_tokens=config.token_budget,
         max_row_blocks=-(-max_len // config.block_size_tokens),
         max_entries=_MAX_ENTRIES,
         block_size=config.block_size_tokens,

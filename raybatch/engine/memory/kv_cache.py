@@ -193,7 +193,7 @@ def num_host_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.d
     # a block takes its bytes in each half
     num_halves = 1 if config.host_kv_dtype == "auto" else 2
     block_bytes = num_halves * kv_bytes_per_token(spec, dtype) * config.block_size_tokens
-    budget = config.host_kv_bytes or 0
+    budget = config.given_host_kv_bytes
     if 0 < budget < block_bytes:
         raise ConfigError(
             f"engine.host_kv_bytes is {budget}, but one block of {config.block_size_tokens} tokens "
@@ -209,7 +209,7 @@ def num_rounded_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torc
         return 0
     num_exact = num_host_blocks_for(config, spec, dtype=dtype)
     size, rounded = config.block_size_tokens, pick_kv_dtype(config.host_kv_dtype, dtype)
-    rest = (config.host_kv_bytes or 0) - num_exact * size * kv_bytes_per_token(spec, dtype)
+    rest = config.given_host_kv_bytes - num_exact * size * kv_bytes_per_token(spec, dtype)
     return rest // (size * kv_bytes_per_token(spec, rounded))
 
 

@@ -1,8 +1,8 @@
-"""Measures one representative layer: attention and experts by themselves, and both in parts.
+"""Measures one representative layer: attention and experts by themselves, and copies.
 
-What is measured feeds `raybatch.policy.cost.roofline` and `raybatch.policy.batches.step_plan`, not
-`raybatch.policy.cost.cost_model`. It is the decoder's own code that runs. A kind of host measures
-once and keeps the profile on disk.
+What is measured feeds `raybatch.policy.cost.roofline` and with it `raybatch.policy.choose_engine`,
+not `raybatch.policy.cost.cost_model`. It is the decoder's own code that runs. A kind of host
+measures once and keeps the profile on disk.
 """
 
 import hashlib
@@ -38,14 +38,13 @@ from raybatch.kernels.byte_numbers import row_width
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
 from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
-from raybatch.policy.batches.step_plan import MeasuredLayer
 from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
 
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
 # copies and layers take turns over so much memory, which is more than processors have of cache
 _BEYOND_CACHE_BYTES = 128 << 20
-# of the time budget: attention, experts, copies, layers in parts
-_SHARES = (0.2, 0.25, 0.05, 0.5)
+# of the time budget: attention, experts, copies
+_SHARES = (0.4, 0.5, 0.1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +54,6 @@ class ModuleProfile:
     ffn: tuple[MeasuredWork, ...]
     to_device: tuple[MeasuredWork, ...]
     to_host: tuple[MeasuredWork, ...]
-    layers: tuple[MeasuredLayer, ...]
     copies_overlap: bool
 
     def costs(self) -> ModuleCosts:
@@ -95,10 +93,12 @@ def model_shape(
         kv_row_bytes=row_width(spec.head_dim, kv_dtype) * kv_dtype.itemsize,
     )
     num_tables = 1 if spec.is_tied else 2
+    table_bytes = spec.vocab_size * spec.model_dim * dtype.itemsize
     return ModelShape(
         layer=layer,
         num_layers=spec.num_layers,
-        other_bytes=num_tables * spec.vocab_size * spec.model_dim * dtype.itemsize,
+        other_bytes=num_tables * table_bytes,
+        head_bytes=table_bytes,
     )
 
 
@@ -111,7 +111,7 @@ def profile_layer(
     tell: Callable[[str], None] = lambda _: None,
     ops: Ops | None = None,
 ) -> ModuleProfile:
-    """Measure attention, experts, copies and layers in parts; takes about `options.budget_s`.
+    """Measure attention, experts and copies; takes about `options.budget_s`.
 
     Repeated runs take turns over layers of the representative kind: one layer alone would stay in
     the processor's cache, where no forward pass finds it. Their weights are read once before, as
@@ -147,18 +147,12 @@ def profile_layer(
         ffn = bench.ffn(budgets[1])
         tell("copies")
         to_device, to_host = _profile_copies(device, stopwatch, budgets[2])
-        tell("attention in parts")
-        in_parts = [
-            *bench.layers("prefill", budgets[3] / 2),
-            *bench.layers("decode", budgets[3] / 2),
-        ]
     return ModuleProfile(
         model=model,
         attention=attention,
         ffn=ffn,
         to_device=to_device,
         to_host=to_host,
-        layers=tuple(in_parts),
         copies_overlap=device.type == "cuda",
     )
 

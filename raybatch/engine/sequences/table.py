@@ -309,6 +309,12 @@ class SequenceTable:
         num_grown = np.count_nonzero(is_growing & (room < num_steps))
         return int(num_grown + np.count_nonzero(self.shares_last))
 
+    def running_lengths(self) -> tuple[Ints, Ints]:
+        """Return the tokens of running sequences, and how many more are expected of each."""
+        slots = np.flatnonzero(self.phase != EMPTY)
+        tokens = self.num_tokens[slots]
+        return tokens, np.maximum(1, self.expected_len[slots] - tokens)
+
     def full_slots(self) -> Ints:
         """Return the decoding slots that need a block of their own for the token of this step."""
         slots = np.flatnonzero(self.phase == DECODE)
