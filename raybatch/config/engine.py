@@ -140,24 +140,15 @@ class EngineConfig:
                 )
 
     def _check_rounding(self) -> None:
-        for refuses, why in (
-            (
-                not self.given_host_kv_bytes,
-                "is for KV in host memory; set host_kv_bytes as well, or leave it out",
-            ),
-            (
-                self.kv_cache_dtype != "auto",
-                f"rounds KV, and with kv_cache_dtype={self.kv_cache_dtype!r} all KV has 8 bits "
-                "before it gets to the host; leave one of them out",
-            ),
-            (
-                self.kv_offload is True,
-                "rounds KV of sequences that yield, and with kv_offload all KV is in host memory; "
-                "leave it out, or set kv_cache_dtype in its place",
-            ),
-        ):
-            if refuses:
-                raise ConfigError(f"engine.host_kv_dtype {why}")
+        why = None
+        if not self.given_host_kv_bytes:
+            why = "is for KV in host memory; set host_kv_bytes as well, or leave it out"
+        elif self.kv_cache_dtype != "auto":
+            why = "rounds KV, and with kv_cache_dtype all has 8 bits already; leave one of them out"
+        elif self.kv_offload is True:
+            why = "rounds KV that yields, and with kv_offload none does; set kv_cache_dtype instead"
+        if why is not None:
+            raise ConfigError(f"engine.host_kv_dtype {why}")
 
     @property
     def token_budget(self) -> int:

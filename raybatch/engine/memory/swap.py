@@ -4,10 +4,9 @@ A move is whole or it did not happen: one that fails leaves the sequence as if i
 tried, and its tokens are computed again. Both ways lead to the same tokens, so the measured times
 that choose between them decide about nothing but time.
 
-Where `host_kv_dtype` asks for it, KV that finds no exact block is kept in 8 bits. The two kinds
-have pools of their own, half of the memory each, so that neither breaks up the room of the other;
-exact copies that filled all of it, of sequences that wait longest, would leave nothing to round
-into. No measured time has a say then, as rounding changes tokens.
+With `host_kv_dtype`, KV that finds no exact block is kept in 8 bits. Each kind has half of the
+memory: exact copies, of those that wait longest, would leave no room to round into. No measured
+time has a say then, as rounding changes tokens.
 """
 
 import logging
