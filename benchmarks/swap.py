@@ -135,6 +135,8 @@ def measure(
     for repetition in range(args.repetitions):
         # neither way always comes first
         for way in args.ways if repetition % 2 == 0 else args.ways[::-1]:
+            # a slow model says nothing for minutes
+            print(f"{way}: run {repetition + 1} of {len(requests):,} rows", flush=True)
             backend = create(folder, dataclasses.replace(config, **options[way]))
             run(backend, [dataclasses.replace(requests[0], sampling=Sampling(max_tokens=4))])
             result, tokens = run(backend, requests)

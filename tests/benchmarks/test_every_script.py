@@ -157,7 +157,7 @@ TINY = {
     "coroutines": Tiny(
         args=(
             *("--models", "moe-8m", "--rows", "6", "--device-rows", "2", "--repetitions", "1"),
-            *("--gates", "4"),
+            *("--gates", "4", "--ways", "swap", "auto"),
         ),
         values={"profile_options": lambda own: lambda config: replace(own(config), budget_s=0.2)},
     ),

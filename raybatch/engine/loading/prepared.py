@@ -240,12 +240,14 @@ class PreparedModel:
 
     def _costs(self, profile: ModuleProfile) -> ModuleCosts:
         costs = profile.costs()
-        return ModuleCosts(
+        prompts = None if costs.prompts is None else costs.prompts.times(self.module_factor)
+        return replace(
+            costs,
             attention=costs.attention.times(self.module_factor),
+            prompts=prompts,
             ffn=costs.ffn.times(self.module_factor),
             to_device=costs.to_device.times(self.link_factor),
             to_host=costs.to_host.times(self.link_factor),
-            copies_overlap=costs.copies_overlap,
         )
 
 

@@ -94,14 +94,16 @@ class ProfileOptions:
     Raises ConfigError: there is no size, or a number is too small.
     """
 
-    # kinds of sequences that attention is measured with
-    workloads: tuple[Workload, ...] = (
-        Workload(cached_tokens=127),
-        Workload(cached_tokens=1023),
-        Workload(tokens_per_sequence=256),
-    )
+    # kinds of sequences that attention is measured with, decodes
+    workloads: tuple[Workload, ...] = (Workload(cached_tokens=127), Workload(cached_tokens=1023))
     # sizes of its batches, each with every workload
     attention_tokens: tuple[int, ...] = (1, 4, 16, 64, 256)
+    # the same for prompts, which take another form of attention
+    prompts: tuple[Workload, ...] = (
+        Workload(tokens_per_sequence=64),
+        Workload(tokens_per_sequence=256),
+    )
+    prompt_tokens: tuple[int, ...] = (64, 256, 1024)
     # sizes of the batches of the experts
     ffn_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096)
     # samples of each size after a first one that does not count
@@ -117,10 +119,11 @@ class ProfileOptions:
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("workloads", "attention_tokens", "ffn_tokens"):
+        names = ("attention_tokens", "prompt_tokens", "ffn_tokens")
+        for name in ("workloads", "prompts", *names):
             if not getattr(self, name):
                 raise ConfigError(f"a profile without {name} measures nothing")
-        sizes = (*self.attention_tokens, *self.ffn_tokens)
+        sizes = [size for name in names for size in getattr(self, name)]
         if min(*sizes, self.num_repeats, self.block_size) < 1:
             raise ConfigError("sizes, repeats and block_size of a profile must be at least 1")
 
@@ -154,8 +157,8 @@ class AttentionBatch:
     # the forward batch as the decoder prepares it once per step; all rows have logits, so that the
     # last layer keeps them
     prepared: PreparedBatch
-    # KV [L, N, G, B, R]. All layers lie in the memory of one, filled with random numbers: pages of
-    # zeros would all be one page of memory
+    # KV [L, N, G, B, R] of random numbers: pages of zeros would all be one page of memory. Layers
+    # have memory of their own, as that of one would stay in the processor's cache
     cache: KVCache
 
     @classmethod
@@ -179,11 +182,11 @@ class AttentionBatch:
         blocks_per_seq = -(-(cached + max(lens)) // block_size)
         random = torch.Generator().manual_seed(0)
         shape = (1, len(lens) * blocks_per_seq, spec.num_kv_heads, block_size, spec.head_dim)
-        copies = (decoder.num_layers, -1, -1, -1, -1)
+        copies = (decoder.num_layers, 1, 1, 1, 1)
         dtype = kv_dtype or like.dtype
         cache = KVCache(
-            k=_rows(torch.randn(shape, generator=random).to(like), dtype).expand(copies),
-            v=_rows(torch.randn(shape, generator=random).to(like), dtype).expand(copies),
+            k=_rows(torch.randn(shape, generator=random).to(like), dtype).repeat(copies),
+            v=_rows(torch.randn(shape, generator=random).to(like), dtype).repeat(copies),
         )
         positions = torch.cat([cached + torch.arange(n) for n in lens]).to(device)
         owners = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).to(device)
@@ -221,10 +224,12 @@ class LayerBench:
     # a tensor with the device and dtype of the model
     _like: torch.Tensor
 
-    def attention(self, budget_s: float) -> tuple[MeasuredWork, ...]:
+    def attention(
+        self, tokens: Sequence[int], workloads: Sequence[Workload], budget_s: float
+    ) -> tuple[MeasuredWork, ...]:
         """Time attention with the linears around it, for each size and kind of sequences."""
         options, decoder = self._options, self._decoder
-        kinds = [(n, kind) for n in sorted(options.attention_tokens) for kind in options.workloads]
+        kinds = [(n, kind) for n in sorted(tokens) for kind in workloads]
         kinds = [k for k in kinds if self._kv_bytes(*k) <= options.max_kv_bytes] or kinds[:1]
 
         def prepare(idx: int) -> Run:
@@ -258,7 +263,7 @@ class LayerBench:
 
     def _kv_bytes(self, tokens: int, workload: Workload) -> int:
         held = workload.num_sequences(tokens) * workload.cached_tokens + tokens
-        return held * self._shape.kv_bytes_per_token
+        return held * self._shape.kv_bytes_per_token * self._decoder.num_layers
 
 
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -43,14 +43,15 @@ from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
 # copies and layers take turns over so much memory, which is more than processors have of cache
 _BEYOND_CACHE_BYTES = 128 << 20
-# of the time budget: attention, experts, copies
-_SHARES = (0.4, 0.5, 0.1)
+# of the time budget: attention of decodes and of prompts, experts, copies
+_SHARES = (0.25, 0.2, 0.45, 0.1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleProfile:
     model: ModelShape
-    attention: tuple[MeasuredWork, ...]
+    attention: tuple[MeasuredWork, ...]  # of rows that decode
+    prompts: tuple[MeasuredWork, ...]  # attention of prompts
     ffn: tuple[MeasuredWork, ...]
     to_device: tuple[MeasuredWork, ...]
     to_host: tuple[MeasuredWork, ...]
@@ -59,6 +60,7 @@ class ModuleProfile:
     def costs(self) -> ModuleCosts:
         return ModuleCosts(
             attention=fit_roofline(self.attention),
+            prompts=fit_roofline(self.prompts),
             ffn=fit_roofline(self.ffn),
             to_device=fit_roofline(self.to_device),
             to_host=fit_roofline(self.to_host),
@@ -142,14 +144,16 @@ def profile_layer(
         for tensor in tensors_of(layers):
             tensor.clone()
         tell("attention")
-        attention = bench.attention(budgets[0])
+        attention = bench.attention(options.attention_tokens, options.workloads, budgets[0])
+        prompts = bench.attention(options.prompt_tokens, options.prompts, budgets[1])
         tell("experts" if is_sparse else "feed-forward block")
-        ffn = bench.ffn(budgets[1])
+        ffn = bench.ffn(budgets[2])
         tell("copies")
-        to_device, to_host = _profile_copies(device, stopwatch, budgets[2])
+        to_device, to_host = _profile_copies(device, stopwatch, budgets[3])
     return ModuleProfile(
         model=model,
         attention=attention,
+        prompts=prompts,
         ffn=ffn,
         to_device=to_device,
         to_host=to_host,

@@ -161,6 +161,8 @@ class ModelShape:
 class ModuleCosts:
     """Measured costs of the parts of a layer; `ffn` is a run of the experts, or of the dense block.
 
+    `attention` is that of rows that decode, and of `prompts` where these were not measured.
+
     Copies overlap where they run during computation, in either direction; where they take the
     processor that computes, as on a CPU with one thread, they do not.
     """
@@ -170,6 +172,7 @@ class ModuleCosts:
     to_device: Roofline
     to_host: Roofline
     copies_overlap: bool = True
+    prompts: Roofline | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
