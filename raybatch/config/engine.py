@@ -61,9 +61,8 @@ class EngineConfig:
     and computes it again. "auto" takes a share of what is free where a GPU's engine chooses
     `kv_offload`, else none."""
     host_kv_dtype: Answers[KVCacheDType] = "auto"
-    """With "int8" or "fp8", half of `host_kv_bytes` holds exact copies, and KV for which there is
-    no room is rounded into the other half: more sequences keep theirs, and answers of those that
-    come back rounded change. "auto" keeps exact copies alone."""
+    """With "int8" or "fp8", half of `host_kv_bytes` holds exact copies, and KV that finds no room
+    there is rounded into the other half; answers of such rows change. "auto" rounds nothing."""
     kv_offload: Speed[bool | Literal["auto"]] = "auto"
     """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
     attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
