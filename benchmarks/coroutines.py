@@ -115,6 +115,7 @@ def forecast(
                 num_rows=len(requests),
                 output_lengths=tuple(map(float, outputs)),
                 longest_tokens=max(p + o for p, o in zip(lengths, outputs, strict=True)),
+                shared_tokens=shared,
             ),
             kv_offload=None if options["kv_offload"] == "auto" else options["kv_offload"],
         )

@@ -34,13 +34,14 @@ class RowsAhead:
     """Rows that are to come: what they are like, and how many; None where there are always more.
 
     `output_lengths` stand for all of them where they differ; `longest_tokens` are those that a row
-    has to hold at once.
+    has to hold at once. A prompt is what is computed of it; `shared_tokens` of others are read too.
     """
 
     shape: RowShape
     num_rows: int | None = None
     output_lengths: tuple[float, ...] = ()
     longest_tokens: int = 0
+    shared_tokens: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,6 +251,7 @@ def _forecast_s(
         prefill_tokens=forecast.prefill_tokens,
         prompt_tokens=row.prompt_tokens,
         context_tokens=context,
+        shared_tokens=facts.rows.shared_tokens,
     )
     seconds = float(forecast.weight @ step_seconds(facts.model, facts.costs, counts, buffer))
     again = forecast.recomputed_tokens

@@ -23,6 +23,7 @@ class StepCounts:
     prefill_tokens: Floats
     prompt_tokens: float  # of a prompt, as far as it is computed
     context_tokens: float  # KV of a row that decodes
+    shared_tokens: float = 0.0  # that it reads as well, and others of its group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,8 @@ def step_seconds(
     if buffer is not None:
         # the last block of a row is half full
         read_kv = rows * (steps.context_tokens + (buffer.block_size - 1) / 2)
-        parts = np.maximum(1.0, np.ceil((read_kv + tokens) / max(1, buffer.num_tokens)))
+        room = max(1.0, buffer.num_tokens - steps.shared_tokens)
+        parts = np.maximum(1.0, np.ceil((read_kv + tokens) / room))
     attention_s = _attention_s(model, costs, steps, parts)
     share = 1.0 - (1.0 - layer.top_k / layer.num_experts) ** tokens
     routed = tokens * layer.top_k
@@ -66,7 +68,7 @@ def step_seconds(
     )
     layer_s = attention_s + ffn_s
     if buffer is not None:
-        restored = read_kv * layer.kv_bytes_per_token
+        restored = (read_kv + parts * steps.shared_tokens) * layer.kv_bytes_per_token
         saved = tokens * layer.kv_bytes_per_token
         restore_s = _seconds(costs.to_device, np.zeros(len(tokens)), restored, runs=parts)
         restore_s *= restored > 0
@@ -102,7 +104,7 @@ def _attention_s(model: ModelShape, costs: ModuleCosts, steps: StepCounts, parts
         activations = 2.0 * tokens * (layer.model_dim + layer.projected_dim) * layer.element_bytes
         return operations, read_kv * layer.kv_bytes_per_token + activations
 
-    context = rows * steps.context_tokens
+    context = rows * (steps.context_tokens + steps.shared_tokens)
     of_rows = work(rows, context + rows, context + rows)
     of_prompts = work(prompts, prompts * (steps.prompt_tokens + 1) / 2, prompts)
     weights = parts * layer.attention_bytes

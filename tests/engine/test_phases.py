@@ -278,6 +278,7 @@ def test_what_rows_are_like():
     seen.add(members)
     # 10 + 10 + 2 + 2
     assert seen.ahead().shape.prompt_tokens == 6
+    assert seen.ahead().shared_tokens == 4
     seen.note([Completion(request_id=i, token_ids=np.arange(1 + i % 3)) for i in range(33)])
     assert seen.ahead().shape.output_tokens == 2
     assert seen.ahead().output_lengths[0] == pytest.approx(1, abs=0.1)

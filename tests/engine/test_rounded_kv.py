@@ -36,7 +36,7 @@ BOTH = pytest.mark.parametrize("kind", ["int8", "fp8"])
 
 def make(**options):
     """An engine without exact host blocks, unless a test asks for some."""
-    sizes = {"num_blocks": 20, "host": 0, "rounded": 100, "kv_admission_fraction": 100}
+    sizes = {"num_blocks": 20, "host": 0, "rounded": 100}
     engine, runner = make_engine(**sizes | {"recovery": Choice()} | options)
     watch(engine)
     return engine, runner
@@ -174,7 +174,6 @@ def test_rows_that_were_never_rounded_keep_their_tokens(
             max_batched_tokens=budget,
             max_num_seqs=6,
             enable_prefix_caching=caching,
-            kv_admission_fraction=None,
         )
         runner.failing_moves = failing
         watch_decodes(engine)
