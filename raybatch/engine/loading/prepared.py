@@ -133,7 +133,8 @@ class PreparedModel:
     @property
     def needs_device(self) -> bool:
         """Return whether an option that is set wants KV on the device."""
-        return bool(self.config.num_drafts) or self.config.cuda_graphs is True
+        config, is_rounded = self.config, self.config.host_kv_dtype != "auto"
+        return bool(config.num_drafts) or config.cuda_graphs is True or is_rounded
 
     @cached_property
     def profile(self) -> ModuleProfile | None:
