@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory):
 
 def test_the_native_engine_is_measured_and_left_empty(checkpoint):
     backend = create_backend(checkpoint, BackendConfig(kind="native"), ENGINE)
-    limits = limits_of(backend, ENGINE.max_batched_tokens)
+    limits = limits_of(backend, ENGINE.token_budget)
     ticks = iter(range(10**6))
     steps = measure_backend(backend, limits, clock=lambda: next(ticks) * 1e-5)
     stats = backend.stats()
@@ -36,7 +36,7 @@ def test_the_native_engine_is_measured_and_left_empty(checkpoint):
 
 def test_prompts_of_the_program_share_nothing_but_their_prefix(checkpoint):
     backend = create_backend(checkpoint, BackendConfig(kind="native"), ENGINE)
-    limits = limits_of(backend, ENGINE.max_batched_tokens)
+    limits = limits_of(backend, ENGINE.token_budget)
     ticks = iter(range(10**6))
     steps = measure_backend(backend, limits, clock=lambda: next(ticks) * 1e-5, vocab_size=211)
     shared = sum(int(step.shared_pairs - step.shared_reads) for step in steps)

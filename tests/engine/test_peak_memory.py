@@ -97,10 +97,7 @@ class Steps:
         )
         blocks = BlockManager(num_blocks, config.block_size_tokens)
         self.scheduler = Scheduler(
-            blocks,
-            self.table,
-            max_batched_tokens=config.token_budget,
-            enable_prefix_caching=True,
+            blocks, self.table, max_batched_tokens=config.token_budget, enable_prefix_caching=True
         )
         self.builder = BatchBuilder(self.table, num_blocks)
         stem = rng.integers(0, 999, spec.max_model_len // 2)

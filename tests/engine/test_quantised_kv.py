@@ -173,8 +173,10 @@ def test_what_happens_to_a_row_changes_none_of_its_tokens(undisturbed, options):
         check_same(expected, tokens_of(done, prompts, sample_idx))
     stats = backend.stats()
     assert stats.cached_tokens > 0
-    assert (stats.num_preemptions > 0) == ("num_blocks" in options)
-    assert (stats.num_swapped_tokens > 0) == ("num_host_blocks" in options)
+    has_window = "kv_offload" in options
+    assert (stats.num_preemptions > 0) == ("num_blocks" in options and not has_window)
+    assert (stats.num_swapped_tokens > 0) == ("num_host_blocks" in options and not has_window)
+    assert (stats.swapped_bytes > 0) == ("num_host_blocks" in options)
 
 
 def test_any_company_and_any_sizes_give_a_row_the_same_tokens(dense):

@@ -255,4 +255,4 @@ def test_no_step_is_above_the_budget_and_no_decode_is_skipped(budget, rng):
 
 def test_the_default_config_fits_the_scheduler():
     config = EngineConfig()
-    assert config.max_num_seqs <= config.max_batched_tokens
+    assert config.max_num_seqs <= config.token_budget
