@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from orders import DensityModel
 
-from raybatch.prefix.order import DensityModel
 from raybatch.records.arrays import Ints
 
 

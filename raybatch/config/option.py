@@ -31,6 +31,13 @@ from raybatch.errors import ConfigError, did_you_mean, range_text
 
 _T = TypeVar("_T")
 
+# choices that went, by the option's name, and what to do; the nearest one would lead astray
+_GONE_CHOICES = dict.fromkeys(
+    (("order", name) for name in ("ascending", "shuffle", "depth_first", "dual_scan")),
+    ", which is gone: auto is as fast or faster; leave order out, also to go on with an output "
+    "that was begun with it",
+)
+
 
 class Decides(Enum):
     """What an option decides; of one that does not say so it is the answers."""
@@ -271,7 +278,7 @@ def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     choices = [str(c) for p in parts if get_origin(p) is Literal for c in get_args(p)]
     if isinstance(value, str) and choices:
-        return did_you_mean(value, choices)
+        return _GONE_CHOICES.get((name, value)) or did_you_mean(value, choices)
     if not name.endswith("_bytes") or not isinstance(value, str | float):
         return ""
     match = _SIZE.fullmatch(str(value).strip())
