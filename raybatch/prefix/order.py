@@ -19,7 +19,7 @@ from raybatch.records.arrays import Bools, Floats, Ints, Number
 
 # of the rows that may run at once, what starts are spread for: before any row decodes prompts start
 # faster than on average, and KV is often the tighter limit
-_FILL = 0.6
+_FILL = 0.53
 # rows at the end that are ordered by ratio, in rows that may run at once
 _TAIL = 2
 # multiples of it, modulo 1, spread any stretch of a list evenly
