@@ -35,7 +35,7 @@ from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile
 from raybatch.models.config import read_model_spec
 from raybatch.policy.batches.step_plan import RowShape
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
 from raybatch.records.types import Request, Sampling
 
 WORKLOADS = {
@@ -91,9 +91,9 @@ def forecast(
             device_kv_bytes=short,
             host_kv_bytes=need,
             max_num_seqs=max_seqs,
-            max_batched_tokens=EngineConfig().max_batched_tokens,
-            row=row,
-            num_rows=len(requests),
+            token_budgets=(EngineConfig().max_batched_tokens,),
+            block_size=_BLOCK_SIZE,
+            rows=RowsAhead(shape=row, num_rows=len(requests)),
         )
     )
 

@@ -15,16 +15,18 @@ from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, 
 
 if TYPE_CHECKING:
     from raybatch.engine.engine import Engine
+    from raybatch.engine.loading.runner import ModelRunner
+    from raybatch.engine.phases import PhasedEngine
 
 
 class NativeBackend:
-    """Follows the `Backend` protocol with the methods of an `Engine`, until it is closed."""
+    """Follows the `Backend` protocol with the methods of an engine, until it is closed."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._open: Engine | None = engine
+    def __init__(self, engine: Engine | PhasedEngine) -> None:
+        self._open: Engine | PhasedEngine | None = engine
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> Engine | PhasedEngine:
         if self._open is None:
             raise RuntimeError("the backend is closed")
         return self._open
@@ -66,20 +68,27 @@ class NativeBackend:
 def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) -> NativeBackend:
     """Load a model and return a backend that is ready for `submit`, or raise ConfigError."""
     from raybatch.engine.engine import Engine
-    from raybatch.engine.loading.runner import ModelRunner
+    from raybatch.engine.loading.prepared import PreparedModel
     from raybatch.engine.memory.pinned import IndexUploads
+    from raybatch.engine.phases import PhasedEngine
     from raybatch.engine.sampling.grammars import GrammarSlots
     from raybatch.engine.sampling.sampler import Sampler
     from raybatch.text.stopping import LazyTokenizer, StopChecker
 
     path = resolve_model(model)
-    runner = ModelRunner.load(str(path), engine, num_engines_on_host=num_engines_on_host)
-    max_slots = min(engine.max_num_seqs, engine.max_batched_tokens)
-    spec, tokenizer = runner.spec, LazyTokenizer(path)
-    grammars = GrammarSlots(tokenizer.hugging_face, spec.vocab_size, spec.eos_token_ids)
-    upload = IndexUploads(runner.device).upload
-    sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars, upload)
-    return NativeBackend(Engine(runner, sampler, StopChecker(tokenizer), engine))
+    prepared = PreparedModel.load(str(path), engine, num_engines_on_host=num_engines_on_host)
+    spec, tokenizer = prepared.model.spec, LazyTokenizer(path)
+    stops = StopChecker(tokenizer)
+
+    def make(runner: ModelRunner) -> Engine:
+        config = runner.config
+        grammars = GrammarSlots(tokenizer.hugging_face, spec.vocab_size, spec.eos_token_ids)
+        upload = IndexUploads(runner.device).upload
+        max_slots = min(config.max_num_seqs, config.token_budget)
+        sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars, upload)
+        return Engine(runner, sampler, stops, config)
+
+    return NativeBackend(PhasedEngine(prepared, make))
 
 
 def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | None) -> int | None:

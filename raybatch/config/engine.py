@@ -3,8 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from annotated_types import Ge
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from raybatch.config.option import (
@@ -23,8 +22,10 @@ from raybatch.records.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8"]
-AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
+_NONE_IS_AUTO = BeforeValidator(lambda value: "auto" if value is None else value)
+# a step of so many tokens keeps processors busy; larger ones need memory
+DEFAULT_STEP_TOKENS = 2048
 # what its engines are tested on
 _DEVICE = Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["cpu", "cuda", "cuda:1"])
 
@@ -54,31 +55,26 @@ class EngineConfig:
     many tokens as float32, and answers change."""
     kv_cache_bytes: Speed[Positive | None] = None
     """Memory for KV on the device; None takes a share of what is free."""
-    host_kv_bytes: Speed[NonNegative | None] = None
-    """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 computes
-    it again instead."""
+    host_kv_bytes: Speed[NonNegative | Literal["auto"] | None] = "auto"
+    """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 has none
+    and computes it again. "auto" takes a share of what is free where a GPU's engine chooses
+    `kv_offload`, else none."""
     kv_offload: Speed[bool | Literal["auto"]] = "auto"
     """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
     attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
-    the step. "auto" does so where there is `host_kv_bytes`, and measured layers and links promise
-    more tokens/s."""
+    the step. "auto" does so where there is host memory for KV, and measured layers and links
+    promise more tokens/s for the rows at hand."""
     block_size_tokens: Speed[Positive] = 64
     """Tokens per KV block."""
-    max_batched_tokens: Speed[Positive] = 2048
-    """Token budget of one step."""
+    max_batched_tokens: Speed[Positive | Literal["auto"]] = "auto"
+    """Token budget of one step; "auto" is 2048, and more on a GPU where measured layers promise 5 %
+    more tokens/s."""
     max_num_seqs: Speed[Positive] = 1024
     """Most sequences that run at once; KV memory is usually the tighter limit."""
     max_model_len: Answers[Positive | None] = None
     """Longest prompt plus output; None takes the model's own limit."""
     enable_prefix_caching: Speed[bool] = True
     """Reuse the KV of equal leading blocks across requests."""
-    admission: Speed[AdmissionPolicy] = "fcfs"
-    """Which waiting row starts next: "fcfs" by arrival; "shortest" by predicted length, but none
-    waits for ever; "static" in batches that end before the next starts; "multi_bin" in such batches
-    of similar length. Prefix groups stay together."""
-    kv_admission_fraction: Speed[Annotated[float, Ge(0.01)] | None] = None
-    """Start rows while the forecast KV use stays below this share of the cache; above 1 more run at
-    once and some are computed again. None starts rows while blocks are free."""
     attn_batch_tokens: Speed[Positive | Literal["auto"] | None] = "auto"
     """Tokens per attention call. With a number, a step runs attention in parts and feed-forward
     layers together; None runs the step as one. "auto" measures both once for models with experts,
@@ -86,10 +82,10 @@ class EngineConfig:
     moe_batch_tokens: Speed[NonNegative | None] = None
     """With `attn_batch_tokens`: tokens that a feed-forward layer waits for; None waits for all of
     the step, 0 for none."""
-    speculative_tokens: Speed[NonNegative | None] = None
+    speculative_tokens: Speed[NonNegative | Literal["auto"] | None] = "auto"
     """Most draft tokens per sequence and step, looked up in its prompt and in earlier answers
     (n-gram speculation). Answers stay the same; drafts stop where they cost more than they save.
-    None or 0 makes none."""
+    None or 0 makes none; "auto" makes some on a CPU while the last few rows decode."""
     num_threads: Speed[Positive] = 1
     """Torch threads of one engine on a CPU."""
     tune_malloc: Speed[bool] = True
@@ -98,8 +94,8 @@ class EngineConfig:
     compile_kernels: Speed[bool] = True
     """On a CPU, compile hot operations with the host's C compiler, if there is one; float32 and one
     thread only."""
-    cuda_graphs: Speed[bool | None] = None
-    """Run steps as CUDA graphs, padded to a few sizes; None does so on CUDA where possible."""
+    cuda_graphs: Speed[Annotated[bool | Literal["auto"] | None, _NONE_IS_AUTO]] = "auto"
+    """Run steps as CUDA graphs, padded to a few sizes; "auto" does so on CUDA where possible."""
 
     def __post_init__(self) -> None:
         if self.device_weight_bytes is None and not is_default(self, "weight_buffers"):
@@ -107,27 +103,25 @@ class EngineConfig:
                 "engine.weight_buffers is for layers that do not stay on the device; set "
                 "device_weight_bytes as well, or leave it out"
             )
-        for name in ("speculative_tokens", "cuda_graphs"):
-            if getattr(self, name) and self.attn_batch_tokens not in (None, "auto"):
+        for name, is_set in (
+            ("speculative_tokens", self.num_drafts),
+            ("cuda_graphs", self.cuda_graphs is True),
+        ):
+            if is_set and self.attn_batch_tokens not in (None, "auto"):
                 raise ConfigError(
                     f"engine.{name} needs steps that are one forward pass, and "
                     "attn_batch_tokens makes them coroutines; leave one of them out"
                 )
-        if self.cuda_graphs and self.device == "cpu":
+        if self.cuda_graphs is True and self.device == "cpu":
             raise ConfigError(
                 "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
                 "out, and engines use graphs where they run on CUDA"
             )
         if self.kv_offload is True:
             self._check_offload()
-        if self.kv_admission_fraction is not None and self.admission in ("static", "multi_bin"):
-            raise ConfigError(
-                "engine.kv_admission_fraction spreads starts over time, and with "
-                f"admission={self.admission!r} a batch starts at once; leave one of them out"
-            )
 
     def _check_offload(self) -> None:
-        if not self.host_kv_bytes:
+        if self.host_kv_bytes in (None, 0):
             raise ConfigError(
                 "engine.kv_offload needs host memory for KV; set host_kv_bytes as well"
             )
@@ -141,6 +135,21 @@ class EngineConfig:
                     f"engine.{name} cannot be set with engine.kv_offload, which {why}; leave one "
                     "of them out"
                 )
+
+    @property
+    def token_budget(self) -> int:
+        """Return the tokens of a step, before an engine has chosen more."""
+        return DEFAULT_STEP_TOKENS if self.max_batched_tokens == "auto" else self.max_batched_tokens
+
+    @property
+    def num_drafts(self) -> int:
+        """Return the drafts of a row in any step; 0 where they wait for the last rows."""
+        return 0 if self.speculative_tokens in (None, "auto") else int(self.speculative_tokens)
+
+    @property
+    def given_host_kv_bytes(self) -> int:
+        """Return the host memory for KV that is given; 0 where an engine may choose some."""
+        return 0 if self.host_kv_bytes in (None, "auto") else int(self.host_kv_bytes)
 
     @property
     def compiles_kernels(self) -> bool:

@@ -37,6 +37,12 @@ _GONE_CHOICES = dict.fromkeys(
     ", which is gone: auto is as fast or faster; leave order out, also to go on with an output "
     "that was begun with it",
 )
+# options that went, and what to do; the nearest name would lead astray
+_GONE = {
+    "admission": "rows start in the order in which they come, which no other order beat; "
+    "leave it out",
+    "kv_admission_fraction": "rows wait for memory by themselves where that pays; leave it out",
+}
 
 
 class Decides(Enum):
@@ -169,7 +175,7 @@ def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in mapping:
         if name not in fields:
-            raise ConfigError(f"{where}: unknown option {name!r}{did_you_mean(name, fields)}")
+            raise ConfigError(f"{where}: {_unknown(name, fields)}")
     for name, field in fields.items():
         is_needed = field.default is field.default_factory is dataclasses.MISSING
         if is_needed and name not in mapping:
@@ -213,6 +219,12 @@ def _convert(hint: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - data o
     return tuple(_convert(item, inner, f"{where}[{i}]") for i, inner in enumerate(value))
 
 
+def _unknown(name: str, known: Collection[str]) -> str:
+    if name in _GONE:
+        return f"the option {name!r} is gone: {_GONE[name]}"
+    return f"unknown option {name!r}{did_you_mean(name, known)}"
+
+
 def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -225,7 +237,7 @@ def _refusal(cls: type, error: ValidationError) -> ConfigError:
     name = str(first["loc"][0])
     field, value = fields_of(cls).get(name), first["input"]
     if field is None:
-        return ConfigError(f"unknown option {name!r}{did_you_mean(name, fields_of(cls))}")
+        return ConfigError(_unknown(name, fields_of(cls)))
     if first["type"] == "missing":
         return ConfigError(f"the option {name!r} is missing")
     if len(first["loc"]) > 1:

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,7 @@ from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
+from raybatch.engine.stats import counted
 from raybatch.engine.step import StepForward, StepTokens, learned_recovery, make_scheduler
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
@@ -58,7 +60,7 @@ class Engine:
             kv_option = "engine.host_kv_bytes"
             if runner.num_window_blocks < row_blocks:
                 row_blocks, kv_option = runner.num_window_blocks, "engine.kv_cache_bytes"
-        self._runner = runner
+        self.runner = runner
         self._sampler = sampler
         self._max_model_len = max_sequence_len(config, spec.max_model_len)
         self._limits = RowLimits(
@@ -67,8 +69,8 @@ class Engine:
             kv_tokens=row_blocks * block_size,
             kv_option=kv_option,
         )
-        self._max_slots = min(config.max_num_seqs, config.max_batched_tokens)
-        self._table = SequenceTable(
+        self._max_slots = min(config.max_num_seqs, config.token_budget)
+        self.table = SequenceTable(
             max_slots=self._max_slots,
             num_blocks=runner.num_blocks,
             block_size=block_size,
@@ -78,21 +80,21 @@ class Engine:
         self._recovery = recovery
         if self._recovery is None:
             self._recovery = learned_recovery(runner, config)
-        self._scheduler = make_scheduler(config, runner, self._blocks, self._table, self._recovery)
-        self._forward = StepForward(runner, self._table)
+        self._scheduler = make_scheduler(config, runner, self._blocks, self.table, self._recovery)
+        self._forward = StepForward(runner, self.table)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
         # of steps, in which other work on the same host must not count
         self._clock = clock_of(runner.device)
-        if make_drafter is None and config.speculative_tokens:
-            make_drafter = partial(LookupDrafter, max_tokens=config.speculative_tokens)
-        self._drafter = make_drafter(self._table) if make_drafter is not None else None
+        if make_drafter is None and config.num_drafts:
+            make_drafter = partial(LookupDrafter, max_tokens=config.num_drafts)
+        self._drafter = make_drafter(self.table) if make_drafter is not None else None
         if queue is None and runner.device.type == "cuda":
             queue = DeviceQueue(runner.device)
         # drafts and parts want the tokens before them; copies to the host are timed by steps
         is_waited_for = self._drafter is not None or self._recovery is not None
         if is_waited_for or runner.num_window_blocks or runner.attn_batch_tokens is not None:
             queue = None
-        self._tokens = StepTokens(sampler, self._table, queue)
+        self._tokens = StepTokens(sampler, self.table, queue)
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
         self._num_arrivals = self._num_steps = 0
@@ -126,8 +128,8 @@ class Engine:
         """
         began = time.perf_counter()
         completions, self._failed = self._failed, []
-        if self._scheduler.num_waiting or self._table.num_running:
-            with current_device(self._runner.device):
+        if self._scheduler.num_waiting or self.table.num_running:
+            with current_device(self.runner.device):
                 completions += self._run_step()
         for completion in completions:
             self._close(completion.request_id)
@@ -159,9 +161,29 @@ class Engine:
         for request_id in wanted:
             self._num_open.pop(request_id, None)
 
+    def leave(self) -> tuple[list[SequenceState], list[Request], list[Completion]]:
+        """Take everything out: what has started, with its KV, what has not, and what failed."""
+        failed, self._failed = self._failed, []
+        for completion in failed:
+            self._close(completion.request_id)
+        unstarted = self.drain()
+        return self.export(list(self._num_open), with_kv=True), unstarted, failed
+
+    def begin_drafts(self, max_tokens: int) -> bool:
+        """Guess tokens from now on; return False where this engine does so, or cannot."""
+        if self._drafter is not None or self._tokens.is_ahead or self.runner.num_window_blocks:
+            return False
+        self._drafter = LookupDrafter(self.table, max_tokens)
+        for slot in np.flatnonzero(self.table.phase != EMPTY).tolist():
+            self._draft_for(slot)
+        return True
+
+    def end_drafts(self) -> None:
+        self._drafter = None
+
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         """Return running sequences with so many tokens more than at the last call."""
-        return self._table.begun(min_new_tokens)
+        return self.table.begun(min_new_tokens)
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         """Take the unfinished sequences of these requests out, in order of arrival.
@@ -171,15 +193,15 @@ class Engine:
         wanted = set(request_ids)
         places = self._scheduler.kv_places(wanted) if with_kv else {}
         records = self._scheduler.withdraw(lambda r: r.request.request_id in wanted)
-        for slot in np.flatnonzero(self._table.phase != EMPTY).tolist():
-            if self._table.record(slot).request.request_id in wanted:
+        for slot in np.flatnonzero(self.table.phase != EMPTY).tolist():
+            if self.table.record(slot).request.request_id in wanted:
                 self._clear_slot(slot)
                 records.append(self._scheduler.remove(slot))
         records.sort(key=lambda record: record.arrival)
         for record in records:
             self._close(record.request.request_id)
         # nothing has written into the blocks that they had
-        return [export_state(r, places.get(r.arrival), self._runner) for r in records]
+        return [export_state(r, places.get(r.arrival), self.runner) for r in records]
 
     def capacity(self) -> Capacity:
         block_size = self._blocks.block_size
@@ -191,36 +213,12 @@ class Engine:
         )
 
     def stats(self) -> ReplicaStats:
-        counters, swapped = self._scheduler.counters, self._scheduler.moves
-        weights, window = self._runner.weight_counters, self._runner.window_counters
-        graphs = self._runner.graph_counts
-        return ReplicaStats(
-            num_running=self._table.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            kv_used_fraction=self._scheduler.kv_used_fraction,
+        return replace(
+            counted(self._scheduler, self.runner, self._blocks),
+            num_running=self.table.num_running,
             num_steps=self._num_steps,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
             generated_tokens=self._num_generated_tokens,
-            num_preemptions=counters.num_preemptions,
-            num_recomputed_tokens=counters.num_recomputed_tokens,
-            num_carried_tokens=swapped.num_carried_tokens,
-            num_swapped_tokens=swapped.num_tokens,
-            swapped_bytes=sum(
-                counted.saved_bytes + counted.loaded_bytes for counted in (swapped, window)
-            ),
-            num_failed_copies=sum(counted.num_failures for counted in (swapped, weights, window)),
-            num_weight_copies=weights.num_copies,
-            weight_copy_bytes=weights.num_bytes,
-            num_weight_stalls=weights.num_stalls,
-            num_held_steps=counters.num_held_steps,
-            num_copied_blocks=counters.num_copied_blocks,
-            num_drafted_tokens=counters.num_drafted_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
-            num_graphs=graphs.num_captured,
-            num_graph_steps=graphs.num_steps,
-            eager_steps=graphs.eager_steps,
-            kv_tokens=self._blocks.num_blocks * self._blocks.block_size,
             engine_s=self._engine_s,
         )
 
@@ -238,7 +236,7 @@ class Engine:
         max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
         logprobs = list(state.logprobs or ()) if request.sampling.logprobs is not None else None
         self._num_arrivals += 1
-        carried = None if state.kv is None else accept_kv(state, self._runner.kv_key)
+        carried = None if state.kv is None else accept_kv(state, self.runner.kv_key)
         num_computed = (
             num_prompt + len(state.token_ids) if state.kv is None else state.kv.num_tokens
         )
@@ -263,7 +261,7 @@ class Engine:
         completions = list[Completion]()
         drafts = self._drafter.propose() if self._drafter is not None else {}
         # a sequence that has to yield does so with all its tokens
-        if self._tokens.unread and len(self._table.full_slots()) > self._blocks.num_available:
+        if self._tokens.unread and len(self.table.full_slots()) > self._blocks.num_available:
             completions += self._settle()
         schedule = self._scheduler.schedule(drafts)
         for slot in schedule.preempted:
@@ -298,7 +296,7 @@ class Engine:
         if not schedule.num_tokens:
             return completions
         if self._recovery is not None:
-            self._recovery.note(schedule, self._table, time.perf_counter() - began)
+            self._recovery.note(schedule, self.table, time.perf_counter() - began)
         if self._drafter is not None and not len(schedule.chunk_slots):
             self._drafter.note_step(schedule.num_tokens, self._clock() - clock_began)
         return completions
@@ -311,12 +309,12 @@ class Engine:
     def _take_tokens(
         self, schedule: Schedule, slots: Ints, result: SampleResult
     ) -> list[Completion]:
-        table, completions, is_good = self._table, list[Completion](), result.is_finite
+        table, completions, is_good = self.table, list[Completion](), result.is_finite
         for slot in slots_to_restart(schedule, is_good).tolist():
             self._clear_slot(slot)
             record, blocks = self._scheduler.restart(slot)
             record.may_draft = False
-            self._runner.clear_blocks(blocks)
+            self.runner.clear_blocks(blocks)
         for slot in slots[~is_good].tolist():
             if table.phase[slot] != EMPTY:
                 completions.append(self._fail(slot))
@@ -335,7 +333,7 @@ class Engine:
 
     def _append(self, rows: Ints, slots: Ints, result: SampleResult) -> list[Completion]:
         """Give each of some sequences the token of one of its rows; return those that end."""
-        table, slots, token_ids = self._table, slots[rows], result.token_ids[rows]
+        table, slots, token_ids = self.table, slots[rows], result.token_ids[rows]
         if result.logprobs is not None:
             for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
                 collected, logprobs = table.record(slot).logprobs, result.logprobs[row]
@@ -356,21 +354,25 @@ class Engine:
     def _fail(self, slot: int) -> Completion:
         self._clear_slot(slot)
         record, blocks = self._scheduler.discard(slot)
-        self._runner.clear_blocks(blocks)
+        self.runner.clear_blocks(blocks)
         error = f"the model gave no finite logits after {record.num_tokens} tokens"
         return record.completion("error", error=f"NonFiniteLogits: {error}")
 
     def _fill_slot(self, slot: int) -> None:
-        record = self._table.record(slot)
+        record = self.table.record(slot)
         request = record.request
         prompt, generated = request.prompt_token_ids, record.token_ids
         self._sampler.add(
             slot, request.sampling, request.seed, record.sample_idx, prompt, generated
         )
         self._rules.add(slot, request.sampling, record.token_ids)
-        if self._drafter is None or not record.may_draft:
-            return
-        if self._sampler.is_stateless(request.sampling):
+        if self._drafter is not None:
+            self._draft_for(slot)
+
+    def _draft_for(self, slot: int) -> None:
+        record = self.table.record(slot)
+        is_stateless = self._sampler.is_stateless(record.request.sampling)
+        if self._drafter is not None and record.may_draft and is_stateless:
             self._drafter.add(slot)
 
     def _clear_slot(self, slot: int) -> None:

@@ -41,10 +41,9 @@ def make_scheduler(
     return Scheduler(
         blocks,
         table,
-        max_batched_tokens=config.max_batched_tokens,
+        max_batched_tokens=config.token_budget,
         enable_prefix_caching=config.enable_prefix_caching,
-        admission=config.admission,
-        kv_admission_fraction=config.kv_admission_fraction,
+        full_step_tokens=runner.full_step_tokens,
         swap=swap,
         copy_blocks=runner.copy_blocks,
         max_row_blocks=runner.num_window_blocks or None,
@@ -59,7 +58,7 @@ def learned_recovery(runner: ModelRunner, config: EngineConfig) -> LearnedRecove
         kv_tokens=runner.num_blocks * config.block_size_tokens,
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size_tokens,
-        max_batched_tokens=config.max_batched_tokens,
+        max_batched_tokens=config.token_budget,
     )
     return LearnedRecovery(link(runner.tiers.copy_bytes_per_s()), limits)
 
@@ -98,6 +97,11 @@ class StepTokens:
         self._ring = None if queue is None else PinnedRing(queue, 2)
         self._row_of_slot: Ints = np.full(len(table.records), -1, np.int64)
         self._step: DrawnStep | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Return whether steps begin before the tokens of the ones before are read."""
+        return self._queue is not None
 
     @property
     def unread(self) -> UnreadTokens | None:

@@ -215,7 +215,7 @@ def plan_report(
         dtype=str(model.dtype).removeprefix("torch."),
         row=row,
         memory=memory,
-        max_batched_tokens=config.max_batched_tokens,
+        max_batched_tokens=config.token_budget,
         profile=profile,
         was_read=was_read,
         cpu_share=cpu_share,

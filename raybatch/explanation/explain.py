@@ -267,7 +267,7 @@ def _explain_large(
 def _cache_size(engine: EngineConfig, kv_tokens: int, block_size: int) -> CacheSize:
     return CacheSize(
         num_blocks=kv_tokens // block_size,
-        concurrency=min(engine.max_num_seqs, engine.max_batched_tokens),
+        concurrency=min(engine.max_num_seqs, engine.token_budget),
         finds_blocks=engine.enable_prefix_caching,
     )
 

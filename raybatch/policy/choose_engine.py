@@ -1,34 +1,53 @@
-"""Chooses how an engine runs its rows: where their KV lives, and how many meet at the experts.
+"""Chooses how an engine runs its rows: where their KV lives, how large steps are, and who drafts.
 
 Pure: what was measured and what there is go in, one record with every choice and its reason comes
 out. With KV on the device, as many rows decode together as it holds. With KV in host memory, as
 many as that holds: attention runs over those whose KV of one layer fits a buffer, which costs a
-copy of all KV in every step, and feed-forward layers run once for all.
+copy of all KV in every step, and feed-forward layers run once for all. Each way is forecast over
+the rows that are to come, step by step, with the scheduler's own rules.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from raybatch.errors import CapacityError
-from raybatch.policy.batches.forward_dag import forward_time
-from raybatch.policy.batches.layer_plan import (
-    KV_SLOTS,
-    BatchPlan,
-    ModelShape,
-    ModuleCosts,
-    Workload,
-)
+from raybatch.policy.batches.layer_plan import KV_SLOTS, ModelShape, ModuleCosts
 from raybatch.policy.batches.step_plan import LEAST_GAIN, RowShape
+from raybatch.policy.cost.cost_model import EngineLimits
+from raybatch.policy.cost.step_forecast import StepForecast, forecast_steps
+from raybatch.policy.cost.work import WorkTotals
+from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 
-# what a step costs beside its layers: scheduling, batches, head and sampling; of a step, and of a
-# row that gets a token (AMD EPYC, models of 8M and 100M with 1,024 tokens in their vocabulary)
-_STEP_S, _ROW_S = 1e-3, 2e-5
+# of the rows that fit at once, how many come where nobody knows their number
+_WAVES = 4
+# share of drafts that are right among rows that repeat their prompt, at the least
+_LIKELY_RIGHT = 0.5
+_MAX_DRAFT_ROWS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsAhead:
+    """Rows that are to come: what they are like, and how many; None where there are always more.
+
+    `output_lengths` stand for all of them where they differ; `longest_tokens` are those that a row
+    has to hold at once.
+    """
+
+    shape: RowShape
+    num_rows: int | None = None
+    output_lengths: tuple[float, ...] = ()
+    longest_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
     """A model, its measured modules and links, memory for KV, bounds of a step, and the rows.
 
-    `num_rows` are those of the job; None where there are always more.
+    What an option sets has one value: `kv_offload` of None leaves the place of KV open, and of
+    several `token_budgets` one is chosen. A token of a larger budget takes `activation_bytes` off
+    the memory for KV.
     """
 
     model: ModelShape
@@ -36,19 +55,27 @@ class EngineFacts:
     device_kv_bytes: int
     host_kv_bytes: int
     max_num_seqs: int
-    max_batched_tokens: int
-    row: RowShape
-    num_rows: int | None = None
+    token_budgets: tuple[int, ...]
+    rows: RowsAhead
+    block_size: int = 16
+    activation_bytes: int = 0
+    kv_offload: bool | None = None
+    may_draft: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineWay:
-    """A way to run rows, and the output tokens per second that it promises."""
+    """A way to run rows, and what it promises for those that are to come."""
 
     kv_offload: bool
-    rows_together: int  # that decode in one step, and meet at the experts
+    max_batched_tokens: int
+    rows_together: int  # that fit at once, and meet at the experts
     rows_attending: int  # at once; all of them where KV lives on the device
-    tokens_per_s: float
+    seconds: float  # of all rows
+    tokens_per_s: float  # of output
+    # of preempted rows, tokens that are computed again, or copied where that is quicker
+    recomputed_tokens: float = 0.0
+    copies_preempted: bool = False
 
     def to_text(self) -> str:
         if not self.kv_offload:
@@ -61,107 +88,207 @@ class EngineWay:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
-    """The way that is taken, the other one where there is one, and why, as a sentence."""
+    """The way that is taken, the best of the others, all ways, and why, as a sentence.
+
+    Up to `draft_rows` rows that decode together, guessed tokens cost so little that they are worth
+    a try; 0 where they are not, or where an engine makes none.
+    """
 
     best: EngineWay
     runner_up: EngineWay | None
     reason: str
+    ways: tuple[EngineWay, ...]
+    draft_rows: int
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what else was chosen, a sentence each."""
+        best = self.best
+        notes = [f"steps of up to {best.max_batched_tokens:,} tokens"]
+        if best.recomputed_tokens:
+            how = "copied to host memory and back" if best.copies_preempted else "computed again"
+            notes.append(f"about {best.recomputed_tokens:,.0f} tokens of preempted rows are {how}")
+        if self.draft_rows:
+            notes.append(f"drafts while at most {self.draft_rows:,} rows decode")
+        return tuple(notes)
 
 
 def choose_engine(facts: EngineFacts) -> EngineChoice:
-    """Return the way with the most output tokens per second; the device wins near ties.
-
-    Prompts cost the same share of a full step either way, and are counted, so that short answers
-    choose what suits prompts. Where one memory does not hold a row, the other is taken.
+    """Return the way that takes the least time; KV on the device, and small steps, win near ties.
 
     Raises:
-        CapacityError: neither memory holds a row.
+        CapacityError: no memory holds a row.
 
     Source: BatchGen (arXiv:2606.21712), sections 5.1 and 5.4, by this library's costs.
     """
-    ways = [way for way in (_on_device(facts), _in_host_memory(facts)) if way is not None]
-    if not ways:
-        row = facts.row
+    places = [False, True] if facts.kv_offload is None else [facts.kv_offload]
+    of_place = [found for place in places if (found := _ways(facts, is_on_host=place))]
+    if not of_place:
+        row = facts.rows.shape
         raise CapacityError(
             f"a row of {row.prompt_tokens} prompt and {row.output_tokens} output tokens fits "
             "neither the device's memory for KV nor the host's; raise engine.kv_cache_bytes",
             needed_tokens=row.prompt_tokens + row.output_tokens,
             available_tokens=facts.device_kv_bytes // _token_bytes(facts),
         )
-    if len(ways) == 1:
-        (only,) = ways
-        return EngineChoice(best=only, runner_up=None, reason=_only_reason(facts, only))
-    device, host = ways
-    gain = host.tokens_per_s / device.tokens_per_s - 1
-    best, other = (host, device) if gain >= LEAST_GAIN else (device, host)
-    ratio = best.tokens_per_s / other.tokens_per_s - 1
-    reason = (
-        f"{best.to_text()}: {best.tokens_per_s:,.0f} output tokens/s are forecast, and "
-        f"{other.tokens_per_s:,.0f} with {other.to_text()}"
+    # in each place the smallest steps that no larger ones beat
+    finalists = [_first_best(found) for found in of_place]
+    best = _first_best(finalists)
+    ways = sorted((way for found in of_place for way in found), key=lambda way: way.seconds)
+    others = [way for way in finalists if way is not best]
+    runner_up = others[0] if others else None
+    return EngineChoice(
+        best=best,
+        runner_up=runner_up,
+        reason=_reason(facts, best, runner_up),
+        ways=tuple(ways),
+        draft_rows=0 if best.kv_offload or not facts.may_draft else _draft_rows(facts),
     )
-    if best is device and ratio < 0:
-        reason += f"; less than {100 * LEAST_GAIN:.0f} % is not worth the copies"
-    return EngineChoice(best=best, runner_up=other, reason=reason)
+
+
+def _first_best(ways: Sequence[EngineWay]) -> EngineWay:
+    """Return the first way that no later one beats by what a measurement may be wrong."""
+    best = ways[0]
+    for way in ways[1:]:
+        if best.seconds >= (1 + LEAST_GAIN) * way.seconds:
+            best = way
+    return best
+
+
+def _ways(facts: EngineFacts, *, is_on_host: bool) -> list[EngineWay]:
+    """Return the ways with KV in one place, by growing steps; none where a row does not fit."""
+    budgets = sorted(facts.token_budgets)
+    ways = []
+    for budget in budgets:
+        device_bytes = facts.device_kv_bytes - (budget - budgets[0]) * facts.activation_bytes
+        way = _way(replace(facts, device_kv_bytes=device_bytes), budget, is_on_host=is_on_host)
+        if way is not None:
+            ways.append(way)
+    return ways
 
 
 def _token_bytes(facts: EngineFacts) -> int:
     return facts.model.layer.kv_bytes_per_token * facts.model.num_layers
 
 
-def _rows_held(facts: EngineFacts, num_bytes: int) -> int:
-    """Return how many rows memory holds at their ends, at most as many as a step may have."""
-    row_tokens = facts.row.prompt_tokens + facts.row.output_tokens - 1
-    held = num_bytes // (max(1, row_tokens) * _token_bytes(facts))
-    bounds = [held, facts.max_num_seqs, facts.max_batched_tokens]
-    if facts.num_rows is not None:
-        bounds.append(facts.num_rows)
-    return min(bounds)
-
-
-def _on_device(facts: EngineFacts) -> EngineWay | None:
-    rows = _rows_held(facts, facts.device_kv_bytes)
-    return _way(facts, kv_offload=False, rows=rows, attending=rows) if rows else None
-
-
-def _in_host_memory(facts: EngineFacts) -> EngineWay | None:
-    rows = _rows_held(facts, facts.host_kv_bytes)
-    layer_bytes = facts.model.layer.kv_bytes_per_token
-    buffer_tokens = facts.device_kv_bytes // KV_SLOTS // layer_bytes
-    if not rows or buffer_tokens < facts.row.prompt_tokens + facts.row.output_tokens - 1:
+def _way(facts: EngineFacts, budget: int, *, is_on_host: bool) -> EngineWay | None:
+    row = facts.rows.shape
+    # the last token of a row has no KV
+    row_tokens = max(1, row.prompt_tokens + row.output_tokens - 1)
+    longest = max(row_tokens, facts.rows.longest_tokens)
+    kv_tokens = (facts.host_kv_bytes if is_on_host else facts.device_kv_bytes) // (
+        _token_bytes(facts)
+    )
+    buffer = None
+    if is_on_host:
+        layer_bytes = facts.model.layer.kv_bytes_per_token
+        num_tokens = facts.device_kv_bytes // KV_SLOTS // layer_bytes
+        buffer = KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS, block_size=facts.block_size)
+    if kv_tokens < longest or (buffer is not None and buffer.num_tokens < longest):
         return None
-    # half way through their output
-    context = facts.row.prompt_tokens + facts.row.output_tokens // 2
-    return _way(facts, kv_offload=True, rows=rows, attending=min(rows, buffer_tokens // context))
-
-
-def _way(facts: EngineFacts, *, kv_offload: bool, rows: int, attending: int) -> EngineWay:
-    row, most = facts.row, facts.max_batched_tokens
-    # rows that wait are computed beside those that decode, up to the tokens of a step
-    prompt_tokens = min(most, rows * row.prompt_tokens)
-    in_buffer = min(prompt_tokens, attending * row.prompt_tokens)
-    prefill = BatchPlan(
-        attention_tokens=in_buffer, gate_tokens=prompt_tokens, has_kv_on_host=kv_offload
+    together = min(kv_tokens // row_tokens, facts.max_num_seqs, budget)
+    if facts.rows.num_rows is not None:
+        together = min(together, max(1, facts.rows.num_rows))
+    limits = EngineLimits(
+        kv_tokens=kv_tokens,
+        max_num_seqs=min(facts.max_num_seqs, budget),
+        block_size=min(facts.block_size, kv_tokens),
+        max_batched_tokens=budget,
     )
-    decode = BatchPlan(attention_tokens=attending, gate_tokens=rows, has_kv_on_host=kv_offload)
-    prefill_s = _token_s(facts, prefill, row.workload("prefill"))
-    decode_s = _token_s(facts, decode, row.workload("decode"))
-    decode_s += _STEP_S / rows + _ROW_S
-    row_s = row.prompt_tokens * prefill_s + row.output_tokens * decode_s
+    work = _work(facts)
+    forecast = forecast_steps(work, limits)
+    seconds, copies_preempted = _forecast_s(facts, forecast, buffer)
+    attending = together
+    if buffer is not None:
+        # half way through their output
+        context = row.prompt_tokens + row.output_tokens // 2
+        attending = min(together, max(1, buffer.num_tokens // context))
     return EngineWay(
-        kv_offload=kv_offload,
-        rows_together=rows,
+        kv_offload=is_on_host,
+        max_batched_tokens=budget,
+        rows_together=together,
         rows_attending=attending,
-        tokens_per_s=row.output_tokens / max(row_s, 1e-12),
+        seconds=seconds,
+        tokens_per_s=work.generated_tokens / max(seconds, 1e-12),
+        recomputed_tokens=forecast.recomputed_tokens,
+        copies_preempted=copies_preempted,
     )
 
 
-def _token_s(facts: EngineFacts, plan: BatchPlan, workload: Workload) -> float:
-    return forward_time(facts.model, facts.costs, plan, workload).seconds / plan.gate_tokens
+def _work(facts: EngineFacts) -> WorkTotals:
+    row, num_rows = facts.rows.shape, facts.rows.num_rows
+    if num_rows is None:
+        # the same for all ways, however many rows each holds
+        most = max(facts.host_kv_bytes, facts.device_kv_bytes) // _token_bytes(facts)
+        together = most // max(1, row.prompt_tokens + row.output_tokens - 1)
+        num_rows = _WAVES * max(1, min(together, facts.max_num_seqs))
+    return WorkTotals(
+        num_rows=num_rows,
+        computed_tokens=float(num_rows * row.prompt_tokens),
+        pairs=0.0,
+        generated_tokens=float(num_rows * row.output_tokens),
+        context_reads=0.0,
+        output_lengths=facts.rows.output_lengths,
+    )
 
 
-def _only_reason(facts: EngineFacts, only: EngineWay) -> str:
-    if only.kv_offload:
-        return f"{only.to_text()}, as the device does not hold all layers of a row"
+def _forecast_s(
+    facts: EngineFacts, forecast: StepForecast, buffer: KVBuffer | None
+) -> tuple[float, bool]:
+    """Return the seconds of all steps, and whether preempted rows are copied rather than computed.
+
+    Copies are measured by an engine as it runs; here the quicker of both is taken where host memory
+    is there.
+    """
+    row = facts.rows.shape
+    lengths = np.array(facts.rows.output_lengths or (row.output_tokens,), float)
+    # long rows are in more of the steps
+    context = row.prompt_tokens + float((lengths**2).sum() / (2 * lengths.sum()))
+    counts = StepCounts(
+        decode_rows=forecast.decode_rows,
+        prefill_tokens=forecast.prefill_tokens,
+        prompt_tokens=row.prompt_tokens,
+        context_tokens=context,
+    )
+    seconds = float(forecast.weight @ step_seconds(facts.model, facts.costs, counts, buffer))
+    again = forecast.recomputed_tokens
+    if buffer is not None or not again or not facts.host_kv_bytes:
+        return seconds, False
+    moved = again * _token_bytes(facts)
+    copied_s = facts.costs.to_device.copy_s(moved) + facts.costs.to_host.copy_s(moved)
+    prefill = float(forecast.weight @ forecast.prefill_tokens)
+    kept = replace(counts, prefill_tokens=counts.prefill_tokens * (1 - again / max(again, prefill)))
+    copied_s += float(forecast.weight @ step_seconds(facts.model, facts.costs, kept))
+    return min(seconds, copied_s), copied_s < seconds
+
+
+def _draft_rows(facts: EngineFacts) -> int:
+    """Return up to how many rows a guessed token costs less than it is likely to save."""
+    rows = 2.0 ** np.arange(np.log2(2 * _MAX_DRAFT_ROWS) + 1)
+    counts = StepCounts(
+        decode_rows=rows,
+        prefill_tokens=np.zeros(len(rows)),
+        prompt_tokens=facts.rows.shape.prompt_tokens,
+        context_tokens=facts.rows.shape.prompt_tokens + facts.rows.shape.output_tokens / 2,
+    )
+    seconds = step_seconds(facts.model, facts.costs, counts)
+    # of a step with a draft for each row, beside its share of a step without
+    break_even = seconds[1:] / seconds[:-1] - 1
+    return int(max(rows[:-1][break_even < _LIKELY_RIGHT], default=0))
+
+
+def _reason(facts: EngineFacts, best: EngineWay, other: EngineWay | None) -> str:
+    if other is not None:
+        reason = (
+            f"{best.to_text()}: {best.tokens_per_s:,.0f} output tokens/s are forecast, and "
+            f"{other.tokens_per_s:,.0f} with {other.to_text()}"
+        )
+        if other.seconds < best.seconds:
+            reason += f"; less than {100 * LEAST_GAIN:.0f} % is not worth the copies"
+        return reason
+    if facts.kv_offload is not None:
+        return f"{best.to_text()}, as engine.kv_offload says"
+    if best.kv_offload:
+        return f"{best.to_text()}, as the device does not hold all layers of a row"
     if not facts.host_kv_bytes:
-        return f"{only.to_text()}, as there is no host memory for KV (engine.host_kv_bytes)"
-    return f"{only.to_text()}, as a buffer of one layer, or host memory, does not hold a row"
+        return f"{best.to_text()}, as there is no host memory for KV (engine.host_kv_bytes)"
+    return f"{best.to_text()}, as a buffer of one layer, or host memory, does not hold a row"

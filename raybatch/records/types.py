@@ -311,6 +311,8 @@ class ReplicaStats(TokenCounts):
     """Requests sent to an endpoint again."""
     engine_s: float = 0.0
     """Seconds in steps."""
+    way: str = ""
+    """How it runs, where it chose, and why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

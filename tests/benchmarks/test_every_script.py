@@ -60,18 +60,8 @@ def _few_prompts(workloads: Mapping[str, Any]) -> dict[str, Any]:
     return {"W1 x16": w1(16, 32)}
 
 
-def _fewer_cases(cases: Mapping[str, Any]) -> dict[str, Any]:
-    import dataclasses
-
-    fewer = _fewer({name: case.workload for name, case in cases.items()})
-    return {n: dataclasses.replace(case, workload=fewer[n]) for n, case in cases.items()}
-
-
 TINY = {
-    "admission": Tiny(
-        args=("--cases", "uniform-16", "--repetitions", "1", "--ways", "fcfs", "static"),
-        values={"CASES": _fewer_cases},
-    ),
+    "admission": Tiny(args=("--cases", "W4", "--orders", "ratio", "--knows", "true")),
     "batch_plan": Tiny(
         args=("--requests", "2", "--prompt-len", "8", "--output-len", "2", "--repetitions", "1"),
         values={"BATCHED_TOKENS": (256,), "WAYS": ((None, None), (128, 0)), "KV_TOKENS": 1024},

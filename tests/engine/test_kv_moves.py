@@ -206,7 +206,7 @@ def test_real_kv_goes_from_engine_to_engine(engines, options, rng):
     states = stepped(first, 4).export(range(3), with_kv=True)
     bits = {"bfloat16": np.int16, "int8": np.uint8}
     wanted = bits.get(options.get("kv_cache_dtype", options.get("dtype")), np.int32)
-    spec = made.make(config)._runner.spec
+    spec = made.make(config).runner.spec
     for state in states:
         shape = state.kv.blocks.shape
         assert (state.kv.blocks.dtype, shape[1:5]) == (
@@ -227,5 +227,5 @@ def test_another_model_or_type_has_another_key(engines):
         engines[0].make(engines[0].config(block_size_tokens=4, dtype="bfloat16")),
         engines[0].make(engines[0].config(block_size_tokens=4, kv_cache_dtype="int8")),
     ]
-    keys = {engine._runner.kv_key for engine in (engines[0].make(config), *others)}
+    keys = {engine.runner.kv_key for engine in (engines[0].make(config), *others)}
     assert len(keys) == 5

@@ -105,12 +105,12 @@ def test_host_memory_has_the_kv_of_a_plain_pool(checkpoint, rng, budget):
         while engine.stats().generated_tokens < 3 * len(prompts):
             engine.step()
         cache = runner.window.host.kv if offload else runner.cache
-        for slot, record in enumerate(engine._table.records):
+        for slot, record in enumerate(engine.table.records):
             if record is None:
                 continue
-            blocks = engine._table.blocks(slot).astype(np.int64)
+            blocks = engine.table.blocks(slot).astype(np.int64)
             pools = [pool[:, blocks].transpose(1, 2).flatten(2, 3) for pool in (cache.k, cache.v)]
-            num_computed = engine._table.num_computed[slot]
+            num_computed = engine.table.num_computed[slot]
             kv[offload, record.request.request_id] = torch.stack(pools)[:, :, :, :num_computed]
     for i in range(len(prompts)):
         num_both = min(kv[True, i].shape[3], kv[False, i].shape[3])

@@ -73,7 +73,7 @@ def test_parts_of_every_step_hold_all_of_it_and_wait_for_nobody(seed, max_tokens
     def checked(drafts):
         schedule = plan(drafts)
         if schedule.num_tokens:
-            check(schedule, engine._table, max_tokens)
+            check(schedule, engine.table, max_tokens)
         return schedule
 
     engine._scheduler.schedule = checked

@@ -149,7 +149,7 @@ def test_planned_coroutines_give_the_tokens_of_the_plain_forward_pass(folder, sa
 def test_the_backend_runs_steps_as_planned(folder, says):
     says(plain=100, parts=50)
     backend = create(str(folder / "qwen3-moe"), ENGINE)
-    calls = count_calls(backend._engine._runner)
+    calls = count_calls(backend._engine.runner)
     backend.submit(requests(count=2))
     while backend.num_unfinished():
         backend.poll()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import random
 
 import numpy as np
@@ -18,6 +19,7 @@ from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.weights.layer_store import HostCopies, StreamedLayers
 from raybatch.engine.weights.layout import packed_bytes, tensors_of
 from raybatch.errors import ConfigError
+from raybatch.policy.admission import full_step_tokens
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.test_module_profile import OPTIONS, TickingClock
 from tests.engine.test_runtime import NUM_TOKENS, AnyOrder, finish, make_engine, requests, tokens_of
@@ -242,9 +244,7 @@ def test_a_failed_copy_ends_its_step_and_the_ring_serves_the_next_engine(dense, 
             # here over the same ring
             states = engine.export(set(expected) - set(done))
             layers.check()
-            engine = Engine(
-                engine._runner, engine._sampler, FakeStopChecker(), engine._runner.config
-            )
+            engine = Engine(engine.runner, engine._sampler, FakeStopChecker(), engine.runner.config)
             engine.restore(states)
     assert expected == done
     told = "could not be copied to the device: OSError: the host is gone"
@@ -281,3 +281,18 @@ def test_layers_come_from_pinned_memory_while_others_compute(dense):
         found.append(tokens_of(finish(engine)))
     assert found[0] == found[1]
     assert all(len(tokens) == NUM_TOKENS for tokens in found[1].values())
+
+
+def test_rows_never_wait_for_memory_where_layers_are_copied_in(dense):
+    config = EngineConfig(device="cpu", kv_cache_bytes=1 << 20, compile_kernels=False)
+    sizes = load_model(str(dense), config).sizes
+    budget = sizes.total_bytes - sizes.layer_bytes[0]
+    resident = ModelRunner.load(str(dense), config)
+    streamed = ModelRunner.load(
+        str(dense), dataclasses.replace(config, device_weight_bytes=budget, weight_buffers=1)
+    )
+    num_bytes = 2 * resident.cache.k[:, : resident.num_blocks].nbytes
+    assert resident.full_step_tokens == full_step_tokens(
+        weight_bytes=sizes.total_bytes, kv_bytes=num_bytes
+    )
+    assert streamed.full_step_tokens == math.inf

@@ -89,7 +89,11 @@ def test_the_measured_choice_leaves_the_tokens_as_they_are(checkpoint, rng):
     path, variant = checkpoint
     prompts = shared_prompts(rng)
     backend = make_backend(
-        path, num_blocks=18, max_batched_tokens=17, host_kv_bytes=200 * block_bytes(path)
+        path,
+        num_blocks=18,
+        max_batched_tokens=17,
+        host_kv_bytes=200 * block_bytes(path),
+        kv_offload=False,
     )
     done = run(backend, prompts)
     assert greedy_reference(variant, prompts) == [

@@ -7,7 +7,7 @@ import pytest
 from raybatch.errors import CapacityError
 from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
 from raybatch.policy.batches.step_plan import RowShape
-from raybatch.policy.choose_engine import EngineFacts, choose_engine
+from raybatch.policy.choose_engine import EngineFacts, RowsAhead, choose_engine
 from raybatch.policy.cost.roofline import Roofline, link
 
 # a token of a layer is 1 kB
@@ -23,7 +23,7 @@ def roofline(flops, bytes_per_s):
     return Roofline(fixed_s=1e-6, operation_s=1 / flops, byte_s=1 / bytes_per_s)
 
 
-def facts(*, device_rows, host_rows, copy=1e10, layer=LAYER, **changes):
+def facts(*, device_rows, host_rows, copy=1e10, layer=LAYER, num_rows=None, **changes):
     costs = ModuleCosts(
         attention=roofline(1e11, 1e10),
         ffn=roofline(1e11, 1e10),
@@ -37,8 +37,8 @@ def facts(*, device_rows, host_rows, copy=1e10, layer=LAYER, **changes):
         device_kv_bytes=int(device_rows * ROW_BYTES),
         host_kv_bytes=int(host_rows * ROW_BYTES),
         max_num_seqs=1024,
-        max_batched_tokens=2048,
-        row=ROW,
+        token_budgets=(2048,),
+        rows=RowsAhead(shape=ROW, num_rows=num_rows),
     )
     return replace(given, **changes)
 
@@ -59,7 +59,8 @@ def test_experts_that_are_read_for_few_rows_want_kv_in_host_memory():
     [
         ("slow link", facts(device_rows=8, host_rows=512, copy=1e8)),
         ("room for all", facts(device_rows=512, host_rows=512)),
-        ("few rows", facts(device_rows=8, host_rows=512, num_rows=8)),
+        # as blocks hold them
+        ("few rows", facts(device_rows=9, host_rows=512, num_rows=8)),
         ("few slots", facts(device_rows=8, host_rows=512, max_num_seqs=8)),
         ("no host memory", facts(device_rows=8, host_rows=0)),
     ],
@@ -68,13 +69,14 @@ def test_kv_stays_on_the_device_where_host_memory_gains_nothing(name, given):
     choice = choose_engine(given)
     assert not choice.best.kv_offload, name
     assert choice.best.rows_together == min(
-        given.device_kv_bytes // ROW_BYTES, given.max_num_seqs, given.num_rows or 10**9
+        given.device_kv_bytes // ROW_BYTES, given.max_num_seqs, given.rows.num_rows or 10**9
     )
 
 
 def test_a_gain_below_the_noise_is_not_worth_the_copies():
     # with more memory on the device, host memory gains less and less, and then nothing
-    choices = [choose_engine(facts(device_rows=n, host_rows=512)) for n in range(8, 512, 4)]
+    given = [facts(device_rows=n, host_rows=512, num_rows=512) for n in range(8, 512, 12)]
+    choices = [choose_engine(one) for one in given]
     near = [c for c in choices if not c.best.kv_offload and "not worth the copies" in c.reason]
     assert near
     for choice in near:
@@ -85,8 +87,8 @@ def test_a_gain_below_the_noise_is_not_worth_the_copies():
 
 def test_long_answers_choose_what_suits_decoding():
     given = facts(device_rows=8, host_rows=512)
-    short = replace(given, row=RowShape(prompt_tokens=126, output_tokens=2))
-    long = replace(given, row=RowShape(prompt_tokens=2, output_tokens=126))
+    short = replace(given, rows=RowsAhead(shape=RowShape(prompt_tokens=126, output_tokens=2)))
+    long = replace(given, rows=RowsAhead(shape=RowShape(prompt_tokens=2, output_tokens=126)))
     gains = [
         choice.best.tokens_per_s / choice.runner_up.tokens_per_s
         for choice in map(choose_engine, (short, long))

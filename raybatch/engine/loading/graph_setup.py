@@ -108,7 +108,7 @@ def plan_graphs(
     if not reason and not ops.is_fixed:
         reason = "they need Triton's kernels: pip install raybatch[gpu]"
     if reason:
-        if config.cuda_graphs:
+        if config.cuda_graphs is True:
             raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
         if device.type == "cuda":
             _logger.info("steps run without CUDA graphs: %s", reason)
@@ -120,10 +120,10 @@ def plan_graphs(
 
 def graph_shape(config: EngineConfig, spec: ModelSpec) -> GraphShape:
     max_len = max_sequence_len(config, spec.max_model_len)
-    num_drafts = config.speculative_tokens or 0
+    num_drafts = config.num_drafts
     return GraphShape.within(
-        max_rows=min(config.max_num_seqs * (1 + num_drafts), config.max_batched_tokens),
-        max_tokens=config.max_batched_tokens,
+        max_rows=min(config.max_num_seqs * (1 + num_drafts), config.token_budget),
+        max_tokens=config.token_budget,
         max_row_blocks=-(-max_len // config.block_size_tokens),
         max_entries=_MAX_ENTRIES,
         block_size=config.block_size_tokens,

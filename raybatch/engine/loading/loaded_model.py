@@ -35,7 +35,6 @@ from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
 from raybatch.policy.batches.step_plan import RowShape, plan_steps
-from raybatch.policy.choose_engine import EngineFacts, choose_engine
 from raybatch.policy.residence import Residence, WeightSizes, pass_time, plan_residence
 
 # of glibc's mallopt
@@ -178,7 +177,7 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig, ops: Ops) -> in
     """
     if config.attn_batch_tokens != "auto":
         return config.attn_batch_tokens
-    if config.speculative_tokens or config.cuda_graphs or config.kv_offload:
+    if config.speculative_tokens or config.cuda_graphs is True or config.kv_offload:
         # rows of drafts are part of one forward pass, and a graph is one; a buffer of the window
         # bounds the rows that attend at once by itself
         return None
@@ -200,51 +199,6 @@ def planned_attn_batch(model: LoadedModel, config: EngineConfig, ops: Ops) -> in
         row.output_tokens,
     )
     return plan.attn_batch_tokens
-
-
-def chosen_kv_offload(
-    model: LoadedModel, config: EngineConfig, ops: Ops, *, device_blocks: int
-) -> bool:
-    """Return whether the KV of all sequences lives in host memory; the log says why.
-
-    What the option says holds. "auto" asks `choose_engine` where there is host memory for KV and no
-    option that needs KV on the device; a model that could not be measured keeps it there, with a
-    warning. `device_blocks` are those of a pool on the device.
-    """
-    if config.kv_offload != "auto":
-        return config.kv_offload
-    needs_device = (config.speculative_tokens, config.cuda_graphs)
-    if not config.host_kv_bytes or any(needs_device):
-        return False
-    profile = _profile_of(model, config, ops, otherwise="keeps KV on the device")
-    if profile is None:
-        return False
-    shape = profile.model
-    block_bytes = shape.num_layers * shape.layer.kv_bytes_per_token * config.block_size_tokens
-    facts = EngineFacts(
-        model=shape,
-        costs=profile.costs(),
-        device_kv_bytes=device_blocks * block_bytes,
-        host_kv_bytes=config.host_kv_bytes,
-        max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=config.max_batched_tokens,
-        row=RowShape.within(model.resolved.max_model_len),
-    )
-    try:
-        choice = choose_engine(facts)
-    except CapacityError as error:
-        # a shorter row may fit
-        _logger.info("%s keeps KV on the device: %s", model.name, error_text(error))
-        return False
-    row = facts.row
-    _logger.info(
-        "%s runs with %s, for %d prompt and %d output tokens (engine.kv_offload)",
-        model.name,
-        choice.reason,
-        row.prompt_tokens,
-        row.output_tokens,
-    )
-    return choice.best.kv_offload
 
 
 def _profile_of(

@@ -64,7 +64,7 @@ def step_peak_bytes(
         of_decodes = measure(lambda: run(decodes, draws=True))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"a step of {config.max_batched_tokens} tokens (engine.max_batched_tokens), or of "
+            f"a step of {config.token_budget} tokens (engine.max_batched_tokens), or of "
             f"{len(decodes.token_ids)} rows (engine.max_num_seqs), does not fit beside the weights "
             f"on {device}: {error}; lower them, or engine.max_model_len, or set "
             "engine.device_weight_bytes"
@@ -90,7 +90,7 @@ def largest_prompt(config: EngineConfig, spec: ModelSpec) -> ForwardBatch:
     pool is small.
     """
     max_len, block_size = max_sequence_len(config, spec.max_model_len), config.block_size_tokens
-    num_tokens = config.max_batched_tokens
+    num_tokens = config.token_budget
     num_blocks = max(0, max_len - num_tokens) // block_size
     rows = torch.arange(num_tokens)
     starts = tuple(range(0, num_tokens, max_len))
@@ -127,8 +127,8 @@ def _unmeasured_bytes(prompts: ForwardBatch, spec: ModelSpec, block_size: int) -
 
 def largest_decodes(config: EngineConfig) -> ForwardBatch:
     """Return a step of as many rows with logits as there can be; each reads one block."""
-    num_drafts = config.speculative_tokens or 0
-    num_rows = min(config.max_num_seqs * (1 + num_drafts), config.max_batched_tokens)
+    num_drafts = config.num_drafts
+    num_rows = min(config.max_num_seqs * (1 + num_drafts), config.token_budget)
     rows = torch.arange(num_rows)
     decode = DecodePart(
         block_ids=torch.zeros_like(rows),

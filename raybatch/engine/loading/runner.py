@@ -1,9 +1,10 @@
 """Loads a model with its KV pool onto a device and runs steps."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,26 +16,21 @@ from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime, StepPart
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.ops_choice import pick_ops
 from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs
 from raybatch.engine.loading.graph_setup import plan_graphs
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
-    chosen_kv_offload,
     give_back_freed_memory,
-    load_model,
-    place_layers,
     planned_attn_batch,
 )
 from raybatch.engine.loading.peak_memory import step_peak_bytes
+from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_cache import (
     KVCache,
     allocate_kv_cache,
     copy_blocks,
-    free_memory_bytes,
-    host_memory_bytes,
-    num_blocks_for,
+    kv_bytes_per_token,
     num_host_blocks_for,
     read_blocks,
     write_blocks,
@@ -42,11 +38,11 @@ from raybatch.engine.memory.kv_cache import (
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
-from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.weights.layer_store import WeightCounters
-from raybatch.kernels.dispatch import Ops
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
+from raybatch.policy.admission import full_step_tokens
+from raybatch.policy.choose_engine import EngineChoice
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey
@@ -74,9 +70,10 @@ class ModelRunner:
         path: Path | None = None,
         dtype: torch.dtype | None = None,
         shared_reads: SharedReads = UNTIMED,
+        weight_bytes: int | None = None,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache
-        self._path, self._dtype = path, dtype
+        self._path, self._dtype, self._weight_bytes = path, dtype, weight_bytes
         self.decoder, self.shared_reads = decoder, shared_reads
         self._graphs = graphs
         self.device = cache.k.device
@@ -101,57 +98,42 @@ class ModelRunner:
 
     @classmethod
     def load(cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> Self:
-        """Load the model that `source` names, see `load_model`.
+        """Load a model and make its pools for rows of usual length, see `PreparedModel.load`.
 
-        Where the options leave it open, a plan from measured layers decides how steps run. Raises
-        ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
-        CapacityError: the memory does not hold a block of KV.
+        What the options leave open is chosen from measured layers; the log says why.
         """
-        model = load_model(source, config)
-        with current_device(model.device):
-            return cls._of(model, config, num_engines_on_host)
+        prepared = PreparedModel.load(source, config, num_engines_on_host=num_engines_on_host)
+        return cls.of(prepared, prepared.choose(prepared.usual_rows()))
 
     @classmethod
-    def _of(cls, model: LoadedModel, config: EngineConfig, num_engines_on_host: int) -> Self:
-        # all before the pool, which takes most of what is free
-        layers = place_layers(model)
+    def of(cls, prepared: PreparedModel, choice: EngineChoice | None) -> Self:
+        """Make the pools of a model that has none yet, or no longer."""
+        with current_device(prepared.model.device):
+            runner = cls._of(prepared, prepared.chosen(choice))
+        runner.log_loaded(prepared.model)
+        return runner
+
+    @classmethod
+    def _of(cls, prepared: PreparedModel, config: EngineConfig) -> Self:
+        model, decoder = prepared.model, prepared.decoder
         kv_dtype = model.resolved.kv_dtype
-        ops = pick_ops(
-            model.spec,
-            model.weights,
-            block_size=config.block_size_tokens,
-            may_compile=config.compiles_kernels,
-            kv_dtype=kv_dtype,
-        )
-        count_blocks = partial(
-            num_blocks_for,
-            spec=model.spec,
-            dtype=kv_dtype,
-            device=model.device,
-            num_engines_on_host=num_engines_on_host,
-            host_bytes=host_memory_bytes(),
-        )
-        device_blocks = count_blocks(config, free_bytes=free_memory_bytes(model.device))
-        is_offloaded = chosen_kv_offload(model, config, ops, device_blocks=device_blocks)
-        config = replace(config, kv_offload=is_offloaded)
-        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config, ops))
+        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config, prepared.ops))
         setup = plan_graphs(
-            config, model.spec, model.device, ops=ops, is_streamed=layers.is_streamed
+            config,
+            model.spec,
+            model.device,
+            ops=prepared.ops,
+            is_streamed=decoder.layers.is_streamed,
         )
         num_scrap_blocks = int(setup is not None)
-        upload = IndexUploads(model.device).upload
-        decoder = Decoder(model.spec, model.weights, layers=layers, ops=ops, upload=upload)
         reserved_bytes = 0 if setup is None else setup.needed_bytes(model.spec, model.dtype)
         if model.device.type == "cuda" and config.kv_cache_bytes is None:
             reserved_bytes += step_peak_bytes(
                 decoder, config, model.spec, kv_dtype=kv_dtype, device=model.device
             )
             give_back_freed_memory(model.device)
-        num_blocks = count_blocks(
-            config,
-            free_bytes=free_memory_bytes(model.device),
-            num_scrap_blocks=num_scrap_blocks,
-            reserved_bytes=reserved_bytes,
+        num_blocks = prepared.count_blocks(
+            config, num_scrap_blocks=num_scrap_blocks, reserved_bytes=reserved_bytes
         )
         cache = allocate_kv_cache(
             model.spec,
@@ -163,19 +145,18 @@ class ModelRunner:
         graphs = None
         if setup is not None:
             graphs = setup.capture(model.spec, model.weights, cache, decoder)
-        runner = cls(
+        return cls(
             spec=model.spec,
             config=config,
             decoder=decoder,
             cache=cache,
             graphs=graphs,
             num_scrap_blocks=num_scrap_blocks,
-            shared_reads=_reads_of(model, config, ops),
+            shared_reads=prepared.shared_reads(),
             path=model.path,
             dtype=model.dtype,
+            weight_bytes=None if decoder.layers.is_streamed else model.sizes.total_bytes,
         )
-        runner.log_loaded(model)
-        return runner
 
     def log_loaded(self, model: LoadedModel) -> None:
         """Tell what was loaded, and where its KV lives."""
@@ -196,6 +177,18 @@ class ModelRunner:
             self.config.block_size_tokens,
             "" if self.config.kv_cache_dtype == "auto" else f" in {self.config.kv_cache_dtype}",
             host_memory,
+        )
+
+    @property
+    def full_step_tokens(self) -> float:
+        """Tokens from which on each one more makes a step longer; none where copies take longer."""
+        if self._weight_bytes is None or self.window is not None:
+            return math.inf
+        moe, num_tokens = self.spec.moe, self.num_blocks * self.config.block_size_tokens
+        return full_step_tokens(
+            weight_bytes=self._weight_bytes,
+            kv_bytes=kv_bytes_per_token(self.spec, self.cache.k.dtype) * num_tokens,
+            used_fraction=1.0 if moe is None else moe.top_k / moe.num_experts,
         )
 
     @cached_property
@@ -261,16 +254,3 @@ class ModelRunner:
             return
         for pool in (self.cache.k, self.cache.v):
             pool[:, block_ids] = 0
-
-
-def _reads_of(model: LoadedModel, config: EngineConfig, ops: Ops) -> SharedReads:
-    """Return from when on rows read a shared run together; timed on a CPU alone."""
-    if model.device.type != "cpu":
-        return UNTIMED
-    return timed_reads(
-        ops,
-        model.spec,
-        block_size=config.block_size_tokens,
-        dtype=model.dtype,
-        kv_dtype=model.resolved.kv_dtype,
-    )

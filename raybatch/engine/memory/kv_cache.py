@@ -188,7 +188,7 @@ def num_host_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.d
     Raises ConfigError: the option is set, and holds not a single block.
     """
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
-    budget = config.host_kv_bytes or 0
+    budget = config.given_host_kv_bytes
     if 0 < budget < block_bytes:
         raise ConfigError(
             f"engine.host_kv_bytes is {budget}, but one block of {config.block_size_tokens} tokens "

@@ -95,10 +95,12 @@ def model_shape(
         kv_row_bytes=row_width(spec.head_dim, kv_dtype) * kv_dtype.itemsize,
     )
     num_tables = 1 if spec.is_tied else 2
+    table_bytes = spec.vocab_size * spec.model_dim * dtype.itemsize
     return ModelShape(
         layer=layer,
         num_layers=spec.num_layers,
-        other_bytes=num_tables * spec.vocab_size * spec.model_dim * dtype.itemsize,
+        other_bytes=num_tables * table_bytes,
+        head_bytes=table_bytes,
     )
 
 

@@ -141,6 +141,7 @@ class ModelShape:
     layer: LayerShape
     num_layers: int
     other_bytes: int = 0
+    head_bytes: int = 0  # of `other_bytes`, those of the matrix behind the last layer
     num_pieces: int = 1
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ of a job, stay with `raybatch.policy.cost.cost_model.CostModel`, the library's o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,6 +59,15 @@ class Roofline:
     def seconds(self, work: Work) -> float:
         sides = self.operation_s * work.operations, self.byte_s * work.moved_bytes
         return self.fixed_s + max(sides) + self.serial_fraction * min(sides)
+
+    def times(self, factor: float) -> "Roofline":
+        """Return the same costs on something that takes so many times as long."""
+        return replace(
+            self,
+            fixed_s=factor * self.fixed_s,
+            operation_s=factor * self.operation_s,
+            byte_s=factor * self.byte_s,
+        )
 
     def copy_s(self, num_bytes: float) -> float:
         """Return the seconds of moving bytes without computing anything."""

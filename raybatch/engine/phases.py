@@ -1,0 +1,289 @@
+"""An engine that is asked again how it runs, and built anew where another way ends sooner."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+
+from raybatch.engine.engine import Engine
+from raybatch.engine.loading.loaded_model import give_back_freed_memory
+from raybatch.engine.loading.prepared import PreparedModel, log_choice
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.profile.layer_bench import clock_of
+from raybatch.engine.rows_seen import RowsSeen
+from raybatch.errors import CapacityError, ConfigError, error_text
+from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.choose_engine import EngineChoice, EngineWay, RowsAhead
+from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
+from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+
+# steps between two looks at how it goes, and after a change
+_STEPS_OF_LOOK, _STEPS_OF_REST = 64, 512
+# of measured steps beside the forecast, from which on costs are no longer believed
+_MAX_DRIFT = 0.2
+# rows of another length than those that were chosen for
+_OTHER_LENGTH = 1.25
+# drafts of the last rows, where no option says how many
+_TAIL_DRAFTS, _TAIL_ROWS = 4, 32
+# of `ReplicaStats`, what is of this moment and not summed up since the start
+_OF_NOW = ("num_running", "num_waiting", "kv_used_fraction", "kv_tokens", "concurrency")
+
+_logger = logging.getLogger(__name__)
+
+
+class PhasedEngine:
+    """An `Engine` to its callers; asks `choose_engine` again, and is built anew. Of one thread.
+
+    It asks with its first rows, when the last ones decode, and when steps take other times than
+    forecast. What runs goes on with its KV; no answer depends on it.
+
+    Args:
+        make: an engine for a runner, which has the options that were chosen.
+    """
+
+    def __init__(self, prepared: PreparedModel, make: Callable[[ModelRunner], Engine]) -> None:
+        self._prepared, self._make = prepared, make
+        self._clock = clock_of(prepared.model.device)
+        self._past = ReplicaStats()
+        self._left: list[Completion] = []
+        self._seen = RowsSeen(prepared.model.resolved.max_model_len)
+        self._asked = prepared.usual_rows()
+        self._choice = prepared.choose(self._asked)
+        if self._choice is not None:
+            log_choice(prepared.model.name, self._choice, self._asked, when="of usual length")
+        began = time.perf_counter()
+        self._engine = make(ModelRunner.of(prepared, self._choice))
+        self._build_s = time.perf_counter() - began
+        self._had_waiting = self._is_fixed = self._drafts_tail = False
+        self._num_steps, self._next_look = 0, _STEPS_OF_LOOK
+        self._seconds = self._copied_s = 0.0
+        self._looked_at = self._engine.stats()
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._engine.runner
+
+    def capacity(self) -> Capacity:
+        return self._engine.capacity()
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._seen.add(requests)
+        if self._may_choose and self._seen and not self._engine.num_unfinished():
+            rows = self._seen.ahead()
+            if _is_other(rows, self._asked):
+                self._ask(rows, when="of the first rows")
+        self._engine.add(requests)
+
+    def step(self) -> list[Completion]:
+        began = self._clock()
+        completions, self._left = [*self._left, *self._engine.step()], []
+        self._seconds += self._clock() - began
+        self._num_steps += 1
+        self._seen.note(completions)
+        if self._num_steps >= self._next_look:
+            self._next_look = self._num_steps + _STEPS_OF_LOOK
+            self._look()
+        return completions
+
+    def num_unfinished(self) -> int:
+        return self._engine.num_unfinished() + len(self._left)
+
+    def drain(self) -> list[Request]:
+        return self._engine.drain()
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        wanted = set(request_ids)
+        self._left = [c for c in self._left if c.request_id not in wanted]
+        self._engine.abort(request_ids)
+
+    def begun(self, min_new_tokens: int) -> list[SequenceState]:
+        return self._engine.begun(min_new_tokens)
+
+    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
+        return self._engine.export(request_ids, with_kv=with_kv)
+
+    def restore(self, states: Sequence[SequenceState]) -> None:
+        self._seen.add(state.request for state in states)
+        self._engine.restore(states)
+
+    def stats(self) -> ReplicaStats:
+        now = self._engine.stats()
+        way = "" if self._choice is None else self._choice.reason
+        return replace(_summed(self._past, now), way=way)
+
+    @property
+    def _may_choose(self) -> bool:
+        return self._prepared.may_choose and not self._is_fixed
+
+    def _look(self) -> None:
+        """Look at steps since the last look, and at what is left."""
+        stats, seconds, self._seconds = self._engine.stats(), self._seconds, 0.0
+        before, self._looked_at = self._looked_at, stats
+        self._had_waiting |= bool(stats.num_waiting)
+        is_tail = self._had_waiting and not stats.num_waiting and stats.num_running > 0
+        if stats.num_waiting and self._drafts_tail:
+            self._engine.end_drafts()
+            self._drafts_tail = False
+        if is_tail and self._begins_drafts(stats.num_running):
+            return
+        if self._choice is None or not self._may_choose:
+            return
+        if is_tail:
+            if self._choice.best.kv_offload:
+                self._ask(self._last_rows(), when="of the last rows")
+        elif self._has_drifted(self._choice.best, before, stats, seconds):
+            self._ask(self._seen.ahead(), when="as steps take other times than forecast")
+
+    def _begins_drafts(self, num_running: int) -> bool:
+        """Begin to guess tokens where few enough rows decode, once; return whether it did."""
+        config, runner = self._prepared.config, self._engine.runner
+        if config.speculative_tokens != "auto" or self._prepared.model.device.type != "cpu":
+            return False
+        most = _TAIL_ROWS if self._choice is None else self._choice.draft_rows
+        if runner.num_window_blocks or num_running > most:
+            return False
+        self._drafts_tail = self._engine.begin_drafts(_TAIL_DRAFTS)
+        return self._drafts_tail
+
+    def _last_rows(self) -> RowsAhead:
+        tokens, left = self._engine.table.running_lengths()
+        return RowsAhead(
+            shape=RowShape(
+                prompt_tokens=max(1, round(float(tokens.mean()))),
+                output_tokens=max(1, round(float(left.mean()))),
+            ),
+            num_rows=len(tokens),
+            output_lengths=tuple(np.sort(left).tolist()) if left.min() < left.max() else (),
+            longest_tokens=int((tokens + left).max()),
+        )
+
+    def _has_drifted(
+        self, way: EngineWay, before: ReplicaStats, now: ReplicaStats, seconds: float
+    ) -> bool:
+        """Correct costs where the steps between took other times; return whether they did.
+
+        Seconds of copies are known where they do not overlap; the others are those of modules.
+        """
+        num_steps = now.num_steps - before.num_steps
+        facts = self._prepared.facts(self._asked)
+        if not num_steps or facts is None:
+            return False
+        computed = now.prompt_tokens - now.cached_tokens
+        computed += now.num_recomputed_tokens
+        computed -= before.prompt_tokens - before.cached_tokens + before.num_recomputed_tokens
+        decoded = now.generated_tokens - before.generated_tokens
+        shape = self._asked.shape
+        counts = StepCounts(
+            decode_rows=np.array([decoded / num_steps]),
+            prefill_tokens=np.array([max(0, computed) / num_steps]),
+            prompt_tokens=shape.prompt_tokens,
+            context_tokens=shape.prompt_tokens + shape.output_tokens / 2,
+        )
+        copy_s = self._engine.runner.window_counters.copy_s - self._copied_s
+        self._copied_s += copy_s
+        plain_s = num_steps * float(step_seconds(facts.model, facts.costs, counts)[0])
+        drift = (seconds - copy_s) / max(plain_s, 1e-9)
+        has_drifted = abs(drift - 1) > _MAX_DRIFT
+        if way.kv_offload:
+            parts = way.rows_together / max(1, way.rows_attending)
+            tokens = int(decoded / num_steps * counts.context_tokens / max(1.0, parts))
+            buffer = KVBuffer(num_tokens=max(1, tokens), num_buffers=2)
+            all_s = num_steps * float(step_seconds(facts.model, facts.costs, counts, buffer)[0])
+            links = copy_s / max(all_s - plain_s, 1e-9)
+            if copy_s and abs(links - 1) > _MAX_DRIFT:
+                self._prepared.link_factor *= links
+                has_drifted = True
+        if has_drifted:
+            self._prepared.module_factor *= drift
+        return has_drifted
+
+    def _ask(self, rows: RowsAhead, *, when: str) -> None:
+        """Choose for these rows, and change where that saves more than it costs."""
+        self._asked = rows
+        choice = self._prepared.choose(rows)
+        if choice is None:
+            return
+        now = self._present_way(choice)
+        is_same = now is not None and now.kv_offload == choice.best.kv_offload
+        is_same = (
+            is_same
+            and now is not None
+            and (now.max_batched_tokens == choice.best.max_batched_tokens)
+        )
+        if is_same or (now is not None and not self._pays(now, choice.best)):
+            return
+        log_choice(self._prepared.model.name, choice, rows, when=when)
+        self._change(choice)
+        self._next_look = self._num_steps + _STEPS_OF_REST
+
+    def _present_way(self, choice: EngineChoice) -> EngineWay | None:
+        """Return what a choice says of the way that the engine runs now; None where it cannot."""
+        config = self._engine.runner.config
+        for way in choice.ways:
+            is_place = way.kv_offload == bool(config.kv_offload)
+            if is_place and way.max_batched_tokens == config.token_budget:
+                return way
+        return None
+
+    def _pays(self, now: EngineWay, best: EngineWay) -> bool:
+        stats, prepared = self._engine.stats(), self._prepared
+        facts = prepared.facts(self._asked)
+        assert facts is not None, "a choice without facts"
+        num_bytes = stats.kv_used_fraction * stats.kv_tokens * facts.model.layer.kv_bytes_per_token
+        copies = (facts.costs.to_device, facts.costs.to_host)
+        change_s = sum(link.copy_s(num_bytes * facts.model.num_layers) for link in copies)
+        return now.seconds - best.seconds > self._build_s + change_s
+
+    def _change(self, choice: EngineChoice) -> None:
+        """Build the engine anew; what runs goes on with its KV, and nothing is lost."""
+        before = self._choice
+        states, unstarted, failed = self._engine.leave()
+        self._left += failed
+        self._past = _summed(self._past, self._engine.stats())
+        del self._engine
+        try:
+            self._engine = self._built(choice)
+            self._choice = choice
+        except (ConfigError, CapacityError, RuntimeError, MemoryError) as error:
+            _logger.warning(
+                "%s runs as before, as the other way could not be built: %s",
+                self._prepared.model.name,
+                error_text(error),
+            )
+            self._is_fixed = True
+            self._engine = self._built(before)
+        self._engine.restore(states)
+        self._engine.add(unstarted)
+        self._looked_at = self._engine.stats()
+
+    def _built(self, choice: EngineChoice | None) -> Engine:
+        give_back_freed_memory(self._prepared.model.device)
+        self._copied_s = 0.0
+        return self._make(ModelRunner.of(self._prepared, choice))
+
+
+def _is_other(rows: RowsAhead, asked: RowsAhead) -> bool:
+    """Return whether rows are of other lengths than those that were asked for."""
+    pairs = [
+        (rows.shape.prompt_tokens, asked.shape.prompt_tokens),
+        (rows.shape.output_tokens, asked.shape.output_tokens),
+    ]
+    is_longer = rows.longest_tokens > max(asked.longest_tokens, asked.shape.prompt_tokens)
+    return is_longer or any(max(a, b) > _OTHER_LENGTH * min(a, b) for a, b in pairs)
+
+
+def _summed(past: ReplicaStats, now: ReplicaStats) -> ReplicaStats:
+    """Return the counters of engines that followed each other, and the state of the last."""
+    sums = {}
+    for field in fields(ReplicaStats):
+        before, value = getattr(past, field.name), getattr(now, field.name)
+        if field.name in _OF_NOW or isinstance(value, str):
+            continue
+        if isinstance(value, int | float):
+            sums[field.name] = before + value
+        else:
+            keys = {*before, *value}
+            sums[field.name] = {key: before.get(key, 0) + value.get(key, 0) for key in keys}
+    return replace(now, **sums)

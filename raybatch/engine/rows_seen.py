@@ -1,0 +1,71 @@
+"""What the rows of an engine are like, from those that came and those that ended."""
+
+from collections import deque
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from raybatch.engine.finish_rules import expected_len
+from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.choose_engine import RowsAhead
+from raybatch.policy.cost.work import output_sample
+from raybatch.records.types import Completion, Request
+
+# as many as tell what the rows of a plan are like, which may change along the plan
+_NUM_SEEN = 4096
+# ended rows from which on lengths that were generated tell more than bounds do
+_MIN_ENDED = 32
+# that stand for all output lengths
+_NUM_LENGTHS = 64
+
+
+class RowsSeen:
+    """Lengths of the latest rows: prompts as far as they are computed, and outputs.
+
+    A row counts with the output that its plan expects, else with those of rows that ended, else
+    with its bound. What members of a prefix group share counts once.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._prompts: deque[int] = deque(maxlen=_NUM_SEEN)
+        self._outputs: deque[tuple[int, bool]] = deque(maxlen=_NUM_SEEN)  # and whether it is known
+        self._ended: deque[int] = deque(maxlen=_NUM_SEEN)
+        self._groups: deque[int] = deque(maxlen=_NUM_SEEN)
+        self._longest = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._prompts)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            num_prompt = len(request.prompt_token_ids)
+            if not 0 < num_prompt < self._max_model_len:
+                continue  # refused
+            max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
+            expected = expected_len(request, max_len)
+            is_shared = request.group_id is not None and request.group_id in self._groups
+            if request.group_id is not None and not is_shared:
+                self._groups.append(request.group_id)
+            self._prompts.append(max(1, num_prompt - is_shared * request.prefix_len))
+            self._outputs.append(((expected or max_len) - num_prompt, expected is not None))
+            self._longest = max(self._longest, num_prompt)
+
+    def note(self, completions: Collection[Completion]) -> None:
+        self._ended.extend(max(1, len(c.token_ids)) for c in completions if not c.error)
+
+    def ahead(self) -> RowsAhead:
+        """Return what rows to come are like; there must have been one."""
+        outputs = [length for length, is_known in self._outputs if is_known]
+        if not outputs:
+            ended = list(self._ended)
+            outputs = ended if len(ended) >= _MIN_ENDED else [n for n, _ in self._outputs]
+        lengths = output_sample(np.maximum(1.0, outputs), _NUM_LENGTHS)
+        return RowsAhead(
+            shape=RowShape(
+                prompt_tokens=max(1, round(float(np.mean(self._prompts)))),
+                output_tokens=max(1, round(float(np.mean(outputs)))),
+            ),
+            output_lengths=lengths if lengths[0] < lengths[-1] else (),
+            longest_tokens=self._longest,
+        )

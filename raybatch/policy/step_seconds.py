@@ -1,0 +1,110 @@
+"""Seconds of an engine's steps, by what they compute, what layers cost and where KV lives."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
+from raybatch.policy.cost.roofline import Roofline
+from raybatch.records.arrays import Floats
+
+# what a step costs beside its layers and the head: scheduling, batches and sampling; of a step, and
+# of a row that gets a token (AMD EPYC, a model of 8M)
+_STEP_S, _ROW_S = 1.1e-3, 1.2e-5
+# of each part of a step on a CPU, and of it in each layer: batches, indices of copies
+_PART_S, _PART_LAYER_S = 2e-4, 4e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCounts:
+    """What steps compute: float64 [S] each, and the mean lengths of their rows."""
+
+    decode_rows: Floats
+    prefill_tokens: Floats
+    prompt_tokens: float  # of a prompt, as far as it is computed
+    context_tokens: float  # KV of a row that decodes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVBuffer:
+    """KV lives in host memory; the tokens whose KV of one layer is on the device at once.
+
+    Blocks of `block_size` tokens are copied whole.
+    """
+
+    num_tokens: int
+    num_buffers: int
+    block_size: int = 1
+
+
+def step_seconds(
+    model: ModelShape, costs: ModuleCosts, steps: StepCounts, buffer: KVBuffer | None = None
+) -> Floats:
+    """Return the seconds of each step, float64 [S]; `buffer` of None has all KV on the device.
+
+    With KV in host memory attention runs in parts whose KV fits a buffer. Copies that overlap run
+    while earlier rows attend and, as far as there are buffers, during the feed-forward block;
+    others are added.
+
+    Source: Algorithm 1 of BatchGen (arXiv:2606.21712), section 5.1, in closed form.
+    """
+    layer, rows, prompts = model.layer, steps.decode_rows, steps.prefill_tokens
+    tokens = rows + prompts
+    parts, read_kv = np.ones(len(tokens)), rows * steps.context_tokens
+    if buffer is not None:
+        # the last block of a row is half full
+        read_kv = rows * (steps.context_tokens + (buffer.block_size - 1) / 2)
+        parts = np.maximum(1.0, np.ceil((read_kv + tokens) / max(1, buffer.num_tokens)))
+    attention_s = _seconds(costs.attention, *_attention_work(model, steps, parts), runs=parts)
+    share = 1.0 - (1.0 - layer.top_k / layer.num_experts) ** tokens
+    routed = tokens * layer.top_k
+    activations = (2 * tokens + 2 * routed) * layer.model_dim + 2 * routed * layer.ffn_dim
+    ffn_s = _seconds(
+        costs.ffn,
+        6.0 * routed * layer.ffn_dim * layer.model_dim,
+        share * layer.ffn_bytes + activations * layer.element_bytes,
+    )
+    layer_s = attention_s + ffn_s
+    if buffer is not None:
+        restored = read_kv * layer.kv_bytes_per_token
+        saved = tokens * layer.kv_bytes_per_token
+        restore_s = _seconds(costs.to_device, np.zeros(len(tokens)), restored, runs=parts)
+        restore_s *= restored > 0
+        save_s = _seconds(costs.to_host, np.zeros(len(tokens)), saved, runs=parts)
+        if costs.copies_overlap:
+            early_s = np.minimum(ffn_s, restore_s * np.minimum(1.0, buffer.num_buffers / parts))
+            layer_s = ffn_s + np.maximum(attention_s, np.maximum(restore_s - early_s, save_s))
+        else:
+            layer_s = layer_s + restore_s + save_s
+    sampled = rows + prompts / max(1.0, steps.prompt_tokens)
+    head_s = np.zeros(len(tokens))
+    if model.head_bytes:
+        # two operations for each weight
+        operations = 2.0 * sampled * model.head_bytes / layer.element_bytes
+        head_s = _seconds(costs.ffn, operations, np.full(len(tokens), float(model.head_bytes)))
+    beside_s = _STEP_S + _ROW_S * sampled
+    if buffer is not None and not costs.copies_overlap:
+        beside_s = beside_s + parts * (_PART_S + model.num_layers * _PART_LAYER_S)
+    return model.num_layers * layer_s + head_s + beside_s
+
+
+def _attention_work(model: ModelShape, steps: StepCounts, parts: Floats) -> tuple[Floats, Floats]:
+    """Return operations and bytes of attention; each part reads the weights of its linears."""
+    layer, rows, prompts = model.layer, steps.decode_rows, steps.prefill_tokens
+    tokens = rows + prompts
+    weights = layer.attention_bytes / (layer.weight_bytes or layer.element_bytes)
+    seen = rows * (steps.context_tokens + 1) + prompts * (steps.prompt_tokens + 1) / 2
+    operations = 2.0 * tokens * weights + 4.0 * seen * layer.num_heads * layer.head_dim
+    activations = tokens * 2.0 * (layer.model_dim + layer.projected_dim) * layer.element_bytes
+    read_kv = (rows * steps.context_tokens + tokens) * layer.kv_bytes_per_token
+    return operations, parts * layer.attention_bytes + read_kv + activations
+
+
+def _seconds(
+    cost: Roofline, operations: Floats, moved_bytes: Floats, *, runs: Floats | float = 1.0
+) -> Floats:
+    """Return the seconds of so many runs that do this together."""
+    sides = cost.operation_s * operations, cost.byte_s * moved_bytes
+    longer, shorter = np.maximum(*sides), np.minimum(*sides)
+    seconds: Floats = runs * cost.fixed_s + longer + cost.serial_fraction * shorter
+    return seconds

@@ -1,0 +1,285 @@
+"""An engine that is built anew while rows run: no token changes, no row is lost, counters go on."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from raybatch.backends.native import NativeBackend
+from raybatch.config import EngineConfig
+from raybatch.engine import phases
+from raybatch.engine.engine import Engine
+from raybatch.engine.loading.prepared import PreparedModel
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token
+from raybatch.engine.phases import PhasedEngine
+from raybatch.engine.rows_seen import RowsSeen
+from raybatch.engine.sampling.sampler import Sampler
+from raybatch.errors import ConfigError
+from raybatch.models.config import read_model_spec
+from raybatch.policy.choose_engine import EngineChoice, EngineWay
+from raybatch.records.types import Completion
+from tests.engine.fakes import FakeStopChecker, make_request
+from tests.engine.test_native_backend import greedy_reference, run, shared_prompts
+
+BLOCK = 4
+VARIANT = "qwen3-moe"
+
+
+@pytest.fixture(scope="module")
+def path(tiny_checkpoint):
+    return tiny_checkpoint(VARIANT)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr(phases, "_STEPS_OF_LOOK", 1)
+    monkeypatch.setattr(phases, "_STEPS_OF_REST", 1)
+    # the clock of a busy host decides nothing here
+    monkeypatch.setattr(phases, "_MAX_DRIFT", 1e9)
+
+
+def way(*, on_host, seconds, budget=64):
+    return EngineWay(
+        kv_offload=on_host,
+        max_batched_tokens=budget,
+        rows_together=8,
+        rows_attending=8,
+        seconds=seconds,
+        tokens_per_s=1 / seconds,
+    )
+
+
+def choice(*ways):
+    """A choice of the first of these."""
+    other = ways[1] if len(ways) > 1 else None
+    return EngineChoice(
+        best=ways[0], runner_up=other, reason="told to", ways=ways, draft_rows=phases._TAIL_ROWS
+    )
+
+
+ON_DEVICE = choice(way(on_host=False, seconds=1.0), way(on_host=True, seconds=1e6))
+ON_HOST = choice(way(on_host=True, seconds=1.0), way(on_host=False, seconds=1e6))
+
+
+class Told(PreparedModel):
+    """Chooses what it is told, one choice after the other; keeps the rows that it was asked for."""
+
+    def choose(self, rows):
+        self.asked.append(rows)
+        return self.told.pop(0) if len(self.told) > 1 else self.told[0]
+
+    @property
+    def may_choose(self):
+        return self.told[0] is not None
+
+
+def make(path, *told, num_blocks=60, host=300, **options):
+    block_bytes = BLOCK * kv_bytes_per_token(read_model_spec(path), torch.float32)
+    config = EngineConfig(
+        **(
+            {
+                "block_size_tokens": BLOCK,
+                "dtype": "float32",
+                "device": "cpu",
+                "max_batched_tokens": 64,
+                "max_num_seqs": 17,
+                "kv_cache_bytes": num_blocks * block_bytes,
+                "host_kv_bytes": host * block_bytes,
+            }
+            | options
+        )
+    )
+    prepared = Told.load(str(path), config)
+    prepared.told, prepared.asked = list(told), []
+
+    def engine(runner):
+        sampler = Sampler(runner.spec.vocab_size, config.max_num_seqs, runner.spec.eos_token_ids)
+        return Engine(runner, sampler, FakeStopChecker(), runner.config)
+
+    return PhasedEngine(prepared, engine), prepared
+
+
+def is_on_host(engine):
+    return engine.runner.num_window_blocks > 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_changes_at_any_step_change_no_token(path, rng, seed, n):
+    prompts = shared_prompts(rng)
+    engine, _ = make(path, ON_DEVICE, num_blocks=[18, 60, 400][seed % 3])
+    changes = np.random.default_rng(seed)
+    step, places = engine.step, set()
+
+    def stepped():
+        if changes.random() < 0.15:
+            engine._change(ON_DEVICE if is_on_host(engine) else ON_HOST)
+        places.add(is_on_host(engine))
+        return step()
+
+    engine.step = stepped
+    done = run(NativeBackend(engine), prompts, n=n)
+    expected = greedy_reference(VARIANT, prompts)
+    for sample_idx in range(n):
+        assert expected == [done[i, sample_idx].token_ids.tolist() for i in range(len(prompts))]
+    assert places == {False, True}
+    stats = engine.stats()
+    assert stats.generated_tokens >= sum(len(tokens) for tokens in expected)
+    assert not engine.num_unfinished()
+    engine._engine.check()
+
+
+def test_random_draws_and_logprobs_go_on_where_they_were(path, rng):
+    prompts, found = shared_prompts(rng), []
+    for changes in (False, True):
+        engine, _ = make(path, ON_DEVICE)
+        step = engine.step
+
+        def stepped(step=step, engine=engine, changes=changes):
+            if changes and engine.stats().num_steps % 5 == 4:
+                engine._change(ON_DEVICE if is_on_host(engine) else ON_HOST)
+            return step()
+
+        engine.step = stepped
+        done = run(NativeBackend(engine), prompts, temperature=0.8, top_p=0.9, logprobs=2)
+        found.append(
+            {
+                key: (c.token_ids.tolist(), [ids.tolist() for ids, _ in c.logprobs])
+                for key, c in done.items()
+            }
+        )
+    assert found[0] == found[1]
+
+
+def test_the_first_rows_are_asked_for_before_they_run(path, caplog):
+    engine, prepared = make(path, ON_DEVICE, ON_HOST)
+    assert not is_on_host(engine)
+    with caplog.at_level(logging.INFO):
+        engine.add([make_request(i, [1, 2, 3, 4, 5], max_tokens=20) for i in range(3)])
+    assert is_on_host(engine)
+    assert "runs with told to" in caplog.text
+    assert "of the first rows: 5 prompt and 20 output tokens a row" in caplog.text
+    assert prepared.asked[-1].shape.output_tokens == 20
+    # rows alike are no reason to ask again
+    num_asked = len(prepared.asked)
+    while engine.num_unfinished():
+        engine.step()
+    asked_at_end = len(prepared.asked)
+    engine.add([make_request(9, [1, 2, 3, 4, 5], max_tokens=20)])
+    assert len(prepared.asked) == asked_at_end >= num_asked
+
+
+def test_a_gain_that_a_change_costs_is_not_worth_it(path):
+    small = choice(way(on_host=True, seconds=1.0), way(on_host=False, seconds=1.00001))
+    engine, _ = make(path, ON_DEVICE, small)
+    engine.add([make_request(0, [1, 2, 3], max_tokens=20)])
+    assert not is_on_host(engine)
+
+
+def test_the_last_rows_move_to_the_device(path, rng):
+    prompts = shared_prompts(rng)
+    engine, prepared = make(path, ON_HOST)
+    step, moved_at = engine.step, []
+
+    def stepped():
+        stats = engine.stats()
+        if not moved_at and stats.num_steps and not stats.num_waiting:
+            prepared.told = [ON_DEVICE]
+        done = step()
+        if not is_on_host(engine) and not moved_at:
+            moved_at.append(engine.stats())
+        return done
+
+    engine.step = stepped
+    done = run(NativeBackend(engine), prompts)
+    expected = greedy_reference(VARIANT, prompts)
+    assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
+    (stats,) = moved_at
+    assert stats.num_running + stats.num_waiting > 0
+    assert prepared.asked[-1].num_rows is not None
+    # with their KV
+    assert engine.stats().num_carried_tokens > 0
+    assert engine.stats().num_recomputed_tokens < 100
+
+
+def test_an_engine_that_cannot_be_built_goes_on_as_before(path, rng, monkeypatch, caplog):
+    prompts = shared_prompts(rng)
+    engine, prepared = make(path, ON_DEVICE, ON_HOST)
+
+    def refuse(choice):
+        if choice is ON_HOST:
+            raise ConfigError("the host gives no memory")
+        return type(prepared).__mro__[1].chosen(prepared, choice)
+
+    monkeypatch.setattr(prepared, "chosen", refuse)
+    done = run(NativeBackend(engine), prompts)
+    assert "runs as before, as the other way could not be built" in caplog.text
+    assert not is_on_host(engine)
+    expected = greedy_reference(VARIANT, prompts)
+    assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
+
+
+def test_a_bad_row_is_told_once_when_the_engine_changes(path):
+    engine, _ = make(path, ON_DEVICE)
+    engine.add([make_request(0, [], max_tokens=3), make_request(1, [1, 2], max_tokens=3)])
+    engine._change(ON_HOST)
+    assert engine.num_unfinished() == 2
+    done = []
+    while engine.num_unfinished():
+        done += engine.step()
+    assert sorted((c.request_id, bool(c.error)) for c in done) == [(0, True), (1, False)]
+
+
+def test_links_and_layers_that_are_slower_than_measured_are_noted(path, monkeypatch):
+    engine, prepared = make(path, ON_DEVICE, host=300)
+    prepared.told = [None]
+    monkeypatch.setattr(Told, "may_choose", True)
+    monkeypatch.setattr(phases, "_MAX_DRIFT", 0.2)
+    seconds = iter(float(i) for i in range(10**6))
+    # a second of a step
+    monkeypatch.setattr(engine, "_clock", lambda: next(seconds))
+    engine.add([make_request(i, [1, 2, 3, 4], max_tokens=30) for i in range(12)])
+    for _ in range(6):
+        engine.step()
+    assert prepared.module_factor > 10
+    assert prepared.asked[-1].shape.prompt_tokens == 4
+
+
+def test_the_last_rows_are_drafted_for(path):
+    # answers of a tiny model repeat themselves
+    requests = [make_request(i, [7, 8, 9, 7, 8], max_tokens=120) for i in range(40)]
+    tokens = {}
+    for drafts in ("auto", 0):
+        engine, _ = make(path, None, speculative_tokens=drafts, num_blocks=2000, host_kv_bytes=None)
+        engine.add(requests)
+        done = []
+        while engine.num_unfinished():
+            done += engine.step()
+        tokens[drafts] = {c.request_id: c.token_ids.tolist() for c in done}
+        assert (engine.stats().num_drafted_tokens > 0) == (drafts == "auto")
+    assert tokens["auto"] == tokens[0]
+
+
+def test_what_rows_are_like():
+    seen = RowsSeen(100)
+    assert not seen
+    prompt = list(range(10))
+    seen.add([make_request(0, prompt, max_tokens=500), make_request(1, [], max_tokens=5)])
+    # bounded by the context; a row that is refused does not count
+    assert seen.ahead().shape.output_tokens == 90
+    assert seen.ahead().longest_tokens == 10
+    members = [
+        replace(make_request(i, prompt, max_tokens=40), group_id=3, prefix_len=8)
+        for i in range(2, 5)
+    ]
+    seen.add(members)
+    # 10 + 10 + 2 + 2
+    assert seen.ahead().shape.prompt_tokens == 6
+    seen.note([Completion(request_id=i, token_ids=np.arange(1 + i % 3)) for i in range(33)])
+    assert seen.ahead().shape.output_tokens == 2
+    assert seen.ahead().output_lengths[0] == pytest.approx(1, abs=0.1)
+    seen.add([replace(make_request(9, prompt, max_tokens=40), expected_output_len=7)])
+    assert seen.ahead().shape.output_tokens == 7
