@@ -75,8 +75,8 @@ class Room:
 
     @classmethod
     def of(cls, engine: EngineConfig, num_engines: int = 1) -> "Room":
-        rows = min(engine.max_num_seqs, engine.max_batched_tokens)
-        return cls(step_tokens=num_engines * engine.max_batched_tokens, max_rows=num_engines * rows)
+        rows = min(engine.max_num_seqs, engine.token_budget)
+        return cls(step_tokens=num_engines * engine.token_budget, max_rows=num_engines * rows)
 
 
 DEFAULT_ROOM = Room.of(EngineConfig())
