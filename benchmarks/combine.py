@@ -40,8 +40,8 @@ def parts_of(num_parts: int, tokens: int, width: int) -> list[SequenceCoroutine]
     return [
         SequenceCoroutine(
             point=POINT,
-            # neither the block of a layer nor the lot looks at the batch
-            parts=(Part(index=i, prepared=None),),  # type: ignore[arg-type]
+            # neither the block of a layer nor the lot looks at the batch or its KV
+            parts=(Part(index=i, prepared=None, moves=None),),  # type: ignore[arg-type]
             num_rows=(tokens,),
             hidden=torch.randn(tokens, width, generator=random),
         )

@@ -1,31 +1,55 @@
-"""What it is worth that experts see more rows than the device has KV for.
+"""What it is worth that experts see more rows than the device has KV for, and who chooses it.
 
 python benchmarks/coroutines.py                              # moe-100m, KV for 8 rows, 512 rows
 python benchmarks/coroutines.py --models moe-8m dense-60m --device-rows 4 8 16 64 --rows 256
-python benchmarks/coroutines.py --gates 32 64 128 256 512    # rows at the experts, attention fixed
-python benchmarks/coroutines.py --workload documents --out result.json
+python benchmarks/coroutines.py --preset grid --fresh --out result.json # 36 settings, 1/2 hour
+python benchmarks/coroutines.py --preset held-out --out result.json  # 6 other shapes, 8 minutes
+python benchmarks/coroutines.py --preset ablation --out result.json  # rows at the experts
+python benchmarks/coroutines.py --preset grid --estimate             # how long it would take
+python benchmarks/coroutines.py --show result.json           # tables, and a picture beside the file
+python benchmarks/coroutines.py --h100                       # no run: forecasts for an H100
 
 The native engine on one thread with KV memory for so many rows on the device: preemption by
 recompute, by swap, and KV in host memory (`kv_offload`), and with memory for all rows as the bound.
 Ways take turns, tokens are checked row by row, seconds are CPU seconds of the engine's steps.
 Beside each is what `choose_engine` forecasts, and its regret: what the way that it takes costs more
-than the best of those measured.
+than the best of those measured. The file is written after every setting, and a run that was cut
+goes on. `--vllm PYTHON` adds vLLM with the same KV memory; `--fresh` measures layers anew, whose
+costs of another hour do not fit a host that has become busier.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
 import statistics
+import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import conditions
+import coroutine_report
+import coroutine_vllm
+import gpu_forecast
+import meters
 import models
 import swap
 import torch
-import workloads_e2e
+from coroutine_settings import (
+    BLOCK_SIZE,
+    PRESETS,
+    WAYS,
+    WORKLOADS,
+    Setting,
+    known,
+    kv_bytes,
+    settings_of,
+)
+from workloads_e2e import Workload, row_digest
 
 from raybatch.backends.native import create
 from raybatch.config import EngineConfig
@@ -33,88 +57,135 @@ from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile
+from raybatch.engine.step import StepForward
 from raybatch.models.config import read_model_spec
-from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
 from raybatch.records.types import Request, Sampling
 
-WORKLOADS = {
-    "random": workloads_e2e.Workload(
-        name="random", kind="random", num_requests=512, prompt_len=128, output_len=64
-    ),
-    "w4": swap.WORKLOADS["w4"],
-    # rows that read one of a few documents
-    "documents": workloads_e2e.Workload(
-        name="documents",
-        kind="shared",
-        num_requests=256,
-        prompt_len=64,
-        output_len=64,
-        doc_len=960,
-        queries_per_doc=16,
-    ),
-}
-WAYS = ("recompute", "swap", "offload", "ample")
-_BLOCK_SIZE = 16
-
-
-def device_bytes(folder: Path, requests: Sequence[Request], num_rows: float) -> tuple[int, int]:
-    """Return bytes of KV for so many mean rows, and for all of them."""
-    spec = read_model_spec(folder)
-    block_bytes = _BLOCK_SIZE * kv_bytes_per_token(spec, torch.float32)
-    need = swap.need_blocks(requests, _BLOCK_SIZE) * block_bytes
-    return round(need * num_rows / len(requests)), need
+_BUDGET = 2048
+CONFIG = EngineConfig(
+    dtype="float32",
+    device="cpu",
+    block_size_tokens=BLOCK_SIZE,
+    max_batched_tokens=_BUDGET,
+    speculative_tokens=0,
+)
 
 
 def options_of(way: str, short: int, need: int) -> dict[str, Any]:
+    on_device = {"host_kv_bytes": 0, "kv_offload": False}
     return {
-        "recompute": {"kv_cache_bytes": short},
+        "recompute": {"kv_cache_bytes": short, **on_device},
         "swap": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": False},
         "offload": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": True},
-        "ample": {"kv_cache_bytes": need},
+        "ample": {"kv_cache_bytes": need, **on_device},
+        "auto": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": "auto"},
     }[way]
 
 
 def forecast(
-    profile: ModuleProfile, requests: Sequence[Request], short: int, need: int, max_seqs: int
+    profile: ModuleProfile,
+    workload: Workload,
+    requests: Sequence[Request],
+    options: Mapping[str, Any],
 ) -> EngineChoice:
-    prompts = [len(request.prompt_token_ids) for request in requests]
+    """Ask what an engine with these options would do.
+
+    A prompt has the tokens that are left to compute after sharing.
+    """
+    shared = workload.doc_len * (1 - 1 / workload.queries_per_doc)
     outputs = [request.sampling.max_tokens for request in requests]
-    row = RowShape(
-        prompt_tokens=round(statistics.mean(prompts)),
-        output_tokens=max(1, round(statistics.mean(outputs))),
-    )
+    lengths = [len(request.prompt_token_ids) for request in requests]
+    prompt = statistics.mean(lengths) - shared
     return choose_engine(
         EngineFacts(
             model=profile.model,
             costs=profile.costs(),
-            device_kv_bytes=short,
-            host_kv_bytes=need,
-            max_num_seqs=max_seqs,
-            token_budgets=(EngineConfig().max_batched_tokens,),
-            block_size=_BLOCK_SIZE,
-            rows=RowsAhead(shape=row, num_rows=len(requests)),
+            device_kv_bytes=options["kv_cache_bytes"],
+            host_kv_bytes=options["host_kv_bytes"],
+            max_num_seqs=options.get("max_num_seqs", CONFIG.max_num_seqs),
+            token_budgets=(_BUDGET,),
+            block_size=BLOCK_SIZE,
+            rows=RowsAhead(
+                shape=RowShape(
+                    prompt_tokens=round(prompt),
+                    output_tokens=max(1, round(statistics.mean(outputs))),
+                ),
+                num_rows=len(requests),
+                output_lengths=tuple(map(float, outputs)),
+                longest_tokens=max(p + o for p, o in zip(lengths, outputs, strict=True)),
+                shared_tokens=shared,
+            ),
+            kv_offload=None if options["kv_offload"] == "auto" else options["kv_offload"],
         )
     )
 
 
+class ForeignLoad:
+    """Context manager that tells how many cores others kept busy: they make our own slower."""
+
+    def __enter__(self) -> "ForeignLoad":
+        self._before = self._now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall_s, foreign_s = (b - a for a, b in zip(self._before, self._now(), strict=True))
+        self.cores = round(max(0.0, foreign_s) / max(wall_s, 1e-9), 2)
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), meters.machine_cpu_s() - time.process_time()
+
+
+@contextlib.contextmanager
+def counted_steps() -> Iterator[list[tuple[int, int]]]:
+    """Note of each step the rows that decode, and the tokens of prompts."""
+    steps: list[tuple[int, int]] = []
+    run = StepForward.run
+
+    def counting(self: StepForward, schedule: Any, *args: Any) -> Any:  # noqa: ANN401
+        steps.append((len(schedule.decode_slots), int(schedule.chunk_lens.sum())))
+        return run(self, schedule, *args)
+
+    StepForward.run = counting  # type: ignore[method-assign]
+    try:
+        yield steps
+    finally:
+        StepForward.run = run  # type: ignore[method-assign]
+
+
+def expert_rows(steps: Sequence[tuple[int, int]], num_experts: int, top_k: int) -> dict[str, float]:
+    """Return tokens for each expert that a step reaches, on average over steps that decode alone
+    and over all steps.
+
+    Any experts are taken to be as likely as others: T tokens reach E * (1 - (1 - K / E)^T) of E.
+    """
+
+    def mean(counts: Sequence[int]) -> float:
+        reached = sum(num_experts * (1 - (1 - top_k / num_experts) ** count) for count in counts)
+        return round(top_k * sum(counts) / reached, 1) if reached else 0.0
+
+    decoding = [rows for rows, prompt in steps if rows and not prompt]
+    return {
+        "tokens_per_expert_decode": mean(decoding),
+        "tokens_per_expert": mean([rows + prompt for rows, prompt in steps if rows + prompt]),
+    }
+
+
 def measure(
-    folder: Path, requests: Sequence[Request], ways: dict[str, dict[str, Any]], repetitions: int
-) -> dict[str, list[dict[str, Any]]]:
+    folder: Path, requests: Sequence[Request], ways: Mapping[str, dict[str, Any]], repetitions: int
+) -> tuple[dict[str, list[dict[str, Any]]], list[Any]]:
     """Run all ways in turn; rows whose tokens differ between them end the benchmark."""
-    base = EngineConfig(
-        dtype="float32", device="cpu", block_size_tokens=_BLOCK_SIZE, attn_batch_tokens=None
-    )
     spec = read_model_spec(folder)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-    expected: list[Any] | None = None
+    expected: list[Any] = []
     for repetition in range(repetitions):
         order = list(ways) if repetition % 2 == 0 else list(ways)[::-1]
         for way in order:
-            backend = create(str(folder), dataclasses.replace(base, **ways[way]))
-            first = dataclasses.replace(requests[0], sampling=Sampling(max_tokens=4))
-            swap.run(backend, [first])
-            result, tokens = swap.run(backend, requests)
+            backend = create(str(folder), dataclasses.replace(CONFIG, **ways[way]))
+            swap.run(backend, [dataclasses.replace(requests[0], sampling=Sampling(max_tokens=4))])
+            with counted_steps() as steps, ForeignLoad() as foreign:
+                result, tokens = swap.run(backend, requests)
             backend.close()
             expected = expected or tokens
             num_other = sum(a != b for a, b in zip(tokens, expected, strict=True))
@@ -124,80 +195,180 @@ def measure(
             told = {
                 "cpu_s": round(result["cpu_s"], 3),
                 "tokens_per_cpu_s": round(generated / result["cpu_s"]),
+                "foreign_cores": foreign.cores,
                 "num_steps": result["num_steps"],
                 "num_recomputed_tokens": result["num_recomputed_tokens"],
                 "mean_running": result["mean_running"],
                 "moved_bytes_per_token": round(result["swapped_bytes"] / generated),
             }
             if spec.moe is not None:
-                share = spec.moe.top_k / spec.moe.num_experts
-                told["decode_rows_per_expert"] = round(result["mean_running"] * share, 1)
+                told |= expert_rows(steps, spec.moe.num_experts, spec.moe.top_k)
             found[way].append(told)
             print(way, json.dumps(told), flush=True)
-    return found
+    return found, expected
 
 
-def medians(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    return {way: statistics.median(r["cpu_s"] for r in runs) for way, runs in found.items()}
+class Bench:
+    """One checkpoint: its folder, what its layers cost here, and its settings' measurements."""
 
+    def __init__(self, folder: Path, *, fresh: bool) -> None:
+        self.folder = folder
+        loaded = load_model(str(folder), CONFIG)
+        options = profile_options(CONFIG)
+        self.profile, _ = measured_profile(loaded.spec, loaded.weights, options, fresh=fresh)
+        self.token_bytes = kv_bytes_per_token(loaded.spec, torch.float32)
+        self.num_layers = loaded.spec.num_layers
 
-def setting(args: argparse.Namespace, folder: Path, model: str, num_rows: float) -> dict[str, Any]:
-    """Measure one model with KV memory for so many rows."""
-    workload = WORKLOADS[args.workload]
-    if args.rows is not None:
-        workload = workloads_e2e.scaled(workload, args.rows)
-    requests = swap.requests_of(workload)
-    short, need = device_bytes(folder, requests, num_rows)
-    ways = {way: options_of(way, short, need) for way in args.ways}
-    for gate in args.gates:
-        ways[f"offload-{gate}"] = options_of("offload", short, need) | {
-            "max_num_seqs": gate,
-            "attn_batch_tokens": args.attn_tokens,
+    def forecasts(
+        self, setting: Setting, requests: Sequence[Request]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, float], EngineChoice]:
+        """Return the options of each way, its forecast seconds, and the choice among ways."""
+        short, need = kv_bytes(requests, setting.device_rows, self.token_bytes, self.num_layers)
+        bound = {} if setting.max_num_seqs is None else {"max_num_seqs": setting.max_num_seqs}
+        ways = {way: options_of(way, short, need) | bound for way in setting.ways}
+        workload = setting.resolved()
+
+        def ask(options: Mapping[str, Any]) -> EngineChoice:
+            return forecast(self.profile, workload, requests, options)
+
+        seconds = {way: ask(options).best.seconds for way, options in ways.items()}
+        return ways, seconds, ask(options_of("auto", short, need) | bound)
+
+    def run(self, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
+        """Measure one setting."""
+        requests = swap.requests_of(setting.resolved())
+        ways, expected_s, choice = self.forecasts(setting, requests)
+        print(f"{setting.name}: {choice.reason}", flush=True)
+        found, tokens = measure(self.folder, requests, ways, args.repetitions)
+        seconds = {way: statistics.median(r["cpu_s"] for r in runs) for way, runs in found.items()}
+        told = {
+            "key": setting.key,
+            "setting": dataclasses.asdict(setting),
+            "workload": dataclasses.asdict(setting.resolved()),
+            # those of the longest row where it needs more than the rows of the setting
+            "device_kv_bytes": min(options["kv_cache_bytes"] for options in ways.values()),
+            "generated_tokens": sum(len(row) for row in tokens),
+            "runs": found,
+            "median_cpu_s": seconds,
+            "forecast_s": {way: round(s, 3) for way, s in expected_s.items()},
+            "choice": dataclasses.asdict(choice),
+            **coroutine_report.judge(seconds, expected_s, is_host=choice.best.kv_offload),
         }
-    loaded = load_model(str(folder), EngineConfig(dtype="float32", device="cpu"))
-    options = profile_options(EngineConfig(dtype="float32", device="cpu"))
-    profile, _ = measured_profile(loaded.spec, loaded.weights, options)
-    choice = forecast(profile, requests, short, need, EngineConfig().max_num_seqs)
-    print(model, f"KV for {num_rows:g} rows:", choice.reason, flush=True)
-    found = measure(folder, requests, ways, args.repetitions)
-    seconds = medians(found)
-    told: dict[str, Any] = {"median_cpu_s": seconds, "choice": dataclasses.asdict(choice)}
-    others = {way: seconds[way] for way in ("recompute", "swap") if way in seconds}
-    if others and "offload" in seconds:
-        best_other = min(others.values())
-        taken = seconds["offload"] if choice.best.kv_offload else best_other
-        told["best_other / offload"] = round(best_other / seconds["offload"], 2)
-        told["regret"] = round(taken / min(best_other, seconds["offload"]) - 1, 3)
-    print(json.dumps({key: told[key] for key in told if key != "choice"}), flush=True)
-    return {
-        "model": model,
-        "device_rows": num_rows,
-        "workload": dataclasses.asdict(workload),
-        "runs": found,
-        **told,
-    }
+        if args.vllm is not None:
+            told["vllm"] = coroutine_vllm.measure(
+                args.vllm,
+                self.folder,
+                setting.resolved(),
+                kv_tokens=told["device_kv_bytes"] // self.token_bytes,
+                repetitions=args.repetitions,
+                expected=[row_digest(row) for row in tokens],
+            )
+        kept = ("median_cpu_s", "forecast_s", "regret", "completion_error", "ratio_error", "vllm")
+        print(json.dumps({key: told[key] for key in kept if key in told}), flush=True)
+        return told
 
 
-def main() -> None:
-    """Print and write what was measured."""
+def chosen_settings(args: argparse.Namespace) -> list[Setting]:
+    """Return the settings of the command line; those of one model follow each other."""
+    if args.preset is not None:
+        settings = settings_of(args.preset)
+        if args.ways:
+            settings = [dataclasses.replace(one, ways=tuple(args.ways)) for one in settings]
+        return settings
+    plain = [
+        Setting(
+            model=model,
+            workload=args.workload,
+            rows=args.rows,
+            device_rows=device_rows,
+            ways=tuple(args.ways or WAYS),
+        )
+        for model in args.models
+        for device_rows in args.device_rows
+    ]
+    gates = [
+        dataclasses.replace(setting, ways=("offload",), max_num_seqs=gate)
+        for setting in plain
+        for gate in args.gates
+    ]
+    return sorted([*plain, *gates], key=lambda setting: args.models.index(setting.model))
+
+
+def benchmarks_of(settings: Sequence[Setting], *, fresh: bool) -> Iterator[tuple[Setting, Bench]]:
+    """Give each setting with its model, which is written and measured once."""
+    for model in dict.fromkeys(setting.model for setting in settings):
+        with tempfile.TemporaryDirectory() as folder:
+            models.write(model, Path(folder))
+            bench = Bench(Path(folder), fresh=fresh)
+            yield from ((setting, bench) for setting in settings if setting.model == model)
+
+
+def estimate(settings: Sequence[Setting], repetitions: int) -> None:
+    """Print what steps of settings would take, by the forecast."""
+    total = 0.0
+    for setting, bench in benchmarks_of(settings, fresh=False):
+        _, seconds, _ = bench.forecasts(setting, swap.requests_of(setting.resolved()))
+        total += repetitions * sum(seconds.values())
+        shown = ", ".join(f"{way} {s:.1f}" for way, s in seconds.items())
+        print(f"{setting.name}: {shown} s; {total / 60:.1f} minutes so far", flush=True)
+
+
+def run_all(settings: Sequence[Setting], args: argparse.Namespace) -> dict[str, Any]:
+    """Measure settings and write them, one by one; those that the file has are kept."""
+    described = conditions.gather(
+        Path(__file__).parent.parent, sys.argv[1:], script="coroutines.py"
+    )
+    done: dict[str, Any] = {}
+    if args.out is not None and args.out.exists():
+        done = known(json.loads(args.out.read_text(encoding="utf-8")), described)
+    left = [setting for setting in settings if setting.key not in done]
+    for setting, bench in benchmarks_of(left, fresh=args.fresh):
+        done[setting.key] = bench.run(setting, args)
+        if args.out is not None:
+            part = args.out.with_suffix(".part")
+            conditions.write_result(part, "coroutines.py", settings=list(done.values()))
+            os.replace(part, args.out)
+    return {"conditions": described, "settings": list(done.values())}
+
+
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=PRESETS, help="settings that belong together")
+    parser.add_argument("--estimate", action="store_true", help="forecast the time; no run")
+    parser.add_argument("--show", type=Path, help="print the tables of a file; no run")
+    parser.add_argument("--h100", action="store_true", help="forecast for an H100; no run")
     parser.add_argument("--models", nargs="+", choices=sorted(models.SHAPES), default=["moe-100m"])
     parser.add_argument("--device-rows", nargs="+", type=float, default=[8])
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="random")
     parser.add_argument("--rows", type=int, help="of the workload; the default is its own number")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="all, or those of a preset")
     parser.add_argument("--gates", nargs="*", type=int, default=[], help="rows at the experts")
-    parser.add_argument("--attn-tokens", type=int, help="of a part, with --gates")
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, help="1 for a preset, else 3")
+    parser.add_argument("--fresh", action="store_true", help="measure layers anew, for each model")
+    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM, measured as well")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    settings = []
-    for model in args.models:
-        with tempfile.TemporaryDirectory() as folder:
-            models.write(model, Path(folder))
-            for num_rows in args.device_rows:
-                settings.append(setting(args, Path(folder), model, num_rows))
-    conditions.write_result(args.out, "coroutines.py", settings=settings)
+    if args.repetitions is None:
+        args.repetitions = 3 if args.preset is None else 1
+    return args
+
+
+def main() -> None:
+    """Print and write what was measured."""
+    args = read_arguments()
+    if args.h100:
+        gpu_forecast.show()
+        return
+    if args.show is not None:
+        result = json.loads(args.show.read_text(encoding="utf-8"))
+        coroutine_report.show(result["settings"])
+        coroutine_report.draw(result["settings"], args.show.with_suffix(".svg"))
+        return
+    settings = chosen_settings(args)
+    if args.estimate:
+        estimate(settings, args.repetitions)
+        return
+    coroutine_report.show(run_all(settings, args)["settings"])
 
 
 if __name__ == "__main__":

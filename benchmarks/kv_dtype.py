@@ -52,13 +52,7 @@ ATTENTION = (
 
 
 def config_of(kind: str) -> EngineConfig:
-    return EngineConfig(
-        dtype="float32",
-        device="cpu",
-        kv_cache_dtype=kind,
-        kv_cache_bytes=KV_BYTES,
-        attn_batch_tokens=None,
-    )
+    return EngineConfig(dtype="float32", device="cpu", kv_cache_dtype=kind, kv_cache_bytes=KV_BYTES)
 
 
 def demo_prompts(folder: Path, count: int) -> tuple[list[list[int]], list[str]]:

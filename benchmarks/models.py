@@ -50,6 +50,39 @@ SHAPES = {
         experts_per_token=8,
     ),
 }
+# of other layers, widths, heads and experts; nothing was tuned on them
+HELD_OUT = {
+    "dense-9m": _shape(hidden_size=320, num_layers=6, num_heads=10, num_kv_heads=2, ffn_size=896),
+    "dense-22m": _shape(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_size=1024),
+    "dense-29m": _shape(hidden_size=640, num_layers=6, num_heads=10, num_kv_heads=5, ffn_size=1792),
+    "moe-11m": _shape(
+        hidden_size=256,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_size=256,
+        num_experts=8,
+        experts_per_token=2,
+    ),
+    "moe-20m": _shape(
+        hidden_size=384,
+        num_layers=5,
+        num_heads=6,
+        num_kv_heads=2,
+        ffn_size=96,
+        num_experts=32,
+        experts_per_token=4,
+    ),
+    "moe-42m": _shape(
+        hidden_size=384,
+        num_layers=4,
+        num_heads=12,
+        ffn_size=64,
+        num_experts=128,
+        experts_per_token=8,
+    ),
+}
+SHAPES |= HELD_OUT
 
 
 def build_tokenizer() -> "PreTrainedTokenizerFast":

@@ -99,9 +99,7 @@ def measure(
 ) -> dict[str, list[dict[str, Any]]]:
     """Run all ways in turn; rows whose tokens differ between them end the benchmark."""
     spec = read_model_spec(Path(folder))
-    config = EngineConfig(
-        dtype="float32", device="cpu", block_size_tokens=args.block_size, attn_batch_tokens=None
-    )
+    config = EngineConfig(dtype="float32", device="cpu", block_size_tokens=args.block_size)
     if args.stream:
         budget = weights.budgets(folder, config, config.weight_buffers)["none"]
         config = dataclasses.replace(config, device_weight_bytes=budget)
@@ -119,6 +117,8 @@ def measure(
     for repetition in range(args.repetitions):
         # neither way always comes first
         for way in args.ways if repetition % 2 == 0 else args.ways[::-1]:
+            # a slow model says nothing for minutes
+            print(f"{way}: run {repetition + 1} of {len(requests):,} rows", flush=True)
             backend = create(folder, dataclasses.replace(config, **options[way]))
             run(backend, [dataclasses.replace(requests[0], sampling=Sampling(max_tokens=4))])
             result, tokens = run(backend, requests)

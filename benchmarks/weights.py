@@ -94,9 +94,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    config = EngineConfig(
-        dtype="float32", device="cpu", kv_cache_bytes=1 << 28, attn_batch_tokens=None
-    )
+    config = EngineConfig(dtype="float32", device="cpu", kv_cache_bytes=1 << 28)
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         models.write(args.model, Path(folder))

@@ -192,7 +192,11 @@ def test_only_options_that_count_bytes_tell_a_number():
     ("name", "value", "told"),
     [
         ("max_model_len", 600.5, "must be a whole number of at least 1, got 600.5"),
-        ("moe_batch_tokens", 1.5, "must be a whole number of at least 0, got 1.5"),
+        (
+            "speculative_tokens",
+            1.5,
+            'must be a whole number of at least 0, "auto" or none, got 1.5',
+        ),
         ("tune_malloc", "no", "must be true or false, got 'no'"),
         ("compile_kernels", "false", "must be true or false, got 'false'"),
         ("enable_prefix_caching", 1, "must be true or false, got 1"),

@@ -75,13 +75,6 @@ class EngineConfig:
     """Longest prompt plus output; None takes the model's own limit."""
     enable_prefix_caching: Speed[bool] = True
     """Reuse the KV of equal leading blocks across requests."""
-    attn_batch_tokens: Speed[Positive | Literal["auto"] | None] = "auto"
-    """Tokens per attention call. With a number, a step runs attention in parts and feed-forward
-    layers together; None runs the step as one. "auto" measures both once for models with experts,
-    and is None for others."""
-    moe_batch_tokens: Speed[NonNegative | None] = None
-    """With `attn_batch_tokens`: tokens that a feed-forward layer waits for; None waits for all of
-    the step, 0 for none."""
     speculative_tokens: Speed[NonNegative | Literal["auto"] | None] = "auto"
     """Most draft tokens per sequence and step, looked up in its prompt and in earlier answers
     (n-gram speculation). Answers stay the same; drafts stop where they cost more than they save.
@@ -103,15 +96,6 @@ class EngineConfig:
                 "engine.weight_buffers is for layers that do not stay on the device; set "
                 "device_weight_bytes as well, or leave it out"
             )
-        for name, is_set in (
-            ("speculative_tokens", self.num_drafts),
-            ("cuda_graphs", self.cuda_graphs is True),
-        ):
-            if is_set and self.attn_batch_tokens not in (None, "auto"):
-                raise ConfigError(
-                    f"engine.{name} needs steps that are one forward pass, and "
-                    "attn_batch_tokens makes them coroutines; leave one of them out"
-                )
         if self.cuda_graphs is True and self.device == "cpu":
             raise ConfigError(
                 "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "

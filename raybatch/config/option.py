@@ -42,6 +42,8 @@ _GONE = {
     "admission": "rows start in the order in which they come, which no other order beat; "
     "leave it out",
     "kv_admission_fraction": "rows wait for memory by themselves where that pays; leave it out",
+    "attn_batch_tokens": "a step with KV on the device is never quicker in parts; leave it out",
+    "moe_batch_tokens": "feed-forward layers wait for all rows of a step; leave it out",
 }
 
 
@@ -289,13 +291,12 @@ def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     """Return what may be meant: the nearest choice, or the bytes of a size with a unit."""
     parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     choices = [str(c) for p in parts if get_origin(p) is Literal for c in get_args(p)]
-    if isinstance(value, str) and choices:
-        return _GONE_CHOICES.get((name, value)) or did_you_mean(value, choices)
-    if not name.endswith("_bytes") or not isinstance(value, str | float):
-        return ""
-    match = _SIZE.fullmatch(str(value).strip())
+    if (name, value) in _GONE_CHOICES:
+        return _GONE_CHOICES[name, str(value)]
+    is_size = name.endswith("_bytes") and isinstance(value, str | float)
+    match = _SIZE.fullmatch(str(value).strip()) if is_size else None
     if match is None:
-        return ""
+        return did_you_mean(value, choices) if isinstance(value, str) and choices else ""
     number, unit, is_binary = match.groups()
     factor = (1024 if is_binary else 1000) ** " kmgtp".index(unit.lower() or " ")
     size = Decimal(number) * factor

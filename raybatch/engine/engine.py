@@ -92,7 +92,7 @@ class Engine:
             queue = DeviceQueue(runner.device)
         # drafts and parts want the tokens before them; copies to the host are timed by steps
         is_waited_for = self._drafter is not None or self._recovery is not None
-        if is_waited_for or runner.num_window_blocks or runner.attn_batch_tokens is not None:
+        if is_waited_for or runner.num_window_blocks:
             queue = None
         self._tokens = StepTokens(sampler, self.table, queue)
         self._num_open: dict[int, int] = {}

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from raybatch.engine.finish_rules import expected_len
-from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import RowsAhead
 from raybatch.policy.cost.work import output_sample
 from raybatch.records.types import Completion, Request
@@ -29,6 +29,7 @@ class RowsSeen:
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         self._prompts: deque[int] = deque(maxlen=_NUM_SEEN)
+        self._shared: deque[int] = deque(maxlen=_NUM_SEEN)
         self._outputs: deque[tuple[int, bool]] = deque(maxlen=_NUM_SEEN)  # and whether it is known
         self._ended: deque[int] = deque(maxlen=_NUM_SEEN)
         self._groups: deque[int] = deque(maxlen=_NUM_SEEN)
@@ -47,7 +48,8 @@ class RowsSeen:
             is_shared = request.group_id is not None and request.group_id in self._groups
             if request.group_id is not None and not is_shared:
                 self._groups.append(request.group_id)
-            self._prompts.append(max(1, num_prompt - is_shared * request.prefix_len))
+            self._shared.append(is_shared * request.prefix_len)
+            self._prompts.append(max(1, num_prompt - self._shared[-1]))
             self._outputs.append(((expected or max_len) - num_prompt, expected is not None))
             self._longest = max(self._longest, num_prompt)
 
@@ -68,4 +70,5 @@ class RowsSeen:
             ),
             output_lengths=lengths if lengths[0] < lengths[-1] else (),
             longest_tokens=self._longest,
+            shared_tokens=float(np.mean(self._shared)),
         )

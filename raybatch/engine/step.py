@@ -13,7 +13,6 @@ from raybatch.engine.batch.forward_batch import (
     LateTokens,
     logits_order,
     slots_with_logits,
-    split_schedule,
 )
 from raybatch.engine.batch.window_parts import WindowNumbers, is_connected, split_for_window
 from raybatch.engine.forward.coroutine import StepPart
@@ -171,7 +170,6 @@ class StepForward:
         self._runner = runner
         self._table = table
         self._builder = BatchBuilder(table, len(table.users.count), reads=runner.shared_reads)
-        self._max_tokens = runner.attn_batch_tokens
         self._numbers = WindowNumbers(table) if runner.num_window_blocks else None
         # after prompts of which samples wait, by request
         self._prompt_logits: dict[int, torch.Tensor] = {}
@@ -200,33 +198,21 @@ class StepForward:
     def _logits(self, schedule: Schedule, unread: UnreadTokens | None) -> torch.Tensor:
         if self._numbers is not None:
             return self._run_in_window(schedule, self._numbers)
-        if self._max_tokens is None:
-            batch = self._builder.build(schedule)
-            if unread is not None:
-                places = unread.row_of_slot[schedule.decode_slots]
-                rows = np.flatnonzero(places >= 0)
-                batch = replace(batch, late=LateTokens(rows, places[rows], unread.drawn))
-            return self._runner.forward(batch)
-        parts = split_schedule(schedule, self._table, self._max_tokens)
-        return self._run_parts(schedule, parts, [StepPart(self._builder.build(p)) for p in parts])
+        batch = self._builder.build(schedule)
+        if unread is not None:
+            places = unread.row_of_slot[schedule.decode_slots]
+            rows = np.flatnonzero(places >= 0)
+            batch = replace(batch, late=LateTokens(rows, places[rows], unread.drawn))
+        return self._runner.forward(batch)
 
     def _run_in_window(self, schedule: Schedule, numbers: WindowNumbers) -> torch.Tensor:
-        parts = split_for_window(
-            schedule,
-            self._table,
-            num_blocks=self._runner.num_window_blocks,
-            max_tokens=self._max_tokens,
-        )
+        num_blocks = self._runner.num_window_blocks
+        parts = split_for_window(schedule, self._table, num_blocks=num_blocks)
         follows = len(parts) > 1 and is_connected(schedule, self._table)
         placed = [
             StepPart(*numbers.place(self._builder.build(part), part, follows_writer=follows))
             for part in parts
         ]
-        return self._run_parts(schedule, parts, placed)
-
-    def _run_parts(
-        self, schedule: Schedule, schedules: list[Schedule], parts: list[StepPart]
-    ) -> torch.Tensor:
-        logits = self._runner.forward_parts(parts)
-        order = torch.from_numpy(logits_order(schedule, schedules, self._table))
+        logits = self._runner.forward_parts(placed)
+        order = torch.from_numpy(logits_order(schedule, parts, self._table))
         return logits.index_select(0, order.to(logits.device))

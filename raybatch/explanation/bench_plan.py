@@ -26,6 +26,7 @@ from raybatch.errors import ConfigError
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, full, percent
 from raybatch.policy.batches.layer_plan import MemoryBudget, ModelShape, ModuleCosts
+from raybatch.policy.batches.row_shape import Phase, RowShape
 from raybatch.policy.batches.search import (
     GateTarget,
     PlannedBatches,
@@ -33,7 +34,6 @@ from raybatch.policy.batches.search import (
     SearchResult,
     plan_batches,
 )
-from raybatch.policy.batches.step_plan import Phase, RowShape, StepPlan, plan_steps
 from raybatch.policy.cost.roofline import Work
 from raybatch.policy.residence import Residence, WeightSizes, pass_time
 
@@ -84,7 +84,6 @@ class PlanReport:
     cpu_share: float | None
     costs: ModuleCosts
     phases: dict[Phase, PlannedBatches]
-    steps: StepPlan
     weights: StreamedWeights | None = None
 
     def options(self) -> dict[str, int | None]:
@@ -99,7 +98,7 @@ class PlanReport:
         bounds = {planned.target.bound for planned in self.phases.values()}
         if tokens is not None and "device memory" not in bounds:
             tokens = max(tokens, self.max_batched_tokens)
-        return {"max_batched_tokens": tokens, "attn_batch_tokens": self.steps.attn_batch_tokens}
+        return {"max_batched_tokens": tokens}
 
     def to_text(self) -> str:
         """Return the plan in lines for people, printable ASCII only."""
@@ -126,9 +125,6 @@ class PlanReport:
         assigned = ", ".join(
             f"{name}={'null' if value is None else value}" for name, value in options.items()
         )
-        runs = "plain forward pass"
-        if options["attn_batch_tokens"] is not None:
-            runs = f"coroutines, attention over {full(options['attn_batch_tokens'])} tokens"
         source = "read from the cache; --fresh measures again" if self.was_read else "just measured"
         notes = [
             f"{phase}: the best plan needs the host; the engine keeps KV on the device, and "
@@ -149,7 +145,6 @@ class PlanReport:
             ("model", f"{count(shape.num_layers, 'layer')} {experts}, {self.dtype}"),
             ("costs", f"of {self.device}; {source}"),
             ("rows", f"{rows} tokens each"),
-            ("steps", f"{runs}: {self.steps.reason}"),
             ("options", assigned),
         ]
         if self.weights is not None:
@@ -221,7 +216,6 @@ def plan_report(
         cpu_share=cpu_share,
         costs=costs,
         phases=phases,
-        steps=plan_steps(profile.layers, row),
         weights=_streamed_weights(model.residence, model.sizes, costs, layer_s),
     )
 

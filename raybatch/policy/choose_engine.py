@@ -14,12 +14,14 @@ import numpy as np
 
 from raybatch.errors import CapacityError
 from raybatch.policy.batches.layer_plan import KV_SLOTS, ModelShape, ModuleCosts
-from raybatch.policy.batches.step_plan import LEAST_GAIN, RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.step_forecast import StepForecast, forecast_steps
 from raybatch.policy.cost.work import WorkTotals
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 
+# share by which the forecast of the other way must be better: below it errors would decide
+LEAST_GAIN = 0.05
 # of the rows that fit at once, how many come where nobody knows their number
 _WAVES = 4
 # share of drafts that are right among rows that repeat their prompt, at the least
@@ -32,13 +34,14 @@ class RowsAhead:
     """Rows that are to come: what they are like, and how many; None where there are always more.
 
     `output_lengths` stand for all of them where they differ; `longest_tokens` are those that a row
-    has to hold at once.
+    has to hold at once. A prompt is what is computed of it; `shared_tokens` of others are read too.
     """
 
     shape: RowShape
     num_rows: int | None = None
     output_lengths: tuple[float, ...] = ()
     longest_tokens: int = 0
+    shared_tokens: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +251,7 @@ def _forecast_s(
         prefill_tokens=forecast.prefill_tokens,
         prompt_tokens=row.prompt_tokens,
         context_tokens=context,
+        shared_tokens=facts.rows.shared_tokens,
     )
     seconds = float(forecast.weight @ step_seconds(facts.model, facts.costs, counts, buffer))
     again = forecast.recomputed_tokens

@@ -23,6 +23,7 @@ class StepCounts:
     prefill_tokens: Floats
     prompt_tokens: float  # of a prompt, as far as it is computed
     context_tokens: float  # KV of a row that decodes
+    shared_tokens: float = 0.0  # that it reads as well, and others of its group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +55,9 @@ def step_seconds(
     if buffer is not None:
         # the last block of a row is half full
         read_kv = rows * (steps.context_tokens + (buffer.block_size - 1) / 2)
-        parts = np.maximum(1.0, np.ceil((read_kv + tokens) / max(1, buffer.num_tokens)))
-    attention_s = _seconds(costs.attention, *_attention_work(model, steps, parts), runs=parts)
+        room = max(1.0, buffer.num_tokens - steps.shared_tokens)
+        parts = np.maximum(1.0, np.ceil((read_kv + tokens) / room))
+    attention_s = _attention_s(model, costs, steps, parts)
     share = 1.0 - (1.0 - layer.top_k / layer.num_experts) ** tokens
     routed = tokens * layer.top_k
     activations = (2 * tokens + 2 * routed) * layer.model_dim + 2 * routed * layer.ffn_dim
@@ -66,7 +68,7 @@ def step_seconds(
     )
     layer_s = attention_s + ffn_s
     if buffer is not None:
-        restored = read_kv * layer.kv_bytes_per_token
+        restored = (read_kv + parts * steps.shared_tokens) * layer.kv_bytes_per_token
         saved = tokens * layer.kv_bytes_per_token
         restore_s = _seconds(costs.to_device, np.zeros(len(tokens)), restored, runs=parts)
         restore_s *= restored > 0
@@ -88,16 +90,32 @@ def step_seconds(
     return model.num_layers * layer_s + head_s + beside_s
 
 
-def _attention_work(model: ModelShape, steps: StepCounts, parts: Floats) -> tuple[Floats, Floats]:
-    """Return operations and bytes of attention; each part reads the weights of its linears."""
+def _attention_s(model: ModelShape, costs: ModuleCosts, steps: StepCounts, parts: Floats) -> Floats:
+    """Return the seconds of attention in a layer; each part reads the weights of its linears.
+
+    Where the attention of prompts has costs of its own, it is added to that of rows that decode,
+    and the weights count once.
+    """
     layer, rows, prompts = model.layer, steps.decode_rows, steps.prefill_tokens
-    tokens = rows + prompts
-    weights = layer.attention_bytes / (layer.weight_bytes or layer.element_bytes)
-    seen = rows * (steps.context_tokens + 1) + prompts * (steps.prompt_tokens + 1) / 2
-    operations = 2.0 * tokens * weights + 4.0 * seen * layer.num_heads * layer.head_dim
-    activations = tokens * 2.0 * (layer.model_dim + layer.projected_dim) * layer.element_bytes
-    read_kv = (rows * steps.context_tokens + tokens) * layer.kv_bytes_per_token
-    return operations, parts * layer.attention_bytes + read_kv + activations
+    num_weights = layer.attention_bytes / (layer.weight_bytes or layer.element_bytes)
+
+    def work(tokens: Floats, seen: Floats, read_kv: Floats) -> tuple[Floats, Floats]:
+        operations = 2.0 * tokens * num_weights + 4.0 * seen * layer.num_heads * layer.head_dim
+        activations = 2.0 * tokens * (layer.model_dim + layer.projected_dim) * layer.element_bytes
+        return operations, read_kv * layer.kv_bytes_per_token + activations
+
+    context = rows * (steps.context_tokens + steps.shared_tokens)
+    of_rows = work(rows, context + rows, context + rows)
+    of_prompts = work(prompts, prompts * (steps.prompt_tokens + 1) / 2, prompts)
+    weights = parts * layer.attention_bytes
+    if costs.prompts is None:
+        both = [a + b for a, b in zip(of_rows, of_prompts, strict=True)]
+        return _seconds(costs.attention, both[0], both[1] + weights, runs=parts)
+    rows_s = _seconds(costs.attention, of_rows[0], of_rows[1] + weights, runs=parts)
+    is_alone = rows <= 0
+    prompts_s = _seconds(costs.prompts, of_prompts[0], of_prompts[1] + is_alone * weights)
+    seconds: Floats = np.where(is_alone, 0.0, rows_s) + np.where(prompts > 0, prompts_s, 0.0)
+    return seconds
 
 
 def _seconds(

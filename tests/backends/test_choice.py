@@ -53,7 +53,7 @@ def test_options_of_the_native_engine_choose_it():
 
 
 def test_an_option_that_is_switched_off_chooses_nothing():
-    off = EngineConfig(host_kv_bytes=0, speculative_tokens=0, attn_batch_tokens=None)
+    off = EngineConfig(host_kv_bytes=0, speculative_tokens=0)
     assert native_options(off) == ()
 
 

@@ -11,8 +11,6 @@ from raybatch.errors import ConfigError
         {"quantization": "int8"},
         {"device_weight_bytes": 1 << 30},
         {"host_kv_bytes": 1 << 30},
-        {"attn_batch_tokens": 256},
-        {"moe_batch_tokens": 256},
         {"speculative_tokens": 4},
         {"cuda_graphs": True},
     ],
@@ -25,9 +23,7 @@ def test_backends_refuse_what_only_the_native_engine_has(kind, options):
 
 
 def test_what_is_switched_off_is_no_reason_to_refuse():
-    off = EngineConfig(
-        cuda_graphs=False, host_kv_bytes=0, speculative_tokens=0, attn_batch_tokens=None
-    )
+    off = EngineConfig(cuda_graphs=False, host_kv_bytes=0, speculative_tokens=0)
     check_options(BackendConfig(kind="transformers"), off)
 
 

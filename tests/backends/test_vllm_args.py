@@ -58,7 +58,7 @@ def test_a_stage_is_checked_when_it_is_built():
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"attn_batch_tokens": 8}, "are options of the native engine"),
+        ({"host_kv_bytes": 8}, "are options of the native engine"),
         ({"host_kv_bytes": 8}, "which go into engine_kwargs"),
         ({"quantization": "int8"}, "which engine_kwargs.quantization names"),
         ({"device_weight_bytes": 8}, r"engine_kwargs \(cpu_offload_gb\)"),

@@ -62,10 +62,6 @@ def _few_prompts(workloads: Mapping[str, Any]) -> dict[str, Any]:
 
 TINY = {
     "admission": Tiny(args=("--cases", "W4", "--orders", "ratio", "--knows", "true")),
-    "batch_plan": Tiny(
-        args=("--requests", "2", "--prompt-len", "8", "--output-len", "2", "--repetitions", "1"),
-        values={"BATCHED_TOKENS": (256,), "WAYS": ((None, None), (128, 0)), "KV_TOKENS": 1024},
-    ),
     "feeding": Tiny(
         args=("--rows", "8", "--runs", "1"), values={"SHARED_CHARS": 40, "OWN_CHARS": 20}
     ),
@@ -73,6 +69,7 @@ TINY = {
         args=("--budget-s", "0"), values={"SHAPES": ((64, 64),), "HEAD": (64, 32), "ROWS": (1, 9)}
     ),
     "combine": Tiny(args=("--parts", "2", "--tokens", "2", "--repetitions", "1")),
+    "contention": Tiny(args=("--rounds", "1"), marks=(SLOW,)),
     "cost_model": Tiny(
         args=("--models", "dense-4m", "--requests", "2", "--rounds", "1", "--workloads", "random"),
         marks=(SLOW,),
@@ -154,7 +151,7 @@ TINY = {
     "coroutines": Tiny(
         args=(
             *("--models", "moe-8m", "--rows", "6", "--device-rows", "2", "--repetitions", "1"),
-            *("--gates", "4"),
+            *("--gates", "4", "--ways", "swap", "auto"),
         ),
         values={"profile_options": lambda own: lambda config: replace(own(config), budget_s=0.2)},
     ),

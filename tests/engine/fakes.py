@@ -78,7 +78,6 @@ class FakeRunner:
     block_size: int = 4
     spec: FakeSpec = field(default_factory=FakeSpec)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    attn_batch_tokens: int | None = None
     shared_reads: SharedReads = UNTIMED
     nan_after: int | None = None  # a row whose input is this token yields NaN
     num_host_blocks: int = 0

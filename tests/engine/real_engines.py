@@ -16,7 +16,6 @@ from raybatch.records.types import Completion, Request, Sampling
 
 # what changes the runner of an engine, and not its scheduler alone
 _RUNNER_OPTIONS = (
-    "attn_batch_tokens",
     "block_size_tokens",
     "compile_kernels",
     "dtype",

@@ -18,7 +18,7 @@ POINT = YieldPoint(1, Module.FFN)
 
 
 def part(index):
-    return Part(index=index, prepared=None)
+    return Part(index=index, prepared=None, moves=None)
 
 
 def coroutine(*sizes, first=0, point=POINT):

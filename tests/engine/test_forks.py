@@ -43,7 +43,9 @@ class Apart(FakeSampler):
         return True
 
 
-def make(*, num_blocks=400, block_size=16, host=0, nan_after=None, eos=(), **config):
+def make(
+    *, num_blocks=400, block_size=16, host=0, nan_after=None, eos=(), part_blocks=None, **config
+):
     options = {"max_batched_tokens": 256, "max_num_seqs": 16, "block_size_tokens": block_size}
     kind = {"block_size": block_size, "spec": FakeSpec(VOCAB, eos, 512), "nan_after": nan_after}
     if config.get("kv_offload"):
@@ -51,7 +53,10 @@ def make(*, num_blocks=400, block_size=16, host=0, nan_after=None, eos=(), **con
     else:
         runner = FakeRunner(num_blocks=num_blocks, num_host_blocks=host, **kind)
     config = EngineConfig(host_kv_bytes=host or None, **options | config)
-    return Engine(runner, Apart(), FakeStopChecker(), config), runner
+    engine = Engine(runner, Apart(), FakeStopChecker(), config)
+    if part_blocks is not None:
+        runner.num_window_blocks = part_blocks
+    return engine, runner
 
 
 def answer(request, sample_idx, eos=()):
@@ -193,7 +198,7 @@ MOVING = {
     "drafts": {"speculative_tokens": 3},
     "forecast": {"full_step_tokens": 0},
     "kv-offload": {"kv_offload": True},
-    "parts": {"attn_batch_tokens": 16},
+    "small-parts": {"kv_offload": True, "part_blocks": 3},
 }
 
 

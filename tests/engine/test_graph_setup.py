@@ -74,7 +74,6 @@ def make_engine(path, *, has_graphs, num_blocks=80, make_drafter=None, queue=Non
         dtype="float32",
         block_size_tokens=BLOCK,
         tune_malloc=False,
-        attn_batch_tokens=None,
         **{"max_num_seqs": 6, "max_batched_tokens": 20, "max_model_len": 128, **options},
     )
     model = load_model(str(path), config)
@@ -219,7 +218,7 @@ def test_graphs_that_cannot_be_captured_are_told_and_left_out(folder, caplog):
         ({"cuda_graphs": 1}, 'cuda_graphs must be true or false, "auto" or none, got 1'),
         ({"cuda_graphs": "yes"}, 'cuda_graphs must be true or false, "auto" or none'),
         ({"cuda_graphs": True, "device": "cpu"}, "device is 'cpu', which has none"),
-        ({"cuda_graphs": True, "attn_batch_tokens": 8}, "leave one of them out"),
+        ({"cuda_graphs": True, "kv_offload": True, "host_kv_bytes": 8}, "leave one of them out"),
     ],
 )
 def test_graphs_that_can_be_nowhere_are_refused_with_the_config(options, message):
@@ -241,7 +240,8 @@ def test_graphs_are_the_default_on_cuda_with_kernels_of_fixed_shapes(spec):
     assert plan_graphs(EngineConfig(cuda_graphs=True), spec, CUDA, ops=FIXED).is_required
     assert plan_graphs(EngineConfig(cuda_graphs=False), spec, CUDA, ops=FIXED) is None
     assert plan_graphs(EngineConfig(), spec, CPU, ops=FIXED) is None
-    assert plan_graphs(EngineConfig(attn_batch_tokens=64), spec, CUDA, ops=FIXED) is None
+    offloaded = EngineConfig(kv_offload=True, host_kv_bytes=1 << 20)
+    assert plan_graphs(offloaded, spec, CUDA, ops=FIXED) is None
     for option in ("quantization", "kv_cache_dtype"):
         assert plan_graphs(EngineConfig(**{option: "int8"}), spec, CUDA, ops=FIXED) is not None
     assert plan_graphs(EngineConfig(), spec, CUDA, ops=FIXED, is_streamed=True) is None

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
+from raybatch.engine.forward.coroutine import combine_at_experts
 from raybatch.errors import ConfigError
 from tests.engine.fakes import (
     FakeSampler,
@@ -18,6 +19,7 @@ from tests.engine.fakes import (
 )
 from tests.engine.test_engine import VOCAB, shared_prompts, tokens_of
 from tests.engine.test_groups import expected
+from tests.engine.test_runtime import AnyOrder
 from tests.engine.window_runner import WindowRunner
 from tests.tiers import examples
 
@@ -25,8 +27,9 @@ BLOCK = 4
 
 
 def make(
-    *, pool_blocks=20, host=100, nan_after=-1, failing=(), gate=None, is_layerwise=False, **config
+    *, pool_blocks=20, host=100, nan_after=-1, failing=(), part_blocks=None, order=None, **config
 ):
+    """An engine whose parts need `part_blocks` at most and run in a random `order`, if given."""
     options = {"max_batched_tokens": 32, "max_num_seqs": 16, "kv_offload": True} | config
     runner = WindowRunner(
         pool_blocks=pool_blocks,
@@ -35,18 +38,25 @@ def make(
         spec=FakeSpec(VOCAB, (), 512),
         nan_after=nan_after,
         failing=failing,
-        attn_batch_tokens=options.pop("attn_batch_tokens", None),
-        moe_batch_tokens=gate,
-        is_layerwise=is_layerwise,
+        choose=combine_at_experts if order is None else AnyOrder(order),
     )
     config = EngineConfig(host_kv_bytes=1, block_size_tokens=BLOCK, **options)
-    return Engine(runner, FakeSampler(), FakeStopChecker(), config), runner
+    engine = Engine(runner, FakeSampler(), FakeStopChecker(), config)
+    if part_blocks is not None:
+        runner.num_window_blocks = min(part_blocks, runner.num_window_blocks)
+    return engine, runner
 
 
 def rows(rng, count=12, prompt=10, max_tokens=20):
     return [
         make_request(i, rng.integers(0, VOCAB, prompt), max_tokens=max_tokens) for i in range(count)
     ]
+
+
+def spread(rng, count):
+    """Copies that fail, of the first 200; a third time in a row would end the engine."""
+    failing = rng.choice(200, count, replace=False)
+    return [int(i) for i in failing if not {i - 1, i - 2} <= set(failing.tolist())]
 
 
 @settings(max_examples=examples(25, full=150))
@@ -56,23 +66,24 @@ def rows(rng, count=12, prompt=10, max_tokens=20):
     host=st.integers(20, 150),
     budget=st.integers(3, 70),
     slots=st.integers(1, 16),
-    attn=st.none() | st.integers(1, 20),
-    gate=st.none() | st.integers(0, 40),
-    is_layerwise=st.booleans(),
+    part_blocks=st.none() | st.integers(1, 12),
+    order=st.none() | st.integers(0, 2**32 - 1),
     caching=st.booleans(),
+    num_failing=st.integers(0, 15),
 )
 def test_tokens_are_those_of_one_by_one_generation(
-    seed, pool_blocks, host, budget, slots, attn, gate, is_layerwise, caching
+    seed, pool_blocks, host, budget, slots, part_blocks, order, caching, num_failing
 ):
+    """In any order of firing, with any sizes of parts and steps, while copies fail."""
     rng = np.random.default_rng(seed)
-    engine, _ = make(
+    engine, runner = make(
         pool_blocks=pool_blocks,
         host=host,
         max_batched_tokens=budget,
         max_num_seqs=slots,
-        attn_batch_tokens=attn,
-        gate=gate,
-        is_layerwise=is_layerwise,
+        failing=spread(rng, num_failing),
+        part_blocks=part_blocks,
+        order=order,
         enable_prefix_caching=caching,
     )
     requests = [
@@ -87,6 +98,8 @@ def test_tokens_are_those_of_one_by_one_generation(
     engine.add(requests[12:])
     done |= run_all(engine)
     assert tokens_of(done) == expected(requests)
+    # every row was in one run of the feed-forward block of a layer, whatever the order
+    assert all(sum(step.gates) == sum(step.parts) for step in runner.steps)
 
 
 def test_experts_see_more_rows_than_the_device_has_kv_for(rng):
@@ -162,9 +175,7 @@ def test_a_small_host_preempts_and_computes_again(rng):
 @given(seed=st.integers(0, 2**32 - 1))
 def test_failing_copies_cost_time_and_no_token(seed):
     rng = np.random.default_rng(seed)
-    # a third time in a row would end the engine
-    failing = rng.choice(200, 20, replace=False)
-    failing = [int(i) for i in failing if not {i - 1, i - 2} <= set(failing.tolist())]
+    failing = spread(rng, 20)
     engine, runner = make(pool_blocks=24, host=60, failing=failing)
     requests = rows(rng, count=12, max_tokens=30)
     engine.add(requests)

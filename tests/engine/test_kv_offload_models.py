@@ -56,11 +56,12 @@ def make(path, *, num_blocks, host=300, **options):
     return NativeBackend(Engine(runner, sampler, FakeStopChecker(), config)), runner
 
 
+# blocks of the device and of the host, tokens of a step, and blocks of a part
 SIZES = {
     "short-device": (18, 300, 64, None),
     "cut-prompts": (18, 300, 17, None),
     "short-host": (60, 40, 64, None),
-    "coroutines": (18, 300, 17, 3),
+    "rows-alone": (18, 300, 17, 1),
 }
 
 
@@ -69,11 +70,10 @@ SIZES = {
 )
 def test_greedy_tokens_equal_transformers(checkpoint, rng, sizes):
     path, variant = checkpoint
-    num_blocks, host, budget, attn = SIZES[sizes]
+    num_blocks, host, budget, part_blocks = SIZES[sizes]
     prompts = shared_prompts(rng)
-    backend, _ = make(
-        path, num_blocks=num_blocks, host=host, max_batched_tokens=budget, attn_batch_tokens=attn
-    )
+    backend, runner = make(path, num_blocks=num_blocks, host=host, max_batched_tokens=budget)
+    runner.num_window_blocks = part_blocks or runner.num_window_blocks
     done = run(backend, prompts, n=2)
     expected = greedy_reference(variant, prompts)
     for sample_idx in range(2):

@@ -26,13 +26,11 @@ from tests.engine.tiny_models import TOLERANCE, build
 
 CPU = torch.device("cpu")
 OPTIONS = ProfileOptions(
-    workloads=(Workload(cached_tokens=20), Workload(tokens_per_sequence=4)),
+    workloads=(Workload(cached_tokens=20), Workload(cached_tokens=3)),
     attention_tokens=(8, 1),
+    prompts=(Workload(tokens_per_sequence=4),),
+    prompt_tokens=(8, 2),
     ffn_tokens=(1, 16, 4),
-    prefill_tokens=16,
-    decode_tokens=4,
-    prompt_tokens=8,
-    part_tokens=(8, 2),
     block_size=16,
 )
 
@@ -80,8 +78,9 @@ def test_every_size_is_measured_once_with_its_work(load, variant):
     assert [n for n, _ in kinds] == [point.tokens for point in found.attention]
     works = [layer.attention_work(n, workload) for n, workload in kinds]
     assert works == [point.work for point in found.attention]
+    of_prompts = [layer.attention_work(n, OPTIONS.prompts[0]) for n in (2, 8)]
+    assert of_prompts == [point.work for point in found.prompts]
     assert len(found.to_device) == len(found.to_host) == 3
-    assert found.layers[0].is_plain
     assert all(point.seconds > 0 for point in (*found.attention, *found.ffn, *found.to_device))
 
 
@@ -153,56 +152,20 @@ def test_runs_take_turns_over_the_layers_of_the_representative_kind(load, monkey
     assert [(2, 0, 2), (2, 1, 2), (2, 0, 2), (2, 1, 2)] == seen[:4]
 
 
-def test_whole_layers_are_measured_plain_and_in_parts_of_whole_prompts(load):
-    found = profile(
-        load("qwen3-moe"),
-        prefill_tokens=32,
-        decode_tokens=6,
-        prompt_tokens=8,
-        part_tokens=(64, 17, 4, 3),
-    ).layers
-    assert [("prefill", 32, 32), ("prefill", 32, 16), ("prefill", 32, 8)] == [
-        (layer.phase, layer.gate_tokens, layer.attention_tokens) for layer in found[:3]
-    ]
-    assert [("decode", 6, 6), ("decode", 6, 4), ("decode", 6, 3)] == [
-        (layer.phase, layer.gate_tokens, layer.attention_tokens) for layer in found[3:]
-    ]
-    assert all(layer.seconds > 0 for layer in found)
-
-
-def test_all_parts_of_a_layer_meet_at_the_experts(load, monkeypatch):
-    rows, attended = [], []
-    ffn, attention = Decoder.ffn_, Decoder.attention
-
-    def noted_ffn(decoder, layer_idx, x):
-        rows.append(len(x))
-        ffn(decoder, layer_idx, x)
-
-    def noted_attention(decoder, layer_idx, x, *others):
-        attended.append(len(x))
-        return attention(decoder, layer_idx, x, *others)
-
-    monkeypatch.setattr(Decoder, "ffn_", noted_ffn)
-    monkeypatch.setattr(Decoder, "attention", noted_attention)
-    profile(load("qwen3-moe"), decode_tokens=10, part_tokens=(4,), num_repeats=1)
-    assert [10, 10] == rows[-2:]
-    # plain and in parts, twice in turns
-    assert [10, 4, 4, 2, 10, 4, 4, 2] == attended[-8:]
-
-
 def test_sizes_beyond_the_budget_are_left_out_but_never_the_smallest(load):
     # a run takes a tick; three samples and the first run make a size
     found = profile(load("qwen3-moe"), budget_s=0.0)
     assert (1, 1, 1) == tuple(map(len, (found.attention, found.ffn, found.to_device)))
-    found = profile(load("qwen3-moe"), budget_s=100.0)
+    found = profile(load("qwen3-moe"), budget_s=60.0)
     assert (1, 1) == (found.ffn[0].tokens, found.attention[0].tokens)
     assert 1 < len(found.ffn) < 3
 
 
 def test_batches_whose_kv_is_too_large_are_left_out(load):
-    # a token has 256 bytes of KV
-    found = profile(load("qwen3-moe"), max_kv_bytes=21 * 256)
+    # a token has 256 bytes of KV in each of three layers
+    found = profile(load("qwen3-moe"), max_kv_bytes=32 * 3 * 256)
     assert [1, 1, 8] == [point.tokens for point in found.attention]
+    assert found.attention[-1].work == found.model.layer.attention_work(8, OPTIONS.workloads[1])
 
 
 def test_costs_are_fitted_to_all_four_measurements(load):

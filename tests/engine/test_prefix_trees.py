@@ -32,7 +32,6 @@ ALL = [
             {},
             {"num_blocks": None},
             {"num_blocks": None, "num_host_blocks": 200},
-            {"attn_batch_tokens": 24},
             {"kv_offload": True, "num_host_blocks": 400},
         ),
     )
@@ -64,8 +63,7 @@ class World:
     def check(self, setup, seed) -> None:
         """Run the case of a seed and compare every row with what it gives alone."""
         options = dict(setup.options)
-        is_plain = not options.get("kv_offload") and "attn_batch_tokens" not in options
-        case = self.forest.draw(seed, takes_options=is_plain)
+        case = self.forest.draw(seed, takes_options=not options.get("kv_offload"))
         if "num_blocks" in options:
             options["num_blocks"] = SHORT_TOKENS // setup.block_size
         engines = self._engines[setup.variant]

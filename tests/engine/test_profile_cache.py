@@ -21,16 +21,7 @@ from raybatch.models.config import read_model_spec
 from tests.engine.tiny_models import build
 
 CPU = torch.device("cpu")
-OPTIONS = ProfileOptions(
-    attention_tokens=(1, 4),
-    ffn_tokens=(1, 4),
-    prefill_tokens=8,
-    decode_tokens=4,
-    prompt_tokens=4,
-    part_tokens=(4, 2),
-    num_repeats=1,
-    block_size=16,
-)
+OPTIONS = ProfileOptions(attention_tokens=(1, 4), ffn_tokens=(1, 4), num_repeats=1, block_size=16)
 
 
 @pytest.fixture(scope="module")

@@ -73,10 +73,10 @@ def make(path, kind, *, num_blocks=400, num_host_blocks=0, **options):
         kv_cache_dtype=kind,
         kv_cache_bytes=num_blocks * block_bytes,
         host_kv_bytes=num_host_blocks * block_bytes,
-        **{"attn_batch_tokens": None, **options},
+        **options,
     )
     runner = ModelRunner.load(str(path), config)
-    assert runner.num_blocks == num_blocks
+    assert runner.num_blocks == (num_host_blocks if options.get("kv_offload") else num_blocks)
     assert runner.tiers.block_bytes == block_bytes
     sampler = Sampler(runner.spec.vocab_size, config.max_num_seqs, runner.spec.eos_token_ids)
     recovery = Choice() if num_host_blocks else None
@@ -145,7 +145,7 @@ DISTURBANCES = {
     "together, with prefix hits": {},
     "chunks and preemption": {"num_blocks": 24, "max_batched_tokens": 17},
     "swap": {"num_blocks": 24, "num_host_blocks": 200, "max_batched_tokens": 37},
-    "coroutines": {"attn_batch_tokens": 3, "max_batched_tokens": 37},
+    "window": {"kv_offload": True, "num_blocks": 18, "num_host_blocks": 400},
     "drafts": {"speculative_tokens": 3, "max_batched_tokens": 37},
     "torch": {"compile_kernels": False, "max_batched_tokens": 37},
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine.engine import Engine
-from raybatch.engine.forward.coroutine import CoroutineRuntime
+from raybatch.engine.forward.coroutine import Module
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.engine.sampling.sampler import Sampler
@@ -32,14 +32,25 @@ VARIANTS = ("qwen3", "mistral-window", "qwen3-moe")
 
 
 class AnyOrder:
-    """Fires some of the coroutines of some yield point."""
+    """Fires some of the coroutines of some yield point.
+
+    Where parts read what others write, those before them attend in a layer first.
+    """
 
     def __init__(self, seed):
         self._random = random.Random(seed)
 
-    def choose(self, waiting):
-        here = waiting[self._random.choice(sorted(waiting))]
-        return self._random.sample(list(here), self._random.randint(1, len(here)))
+    def __call__(self, waiting):
+        ready = {point: self._ready(point, waiting) for point in sorted(waiting)}
+        here = self._random.choice([coroutines for coroutines in ready.values() if coroutines])
+        return self._random.sample(here, self._random.randint(1, len(here)))
+
+    def _ready(self, point, waiting):
+        here = list(waiting[point])
+        if point.module is Module.FFN or not here[0].parts[0].moves.follows_writer:
+            return here
+        first = min(c.index for before, cs in waiting.items() if before <= point for c in cs)
+        return [coroutine for coroutine in here if coroutine.index == first]
 
 
 class CountedDecoder:
@@ -83,22 +94,31 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def make_engine(path, *, num_blocks=120, policy=None, **options):
+def make_engine(path, *, num_blocks=120, part_blocks=None, choose=None, **options):
+    """An engine that runs plain steps; with `part_blocks`, coroutines of parts that need so many.
+
+    `choose` is which of them run next.
+    """
     spec = read_model_spec(path)
-    # what is no coroutine is plain here, whatever was measured
-    options = {"attn_batch_tokens": None, **options}
+    token_bytes = kv_bytes_per_token(spec, torch.float32)
+    if part_blocks is not None:
+        options |= {"kv_offload": True, "host_kv_bytes": num_blocks * BLOCK * token_bytes}
     config = EngineConfig(
         block_size_tokens=BLOCK,
         dtype="float32",
         device="cpu",
-        kv_cache_bytes=num_blocks * BLOCK * kv_bytes_per_token(spec, torch.float32),
+        kv_cache_bytes=num_blocks * BLOCK * token_bytes,
         **options,
     )
     runner = ModelRunner.load(str(path), config)
-    if policy is not None:
-        runner.runtime = CoroutineRuntime(runner.decoder, runner.cache, policy)
     sampler = Sampler(spec.vocab_size, config.max_num_seqs, spec.eos_token_ids)
-    return Engine(runner, sampler, FakeStopChecker(), config), runner
+    engine = Engine(runner, sampler, FakeStopChecker(), config)
+    if part_blocks is not None:
+        # the buffer holds more; rows that need more than a part may have are parts by themselves
+        runner.num_window_blocks = min(part_blocks, runner.num_window_blocks)
+    if choose is not None:
+        runner.runtime = replace(runner.runtime, _choose=choose)
+    return engine, runner
 
 
 def prompts(seed=3, count=9):
@@ -146,32 +166,47 @@ def run(path, **options):
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "attn", "moe"),
-    pairs(VARIANTS, [1, 3, 7, 64], [0, 5, None]),
+    ("checkpoint", "part_blocks", "rows"),
+    pairs(VARIANTS, [1, 8, 16, 64], [1, 5, 64]),
     indirect=["checkpoint"],
 )
-def test_every_pair_of_batch_sizes_gives_the_tokens_of_transformers(checkpoint, attn, moe):
+def test_every_pair_of_batch_sizes_gives_the_tokens_of_transformers(checkpoint, part_blocks, rows):
     path, variant = checkpoint
-    found, calls = run(path, attn_batch_tokens=attn, moe_batch_tokens=moe)
+    found, calls = run(
+        path, part_blocks=part_blocks, max_num_seqs=rows, max_batched_tokens=max(16, rows)
+    )
     expected = reference_tokens(variant, prompts(), NUM_TOKENS)
     assert expected == [found[i] for i in range(len(expected))]
     assert calls["attention"] > 0
 
 
 def test_experts_run_once_per_layer_for_all_parts_of_a_step(sparse):
-    _, together = run(sparse, attn_batch_tokens=2)
-    _, apart = run(sparse, attn_batch_tokens=2, moe_batch_tokens=0)
+    engine, runner = make_engine(sparse, part_blocks=1)
+    calls = count_calls(runner)
+    engine.add(requests())
+    finish(engine)
     num_layers = read_model_spec(sparse).num_layers
-    assert together["ffn"] % num_layers == 0
-    assert together["ffn"] < together["attention"] / 3
-    assert apart["ffn"] == apart["attention"] == together["attention"]
-    assert apart["ffn_rows"] == together["ffn_rows"]
+    assert calls["ffn"] == num_layers * engine.stats().num_steps
+    assert calls["ffn"] < calls["attention"] / 3
 
 
 @settings(max_examples=examples(10, full=25))
-@given(seed=st.integers(0, 2**32 - 1), attn=st.integers(1, 12))
-def test_whole_runs_in_any_order_of_firing_give_the_same_tokens(sparse, seed, attn):
-    engine, _ = make_engine(sparse, policy=AnyOrder(seed), attn_batch_tokens=attn)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    part_blocks=st.integers(1, 24),
+    rows=st.integers(1, 12),
+    caching=st.booleans(),
+)
+def test_whole_runs_in_any_order_of_firing_give_the_same_tokens(
+    sparse, seed, part_blocks, rows, caching
+):
+    engine, _ = make_engine(
+        sparse,
+        choose=AnyOrder(seed),
+        part_blocks=part_blocks,
+        max_num_seqs=rows,
+        enable_prefix_caching=caching,
+    )
     engine.add(requests(seed=seed % 5))
     plain, _ = make_engine(sparse)
     plain.add(requests(seed=seed % 5))
@@ -179,33 +214,47 @@ def test_whole_runs_in_any_order_of_firing_give_the_same_tokens(sparse, seed, at
 
 
 @pytest.mark.parametrize("orders_per_step", [10, pytest.param(40, marks=pytest.mark.exhaustive)])
-def test_interleavings_give_the_logits_of_the_plain_forward_pass(checkpoint, orders_per_step):
+@pytest.mark.parametrize("caching", [False, True])
+def test_interleavings_give_the_logits_of_the_plain_forward_pass(
+    checkpoint, caching, orders_per_step
+):
     path, _ = checkpoint
-    engine, runner = make_engine(path, attn_batch_tokens=2, max_batched_tokens=40)
-    num_orders = Counter()
+    options = {"max_batched_tokens": 40, "enable_prefix_caching": caching}
+    plain, plain_runner = make_engine(path, **options)
+    engine, runner = make_engine(path, part_blocks=1, **options)
+    expected, num_orders = [], Counter()
+    forward = plain_runner.forward
+
+    def noted(batch):
+        expected.append(forward(batch))
+        return expected[-1]
 
     def in_many_orders(parts):
-        expected = torch.cat([runner.forward(part.batch) for part in parts])
-        for seed in range(orders_per_step):
-            runtime = CoroutineRuntime(runner.decoder, runner.cache, AnyOrder(seed))
-            result = runtime.forward(parts)
-            tolerances.assert_close(result, expected, TOLERANCE)
-            num_orders[len(parts)] += 1
-        return result
+        runtimes = [replace(runner.runtime, _choose=AnyOrder(s)) for s in range(orders_per_step)]
+        results = [runner.runtime.forward(parts), *(each.forward(parts) for each in runtimes)]
+        num_orders[len(parts)] += orders_per_step
+        for result in results:
+            # as the engine orders them: decodes come first, and parts keep the order of rows
+            tolerances.assert_close(result, expected[-1], TOLERANCE)
+        return results[-1]
 
-    runner.forward_parts = in_many_orders
-    engine.add(requests())
-    finish(engine)
+    plain_runner.forward, runner.forward_parts = noted, in_many_orders
+    for each in (plain, engine):
+        each.add(requests())
+    while plain.num_unfinished():
+        plain.step()
+        engine.step()
+    assert not engine.num_unfinished()
     assert num_orders.total() >= 10 * orders_per_step
     assert max(num_orders) > 5
 
 
 @settings(max_examples=examples(5, full=10))
-@given(num_steps=st.integers(1, 12), moved=st.sets(st.integers(0, 8)), attn=st.integers(1, 9))
+@given(num_steps=st.integers(1, 12), moved=st.sets(st.integers(0, 8)), blocks=st.integers(1, 20))
 def test_sequences_that_move_to_another_engine_end_with_the_same_tokens(
-    sparse, num_steps, moved, attn
+    sparse, num_steps, moved, blocks
 ):
-    first, _ = make_engine(sparse, attn_batch_tokens=attn)
+    first, _ = make_engine(sparse, part_blocks=blocks)
     second, _ = make_engine(sparse)
     first.add(requests())
     done = {}

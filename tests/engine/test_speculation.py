@@ -403,7 +403,6 @@ def test_a_sequence_that_came_back_is_told_all_its_tokens():
     [
         ({"speculative_tokens": -1}, "speculative_tokens must be a whole number of at least 0"),
         ({"speculative_tokens": 2.5}, "speculative_tokens must be a whole number of at least 0"),
-        ({"speculative_tokens": 4, "attn_batch_tokens": 8}, "leave one of them out"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
@@ -413,7 +412,7 @@ def test_options_that_cannot_be_are_refused(options, message):
 
 def test_the_option_makes_the_engine_look_drafts_up():
     assert make_engine()[0]._drafter is None
-    assert make_engine(speculative_tokens=0, attn_batch_tokens=8)[0]._drafter is None
+    assert make_engine(speculative_tokens=0)[0]._drafter is None
     engine, _ = make_engine(speculative_tokens=4)
     engine.add(make_request(i, [1, 2, 3], max_tokens=30) for i in range(3))
     assert tokens_of(run_all(engine)) == {(i, 0): generate([1, 2, 3], 30, VOCAB) for i in range(3)}

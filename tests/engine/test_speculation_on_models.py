@@ -41,7 +41,6 @@ def make_engine(path, *, num_blocks=120, expected=None, right=1.0, **options):
         device="cpu",
         kv_cache_bytes=num_blocks * BLOCK * kv_bytes_per_token(spec, torch.float32),
         # an engine that measures may choose coroutines, which take none of a drafter's drafts
-        attn_batch_tokens=None,
         **options,
     )
 

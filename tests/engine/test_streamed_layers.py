@@ -80,14 +80,16 @@ def resident(path):
     return found
 
 
-@pytest.mark.parametrize("attn", [None, 3], ids=["forward", "coroutines"])
+@pytest.mark.parametrize("part_blocks", [None, 8], ids=["forward", "coroutines"])
 @pytest.mark.parametrize(
     ("num_resident", "buffers"), [(0, 1), (0, 2), (0, 4), (1, 2), (2, 2), (3, 1), (3, 2)]
 )
-def test_greedy_tokens_are_those_of_the_resident_model(path, resident, buffers, num_resident, attn):
+def test_greedy_tokens_are_those_of_the_resident_model(
+    path, resident, buffers, num_resident, part_blocks
+):
     found, stats, runner = run(
         path,
-        attn_batch_tokens=attn,
+        part_blocks=part_blocks,
         device_weight_bytes=budget(path, num_resident, buffers),
         weight_buffers=buffers,
     )
@@ -113,23 +115,10 @@ def test_weights_that_are_bytes_are_streamed_with_their_scales(path, form):
     assert held_bytes(store) + sizes.other_bytes == model.residence.device_bytes <= least
 
 
-@pytest.mark.parametrize("moe_batch", [0, 5, 40])
-def test_no_row_is_left_behind_in_a_layer_that_was_copied(path, resident, moe_batch):
-    found, stats, _ = run(
-        path,
-        attn_batch_tokens=3,
-        moe_batch_tokens=moe_batch,
-        device_weight_bytes=budget(path, 0, 1),
-        weight_buffers=1,
-    )
-    assert resident == found
-    assert stats.num_steps * NUM_LAYERS == stats.num_weight_copies
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_firing_gives_the_same_tokens(path, resident, seed):
     found, stats, _ = run(
-        path, policy=AnyOrder(seed), attn_batch_tokens=4, device_weight_bytes=budget(path, 0, 2)
+        path, choose=AnyOrder(seed), part_blocks=1, device_weight_bytes=budget(path, 0, 2)
     )
     assert resident == found
     # rows are in many layers at once, which costs copies and nothing else
@@ -228,9 +217,9 @@ def make_torn_engine(path, *, share, seed, **options):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("attn", [None, 3], ids=["forward", "coroutines"])
-def test_a_failed_copy_ends_its_step_and_the_ring_serves_the_next_engine(dense, attn, seed):
-    options = {"device_weight_bytes": budget(dense, 1, 2), "attn_batch_tokens": attn}
+@pytest.mark.parametrize("part_blocks", [None, 8], ids=["forward", "coroutines"])
+def test_a_failed_copy_ends_its_step_and_the_ring_serves_the_next_engine(dense, part_blocks, seed):
+    options = {"device_weight_bytes": budget(dense, 1, 2), "part_blocks": part_blocks}
     expected, _, _ = run(dense)
     engine, layers = make_torn_engine(dense, share=0.04, seed=seed, **options)
     engine.add(requests())

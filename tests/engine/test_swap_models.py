@@ -56,13 +56,11 @@ def make_swapping(path, *, num_blocks, host, **options):
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "host_options", "attn"),
-    pairs(VARIANTS, [(200, False), (200, True), (8, True)], [None, 3]),
+    ("checkpoint", "host_options"),
+    pairs(VARIANTS, [(200, False), (200, True), (8, True)]),
     indirect=["checkpoint"],
 )
-def test_greedy_tokens_under_heavy_preemption_equal_transformers(
-    checkpoint, rng, host_options, attn
-):
+def test_greedy_tokens_under_heavy_preemption_equal_transformers(checkpoint, rng, host_options):
     path, variant = checkpoint
     host, caching = host_options
     prompts = shared_prompts(rng)
@@ -72,7 +70,6 @@ def test_greedy_tokens_under_heavy_preemption_equal_transformers(
         host=host,
         max_batched_tokens=17,
         max_num_seqs=17,
-        attn_batch_tokens=attn,
         enable_prefix_caching=caching,
     )
     done = run(backend, prompts, n=2)

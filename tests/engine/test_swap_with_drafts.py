@@ -33,7 +33,6 @@ def test_drafts_of_sequences_that_come_and_go_leave_the_tokens_as_they_are(
         speculative_tokens=5,
     )
     runner = ModelRunner.load(str(path), config)
-    assert runner.attn_batch_tokens is None
     truth = {(i, 0): list(answer) for i, answer in enumerate(answers)}
     engine = Engine(
         runner,

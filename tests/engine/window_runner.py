@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime
+from raybatch.engine.forward.coroutine import CoroutineRuntime, combine_at_experts
 from raybatch.engine.forward.step_graphs import GraphCounts
 from raybatch.engine.memory.host_layers import HostLayers
 from raybatch.engine.memory.kv_cache import KVCache, copy_blocks, read_blocks, write_blocks
@@ -110,8 +110,10 @@ class FakeDecoder:
         tokens = (_hash(x) % np.uint64(self._runner.spec.vocab_size)).astype(np.int64)
         logits = torch.zeros(len(x), self._runner.spec.vocab_size)
         logits[torch.arange(len(x)), torch.from_numpy(tokens)] = 1.0
-        broken = self._runner.last_tokens.pop(0) == self._runner.nan_after
-        logits[broken] = float("nan")
+        # parts end in the order in which they attend, but for those of `AnyOrder`
+        last_tokens = self._runner.last_tokens.pop(0)
+        if self._runner.nan_after >= 0:
+            logits[last_tokens == self._runner.nan_after] = float("nan")
         return logits
 
 
@@ -127,9 +129,7 @@ class WindowRunner:
         spec=None,
         nan_after=-1,
         failing=(),
-        attn_batch_tokens=None,
-        moe_batch_tokens=None,
-        is_layerwise=False,
+        choose=combine_at_experts,
     ):
         shape = (NUM_LAYERS, pool_blocks, 1, block_size, 1)
         garbage = np.random.default_rng(1).integers(0, 2**62, shape)
@@ -140,13 +140,12 @@ class WindowRunner:
         self.window = KVWindow(pool, self.host)
         self.num_blocks, self.num_window_blocks = host_blocks, self.window.num_blocks
         self.spec, self.nan_after = spec or FakeSpec(), nan_after
-        self.device, self.attn_batch_tokens = torch.device("cpu"), attn_batch_tokens
+        self.device = torch.device("cpu")
         self.shared_reads = UNTIMED
         self.weight_counters, self.graph_counts = WeightCounters(), GraphCounts()
         self.steps, self.cleared, self.last_tokens, self.copied = [], [], [], []
         self.kv_key = KVKey("fake", "int64", "int64", block_size)
-        policy = CombineAtExperts(moe_batch_tokens, is_layerwise=is_layerwise)
-        self._runtime = CoroutineRuntime(FakeDecoder(self), pool, policy, self.window)
+        self._runtime = CoroutineRuntime(FakeDecoder(self), self.window, choose)
 
     @property
     def window_counters(self):
@@ -157,7 +156,7 @@ class WindowRunner:
         chunk_lens = [length for prefill in prefills if prefill for length in prefill.lens]
         self.steps.append(FakeStep([len(part.batch.token_ids) for part in parts], [], chunk_lens))
         for part in parts:
-            assert len(part.moves.load_host) <= self.num_window_blocks
+            assert len(part.moves.load_host) <= self.window.num_blocks
         # nothing stays in the window from one step to the next
         self._pool.k.fill_(5)
         self._pool.v.fill_(-1)

@@ -6,7 +6,7 @@ import pytest
 
 from raybatch.errors import CapacityError
 from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
-from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineFacts, RowsAhead, choose_engine
 from raybatch.policy.cost.roofline import Roofline, link
 

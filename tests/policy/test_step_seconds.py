@@ -1,5 +1,7 @@
 """The closed form of a step's time beside the graph of its computations and copies."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -86,3 +88,24 @@ def test_rows_and_prompts_of_a_step_share_weights():
     given = costs(1e10, overlap=False)
     alone = [layers_s(MODEL, given, one) for one in (counts(rows=64), counts(prompts=512))]
     assert max(alone) < layers_s(MODEL, given, counts(rows=64, prompts=512)) < sum(alone)
+
+
+def test_what_rows_share_is_read_by_each_and_copied_once_a_part():
+    given = costs(1e10, overlap=False)
+    plain, shared = counts(rows=ROWS), replace(counts(rows=ROWS), shared_tokens=100.0)
+    longer = replace(counts(rows=ROWS), context_tokens=CONTEXT + 100.0)
+    assert layers_s(MODEL, given, shared) == pytest.approx(layers_s(MODEL, given, longer))
+    buffer = KVBuffer(num_tokens=10**6, num_buffers=KV_SLOTS)
+    copied = [layers_s(MODEL, given, one, buffer) for one in (plain, shared, longer)]
+    assert copied[0] < copied[1] < copied[2]
+
+
+def test_prompts_with_costs_of_their_own_are_added_and_weights_count_once():
+    given = costs(1e10, overlap=False)
+    apart = replace(given, prompts=given.attention.times(2.0))
+    rows, prompts = counts(rows=64), counts(prompts=512)
+    assert layers_s(MODEL, apart, rows) == layers_s(MODEL, given, rows)
+    assert layers_s(MODEL, given, prompts) < layers_s(MODEL, apart, prompts)
+    mixed = counts(rows=64, prompts=512)
+    slower = layers_s(MODEL, apart, mixed) - layers_s(MODEL, given, mixed)
+    assert 0 < slower < layers_s(MODEL, apart, prompts)

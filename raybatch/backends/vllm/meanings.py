@@ -125,7 +125,6 @@ MEANINGS: Mapping[str, Meaning] = {
 # options of the native engine alone, and what there is with vLLM instead; those that a config
 # refuses without one of these are not among them
 NATIVE_ONLY = (
-    (("attn_batch_tokens", "moe_batch_tokens"), "leave them out"),
     (
         ("host_kv_bytes", "kv_offload"),
         "vLLM has options of its own for KV in host memory, which go into engine_kwargs "

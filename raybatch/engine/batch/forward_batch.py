@@ -112,42 +112,6 @@ def on_device(batch: ForwardBatch, uploads: IndexUploads, device: torch.device) 
     return batch
 
 
-def split_schedule(schedule: Schedule, table: SequenceTable, max_tokens: int) -> list[Schedule]:
-    """Return schedules of at most `max_tokens` tokens each, in the order of their sequences.
-
-    Chunks of which one reads blocks that another fills in this very step stay together, so that no
-    part ever waits for another one; such a part, or a single chunk, may be larger.
-    """
-    assert not len(schedule.draft_tokens), "coroutines take no drafts"
-    num_decode = len(schedule.decode_slots)
-    parts: list[tuple[list[int], list[int]]] = []
-    num_tokens = max_tokens
-    units: list[tuple[list[int], list[int], int]] = [([i], [], 1) for i in range(num_decode)]
-    for chunks in connected_chunks(schedule, table):
-        units.append(([], chunks, int(schedule.chunk_lens[chunks].sum())))
-    for decodes, chunks, size in units:
-        if num_tokens + size > max_tokens:
-            parts.append(([], []))
-            num_tokens = 0
-        parts[-1][0].extend(decodes)
-        parts[-1][1].extend(chunks)
-        num_tokens += size
-    return [
-        part_of(schedule, np.array(decodes, np.int64), np.sort(np.array(chunks, np.int64)))
-        for decodes, chunks in parts
-    ]
-
-
-def part_of(schedule: Schedule, decodes: Ints, chunks: Ints) -> Schedule:
-    """Return a schedule of some decodes and chunks of another one, by their places there."""
-    return Schedule(
-        decode_slots=schedule.decode_slots[decodes],
-        chunk_slots=schedule.chunk_slots[chunks],
-        chunk_starts=schedule.chunk_starts[chunks],
-        chunk_lens=schedule.chunk_lens[chunks],
-    )
-
-
 def slots_with_logits(schedule: Schedule, table: SequenceTable) -> Ints:
     """Return the slot of each row of the logits of `schedule`; those with drafts repeat."""
     stops = schedule.chunk_starts + schedule.chunk_lens
@@ -162,26 +126,3 @@ def logits_order(schedule: Schedule, parts: list[Schedule], table: SequenceTable
     sorter = np.argsort(slots)
     wanted = slots_with_logits(schedule, table)
     return sorter[np.searchsorted(slots, wanted, sorter=sorter)]
-
-
-def connected_chunks(schedule: Schedule, table: SequenceTable) -> list[list[int]]:
-    """Return the chunks as groups that read what the others fill, by their first chunk."""
-    block_size = table.block_size
-    writer: dict[int, int] = {}
-    stops = schedule.chunk_starts + schedule.chunk_lens
-    places = list(zip(schedule.chunk_slots.tolist(), schedule.chunk_starts.tolist(), strict=True))
-    for chunk, (slot, start) in enumerate(places):
-        last = -(-int(stops[chunk]) // block_size)
-        for block in table.block_table[slot, start // block_size : last].tolist():
-            writer[block] = chunk
-    group = list(range(len(places)))
-    for chunk, (slot, start) in enumerate(places):
-        for block in table.block_table[slot, : -(-start // block_size)].tolist():
-            other = writer.get(block, chunk)
-            if group[other] != group[chunk]:
-                low, high = sorted((group[other], group[chunk]))
-                group = [low if number == high else number for number in group]
-    members: dict[int, list[int]] = {}
-    for chunk, number in enumerate(group):
-        members.setdefault(number, []).append(chunk)
-    return list(members.values())

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from raybatch.engine.batch.forward_batch import ForwardBatch, connected_chunks, part_of
+from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.memory.kv_window import WindowMoves
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import SequenceTable
@@ -18,12 +18,12 @@ from raybatch.records.arrays import Ints
 
 
 def split_for_window(
-    schedule: Schedule, table: SequenceTable, *, num_blocks: int, max_tokens: int | None
+    schedule: Schedule, table: SequenceTable, *, num_blocks: int
 ) -> list[Schedule]:
     """Return schedules of parts that each need at most `num_blocks` distinct blocks.
 
-    They have at most `max_tokens` tokens each, but for a chunk that alone has more. Sequences keep
-    their order, so that a chunk comes after those that write what it reads.
+    A row that alone needs more is a part. Sequences keep their order, so that a chunk comes after
+    those that write what it reads.
     """
     assert not len(schedule.draft_tokens), "coroutines take no drafts"
     num_decode = len(schedule.decode_slots)
@@ -31,31 +31,47 @@ def split_for_window(
         (table.num_computed[schedule.decode_slots] + 1, schedule.chunk_starts + schedule.chunk_lens)
     )
     slots = np.concatenate((schedule.decode_slots, schedule.chunk_slots)).tolist()
-    lens = [1] * num_decode + schedule.chunk_lens.tolist()
     counts = (-(-stops // table.block_size)).tolist()
     # the last part that has each block
     part_of_block: Ints = np.full(len(table.users.count), -1, np.int64)
-    starts, num_held, num_tokens = [0], 0, 0
-    for i, (slot, length, count) in enumerate(zip(slots, lens, counts, strict=True)):
+    starts, num_held = [0], 0
+    for i, (slot, count) in enumerate(zip(slots, counts, strict=True)):
         blocks = table.block_table[slot, :count]
         num_new = int(np.count_nonzero(part_of_block[blocks] != len(starts)))
-        has_room = num_held + num_new <= num_blocks
-        if max_tokens is not None:
-            has_room = has_room and num_tokens + length <= max_tokens
-        if i > starts[-1] and not has_room:
+        if i > starts[-1] and num_held + num_new > num_blocks:
             starts.append(i)
-            num_held = num_tokens = 0
-            num_new = count
+            num_held, num_new = 0, count
         part_of_block[blocks] = len(starts)
-        num_held, num_tokens = num_held + num_new, num_tokens + length
+        num_held += num_new
     ends = [*starts[1:], len(slots)]
     rows = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-    return [part_of(schedule, r[r < num_decode], r[r >= num_decode] - num_decode) for r in rows]
+    return [_part_of(schedule, r[r < num_decode], r[r >= num_decode] - num_decode) for r in rows]
+
+
+def _part_of(schedule: Schedule, decodes: Ints, chunks: Ints) -> Schedule:
+    """Return a schedule of some decodes and chunks of another one, by their places there."""
+    return Schedule(
+        decode_slots=schedule.decode_slots[decodes],
+        chunk_slots=schedule.chunk_slots[chunks],
+        chunk_starts=schedule.chunk_starts[chunks],
+        chunk_lens=schedule.chunk_lens[chunks],
+    )
 
 
 def is_connected(schedule: Schedule, table: SequenceTable) -> bool:
     """Return whether a chunk of this step reads what another one writes."""
-    return len(connected_chunks(schedule, table)) < len(schedule.chunk_slots)
+    block_size = table.block_size
+    writer: dict[int, int] = {}
+    firsts = schedule.chunk_starts // block_size
+    stops = -(-(schedule.chunk_starts + schedule.chunk_lens) // block_size)
+    for slot, first, stop in zip(schedule.chunk_slots, firsts, stops, strict=True):
+        writer |= dict.fromkeys(table.block_table[slot, first:stop].tolist(), int(slot))
+    read = -(-schedule.chunk_starts // block_size)
+    return any(
+        writer.get(block, slot) != slot
+        for slot, stop in zip(schedule.chunk_slots.tolist(), read.tolist(), strict=True)
+        for block in table.block_table[slot, :stop].tolist()
+    )
 
 
 class WindowNumbers:

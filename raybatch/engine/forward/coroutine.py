@@ -4,23 +4,20 @@ A `SequenceCoroutine` is one or more parts at one yield point, with the hidden s
 rows in one tensor. YIELD parks it in a `Lot`, COMBINE joins parked ones, and a split takes them
 apart again; none of these computes anything, so no order of firing changes a token (BatchGen,
 section 4).
-The default order is that of its Algorithm 1: attention part by part, then the feed-forward block of
-a layer once for all parts that have reached it, so that experts see large batches.
+The order of an engine is that of its Algorithm 1: attention part by part, each with the KV that it
+reads in a buffer of the window, then the feed-forward block of a layer once for all parts, so that
+experts see large batches.
 """
 
-import math
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, PreparedBatch
-from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.memory.kv_window import KVWindow, WindowMoves
 
 
@@ -50,8 +47,8 @@ class Part:
     # number of the part in its step; ties of a schedule break by it
     index: int
     prepared: PreparedBatch
-    # where its KV lives in host memory
-    moves: WindowMoves | None = None
+    # of its KV between host memory and the window
+    moves: WindowMoves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -160,48 +157,34 @@ class Lot:
 Waiting = Mapping[YieldPoint, Sequence[SequenceCoroutine]]
 
 
-class CombineAtExperts:
-    """Fires a feed-forward block once `min_tokens` wait for it, or nothing else can run.
+def combine_at_experts(waiting: Waiting) -> Sequence[SequenceCoroutine]:
+    """Return coroutines of one yield point, at least one, that run next as one.
 
-    Args:
-        min_tokens: rows that the experts want at once (B_moe); None waits for all that come, 0 for
-            none, so that attention and feed-forward block of a part are one unit.
-        is_layerwise: leave no row behind in a layer, so that one pass over the layers serves all
-            rows of a step.
+    Attention goes part by part, in the order in which parts came; a feed-forward block runs once
+    all of them wait for it, so that a pass over the layers serves all rows of a step.
     """
-
-    def __init__(self, min_tokens: int | None, *, is_layerwise: bool = False) -> None:
-        self._min_tokens = math.inf if min_tokens is None else min_tokens
-        self._is_layerwise = is_layerwise
-
-    def choose(self, waiting: Waiting) -> Sequence[SequenceCoroutine]:
-        """Return coroutines of one yield point, at least one, that run next as one."""
-        points = sorted(waiting)
-        if self._is_layerwise:
-            points = [point for point in points if point.layer == points[0].layer]
-        for point in points:
-            num_rows = list(accumulate(len(coroutine.hidden) for coroutine in waiting[point]))
-            if point.module is Module.FFN and num_rows[-1] >= self._min_tokens:
-                return waiting[point][: bisect_left(num_rows, self._min_tokens) + 1]
-        attention = [point for point in points if point.module is Module.ATTENTION]
-        return waiting[attention[0]][:1] if attention else waiting[points[0]]
+    attending = [point for point in waiting if point.module is Module.ATTENTION]
+    return waiting[min(attending)][:1] if attending else waiting[min(waiting)]
 
 
 class StepPart(NamedTuple):
-    """Rows of a step that attend together; `moves` where their KV lives in host memory."""
+    """Rows of a step that attend together, and what their KV moves."""
 
     batch: ForwardBatch
-    moves: WindowMoves | None = None
+    moves: WindowMoves
 
 
 @dataclass(frozen=True, slots=True)
 class CoroutineRuntime:
-    """Drives one decoder over one KV pool, or over the window of one that host memory has."""
+    """Drives one decoder over the window of KV that host memory has.
+
+    `choose` gets what waits and returns what runs next, all at one yield point; where parts follow
+    a writer, each attends in a layer after those before it.
+    """
 
     _decoder: Decoder
-    _cache: KVCache
-    _policy: CombineAtExperts
-    _window: KVWindow | None = None
+    _window: KVWindow
+    _choose: Callable[[Waiting], Sequence[SequenceCoroutine]] = combine_at_experts
 
     def forward(self, parts: Sequence[StepPart]) -> torch.Tensor:
         """Run parts of a step; one that reads what another one writes comes after it.
@@ -210,20 +193,18 @@ class CoroutineRuntime:
             float32 logits [S, V], part after part.
         """
         lot, logits = Lot(), dict[int, torch.Tensor]()
-        cache = self._cache if self._window is None else self._window.cache
         for index, (batch, moves) in enumerate(parts):
-            prepared = self._decoder.prepare(batch, cache)
+            prepared = self._decoder.prepare(batch, self._window.cache)
             part = Part(index=index, prepared=prepared, moves=moves)
             lot.add(_single(YieldPoint(0, Module.ATTENTION), part, self._decoder.embed(batch)))
         while lot:
-            for coroutine in self._resume(lot.take(self._policy.choose(lot.waiting))):
+            for coroutine in self._resume(lot.take(self._choose(lot.waiting))):
                 if coroutine.point.layer == self._decoder.num_layers:
                     lot.finish(coroutine)
                     logits[coroutine.index] = self._decoder.logits(coroutine.hidden)
                 else:
                     lot.park(coroutine)
-        if self._window is not None:
-            self._window.finish()
+        self._window.finish()
         return torch.cat([logits[index] for index in range(len(parts))])
 
     def _resume(self, coroutines: Sequence[SequenceCoroutine]) -> list[SequenceCoroutine]:
@@ -240,9 +221,6 @@ class CoroutineRuntime:
         return moved
 
     def _attend(self, layer: int, part: Part, hidden: torch.Tensor) -> torch.Tensor:
-        if self._window is None:
-            return self._decoder.attention(layer, hidden, part.prepared, self._cache)
-        assert part.moves is not None, "a part whose KV does not come into the window"
         cache = self._window.enter(layer, part.moves)
         hidden = self._decoder.attention(layer, hidden, part.prepared, cache)
         self._window.leave(layer, part.prepared.batch.slot_mapping, part.moves)

@@ -90,17 +90,13 @@ def plan_graphs(
 ) -> GraphSetup | None:
     """Return what an engine captures; None where it captures nothing.
 
-    Takes options with `attn_batch_tokens` decided, and the ops of the engine. Raises ConfigError:
-    the options ask for graphs, and there can be none.
+    Takes options with `kv_offload` decided, and the ops of the engine. Raises ConfigError: the
+    options ask for graphs, and there can be none.
     """
     if config.cuda_graphs is False:
         return None
     obstacles = (
         (device.type != "cuda", f"the engine runs on {device}, and only CUDA has them"),
-        (
-            config.attn_batch_tokens not in (None, "auto"),
-            "steps run as coroutines (attn_batch_tokens)",
-        ),
         (is_streamed, "layers pass through a ring of buffers (device_weight_bytes)"),
         (config.kv_offload is True, "the pool is a window (kv_offload)"),
     )

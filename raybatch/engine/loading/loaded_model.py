@@ -1,14 +1,13 @@
 """Resolves an engine's options for a model and loads it onto a device; the KV pool comes later.
 
-`resolve` decides "auto" of the native engine's dtypes. How steps run (`attn_batch_tokens`,
-`cuda_graphs`) is decided after loading, from layers measured on the device.
+`resolve` decides "auto" of the native engine's dtypes. Where KV lives
+(`kv_offload`) is decided after loading, from layers measured on the device.
 """
 
 import ctypes
 import logging
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,20 +20,16 @@ from raybatch.engine.memory.kv_cache import (
     num_host_blocks_for,
     pick_kv_dtype,
 )
-from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.linear_times import shapes_for_torch
-from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile, profile_layer
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import ModelWeights, dense_shapes, load_weights, weight_sizes
-from raybatch.errors import CapacityError, ConfigError, error_text
+from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.byte_numbers import BYTE_DTYPES
-from raybatch.kernels.dispatch import Ops
 from raybatch.kernels.native.linears import compiled_linears
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
-from raybatch.policy.batches.step_plan import RowShape, plan_steps
 from raybatch.policy.residence import Residence, WeightSizes, pass_time, plan_residence
 
 # of glibc's mallopt
@@ -166,63 +161,6 @@ def place_layers(model: LoadedModel) -> LayerStore:
         1e3 * longest_s,
     )
     return layers
-
-
-def planned_attn_batch(model: LoadedModel, config: EngineConfig, ops: Ops) -> int | None:
-    """Return the tokens that attend at once, None for the plain forward pass.
-
-    What the options say holds. "auto" runs a model without experts plain, as no layer of it gains
-    by waiting for more tokens; one with experts by the plan for rows of `RowShape`'s defaults. A
-    model that could not be measured runs plain, with a warning.
-    """
-    if config.attn_batch_tokens != "auto":
-        return config.attn_batch_tokens
-    if config.speculative_tokens or config.cuda_graphs is True or config.kv_offload:
-        # rows of drafts are part of one forward pass, and a graph is one; a buffer of the window
-        # bounds the rows that attend at once by itself
-        return None
-    if model.spec.moe is None or not any(model.spec.moe.is_sparse):
-        return None
-    profile = _profile_of(model, config, ops, otherwise="runs by the plain forward pass")
-    if profile is None:
-        return None
-    row = RowShape.within(model.resolved.max_model_len)
-    plan = plan_steps(profile.layers, row)
-    parts = f"as coroutines that attend over {plan.attn_batch_tokens} tokens at a time"
-    how = "by the plain forward pass" if plan.attn_batch_tokens is None else parts
-    _logger.info(
-        "%s runs %s, as %s, for %d prompt and %d output tokens (raybatch bench plan tells more)",
-        model.name,
-        how,
-        plan.reason,
-        row.prompt_tokens,
-        row.output_tokens,
-    )
-    return plan.attn_batch_tokens
-
-
-def _profile_of(
-    model: LoadedModel, config: EngineConfig, ops: Ops, *, otherwise: str
-) -> ModuleProfile | None:
-    """Return what layers cost on this host; None, with a warning, if they cannot be measured."""
-    try:
-        profile, was_read = measured_profile(
-            model.spec,
-            model.weights,
-            profile_options(config),
-            measure=partial(profile_layer, ops=ops),
-        )
-    except (RuntimeError, MemoryError) as error:
-        _logger.warning(
-            "%s %s, as its layers could not be measured: %s",
-            model.name,
-            otherwise,
-            error_text(error),
-        )
-        return None
-    if not was_read:
-        give_back_freed_memory(model.device)
-    return profile
 
 
 def give_back_freed_memory(device: torch.device) -> None:

@@ -29,7 +29,7 @@ from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.policy.batches.layer_plan import ModuleCosts
-from raybatch.policy.batches.step_plan import RowShape
+from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
@@ -239,12 +239,14 @@ class PreparedModel:
 
     def _costs(self, profile: ModuleProfile) -> ModuleCosts:
         costs = profile.costs()
-        return ModuleCosts(
+        prompts = None if costs.prompts is None else costs.prompts.times(self.module_factor)
+        return replace(
+            costs,
             attention=costs.attention.times(self.module_factor),
+            prompts=prompts,
             ffn=costs.ffn.times(self.module_factor),
             to_device=costs.to_device.times(self.link_factor),
             to_host=costs.to_host.times(self.link_factor),
-            copies_overlap=costs.copies_overlap,
         )
 
 

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -14,15 +13,11 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
-from raybatch.engine.forward.coroutine import CombineAtExperts, CoroutineRuntime, StepPart
+from raybatch.engine.forward.coroutine import CoroutineRuntime, StepPart
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.step_graphs import GraphCounts, StepGraphs
 from raybatch.engine.loading.graph_setup import plan_graphs
-from raybatch.engine.loading.loaded_model import (
-    LoadedModel,
-    give_back_freed_memory,
-    planned_attn_batch,
-)
+from raybatch.engine.loading.loaded_model import LoadedModel, give_back_freed_memory
 from raybatch.engine.loading.peak_memory import step_peak_bytes
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.memory.host_layers import HostLayers
@@ -79,22 +74,18 @@ class ModelRunner:
         self.device = cache.k.device
         self._uploads = IndexUploads(self.device)
         self.num_blocks = int(cache.k.shape[1]) - num_scrap_blocks
-        # tokens that attend at once where steps run as coroutines: `load` decides, and without it
-        # nothing was measured that would speak for parts
-        tokens = config.attn_batch_tokens
-        self.attn_batch_tokens = None if tokens == "auto" else tokens
-        policy = CombineAtExperts(config.moe_batch_tokens, is_layerwise=decoder.layers.is_streamed)
         num_host_blocks = num_host_blocks_for(config, spec, dtype=cache.k.dtype)
         self.window: KVWindow | None = None
+        self.runtime: CoroutineRuntime | None = None
         # of a buffer, where sequences have blocks of the host; 0 where they have those of the pool
         self.num_window_blocks = 0
         if config.kv_offload is True:
             self.window = KVWindow(cache, HostLayers(cache, num_host_blocks))
+            self.runtime = CoroutineRuntime(decoder, self.window)
             self.num_window_blocks = self.window.num_blocks
             self.num_blocks, num_host_blocks = num_host_blocks, 0
         # for what yields its blocks of the pool
         self.tiers = KVTiers(cache, num_host_blocks)
-        self.runtime = CoroutineRuntime(decoder, cache, policy, self.window)
 
     @classmethod
     def load(cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> Self:
@@ -117,7 +108,6 @@ class ModelRunner:
     def _of(cls, prepared: PreparedModel, config: EngineConfig) -> Self:
         model, decoder = prepared.model, prepared.decoder
         kv_dtype = model.resolved.kv_dtype
-        config = replace(config, attn_batch_tokens=planned_attn_batch(model, config, prepared.ops))
         setup = plan_graphs(
             config,
             model.spec,
@@ -230,7 +220,11 @@ class ModelRunner:
         return GraphCounts() if self._graphs is None else self._graphs.counts
 
     def forward_parts(self, parts: Sequence[StepPart]) -> torch.Tensor:
-        """Return the logits [S, V] of parts of a step; a writer comes before its readers."""
+        """Return the logits [S, V] of parts of a step; a writer comes before its readers.
+
+        Only where KV lives in host memory.
+        """
+        assert self.runtime is not None, "parts of a step whose KV is on the device"
         return self.runtime.forward([StepPart(self._place(b), moves) for b, moves in parts])
 
     @property

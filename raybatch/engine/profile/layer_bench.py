@@ -1,4 +1,4 @@
-"""Times the modules of a decoder, and whole layers with attention in parts, on made-up batches."""
+"""Times the modules of a decoder on made-up batches."""
 
 import statistics
 import time
@@ -19,7 +19,6 @@ from raybatch.kernels.dispatch import REFERENCE, Ops
 from raybatch.kernels.native.compiler import has_compiler
 from raybatch.models.config import ModelSpec
 from raybatch.policy.batches.layer_plan import LayerShape, Workload
-from raybatch.policy.batches.step_plan import MeasuredLayer, Phase
 from raybatch.policy.cost.roofline import MeasuredWork, Work
 
 # a sample shorter than this is made of several runs, so that the clock's own steps do not count
@@ -71,30 +70,6 @@ class Stopwatch:
             points.append(MeasuredWork(tokens=tokens, work=work, seconds=seconds))
         return tuple(points)
 
-    def compare(self, runs: Sequence[Run], budget_s: float) -> tuple[float, ...]:
-        """Return the least seconds of runs that take turns, so that drift meets all alike.
-
-        The least and not the median: what else the host does only adds to a run, and ways that
-        differ by a few per cent are to be distinguished. A run gets a number that counts up. Where
-        all of them would take longer than the budget, of seconds, the last ones are left out, but
-        never the first.
-        """
-        first_s = []
-        for run in runs:
-            began = self._clock()
-            run(0)
-            first_s.append(self._clock() - began)
-            if sum(first_s) * (1 + self._num_repeats) > budget_s and len(first_s) > 1:
-                first_s.pop()
-                break
-        samples: list[list[float]] = [[] for _ in first_s]
-        for repeat in range(self._num_repeats):
-            for run, times in zip(runs, samples, strict=False):
-                start = self._clock()
-                run(1 + repeat)
-                times.append(self._clock() - start)
-        return tuple(map(min, samples))
-
     def _median_s(self, run: Run, left_s: float) -> float | None:
         """Return the median seconds of a run; None where the samples would take too long."""
         began = self._clock()
@@ -119,29 +94,23 @@ class ProfileOptions:
     Raises ConfigError: there is no size, or a number is too small.
     """
 
-    # kinds of sequences that attention is measured with
-    workloads: tuple[Workload, ...] = (
-        Workload(cached_tokens=127),
-        Workload(cached_tokens=1023),
-        Workload(tokens_per_sequence=256),
-    )
+    # kinds of sequences that attention is measured with, decodes
+    workloads: tuple[Workload, ...] = (Workload(cached_tokens=127), Workload(cached_tokens=1023))
     # sizes of its batches, each with every workload
     attention_tokens: tuple[int, ...] = (1, 4, 16, 64, 256)
+    # the same for prompts, which take another form of attention
+    prompts: tuple[Workload, ...] = (
+        Workload(tokens_per_sequence=64),
+        Workload(tokens_per_sequence=256),
+    )
+    prompt_tokens: tuple[int, ...] = (64, 256, 1024)
     # sizes of the batches of the experts
     ffn_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096)
-    # of a step that is measured in parts of whole prompts
-    prefill_tokens: int = 1024
-    # of such a step whose sequences decode, each behind a prompt
-    decode_tokens: int = 256
-    # of one prompt in these steps
-    prompt_tokens: int = 256
-    # sizes of the parts; those that are no smaller than a step are left out
-    part_tokens: tuple[int, ...] = (512, 256, 128, 64)
     # samples of each size after a first one that does not count
     num_repeats: int = 5
     # seconds of all measurements; sizes that would not fit are left out, and the smallest of each
     # module never is
-    budget_s: float = 8.0
+    budget_s: float = 4.0
     # of the KV that attention is measured with; larger batches are left out
     max_kv_bytes: int = 256 << 20
     block_size: int = 64
@@ -150,12 +119,12 @@ class ProfileOptions:
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("workloads", "attention_tokens", "ffn_tokens"):
+        names = ("attention_tokens", "prompt_tokens", "ffn_tokens")
+        for name in ("workloads", "prompts", *names):
             if not getattr(self, name):
                 raise ConfigError(f"a profile without {name} measures nothing")
-        sizes = (*self.attention_tokens, *self.ffn_tokens, *self.part_tokens)
-        others = (self.prefill_tokens, self.decode_tokens, self.prompt_tokens)
-        if min(*sizes, *others, self.num_repeats, self.block_size) < 1:
+        sizes = [size for name in names for size in getattr(self, name)]
+        if min(*sizes, self.num_repeats, self.block_size) < 1:
             raise ConfigError("sizes, repeats and block_size of a profile must be at least 1")
 
 
@@ -188,8 +157,8 @@ class AttentionBatch:
     # the forward batch as the decoder prepares it once per step; all rows have logits, so that the
     # last layer keeps them
     prepared: PreparedBatch
-    # KV [L, N, G, B, R]. All layers lie in the memory of one, filled with random numbers: pages of
-    # zeros would all be one page of memory
+    # KV [L, N, G, B, R] of random numbers: pages of zeros would all be one page of memory. Layers
+    # have memory of their own, as that of one would stay in the processor's cache
     cache: KVCache
 
     @classmethod
@@ -213,11 +182,11 @@ class AttentionBatch:
         blocks_per_seq = -(-(cached + max(lens)) // block_size)
         random = torch.Generator().manual_seed(0)
         shape = (1, len(lens) * blocks_per_seq, spec.num_kv_heads, block_size, spec.head_dim)
-        copies = (decoder.num_layers, -1, -1, -1, -1)
+        copies = (decoder.num_layers, 1, 1, 1, 1)
         dtype = kv_dtype or like.dtype
         cache = KVCache(
-            k=_rows(torch.randn(shape, generator=random).to(like), dtype).expand(copies),
-            v=_rows(torch.randn(shape, generator=random).to(like), dtype).expand(copies),
+            k=_rows(torch.randn(shape, generator=random).to(like), dtype).repeat(copies),
+            v=_rows(torch.randn(shape, generator=random).to(like), dtype).repeat(copies),
         )
         positions = torch.cat([cached + torch.arange(n) for n in lens]).to(device)
         owners = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).to(device)
@@ -255,10 +224,12 @@ class LayerBench:
     # a tensor with the device and dtype of the model
     _like: torch.Tensor
 
-    def attention(self, budget_s: float) -> tuple[MeasuredWork, ...]:
+    def attention(
+        self, tokens: Sequence[int], workloads: Sequence[Workload], budget_s: float
+    ) -> tuple[MeasuredWork, ...]:
         """Time attention with the linears around it, for each size and kind of sequences."""
         options, decoder = self._options, self._decoder
-        kinds = [(n, kind) for n in sorted(options.attention_tokens) for kind in options.workloads]
+        kinds = [(n, kind) for n in sorted(tokens) for kind in workloads]
         kinds = [k for k in kinds if self._kv_bytes(*k) <= options.max_kv_bytes] or kinds[:1]
 
         def prepare(idx: int) -> Run:
@@ -279,39 +250,6 @@ class LayerBench:
         sizes = [(tokens, self._shape.ffn_work(tokens)) for tokens in batches]
         return self._stopwatch.measure(sizes, prepare, budget_s)
 
-    def layers(self, phase: Phase, budget_s: float) -> list[MeasuredLayer]:
-        """Time a step's layer plain, and with attention in parts, the largest parts first."""
-        options = self._options
-        tokens, workload = options.decode_tokens, Workload(cached_tokens=options.prompt_tokens)
-        if phase == "prefill":
-            tokens = options.prefill_tokens
-            workload = Workload(tokens_per_sequence=min(options.prompt_tokens, tokens))
-        # all ways to run it hold their KV at once
-        max_bytes = options.max_kv_bytes // (1 + len(options.part_tokens))
-        while tokens > 1 and self._kv_bytes(tokens, workload) > max_bytes:
-            tokens //= 2
-        # a part holds whole prompts, as the engine makes them
-        least = workload.tokens_per_sequence
-        smaller = {max(n // least, 1) * least for n in options.part_tokens}
-        part_tokens = [tokens, *sorted((n for n in smaller if n < tokens), reverse=True)]
-        runs = [self._layer_run(tokens, size, workload) for size in part_tokens]
-        seconds = self._stopwatch.compare(runs, budget_s)
-        return [
-            MeasuredLayer(phase=phase, gate_tokens=tokens, attention_tokens=size, seconds=best_s)
-            for size, best_s in zip(part_tokens, seconds, strict=False)
-        ]
-
-    def _layer_run(self, tokens: int, part_tokens: int, workload: Workload) -> Run:
-        decoder = self._decoder
-        parts = [self._batch(count, workload) for count in _cut(tokens, part_tokens)]
-
-        def run(turn: int) -> None:
-            layer = turn % decoder.num_layers
-            hidden = [part.run(decoder, layer) for part in parts]
-            decoder.ffn_(layer, hidden[0] if len(hidden) == 1 else torch.cat(hidden))
-
-        return run
-
     def _batch(self, tokens: int, workload: Workload) -> AttentionBatch:
         return AttentionBatch.build(
             self._decoder,
@@ -325,7 +263,7 @@ class LayerBench:
 
     def _kv_bytes(self, tokens: int, workload: Workload) -> int:
         held = workload.num_sequences(tokens) * workload.cached_tokens + tokens
-        return held * self._shape.kv_bytes_per_token
+        return held * self._shape.kv_bytes_per_token * self._decoder.num_layers
 
 
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

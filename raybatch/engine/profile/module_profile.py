@@ -1,8 +1,8 @@
-"""Measures one representative layer: attention and experts by themselves, and both in parts.
+"""Measures one representative layer: attention and experts by themselves, and copies.
 
-What is measured feeds `raybatch.policy.cost.roofline` and `raybatch.policy.batches.step_plan`, not
-`raybatch.policy.cost.cost_model`. It is the decoder's own code that runs. A kind of host measures
-once and keeps the profile on disk.
+What is measured feeds `raybatch.policy.cost.roofline` and with it `raybatch.policy.choose_engine`,
+not `raybatch.policy.cost.cost_model`. It is the decoder's own code that runs. A kind of host
+measures once and keeps the profile on disk.
 """
 
 import hashlib
@@ -38,29 +38,29 @@ from raybatch.kernels.byte_numbers import row_width
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
 from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
-from raybatch.policy.batches.step_plan import MeasuredLayer
 from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
 
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
 # copies and layers take turns over so much memory, which is more than processors have of cache
 _BEYOND_CACHE_BYTES = 128 << 20
-# of the time budget: attention, experts, copies, layers in parts
-_SHARES = (0.2, 0.25, 0.05, 0.5)
+# of the time budget: attention of decodes and of prompts, experts, copies
+_SHARES = (0.25, 0.2, 0.45, 0.1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleProfile:
     model: ModelShape
-    attention: tuple[MeasuredWork, ...]
+    attention: tuple[MeasuredWork, ...]  # of rows that decode
+    prompts: tuple[MeasuredWork, ...]  # attention of prompts
     ffn: tuple[MeasuredWork, ...]
     to_device: tuple[MeasuredWork, ...]
     to_host: tuple[MeasuredWork, ...]
-    layers: tuple[MeasuredLayer, ...]
     copies_overlap: bool
 
     def costs(self) -> ModuleCosts:
         return ModuleCosts(
             attention=fit_roofline(self.attention),
+            prompts=fit_roofline(self.prompts),
             ffn=fit_roofline(self.ffn),
             to_device=fit_roofline(self.to_device),
             to_host=fit_roofline(self.to_host),
@@ -113,7 +113,7 @@ def profile_layer(
     tell: Callable[[str], None] = lambda _: None,
     ops: Ops | None = None,
 ) -> ModuleProfile:
-    """Measure attention, experts, copies and layers in parts; takes about `options.budget_s`.
+    """Measure attention, experts and copies; takes about `options.budget_s`.
 
     Repeated runs take turns over layers of the representative kind: one layer alone would stay in
     the processor's cache, where no forward pass finds it. Their weights are read once before, as
@@ -144,23 +144,19 @@ def profile_layer(
         for tensor in tensors_of(layers):
             tensor.clone()
         tell("attention")
-        attention = bench.attention(budgets[0])
+        attention = bench.attention(options.attention_tokens, options.workloads, budgets[0])
+        prompts = bench.attention(options.prompt_tokens, options.prompts, budgets[1])
         tell("experts" if is_sparse else "feed-forward block")
-        ffn = bench.ffn(budgets[1])
+        ffn = bench.ffn(budgets[2])
         tell("copies")
-        to_device, to_host = _profile_copies(device, stopwatch, budgets[2])
-        tell("attention in parts")
-        in_parts = [
-            *bench.layers("prefill", budgets[3] / 2),
-            *bench.layers("decode", budgets[3] / 2),
-        ]
+        to_device, to_host = _profile_copies(device, stopwatch, budgets[3])
     return ModuleProfile(
         model=model,
         attention=attention,
+        prompts=prompts,
         ffn=ffn,
         to_device=to_device,
         to_host=to_host,
-        layers=tuple(in_parts),
         copies_overlap=device.type == "cuda",
     )
 

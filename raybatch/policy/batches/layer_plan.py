@@ -1,6 +1,6 @@
 """What a layer computes and moves, and one choice of batch sizes and residence with its memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.roofline import Roofline, Work
@@ -161,6 +161,8 @@ class ModelShape:
 class ModuleCosts:
     """Measured costs of the parts of a layer; `ffn` is a run of the experts, or of the dense block.
 
+    `attention` is that of rows that decode, and of `prompts` where these were not measured.
+
     Copies overlap where they run during computation, in either direction; where they take the
     processor that computes, as on a CPU with one thread, they do not.
     """
@@ -170,6 +172,11 @@ class ModuleCosts:
     to_device: Roofline
     to_host: Roofline
     copies_overlap: bool = True
+    prompts: Roofline | None = None
+
+    def without_links(self) -> "ModuleCosts":
+        """Return the costs where copies take no time."""
+        return replace(self, to_device=self.to_device.times(0.0), to_host=self.to_host.times(0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
