@@ -291,8 +291,8 @@ def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     """Return what may be meant: the nearest choice, or the bytes of a size with a unit."""
     parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     choices = [str(c) for p in parts if get_origin(p) is Literal for c in get_args(p)]
-    if (name, value) in _GONE_CHOICES:
-        return _GONE_CHOICES[name, str(value)]
+    if isinstance(value, str) and (name, value) in _GONE_CHOICES:
+        return _GONE_CHOICES[name, value]
     is_size = name.endswith("_bytes") and isinstance(value, str | float)
     match = _SIZE.fullmatch(str(value).strip()) if is_size else None
     if match is None:
