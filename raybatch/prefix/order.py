@@ -21,7 +21,7 @@ from raybatch.records.arrays import Bools, Floats, Ints, Number
 # faster than on average, and KV is often the tighter limit
 _FILL = 0.53
 # rows at the end that are ordered by ratio, in rows that may run at once
-_TAIL = 2.25
+_TAIL = 2
 # multiples of it, modulo 1, spread any stretch of a list evenly
 _GOLDEN = (5**0.5 - 1) / 2
 
