@@ -121,7 +121,7 @@ def test_what_engines_reserve_is_checked(options, message):
     ("make", "name"),
     [
         (lambda: EngineConfig(dtype="f"), "engine.dtype"),
-        (lambda: EngineConfig(weight_buffers=3), "engine.weight_buffers"),
+        (lambda: EngineConfig(weight_buffers=0), "engine.weight_buffers"),
         (lambda: build_stage_config("demo", {"backend": "f"}, where="w"), "backend.kind"),
         (lambda: OpenAIOptions(base_url="http://h/v1", max_retries=-1), "backend.options.max_re"),
         (lambda: OpenAIOptions(base_url="h"), "backend.options.base_url"),

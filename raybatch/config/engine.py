@@ -44,12 +44,12 @@ class EngineConfig:
     not quantize."""
     device: Place[Annotated[str, _DEVICE]] = "auto"
     """Such as "cuda" or "cpu"; "auto" takes the GPU that Ray assigned, else the CPU."""
-    device_weight_bytes: Speed[NonNegative | None] = None
+    device_weight_bytes: Speed[NonNegative | Literal["auto"] | None] = "auto"
     """Device memory for weights; layers beyond it stay in host memory and are copied in at every
-    step. None keeps all on the device."""
+    step. "auto" keeps all that fit; where not all fit a GPU, as many as promise the most tokens/s.
+    None keeps all."""
     weight_buffers: Speed[Positive] = 2
-    """Device buffers, of one layer each, for the layers that are copied in; needs
-    `device_weight_bytes`."""
+    """Device buffers, of one layer each, for the layers that are copied in."""
     kv_cache_dtype: Answers[KVCacheDType] = "auto"
     """Type of KV: "auto" is `dtype`; "int8" and "fp8" (float8_e4m3fn) hold almost four times as
     many tokens as float32, and answers change."""
@@ -59,6 +59,9 @@ class EngineConfig:
     """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 has none
     and computes it again. "auto" takes a share of what is free where a GPU's engine chooses
     `kv_offload`, else none."""
+    host_kv_dtype: Answers[KVCacheDType] = "auto"
+    """With "int8" or "fp8", half of `host_kv_bytes` holds exact copies, and KV that finds no room
+    there is rounded into the other half; answers of such rows change. "auto" rounds nothing."""
     kv_offload: Speed[bool | Literal["auto"]] = "auto"
     """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
     attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
@@ -93,8 +96,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.device_weight_bytes is None and not is_default(self, "weight_buffers"):
             raise ConfigError(
-                "engine.weight_buffers is for layers that do not stay on the device; set "
-                "device_weight_bytes as well, or leave it out"
+                "engine.weight_buffers is for layers that do not stay on the device, and "
+                "device_weight_bytes of none keeps all there; leave one of them out"
             )
         if self.cuda_graphs is True and self.device == "cpu":
             raise ConfigError(
@@ -103,6 +106,8 @@ class EngineConfig:
             )
         if self.kv_offload is True:
             self._check_offload()
+        if self.host_kv_dtype != "auto":
+            self._check_rounding()
 
     def _check_offload(self) -> None:
         if self.host_kv_bytes in (None, 0):
@@ -119,6 +124,17 @@ class EngineConfig:
                     f"engine.{name} cannot be set with engine.kv_offload, which {why}; leave one "
                     "of them out"
                 )
+
+    def _check_rounding(self) -> None:
+        why = None
+        if not self.given_host_kv_bytes:
+            why = "is for KV in host memory; set host_kv_bytes as well, or leave it out"
+        elif self.kv_cache_dtype != "auto":
+            why = "rounds KV, and with kv_cache_dtype all has 8 bits already; leave one of them out"
+        elif self.kv_offload is True:
+            why = "rounds KV that yields, and with kv_offload none does; set kv_cache_dtype instead"
+        if why is not None:
+            raise ConfigError(f"engine.host_kv_dtype {why}")
 
     @property
     def token_budget(self) -> int:

@@ -49,8 +49,11 @@ class PhasedEngine:
         self._seen = RowsSeen(prepared.model.resolved.max_model_len)
         self._asked = prepared.usual_rows()
         self._choice = prepared.choose(self._asked)
-        if self._choice is not None:
-            log_choice(prepared.model.name, self._choice, self._asked, when="of usual length")
+        self._way = prepared.plain_reason()
+        if self._choice is None:
+            _logger.info("%s runs with %s", prepared.model.name, self._way)
+        else:
+            self._way = self._told(self._choice, self._asked, when="of usual length")
         began = time.perf_counter()
         self._engine = make(ModelRunner.of(prepared, self._choice))
         self._build_s = time.perf_counter() - began
@@ -108,8 +111,7 @@ class PhasedEngine:
 
     def stats(self) -> ReplicaStats:
         now = self._engine.stats()
-        way = "" if self._choice is None else self._choice.reason
-        return replace(_summed(self._past, now), way=way)
+        return replace(_summed(self._past, now), way=self._way)
 
     @property
     def _may_choose(self) -> bool:
@@ -187,9 +189,14 @@ class PhasedEngine:
         )
         if is_same or (now is not None and not self._pays(now, choice.best)):
             return
-        log_choice(self._prepared.model.name, choice, rows, when=when)
-        self._change(choice)
+        if self._change(choice):
+            self._way = self._told(choice, rows, when=when)
         self._next_look = self._num_steps + _STEPS_OF_REST
+
+    def _told(self, choice: EngineChoice, rows: RowsAhead, *, when: str) -> str:
+        """Log a choice, and return it as a sentence."""
+        log_choice(self._prepared.model.name, choice, rows, when=when)
+        return "; ".join((choice.reason, *choice.notes()))
 
     def _present_way(self, choice: EngineChoice) -> EngineWay | None:
         """Return what a choice says of the way that the engine runs now; None where it cannot."""
@@ -209,8 +216,8 @@ class PhasedEngine:
         change_s = sum(link.copy_s(num_bytes * facts.model.num_layers) for link in copies)
         return now.seconds - best.seconds > self._build_s + change_s
 
-    def _change(self, choice: EngineChoice) -> None:
-        """Build the engine anew; what runs goes on with its KV, and nothing is lost."""
+    def _change(self, choice: EngineChoice) -> bool:
+        """Build the engine anew, or as it was; what runs goes on with its KV, nothing is lost."""
         before = self._choice
         states, unstarted, failed = self._engine.leave()
         self._left += failed
@@ -230,6 +237,7 @@ class PhasedEngine:
         self._engine.restore(states)
         self._engine.add(unstarted)
         self._looked_at = self._engine.stats()
+        return self._choice is choice
 
     def _built(self, choice: EngineChoice | None) -> Engine:
         give_back_freed_memory(self._prepared.model.device)

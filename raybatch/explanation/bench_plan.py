@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from raybatch.backends.cost_cache import QUIET_SHARE
@@ -34,8 +35,7 @@ from raybatch.policy.batches.search import (
     SearchResult,
     plan_batches,
 )
-from raybatch.policy.cost.roofline import Work
-from raybatch.policy.residence import Residence, WeightSizes, pass_time
+from raybatch.policy.residence import Residence, WeightSizes, pass_seconds
 
 # share of the best rate from which experts count as busy: a larger batch gains less than the rest
 _EFFICIENCY = 0.95
@@ -128,7 +128,7 @@ class PlanReport:
         source = "read from the cache; --fresh measures again" if self.was_read else "just measured"
         notes = [
             f"{phase}: the best plan needs the host; the engine keeps KV on the device, and "
-            "streams whole layers where engine.device_weight_bytes asks for it"
+            "streams whole layers where engine.device_weight_bytes asks for it, or they do not fit"
             for phase, planned in self.phases.items()
             if _on_device(planned) is not planned.search.best
         ]
@@ -290,21 +290,13 @@ def _streamed_weights(
     if not residence.streamed:
         return None
     num_layers = len(sizes.layer_bytes)
-    copy = Work(operations=0.0, moved_bytes=residence.buffer_bytes)
-    pass_s = partial(
-        pass_time,
-        residence,
-        sizes,
-        bytes_per_s=residence.buffer_bytes / max(costs.to_device.seconds(copy), 1e-12),
-        copies_overlap=costs.copies_overlap,
-    )
+    plain_s = {phase: num_layers * seconds for phase, seconds in layer_s.items()}
+    pass_s = pass_seconds(residence, np.array(list(plain_s.values())), costs)
     return StreamedWeights(
         residence=residence,
         total_bytes=sizes.total_bytes,
-        plain_s={phase: num_layers * seconds for phase, seconds in layer_s.items()},
-        pass_s={
-            phase: pass_s(layer_s=[seconds] * num_layers) for phase, seconds in layer_s.items()
-        },
+        plain_s=plain_s,
+        pass_s=dict(zip(plain_s, pass_s.tolist(), strict=True)),
     )
 
 

@@ -180,9 +180,10 @@ def test_wrong_options_are_refused(wrong):
         EngineConfig(**wrong)
 
 
-def test_a_ring_without_a_budget_for_weights_is_refused():
-    with pytest.raises(ConfigError, match=r"weight_buffers is for layers .* set device_weight_byt"):
-        EngineConfig(weight_buffers=3)
+def test_a_ring_where_all_layers_stay_is_refused():
+    with pytest.raises(ConfigError, match=r"weight_buffers is for layers .* leave one of them out"):
+        EngineConfig(weight_buffers=3, device_weight_bytes=None)
+    assert 3 == EngineConfig(weight_buffers=3).weight_buffers
     assert 2 == EngineConfig(weight_buffers=2).weight_buffers
     assert 3 == EngineConfig(weight_buffers=3, device_weight_bytes=0).weight_buffers
 

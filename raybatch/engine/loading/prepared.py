@@ -67,7 +67,7 @@ class PreparedModel:
         Raises ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
         CapacityError: the memory does not hold a block of KV.
         """
-        model = load_model(source, config)
+        model = load_model(source, config, num_engines_on_host=num_engines_on_host)
         with current_device(model.device):
             return cls.of(model, config, num_engines_on_host)
 
@@ -133,7 +133,8 @@ class PreparedModel:
     @property
     def needs_device(self) -> bool:
         """Return whether an option that is set wants KV on the device."""
-        return bool(self.config.num_drafts) or self.config.cuda_graphs is True
+        config, is_rounded = self.config, self.config.host_kv_dtype != "auto"
+        return bool(config.num_drafts) or config.cuda_graphs is True or is_rounded
 
     @cached_property
     def profile(self) -> ModuleProfile | None:
@@ -190,6 +191,7 @@ class PreparedModel:
             block_size=config.block_size_tokens,
             activation_bytes=(2 * layer.model_dim + widest) * layer.element_bytes if is_gpu else 0,
             rows=rows,
+            residence=self.model.residence,
             kv_offload=offload,
             may_draft=config.speculative_tokens == "auto" and not is_gpu,
         )
@@ -208,6 +210,20 @@ class PreparedModel:
             # a shorter row may fit
             _logger.info("%s keeps KV on the device: %s", self.model.name, error_text(error))
             return None
+
+    def plain_reason(self) -> str:
+        """Return how rows run where nothing is chosen, and why."""
+        config = self.config
+        if config.kv_offload is True:
+            return "KV in host memory, as engine.kv_offload says"
+        why = "its layers could not be measured"
+        if config.kv_offload is False:
+            why = "engine.kv_offload says"
+        elif self.needs_device:
+            why = "engine.speculative_tokens or engine.cuda_graphs needs it there"
+        elif not self.host_kv_bytes:
+            why = "there is no host memory for KV (engine.host_kv_bytes)"
+        return f"KV on the device, as {why}; steps of up to {config.token_budget:,} tokens"
 
     def chosen(self, choice: EngineChoice | None) -> EngineConfig:
         """Return the options with what was chosen; without a choice KV is on the device."""
