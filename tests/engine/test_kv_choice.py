@@ -49,7 +49,7 @@ def test_an_engine_with_host_memory_measures_once_and_says_why(folder, monkeypat
         runners = [loaded(folder) for _ in range(2)]
     assert was_read == [False, True]
     assert runners[0].config.kv_offload is runners[1].config.kv_offload
-    assert caplog.text.count("qwen3-moe runs with KV ") == 2
+    assert caplog.text.count("qwen3-moe loaded as") == 2
     # "pass: layers" would look like a password
     assert caplog.messages == [redacted(message) for message in caplog.messages]
 

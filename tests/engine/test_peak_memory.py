@@ -99,7 +99,7 @@ class Steps:
         self.scheduler = Scheduler(
             blocks,
             self.table,
-            max_batched_tokens=config.max_batched_tokens,
+            max_batched_tokens=config.token_budget,
             enable_prefix_caching=True,
         )
         self.builder = BatchBuilder(self.table, num_blocks)
@@ -169,7 +169,7 @@ def test_rows_of_many_runs_take_no_more_than_the_largest_step(max_len, num_kv_he
     decoder = decoder_of(spec, ops_for(torch.device("cuda")))
     cache = allocate_kv_cache(spec, num_blocks=60, block_size=64, dtype=BF16, device=META)
     prompt = largest_prompt(config, spec)
-    assert config.max_batched_tokens == len(prompt.token_ids)
+    assert config.token_budget == len(prompt.token_ids)
     for num_runs, run_blocks in ((8, 1), (60, 1), (9, 40), (3, 200)):
         step = on_device(deep_step(prompt, num_runs, run_blocks), IndexUploads(META), META)
         assert measure(lambda b=step: decoder.forward(b, cache)) <= peak

@@ -129,7 +129,7 @@ class WindowRunner:
         block_size,
         spec=None,
         full_step_tokens=math.inf,
-        nan_after=-1,
+        nan_after=None,
         failing=(),
         choose=combine_at_experts,
     ):
@@ -141,7 +141,7 @@ class WindowRunner:
         self.host = FailingLayers(pool, host_blocks, failing)
         self.window = KVWindow(pool, self.host)
         self.num_blocks, self.num_window_blocks = host_blocks, self.window.num_blocks
-        self.spec, self.nan_after = spec or FakeSpec(), nan_after
+        self.spec, self.nan_after = spec or FakeSpec(), -1 if nan_after is None else nan_after
         self.device = torch.device("cpu")
         self.shared_reads, self.full_step_tokens = UNTIMED, full_step_tokens
         self.weight_counters, self.graph_counts = WeightCounters(), GraphCounts()
