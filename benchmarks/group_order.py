@@ -1,9 +1,9 @@
 """Orders of groups against each other, on simulated engines: steps, tokens per step, makespan.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/group_order.py [--workloads W1,W2] [--seeds 5]
-Every number is simulated (`step_simulator.py`). Orders come from `raybatch.prefix.order`, which
-sees the expected outputs of the column "knows": nothing, each class's largest output, the means of
-a probe of 1 % of the rows, or the true lengths. Medians over seeds, the worst seed behind them.
+Every number is simulated (`step_simulator.py`). Orders come from `orders.py`, which sees the
+expected outputs of the column "knows": nothing, each class's largest output, the means of a probe
+of 1 % of the rows, or the true lengths. Medians over seeds, the worst seed behind them.
 """
 
 import argparse
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import conditions
 import numpy as np
+from orders import order_groups
 from step_simulator import Device, Outcome, Rows, StepSimulator
 
 from raybatch.planning.probe import choose_probe, estimate_from_probe
-from raybatch.prefix.order import GroupLoad, OrderName, order_groups
+from raybatch.prefix.order import GroupLoad
 from raybatch.records.arrays import Floats, Ints
 
 TAIL_SIGMA, TAIL_CLIP = 1.95, 9.2
@@ -110,7 +111,7 @@ WORKLOADS: dict[str, Callable[[int], Workload]] = {
     "W3 .9/.35 x6 spread": lambda seed: w3(seed, 190, 138, sigma=1.0, scale=6),
     "W4": w4,
 }
-CASES: tuple[tuple[OrderName, str], ...] = (
+CASES: tuple[tuple[str, str], ...] = (
     ("depth_first", "-"),
     ("shuffle", "-"),
     ("ratio", "nothing"),
@@ -149,7 +150,7 @@ def group_load(rows: Rows, outputs: Floats | None) -> GroupLoad:
     )
 
 
-def run(workload: Workload, by: OrderName, knows: str, seed: int) -> Outcome:
+def run(workload: Workload, by: str, knows: str, seed: int) -> Outcome:
     device = workload.device
     density = device.density()
     load = group_load(workload.rows, expected(workload, knows, seed))

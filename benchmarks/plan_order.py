@@ -16,12 +16,14 @@ from pathlib import Path
 import conditions
 import numpy as np
 from group_order import Workload, expected, group_load, w1, w2, w2_full, w3, w4
+from orders import order_groups
 from step_simulator import Device, Rows
 
+from raybatch.config import EngineConfig
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import Sequence, SequenceTable
-from raybatch.prefix.order import GroupLoad, order_groups
+from raybatch.prefix.order import Room
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Request, Sampling
 
@@ -72,20 +74,12 @@ CASES: dict[str, Case] = {
     "W4 x6": Case(make=repeated(w4, 6)),
     "W4 x24": Case(make=repeated(w4, 24)),
 }
-ORDERS = ("shuffle", "ratio", "dual_scan", "tail .1", "tail .25", "tail .5")
+ORDERS = ("auto", "shuffle", "ratio", "dual_scan", "tail .1", "tail .25", "tail .5")
 
 
-def ordered(load: GroupLoad, by: str, seed: int, device: Device) -> Ints:
-    """Return the groups in their order; "tail f" is a shuffle whose last share goes by ratio."""
-    if by.startswith("tail"):
-        order = order_groups(load, by="shuffle", seed=seed)
-        ends = np.cumsum(load.num_rows[order])
-        first = int(np.searchsorted(ends, (1 - float(by.split()[1])) * ends[-1]))
-        tail = order[first:]
-        ratio = load.decode_ratio[tail]
-        return np.concatenate([order[:first], tail[np.argsort(-ratio, kind="stable")]])
-    density = device.density()
-    return order_groups(load, by=by, seed=seed, density=density)  # type: ignore[arg-type]
+def room_of(device: Device) -> Room:
+    engine = EngineConfig(max_batched_tokens=device.token_budget, max_num_seqs=MAX_NUM_SEQS)
+    return Room.of(engine)
 
 
 class Engine:
@@ -189,7 +183,8 @@ def rows_in_order(workload: Workload, by: str, knows: str, seed: int) -> Ints:
     load = group_load(workload.rows, expected(workload, knows, seed))
     if knows == "nothing":
         load = replace(load, output_tokens=load.num_rows * float(LIMIT))
-    rank = np.argsort(ordered(load, by, seed, workload.device))
+    density, room = workload.device.density(), room_of(workload.device)
+    rank = np.argsort(order_groups(load, by=by, seed=seed, density=density, room=room))
     return np.argsort(rank[workload.rows.group], kind="stable")
 
 

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from orders import DensityModel
 
 from raybatch.policy.admission import full_step_tokens
-from raybatch.prefix.order import DensityModel
 from raybatch.records.arrays import Ints
 
 

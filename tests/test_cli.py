@@ -121,7 +121,7 @@ def test_an_option_that_a_job_file_leaves_empty_takes_options(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["plan=off", "plan.order=shuffle"], {"plan": {"mode": False, "order": "shuffle"}}),
+        (["plan=off", "plan.order=ratio"], {"plan": {"mode": False, "order": "ratio"}}),
         (["plan=auto", "plan.seed=3"], {"plan": {"mode": "auto", "seed": 3}}),
         (["plan=null", "plan.seed=3"], {"plan": {"seed": 3}}),
         (

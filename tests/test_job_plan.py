@@ -170,6 +170,7 @@ def test_overwriting_removes_the_earlier_plan(source, model, tmp_path):
     ("plan", "message"),
     [
         ({"order": "ration"}, "did you mean 'ratio'"),
+        ({"order": "dual_scan"}, "one of auto, ratio, got 'dual_scan', which is gone: .* leave"),
         ({"unit_row": 3}, "did you mean 'unit_rows'"),
         ({"max_unit_rows": 10}, "max_unit_rows is 10 and unit_rows 1024.* raise max_unit_rows or"),
         ({"probe_fraction": 0}, "above 0 and at most 1"),
@@ -189,7 +190,7 @@ def test_a_plan_can_be_switched_off(plan):
 
 
 def test_options_that_a_plan_that_is_off_ignores_are_named(source, model, caplog):
-    options = {"mode": "off", "order": "shuffle", "lengths": "probe", "unit_rows": 8}
+    options = {"mode": "off", "order": "ratio", "lengths": "probe", "unit_rows": 8}
     local_job(source, "out", fake_stage(model, prompt="{text}"), plan=options).explain(
         measure=False
     )
@@ -210,6 +211,6 @@ def test_a_plan_that_is_only_off_is_not_spoken_of(source, model, caplog):
 
 def test_a_job_file_holds_the_options_of_the_plan(tmp_path):
     (tmp_path / "job.yaml").write_text(
-        "source: in\nsink: out\nplan: {order: shuffle}\nstage: {model: m, prompt: '{x}'}\n"
+        "source: in\nsink: out\nplan: {order: ratio}\nstage: {model: m, prompt: '{x}'}\n"
     )
-    assert "shuffle" == Job.from_yaml(tmp_path / "job.yaml").config.plan.order
+    assert "ratio" == Job.from_yaml(tmp_path / "job.yaml").config.plan.order

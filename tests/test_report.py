@@ -159,7 +159,7 @@ def planned_report(tmp_path, rng):
 
 def test_text_puts_plan_and_actual_side_by_side(planned_report):
     text = planned_report.to_text()
-    assert "plan: order ratio; hit rate 64.0 % planned, 50.0 % actual" in text
+    assert "plan: order auto; hit rate 64.0 % planned, 50.0 % actual" in text
     assert "the KV cache was 50 % smaller than planned" in text
     assert "engine time: 1 min 40 s planned, 90 s actual" in text
     assert "time by the clock: 50 s planned, 50 s actual" in text

@@ -134,6 +134,23 @@ def test_second_run_goes_on_where_the_first_stopped(model, tmp_path, plan):
     assert (made.rows_out, made.prompt_tokens) == (NUM_ROWS, report.prompt_tokens)
 
 
+def test_a_second_run_keeps_the_order_of_an_output_that_was_begun(model, tmp_path):
+    """Also where the order of the first run is gone, and the plan's options name it."""
+    write_source(tmp_path)
+    sink, hold = tmp_path / "out", Hold(tmp_path, NUM_ROWS - 8)
+    first = make_job(tmp_path, model, PLANS["small"] | {"order": "ratio"}, fake=hold.options)
+    run_until(first, lambda: len(parts_of(sink)) >= 2)
+    hold.release()
+    path, before = sink / "_raybatch" / "plan.json", parts_of(sink)
+    stored = json.loads(path.read_text())
+    stored["options"]["order"] = "dual_scan"
+    path.write_text(json.dumps(stored))
+    report = make_job(tmp_path, model, PLANS["small"], fake=hold.options).run()
+    check_output(sink, report)
+    assert before.items() <= parts_of(sink).items()
+    assert stored == json.loads(path.read_text())
+
+
 def test_the_log_of_a_run_has_every_unit_and_no_text_of_a_row(model, tmp_path):
     write_source(tmp_path)
     make_job(tmp_path, model, PLANS["small"]).run(progress=lambda *_: None)

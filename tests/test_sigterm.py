@@ -10,7 +10,7 @@ from raybatch.planning import run as plan_run
 from tests.jobs import Hold
 from tests.test_resume import check_output, make_job, num_kept, parts_of, write_source
 
-PLAN = {"order": "ascending", "unit_rows": 600, "max_unit_rows": 600, "min_saved_fraction": 0}
+PLAN = {"unit_rows": 600, "max_unit_rows": 600, "min_saved_fraction": 0}
 NUM_SHORT = 300
 
 pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")

@@ -28,7 +28,7 @@ from raybatch.records.types import Sampling
 
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 SpecialTokens = Literal["escape", "allow"]
-OrderName = Literal["ratio", "ascending", "shuffle", "depth_first", "dual_scan"]
+OrderName = Literal["auto", "ratio"]
 
 
 @options("pool.")
@@ -151,10 +151,9 @@ class PlanConfig:
 
     mode: Speed[Literal["auto", "off"]] = "auto"
     """Either "auto" makes the plan, "off" runs rows in input order."""
-    order: Speed[OrderName] = "ratio"
-    """Order of the prefix groups: "ratio" (most output per computed prompt token first),
-    "ascending" (the reverse), "shuffle" (random), "depth_first" (as in the prefix tree) or
-    "dual_scan" (compute-heavy and memory-heavy ones mixed)."""
+    order: Speed[OrderName] = "auto"
+    """Order of the prefix groups: "auto" mixes short and long outputs, long ones early enough to
+    end with the run; "ratio" takes most output per computed prompt token first."""
     sharing: Speed[Literal["single_level", "multi_level"]] = "single_level"
     """Either "single_level" shares one prefix per group; "multi_level" also shares prefixes of
     prefixes, by running subtrees of the prefix tree one after the other."""
@@ -176,7 +175,7 @@ class PlanConfig:
     """Inputs up to this size in memory are planned by the driver alone; larger ones by Ray tasks,
     on hashes of their prompts."""
     seed: Speed[NonNegative] = 0
-    """Random seed of the order "shuffle" and of the probe."""
+    """Random seed of the probe."""
 
     def __post_init__(self) -> None:
         if self.max_unit_rows < self.unit_rows:

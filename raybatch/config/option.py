@@ -31,6 +31,12 @@ from raybatch.errors import ConfigError, did_you_mean, range_text
 
 _T = TypeVar("_T")
 
+# choices that went, by the option's name, and what to do; the nearest one would lead astray
+_GONE_CHOICES = dict.fromkeys(
+    (("order", name) for name in ("ascending", "shuffle", "depth_first", "dual_scan")),
+    ", which is gone: auto is as fast or faster; leave order out, also to go on with an output "
+    "that was begun with it",
+)
 # options that went, and what to do; the nearest name would lead astray
 _GONE = {
     "admission": "rows start in the order in which they come, which no other order beat; "
@@ -285,6 +291,8 @@ def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     """Return what may be meant: the nearest choice, or the bytes of a size with a unit."""
     parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     choices = [str(c) for p in parts if get_origin(p) is Literal for c in get_args(p)]
+    if isinstance(value, str) and (name, value) in _GONE_CHOICES:
+        return _GONE_CHOICES[name, value]
     is_size = name.endswith("_bytes") and isinstance(value, str | float)
     match = _SIZE.fullmatch(str(value).strip()) if is_size else None
     if match is None:

@@ -25,6 +25,7 @@ from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.prefix.forecast import OrderForecast, merge_forecasts
 from raybatch.prefix.hits import NUM_WINDOWS, CacheSize
+from raybatch.prefix.order import Room
 from raybatch.prefix.partition import choose_parts, cut_values
 from raybatch.records.arrays import Ints
 
@@ -112,7 +113,11 @@ def _arrange(
 
 def _arrange_job(job: PlannedRun, num_parts: int) -> ArrangeJob:
     return ArrangeJob(
-        plan=job.plan, dedup=job.config.dedup, num_rows=job.source.num_rows, num_parts=num_parts
+        plan=job.plan,
+        dedup=job.config.dedup,
+        num_rows=job.source.num_rows,
+        num_parts=num_parts,
+        room=Room.of(job.config.engine, job.config.pool.replicas or 1),
     )
 
 

@@ -15,6 +15,7 @@ from raybatch.planning.fingerprint import InputFile
 from raybatch.planning.stored import PlanSubject, StoredPlan
 from raybatch.policy.cost.work import WorkTotals, work_totals
 from raybatch.prefix.block_keys import BlockKeys
+from raybatch.prefix.order import DEFAULT_ROOM, Room
 from raybatch.prefix.outline import TreeBox
 from raybatch.prefix.plan import Arrangement, RowPlan, is_worth_ordering
 from raybatch.prefix.profile import InputProfile
@@ -150,6 +151,7 @@ class ArrangeJob:
     dedup: bool
     num_rows: int
     num_parts: int
+    room: Room = DEFAULT_ROOM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

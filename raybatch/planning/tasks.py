@@ -157,7 +157,7 @@ def arrange(
     if probed is None and plan.expected_tokens_column is None:
         known = replace(rows, expected_tokens=np.full(len(row), np.nan))
     left_out = np.zeros(0, np.int64) if probed is None else probed.row
-    part = _ordered(arrangement, known, row, plan, left_out)
+    part = _ordered(arrangement, known, row, job, left_out)
     num_boxes = max(_MIN_BOXES, _MAX_BOXES // job.num_parts)
     # evenly spaced values, by rows, and the rows that each stands for
     num_ranked, ends = len(part.row), np.cumsum(part.entry_rows)
@@ -186,10 +186,10 @@ def arrange(
 
 
 def _ordered(
-    arrangement: Arrangement, rows: PlanRows, row: Ints, plan: PlanConfig, left_out: Ints
+    arrangement: Arrangement, rows: PlanRows, row: Ints, job: ArrangeJob, left_out: Ints
 ) -> ArrangedPart:
     """Return a part in its own order, without the rows whose numbers are `left_out`."""
-    entries, values = order_entries(arrangement, plan)
+    entries, values = order_entries(arrangement, job.plan, job.room)
     ranked, sizes = rank_entries(arrangement, entries), np.diff(arrangement.starts)[entries]
     is_kept = ~np.isin(row[ranked], left_out)
     entry_of_row = np.repeat(np.arange(len(sizes)), sizes)[is_kept]
@@ -214,7 +214,9 @@ def forecast(
 ) -> tuple[OrderForecast, ...]:
     """Return what orders of one part compute; `input_hits` does that of the input."""
     rows = _plan_rows(pieces)
-    plan, arrangement = plan_rows(rows, job.plan, dedup=job.dedup, is_reordered=is_reordered)
+    plan, arrangement = plan_rows(
+        rows, job.plan, room=job.room, dedup=job.dedup, is_reordered=is_reordered
+    )
     return forecast_orders(
         rows.keys,
         plan,

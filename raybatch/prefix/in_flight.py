@@ -51,7 +51,7 @@ def plan_in_flight(keys: BlockKeys, output_tokens: Ints) -> InFlightPlan:
     of_groups = nearest_open(tree, is_open)[deepest[groups.first_row]]
     node = np.concatenate([of_groups, deepest[is_alone]])
     rank = np.empty(len(load), np.int64)
-    rank[order_in_tree(tree, node, load, is_rising=False)] = np.arange(len(load))
+    rank[order_in_tree(tree, node, load, None)] = np.arange(len(load))
     place = np.empty(keys.num_rows, np.int64)
     place[tree.row_order] = np.arange(keys.num_rows)
     last_block = groups.prefix_len // keys.block_size - 1

@@ -23,7 +23,7 @@ from raybatch.prefix.groups import (
     num_computed_tokens,
     passed_nodes,
 )
-from raybatch.prefix.order import GroupLoad, order_groups, order_in_tree, values_in_tree
+from raybatch.prefix.order import DEFAULT_ROOM, GroupLoad, Room, order_in_tree, values_in_tree
 from raybatch.prefix.tree import PrefixTree, TreeStats, build_tree, tree_stats
 from raybatch.records.arrays import Bools, Floats, Ints, Number
 
@@ -88,7 +88,12 @@ class RowPlan:
 
 
 def plan_rows(
-    rows: PlanRows, config: PlanConfig, *, dedup: bool = True, is_reordered: bool | None = None
+    rows: PlanRows,
+    config: PlanConfig,
+    *,
+    room: Room = DEFAULT_ROOM,
+    dedup: bool = True,
+    is_reordered: bool | None = None,
 ) -> tuple[RowPlan, Arrangement]:
     """Plan rows that fit one process; near-linear in rows.
 
@@ -109,7 +114,7 @@ def plan_rows(
             is_reordered=False,
         )
         return kept, arrangement
-    entries, _ = order_entries(arrangement, config)
+    entries, _ = order_entries(arrangement, config, room)
     if rows.adapters is not None:
         entries = by_adapter(entries, rows.adapters[arrangement.rows[arrangement.starts[:-1]]])
     plan = RowPlan(
@@ -163,7 +168,7 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
         load=GroupLoad(
             prefix_tokens=entries.prefix_tokens,
             distinct_tokens=_sums(distinct[entries.rows], entries.starts),
-            num_rows=np.diff(entries.starts),
+            num_rows=_sums(generated[entries.rows].astype(np.int64), entries.starts),
             output_tokens=_sums((rows.expected_tokens * generated)[entries.rows], entries.starts),
         ),
         stats=tree_stats(tree, keys, first_equal),
@@ -173,21 +178,16 @@ def arrange_rows(rows: PlanRows, config: PlanConfig, *, dedup: bool = True) -> A
     )
 
 
-def order_entries(arrangement: Arrangement, config: PlanConfig) -> tuple[Ints, Floats]:
+def order_entries(arrangement: Arrangement, config: PlanConfig, room: Room) -> tuple[Ints, Floats]:
     """Return the entries in their order, and rising values to merge those of several parts.
 
-    What is below one node of the tree stays together where the order is by ratio. Both are [E], the
-    first a permutation.
+    What is below one node of the tree stays together. Both are [E], the first a permutation.
     """
     tree, node, load = arrangement.tree, arrangement.entry_node, arrangement.load
-    if config.order in ("ratio", "ascending"):
-        is_rising = config.order == "ascending"
-        entries = order_in_tree(tree, node, load, is_rising=is_rising)
-        is_passed = passed_nodes(tree, config.unit_rows)
-        return entries, values_in_tree(tree, node, load, entries, is_passed, is_rising=is_rising)
-    entries = order_groups(load, by=config.order, seed=config.seed)
-    sizes = np.diff(arrangement.starts)[entries]
-    return entries, (np.cumsum(sizes) - sizes / 2) / max(1, tree.num_rows)
+    is_by_ratio = config.order == "ratio"
+    entries = order_in_tree(tree, node, load, None if is_by_ratio else room)
+    is_passed = passed_nodes(tree, config.unit_rows)
+    return entries, values_in_tree(tree, node, load, entries, is_passed, is_by_ratio=is_by_ratio)
 
 
 def rank_entries(arrangement: Arrangement, entries: Ints) -> Ints:

@@ -96,6 +96,9 @@ TINY = {
     ),
     "group_order": Tiny(args=("--workloads", "W4", "--seeds", "1")),
     "plan_order": Tiny(args=("--cases", "W4", "--seeds", "1", "--knows", "true")),
+    "plan_order_engine": Tiny(
+        args=("--cases", "W4", "--repeats", "1", "--orders", "auto"), marks=(SLOW,)
+    ),
     "kill_replicas": Tiny(
         args=("--rows", "16", "--replicas", "1"),
         values={"KILL_AT_FRACTIONS": (0.0,)},

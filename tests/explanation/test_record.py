@@ -69,7 +69,7 @@ def test_sums_over_parts_can_be_explained(prompts):
     profile = explain_prompts(prompts).profile
     whole = InputProfile.merge([profile, profile])
     found = explain_profile(whole, source="in", model="m", plan=PlanConfig(), is_reordered=True)
-    assert "12 groups in order 'ratio'" in str(found)
+    assert "12 groups in order 'auto'" in str(found)
     assert "64.0 % of the prompt tokens need no computing" in facts(found)["hit rate"]
 
 

@@ -1,111 +1,85 @@
+"""The order of entries that share nothing, or a part of their prompts."""
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raybatch.config import EngineConfig
 from raybatch.errors import ConfigError
-from raybatch.prefix.order import ORDERS, REFERENCE_ROOFLINE, DensityModel, order_groups
+from raybatch.prefix.order import DEFAULT_ROOM, Room, order_in_tree
+from raybatch.prefix.tree import build_tree
 from tests.prefix.loads import loads, make_load
+from tests.prefix.prompts import keys_of
 
-# workload W3: sharing documents, long prompts, long outputs; 2 groups, 20 and 12 rows
-MIXED = make_load(
-    [600] * 2 + [0] * 32,
-    [80 * 60] * 2 + [1200] * 20 + [100] * 12,
-    [60] * 2 + [1] * 32,
-    [120] * 2 + [120] * 20 + [3000] * 12,
-)
+SMALL = Room(step_tokens=16, max_rows=4)
 
 
-def densities(load):
-    return REFERENCE_ROOFLINE.compute_s(load) / REFERENCE_ROOFLINE.memory_s(load)
+def order_of(load, room=SMALL):
+    """Return the order of groups that share nothing with each other."""
+    tree = build_tree(keys_of([[number] * 4 for number in range(len(load))], 4))
+    return order_in_tree(tree, np.zeros(len(load), np.int64), load, room).tolist()
 
 
-@given(loads(), st.sampled_from(ORDERS), st.integers(0, 3))
-def test_every_order_is_a_permutation_and_repeats(load, by, seed):
-    order = order_groups(load, by=by, seed=seed)
+@given(loads(), st.sampled_from([None, SMALL, DEFAULT_ROOM]))
+def test_an_order_is_a_permutation_and_repeats(load, room):
+    order = order_of(load, room)
     assert sorted(order) == list(range(len(load)))
-    assert order.tolist() == order_groups(load, by=by, seed=seed).tolist()
+    assert order == order_of(load, room)
 
 
 def test_without_outputs_short_prefills_come_first():
     load = make_load([100, 10, 40], [20, 10, 10], [2, 2, 2])
-    assert [1, 2, 0] == order_groups(load, by="ratio").tolist()
+    assert [1, 2, 0] == order_of(load, None)
 
 
 def test_with_outputs_the_ratio_decides():
     load = make_load([100, 10, 40], [20, 10, 10], [2, 2, 2], [240, 10, 75])
-    assert [0, 2, 1] == order_groups(load, by="ratio").tolist()
+    assert [0, 2, 1] == order_of(load, None)
 
 
-def test_ascending_is_the_reverse_of_ratio_without_ties():
-    load = make_load([100, 10, 40], [20, 10, 10], [2, 2, 2], [240, 10, 75])
-    assert (
-        order_groups(load, by="ratio")[::-1].tolist() == order_groups(load, by="ascending").tolist()
-    )
+def test_rows_that_run_at_once_go_by_ratio():
+    load = make_load([0] * 8, [9, 1, 8, 2, 7, 3, 6, 4], [1] * 8, [3] * 8)
+    assert order_of(load, None) == order_of(load, Room(step_tokens=16, max_rows=4))
 
 
-@pytest.mark.parametrize("by", ["ratio", "ascending", "depth_first", "dual_scan"])
-def test_equal_groups_keep_their_order(by):
-    load = make_load([7] * 9, [5] * 9, [3] * 9, [11] * 9)
-    assert list(range(9)) == order_groups(load, by=by).tolist()
+def test_the_last_rows_go_by_ratio():
+    random = np.random.default_rng(0)
+    load = make_load([0] * 200, random.integers(1, 99, 200), [1] * 200, random.integers(1, 99, 200))
+    ratios = load.decode_ratio[order_of(load)]
+    assert (np.diff(ratios[-8:]) <= 0).all()
+    assert not (np.diff(ratios[:-8]) <= 0).all()
 
 
-def test_a_shuffle_depends_on_its_seed_alone():
-    load = make_load([0] * 50, [1] * 50, [1] * 50)
-    first, again, other = (order_groups(load, by="shuffle", seed=s).tolist() for s in (1, 1, 2))
-    assert (True, False) == (first == again, first == other)
+def test_rows_of_each_length_are_spread_evenly():
+    """Every stretch of 20 rows has 4 to 6 of the fifth that are longer."""
+    load = make_load([0] * 500, [30] * 500, [1] * 500, [8] * 400 + [9] * 100)
+    is_longer = np.array(order_of(load)) >= 400
+    counts = np.add.reduceat(is_longer[:480].astype(int), np.arange(0, 480, 20))
+    assert (3, 5) <= (counts.min(), counts.max()) <= (4, 6)
 
 
-def test_an_unknown_order_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"'ratios' is not one of .* mean 'ratio'"):
-        order_groups(MIXED, by="ratios")
+def test_long_outputs_start_early_enough_to_end_with_the_run():
+    """Of about 160 steps, rows of 100 tokens start in the first third or so."""
+    load = make_load([0] * 220, [10] * 220, [1] * 220, [1] * 216 + [60] * 4)
+    places = np.argsort(order_of(load))
+    assert places[216:].max() < 220 * 0.8
 
 
-def test_densities_agree_with_the_published_workload():
-    """Loose: the shared attention of a group is counted exactly here."""
-    assert densities(MIXED)[[0, 2, 22]] == pytest.approx([60, 7.8, 0.57], rel=0.05)
-
-
-def test_the_density_of_a_union_is_the_ratio_of_sums():
-    both = make_load([0], [2 * 1200], [2], [240])
-    one = make_load([0], [1200], [1], [120])
-    assert densities(one)[0] == pytest.approx(densities(both)[0])
-    assert 2 * REFERENCE_ROOFLINE.compute_s(one)[0] == pytest.approx(
-        REFERENCE_ROOFLINE.compute_s(both)[0]
-    )
-
-
-def test_unknown_outputs_count_as_one_token_each():
-    unknown, known = make_load([4], [6], [2]), make_load([4], [6], [2], [2])
-    assert densities(known)[0] == densities(unknown)[0]
-
-
-def test_dual_scan_keeps_the_density_of_the_whole():
-    order = order_groups(MIXED, by="dual_scan")
-    compute, memory = REFERENCE_ROOFLINE.compute_s(MIXED), REFERENCE_ROOFLINE.memory_s(MIXED)
-    surplus = compute - memory * (compute.sum() / memory.sum())
-    drift = np.abs(np.cumsum(surplus[order]))
-    assert drift.max() <= np.abs(surplus).max()
-
-
-def test_dual_scan_follows_the_step_by_step_rule():
-    compute, memory = REFERENCE_ROOFLINE.compute_s(MIXED), REFERENCE_ROOFLINE.memory_s(MIXED)
-    surplus = compute - memory * (compute.sum() / memory.sum())
-    dense = [int(g) for g in np.argsort(-compute / memory, kind="stable") if surplus[g] >= 0]
-    sparse = [int(g) for g in np.argsort(compute / memory, kind="stable") if surplus[g] < 0]
-    order, taken_dense, taken_sparse = [], 0.0, 0.0
-    while dense or sparse:
-        side = dense if not sparse or (dense and taken_dense <= taken_sparse) else sparse
-        order.append(side.pop(0))
-        if side is dense:
-            taken_dense += surplus[order[-1]]
-        else:
-            taken_sparse -= surplus[order[-1]]
-    assert order == order_groups(MIXED, by="dual_scan").tolist()
+def test_long_rows_start_no_faster_than_others_end():
+    """All 110 of 60 tokens would start at once if 16 rows were not all that run at once."""
+    load = make_load([0] * 220, [10] * 220, [1] * 220, [1] * 110 + [60] * 110)
+    places = np.argsort(order_of(load, Room(step_tokens=10_000, max_rows=16)))
+    assert places[110:].max() > 180
 
 
 def test_no_groups_have_an_order():
-    assert [0] * 5 == [len(order_groups(make_load([], [], []), by=by)) for by in ORDERS]
+    assert [] == order_of(make_load([], [], []))
+
+
+def test_room_is_that_of_all_engines():
+    engine = EngineConfig(max_batched_tokens=64, max_num_seqs=256)
+    assert Room(step_tokens=192, max_rows=192) == Room.of(engine, 3)
 
 
 @pytest.mark.parametrize(
@@ -120,15 +94,3 @@ def test_no_groups_have_an_order():
 def test_a_wrong_load_names_its_group(arrays, message):
     with pytest.raises(ConfigError, match=message):
         make_load(*arrays)
-
-
-def test_a_density_model_without_bandwidth_is_refused():
-    with pytest.raises(ConfigError, match="bytes_per_s=0"):
-        DensityModel(
-            active_params=1,
-            num_layers=1,
-            hidden_size=1,
-            kv_bytes_per_token=1,
-            flops_per_s=1,
-            bytes_per_s=0,
-        )
