@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.forward_dag import DagNode, critical_path
 
 # passes that are laid out; what the last ones take is no longer that of a ring that fills
 _NUM_PASSES = 4
@@ -76,28 +75,27 @@ def pass_time(
 ) -> float:
     """Return the seconds of one pass through the layers, once passes follow each other.
 
-    It is the critical path of computations and copies: a layer waits for its copy, and a copy for
-    the layer that had its buffer. What the copies add is this less the sum of `layer_s`. Copies
-    overlap with computations on a GPU; on a CPU they take turns.
+    A layer waits for its copy, and a copy for the layer that had its buffer. What the copies add is
+    this less the sum of `layer_s`. Copies overlap with computations on a GPU; on a CPU they take
+    turns.
     """
-    nodes, users, ends = list[DagNode](), list[str](), list[int]()
-    link = "to_device" if copies_overlap else "compute"
-    for number in range(_NUM_PASSES):
+    computed_s = copied_s = 0.0
+    used_s, ends_s = list[float](), list[float]()
+    for _ in range(_NUM_PASSES):
         for idx, stays in enumerate(residence.is_resident):
-            name, after = f"{number}.{idx}", tuple[str, ...]()
             if not stays:
-                after = (f"{name}.load",)
-                # the one that had the buffer before
-                is_full = len(users) >= residence.num_buffers
-                freed = (users[-residence.num_buffers],) if is_full else ()
-                copy_s = sizes.layer_bytes[idx] / bytes_per_s
-                nodes.append(DagNode(name=after[0], resource=link, seconds=copy_s, after=freed))
-                users.append(name)
-            nodes.append(DagNode(name=name, resource="compute", seconds=layer_s[idx], after=after))
-        ends.append(len(nodes) - 1)
-    finish = critical_path(nodes).finish_s
+                # the layer that had the buffer before
+                is_full = len(used_s) >= residence.num_buffers
+                freed_s = used_s[-residence.num_buffers] if is_full else 0.0
+                begin_s = max(freed_s, copied_s if copies_overlap else computed_s)
+                copied_s = begin_s + sizes.layer_bytes[idx] / bytes_per_s
+                computed_s = max(computed_s, copied_s)
+            computed_s += layer_s[idx]
+            if not stays:
+                used_s.append(computed_s)
+        ends_s.append(computed_s)
     half = _NUM_PASSES // 2
-    return (finish[ends[-1]] - finish[ends[half - 1]]) / (_NUM_PASSES - half)
+    return (ends_s[-1] - ends_s[half - 1]) / (_NUM_PASSES - half)
 
 
 def _residence(sizes: WeightSizes, num_resident: int, weight_buffers: int) -> Residence:

@@ -1,0 +1,142 @@
+"""What an engine chooses within: its options and both memories; and what is known without one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from raybatch.config import DEFAULT_STEP_TOKENS, EngineConfig
+from raybatch.engine.loading.loaded_model import ResolvedEngine, resolve
+from raybatch.engine.memory.kv_cache import (
+    free_memory_bytes,
+    host_memory_bytes,
+    kv_bytes_per_token,
+    num_blocks_for,
+)
+from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.engine.profile.module_profile import ModuleProfile, load_profile, profile_path
+from raybatch.models.config import ModelSpec, read_model_spec
+from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
+from raybatch.policy.choose_engine import EngineFacts, RowsAhead
+
+# of steps on a GPU, beside the one that is usual
+_LARGER_STEPS = (4096, 8192, 16384)
+# of what a host has free, for KV that an engine may keep there by its own choice
+_HOST_FRACTION = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChoiceScope:
+    """Options of an engine, and the bytes that KV may take on the device and on the host."""
+
+    config: EngineConfig
+    resolved: ResolvedEngine
+    device_kv_bytes: int
+    host_kv_bytes: int
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.resolved.device.type == "cuda"
+
+    @property
+    def needs_device(self) -> bool:
+        """Return whether an option that is set wants KV on the device."""
+        return bool(self.config.num_drafts) or self.config.cuda_graphs is True
+
+    @property
+    def may_choose(self) -> bool:
+        """Return whether there is something to choose that measured layers decide."""
+        config = self.config
+        has_places = bool(self.host_kv_bytes) and not self.needs_device
+        may_offload = config.kv_offload == "auto" and has_places
+        return may_offload or (self.is_gpu and config.max_batched_tokens == "auto")
+
+    def facts(self, model: ModelShape, costs: ModuleCosts, rows: RowsAhead) -> EngineFacts:
+        """Return what a choice goes by."""
+        config, layer = self.config, model.layer
+        budgets: tuple[int, ...] = (config.token_budget,)
+        if self.is_gpu and config.max_batched_tokens == "auto":
+            budgets = (DEFAULT_STEP_TOKENS, *_LARGER_STEPS)
+        offload = False if self.needs_device else None
+        if isinstance(config.kv_offload, bool):
+            offload = config.kv_offload
+        # hidden states, and what one run of a module makes on the way
+        widest = max(layer.projected_dim, layer.top_k * (2 * layer.ffn_dim + layer.model_dim))
+        activation_bytes = (2 * layer.model_dim + widest) * layer.element_bytes
+        return EngineFacts(
+            model=model,
+            costs=costs,
+            device_kv_bytes=self.device_kv_bytes,
+            host_kv_bytes=self.host_kv_bytes,
+            max_num_seqs=config.max_num_seqs,
+            token_budgets=budgets,
+            block_size=config.block_size_tokens,
+            activation_bytes=activation_bytes if self.is_gpu else 0,
+            rows=rows,
+            kv_offload=offload,
+            may_draft=config.speculative_tokens == "auto" and not self.is_gpu,
+        )
+
+
+def host_kv_bytes(
+    config: EngineConfig, spec: ModelSpec, resolved: ResolvedEngine, num_engines_on_host: int
+) -> int:
+    """Return what the option says, or what an engine may take by itself.
+
+    Memory of a CPU's host is the device's, so there "auto" has none but where `kv_offload` asks for
+    it.
+    """
+    if config.host_kv_bytes != "auto":
+        return config.given_host_kv_bytes
+    is_cpu = resolved.device.type == "cpu"
+    if config.kv_offload is False or (is_cpu and config.kv_offload is not True):
+        return 0
+    return free_host_kv_bytes(config, spec, resolved, num_engines_on_host)
+
+
+def free_host_kv_bytes(
+    config: EngineConfig, spec: ModelSpec, resolved: ResolvedEngine, num_engines_on_host: int
+) -> int:
+    """Return a share of what the host has free, or the KV of the most rows where that is less."""
+    token_bytes = kv_bytes_per_token(spec, resolved.kv_dtype)
+    most = config.max_num_seqs * resolved.max_model_len * token_bytes
+    share = _HOST_FRACTION * free_memory_bytes(torch.device("cpu"))
+    return int(min(most, share / num_engines_on_host))
+
+
+def known_scope(
+    folder: Path, config: EngineConfig, *, num_engines_on_host: int = 1
+) -> tuple[ChoiceScope, ModuleProfile | None]:
+    """Return the scope of an engine on this host, about, and its layers where they were measured.
+
+    Reads the config in a model's folder and loads no weights. Raises ConfigError: there is no such
+    device, or the model cannot be run. Raises CapacityError: the memory does not hold a block of
+    KV.
+    """
+    spec = read_model_spec(folder)
+    resolved = resolve(config, spec)
+    device, options = resolved.device, profile_options(config)
+    profile = load_profile(profile_path(spec, resolved.dtype, device, options))
+    free_bytes = free_memory_bytes(device)
+    if profile is not None:
+        model, layer = profile.model, profile.model.layer
+        layers_bytes = model.num_layers * (layer.attention_bytes + layer.ffn_bytes)
+        # weights that are not there yet
+        free_bytes = max(0, free_bytes - model.other_bytes - layers_bytes)
+    num_blocks = num_blocks_for(
+        config,
+        spec,
+        dtype=resolved.kv_dtype,
+        device=device,
+        free_bytes=free_bytes,
+        num_engines_on_host=num_engines_on_host,
+        host_bytes=host_memory_bytes(),
+    )
+    block_bytes = kv_bytes_per_token(spec, resolved.kv_dtype) * config.block_size_tokens
+    scope = ChoiceScope(
+        config=config,
+        resolved=resolved,
+        device_kv_bytes=num_blocks * block_bytes,
+        host_kv_bytes=host_kv_bytes(config, spec, resolved, num_engines_on_host),
+    )
+    return scope, profile
