@@ -2,16 +2,20 @@
 
 Run: OMP_NUM_THREADS=1 python benchmarks/cost_model.py [--models dense-4m,moe-8m] [--requests 64]
 Each round measures the steps of a model, as for an explanation of a job, and then runs every
-workload, with other prompts each time. Costs are fitted to the steps of all rounds and to nothing
-else: no run is ever fitted to. The error of a workload is the median over its runs.
+workload, with other prompts each time. Costs are fitted to the steps of the run's own round, as an
+explanation of a job does it, and to nothing else: no run is ever fitted to. The error of a workload
+is the median over its runs. `spread` is how far the measured runs of one workload are apart, and
+`planned_spread` how far their estimates are: prompts differ, counts hardly do, so that both are
+noise of the host, which no estimate can be nearer than.
 
 Workloads: `random` and `mixed` of the e2e suite, `shared` with one prefix group per document, and
 `tight`: like `random` with twice the output, in a KV cache of a quarter of what all rows need, so
-that rows wait for memory and some are computed again.
+that rows wait for memory and some are computed again, and `crowded`: like `shared` with four times
+the output, in a cache that one document fills by half.
 
 `without` shows what each term of the model is good for: the errors of the same runs once it is
-taken out, with the costs of the others fitted anew. Without "other rounds" they are fitted to the
-steps of the run's own round alone, as an explanation of a job does it.
+taken out, with the costs of the others fitted anew. Without "own round" they are fitted to the
+steps of all rounds. What engines side by side take of each other is measured by `contention.py`.
 """
 
 import argparse
@@ -46,9 +50,10 @@ Clock = Callable[[], float]
 # a busy machine spoils the wall clock, and CPU seconds less
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 TIGHT = replace(RANDOM, name="tight", output_len=2 * RANDOM.output_len)
-WORKLOADS = {w.name: w for w in (RANDOM, MIXED, SHARED, TIGHT)}
+CROWDED = replace(SHARED, name="crowded", output_len=4 * SHARED.output_len)
+WORKLOADS = {w.name: w for w in (RANDOM, MIXED, SHARED, TIGHT, CROWDED)}
 # of the model and the forecast, which can be left out one by one
-TERMS = ("blocks", "memory", "cached keys", "other rounds")
+TERMS = ("blocks", "memory", "cached keys", "own round")
 GOAL = 0.05
 DEFAULT_MODELS = "dense-4m,dense-60m,moe-100m"
 
@@ -109,9 +114,16 @@ def run(backend: Backend, requests: Sequence[Request], clock: Clock) -> ReplicaS
     return replace(after, **counts, engine_s=seconds)
 
 
-def without(term: str, run: "Run", steps: Sequence[MeasuredStep]) -> float:
+def kv_tokens_of(workload: Workload) -> int | None:
+    """Return the cache of a workload that is short of memory; None for one that is not."""
+    if workload.name == TIGHT.name:
+        return workload.num_requests * (workload.prompt_len + workload.output_len) // 4
+    return 2 * workload.doc_len if workload.name == CROWDED.name else None
+
+
+def without(term: str, run: "Run", all_steps: Sequence[MeasuredStep]) -> float:
     """Estimate the engine seconds of a run, with a term left out."""
-    limits, work = run.limits, run.work
+    limits, work, steps = run.limits, run.work, run.steps
     if term == "blocks":
         limits = replace(limits, block_size=1)
     elif term == "memory":
@@ -120,8 +132,8 @@ def without(term: str, run: "Run", steps: Sequence[MeasuredStep]) -> float:
         # as those of the chunk itself
         steps = [replace(s, pairs=s.pairs + s.past_pairs, past_pairs=0.0) for s in steps]
         work = replace(work, pairs=work.pairs + work.past_pairs, past_pairs=0.0)
-    elif term == "other rounds":
-        steps = run.steps
+    elif term == "own round":
+        steps = all_steps
     return estimate(fit(steps, limits), work).engine_s.expected
 
 
@@ -138,7 +150,7 @@ class Run:
 
 def summarise(runs: Sequence[Run], steps: Sequence[MeasuredStep]) -> dict[str, Any]:
     """Compare the runs of one workload with what was expected of them."""
-    models = [fit(steps, run.limits) for run in runs]
+    models = [fit(run.steps, run.limits) for run in runs]
     planned = [estimate(model, run.work) for model, run in zip(models, runs, strict=True)]
     engine_s = [run.stats.engine_s for run in runs]
     done = [
@@ -161,6 +173,8 @@ def summarise(runs: Sequence[Run], steps: Sequence[MeasuredStep]) -> dict[str, A
         "engine_s": round(engine_s[middle], 3),
         "engine_s_runs": [round(seconds, 3) for seconds in engine_s],
         "planned_s": round(last.engine_s.expected, 3),
+        "spread": spread(engine_s),
+        "planned_spread": spread([p.engine_s.expected for p in planned]),
         "planned_error": error(p.engine_s.expected for p in planned),
         "actual_error": error(actual),
         "is_in_band": last.engine_s.low <= engine_s[middle] <= last.engine_s.high,
@@ -183,6 +197,11 @@ def median_error(expected: Sequence[float], measured: Sequence[float]) -> float:
     return round(statistics.median(e / m for e, m in pairs) - 1, 3)
 
 
+def spread(seconds: Sequence[float]) -> float:
+    """Return by which share the longest is longer than the shortest."""
+    return round(max(seconds) / min(seconds) - 1, 3)
+
+
 def load(folder: Path, settings: Settings) -> Backend:
     config = engine_config(PeerConfig(model=str(folder), variant="engine", settings=settings))
     return create_backend(str(folder), BackendConfig(kind="native"), config)
@@ -193,7 +212,7 @@ def validate(
 ) -> dict[str, Any]:
     """Measure one model and run all workloads, in turn; return errors by workload."""
     settings = Settings()
-    roomy, tight = load(folder, settings), None
+    roomy, small = load(folder, settings), dict[str, Backend]()
     limits, steps, fit_errors = limits_of(roomy, settings.max_batched_tokens), [], []
     runs: dict[str, list[Run]] = {workload.name: [] for workload in workloads}
     began, before = time.perf_counter(), time.process_time()
@@ -202,11 +221,10 @@ def validate(
         steps += measured
         fit_errors.append(round(fit(measured, limits).fit_error, 3))
         for place, workload in enumerate(workloads):
-            backend = roomy
-            if workload.name == TIGHT.name:
-                need = workload.num_requests * (workload.prompt_len + workload.output_len)
-                tight = tight or load(folder, replace(settings, kv_tokens=need // 4))
-                backend = tight
+            kv_tokens = kv_tokens_of(workload)
+            if kv_tokens is not None and workload.name not in small:
+                small[workload.name] = load(folder, replace(settings, kv_tokens=kv_tokens))
+            backend = small.get(workload.name, roomy)
             seed = number * len(workloads) + place
             prompts = prepare(workload, seed, first_id=(seed + 1) << 32)
             stats = run(backend, prompts.requests, clock)
@@ -253,6 +271,7 @@ def print_row(name: str, row: dict[str, Any]) -> None:
     print(
         f"{name:10} {row['workload']:8} {row['rows']:4} rows  engine {row['engine_s']:8.2f} s  "
         f"planned {row['planned_s']:8.2f} s ({row['planned_error']:+.1%})  "
+        f"spread {row['spread']:.0%}/{row['planned_spread']:.0%}  "
         f"actual {row['actual_error']:+.1%}  steps {row['planned_steps']}/{row['steps']}  "
         f"again {row['planned_recomputed_tokens']}/{row['recomputed_tokens']}",
         flush=True,

@@ -10,16 +10,18 @@ in whole blocks):
 
 One layer, no projections, with the form that an engine on this host has: compiled, or torch with
 --torch. Outputs of the three are compared before anything is timed; rounds are interleaved, the
-table shows the least of each on the thread's CPU clock.
+table shows the median of each on the thread's CPU clock, and the result the least too.
 """
 
 import argparse
+import statistics
 import time
 from pathlib import Path
 
 import conditions
 import torch
 
+from raybatch.config.environment import kernel_vectors
 from raybatch.kernels.attention import TORCH_DECODE, PreparedAttention, attend, prepare_attention
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodeForm, DecodePart
 from raybatch.kernels.native.decode_attention import decode_form
@@ -109,15 +111,15 @@ class Case:
             torch.testing.assert_close(self.attend(name), expected, rtol=1e-5, atol=1e-5)
 
 
-def measure(case: Case, rounds: int) -> dict[str, float]:
-    """Return the least CPU milliseconds of each plan."""
+def measure(case: Case, rounds: int) -> dict[str, list[float]]:
+    """Return the CPU milliseconds of each plan, round by round."""
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     for _ in range(rounds):
         for name in NAMES:
             began = time.thread_time()
             case.attend(name)
             times[name].append((time.thread_time() - began) * 1e3)
-    return {name: round(min(values), 3) for name, values in times.items()}
+    return times
 
 
 def main() -> None:
@@ -154,16 +156,22 @@ def main() -> None:
         )
         case.check()
         times = measure(case, options.rounds)
-        results.append(
-            {"query_heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "ms": times}
-        )
-        cells = " ".join(f"{times[name]:8.2f}" for name in NAMES)
+        least = {name: round(min(values), 3) for name, values in times.items()}
+        median = {name: round(statistics.median(values), 3) for name, values in times.items()}
+        shape = {"query_heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim}
+        results.append({**shape, "least_ms": least, "median_ms": median})
+        cells = " ".join(f"{median[name]:8.2f}" for name in NAMES)
         print(
             f"{heads[0]:3} {heads[1]:3} {head_dim:4}: {cells}   private / group "
-            f"{times['private'] / times['group']:.1f}, shared / group "
-            f"{times['shared'] / times['group']:.1f}"
+            f"{median['private'] / median['group']:.2f}, shared / group "
+            f"{median['shared'] / median['group']:.2f}"
         )
-    conditions.write_result(options.out, "group_attention.py", results=results)
+    conditions.write_result(
+        options.out,
+        "group_attention.py",
+        vectors="torch" if options.torch else kernel_vectors() or "native",
+        results=results,
+    )
 
 
 if __name__ == "__main__":

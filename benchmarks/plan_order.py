@@ -8,6 +8,7 @@ are of that roofline, not of a machine. Workloads are those of `group_order.py` 
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -88,13 +89,32 @@ def ordered(load: GroupLoad, by: str, seed: int, device: Device) -> Ints:
 
 
 class Engine:
-    """The scheduler with sequences that end at known lengths, a step at a time."""
+    """The scheduler with sequences that end at known lengths, a step at a time.
 
-    def __init__(self, rows: Rows, order: Ints, device: Device, block_size: int) -> None:
+    Args:
+        waits: whether rows wait for memory, as they do in an engine on this device.
+        expected: output tokens that the engine expects of each row; None leaves it to learn them.
+        limit: output tokens that it allows each row; None allows no more than it generates.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        order: Ints,
+        device: Device,
+        block_size: int,
+        *,
+        waits: bool = True,
+        expected: Ints | None = None,
+        limit: int | None = None,
+    ) -> None:
         self.device, self.rows = device, rows
         num_blocks = device.kv_tokens // block_size
         prompt, num_groups = rows.prefix + rows.distinct, int(rows.group.max()) + 1
-        longest = int((prompt + rows.output).max())
+        allowed = rows.output if limit is None else np.full(len(rows.output), limit)
+        longest = int((prompt + allowed).max())
+        # of the row in each slot, prompt and output
+        self.lengths, self.targets = prompt + rows.output, np.zeros(MAX_NUM_SEQS, np.int64)
         self.table = SequenceTable(
             max_slots=min(MAX_NUM_SEQS, device.token_budget),
             num_blocks=num_blocks,
@@ -106,6 +126,7 @@ class Engine:
             self.table,
             max_batched_tokens=device.token_budget,
             enable_prefix_caching=True,
+            full_step_tokens=device.full_step_tokens if waits else math.inf,
         )
         random = np.random.default_rng(7)
         widest = int(rows.prefix.max(initial=0))
@@ -117,13 +138,18 @@ class Engine:
                 request_id=row,
                 row_id="",
                 prompt_token_ids=np.concatenate([stems[group, :prefix], own]),
-                sampling=Sampling(max_tokens=int(rows.output[row])),
+                sampling=Sampling(max_tokens=int(allowed[row])),
                 group_id=group if prefix else None,
                 prefix_len=prefix // block_size * block_size,
             )
-            max_len = int(prompt[row] + rows.output[row])
             self.scheduler.add(
-                Sequence(request=request, sample_idx=0, arrival=arrival, max_len=max_len)
+                Sequence(
+                    request=request,
+                    sample_idx=0,
+                    arrival=arrival,
+                    max_len=int(prompt[row] + allowed[row]),
+                    expected_len=None if expected is None else int(prompt[row] + expected[row]),
+                )
             )
 
     def run(self) -> dict[str, float]:
@@ -142,9 +168,11 @@ class Engine:
             hidden = max(device.weights_s + read, compute + attention)
             sums["overlap_s"] += device.fixed_s + hidden
             num_steps, num_tokens = num_steps + 1, num_tokens + step.num_tokens
+            for slot in step.admitted:
+                self.targets[slot] = self.lengths[table.record(slot).request.request_id]
             slots = scheduler.advance(step)
             table.append_tokens(slots, np.full(len(slots), 7))
-            for slot in slots[table.num_tokens[slots] >= table.max_len[slots]].tolist():
+            for slot in slots[table.num_tokens[slots] >= self.targets[slots]].tolist():
                 scheduler.finish(slot)
         counters = scheduler.counters
         return sums | {
@@ -152,17 +180,22 @@ class Engine:
             "tokens": num_tokens,
             "preemptions": counters.num_preemptions,
             "recomputed": counters.num_recomputed_tokens,
+            "held_steps": counters.num_held_steps,
         }
+
+
+def rows_in_order(workload: Workload, by: str, knows: str, seed: int) -> Ints:
+    """Return the rows as a planner that knows so much of their outputs puts them."""
+    load = group_load(workload.rows, expected(workload, knows, seed))
+    if knows == "nothing":
+        load = replace(load, output_tokens=load.num_rows * float(LIMIT))
+    rank = np.argsort(ordered(load, by, seed, workload.device))
+    return np.argsort(rank[workload.rows.group], kind="stable")
 
 
 def run(case: Case, by: str, knows: str, seed: int) -> dict[str, float]:
     workload = case.make(seed)
-    load = group_load(workload.rows, expected(workload, knows, seed))
-    if knows == "nothing":
-        load = replace(load, output_tokens=load.num_rows * float(LIMIT))
-    order = ordered(load, by, seed, workload.device)
-    rank = np.argsort(order)
-    rows = np.argsort(rank[workload.rows.group], kind="stable")
+    rows = rows_in_order(workload, by, knows, seed)
     return Engine(workload.rows, rows, workload.device, case.block_size).run()
 
 

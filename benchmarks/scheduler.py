@@ -47,7 +47,6 @@ class Bench:
             self.table,
             max_batched_tokens=max(2048, 2 * num_seqs),
             enable_prefix_caching=True,
-            kv_admission_fraction=100,
         )
         self.builder = BatchBuilder(self.table, num_blocks)
         self.rules = FinishRules(num_seqs, (0,), NoStopStrings())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raybatch.policy.admission import full_step_tokens
 from raybatch.prefix.order import DensityModel
 from raybatch.records.arrays import Ints
 
@@ -76,6 +77,11 @@ class Device:
 
     def read_s(self, kv_tokens: float) -> float:
         return kv_tokens * self.kv_bytes / self.bytes_per_s
+
+    @property
+    def full_step_tokens(self) -> float:
+        kv_bytes = int(self.kv_tokens * self.kv_bytes)
+        return full_step_tokens(weight_bytes=int(self.weight_bytes), kv_bytes=kv_bytes)
 
     @property
     def weights_s(self) -> float:

@@ -152,13 +152,12 @@ def test_a_wrong_option_is_told_without_a_note_on_the_model_before_it(monkeypatc
     assert (code, capsys.readouterr().err) == (1, message)
 
 
-def test_a_wrong_admission_is_told_by_the_name_of_the_option(monkeypatch, capsys):
-    setting = "engine.admission=shorter"
+def test_an_option_that_went_says_what_to_do(monkeypatch, capsys):
+    setting = "engine.admission=shortest"
     code = run_main(monkeypatch, "run", "--input", "a", "--output", "b", "--set", setting)
     message = capsys.readouterr().err
     assert code == 1
-    assert "engine.admission must be one of fcfs, shortest, multi_bin, static" in message
-    assert "did you mean 'shortest'" in message
+    assert "the option 'admission' is gone: rows start in the order in which they come" in message
 
 
 def test_run_without_a_source_says_what_to_give():

@@ -121,7 +121,7 @@ def test_what_engines_reserve_is_checked(options, message):
     ("make", "name"),
     [
         (lambda: EngineConfig(dtype="f"), "engine.dtype"),
-        (lambda: EngineConfig(weight_buffers=3), "engine.weight_buffers"),
+        (lambda: EngineConfig(weight_buffers=0), "engine.weight_buffers"),
         (lambda: build_stage_config("demo", {"backend": "f"}, where="w"), "backend.kind"),
         (lambda: OpenAIOptions(base_url="http://h/v1", max_retries=-1), "backend.options.max_re"),
         (lambda: OpenAIOptions(base_url="h"), "backend.options.base_url"),
@@ -192,7 +192,11 @@ def test_only_options_that_count_bytes_tell_a_number():
     ("name", "value", "told"),
     [
         ("max_model_len", 600.5, "must be a whole number of at least 1, got 600.5"),
-        ("speculative_tokens", 1.5, "must be a whole number of at least 0, got 1.5"),
+        (
+            "speculative_tokens",
+            1.5,
+            'must be a whole number of at least 0, "auto" or none, got 1.5',
+        ),
         ("tune_malloc", "no", "must be true or false, got 'no'"),
         ("compile_kernels", "false", "must be true or false, got 'false'"),
         ("enable_prefix_caching", 1, "must be true or false, got 1"),

@@ -135,7 +135,7 @@ class BackendType:
     reads_safetensors: Callable[[BackendConfig], bool] = lambda _: True
     has_weights: bool = True  # it computes with those in the folder of the model
     refuses_native_options: bool = False  # that only the native engine has
-    obeys_engine_options: bool = False  # all of them, so memory and `engine.admission`
+    obeys_engine_options: bool = False  # all of them, so memory
     checks_grammars: bool = False  # as `raybatch.engine.sampling.grammars` does
     reads_images: bool = False
     has_adapters: bool = False  # rows may name some

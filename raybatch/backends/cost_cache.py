@@ -60,7 +60,7 @@ def load_or_measure(
     began = clock()
     try:
         # a draft is one row more of a step, so that a cost of rows is all there is to know of them
-        plain = replace(engine, speculative_tokens=None, admission="fcfs")
+        plain = replace(engine, speculative_tokens=None)
         running = create(model, backend, plain, num_engines_on_host=num_engines_on_host)
         loaded, cpu_before = clock(), cpu_clock()
         with closing(running):
@@ -110,7 +110,7 @@ def cost_model_path(
     described = {
         "model": _model_identity(model),
         "backend": {"kind": backend.kind, "options": dict(backend.options)},
-        "engine": asdict(replace(engine, speculative_tokens=None, admission="fcfs")),
+        "engine": asdict(replace(engine, speculative_tokens=None)),
         # engines share the memory of a host where nobody has said how much each gets
         "num_engines_on_host": num_engines_on_host if engine.kv_cache_bytes is None else None,
         "host": {"cpu": cpu_name(), "gpus": [] if engine.device == "cpu" else _gpu_names()},

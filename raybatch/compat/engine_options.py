@@ -56,7 +56,7 @@ def engine_config(engine_kwargs: Mapping[str, Any]) -> tuple[EngineConfig, list[
             values[name] = value
         elif name == _EAGER:
             # CUDA graphs are taken where they can be, unless this says no
-            values["cuda_graphs"] = False if value else None
+            values["cuda_graphs"] = False if value else "auto"
         elif meaning.native is IGNORED:
             ignored.append(f"engine_kwargs.{name}")
         elif meaning.native is not UNKNOWN:

@@ -4,13 +4,7 @@
 unknown keys with a suggestion. Nothing changes a config: `dataclasses.replace` makes a new one.
 """
 
-from raybatch.config.engine import (
-    DEFAULT_STEP_TOKENS,
-    AdmissionPolicy,
-    BackendConfig,
-    EngineConfig,
-    KVCacheDType,
-)
+from raybatch.config.engine import DEFAULT_STEP_TOKENS, BackendConfig, EngineConfig, KVCacheDType
 from raybatch.config.environment import (
     armed_fault,
     cache_dir,
@@ -34,7 +28,6 @@ from raybatch.config.option import from_mapping, from_plain
 
 __all__ = [
     "DEFAULT_STEP_TOKENS",
-    "AdmissionPolicy",
     "BackendConfig",
     "EngineConfig",
     "KVCacheDType",

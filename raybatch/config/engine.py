@@ -3,8 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from annotated_types import Ge
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from raybatch.config.option import (
@@ -23,8 +22,8 @@ from raybatch.records.types import Task
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8"]
-AdmissionPolicy = Literal["fcfs", "shortest", "multi_bin", "static"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
+_NONE_IS_AUTO = BeforeValidator(lambda value: "auto" if value is None else value)
 # a step of so many tokens keeps processors busy; larger ones need memory
 DEFAULT_STEP_TOKENS = 2048
 # what its engines are tested on
@@ -45,12 +44,12 @@ class EngineConfig:
     not quantize."""
     device: Place[Annotated[str, _DEVICE]] = "auto"
     """Such as "cuda" or "cpu"; "auto" takes the GPU that Ray assigned, else the CPU."""
-    device_weight_bytes: Speed[NonNegative | None] = None
+    device_weight_bytes: Speed[NonNegative | Literal["auto"] | None] = "auto"
     """Device memory for weights; layers beyond it stay in host memory and are copied in at every
-    step. None keeps all on the device."""
+    step. "auto" keeps all that fit; where not all fit a GPU, as many as promise the most tokens/s.
+    None keeps all."""
     weight_buffers: Speed[Positive] = 2
-    """Device buffers, of one layer each, for the layers that are copied in; needs
-    `device_weight_bytes`."""
+    """Device buffers, of one layer each, for the layers that are copied in."""
     kv_cache_dtype: Answers[KVCacheDType] = "auto"
     """Type of KV: "auto" is `dtype`; "int8" and "fp8" (float8_e4m3fn) hold almost four times as
     many tokens as float32, and answers change."""
@@ -76,13 +75,6 @@ class EngineConfig:
     """Longest prompt plus output; None takes the model's own limit."""
     enable_prefix_caching: Speed[bool] = True
     """Reuse the KV of equal leading blocks across requests."""
-    admission: Speed[AdmissionPolicy] = "fcfs"
-    """Which waiting row starts next: "fcfs" by arrival; "shortest" by predicted length, but none
-    waits for ever; "static" in batches that end before the next starts; "multi_bin" in such batches
-    of similar length. Prefix groups stay together."""
-    kv_admission_fraction: Speed[Annotated[float, Ge(0.01)] | None] = None
-    """Start rows while the forecast KV use stays below this share of the cache; above 1 more run at
-    once and some are computed again. None starts rows while blocks are free."""
     speculative_tokens: Speed[NonNegative | Literal["auto"] | None] = "auto"
     """Most draft tokens per sequence and step, looked up in its prompt and in earlier answers
     (n-gram speculation). Answers stay the same; drafts stop where they cost more than they save.
@@ -95,27 +87,22 @@ class EngineConfig:
     compile_kernels: Speed[bool] = True
     """On a CPU, compile hot operations with the host's C compiler, if there is one; float32 and one
     thread only."""
-    cuda_graphs: Speed[bool | None] = None
-    """Run steps as CUDA graphs, padded to a few sizes; None does so on CUDA where possible."""
+    cuda_graphs: Speed[Annotated[bool | Literal["auto"] | None, _NONE_IS_AUTO]] = "auto"
+    """Run steps as CUDA graphs, padded to a few sizes; "auto" does so on CUDA where possible."""
 
     def __post_init__(self) -> None:
         if self.device_weight_bytes is None and not is_default(self, "weight_buffers"):
             raise ConfigError(
-                "engine.weight_buffers is for layers that do not stay on the device; set "
-                "device_weight_bytes as well, or leave it out"
+                "engine.weight_buffers is for layers that do not stay on the device, and "
+                "device_weight_bytes of none keeps all there; leave one of them out"
             )
-        if self.cuda_graphs and self.device == "cpu":
+        if self.cuda_graphs is True and self.device == "cpu":
             raise ConfigError(
                 "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
                 "out, and engines use graphs where they run on CUDA"
             )
         if self.kv_offload is True:
             self._check_offload()
-        if self.kv_admission_fraction is not None and self.admission in ("static", "multi_bin"):
-            raise ConfigError(
-                "engine.kv_admission_fraction spreads starts over time, and with "
-                f"admission={self.admission!r} a batch starts at once; leave one of them out"
-            )
 
     def _check_offload(self) -> None:
         if self.host_kv_bytes in (None, 0):

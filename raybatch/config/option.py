@@ -31,6 +31,15 @@ from raybatch.errors import ConfigError, did_you_mean, range_text
 
 _T = TypeVar("_T")
 
+# options that went, and what to do; the nearest name would lead astray
+_GONE = {
+    "admission": "rows start in the order in which they come, which no other order beat; "
+    "leave it out",
+    "kv_admission_fraction": "rows wait for memory by themselves where that pays; leave it out",
+    "attn_batch_tokens": "a step with KV on the device is never quicker in parts; leave it out",
+    "moe_batch_tokens": "feed-forward layers wait for all rows of a step; leave it out",
+}
+
 
 class Decides(Enum):
     """What an option decides; of one that does not say so it is the answers."""
@@ -162,7 +171,7 @@ def from_mapping(cls: type[_T], mapping: Mapping[str, Any], *, where: str) -> _T
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in mapping:
         if name not in fields:
-            raise ConfigError(f"{where}: unknown option {name!r}{did_you_mean(name, fields)}")
+            raise ConfigError(f"{where}: {_unknown(name, fields)}")
     for name, field in fields.items():
         is_needed = field.default is field.default_factory is dataclasses.MISSING
         if is_needed and name not in mapping:
@@ -206,6 +215,12 @@ def _convert(hint: Any, value: Any, where: str) -> Any:  # noqa: ANN401 - data o
     return tuple(_convert(item, inner, f"{where}[{i}]") for i, inner in enumerate(value))
 
 
+def _unknown(name: str, known: Collection[str]) -> str:
+    if name in _GONE:
+        return f"the option {name!r} is gone: {_GONE[name]}"
+    return f"unknown option {name!r}{did_you_mean(name, known)}"
+
+
 def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -218,7 +233,7 @@ def _refusal(cls: type, error: ValidationError) -> ConfigError:
     name = str(first["loc"][0])
     field, value = fields_of(cls).get(name), first["input"]
     if field is None:
-        return ConfigError(f"unknown option {name!r}{did_you_mean(name, fields_of(cls))}")
+        return ConfigError(_unknown(name, fields_of(cls)))
     if first["type"] == "missing":
         return ConfigError(f"the option {name!r} is missing")
     if len(first["loc"]) > 1:
@@ -270,13 +285,10 @@ def _hint(kind: Any, name: str, value: object) -> str:  # noqa: ANN401
     """Return what may be meant: the nearest choice, or the bytes of a size with a unit."""
     parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     choices = [str(c) for p in parts if get_origin(p) is Literal for c in get_args(p)]
-    if isinstance(value, str) and choices:
-        return did_you_mean(value, choices)
-    if not name.endswith("_bytes") or not isinstance(value, str | float):
-        return ""
-    match = _SIZE.fullmatch(str(value).strip())
+    is_size = name.endswith("_bytes") and isinstance(value, str | float)
+    match = _SIZE.fullmatch(str(value).strip()) if is_size else None
     if match is None:
-        return ""
+        return did_you_mean(value, choices) if isinstance(value, str) and choices else ""
     number, unit, is_binary = match.groups()
     factor = (1024 if is_binary else 1000) ** " kmgtp".index(unit.lower() or " ")
     size = Decimal(number) * factor

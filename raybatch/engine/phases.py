@@ -16,13 +16,11 @@ from raybatch.engine.rows_seen import RowsSeen
 from raybatch.errors import CapacityError, ConfigError, error_text
 from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineChoice, EngineWay, RowsAhead
-from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
+from raybatch.policy.step_drift import step_drift
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 # steps between two looks at how it goes, and after a change
 _STEPS_OF_LOOK, _STEPS_OF_REST = 64, 512
-# of measured steps beside the forecast, from which on costs are no longer believed
-_MAX_DRIFT = 0.2
 # rows of another length than those that were chosen for
 _OTHER_LENGTH = 1.25
 # drafts of the last rows, where no option says how many
@@ -51,8 +49,11 @@ class PhasedEngine:
         self._seen = RowsSeen(prepared.model.resolved.max_model_len)
         self._asked = prepared.usual_rows()
         self._choice = prepared.choose(self._asked)
-        if self._choice is not None:
-            log_choice(prepared.model.name, self._choice, self._asked, when="of usual length")
+        self._way = prepared.scope.plain_reason()
+        if self._choice is None:
+            _logger.info("%s runs with %s", prepared.model.name, self._way)
+        else:
+            self._way = self._told(self._choice, self._asked, when="of usual length")
         began = time.perf_counter()
         self._engine = make(ModelRunner.of(prepared, self._choice))
         self._build_s = time.perf_counter() - began
@@ -110,8 +111,7 @@ class PhasedEngine:
 
     def stats(self) -> ReplicaStats:
         now = self._engine.stats()
-        way = "" if self._choice is None else self._choice.reason
-        return replace(_summed(self._past, now), way=way)
+        return replace(_summed(self._past, now), way=self._way)
 
     @property
     def _may_choose(self) -> bool:
@@ -162,42 +162,17 @@ class PhasedEngine:
     def _has_drifted(
         self, way: EngineWay, before: ReplicaStats, now: ReplicaStats, seconds: float
     ) -> bool:
-        """Correct costs where the steps between took other times; return whether they did.
-
-        Seconds of copies are known where they do not overlap; the others are those of modules.
-        """
-        num_steps = now.num_steps - before.num_steps
+        """Correct costs where the steps between took other times; return whether they did."""
         facts = self._prepared.facts(self._asked)
-        if not num_steps or facts is None:
+        copied_s = self._engine.runner.window_counters.copy_s
+        copy_s, self._copied_s = copied_s - self._copied_s, copied_s
+        if facts is None:
             return False
-        computed = now.prompt_tokens - now.cached_tokens
-        computed += now.num_recomputed_tokens
-        computed -= before.prompt_tokens - before.cached_tokens + before.num_recomputed_tokens
-        decoded = now.generated_tokens - before.generated_tokens
-        shape = self._asked.shape
-        counts = StepCounts(
-            decode_rows=np.array([decoded / num_steps]),
-            prefill_tokens=np.array([max(0, computed) / num_steps]),
-            prompt_tokens=shape.prompt_tokens,
-            context_tokens=shape.prompt_tokens + shape.output_tokens / 2,
-        )
-        copy_s = self._engine.runner.window_counters.copy_s - self._copied_s
-        self._copied_s += copy_s
-        plain_s = num_steps * float(step_seconds(facts.model, facts.costs, counts)[0])
-        drift = (seconds - copy_s) / max(plain_s, 1e-9)
-        has_drifted = abs(drift - 1) > _MAX_DRIFT
-        if way.kv_offload:
-            parts = way.rows_together / max(1, way.rows_attending)
-            tokens = int(decoded / num_steps * counts.context_tokens / max(1.0, parts))
-            buffer = KVBuffer(num_tokens=max(1, tokens), num_buffers=2)
-            all_s = num_steps * float(step_seconds(facts.model, facts.costs, counts, buffer)[0])
-            links = copy_s / max(all_s - plain_s, 1e-9)
-            if copy_s and abs(links - 1) > _MAX_DRIFT:
-                self._prepared.link_factor *= links
-                has_drifted = True
-        if has_drifted:
-            self._prepared.module_factor *= drift
-        return has_drifted
+        drift = step_drift(facts, way, before, now, seconds=seconds, copy_s=copy_s)
+        if drift.is_far:
+            self._prepared.module_factor *= drift.modules
+            self._prepared.link_factor *= drift.links
+        return drift.is_far
 
     def _ask(self, rows: RowsAhead, *, when: str) -> None:
         """Choose for these rows, and change where that saves more than it costs."""
@@ -214,9 +189,14 @@ class PhasedEngine:
         )
         if is_same or (now is not None and not self._pays(now, choice.best)):
             return
-        log_choice(self._prepared.model.name, choice, rows, when=when)
-        self._change(choice)
+        if self._change(choice):
+            self._way = self._told(choice, rows, when=when)
         self._next_look = self._num_steps + _STEPS_OF_REST
+
+    def _told(self, choice: EngineChoice, rows: RowsAhead, *, when: str) -> str:
+        """Log a choice, and return it as a sentence."""
+        log_choice(self._prepared.model.name, choice, rows, when=when)
+        return "; ".join((choice.reason, *choice.notes()))
 
     def _present_way(self, choice: EngineChoice) -> EngineWay | None:
         """Return what a choice says of the way that the engine runs now; None where it cannot."""
@@ -236,8 +216,8 @@ class PhasedEngine:
         change_s = sum(link.copy_s(num_bytes * facts.model.num_layers) for link in copies)
         return now.seconds - best.seconds > self._build_s + change_s
 
-    def _change(self, choice: EngineChoice) -> None:
-        """Build the engine anew; what runs goes on with its KV, and nothing is lost."""
+    def _change(self, choice: EngineChoice) -> bool:
+        """Build the engine anew, or as it was; what runs goes on with its KV, nothing is lost."""
         before = self._choice
         states, unstarted, failed = self._engine.leave()
         self._left += failed
@@ -257,6 +237,7 @@ class PhasedEngine:
         self._engine.restore(states)
         self._engine.add(unstarted)
         self._looked_at = self._engine.stats()
+        return self._choice is choice
 
     def _built(self, choice: EngineChoice | None) -> Engine:
         give_back_freed_memory(self._prepared.model.device)

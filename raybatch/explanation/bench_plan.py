@@ -11,7 +11,7 @@ import torch
 
 from raybatch.backends.cost_cache import QUIET_SHARE
 from raybatch.config import EngineConfig
-from raybatch.engine.loading.choice_scope import ChoiceScope, free_host_kv_bytes
+from raybatch.engine.loading.known_scope import free_host_kv_bytes
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.profile.cached_file import cpu_name
 from raybatch.engine.profile.module_profile import ModuleProfile
@@ -20,29 +20,29 @@ from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, full, percent
 from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
-from raybatch.policy.residence import Residence, WeightSizes, pass_time
+from raybatch.policy.residence import Residence, WeightSizes
 from raybatch.policy.step_seconds import StepCounts, step_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedWeights:
-    """Where layers are, and how long a pass takes for that and without copies (`plain_s`)."""
+    """Where layers are, and how long a step takes for that and without copies (`plain_s`)."""
 
     residence: Residence
     total_bytes: int
     plain_s: Mapping[str, float]
-    pass_s: Mapping[str, float]
+    streamed_s: Mapping[str, float]
 
     def to_text(self) -> str:
         residence = self.residence
         longer = ", ".join(
-            f"{phase} {1e3 * (self.pass_s[phase] - plain_s):.3g} ms "
-            f"({percent(self.pass_s[phase] / plain_s - 1, 0)})"
+            f"{phase} {1e3 * (self.streamed_s[phase] - plain_s):.3g} ms "
+            f"({percent(self.streamed_s[phase] / plain_s - 1, 0)})"
             for phase, plain_s in self.plain_s.items()
         )
         kept = f"{full(sum(residence.is_resident))} of {full(len(residence.is_resident))} layers"
         return (
-            f"{kept} stay on the device; a pass copies "
+            f"{kept} stay on the device; a step copies "
             f"{residence.pass_bytes / 1e6:,.1f} of {self.total_bytes / 1e6:,.1f} MB through "
             f"{count(residence.num_buffers, 'buffer')}, and takes longer for that: {longer}"
         )
@@ -216,7 +216,7 @@ def plan_report(
         dtype=str(model.dtype).removeprefix("torch."),
         facts=facts,
         choice=choice,
-        not_asked="" if scope.may_choose else _why_not_asked(scope),
+        not_asked="" if scope.may_choose else scope.plain_reason(),
         with_host=with_host,
         with_host_bytes=host_bytes,
         profile=prepared.profile,
@@ -224,14 +224,6 @@ def plan_report(
         cpu_share=cpu_share,
         weights=_streamed_weights(model.residence, model.sizes, facts, choice),
     )
-
-
-def _why_not_asked(scope: ChoiceScope) -> str:
-    if scope.config.kv_offload != "auto":
-        return "engine.kv_offload says where KV is"
-    if scope.needs_device:
-        return "drafts and CUDA graphs that are asked for want KV on the device"
-    return "KV is on the device, as there is no host memory for it"
 
 
 def _with_host(facts: EngineFacts, free_bytes: int) -> EngineChoice | None:
@@ -249,7 +241,7 @@ def _streamed_weights(
     """Return what streaming costs steps of decodes or of prompts alone; None where all stay."""
     if not residence.streamed:
         return None
-    num_layers, best, shape = len(sizes.layer_bytes), choice.best, facts.rows.shape
+    best, shape = choice.best, facts.rows.shape
     prompts, rows = np.array([[best.max_batched_tokens, 0], [0, best.rows_together]], float).T
     steps = StepCounts(
         decode_rows=rows,
@@ -257,26 +249,11 @@ def _streamed_weights(
         prompt_tokens=shape.prompt_tokens,
         context_tokens=shape.prompt_tokens + shape.output_tokens / 2,
     )
-    # twice the layers, less one time of all that a step takes
-    twice = replace(facts.model, num_layers=2 * num_layers)
-    plain_s = step_seconds(twice, facts.costs, steps) - step_seconds(
-        facts.model, facts.costs, steps
+    step_s = partial(step_seconds, facts.model, facts.costs, steps)
+    plain_s, streamed_s = (
+        dict(zip(("prefill", "decode"), step_s(residence=one).tolist(), strict=True))
+        for one in (None, residence)
     )
-    pass_s = partial(
-        pass_time,
-        residence,
-        sizes,
-        bytes_per_s=residence.buffer_bytes
-        / max(facts.costs.to_device.copy_s(residence.buffer_bytes), 1e-12),
-        copies_overlap=facts.costs.copies_overlap,
-    )
-    plain = dict(zip(("prefill", "decode"), np.maximum(plain_s, 1e-9).tolist(), strict=True))
     return StreamedWeights(
-        residence=residence,
-        total_bytes=sizes.total_bytes,
-        plain_s=plain,
-        pass_s={
-            phase: pass_s(layer_s=[seconds / num_layers] * num_layers)
-            for phase, seconds in plain.items()
-        },
+        residence=residence, total_bytes=sizes.total_bytes, plain_s=plain_s, streamed_s=streamed_s
     )

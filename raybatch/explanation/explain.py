@@ -1,13 +1,14 @@
 """Explains a source: plans it without running it, and says how long it would take."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from raybatch.actors.executors.local_measure import measure_local
-from raybatch.actors.executors.local_pools import plan_local_placement
+from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_placement
 from raybatch.actors.replicas.placement import Placement, cluster_now, connected_ray, plan_placement
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS, cost_model_path, load_cost_model
@@ -23,7 +24,7 @@ from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun, plann
 from raybatch.planning.run import fit_units, is_small
 from raybatch.planning.small import gather, plan_gathered
 from raybatch.policy.cost.cost_model import CostModel
-from raybatch.policy.cost.estimate import estimate, money
+from raybatch.policy.cost.estimate import core_share_of, estimate, money
 from raybatch.policy.cost.work import WorkTotals, merge_work
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
 from raybatch.prefix.histogram import histogram_bands, length_bands
@@ -152,8 +153,9 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     work = _work(question, planned)
     if explanation.own_order is not None and not explanation.is_reordered:
         work = work.with_cache(explanation.own_order.computed_tokens)
-    num_replicas = placement_of(question).num_replicas
-    cost = estimate(costs, work, num_replicas)
+    placement = placement_of(question)
+    num_replicas = placement.num_replicas
+    cost = estimate(costs, work, num_replicas, core_share=core_share_in(placement, question.spec))
     time = TimeEstimate(
         engine_s=cost.engine_s.expected,
         wall_s=cost.wall_s.expected,
@@ -348,7 +350,8 @@ def _likely_engine_s(
         generated_tokens=actual.generated_tokens * actual.num_generated / actual.num_rows,
         num_rows=actual.num_generated,
     )
-    band = estimate(costs, done, actual.num_replicas).engine_s
+    core_share = core_share_in(placement_of(question), question.spec)
+    band = estimate(costs, done, actual.num_replicas, core_share=core_share).engine_s
     return band.expected, band.low, band.high
 
 
@@ -357,6 +360,18 @@ def placement_of(question: Question) -> Placement:
     if question.is_local or connected_ray() is None:
         return plan_local_placement(question.spec)
     return plan_placement(question.spec, cluster_now())
+
+
+def core_share_in(placement: Placement, spec: PoolSpec) -> float:
+    """Return the share of a core that each thread of a pool's engines has; hosts are like this one.
+
+    It is 1 where engines compute on GPUs, or elsewhere.
+    """
+    is_on_gpu = spec.engine.device != "cpu" and (placement.num_gpus or gpus_of_host())
+    if is_on_gpu or not type_of(spec.backend).has_weights:
+        return 1.0
+    cores = len(os.sched_getaffinity(0))
+    return core_share_of(cores, placement.num_engines_on_host, spec.engine.num_threads)
 
 
 def cost_model_of(question: Question) -> tuple[CostModel | None, str]:

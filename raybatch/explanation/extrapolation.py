@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.backends.registry import type_of
-from raybatch.explanation.explain import Question, cost_model_of, placement_of
+from raybatch.explanation.explain import Question, core_share_in, cost_model_of, placement_of
 from raybatch.explanation.record import TimeEstimate
 from raybatch.planning.planned import PlannedInput, planned_work
 from raybatch.policy.cost.estimate import Band, band, estimate, money
@@ -64,7 +64,8 @@ def extrapolate(
     """
     prompts, prompt_error = _total(prompt_tokens, num_rows)
     outputs, output_error = _total(generated_tokens, num_rows)
-    num_replicas = placement_of(question).num_replicas
+    placement = placement_of(question)
+    num_replicas = placement.num_replicas
     factor = num_rows / max(1, planned.num_rows)
     costs, no_time = cost_model_of(question)
     time = slowest_s = None
@@ -76,7 +77,12 @@ def extrapolate(
             is_grouped=planned.plan.is_reordered,
         )
         least, expected, most = (
-            estimate(costs, _scaled(work, factor, 1 + prompt, 1 + generated), num_replicas)
+            estimate(
+                costs,
+                _scaled(work, factor, 1 + prompt, 1 + generated),
+                num_replicas,
+                core_share=core_share_in(placement, question.spec),
+            )
             for prompt, generated in (
                 (-prompt_error, -output_error),
                 (0.0, 0.0),

@@ -8,17 +8,20 @@ the rows that are to come, step by step, with the scheduler's own rules.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raybatch.errors import CapacityError
+from raybatch.errors import CapacityError, ConfigError
 from raybatch.policy.batches.layer_plan import KV_SLOTS, ModelShape, ModuleCosts
 from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.step_forecast import StepForecast, forecast_steps
 from raybatch.policy.cost.work import WorkTotals
+from raybatch.policy.residence import Residence, WeightMemory, residences
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
+from raybatch.records.arrays import Floats
 
 # share by which the forecast of the other way must be better: below it errors would decide
 LEAST_GAIN = 0.05
@@ -50,7 +53,7 @@ class EngineFacts:
 
     What an option sets has one value: `kv_offload` of None leaves the place of KV open, and of
     several `token_budgets` one is chosen. A token of a larger budget takes `activation_bytes` off
-    the memory for KV.
+    the memory for KV. `residence` is that of the weights; None has all on the device.
     """
 
     model: ModelShape
@@ -62,6 +65,7 @@ class EngineFacts:
     rows: RowsAhead
     block_size: int = 16
     activation_bytes: int = 0
+    residence: Residence | None = None
     kv_offload: bool | None = None
     may_draft: bool = True
 
@@ -94,7 +98,8 @@ class EngineChoice:
     """The way that is taken, the best of the others, all ways, and why, as a sentence.
 
     Up to `draft_rows` rows that decode together, guessed tokens cost so little that they are worth
-    a try; 0 where they are not, or where an engine makes none.
+    a try; 0 where they are not, or where an engine makes none. `residence` is that of the weights,
+    as far as it was chosen.
     """
 
     best: EngineWay
@@ -102,6 +107,7 @@ class EngineChoice:
     reason: str
     ways: tuple[EngineWay, ...]
     draft_rows: int
+    residence: Residence | None = None
 
     def notes(self) -> tuple[str, ...]:
         """Return what else was chosen, a sentence each."""
@@ -145,6 +151,58 @@ def choose_engine(facts: EngineFacts) -> EngineChoice:
         reason=_reason(facts, best, runner_up),
         ways=tuple(ways),
         draft_rows=0 if best.kv_offload or not facts.may_draft else _draft_rows(facts),
+    )
+
+
+def choose_residence(facts: EngineFacts, memory: WeightMemory) -> EngineChoice:
+    """Return the best way over all numbers of resident layers, of equal ones that with the most.
+
+    A streamed layer is copied once in a step for all its rows, so streaming wants many rows; a
+    resident one takes the memory of KV. All stay where the KV of a few rows fits beside them.
+
+    Args:
+        facts: all but the residence and what it leaves for KV on the device.
+
+    Raises:
+        ConfigError: a row fits with no residence.
+    """
+    rows, row = facts.rows, facts.rows.shape
+    row_bytes = (row.prompt_tokens + row.output_tokens) * _token_bytes(facts)
+    tried = residences(memory.sizes, memory.weight_buffers)
+    tried = tried[:1] if memory.holds_all(row_bytes) else tried
+    kv_bytes = [memory.left_for_kv(one.device_bytes) for one in tried]
+    # the same rows for all
+    num_rows = _num_rows(replace(facts, device_kv_bytes=max(kv_bytes)))
+    facts = replace(facts, rows=replace(rows, num_rows=num_rows))
+    found = []
+    for one, device_bytes in zip(tried, kv_bytes, strict=True):
+        on_host = one.pass_bytes + facts.host_kv_bytes
+        if device_bytes and on_host <= memory.host_bytes:
+            held = replace(facts, device_kv_bytes=device_bytes, residence=one)
+            with suppress(CapacityError):
+                found.append(replace(choose_engine(held), residence=one))
+    if not found:
+        least = min(one.device_bytes for one in tried)
+        raise ConfigError(
+            f"weights take {memory.sizes.total_bytes} bytes, {least} where layers are streamed, "
+            f"and a step {memory.step_bytes}: no row of {row.prompt_tokens} prompt and "
+            f"{row.output_tokens} output tokens fits beside them in {memory.device_bytes} of the "
+            f"device, with layers and engine.host_kv_bytes in {memory.host_bytes} of the host; set "
+            "engine.quantization or lower engine.max_batched_tokens"
+        )
+    best = max(found, key=lambda choice: choice.best.tokens_per_s)
+    reason = _forecast_text(best)
+    if best is not found[0]:
+        reason += f"; {_forecast_text(found[0])}, the most layers that fit"
+    return replace(best, reason=reason)
+
+
+def _forecast_text(choice: EngineChoice) -> str:
+    assert choice.residence is not None, "no residence was chosen"
+    layers = choice.residence.is_resident
+    return (
+        f"{sum(layers)} of {len(layers)} layers on the device, {choice.best.to_text()}: "
+        f"{choice.best.tokens_per_s:,.0f} output tokens/s are forecast"
     )
 
 
@@ -217,13 +275,18 @@ def _way(facts: EngineFacts, budget: int, *, is_on_host: bool) -> EngineWay | No
     )
 
 
+def _num_rows(facts: EngineFacts) -> int:
+    """Return the rows that ways are forecast over, the same for all however many each holds."""
+    row = facts.rows.shape
+    if facts.rows.num_rows is not None:
+        return facts.rows.num_rows
+    most = max(facts.host_kv_bytes, facts.device_kv_bytes) // _token_bytes(facts)
+    together = most // max(1, row.prompt_tokens + row.output_tokens - 1)
+    return _WAVES * max(1, min(together, facts.max_num_seqs))
+
+
 def _work(facts: EngineFacts) -> WorkTotals:
-    row, num_rows = facts.rows.shape, facts.rows.num_rows
-    if num_rows is None:
-        # the same for all ways, however many rows each holds
-        most = max(facts.host_kv_bytes, facts.device_kv_bytes) // _token_bytes(facts)
-        together = most // max(1, row.prompt_tokens + row.output_tokens - 1)
-        num_rows = _WAVES * max(1, min(together, facts.max_num_seqs))
+    row, num_rows = facts.rows.shape, _num_rows(facts)
     return WorkTotals(
         num_rows=num_rows,
         computed_tokens=float(num_rows * row.prompt_tokens),
@@ -253,7 +316,7 @@ def _forecast_s(
         context_tokens=context,
         shared_tokens=facts.rows.shared_tokens,
     )
-    seconds = float(forecast.weight @ step_seconds(facts.model, facts.costs, counts, buffer))
+    seconds = float(forecast.weight @ _step_seconds(facts, counts, buffer))
     again = forecast.recomputed_tokens
     if buffer is not None or not again or not facts.host_kv_bytes:
         return seconds, False
@@ -261,8 +324,12 @@ def _forecast_s(
     copied_s = facts.costs.to_device.copy_s(moved) + facts.costs.to_host.copy_s(moved)
     prefill = float(forecast.weight @ forecast.prefill_tokens)
     kept = replace(counts, prefill_tokens=counts.prefill_tokens * (1 - again / max(again, prefill)))
-    copied_s += float(forecast.weight @ step_seconds(facts.model, facts.costs, kept))
+    copied_s += float(forecast.weight @ _step_seconds(facts, kept))
     return min(seconds, copied_s), copied_s < seconds
+
+
+def _step_seconds(facts: EngineFacts, steps: StepCounts, buffer: KVBuffer | None = None) -> Floats:
+    return step_seconds(facts.model, facts.costs, steps, buffer, facts.residence)
 
 
 def _draft_rows(facts: EngineFacts) -> int:
@@ -274,7 +341,7 @@ def _draft_rows(facts: EngineFacts) -> int:
         prompt_tokens=facts.rows.shape.prompt_tokens,
         context_tokens=facts.rows.shape.prompt_tokens + facts.rows.shape.output_tokens / 2,
     )
-    seconds = step_seconds(facts.model, facts.costs, counts)
+    seconds = _step_seconds(facts, counts)
     # of a step with a draft for each row, beside its share of a step without
     break_even = seconds[1:] / seconds[:-1] - 1
     return int(max(rows[:-1][break_even < _LIKELY_RIGHT], default=0))

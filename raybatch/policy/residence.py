@@ -4,13 +4,16 @@ Residence is planned and not fixed (BatchGen, arXiv:2606.21712, section 5.2): as
 stay as the budget holds next to a ring of buffers, through which the weights of the others pass.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raybatch.errors import ConfigError
+import numpy as np
 
-# passes that are laid out; what the last ones take is no longer that of a ring that fills
-_NUM_PASSES = 4
+from raybatch.errors import ConfigError
+from raybatch.policy.batches.layer_plan import ModuleCosts
+from raybatch.records.arrays import Floats
+
+# where their KV fits beside all weights, nothing is streamed for more of them
+_FEW_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +42,34 @@ class Residence:
         return tuple(idx for idx, stays in enumerate(self.is_resident) if not stays)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightMemory:
+    """Weights, and the memory that they have in common with KV and the largest step.
+
+    KV takes `kv_bytes`; None takes `kv_share` of what weights leave, less the bytes of the step.
+    """
+
+    sizes: WeightSizes
+    weight_buffers: int
+    device_bytes: int
+    host_bytes: int
+    step_bytes: int
+    kv_share: float
+    kv_bytes: int | None = None
+
+    def left_for_kv(self, weight_bytes: int) -> int:
+        """Return the bytes of KV on the device beside weights; 0 where they do not fit."""
+        free = self.device_bytes - weight_bytes
+        if self.kv_bytes is None:
+            return max(0, int(self.kv_share * free) - self.step_bytes)
+        return self.kv_bytes if self.kv_bytes + self.step_bytes <= free else 0
+
+    def holds_all(self, row_bytes: int) -> bool:
+        """Return whether all layers stay, as the KV of a few such rows fits beside them."""
+        wanted = _FEW_ROWS * row_bytes if self.kv_bytes is None else 1
+        return self.left_for_kv(self.sizes.total_bytes) >= wanted
+
+
 def plan_residence(
     sizes: WeightSizes, *, device_weight_bytes: int | None, weight_buffers: int
 ) -> Residence:
@@ -50,8 +81,7 @@ def plan_residence(
     Raises:
         ConfigError: the budget does not hold the ring and what always stays.
     """
-    num_layers = len(sizes.layer_bytes)
-    tried = [_residence(sizes, count, weight_buffers) for count in range(num_layers, -1, -1)]
+    tried = residences(sizes, weight_buffers)
     for residence in tried:
         if device_weight_bytes is None or residence.device_bytes <= device_weight_bytes:
             return residence
@@ -65,37 +95,32 @@ def plan_residence(
     )
 
 
-def pass_time(
-    residence: Residence,
-    sizes: WeightSizes,
-    *,
-    layer_s: Sequence[float],
-    bytes_per_s: float,
-    copies_overlap: bool,
-) -> float:
-    """Return the seconds of one pass through the layers, once passes follow each other.
+def residences(sizes: WeightSizes, weight_buffers: int) -> list[Residence]:
+    """Return one residence for each number of resident layers, the most first."""
+    counts = range(len(sizes.layer_bytes), -1, -1)
+    return [_residence(sizes, count, weight_buffers) for count in counts]
 
-    A layer waits for its copy, and a copy for the layer that had its buffer. What the copies add is
-    this less the sum of `layer_s`. Copies overlap with computations on a GPU; on a CPU they take
-    turns.
+
+def pass_seconds(
+    residence: Residence, layers_s: Floats, costs: ModuleCosts, link_s: Floats | float = 0.0
+) -> Floats:
+    """Return the seconds of passes [S] through all layers, once passes follow each other.
+
+    `layers_s` are those of their computations. Copies overlap with them on a GPU: a layer waits for
+    its copy, a copy for the layer that had its buffer, and for other copies, which keep the link
+    busy for `link_s`. On a CPU they take turns.
     """
-    computed_s = copied_s = 0.0
-    used_s, ends_s = list[float](), list[float]()
-    for _ in range(_NUM_PASSES):
-        for idx, stays in enumerate(residence.is_resident):
-            if not stays:
-                # the layer that had the buffer before
-                is_full = len(used_s) >= residence.num_buffers
-                freed_s = used_s[-residence.num_buffers] if is_full else 0.0
-                begin_s = max(freed_s, copied_s if copies_overlap else computed_s)
-                copied_s = begin_s + sizes.layer_bytes[idx] / bytes_per_s
-                computed_s = max(computed_s, copied_s)
-            computed_s += layer_s[idx]
-            if not stays:
-                used_s.append(computed_s)
-        ends_s.append(computed_s)
-    half = _NUM_PASSES // 2
-    return (ends_s[-1] - ends_s[half - 1]) / (_NUM_PASSES - half)
+    num_streamed = len(residence.streamed)
+    if not num_streamed:
+        return layers_s
+    copies_s = num_streamed * costs.to_device.copy_s(residence.pass_bytes / num_streamed)
+    if not costs.copies_overlap:
+        return layers_s + copies_s
+    share = num_streamed / len(residence.is_resident)
+    # a buffer is filled and then used, again and again
+    ring_s = (copies_s + share * layers_s) / residence.num_buffers
+    seconds: Floats = np.maximum(np.maximum(layers_s, ring_s), copies_s + link_s)
+    return seconds
 
 
 def _residence(sizes: WeightSizes, num_resident: int, weight_buffers: int) -> Residence:

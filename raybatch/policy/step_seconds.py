@@ -6,6 +6,7 @@ import numpy as np
 
 from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
 from raybatch.policy.cost.roofline import Roofline
+from raybatch.policy.residence import Residence, pass_seconds
 from raybatch.records.arrays import Floats
 
 # what a step costs beside its layers and the head: scheduling, batches and sampling; of a step, and
@@ -13,6 +14,8 @@ from raybatch.records.arrays import Floats
 _STEP_S, _ROW_S = 1.1e-3, 1.2e-5
 # of each part of a step on a CPU, and of it in each layer: batches, indices of copies
 _PART_S, _PART_LAYER_S = 2e-4, 4e-5
+# least of a part in a layer on a GPU, where no graph repeats its 9 to 19 launches
+_LAUNCHES_S = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +42,13 @@ class KVBuffer:
 
 
 def step_seconds(
-    model: ModelShape, costs: ModuleCosts, steps: StepCounts, buffer: KVBuffer | None = None
+    model: ModelShape,
+    costs: ModuleCosts,
+    steps: StepCounts,
+    buffer: KVBuffer | None = None,
+    residence: Residence | None = None,
 ) -> Floats:
-    """Return the seconds of each step, float64 [S]; `buffer` of None has all KV on the device.
+    """Return the seconds of each step, float64 [S]; None has all KV, or weights, on the device.
 
     With KV in host memory attention runs in parts whose KV fits a buffer. Copies that overlap run
     while earlier rows attend and, as far as there are buffers, during the feed-forward block;
@@ -66,7 +73,7 @@ def step_seconds(
         6.0 * routed * layer.ffn_dim * layer.model_dim,
         share * layer.ffn_bytes + activations * layer.element_bytes,
     )
-    layer_s = attention_s + ffn_s
+    layer_s, restore_s = attention_s + ffn_s, np.zeros(len(tokens))
     if buffer is not None:
         restored = (read_kv + parts * steps.shared_tokens) * layer.kv_bytes_per_token
         saved = tokens * layer.kv_bytes_per_token
@@ -76,6 +83,7 @@ def step_seconds(
         if costs.copies_overlap:
             early_s = np.minimum(ffn_s, restore_s * np.minimum(1.0, buffer.num_buffers / parts))
             layer_s = ffn_s + np.maximum(attention_s, np.maximum(restore_s - early_s, save_s))
+            layer_s = np.maximum(layer_s, parts * _LAUNCHES_S)
         else:
             layer_s = layer_s + restore_s + save_s
     sampled = rows + prompts / max(1.0, steps.prompt_tokens)
@@ -84,10 +92,13 @@ def step_seconds(
         # two operations for each weight
         operations = 2.0 * sampled * model.head_bytes / layer.element_bytes
         head_s = _seconds(costs.ffn, operations, np.full(len(tokens), float(model.head_bytes)))
+    layers_s = model.num_layers * layer_s
+    if residence is not None:
+        layers_s = pass_seconds(residence, layers_s, costs, model.num_layers * restore_s)
     beside_s = _STEP_S + _ROW_S * sampled
     if buffer is not None and not costs.copies_overlap:
         beside_s = beside_s + parts * (_PART_S + model.num_layers * _PART_LAYER_S)
-    return model.num_layers * layer_s + head_s + beside_s
+    return layers_s + head_s + beside_s
 
 
 def _attention_s(model: ModelShape, costs: ModuleCosts, steps: StepCounts, parts: Floats) -> Floats:

@@ -93,7 +93,7 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
         if error := check_grammar(constraint):
             raise ConfigError(f"sampling.{error}")
     budgets = (engine.kv_cache_bytes, engine.host_kv_bytes, engine.device_weight_bytes)
-    has_budget = facts.obeys_engine_options and any(budget is not None for budget in budgets)
+    has_budget = facts.obeys_engine_options and any(isinstance(budget, int) for budget in budgets)
     # a driver without torch leaves it to the engines
     if has_budget and find_spec("torch") is not None:
         from raybatch.engine.loading.loaded_model import check_budgets

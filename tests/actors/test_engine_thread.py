@@ -24,13 +24,10 @@ def request(request_id, token=1, **sampling):
 class Driver:
     """Waits for news instead of for time."""
 
-    def __init__(self, lead_batches=0, **options):
+    def __init__(self, **options):
         self.news = threading.Event()
         self.engine = EngineThread(
-            lambda: FakeBackend(FakeOptions(**options)),
-            self.news.set,
-            lead_tokens=1000,
-            lead_batches=lead_batches,
+            lambda: FakeBackend(FakeOptions(**options)), self.news.set, lead_tokens=1000
         )
         self.engine.start().result(10)
 
@@ -104,16 +101,6 @@ def test_an_empty_engine_asks_for_rows(start):
     assert start().engine.room().tokens == 1000
 
 
-def test_an_engine_that_chooses_among_rows_asks_for_batches_of_them(start):
-    driver = start(lead_batches=8, max_num_seqs=40, step_s=0.05)
-    assert driver.engine.room() == Room(tokens=1000, rows=320)
-    long = [replace(request(i), prompt_token_ids=np.ones(100, np.int32)) for i in range(40)]
-    driver.engine.submit(long)
-    # 320 of them have more tokens than would wait else
-    room = driver.engine.room()
-    assert (room.rows, room.tokens) == (280, 28_000)
-
-
 def test_a_fed_engine_does_not_ask(start):
     driver = start(max_num_seqs=1, step_s=0.05)
     driver.engine.submit([request(i, max_tokens=100) for i in range(64)])
@@ -180,7 +167,7 @@ def test_a_start_that_nobody_waits_for_any_more_ends_quietly():
         may_build.wait(10)
         return FakeBackend(FakeOptions())
 
-    engine = EngineThread(build, lambda: None, lead_tokens=1000, lead_batches=0)
+    engine = EngineThread(build, lambda: None, lead_tokens=1000)
     engine.start().cancel()
     may_build.set()
     # an exception in the thread would be a warning, and warnings are errors

@@ -238,31 +238,3 @@ def test_what_an_engine_finished_before_it_broke_is_sent(monkeypatch):
         return news
 
     assert asyncio.run(heard()) == [0, 1, "RuntimeError: broken"]
-
-
-@pytest.mark.parametrize(("options", "num_rows"), [({"admission": "static"}, 100), ({}, 64)])
-def test_rows_of_the_next_batch_wait_in_an_engine(options, num_rows, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    engine = EngineConfig(
-        max_num_seqs=100,
-        max_batched_tokens=100,
-        kv_cache_bytes=1 << 22,
-        compile_kernels=False,
-        **options,
-    )
-    spec = PoolSpec(
-        model="demo",
-        backend=BackendConfig(kind="native"),
-        engine=engine,
-        pool=PoolConfig(replicas=1),
-    )
-
-    async def asked():
-        replica, coordinator = Replica(spec, 1, RaySite()), ScriptedCoordinator()
-        assert await replica.start(1) is None
-        await coordinator.answers.put(None)
-        await replica.run(coordinator)
-        return coordinator.rooms
-
-    (room,) = asyncio.run(asked())
-    assert room.rows == num_rows

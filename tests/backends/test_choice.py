@@ -66,7 +66,7 @@ def test_nobody_is_asked_for_vllm_where_it_does_not_decide():
     def asked():
         raise AssertionError("asked")
 
-    for others in ({"num_gpus": 0}, {"began_with": "vllm"}, {"native_options": ("admission",)}):
+    for others in ({"num_gpus": 0}, {"began_with": "vllm"}, {"native_options": ("host_kv_bytes",)}):
         choose_backend(**{"num_gpus": 1, "vllm": asked, **others})
 
 

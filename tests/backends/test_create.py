@@ -9,10 +9,8 @@ from raybatch.errors import ConfigError
     "options",
     [
         {"quantization": "int8"},
-        {"admission": "shortest"},
         {"device_weight_bytes": 1 << 30},
         {"host_kv_bytes": 1 << 30},
-        {"kv_admission_fraction": 0.9},
         {"speculative_tokens": 4},
         {"cuda_graphs": True},
     ],

@@ -80,7 +80,7 @@ def test_a_backend_is_added_by_one_record(echo):
     ("options", "message"),
     [
         ({"backend": {"kind": "echo", "options": {"pitch": 1}}}, "echo takes voice alone"),
-        ({"backend": "echo", "engine": {"admission": "shortest"}}, "the echo backend has no such"),
+        ({"backend": "echo", "engine": {"speculative_tokens": 4}}, "the echo backend has no such"),
         ({"backend": "echo", "task": "embed"}, "the echo backend generates text; task 'embed'"),
         ({"backend": "echo", "images": "column"}, "the echo backend reads text alone"),
     ],

@@ -58,8 +58,6 @@ def test_a_stage_is_checked_when_it_is_built():
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"kv_admission_fraction": 0.9}, "is an option of the native engine"),
-        ({"admission": "shortest"}, "engine.admission is an option of the native engine"),
         ({"host_kv_bytes": 8}, "are options of the native engine"),
         ({"host_kv_bytes": 8}, "which go into engine_kwargs"),
         ({"quantization": "int8"}, "which engine_kwargs.quantization names"),

@@ -60,18 +60,8 @@ def _few_prompts(workloads: Mapping[str, Any]) -> dict[str, Any]:
     return {"W1 x16": w1(16, 32)}
 
 
-def _fewer_cases(cases: Mapping[str, Any]) -> dict[str, Any]:
-    import dataclasses
-
-    fewer = _fewer({name: case.workload for name, case in cases.items()})
-    return {n: dataclasses.replace(case, workload=fewer[n]) for n, case in cases.items()}
-
-
 TINY = {
-    "admission": Tiny(
-        args=("--cases", "uniform-16", "--repetitions", "1", "--ways", "fcfs", "static"),
-        values={"CASES": _fewer_cases},
-    ),
+    "admission": Tiny(args=("--cases", "W4", "--orders", "ratio", "--knows", "true")),
     "feeding": Tiny(
         args=("--rows", "8", "--runs", "1"), values={"SHARED_CHARS": 40, "OWN_CHARS": 20}
     ),
@@ -79,6 +69,7 @@ TINY = {
         args=("--budget-s", "0"), values={"SHAPES": ((64, 64),), "HEAD": (64, 32), "ROWS": (1, 9)}
     ),
     "combine": Tiny(args=("--parts", "2", "--tokens", "2", "--repetitions", "1")),
+    "contention": Tiny(args=("--rounds", "1"), marks=(SLOW,)),
     "cost_model": Tiny(
         args=("--models", "dense-4m", "--requests", "2", "--rounds", "1", "--workloads", "random"),
         marks=(SLOW,),

@@ -5,6 +5,7 @@ depends on every earlier token of its sequence, read through slot mapping and at
 wrong block, position or context, or one read twice, changes the tokens.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,6 +85,7 @@ class FakeRunner:
     block_bytes: int = 64
     failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
     num_window_blocks: int = 0
+    full_step_tokens: float = math.inf
     window_counters: WindowCounters = field(default_factory=WindowCounters)
     num_moves: int = 0
     num_moved_blocks: int = 0

@@ -62,7 +62,7 @@ class Forest:
 
         Args:
             seed: of everything in it.
-            takes_options: whether drafts and orders of admission may be asked for.
+            takes_options: whether drafts may be asked for.
         """
         rng = random.Random(seed)
         trees = rng.sample(range(len(self.trees)), rng.choice((1, 1, 2)))
@@ -92,8 +92,6 @@ class Forest:
         }
         if takes_options and rng.random() < 0.25:
             options["speculative_tokens"] = rng.choice((1, 3))
-        if takes_options and rng.random() < 0.2:
-            options["admission"] = rng.choice(("shortest", "multi_bin", "static"))
         return Case(
             prompts=prompts,
             plan=_plan(rng, drawn) if rng.random() < 0.5 else [(None, 0)] * len(prompts),

@@ -1,4 +1,4 @@
-"""Where exactly admission says no: at a peak above the limit, and once the pace is used up."""
+"""Where exactly admission says no: at a peak above the pool, in a step that is full."""
 
 import numpy as np
 import pytest
@@ -10,13 +10,6 @@ from tests.engine.fakes import make_request
 
 # 6 tokens of a prompt are 2 blocks of 4 with the half that is empty, 8 tokens to come are 2 more
 PROMPT, OUTPUT, PEAK = 6, 8, 4
-# blocks times steps: 2 blocks that grow to 4 over 8 steps
-TAKEN = 24
-
-
-def make_admission(limit):
-    table = SequenceTable(max_slots=8, num_blocks=64, block_size=4, max_model_len=128)
-    return Admission(table, BlockManager(64, 4), fraction=limit / 64)
 
 
 def make_record(number):
@@ -30,30 +23,24 @@ def make_record(number):
     return record
 
 
-def accepts(admission, number, num_waiting):
-    record = make_record(number)
-    return admission.accepts(record, num_shared=0, num_new=0, num_waiting=num_waiting)
-
-
-@pytest.mark.parametrize(("limit", "is_accepted"), [(PEAK, True), (PEAK - 1, False)])
-def test_a_peak_at_the_limit_is_accepted_and_one_above_it_is_not(limit, is_accepted):
-    admission = make_admission(limit)
+def accepts(num_blocks, *, num_before=0, step_tokens=0, full_step_tokens=0):
+    table = SequenceTable(max_slots=8, num_blocks=64, block_size=4, max_model_len=128)
+    admission = Admission(table, BlockManager(num_blocks, 4), full_step_tokens=full_step_tokens)
     admission.begin_step()
-    assert is_accepted == accepts(admission, 0, num_waiting=1)
+    for number in range(num_before + 1):
+        record, shared = make_record(number), {"num_shared": 0, "num_new": 0}
+        is_accepted = admission.accepts(record, **shared, step_tokens=step_tokens)
+        admission.add(record, **shared)
+    return is_accepted
 
 
-def test_a_sequence_waits_from_the_moment_at_which_the_pace_of_the_step_is_used_up():
-    admission = make_admission(TAKEN)
-    admission.begin_step()
-    assert accepts(admission, 0, num_waiting=100)
-    admission.add(make_record(0), num_shared=0, num_new=0)
-    assert not accepts(admission, 1, num_waiting=100)
-    admission.begin_step()
-    assert accepts(admission, 1, num_waiting=100)
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_a_peak_of_the_whole_pool_is_accepted_and_one_above_it_is_not(num_before):
+    peak = (num_before + 1) * PEAK
+    assert accepts(peak, num_before=num_before)
+    assert not accepts(peak - 1, num_before=num_before)
 
 
-def test_who_waits_alone_needs_no_pace():
-    admission = make_admission(TAKEN)
-    admission.begin_step()
-    admission.add(make_record(0), num_shared=0, num_new=0)
-    assert accepts(admission, 1, num_waiting=1)
+@pytest.mark.parametrize(("step_tokens", "is_accepted"), [(15, True), (16, False)])
+def test_nobody_waits_in_a_step_that_is_not_full(step_tokens, is_accepted):
+    assert is_accepted == accepts(PEAK - 1, step_tokens=step_tokens, full_step_tokens=16)

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,15 @@ VOCAB = 1000
 
 
 def make_engine(
-    *, num_blocks=64, eos=(), max_model_len=512, nan_after=None, host=0, recovery=None, **config
+    *,
+    num_blocks=64,
+    eos=(),
+    max_model_len=512,
+    nan_after=None,
+    host=0,
+    recovery=None,
+    full_step_tokens=math.inf,
+    **config,
 ):
     options = {"block_size_tokens": 4, "max_batched_tokens": 64, "max_num_seqs": 16} | config
     runner = FakeRunner(
@@ -29,6 +39,7 @@ def make_engine(
         spec=FakeSpec(VOCAB, eos, max_model_len),
         nan_after=nan_after,
         num_host_blocks=host,
+        full_step_tokens=full_step_tokens,
     )
     parts = (FakeSampler(), FakeStopChecker())
     engine = Engine(runner, *parts, EngineConfig(**options), recovery=recovery)
@@ -95,7 +106,7 @@ def test_tokens_are_those_of_one_by_one_generation(seed, num_blocks, budget, blo
 
 def test_preemption_keeps_the_outputs(rng):
     prompts = [rng.integers(0, VOCAB, 6) for _ in range(8)]
-    engine, _ = make_engine(num_blocks=20, kv_admission_fraction=100)
+    engine, _ = make_engine(num_blocks=20)
     engine.add(make_request(i, p, max_tokens=40) for i, p in enumerate(prompts))
     done = run_all(engine)
     assert engine.stats().num_preemptions > 0
@@ -105,9 +116,7 @@ def test_preemption_keeps_the_outputs(rng):
 
 
 def test_recomputed_tokens_are_counted(rng):
-    engine, runner = make_engine(
-        num_blocks=20, enable_prefix_caching=False, kv_admission_fraction=100
-    )
+    engine, runner = make_engine(num_blocks=20, enable_prefix_caching=False)
     engine.add(make_request(i, rng.integers(0, VOCAB, 6), max_tokens=40) for i in range(8))
     run_all(engine)
     stats = engine.stats()
@@ -195,7 +204,7 @@ def test_a_stop_string_is_the_stop_reason():
 
 def test_a_stop_string_across_a_preemption_is_found(rng):
     prompts = [rng.integers(0, VOCAB, 6) for _ in range(8)]
-    engine, _ = make_engine(num_blocks=20, kv_admission_fraction=100)
+    engine, _ = make_engine(num_blocks=20)
     outputs = [generate(p.tolist(), 40, VOCAB) for p in prompts]
     # every token but the first is a stop string together with the one before it
     requests = [

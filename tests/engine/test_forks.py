@@ -87,8 +87,7 @@ WAYS = {
     "drafts": {"speculative_tokens": 3},
     "no-cache": {"enable_prefix_caching": False},
     "small-steps": {"max_batched_tokens": 16},
-    "closed-batches": {"admission": "multi_bin", "max_num_seqs": 4},
-    "forecast": {"kv_admission_fraction": 0.9, "max_num_seqs": 4},
+    "forecast": {"full_step_tokens": 0, "max_num_seqs": 4},
     "kv-offload": {"kv_offload": True, "host": 400, "max_num_seqs": 5},
 }
 
@@ -197,9 +196,7 @@ MOVING = {
     "plain": {},
     "swap": {"host": 30},
     "drafts": {"speculative_tokens": 3},
-    "shortest": {"admission": "shortest"},
-    "multi-bin": {"admission": "multi_bin"},
-    "forecast": {"kv_admission_fraction": 0.8},
+    "forecast": {"full_step_tokens": 0},
     "kv-offload": {"kv_offload": True},
     "small-parts": {"kv_offload": True, "part_blocks": 3},
 }

@@ -215,8 +215,8 @@ def test_graphs_that_cannot_be_captured_are_told_and_left_out(folder, caplog):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cuda_graphs": 1}, "cuda_graphs must be true or false, or none, got 1"),
-        ({"cuda_graphs": "yes"}, "cuda_graphs must be true or false, or none"),
+        ({"cuda_graphs": 1}, 'cuda_graphs must be true or false, "auto" or none, got 1'),
+        ({"cuda_graphs": "yes"}, 'cuda_graphs must be true or false, "auto" or none'),
         ({"cuda_graphs": True, "device": "cpu"}, "device is 'cpu', which has none"),
         ({"cuda_graphs": True, "kv_offload": True, "host_kv_bytes": 8}, "leave one of them out"),
     ],

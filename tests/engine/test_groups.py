@@ -1,6 +1,7 @@
 """Prefix groups: their queue, their pinned blocks, and what they compute."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -50,9 +51,18 @@ def test_members_go_before_new_groups(rng):
     assert [3, 4, 2, 5] == [request.request_id for request in engine.drain()]
 
 
+def test_members_that_come_late_go_before_new_groups(rng):
+    engine, _ = make_engine(max_num_seqs=1)
+    requests = groups(rng, count=2, size=2, prefix=8, suffix=2)
+    engine.add([requests[0]])
+    engine.step()
+    engine.add([requests[2], requests[1]])
+    assert [1, 2] == [record.request.request_id for record in engine._scheduler.waiting()]
+
+
 def test_rows_in_any_order_compute_each_prefix_once(rng):
     engine, runner = make_engine(
-        num_blocks=12, max_num_seqs=4, enable_prefix_caching=False, kv_admission_fraction=1.0
+        num_blocks=12, max_num_seqs=4, enable_prefix_caching=False, full_step_tokens=0
     )
     requests = groups(rng, count=8, size=5, prefix=24, suffix=4)
     engine.add(requests[i] for i in rng.permutation(len(requests)))
@@ -164,29 +174,17 @@ def test_the_prefix_of_a_row_with_bad_logits_is_computed_again(rng):
     num_blocks=st.integers(14, 60),
     budget=st.integers(6, 60),
     caching=st.booleans(),
-    admission=st.sampled_from(
-        [
-            ("fcfs", None),
-            ("fcfs", 1.0),
-            ("fcfs", 100.0),
-            ("shortest", None),
-            ("shortest", 1.0),
-            ("static", None),
-            ("multi_bin", None),
-        ]
-    ),
+    full=st.sampled_from([0, 8, math.inf]),
     events=st.lists(st.integers(0, 7), max_size=40),
 )
-def test_the_books_are_right_whatever_happens(seed, num_blocks, budget, caching, admission, events):
+def test_the_books_are_right_whatever_happens(seed, num_blocks, budget, caching, full, events):
     rng = np.random.default_rng(seed)
-    policy, fraction = admission
     engine, _ = make_engine(
         num_blocks=num_blocks,
         max_batched_tokens=budget,
         max_num_seqs=6,
         enable_prefix_caching=caching,
-        admission=policy,
-        kv_admission_fraction=fraction,
+        full_step_tokens=full,
     )
     requests = _mixed_requests(rng)
     new, done, gone = list(requests), {}, set()
@@ -246,7 +244,7 @@ def test_computed_prefill_tokens_are_those_of_the_closed_form(rng, num_rows, deg
         max_batched_tokens=512,
         max_num_seqs=256,
         enable_prefix_caching=caching,
-        kv_admission_fraction=1.0,
+        full_step_tokens=0,
     )
     engine.add(
         groups(rng, count=num_groups, size=degree, prefix=prefix, suffix=distinct, max_tokens=16)

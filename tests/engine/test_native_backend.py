@@ -81,9 +81,7 @@ def greedy_reference(variant, prompts):
 def test_greedy_tokens_equal_transformers(checkpoint, rng, num_blocks, budget):
     path, variant = checkpoint
     prompts = shared_prompts(rng)
-    backend = make_backend(
-        path, num_blocks=num_blocks, max_batched_tokens=budget, kv_admission_fraction=100
-    )
+    backend = make_backend(path, num_blocks=num_blocks, max_batched_tokens=budget)
     done = run(backend, prompts)
     assert [done[i, 0].token_ids.tolist() for i in range(len(prompts))] == greedy_reference(
         variant, prompts
@@ -104,20 +102,6 @@ def test_greedy_tokens_of_prefix_groups_equal_transformers(checkpoint, rng):
     expected = greedy_reference(variant, prompts)
     assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
     assert backend.stats().cached_tokens == (15 - 3) * 20
-
-
-def test_greedy_tokens_of_every_order_of_admission_equal_transformers(checkpoint, rng):
-    path, variant = checkpoint
-    stems = [rng.integers(1, 211, 20).tolist() for _ in range(2)]
-    group_ids = rng.integers(0, 2, 6).tolist()
-    prompts = [stems[g] + rng.integers(1, 211, rng.integers(1, 9)).tolist() for g in group_ids]
-    expected = greedy_reference(variant, prompts)
-    for admission in ("shortest", "multi_bin", "static"):
-        backend = make_backend(
-            path, num_blocks=40, max_batched_tokens=37, max_num_seqs=3, admission=admission
-        )
-        done = run(backend, prompts, group_ids=group_ids, prefix_len=20)
-        assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
 
 
 def test_random_tokens_do_not_depend_on_the_schedule(checkpoint, rng):

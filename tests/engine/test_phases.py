@@ -18,6 +18,7 @@ from raybatch.engine.rows_seen import RowsSeen
 from raybatch.engine.sampling.sampler import Sampler
 from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec
+from raybatch.policy import step_drift as step_drift_module
 from raybatch.policy.choose_engine import EngineChoice, EngineWay
 from raybatch.records.types import Completion
 from tests.engine.fakes import FakeStopChecker, make_request
@@ -38,7 +39,7 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(phases, "_STEPS_OF_LOOK", 1)
     monkeypatch.setattr(phases, "_STEPS_OF_REST", 1)
     # the clock of a busy host decides nothing here
-    monkeypatch.setattr(phases, "_MAX_DRIFT", 1e9)
+    monkeypatch.setattr(step_drift_module, "_MAX_DRIFT", 1e9)
 
 
 def way(*, on_host, seconds, budget=64):
@@ -237,7 +238,7 @@ def test_links_and_layers_that_are_slower_than_measured_are_noted(path, monkeypa
     engine, prepared = make(path, ON_DEVICE, host=300)
     prepared.told = [None]
     monkeypatch.setattr(Told, "may_choose", True)
-    monkeypatch.setattr(phases, "_MAX_DRIFT", 0.2)
+    monkeypatch.setattr(step_drift_module, "_MAX_DRIFT", 0.2)
     seconds = iter(float(i) for i in range(10**6))
     # a second of a step
     monkeypatch.setattr(engine, "_clock", lambda: next(seconds))

@@ -167,7 +167,7 @@ def undisturbed(request, tiny_checkpoint):
 @pytest.mark.parametrize("options", DISTURBANCES.values(), ids=DISTURBANCES.keys())
 def test_what_happens_to_a_row_changes_none_of_its_tokens(undisturbed, options):
     path, kind, prompts, expected = undisturbed
-    backend = make(path, kind, kv_admission_fraction=100, **options)
+    backend = make(path, kind, **options)
     done = run(backend, prompts, n=2)
     for sample_idx in range(2):
         check_same(expected, tokens_of(done, prompts, sample_idx))

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 
@@ -9,14 +11,7 @@ from tests.engine.fakes import make_request
 
 
 def make_scheduler(
-    *,
-    num_blocks=32,
-    block_size=4,
-    budget=16,
-    max_slots=8,
-    caching=True,
-    fraction=100,
-    admission="fcfs",
+    *, num_blocks=32, block_size=4, budget=16, max_slots=8, caching=True, full_step_tokens=math.inf
 ):
     table = SequenceTable(
         max_slots=max_slots, num_blocks=num_blocks, block_size=block_size, max_model_len=128
@@ -27,8 +22,7 @@ def make_scheduler(
         table,
         max_batched_tokens=budget,
         enable_prefix_caching=caching,
-        admission=admission,
-        kv_admission_fraction=fraction,
+        full_step_tokens=full_step_tokens,
     )
 
 
@@ -77,10 +71,9 @@ def _steps(scheduler, count):
     return [step(scheduler) for _ in range(count)]
 
 
-@pytest.mark.parametrize("admission", ["fcfs", "shortest"])
 @pytest.mark.parametrize("budget", [8, 13, 64])
-def test_prompts_are_split_and_composed_so_that_every_step_is_exactly_full(admission, budget, rng):
-    scheduler = make_scheduler(num_blocks=4096, budget=budget, max_slots=64, admission=admission)
+def test_prompts_are_split_and_composed_so_that_every_step_is_exactly_full(budget, rng):
+    scheduler = make_scheduler(num_blocks=4096, budget=budget, max_slots=64)
     for arrival in range(60):
         add(scheduler, arrival, int(rng.integers(1, 90)), max_tokens=int(rng.integers(2, 20)))
     table, sizes, split = scheduler.table, [], 0

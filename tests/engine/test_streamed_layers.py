@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import random
 
 import numpy as np
@@ -18,6 +19,7 @@ from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.weights.layer_store import HostCopies, StreamedLayers
 from raybatch.engine.weights.layout import packed_bytes, tensors_of
 from raybatch.errors import ConfigError
+from raybatch.policy.admission import full_step_tokens
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.test_module_profile import OPTIONS, TickingClock
 from tests.engine.test_runtime import NUM_TOKENS, AnyOrder, finish, make_engine, requests, tokens_of
@@ -178,9 +180,10 @@ def test_wrong_options_are_refused(wrong):
         EngineConfig(**wrong)
 
 
-def test_a_ring_without_a_budget_for_weights_is_refused():
-    with pytest.raises(ConfigError, match=r"weight_buffers is for layers .* set device_weight_byt"):
-        EngineConfig(weight_buffers=3)
+def test_a_ring_where_all_layers_stay_is_refused():
+    with pytest.raises(ConfigError, match=r"weight_buffers is for layers .* leave one of them out"):
+        EngineConfig(weight_buffers=3, device_weight_bytes=None)
+    assert 3 == EngineConfig(weight_buffers=3).weight_buffers
     assert 2 == EngineConfig(weight_buffers=2).weight_buffers
     assert 3 == EngineConfig(weight_buffers=3, device_weight_bytes=0).weight_buffers
 
@@ -268,3 +271,18 @@ def test_layers_come_from_pinned_memory_while_others_compute(dense):
         found.append(tokens_of(finish(engine)))
     assert found[0] == found[1]
     assert all(len(tokens) == NUM_TOKENS for tokens in found[1].values())
+
+
+def test_rows_never_wait_for_memory_where_layers_are_copied_in(dense):
+    config = EngineConfig(device="cpu", kv_cache_bytes=1 << 20, compile_kernels=False)
+    sizes = load_model(str(dense), config).sizes
+    budget = sizes.total_bytes - sizes.layer_bytes[0]
+    resident = ModelRunner.load(str(dense), config)
+    streamed = ModelRunner.load(
+        str(dense), dataclasses.replace(config, device_weight_bytes=budget, weight_buffers=1)
+    )
+    num_bytes = 2 * resident.cache.k[:, : resident.num_blocks].nbytes
+    assert resident.full_step_tokens == full_step_tokens(
+        weight_bytes=sizes.total_bytes, kv_bytes=num_bytes
+    )
+    assert streamed.full_step_tokens == math.inf

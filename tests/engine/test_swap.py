@@ -30,10 +30,7 @@ class Choice:
 
 
 def make(**options):
-    return make_engine(
-        **({"num_blocks": 20, "host": 100, "recovery": Choice(), "kv_admission_fraction": 100})
-        | options
-    )
+    return make_engine(**({"num_blocks": 20, "host": 100, "recovery": Choice()}) | options)
 
 
 def rows(rng, count=8, prompt=6, max_tokens=40):
@@ -321,7 +318,6 @@ def test_the_books_of_both_pools_are_right_whatever_happens(
         max_batched_tokens=budget,
         max_num_seqs=6,
         enable_prefix_caching=caching,
-        kv_admission_fraction=None,
         host_kv_bytes=1,
     )
     runner.failing_moves = failing

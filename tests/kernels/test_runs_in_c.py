@@ -172,3 +172,12 @@ def test_broken_kv_is_seen_by_its_readers_alone(compiled, pool, broken):
     assert not output[:2, 1].isfinite().all(-1).any()
     assert output[:2, 0].isfinite().all()
     assert output[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("step_size", [-0.75, 0.75])
+def test_scores_that_fall_or_rise_far_along_a_run(compiled, step_size):
+    step = Step(9, [(list(range(9)), 208)])
+    keys, blocks = step.pools[0].zero_(), step.plan.contexts[0].block_ids
+    keys[blocks, ..., 0] = (step_size * torch.arange(208.0)).view(-1, 1, BLOCK_SIZE)
+    step.q.zero_()[..., 0] = HEAD_DIM**0.5
+    step.check(compiled())

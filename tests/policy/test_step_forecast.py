@@ -52,14 +52,16 @@ def test_what_no_longer_fits_is_computed_again():
     limits = replace(LIMITS, kv_tokens=100)
     forecast = forecast_steps(work(4, 20, 40), limits)
     assert forecast.recomputed_tokens > 0
-    assert forecast.prefill_tokens.sum() == 80 + forecast.recomputed_tokens
+    tokens = forecast.prefill_tokens.sum() + forecast.decode_rows.sum()
+    assert 80 + 4 * 39 + forecast.recomputed_tokens == tokens
 
 
 def test_a_preempted_row_computes_its_prompt_and_its_output_again():
     # two blocks each at the start, a third one after 13 steps, and none of six for a fourth; one
-    # full block of the prompt is found again, as the other row needs no more than five
+    # full block of the prompt is found again, as the other row needs no more than five; the last
+    # token was never computed
     forecast = forecast_steps(work(2, 20, 40), replace(LIMITS, kv_tokens=100))
-    assert 20 + 29 - 16 == forecast.recomputed_tokens
+    assert 20 + 29 - 1 - 16 == forecast.recomputed_tokens
 
 
 def test_admission_leaves_what_rows_grow_by_in_the_next_steps():
@@ -73,6 +75,18 @@ def test_admission_leaves_what_rows_grow_by_in_the_next_steps():
 def test_a_row_that_does_not_fit_runs_alone():
     forecast = forecast_steps(work(2, 50, 3), replace(LIMITS, kv_tokens=10))
     assert 1 == forecast.decode_rows.max()
+
+
+def test_a_shared_prefix_takes_memory_once_and_for_all_rows_of_its_group():
+    # four rows of 16 own tokens and 8 outputs; a prefix of 96 leaves four of ten blocks to them
+    shared = {"shared_tokens": np.full(8, 96), "num_members": np.full(8, 4)}
+    cached = np.array([0, 96, 96, 96] * 2)
+    totals = work_totals(np.full(8, 112), np.full(8, 8), cached_tokens=cached, **shared)
+    limits = replace(LIMITS, max_batched_tokens=1000)
+    assert 4 == forecast_steps(totals, limits).decode_rows.max()
+    tight = forecast_steps(totals, replace(limits, kv_tokens=160))
+    assert 2 == tight.decode_rows.max()
+    assert 2 * 96 + 8 * 16 == tight.prefill_tokens.sum()
 
 
 def test_nothing_to_do_takes_no_step():
@@ -94,14 +108,10 @@ def test_every_token_is_computed_once_and_again_when_preempted(
     outputs = np.random.default_rng(seed).integers(1, longest + 1, num_rows)
     totals = work_totals(np.full(num_rows, prompt), outputs)
     forecast = forecast_steps(totals, replace(LIMITS, kv_tokens=kv_tokens))
-    prefill = forecast.prefill_tokens.sum()
-    assert pytest.approx(num_rows * prompt + forecast.recomputed_tokens) == prefill
-    # each prompt gives a first token, and so does each one computed again
-    decoded = outputs.sum() - num_rows
-    if forecast.recomputed_tokens:
-        assert forecast.decode_rows.sum() < decoded
-    else:
-        assert decoded == forecast.decode_rows.sum()
+    tokens = forecast.prefill_tokens.sum() + forecast.decode_rows.sum()
+    # each prompt gives a first token
+    once = num_rows * prompt + outputs.sum() - num_rows
+    assert pytest.approx(once + forecast.recomputed_tokens) == tokens
 
 
 @pytest.mark.parametrize("output", [40, np.tile([5, 20, 200, 15], 10_000)])

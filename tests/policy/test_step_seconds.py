@@ -25,7 +25,8 @@ CONTEXT, ROWS = 400, 64
 
 @pytest.fixture(autouse=True)
 def layers_alone(monkeypatch):
-    monkeypatch.setattr(step_seconds_module, "_PART_LAYER_S", 0.0)
+    for name in ("_PART_LAYER_S", "_LAUNCHES_S"):
+        monkeypatch.setattr(step_seconds_module, name, 0.0)
 
 
 def costs(copy, *, overlap):
@@ -139,3 +140,11 @@ def test_prompts_with_costs_of_their_own_are_added_and_weights_count_once():
     mixed = counts(rows=64, prompts=512)
     slower = layers_s(MODEL, apart, mixed) - layers_s(MODEL, given, mixed)
     assert 0 < slower < layers_s(MODEL, apart, prompts)
+
+
+def test_launches_bound_small_parts_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(step_seconds_module, "_LAUNCHES_S", 1.0)
+    buffer = KVBuffer(num_tokens=ROWS // 4 * (CONTEXT + 1), num_buffers=KV_SLOTS)
+    rows = counts(rows=ROWS)
+    assert layers_s(MODEL, costs(1e12, overlap=True), rows, buffer) == pytest.approx(4 * 4 * 1.0)
+    assert layers_s(MODEL, costs(1e12, overlap=True), rows) < 1.0

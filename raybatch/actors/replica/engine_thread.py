@@ -102,22 +102,14 @@ class EngineThread:
         build: makes the backend, called in the thread.
         wake: called in the thread when rows finished, room became free, or the engine broke.
         lead_tokens: prompt tokens that should wait in the engine beyond what runs.
-        lead_batches: times the rows that run at once that should wait, however long they are; 0
-            is a quarter of them, as far as `lead_tokens` allows.
     """
 
     def __init__(
-        self,
-        build: Callable[[], Backend],
-        wake: Callable[[], None],
-        *,
-        lead_tokens: int,
-        lead_batches: int = 0,
+        self, build: Callable[[], Backend], wake: Callable[[], None], *, lead_tokens: int
     ) -> None:
         self._build = build
         self._wake = wake
         self._lead_tokens = lead_tokens
-        self._lead_batches = lead_batches
         self._lead_rows = 1
         self._changed = threading.Condition()
         self._incoming: list[Request] = []
@@ -184,8 +176,6 @@ class EngineThread:
             uncached = (1 - self.stats.cached_fraction) / self._rows.own_fraction()
             uncached = min(1.0, max(_MIN_UNCACHED_FRACTION, uncached))
             mean_tokens, lead_tokens = self._rows.mean_own_tokens(), self._lead_tokens
-            if self._lead_batches:
-                lead_tokens = max(lead_tokens, int(self._lead_rows * mean_tokens))
             tokens = int(lead_tokens / uncached - num_waiting * mean_tokens)
             rows = self._lead_rows - num_waiting
             is_hungry = 2 * tokens >= lead_tokens and 2 * rows >= self._lead_rows
@@ -243,8 +233,7 @@ class EngineThread:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        lead_rows = self._lead_batches * capacity.max_num_seqs or capacity.max_num_seqs // 4
-        self._lead_rows = max(_MIN_LEAD_ROWS, lead_rows)
+        self._lead_rows = max(_MIN_LEAD_ROWS, capacity.max_num_seqs // 4)
         self._lead_tokens = max(self._lead_tokens, 2 * (capacity.max_batched_tokens or 0))
         self._started.set_result(capacity)
         try:

@@ -16,7 +16,6 @@ from raybatch.actors.wire.records import Assignment, FailedStart, Place, PoolSpe
 from raybatch.backends.base import Backend
 from raybatch.backends.registry import create_backend, type_of
 from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
-from raybatch.policy.admission_order import batches_ahead
 from raybatch.records.types import Completion, Request, SequenceState
 from raybatch.redaction import redacted
 from raybatch.telemetry.providers import flush
@@ -66,14 +65,10 @@ class Replica:
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
         """Build the engine; return why it could not be built, if so."""
         self._loop = asyncio.get_running_loop()
-        engine, lead_batches = self._spec.engine, 0
-        if type_of(self._spec.backend).obeys_engine_options:
-            lead_batches = batches_ahead(engine.admission)
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),
             self._wake,
-            lead_tokens=_LEAD_STEPS * engine.token_budget,
-            lead_batches=lead_batches,
+            lead_tokens=_LEAD_STEPS * self._spec.engine.token_budget,
         )
         try:
             capacity = await asyncio.wrap_future(self._engine.start())

@@ -125,8 +125,6 @@ MEANINGS: Mapping[str, Meaning] = {
 # options of the native engine alone, and what there is with vLLM instead; those that a config
 # refuses without one of these are not among them
 NATIVE_ONLY = (
-    (("kv_admission_fraction",), "vLLM has engine_kwargs.watermark and max_num_active_seqs"),
-    (("admission",), "vLLM starts rows in the order in which they come"),
     (
         ("host_kv_bytes", "kv_offload"),
         "vLLM has options of its own for KV in host memory, which go into engine_kwargs "

@@ -104,7 +104,7 @@ def plan_graphs(
     if not reason and not ops.is_fixed:
         reason = "they need Triton's kernels: pip install raybatch[gpu]"
     if reason:
-        if config.cuda_graphs:
+        if config.cuda_graphs is True:
             raise ConfigError(f"engine.cuda_graphs is true, but {reason}")
         if device.type == "cuda":
             _logger.info("steps run without CUDA graphs: %s", reason)

@@ -14,6 +14,7 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import dense_panel_width
+from raybatch.engine.loading.peak_memory import pick_residence
 from raybatch.engine.memory.kv_cache import (
     max_sequence_len,
     num_blocks_for,
@@ -30,7 +31,7 @@ from raybatch.kernels.native.linears import compiled_linears
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
-from raybatch.policy.residence import Residence, WeightSizes, pass_time, plan_residence
+from raybatch.policy.residence import Residence, WeightSizes, plan_residence
 
 # of glibc's mallopt
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -93,7 +94,7 @@ class LoadedModel:
         return self.resolved.dtype
 
 
-def load_model(source: str, config: EngineConfig) -> LoadedModel:
+def load_model(source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> LoadedModel:
     """Load the model that `source` names (see `resolve_model`).
 
     Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
@@ -117,8 +118,15 @@ def load_model(source: str, config: EngineConfig) -> LoadedModel:
     if form.panel_width and (ops := compiled_linears(form.byte_dtype)):
         form = replace(form, for_torch=shapes_for_torch(dense_shapes(path, spec), ops))
     sizes = weight_sizes(path, spec, form, device=resolved.device)
-    residence = plan_residence(
-        sizes, device_weight_bytes=config.device_weight_bytes, weight_buffers=config.weight_buffers
+    residence = pick_residence(
+        path,
+        spec,
+        form,
+        sizes,
+        config,
+        kv_dtype=resolved.kv_dtype,
+        device=resolved.device,
+        num_engines_on_host=num_engines_on_host,
     )
     return LoadedModel(
         path=path,
@@ -137,14 +145,6 @@ def place_layers(model: LoadedModel) -> LayerStore:
         return ResidentLayers(model.weights.layers)
     layers = StreamedLayers(model.weights.layers, residence, model.device)
     bytes_per_s = layers.bytes_per_s()
-    # without computations, behind which a GPU hides copies
-    longest_s = pass_time(
-        residence,
-        sizes,
-        layer_s=[0.0] * len(sizes.layer_bytes),
-        bytes_per_s=bytes_per_s,
-        copies_overlap=model.device.type == "cuda",
-    )
     _logger.info(
         "%s keeps %d of %d layers on the device, in %.1f of %.1f MB of weights; the others pass "
         "through %d buffers: every step copies %.1f MB, at %.1f GB/s, and takes %s%.2f ms longer "
@@ -158,7 +158,8 @@ def place_layers(model: LoadedModel) -> LayerStore:
         residence.pass_bytes / 1e6,
         bytes_per_s / 1e9,
         "up to " if model.device.type == "cuda" else "",
-        1e3 * longest_s,
+        # a GPU hides copies behind computations
+        1e3 * residence.pass_bytes / bytes_per_s,
     )
     return layers
 
@@ -256,7 +257,7 @@ def check_budgets(model_path: Path, config: EngineConfig, *, has_weights: bool =
     for device in devices:
         try:
             resolved = resolve(config, spec, device)
-            if has_weights and config.device_weight_bytes is not None:
+            if has_weights and isinstance(config.device_weight_bytes, int):
                 # compiled ops may fill panels up, which takes no less
                 form = resolved.weight_form(may_compile=False)
                 plan_residence(

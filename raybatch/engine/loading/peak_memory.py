@@ -1,7 +1,14 @@
-"""The most memory that a step takes beside weights and KV, measured by running the largest ones."""
+"""What is held beside KV: the most that a step takes, by running the largest ones, and weights.
+
+Where weights may not fit, the first layers are loaded before all others: they tell what steps take,
+and what layers cost, and so how many of them stay on the device.
+"""
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,18 +16,134 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.batch.forward_batch import ForwardBatch, on_device
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.memory.kv_cache import allocate_kv_cache, max_sequence_len
-from raybatch.engine.memory.pinned import IndexUploads
+from raybatch.engine.forward.ops_choice import pick_ops
+from raybatch.engine.memory.kv_cache import (
+    GPU_FRACTION,
+    allocate_kv_cache,
+    free_memory_bytes,
+    max_sequence_len,
+)
+from raybatch.engine.memory.pinned import IndexUploads, current_device
+from raybatch.engine.profile.layer_bench import profile_options
+from raybatch.engine.profile.module_profile import measured_profile, model_shape, profile_layer
 from raybatch.engine.sampling.draw import DrawOptions, draw_dense, draw_ranked
+from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.weights.loading import load_weights
 from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.step_index import MAX_RUNS, StepIndex, max_places
 from raybatch.models.config import ModelSpec
+from raybatch.policy.batches.row_shape import RowShape
+from raybatch.policy.choose_engine import EngineFacts, RowsAhead, choose_residence
+from raybatch.policy.residence import Residence, WeightMemory, WeightSizes, plan_residence
 
 _logger = logging.getLogger(__name__)
 
+# of the free memory, which the largest steps are taken to need until they are measured
+_STEP_FRACTION = 1 / 3
+
 # runs something and returns the bytes that it held at most
 Measure = Callable[[Callable[[], object]], int]
+
+
+def pick_residence(
+    path: Path,
+    spec: ModelSpec,
+    form: WeightForm,
+    sizes: WeightSizes,
+    config: EngineConfig,
+    *,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    num_engines_on_host: int = 1,
+) -> Residence:
+    """Return the residence of `device_weight_bytes`; the log says why, where that is "auto".
+
+    Raises ConfigError: weights do not fit, whichever layers are streamed.
+    """
+    budget, free_bytes = config.device_weight_bytes, free_device_bytes(device)
+    plan = partial(plan_residence, sizes, weight_buffers=config.weight_buffers)
+    if budget != "auto" or free_bytes is None:
+        return plan(device_weight_bytes=None if budget == "auto" else budget)
+    shape = model_shape(spec, dtype=form.dtype, kv_dtype=kv_dtype, byte_dtype=form.byte_dtype)
+    row = RowShape.within(max_sequence_len(config, spec.max_model_len))
+    row_bytes = shape.num_layers * shape.layer.kv_bytes_per_token
+    row_bytes *= row.prompt_tokens + row.output_tokens
+    memory = WeightMemory(
+        sizes=sizes,
+        weight_buffers=config.weight_buffers,
+        device_bytes=free_bytes,
+        host_bytes=free_memory_bytes(torch.device("cpu")) // num_engines_on_host,
+        step_bytes=int(_STEP_FRACTION * free_bytes),
+        kv_share=GPU_FRACTION,
+        kv_bytes=config.kv_cache_bytes,
+    )
+    if memory.holds_all(row_bytes):
+        return plan(device_weight_bytes=None)
+    with current_device(device):
+        first = _first_layers(spec)
+        weights = load_weights(path, first, form, device=device)
+        ops = pick_ops(
+            first,
+            weights,
+            block_size=config.block_size_tokens,
+            may_compile=config.compiles_kernels,
+            kv_dtype=kv_dtype,
+        )
+        decoder = Decoder(first, weights, ops=ops)
+        step_bytes = step_peak_bytes(decoder, config, first, kv_dtype=kv_dtype, device=device)
+        memory, costs = replace(memory, step_bytes=step_bytes), None
+        if not memory.holds_all(row_bytes):
+            measure = partial(profile_layer, ops=ops)
+            profile, _ = measured_profile(spec, weights, profile_options(config), measure=measure)
+            costs = profile.costs()
+        del decoder, weights
+        torch.cuda.empty_cache()
+    if costs is None:
+        return plan(device_weight_bytes=None)
+    kv_offload = None if config.kv_offload == "auto" else config.kv_offload
+    if config.num_drafts or config.cuda_graphs is True:
+        kv_offload = False
+    host_kv_bytes = config.given_host_kv_bytes
+    if config.host_kv_bytes == "auto" and kv_offload is not False:
+        # half of it, and no more than any layers leave
+        host_bytes = memory.host_bytes
+        host_kv_bytes = max(0, min(host_bytes // 2, host_bytes - sizes.total_bytes))
+    facts = EngineFacts(
+        model=shape,
+        costs=costs,
+        device_kv_bytes=0,
+        host_kv_bytes=host_kv_bytes,
+        max_num_seqs=config.max_num_seqs,
+        token_budgets=(config.token_budget,),
+        rows=RowsAhead(shape=row),
+        block_size=config.block_size_tokens,
+        kv_offload=kv_offload,
+    )
+    choice = choose_residence(facts, memory)
+    assert choice.residence is not None, "no residence was chosen"
+    _logger.info(
+        "engine.device_weight_bytes: %d, as %.2f GB of weights and KV of a few rows do not fit "
+        "%.2f GB of free memory: %s",
+        choice.residence.device_bytes,
+        sizes.total_bytes / 1e9,
+        free_bytes / 1e9,
+        choice.reason,
+    )
+    return choice.residence
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Return the free bytes of a GPU; None for a CPU, which keeps all weights in its memory."""
+    return free_memory_bytes(device) if device.type == "cuda" else None
+
+
+def _first_layers(spec: ModelSpec) -> ModelSpec:
+    """Return a model of the first two layers, and more up to one with experts if there are any."""
+    is_sparse = spec.moe.is_sparse if spec.moe is not None else ()
+    count = min(spec.num_layers, 2 + (is_sparse.index(True) if any(is_sparse) else 0))
+    moe = None if spec.moe is None else replace(spec.moe, is_sparse=is_sparse[:count])
+    return replace(spec, num_layers=count, windows=spec.windows[:count], moe=moe)
 
 
 def step_peak_bytes(
@@ -54,7 +177,7 @@ def step_peak_bytes(
             if draws:
                 rows = np.arange(len(logits))
                 ones = np.ones(len(logits))
-                options = DrawOptions(ones, rows, ones, 0 * ones, 0.5 * ones)
+                options = DrawOptions(ones, np.ones_like(rows), ones, 0 * ones, 0.5 * ones)
                 for draw in (draw_dense, draw_ranked):
                     draw(logits, rows, options)
 

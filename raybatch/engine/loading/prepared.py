@@ -9,7 +9,7 @@ from typing import Self
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
-from raybatch.engine.loading.choice_scope import ChoiceScope, host_kv_bytes
+from raybatch.engine.loading.known_scope import host_kv_bytes
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
     give_back_freed_memory,
@@ -30,6 +30,7 @@ from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.policy.batches.layer_plan import ModuleCosts
 from raybatch.policy.batches.row_shape import RowShape
+from raybatch.policy.choice_scope import ChoiceScope
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
@@ -62,7 +63,7 @@ class PreparedModel:
         Raises ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
         CapacityError: the memory does not hold a block of KV.
         """
-        model = load_model(source, config)
+        model = load_model(source, config, num_engines_on_host=num_engines_on_host)
         with current_device(model.device):
             return cls.of(model, config, num_engines_on_host)
 
@@ -142,9 +143,10 @@ class PreparedModel:
     def scope(self) -> ChoiceScope:
         return ChoiceScope(
             config=self.config,
-            resolved=self.model.resolved,
+            is_gpu=self.model.device.type == "cuda",
             device_kv_bytes=self.device_blocks * self._block_bytes(),
             host_kv_bytes=self.host_kv_bytes,
+            residence=self.model.residence,
         )
 
     @property

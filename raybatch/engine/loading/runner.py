@@ -1,6 +1,7 @@
 """Loads a model with its KV pool onto a device and runs steps."""
 
 import logging
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from raybatch.engine.memory.kv_cache import (
     KVCache,
     allocate_kv_cache,
     copy_blocks,
+    kv_bytes_per_token,
     num_host_blocks_for,
     read_blocks,
     write_blocks,
@@ -34,6 +36,7 @@ from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
+from raybatch.policy.admission import full_step_tokens
 from raybatch.policy.choose_engine import EngineChoice
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 from raybatch.records.arrays import Ints
@@ -62,9 +65,10 @@ class ModelRunner:
         path: Path | None = None,
         dtype: torch.dtype | None = None,
         shared_reads: SharedReads = UNTIMED,
+        weight_bytes: int | None = None,
     ) -> None:
         self.spec, self.config, self.cache = spec, config, cache
-        self._path, self._dtype = path, dtype
+        self._path, self._dtype, self._weight_bytes = path, dtype, weight_bytes
         self.decoder, self.shared_reads = decoder, shared_reads
         self._graphs = graphs
         self.device = cache.k.device
@@ -141,6 +145,7 @@ class ModelRunner:
             shared_reads=prepared.shared_reads(),
             path=model.path,
             dtype=model.dtype,
+            weight_bytes=None if decoder.layers.is_streamed else model.sizes.total_bytes,
         )
 
     def log_loaded(self, model: LoadedModel) -> None:
@@ -162,6 +167,18 @@ class ModelRunner:
             self.config.block_size_tokens,
             "" if self.config.kv_cache_dtype == "auto" else f" in {self.config.kv_cache_dtype}",
             host_memory,
+        )
+
+    @property
+    def full_step_tokens(self) -> float:
+        """Tokens from which on each one more makes a step longer; none where copies take longer."""
+        if self._weight_bytes is None or self.window is not None:
+            return math.inf
+        moe, num_tokens = self.spec.moe, self.num_blocks * self.config.block_size_tokens
+        return full_step_tokens(
+            weight_bytes=self._weight_bytes,
+            kv_bytes=kv_bytes_per_token(self.spec, self.cache.k.dtype) * num_tokens,
+            used_fraction=1.0 if moe is None else moe.top_k / moe.num_experts,
         )
 
     @cached_property

@@ -21,7 +21,7 @@ from raybatch.records.arrays import Ints
 
 # of the memory that is free once the weights are loaded
 _CPU_FRACTION = 0.5
-_GPU_FRACTION = 0.9
+GPU_FRACTION = 0.9
 
 # what a copy may raise where memory or the device is short of something
 COPY_ERRORS = (RuntimeError, MemoryError, OSError)
@@ -156,7 +156,7 @@ def num_blocks_for(
     """
     block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     is_host = device.type == "cpu"
-    share = free_bytes * (_CPU_FRACTION / num_engines_on_host if is_host else _GPU_FRACTION)
+    share = free_bytes * (_CPU_FRACTION / num_engines_on_host if is_host else GPU_FRACTION)
     budget = config.kv_cache_bytes
     if budget is None:
         budget = max(0, int(share) - reserved_bytes)

@@ -2,20 +2,14 @@
 
 What binds is not the memory in use now but its highest point: just before one of the running
 sequences ends and gives its blocks back. A sequence may start if no such point, with it, is above
-the limit. Where lengths are alike, sequences that start together also end together, and half of
-the pool is empty on average; so starts are spread over time as well.
+the pool.
 """
-
-import math
 
 import numpy as np
 
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 from raybatch.records.arrays import Bools, Floats, Ints
-
-# steps of unused pace that may be caught up on: short outputs are not slowed, long ones spread
-_MAX_CREDIT_STEPS = 2
 
 
 class OutputLengths:
@@ -33,11 +27,6 @@ class OutputLengths:
         self._ended: Ints = np.zeros(0, np.int64)
         self._survival: Floats = np.ones(1)
         self._tail: Floats = np.zeros(1)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether more than half of the outputs are of a length that has been seen."""
-        return float(self._survival[-1]) < 0.5
 
     def note(self, length: int) -> None:
         self._ring[self._num_noted % len(self._ring)] = length
@@ -80,15 +69,16 @@ class KVForecast:
         self._block_size = block_size
         self._sum()
 
-    def peak(self, size: float = 0.0, remaining: float = 0.0, count: int = 0) -> float:
-        """Return the highest point, with `count` more sequences of this kind."""
+    def peak(self, size: float, remaining: float) -> float:
+        """Return the highest point with one more sequence of this kind."""
         growth = remaining / self._block_size
         place = int(np.searchsorted(-self._growth, -growth, side="right"))
-        peaks = self._peaks.copy()
-        peaks[place:] += count * (size + self._growth[place:])
         before = float(self._sums[place - 1]) if place else 0.0
-        its_peak = before + count * size + growth * (place + count) if count else 0.0
-        return self._shared + max(its_peak, float(peaks.max(initial=0.0)))
+        its_peak = before + size + growth * (place + 1)
+        # that of one that goes on longer is as it was
+        others = self._peaks.copy()
+        others[place:] += size + self._growth[place:]
+        return self._shared + max(its_peak, float(others.max(initial=0.0)))
 
     def add(self, size: float, remaining: float, num_shared: int) -> None:
         """Count one more sequence in, and `num_shared` more shared blocks."""
@@ -107,52 +97,36 @@ class KVForecast:
 class Admission:
     """Decides by a forecast whether one more sequence may run.
 
-    `fraction`: of the pool that a forecast may reach; None lets every sequence start.
+    A step of less than `full_step_tokens` takes every one that memory has room for now.
     """
 
     def __init__(
-        self, table: SequenceTable, blocks: BlockManager, *, fraction: float | None
+        self, table: SequenceTable, blocks: BlockManager, *, full_step_tokens: float
     ) -> None:
         self.lengths = OutputLengths()
         self._table = table
         self._blocks = blocks
-        self._limit = math.inf if fraction is None else fraction * blocks.num_blocks
-        self._credit = 0.0
+        self._full_step_tokens = full_step_tokens
+        # made where it is asked for
         self._forecast: KVForecast | None = None
 
     def begin_step(self) -> None:
         self._forecast = None
-        # the pool offers so many blocks for one step
-        self._credit = min(self._credit + self._limit, _MAX_CREDIT_STEPS * self._limit)
 
-    def accepts(self, record: Sequence, *, num_shared: int, num_new: int, num_waiting: int) -> bool:
-        """Return whether `record` may start.
+    def accepts(self, record: Sequence, *, num_shared: int, num_new: int, step_tokens: int) -> bool:
+        """Return whether `record` may start in a step that has `step_tokens` without it.
 
-        `num_shared` blocks are used together with others, `num_new` of them by nobody yet. If all
-        `num_waiting` sequences fit, there is no reason to wait.
+        `num_shared` blocks are used together with others, `num_new` of them by nobody yet.
         """
-        if math.isinf(self._limit):
+        if step_tokens < self._full_step_tokens:
             return True
-        forecast = self._current()
-        size, remaining = self._measure(record, num_shared)
-        if forecast.peak(size, remaining, 1) + num_new > self._limit:
-            return False
-        if self._credit > 0 or not self._is_known(record):
-            return True
-        return forecast.peak(size, remaining, num_waiting) + num_new <= self._limit
+        peak = self._current().peak(*self._measure(record, num_shared))
+        return peak + num_new <= self._blocks.num_blocks
 
     def add(self, record: Sequence, *, num_shared: int, num_new: int) -> None:
         """Count in a sequence that starts; the arguments are those of `accepts`."""
-        if math.isinf(self._limit):
-            return
-        size, remaining = self._measure(record, num_shared)
-        if self._is_known(record):
-            # what it takes from the pool: blocks times steps
-            self._credit -= remaining * (size + remaining / self._table.block_size / 2)
-        self._current().add(size, remaining, num_new)
-
-    def _is_known(self, record: Sequence) -> bool:
-        return record.expected_len is not None or self.lengths.is_known
+        if self._forecast is not None:
+            self._forecast.add(*self._measure(record, num_shared), num_new)
 
     def _current(self) -> KVForecast:
         if self._forecast is not None:

@@ -5,16 +5,16 @@ when blocks run out all the same, the latest sequence gives its own back. Its KV
 where that pays (`swap`), else its tokens are computed again.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
 
-from raybatch.config import AdmissionPolicy
 from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.scheduling.admission import Admission
 from raybatch.engine.scheduling.chunks import Chunks, DraftRoom
-from raybatch.engine.scheduling.waiting import ClosedBatch, Need, Needs, WaitingQueue
+from raybatch.engine.scheduling.waiting import Need, Needs, WaitingQueue
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
 from raybatch.engine.sequences.forks import PromptFork, PromptForks
 from raybatch.engine.sequences.groups import PrefixGroups
@@ -39,8 +39,7 @@ class Scheduler:
             decode is ever skipped.
         enable_prefix_caching: share equal leading blocks between requests; samples of one
             request share theirs in any case.
-        admission: who starts next; "static" and "multi_bin" run closed batches.
-        kv_admission_fraction: of the pool that the forecast may reach; None makes no forecast.
+        full_step_tokens: that a step has before a forecast of the pool lets sequences wait.
         swap: host memory for the KV of preempted sequences; None has none.
         copy_blocks: copies some blocks of the device into as many others; at once, or before
             the next step.
@@ -54,8 +53,7 @@ class Scheduler:
         *,
         max_batched_tokens: int,
         enable_prefix_caching: bool,
-        admission: AdmissionPolicy = "fcfs",
-        kv_admission_fraction: float | None = None,
+        full_step_tokens: float = math.inf,
         swap: SwapSpace | None = None,
         copy_blocks: Callable[[Ints, Ints], None] = lambda *_: None,
         max_row_blocks: int | None = None,
@@ -75,11 +73,8 @@ class Scheduler:
         self.forks = PromptForks(blocks, keep_cached=enable_prefix_caching)
         self._copy_blocks = copy_blocks
         self._needs = Needs(blocks, enable_prefix_caching)
-        self._queue = WaitingQueue(admission, step_tokens=max_batched_tokens)
-        is_closed = admission in ("static", "multi_bin")
-        self._batch = ClosedBatch(blocks) if is_closed else None
-        self._num_steps = 0
-        self._admission = Admission(table, blocks, fraction=kv_admission_fraction)
+        self._queue = WaitingQueue()
+        self._admission = Admission(table, blocks, full_step_tokens=full_step_tokens)
         self._draft_room = DraftRoom(table, blocks, self._spare_steps)
         self._chunks = Chunks(table, blocks, self._groups, self.forks, self._swap, self.counters)
 
@@ -94,7 +89,6 @@ class Scheduler:
     def add(self, record: Sequence) -> None:
         """Queue a sequence; one that has started goes before all that have not."""
         record.group = self._groups.join(record.request)
-        record.arrival_step = self._num_steps
         self._enqueue(record)
 
     def waiting(self) -> list[Sequence]:
@@ -126,7 +120,6 @@ class Scheduler:
         Drafts are, by slot of a decoding sequence, tokens that may follow its known ones; as many
         of them are computed as budget, blocks and length allow.
         """
-        self._num_steps += 1
         preempted, ended = self._grow_decodes()
         grown = np.flatnonzero(self.table.phase == DECODE)
         budget = self._budget - len(grown)
@@ -295,20 +288,14 @@ class Scheduler:
         table = self.table
         num_spare = table.num_needed_blocks(self._spare_steps)
         self._admission.begin_step()
-        if self._batch is not None and not table.num_running:
-            self._batch.open(self._queue.open_batch(len(table.records)))
         while table.has_free_slot and self._queue:
             record = self._queue.peek()
             fork = self.forks.find(record)
             if step.budget <= 0 and fork is None:
                 return []
-            if self._batch is not None and self._batch.is_closed_to(record):
-                return []
             need = self._needs.of(record)
             if fork is not None:
                 need = self._needs.of_fork(record, fork.blocks)
-            if self._batch is not None and not self._batch.takes(record, need):
-                return []
             is_growing = record.max_blocks(table.block_size) > need.num_total
             room = need.num_total * table.block_size - record.num_tokens
             needs_soon = int(is_growing and room < self._spare_steps)
@@ -333,7 +320,7 @@ class Scheduler:
                 record,
                 num_shared=need.num_shared,
                 num_new=need.num_new_shared,
-                num_waiting=self.num_waiting,
+                step_tokens=self._budget - step.budget,
             ):
                 self.counters.num_held_steps += 1
                 return []
@@ -349,8 +336,6 @@ class Scheduler:
 
     def _place(self, record: Sequence, need: Need, fork: PromptFork | None) -> int:
         hits, num_total = need.hits, need.num_total
-        if self._batch is not None:
-            self._batch.add(record, need)
         self._admission.add(record, num_shared=need.num_shared, num_new=need.num_new_shared)
         self.blocks.pin(hits)
         self._groups.pin(record.group, 0, hits)

@@ -1,4 +1,4 @@
-"""Sequences without a slot: the order of admission, the blocks that each needs, closed batches."""
+"""Sequences without a slot: the order in which they start, and the blocks that each needs."""
 
 import heapq
 from collections import deque
@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
-
-from raybatch.config import AdmissionPolicy
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.engine.sequences.table import Sequence
-from raybatch.policy.admission_order import next_batch, predicted_steps, shortest_first
 
 
 class WaitingQueue:
@@ -21,29 +17,21 @@ class WaitingQueue:
 
     resumed: has run before, here or elsewhere; in order of arrival
     ready:   members of groups that have started, so that a prefix lives short
-    fresh:   all others in the order of the policy, a group as a whole
-
-    Args:
-        policy: a group is at the place of its first member in "fcfs" and "static".
-        step_tokens: token budget of a step, by which prompts count beside outputs.
+    fresh:   all others in order of arrival, a group at the place of its first member
     """
 
-    def __init__(self, policy: AdmissionPolicy = "fcfs", *, step_tokens: int = 1) -> None:
-        self._policy: AdmissionPolicy = policy
-        self._step_tokens = step_tokens
+    def __init__(self) -> None:
         self._resumed: list[tuple[int, Sequence]] = []
         self._ready: deque[PrefixGroup] = deque()
         self._fresh: deque[Sequence | PrefixGroup] = deque()
         self._members: dict[int, deque[Sequence]] = {}
         self._count = 0
-        self._is_ordered = True
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield the sequences in the order of their admission, as far as it is decided."""
-        self._order()
         for _, record in sorted(self._resumed, key=itemgetter(0)):
             yield record
         for unit in (*self._ready, *self._fresh):
@@ -56,7 +44,6 @@ class WaitingQueue:
         if record.has_started:
             heapq.heappush(self._resumed, (record.arrival, record))
             return
-        self._is_ordered = False
         if group is None:
             self._fresh.append(record)
         elif group.group_id in self._members:
@@ -88,25 +75,6 @@ class WaitingQueue:
             del self._members[unit.group_id]
         return record
 
-    def open_batch(self, max_rows: int) -> int:
-        """Put the rows that run as one batch to the head of the queue, and return their number."""
-        num_begun = len(self._resumed) + sum(len(self._rows(group)) for group in self._ready)
-        num_left = max_rows - num_begun
-        if num_left <= 0 or self._policy != "multi_bin":
-            return min(max_rows, self._count)
-        units = sorted(self._fresh, key=lambda unit: self._rows(unit)[0].arrival)
-        rows = [self._rows(unit) for unit in units]
-        chosen = next_batch(
-            # a batch takes as long as its longest member
-            np.array([max(self._steps(record) for record in unit) for unit in rows]),
-            np.array([len(unit) for unit in rows], np.int64),
-            batch_rows=num_left,
-        ).tolist()
-        is_chosen = set(chosen)
-        others = [unit for i, unit in enumerate(units) if i not in is_chosen]
-        self._fresh = deque([units[i] for i in chosen] + others)
-        return num_begun + min(num_left, sum(len(rows[i]) for i in chosen))
-
     def withdraw(self, is_wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         taken, kept = list[Sequence](), list[Sequence]()
         for record in self:
@@ -120,29 +88,10 @@ class WaitingQueue:
         return sorted(taken, key=lambda record: record.arrival)
 
     def _next_unit(self) -> Sequence | PrefixGroup:
-        self._order()
         return self._ready[0] if self._ready else self._fresh[0]
 
     def _rows(self, unit: Sequence | PrefixGroup) -> deque[Sequence] | tuple[Sequence]:
         return self._members[unit.group_id] if isinstance(unit, PrefixGroup) else (unit,)
-
-    def _order(self) -> None:
-        if self._is_ordered or self._policy != "shortest":
-            return
-        self._is_ordered = True
-        units = sorted(self._fresh, key=lambda unit: self._rows(unit)[0].arrival)
-        rows = [self._rows(unit) for unit in units]
-        order = shortest_first(
-            # of two groups the one goes first that ends more rows in the same time
-            np.array([sum(map(self._steps, unit)) / len(unit) for unit in rows]),
-            np.array([unit[0].arrival_step for unit in rows], np.int64),
-        )
-        self._fresh = deque(units[i] for i in order.tolist())
-
-    def _steps(self, record: Sequence) -> float:
-        num_prompt = len(record.request.prompt_token_ids)
-        num_output = (record.expected_len or record.max_len) - num_prompt
-        return predicted_steps(num_output, num_prompt, self._step_tokens)
 
 
 class Need(NamedTuple):
@@ -198,43 +147,3 @@ class Needs:
         max_hits = (record.num_tokens - 1) // self._blocks.block_size
         pinned = record.group.blocks[:max_hits] if record.group else []
         return pinned + self._blocks.find_prefix(hashes[len(pinned) : max_hits])
-
-
-@dataclass(slots=True)
-class ClosedBatch:
-    """Who belongs to the batch that runs.
-
-    Its members may take several steps to start, as the prompts of a step are limited. Each takes
-    the blocks of its full length, so that none of them has to give up its KV.
-    """
-
-    _pool: BlockManager
-    _num_places: int = 0
-    _num_blocks: int = 0
-    _is_empty: bool = True
-
-    def open(self, num_rows: int) -> None:
-        """Begin a batch of so many rows, if memory holds them; nobody runs."""
-        self._num_places, self._num_blocks = num_rows, self._pool.num_available
-        self._is_empty = True
-
-    def is_closed_to(self, record: Sequence) -> bool:
-        """Return whether a waiting sequence has to wait for the end of the batch."""
-        # one that had to yield is a member, and one that comes from elsewhere was
-        return self._num_places <= 0 and not record.has_started
-
-    def takes(self, record: Sequence, need: Need) -> bool:
-        """Return whether memory holds a sequence as well; the first it does not is the last."""
-        if self._is_empty or record.has_started or self._size(record, need) <= self._num_blocks:
-            return True
-        self._num_places = 0
-        return False
-
-    def add(self, record: Sequence, need: Need) -> None:
-        self._is_empty = False
-        self._num_places -= 1
-        self._num_blocks -= self._size(record, need)
-
-    def _size(self, record: Sequence, need: Need) -> int:
-        num_grown = record.max_blocks(self._pool.block_size) - need.num_total
-        return need.num_available + max(0, num_grown)

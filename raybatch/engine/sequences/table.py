@@ -116,10 +116,7 @@ def completion_of(
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sequence:
-    """One sample of one request, as long as it is unfinished.
-
-    The scheduler sets `arrival_step`, steps of the engine before it was queued, and `group`.
-    """
+    """One sample of one request, as long as it is unfinished."""
 
     request: Request
     sample_idx: int
@@ -131,6 +128,7 @@ class Sequence:
     expected_len: int | None = None
     # generated tokens while it is not running; the table holds them else
     token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    # set by the scheduler
     group: PrefixGroup | None = None
     # of the full blocks of the prompt; None before the first admission
     block_hashes: list[bytes] | None = None
@@ -146,7 +144,6 @@ class Sequence:
     swapped: SwappedKV | None = None
     # false once a guess broke its KV
     may_draft: bool = True
-    arrival_step: int = 0
 
     def prompt_hashes(self, block_size: int, *, has_cache: bool) -> list[bytes]:
         """Return the hashes of the full blocks of its prompt, which are made once.

@@ -26,6 +26,7 @@
 #define MAX_ROWS 24
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
 typedef float AnyLanes __attribute__((vector_size(4 * LANES), aligned(4)));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -34,8 +35,6 @@ typedef float AnyLanes __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float Weight;
 INLINE Lanes widen(const Weight *from) { return *(const AnyLanes *)from; }
 #else
-typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
-
 /* LANES bytes as 32-bit numbers; compilers make the generic form one byte at a time */
 INLINE Whole widen_bytes(const void *from) {
 #if defined(__AVX512F__)

@@ -22,18 +22,28 @@
 
 /* What the lanes of a tile have seen so far, and the first position of the run that each sees. */
 typedef struct {
-    float query[TILE_FLOATS];
+    _Alignas(64) float query[TILE_FLOATS];
     float output[TILE_FLOATS];
     float highest[WIDTH];
     float total[WIDTH];
     int32_t first[WIDTH];
 } Tile;
 
-/* A span of one KV head, as numbers and without the gaps between blocks. */
+/* Positions start..start + count - 1 of one KV head, as numbers and without the gaps between blocks;
+   is_masked where a reader may not see all of them. */
 typedef struct {
-    float keys[SPAN * HEAD_DIM];
+    _Alignas(64) float keys[SPAN * HEAD_DIM];
     float values[SPAN * HEAD_DIM];
+    int start, count, is_masked;
 } Span;
+
+/* What a tile makes of a span: scores and then weights [count, lanes], the highest score of each lane
+   so far, and the share that is left of what came before. */
+typedef struct {
+    _Alignas(64) float weights[SPAN * WIDTH];
+    float highest[WIDTH];
+    float share[WIDTH];
+} Work;
 
 INLINE void copy_row(const Element *row, float *numbers) {
     float room[HEAD_DIM], scale = scale_of(row);
@@ -54,80 +64,121 @@ typedef struct {
     float scale;
 } Readers;
 
-/* Add to sums [count, width] the products of numbers with the lanes of a panel, one of num_inputs
-   after the other: of row r the numbers r * HEAD_DIM + k, or those of a column, k * HEAD_DIM + r.
-   count, width and by_row are constants. */
-INLINE void add_products(const int count, const int width, const int by_row, const float *numbers,
-                         int64_t num_inputs, const float *panel, float *sums) {
-    Lanes kept[MAX_SUMS][2], lanes[2];
+/* the lanes j * LANES and on of a row of numbers */
+#define LANES_AT(numbers, j) (((AnyLanes *)(numbers))[j])
+
+INLINE Lanes choose(Whole is_one, Lanes one, Lanes other) {
+    return (Lanes)(((Whole)one & is_one) | ((Whole)other & ~is_one));
+}
+
+/* exp of scores less the highest, so of numbers up to 0, in fewer steps than exp_of; 0 below -87. What
+   one constant for ln 2 leaves out matters in weights alone that are next to nothing. */
+INLINE Lanes weights_of(Lanes x) {
+    /* numbers up to 0 are cut towards it */
+    Whole whole = __builtin_convertvector(x * 1.44269504f - 0.5f, Whole);
+    Lanes rest = x - __builtin_convertvector(whole, Lanes) * 0.693147181f;
+    /* in an order with few steps that wait for each other */
+    Lanes square = rest * rest;
+    Lanes upper = square * 1.38145988e-3f + (rest * 8.36871658e-3f + 4.16683890e-2f);
+    Lanes sum = square * (square * upper + (rest * 1.66665211e-1f + 0.5f)) + (rest + 1.0f);
+    return (Lanes)(((Whole)sum + (whole << 23)) & ~(x < -87.0f));
+}
+
+/* Write the sums over k < num_inputs of number r * row_step + k * input_step times lanes k of a panel;
+   count and width are constants. */
+INLINE void sum_products(const int count, const int width, const float *numbers, int64_t row_step,
+                         int64_t input_step, int64_t num_inputs, const float *panel,
+                         Lanes sums[][2]) {
 #pragma GCC unroll 16
     for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
-        for (int j = 0; j < width / LANES; j++)
-            kept[r][j] = ((const AnyLanes *)(sums + r * width))[j];
+        for (int j = 0; j < width / LANES; j++) sums[r][j] = (Lanes){0};
     for (int64_t k = 0; k < num_inputs; k++) {
+        Lanes lanes[2];
 #pragma GCC unroll 2
-        for (int j = 0; j < width / LANES; j++)
-            lanes[j] = ((const AnyLanes *)(panel + k * width))[j];
+        for (int j = 0; j < width / LANES; j++) lanes[j] = LANES_AT(panel + k * width, j);
         /* a number meets all lanes before the next is read: more do not stay in registers */
 #pragma GCC unroll 16
         for (int r = 0; r < count; r++) {
-            float number = numbers[by_row ? r * HEAD_DIM + k : k * HEAD_DIM + r];
+            float number = numbers[r * row_step + k * input_step];
 #pragma GCC unroll 2
-            for (int j = 0; j < width / LANES; j++) kept[r][j] += number * lanes[j];
+            for (int j = 0; j < width / LANES; j++) sums[r][j] += number * lanes[j];
         }
     }
+}
+
+/* Write the scores of `count` keys from `first` on, and keep the highest ones. */
+INLINE void score_keys(const int count, const int width, Tile *tile, const Span *span, int first,
+                       Work *work) {
+    Lanes sums[MAX_SUMS][2];
+    sum_products(count, width, span->keys + first * HEAD_DIM, HEAD_DIM, 1, HEAD_DIM, tile->query,
+                 sums);
+#pragma GCC unroll 2
+    for (int j = 0; j < width / LANES; j++) {
+        Lanes highest = LANES_AT(work->highest, j);
+#pragma GCC unroll 16
+        for (int r = 0; r < count; r++) {
+            if (span->is_masked) {
+                Whole is_hidden = ((const Whole *)tile->first)[j] > span->start + first + r;
+                sums[r][j] = choose(is_hidden, (Lanes){0} - INFINITY, sums[r][j]);
+            }
+            LANES_AT(work->weights + (first + r) * width, j) = sums[r][j];
+            highest = choose(sums[r][j] > highest, sums[r][j], highest);
+        }
+        LANES_AT(work->highest, j) = highest;
+    }
+}
+
+/* Add weighted values to what is left of the output: `count` numbers of a row from `first` on. */
+INLINE void add_values(const int count, const int width, Tile *tile, const Span *span, int first,
+                       Work *work) {
+    Lanes sums[MAX_SUMS][2];
+    sum_products(count, width, span->values + first, 1, HEAD_DIM, span->count, work->weights,
+                 sums);
 #pragma GCC unroll 16
     for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
-        for (int j = 0; j < width / LANES; j++)
-            ((AnyLanes *)(sums + r * width))[j] = kept[r][j];
-}
-
-#define ADD(count)                                                                                 \
-    for (; (count) * (width / LANES) <= RUN_SUMS && num_rows - done >= (count); done += (count))   \
-        add_products(count, width, by_row, numbers + done * (by_row ? HEAD_DIM : 1), num_inputs,   \
-                     panel, sums + done * width);
-
-/* The same for any number of rows or columns, as many at once as stay in registers. */
-INLINE void add_all(int num_rows, const int width, const int by_row, const float *numbers,
-                    int64_t num_inputs, const float *panel, float *sums) {
-    int done = 0;
-    ADD(16) ADD(8) ADD(6) ADD(4) ADD(2) ADD(1)
-}
-
-/* Take in a span whose first position is `start` in the run; width is a constant. */
-INLINE void add_span(const int width, Tile *tile, const Span *span, int start, int count,
-                     int is_masked) {
-    float weights[SPAN * WIDTH], base[WIDTH], kept[WIDTH], sum[WIDTH];
-    for (int i = 0; i < count * width; i++) weights[i] = 0.0f;
-    add_all(count, width, 1, span->keys, HEAD_DIM, tile->query, weights);
-    if (is_masked)
-        for (int k = 0; k < count; k++)
-            for (int l = 0; l < width; l++)
-                if (start + k < tile->first[l]) weights[k * width + l] = -INFINITY;
-    for (int l = 0; l < width; l++) base[l] = tile->highest[l];
-    for (int k = 0; k < count; k++)
-        for (int l = 0; l < width; l++)
-            base[l] = weights[k * width + l] > base[l] ? weights[k * width + l] : base[l];
-    for (int l = 0; l < width; l++) {
-        kept[l] = kept_of(tile->total[l], tile->highest[l], base[l]);
-        tile->highest[l] = base[l];
-        /* a lane that has seen nothing yet */
-        base[l] = base[l] == -INFINITY ? 0.0f : base[l];
-        sum[l] = 0.0f;
-    }
-    for (int k = 0; k < count; k++)
-        for (int l = 0; l < width; l++) {
-            float weight = exp_of(weights[k * width + l] - base[l]);
-            if (is_masked && start + k < tile->first[l]) weight = 0.0f;
-            weights[k * width + l] = weight;
-            sum[l] += weight;
+        for (int j = 0; j < width / LANES; j++) {
+            AnyLanes *output = &LANES_AT(tile->output + (first + r) * width, j);
+            *output = *output * LANES_AT(work->share, j) + sums[r][j];
         }
-    for (int l = 0; l < width; l++) tile->total[l] = tile->total[l] * kept[l] + sum[l];
-    for (int d = 0; d < HEAD_DIM; d++)
-        for (int l = 0; l < width; l++) tile->output[d * width + l] *= kept[l];
-    add_all(HEAD_DIM, width, 0, span->values, count, weights, tile->output);
+}
+
+/* Make weights of scores; the highest is -INFINITY where a lane has seen nothing. */
+INLINE void weigh(const int width, Tile *tile, int count, Work *work) {
+    for (int j = 0; j < width / LANES; j++) {
+        Lanes highest = LANES_AT(work->highest, j), total = LANES_AT(tile->total, j);
+        Lanes base = (Lanes)((Whole)highest & (highest != -INFINITY)), sum = {0};
+        Lanes share = weights_of(LANES_AT(tile->highest, j) - base);
+        for (int k = 0; k < count; k++) {
+            Lanes weight = weights_of(LANES_AT(work->weights + k * width, j) - base);
+            LANES_AT(work->weights + k * width, j) = weight;
+            sum += weight;
+        }
+        LANES_AT(work->share, j) = share;
+        LANES_AT(tile->highest, j) = highest;
+        LANES_AT(tile->total, j) = total * share + sum;
+    }
+}
+
+/* Take `num` keys, or numbers of rows, as many at once as stay in registers. */
+#define IN_STEPS(take, num)                                                                        \
+    for (int first = 0; first < (num);) {                                                          \
+        STEP(take, num, 16) STEP(take, num, 8) STEP(take, num, 6)                                  \
+        STEP(take, num, 4) STEP(take, num, 2) STEP(take, num, 1)                                   \
+    }
+#define STEP(take, num, many)                                                                      \
+    for (; (many) * (width / LANES) <= RUN_SUMS && (num) - first >= (many); first += (many))       \
+        take(many, width, tile, span, first, &work);
+
+/* Take in a span; width is a constant. */
+INLINE void add_span(const int width, Tile *tile, const Span *span) {
+    Work work;
+    for (int j = 0; j < width / LANES; j++)
+        LANES_AT(work.highest, j) = LANES_AT(tile->highest, j);
+    IN_STEPS(score_keys, span->count)
+    weigh(width, tile, span->count, &work);
+    IN_STEPS(add_values, HEAD_DIM)
 }
 
 /* Read the queries and the state of the readers' heads from `begin` on, of one KV head. */
@@ -178,6 +229,7 @@ static void add_run(const Readers *readers, int64_t num_rows, const Element *key
         first_seen = least(first_seen, readers->firsts[i]);
     Tile tiles[MAX_TILES];
     Span span;
+    span.is_masked = readers->firsts != 0;
     for (int64_t begin = 0; begin < num_heads; begin += MAX_TILES * WIDTH) {
         int num_tiles = 0, counts[MAX_TILES], widths[MAX_TILES];
         for (int64_t b = begin; b < num_heads && num_tiles < MAX_TILES; b += WIDTH, num_tiles++) {
@@ -186,8 +238,9 @@ static void add_run(const Readers *readers, int64_t num_rows, const Element *key
             open_tile(&tiles[num_tiles], readers, g, b, counts[num_tiles], widths[num_tiles]);
         }
         for (int64_t start = first_seen; start < num_tokens; start += SPAN) {
-            int64_t count = least(SPAN, num_tokens - start);
-            for (int64_t k = 0; k < count; k++) {
+            span.start = (int)start;
+            span.count = (int)least(SPAN, num_tokens - start);
+            for (int64_t k = 0; k < span.count; k++) {
                 int64_t place = place_of(blocks, start + k, readers->num_kv_heads, g);
                 copy_row(keys + place, span.keys + k * HEAD_DIM);
                 copy_row(values + place, span.values + k * HEAD_DIM);
@@ -196,12 +249,11 @@ static void add_run(const Readers *readers, int64_t num_rows, const Element *key
                 prefetch(keys + place);
                 prefetch(values + place);
             }
-            int is_masked = readers->firsts != 0;
             for (int t = 0; t < num_tiles; t++) {
                 if (widths[t] == WIDTH)
-                    add_span(WIDTH, &tiles[t], &span, (int)start, (int)count, is_masked);
+                    add_span(WIDTH, &tiles[t], &span);
                 else
-                    add_span(LANES, &tiles[t], &span, (int)start, (int)count, is_masked);
+                    add_span(LANES, &tiles[t], &span);
             }
         }
         for (int t = 0; t < num_tiles; t++)

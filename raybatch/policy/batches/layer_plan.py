@@ -1,6 +1,6 @@
 """Sizes of a model and its layers, what a layer computes and moves, and what its modules cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.roofline import Roofline, Work
@@ -140,3 +140,7 @@ class ModuleCosts:
     to_host: Roofline
     copies_overlap: bool = True
     prompts: Roofline | None = None
+
+    def without_links(self) -> "ModuleCosts":
+        """Return the costs where copies take no time."""
+        return replace(self, to_device=self.to_device.times(0.0), to_host=self.to_host.times(0.0))

@@ -1,6 +1,7 @@
 """The steps of an engine that does some work: the scheduler's rules over counts, block by block."""
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,17 +50,39 @@ def forecast_steps(work: WorkTotals, limits: EngineLimits) -> StepForecast:
             decode_rows=none, prefill_tokens=none, weight=none, recomputed_tokens=0.0
         )
     prompt, output = (n / work.num_rows for n in (work.computed_tokens, work.generated_tokens))
+    prefix, members = _mean_group(work, limits.block_size)
     # rows are half way through their outputs on average
     batch = min(limits.max_num_seqs, max(1.0, limits.kv_tokens / (prompt + output / 2)))
     # as many waves as steps allow, and some rows at least
     in_steps = max(_MAX_STEPS * batch / output, _WAVES * batch, _LEAST_ROWS)
     most = max(_MIN_ROWS, _WAVES * limits.max_num_seqs)
     num_rows = min(work.num_rows, most, int(in_steps))
+    own = prompt - prefix / members
     simulation = StepSimulation(
-        _lengths((prompt,), num_rows), _lengths(work.output_lengths or (output,), num_rows), limits
+        [prefix + n for n in _lengths((own,), num_rows)],
+        _lengths(work.output_lengths or (output,), num_rows),
+        limits,
+        prefixes=[prefix] * num_rows,
+        groups=[int(row / members) for row in range(num_rows)],
     )
     simulation.run()
     return _of_all_rows(simulation, work, num_rows)
+
+
+def _mean_group(work: WorkTotals, block_size: int) -> tuple[int, float]:
+    """Return the tokens that a row shares and how many rows share them, both on average.
+
+    A prefix is whole blocks. Where nothing is shared, or no row would have a token of its own, it
+    has none.
+    """
+    if not work.shared_pairs:
+        return 0, 1.0
+    decodes = max(1.0, work.generated_tokens - work.num_rows)
+    prefix = int(work.shared_pairs / decodes) // block_size * block_size
+    members = max(1.0, work.shared_pairs / max(1.0, work.shared_reads))
+    if work.computed_tokens / work.num_rows - prefix / members < 1:
+        return 0, 1.0
+    return prefix, members
 
 
 def _of_all_rows(simulation: "StepSimulation", work: WorkTotals, num_rows: int) -> StepForecast:
@@ -130,12 +153,28 @@ class StepSimulation:
     """One run over rows in the order of their admission; counts per step are lists.
 
     Args:
-        prompts: tokens of each row that are computed.
+        prompts: tokens of each row, without those that are in the cache before the run.
         outputs: tokens that it generates, at least 1.
+        prefixes: leading tokens of each row that its group shares, in whole blocks. Whoever runs
+            first computes them; they are held until the last row of the group has ended.
+        groups: of each row; rows of a group lie side by side.
     """
 
-    def __init__(self, prompts: list[int], outputs: list[int], limits: EngineLimits) -> None:
+    def __init__(
+        self,
+        prompts: list[int],
+        outputs: list[int],
+        limits: EngineLimits,
+        *,
+        prefixes: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
+    ) -> None:
         num_rows = len(prompts)
+        self._prefixes = prefixes or [0] * num_rows
+        self._groups = groups or range(num_rows)
+        self._num_members = Counter(self._groups)
+        # of each group the blocks of its prefix that are there
+        self._num_held: Counter[int] = Counter()
         self._prompts, self._outputs, self._limits = prompts, outputs, limits
         self._spare_steps = min(_MAX_SPARE_STEPS, max(1, limits.block_size // 4))
         self._pool = _Pool(limits.kv_tokens // limits.block_size)
@@ -143,7 +182,11 @@ class StepSimulation:
         # in order of admission, which is that of the rows
         self._running: list[int] = []
         self._num_generated = [0] * num_rows
+        # its own blocks, and those of its group before them
         self._num_blocks = [0] * num_rows
+        self._num_shared = [0] * num_rows
+        # tokens with KV when a row had to yield
+        self._num_computed_before = [0] * num_rows
         # of a running row: the step of its first token since it started, None while its prompt is
         # computed, and the steps at which it takes its next block and ends
         self._start: list[int | None] = [None] * num_rows
@@ -156,6 +199,7 @@ class StepSimulation:
         self.prefill_tokens: list[int] = []
         self.num_ended: list[int] = []
         self.recomputed_tokens: list[int] = []
+        self.num_preemptions = 0
 
     def run(self) -> None:
         while self._waiting or self._running:
@@ -171,8 +215,8 @@ class StepSimulation:
             spent += self._compute(step, *self._cut, left)
         while not num_preempted and spent < left and self._waiting and self._has_room(step):
             row = self._waiting.popleft()
-            tokens, is_again = self._place(row)
-            recomputed += tokens * is_again
+            tokens, again = self._place(row)
+            recomputed += again
             spent += self._compute(step, row, tokens, left - spent)
         self.decode_rows.append(num_decoding)
         self.prefill_tokens.append(spent)
@@ -180,7 +224,8 @@ class StepSimulation:
         ended = self._ending.pop(step, set())
         self.num_ended.append(len(ended))
         for row in sorted(ended):
-            self._leave(row)
+            self._leave(row, self._prompts[row])
+            self._leave_group(self._groups[row])
         if ended:
             self._running = [row for row in self._running if row not in ended]
 
@@ -190,6 +235,7 @@ class StepSimulation:
         for row in sorted(self._growing.pop(step, ())):
             while self._start[row] is not None and self._pool.num_available < 1:
                 if len(self._running) == 1:
+                    self._unpin(but=self._groups[row])
                     break
                 self._preempt(step)
                 num_preempted += 1
@@ -200,13 +246,15 @@ class StepSimulation:
         return num_preempted
 
     def _has_room(self, step: int) -> bool:
-        if not self._running:
-            return True
         if len(self._running) >= self._limits.max_num_seqs:
             return False
         row, block_size = self._waiting[0], self._limits.block_size
         num_tokens = self._prompts[row] + self._num_generated[row]
-        num_blocks = -(-num_tokens // block_size)
+        num_blocks = -(-num_tokens // block_size) - self._num_found(row)
+        if not self._running:
+            if num_blocks > self._pool.num_available:
+                self._unpin()
+            return True
         soon = range(step + 1, step + 1 + self._spare_steps)
         reserve = sum(len(self._growing[at]) for at in soon if at in self._growing)
         candidates = [row] if self._cut is None else [row, self._cut[0]]
@@ -221,31 +269,74 @@ class StepSimulation:
         is_growing = held < self._prompts[row] + self._outputs[row] - 1
         return is_growing and held - num_tokens < self._spare_steps
 
-    def _place(self, row: int) -> tuple[int, bool]:
-        """Start a row; return the tokens that it computes, and whether it did so before."""
+    def _place(self, row: int) -> tuple[int, int]:
+        """Start a row; return the tokens that it computes, and how many of them it had before."""
         num_tokens, block_size = (
             self._prompts[row] + self._num_generated[row],
             self._limits.block_size,
         )
-        num_found = self._pool.find(row, (num_tokens - 1) // block_size)
-        self._num_blocks[row] = -(-num_tokens // block_size)
+        self._pin_again(row)
+        num_shared = self._num_found(row)
+        num_found = self._pool.find(row, (num_tokens - 1) // block_size - num_shared)
+        self._num_shared[row] = num_shared
+        self._num_blocks[row] = -(-num_tokens // block_size) - num_shared
         self._pool.take(self._num_blocks[row])
         self._running.append(row)
-        return num_tokens - num_found * block_size, self._num_generated[row] > 0
+        num_cached = (num_shared + num_found) * block_size
+        return num_tokens - num_cached, max(0, self._num_computed_before[row] - num_cached)
+
+    def _num_found(self, row: int) -> int:
+        """Return how many blocks of its group's prefix a row can use; its last token needs one."""
+        num_tokens = self._prompts[row] + self._num_generated[row]
+        return min(self._num_held[self._groups[row]], (num_tokens - 1) // self._limits.block_size)
 
     def _compute(self, step: int, row: int, num_tokens: int, budget: int) -> int:
         """Compute a prompt as far as the budget goes; return the tokens computed."""
+        block_size, num_known = self._limits.block_size, self._prompts[row]
+        num_known += self._num_generated[row]
+        self._hold(row, num_known - max(0, num_tokens - budget))
         self._cut = (row, num_tokens - budget) if num_tokens > budget else None
         if self._cut is not None:
             return budget
         num_generated = self._num_generated[row]
-        room = self._num_blocks[row] * self._limits.block_size - self._prompts[row] - num_generated
+        room = (self._num_shared[row] + self._num_blocks[row]) * block_size - num_known
         # the step of the prompt gives the first token
         self._start[row] = step
         end = step + self._outputs[row] - num_generated - 1
         self._ending[end].add(row)
         self._plan(row, step + 1 + room, end)
         return num_tokens
+
+    def _hold(self, row: int, num_computed: int) -> None:
+        """Give the group of a row the blocks of its prefix that the row has computed."""
+        group = self._groups[row]
+        num_done = min(self._prefixes[row], num_computed) // self._limits.block_size
+        if (num_new := num_done - self._num_held[group]) > 0:
+            self._num_held[group] = num_done
+            self._num_blocks[row] -= num_new
+            self._num_shared[row] += num_new
+
+    def _leave_group(self, group: int) -> None:
+        self._num_members[group] -= 1
+        if not self._num_members[group]:
+            self._give_up(group)
+
+    def _unpin(self, but: int | None = None) -> None:
+        """Give up the prefixes of groups that do not run, where nothing else is left."""
+        for group in [group for group in self._num_held if group != but]:
+            self._give_up(group)
+
+    def _give_up(self, group: int) -> None:
+        count = self._num_held.pop(group, 0)
+        # rows have the names from 0
+        self._pool.give_back(-1 - group, count, count)
+
+    def _pin_again(self, row: int) -> None:
+        group, num_tokens = self._groups[row], self._prompts[row] + self._num_generated[row]
+        if not self._num_held[group]:
+            most = min(self._prefixes[row], num_tokens - 1) // self._limits.block_size
+            self._num_held[group] = self._pool.find(-1 - group, most)
+            self._pool.take(self._num_held[group])
 
     def _plan(self, row: int, grows: int, ends: int) -> None:
         self._events[row] = (grows, ends)
@@ -261,15 +352,23 @@ class StepSimulation:
             grows, ends = self._events[row]
             self._growing[grows].discard(row)
             self._ending[ends].discard(row)
-        else:
-            self._cut = None
-        self._leave(row)
+        # the KV of the last token was to come in this step
+        num_left = 1
+        if self._cut is not None and self._cut[0] == row:
+            num_left, self._cut = self._cut[1], None
+        num_computed = self._prompts[row] + self._num_generated[row] - num_left
+        self._num_computed_before[row] = num_computed
+        self.num_preemptions += 1
+        self._leave(row, num_computed)
         self._waiting.appendleft(row)
 
-    def _leave(self, row: int) -> None:
+    def _leave(self, row: int, num_computed: int) -> None:
         count, self._num_blocks[row] = self._num_blocks[row], 0
         self._start[row] = None
-        self._pool.give_back(row, count, min(count, self._prompts[row] // self._limits.block_size))
+        num_kept = min(self._prompts[row], num_computed) // self._limits.block_size
+        # of equal blocks only the one of the group is found
+        num_found = max(self._num_shared[row], self._num_held[self._groups[row]])
+        self._pool.give_back(row, count, max(0, num_kept - num_found))
 
 
 def _lengths(sample: tuple[float, ...], num_rows: int) -> list[int]:

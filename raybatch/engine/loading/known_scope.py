@@ -1,11 +1,10 @@
-"""What an engine chooses within: its options and both memories; and what is known without one."""
+"""Host memory that KV may take, and what an engine of this host would choose within."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from raybatch.config import DEFAULT_STEP_TOKENS, EngineConfig
+from raybatch.config import EngineConfig
 from raybatch.engine.loading.loaded_model import ResolvedEngine, resolve
 from raybatch.engine.memory.kv_cache import (
     free_memory_bytes,
@@ -16,66 +15,10 @@ from raybatch.engine.memory.kv_cache import (
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile, load_profile, profile_path
 from raybatch.models.config import ModelSpec, read_model_spec
-from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
-from raybatch.policy.choose_engine import EngineFacts, RowsAhead
+from raybatch.policy.choice_scope import ChoiceScope
 
-# of steps on a GPU, beside the one that is usual
-_LARGER_STEPS = (4096, 8192, 16384)
 # of what a host has free, for KV that an engine may keep there by its own choice
 _HOST_FRACTION = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChoiceScope:
-    """Options of an engine, and the bytes that KV may take on the device and on the host."""
-
-    config: EngineConfig
-    resolved: ResolvedEngine
-    device_kv_bytes: int
-    host_kv_bytes: int
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.resolved.device.type == "cuda"
-
-    @property
-    def needs_device(self) -> bool:
-        """Return whether an option that is set wants KV on the device."""
-        return bool(self.config.num_drafts) or self.config.cuda_graphs is True
-
-    @property
-    def may_choose(self) -> bool:
-        """Return whether there is something to choose that measured layers decide."""
-        config = self.config
-        has_places = bool(self.host_kv_bytes) and not self.needs_device
-        may_offload = config.kv_offload == "auto" and has_places
-        return may_offload or (self.is_gpu and config.max_batched_tokens == "auto")
-
-    def facts(self, model: ModelShape, costs: ModuleCosts, rows: RowsAhead) -> EngineFacts:
-        """Return what a choice goes by."""
-        config, layer = self.config, model.layer
-        budgets: tuple[int, ...] = (config.token_budget,)
-        if self.is_gpu and config.max_batched_tokens == "auto":
-            budgets = (DEFAULT_STEP_TOKENS, *_LARGER_STEPS)
-        offload = False if self.needs_device else None
-        if isinstance(config.kv_offload, bool):
-            offload = config.kv_offload
-        # hidden states, and what one run of a module makes on the way
-        widest = max(layer.projected_dim, layer.top_k * (2 * layer.ffn_dim + layer.model_dim))
-        activation_bytes = (2 * layer.model_dim + widest) * layer.element_bytes
-        return EngineFacts(
-            model=model,
-            costs=costs,
-            device_kv_bytes=self.device_kv_bytes,
-            host_kv_bytes=self.host_kv_bytes,
-            max_num_seqs=config.max_num_seqs,
-            token_budgets=budgets,
-            block_size=config.block_size_tokens,
-            activation_bytes=activation_bytes if self.is_gpu else 0,
-            rows=rows,
-            kv_offload=offload,
-            may_draft=config.speculative_tokens == "auto" and not self.is_gpu,
-        )
 
 
 def host_kv_bytes(
@@ -135,7 +78,7 @@ def known_scope(
     block_bytes = kv_bytes_per_token(spec, resolved.kv_dtype) * config.block_size_tokens
     scope = ChoiceScope(
         config=config,
-        resolved=resolved,
+        is_gpu=device.type == "cuda",
         device_kv_bytes=num_blocks * block_bytes,
         host_kv_bytes=host_kv_bytes(config, spec, resolved, num_engines_on_host),
     )

@@ -1,0 +1,72 @@
+"""How far an engine's steps are off their forecast: what layers and what links take."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raybatch.policy.batches.layer_plan import KV_SLOTS
+from raybatch.policy.choose_engine import EngineFacts, EngineWay
+from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
+from raybatch.records.types import ReplicaStats
+
+# of measured seconds beside the forecast, from which on costs are no longer believed
+_MAX_DRIFT = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDrift:
+    """By how much measured seconds are a multiple of the forecast ones; 1 where nobody knows."""
+
+    modules: float = 1.0
+    links: float = 1.0
+
+    @property
+    def is_far(self) -> bool:
+        return any(abs(of - 1) > _MAX_DRIFT for of in (self.modules, self.links))
+
+
+def step_drift(
+    facts: EngineFacts,
+    way: EngineWay,
+    before: ReplicaStats,
+    now: ReplicaStats,
+    *,
+    seconds: float,
+    copy_s: float,
+) -> StepDrift:
+    """Compare the steps between two counts with what rows like those of `facts` would take.
+
+    Args:
+        seconds: of these steps, `copy_s` those of copies of KV among them; 0 where copies overlap,
+            and cannot be told apart.
+    """
+    num_steps = now.num_steps - before.num_steps
+    if not num_steps:
+        return StepDrift()
+    shape = facts.rows.shape
+    computed, decoded = _computed(now) - _computed(before), now.generated_tokens
+    decoded -= before.generated_tokens
+    counts = StepCounts(
+        decode_rows=np.array([decoded / num_steps]),
+        prefill_tokens=np.array([max(0, computed) / num_steps]),
+        prompt_tokens=shape.prompt_tokens,
+        context_tokens=shape.prompt_tokens + shape.output_tokens / 2,
+        shared_tokens=facts.rows.shared_tokens,
+    )
+    buffer = None
+    if way.kv_offload:
+        num_tokens = facts.device_kv_bytes // KV_SLOTS // facts.model.layer.kv_bytes_per_token
+        buffer = KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS, block_size=facts.block_size)
+    all_s = num_steps * float(step_seconds(facts.model, facts.costs, counts, buffer)[0])
+    if not copy_s:
+        return StepDrift(modules=seconds / all_s)
+    links_s = all_s - num_steps * float(
+        step_seconds(facts.model, facts.costs.without_links(), counts, buffer)[0]
+    )
+    return StepDrift(
+        modules=(seconds - copy_s) / max(all_s - links_s, 1e-9), links=copy_s / max(links_s, 1e-9)
+    )
+
+
+def _computed(stats: ReplicaStats) -> int:
+    return stats.prompt_tokens - stats.cached_tokens + stats.num_recomputed_tokens

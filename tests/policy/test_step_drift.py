@@ -1,0 +1,52 @@
+"""Measured steps beside their forecast: layers and links are told apart."""
+
+from dataclasses import replace
+
+import pytest
+
+from raybatch.policy.choose_engine import choose_engine
+from raybatch.policy.step_drift import StepDrift, step_drift
+from raybatch.records.types import ReplicaStats
+from tests.policy.test_choose_engine import facts
+
+STEPS = ReplicaStats(num_steps=64, prompt_tokens=6400, cached_tokens=400, generated_tokens=3200)
+
+
+def forecast_s(given, way):
+    """The seconds of `STEPS`, and those of its copies, by their own forecast."""
+    drift = step_drift(given, way, ReplicaStats(), STEPS, seconds=1.0, copy_s=0.0)
+    free = replace(given, costs=given.costs.without_links())
+    without = step_drift(free, way, ReplicaStats(), STEPS, seconds=1.0, copy_s=0.0)
+    return 1 / drift.modules, 1 / drift.modules - 1 / without.modules
+
+
+@pytest.mark.parametrize("modules", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("links", [1.0, 4.0])
+def test_layers_and_links_are_told_apart(modules, links):
+    given = facts(device_rows=8, host_rows=512)
+    way = choose_engine(given).best
+    assert way.kv_offload
+    all_s, links_s = forecast_s(given, way)
+    seconds = modules * (all_s - links_s) + links * links_s
+    drift = step_drift(given, way, ReplicaStats(), STEPS, seconds=seconds, copy_s=links * links_s)
+    assert drift.modules == pytest.approx(modules)
+    assert drift.links == pytest.approx(links)
+    assert drift.is_far == (modules != 1.0 or links != 1.0)
+
+
+def test_no_steps_tell_nothing():
+    given = facts(device_rows=8, host_rows=0)
+    way = choose_engine(given).best
+    assert step_drift(given, way, STEPS, STEPS, seconds=0.0, copy_s=0.0) == StepDrift()
+    assert not StepDrift(modules=1.19).is_far
+    assert StepDrift(links=0.79).is_far
+
+
+def test_only_the_steps_between_two_counts_are_compared():
+    given = facts(device_rows=8, host_rows=0)
+    way = choose_engine(given).best
+    seconds, _ = forecast_s(given, way)
+    twice = replace(STEPS, num_steps=128, prompt_tokens=12800, cached_tokens=800)
+    twice = replace(twice, generated_tokens=6400)
+    drift = step_drift(given, way, STEPS, twice, seconds=seconds, copy_s=0.0)
+    assert drift.modules == pytest.approx(1.0)
