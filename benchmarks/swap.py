@@ -3,10 +3,13 @@
 python benchmarks/swap.py                                   # W4 in 20 % of its KV, dense-60m
 python benchmarks/swap.py --workload equal --block-size 16 --out result.json
 python benchmarks/swap.py --workload prompts --share 0.03 --stream --ways recompute offload ample
+python benchmarks/swap.py --model moe-8m --workload equal --host-share 0.25 \
+    --ways recompute swap int8 fp8                          # what 8 bits are worth, and change
 
 The native engine on one thread, tokens checked row by row; the ways take turns. "ample" has memory
 for all rows at once, as the bound of what more memory can bring; "offload" keeps all KV in host
-memory. CPU seconds are of all steps.
+memory. "int8" and "fp8" round KV for which half of the host memory has no exact blocks; their
+tokens may be others, and how many are is told. CPU seconds are of all steps.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import conditions
+import kv_dtype
 import models
 import numpy as np
 import torch
@@ -28,7 +32,9 @@ import workloads_e2e
 
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
-from raybatch.engine.memory.kv_cache import kv_bytes_per_token
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import kv_bytes_per_token, pick_kv_dtype
+from raybatch.kernels.byte_numbers import dequantise, quantise
 from raybatch.models.config import read_model_spec
 from raybatch.records.types import Completion, Request, Sampling
 
@@ -52,7 +58,10 @@ WORKLOADS = {
         name="equal", kind="random", num_requests=128, prompt_len=128, output_len=256
     ),
 }
-WAYS = ("recompute", "swap", "offload", "ample")
+ROUNDING = ("int8", "fp8")
+WAYS = ("recompute", "swap", *ROUNDING, "offload", "ample")
+# rows whose KV is rounded and compared
+_NUM_COMPARED = 8
 
 
 def requests_of(workload: workloads_e2e.Workload) -> list[Request]:
@@ -85,6 +94,7 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
     seconds, after = time.process_time() - began, backend.stats()
     names = ("num_steps", "num_preemptions", "num_recomputed_tokens", "num_swapped_tokens")
     names = (*names, "swapped_bytes", "weight_copy_bytes", "prompt_tokens", "generated_tokens")
+    names = (*names, "num_rounded_tokens", "num_rounded_sequences")
     counters = {name: getattr(after, name) - getattr(before, name) for name in names}
     counters["mean_running"] = round(float(np.mean(num_decoding)), 1)
     reasons = {completion.finish_reason for completion in done.values()}
@@ -97,7 +107,7 @@ def run(backend: NativeBackend, requests: Sequence[Request]) -> tuple[dict[str, 
 def measure(
     folder: str, requests: Sequence[Request], args: argparse.Namespace
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run all ways in turn; rows whose tokens differ between them end the benchmark."""
+    """Run all ways in turn; rows whose tokens differ between exact ones end the benchmark."""
     spec = read_model_spec(Path(folder))
     config = EngineConfig(dtype="float32", device="cpu", block_size_tokens=args.block_size)
     if args.stream:
@@ -106,9 +116,17 @@ def measure(
     block_bytes = args.block_size * kv_bytes_per_token(spec, torch.float32)
     need = need_blocks(requests, args.block_size) * block_bytes
     short = round(need * args.share)
+    host = need
+    if args.host_share is not None:
+        ample = dataclasses.replace(
+            config, kv_cache_bytes=short, host_kv_bytes=need, kv_offload=False
+        )
+        host = round(most_swapped(folder, requests, ample) * block_bytes * args.host_share)
+    swap = {"kv_cache_bytes": short, "host_kv_bytes": host, "kv_offload": False}
     options = {
         "recompute": {"kv_cache_bytes": short},
-        "swap": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": False},
+        "swap": swap,
+        **{kind: swap | {"host_kv_dtype": kind} for kind in ROUNDING},
         "offload": {"kv_cache_bytes": short, "host_kv_bytes": need, "kv_offload": True},
         "ample": {"kv_cache_bytes": need},
     }
@@ -123,13 +141,57 @@ def measure(
             run(backend, [dataclasses.replace(requests[0], sampling=Sampling(max_tokens=4))])
             result, tokens = run(backend, requests)
             backend.close()
-            expected = expected or tokens
-            num_other = sum(a != b for a, b in zip(tokens, expected, strict=True))
-            if num_other:
+            if way in ROUNDING:
+                result |= changes(tokens, expected or [])
+            else:
+                expected = expected or tokens
+            num_other = sum(a != b for a, b in zip(tokens, expected or [], strict=True))
+            if num_other and way not in ROUNDING:
                 raise SystemExit(f"{num_other} rows of {way} have other tokens")
             found[way].append(result)
             print(way, json.dumps(result), flush=True)
     return found
+
+
+def most_swapped(folder: str, requests: Sequence[Request], config: EngineConfig) -> int:
+    """Return the most blocks that are in host memory at once, where there is room for all."""
+    backend, most = create(folder, config), 0
+    backend.submit(requests)
+    while backend.num_unfinished():
+        backend.poll()
+        most = max(most, backend._engine._scheduler._swap.num_used)
+    backend.close()
+    return most
+
+
+def changes(tokens: Sequence[list[int]], exact: Sequence[list[int]]) -> dict[str, Any]:
+    """Return how many of all tokens, place by place, and of all rows are not those of `exact`."""
+    if not exact:
+        raise SystemExit("an exact way has to come first, and last, to compare with")
+    pairs = [pair for row in zip(tokens, exact, strict=True) for pair in zip(*row, strict=True)]
+    num_rows = sum(a != b for a, b in zip(tokens, exact, strict=True))
+    return {
+        "changed_tokens": round(sum(a != b for a, b in pairs) / len(pairs), 4),
+        "changed_rows": num_rows,
+    }
+
+
+def row_errors(folder: str, requests: Sequence[Request], kind: str) -> dict[str, float]:
+    """Return the largest and the mean error of KV rows over their lengths, |x - y| / |x|."""
+    config = kv_dtype.config_of("auto")
+    runner, errors = ModelRunner.load(folder, config), list[torch.Tensor]()
+    for request in requests[:_NUM_COMPARED]:
+        prompt = request.prompt_token_ids.tolist()
+        kv_dtype.logits_of(runner, prompt, [0])
+        num_blocks = len(prompt) // config.block_size_tokens
+        for pool in (runner.cache.k, runner.cache.v):
+            rows = pool[:, :num_blocks].clone()
+            told = dequantise(
+                quantise(rows, pick_kv_dtype(kind, rows.dtype)), rows.shape[-1], rows.dtype
+            )
+            errors.append(((told - rows).norm(dim=-1) / rows.norm(dim=-1)).flatten())
+    found = torch.cat(errors)
+    return {"max": round(float(found.max()), 5), "mean": round(float(found.mean()), 5)}
 
 
 def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -150,6 +212,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="w4")
     parser.add_argument("--rows", type=int, help="of the workload; the default is its own number")
     parser.add_argument("--share", type=float, default=0.2, help="of the KV that all rows need")
+    parser.add_argument("--host-share", type=float, help="of the most KV that yields to it")
     parser.add_argument("--block-size", type=int, default=EngineConfig().block_size_tokens)
     parser.add_argument("--stream", action="store_true", help="no layer stays on the device")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -163,14 +226,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         models.write(args.model, Path(folder))
         found = measure(folder, requests, args)
+        errors = {k: row_errors(folder, requests, k) for k in ROUNDING if k in found}
     told = summary(found)
-    print(json.dumps(told, indent=2))
+    print(json.dumps({**told, "row_errors": errors}, indent=2))
     conditions.write_result(
         args.out,
         "swap.py",
         workload=dataclasses.asdict(workload),
         model=args.model,
         share=args.share,
+        host_share=args.host_share,
+        row_errors=errors,
         is_streamed=args.stream,
         block_size=args.block_size,
         runs=found,

@@ -132,6 +132,7 @@ ROWS = (
                 (
                     _each_rate("preemptions_total", "preempted"),
                     _each_rate("swapped_tokens_total", "tokens brought back"),
+                    _each_rate("rounded_tokens_total", "of these in 8 bits"),
                 ),
                 text="Many of them: more KV memory, or a lower max_num_seqs.",
             ),

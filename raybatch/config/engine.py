@@ -59,6 +59,9 @@ class EngineConfig:
     """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 has none
     and computes it again. "auto" takes a share of what is free where a GPU's engine chooses
     `kv_offload`, else none."""
+    host_kv_dtype: Answers[KVCacheDType] = "auto"
+    """With "int8" or "fp8", half of `host_kv_bytes` holds exact copies, and KV that finds no room
+    there is rounded into the other half; answers of such rows change. "auto" rounds nothing."""
     kv_offload: Speed[bool | Literal["auto"]] = "auto"
     """Keep the KV of all sequences in host memory, and on the device two buffers of one layer each:
     attention runs over as many rows as a buffer holds, then feed-forward layers over all rows of
@@ -103,6 +106,8 @@ class EngineConfig:
             )
         if self.kv_offload is True:
             self._check_offload()
+        if self.host_kv_dtype != "auto":
+            self._check_rounding()
 
     def _check_offload(self) -> None:
         if self.host_kv_bytes in (None, 0):
@@ -119,6 +124,17 @@ class EngineConfig:
                     f"engine.{name} cannot be set with engine.kv_offload, which {why}; leave one "
                     "of them out"
                 )
+
+    def _check_rounding(self) -> None:
+        why = None
+        if not self.given_host_kv_bytes:
+            why = "is for KV in host memory; set host_kv_bytes as well, or leave it out"
+        elif self.kv_cache_dtype != "auto":
+            why = "rounds KV, and with kv_cache_dtype all has 8 bits already; leave one of them out"
+        elif self.kv_offload is True:
+            why = "rounds KV that yields, and with kv_offload none does; set kv_cache_dtype instead"
+        if why is not None:
+            raise ConfigError(f"engine.host_kv_dtype {why}")
 
     @property
     def token_budget(self) -> int:

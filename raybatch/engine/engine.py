@@ -91,7 +91,8 @@ class Engine:
         if queue is None and runner.device.type == "cuda":
             queue = DeviceQueue(runner.device)
         # drafts and parts want the tokens before them; copies to the host are timed by steps
-        is_waited_for = self._drafter is not None or self._recovery is not None
+        has_copies = self._recovery is not None or runner.tiers.num_host_blocks > 0
+        is_waited_for = self._drafter is not None or has_copies
         if is_waited_for or runner.num_window_blocks:
             queue = None
         self._tokens = StepTokens(sampler, self.table, queue)

@@ -20,6 +20,8 @@ def counted(scheduler: Scheduler, runner: ModelRunner, blocks: BlockManager) -> 
         num_recomputed_tokens=counters.num_recomputed_tokens,
         num_carried_tokens=swapped.num_carried_tokens,
         num_swapped_tokens=swapped.num_tokens,
+        num_rounded_tokens=swapped.num_rounded_tokens,
+        num_rounded_sequences=swapped.num_rounded_sequences,
         swapped_bytes=sum(
             counted.saved_bytes + counted.loaded_bytes for counted in (swapped, window)
         ),

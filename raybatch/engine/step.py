@@ -36,7 +36,13 @@ def make_scheduler(
     table: SequenceTable,
     recovery: LearnedRecovery | None,
 ) -> Scheduler:
-    swap = SwapSpace(table.block_size, runner.tiers, recovery, write_blocks=runner.write_blocks)
+    swap = SwapSpace(
+        table.block_size,
+        runner.tiers,
+        recovery,
+        rounding=runner.rounded_tiers,
+        write_blocks=runner.write_blocks,
+    )
     return Scheduler(
         blocks,
         table,
@@ -50,8 +56,11 @@ def make_scheduler(
 
 
 def learned_recovery(runner: ModelRunner, config: EngineConfig) -> LearnedRecovery | None:
-    """Measure the copies of an idle runner; None where nothing yields to host memory."""
-    if not runner.tiers.num_host_blocks:
+    """Measure the copies of an idle runner; None where nothing yields to host memory.
+
+    None as well with `host_kv_dtype`: who is rounded, and so an answer, must not depend on a clock.
+    """
+    if not runner.tiers.num_host_blocks or config.host_kv_dtype != "auto":
         return None
     limits = EngineLimits(
         kv_tokens=runner.num_blocks * config.block_size_tokens,

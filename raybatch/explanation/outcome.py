@@ -23,6 +23,8 @@ _GROWING = {
     "recomputed_tokens": "num_recomputed_tokens",
     "swapped_tokens": "num_swapped_tokens",
     "swapped_bytes": "swapped_bytes",
+    "rounded_tokens": "num_rounded_tokens",
+    "num_rounded_sequences": "num_rounded_sequences",
     "weight_copy_bytes": "weight_copy_bytes",
     "num_weight_copies": "num_weight_copies",
     "num_weight_stalls": "num_weight_stalls",
@@ -42,6 +44,7 @@ class RunActual:
         num_generated: rows that were generated; the others are copies.
         kv_tokens: KV cache of one engine, the smallest one.
         swapped_tokens: whose KV came back from host memory instead.
+        rounded_tokens: of these, those whose KV came back in 8 bits.
         num_weight_stalls: layers whose copy was waited for.
         accepted_tokens: drafted ones that were right; as many steps of a sequence were saved.
         num_group_cuts: pieces of groups beyond the first one, on other replicas.
@@ -64,6 +67,8 @@ class RunActual:
     recomputed_tokens: int | None = None
     swapped_tokens: int | None = None
     swapped_bytes: int | None = None
+    rounded_tokens: int | None = None
+    num_rounded_sequences: int | None = None
     weight_copy_bytes: int | None = None
     num_weight_copies: int | None = None
     num_weight_stalls: int | None = None
@@ -178,6 +183,12 @@ class PlanOutcome:
             lines.append(
                 f"the KV of {back} tokens came back from host memory after preemptions; "
                 f"{mebibytes} MiB were copied, there and back"
+            )
+        if actual.num_rounded_sequences:
+            samples = count(actual.num_rounded_sequences, "sample")
+            lines.append(
+                f"{samples} went on with KV of 8 bits, of {amount(actual.rounded_tokens or 0)} "
+                "tokens, and may have other answers (engine.host_kv_dtype)"
             )
         lines += self._time_deviations()
         return tuple(lines)

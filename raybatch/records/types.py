@@ -280,6 +280,10 @@ class ReplicaStats(TokenCounts):
     """Whose KV came along from another engine."""
     num_swapped_tokens: int = 0
     """Whose KV came back from host memory after a preemption."""
+    num_rounded_tokens: int = 0
+    """Of the swapped ones, those whose KV came back in 8 bits (`host_kv_dtype`)."""
+    num_rounded_sequences: int = 0
+    """To which that happened; their tokens may be others."""
     swapped_bytes: int = 0
     """Copied for swapped tokens, there and back."""
     num_weight_copies: int = 0

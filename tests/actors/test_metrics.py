@@ -19,6 +19,7 @@ COUNTERS = {
     "raybatch_units_total",
     "raybatch_preemptions_total",
     "raybatch_swapped_tokens_total",
+    "raybatch_rounded_tokens_total",
     "raybatch_swapped_bytes_total",
     "raybatch_weight_copies_total",
     "raybatch_weight_copy_bytes_total",

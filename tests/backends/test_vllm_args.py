@@ -60,6 +60,7 @@ def test_a_stage_is_checked_when_it_is_built():
     [
         ({"host_kv_bytes": 8}, "are options of the native engine"),
         ({"host_kv_bytes": 8}, "which go into engine_kwargs"),
+        ({"host_kv_bytes": 8, "host_kv_dtype": "int8"}, "engine.host_kv_dtype"),
         ({"quantization": "int8"}, "which engine_kwargs.quantization names"),
         ({"device_weight_bytes": 8}, r"engine_kwargs \(cpu_offload_gb\)"),
         ({"device_weight_bytes": 8, "weight_buffers": 3}, r"engine_kwargs \(cpu_offload_gb\)"),

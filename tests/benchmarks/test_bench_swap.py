@@ -27,3 +27,10 @@ def test_w4_has_the_size_of_its_definition():
     assert (len(requests), {len(r.prompt_token_ids) for r in requests}) == (512, {32})
     lengths = sorted(r.sampling.max_tokens for r in requests)
     assert 5 <= lengths[256] <= 7
+
+
+def test_changes_are_told_by_place_and_by_row():
+    exact = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert swap.changes(exact, exact) == {"changed_tokens": 0.0, "changed_rows": 0}
+    told = swap.changes([[1, 2, 9, 9], [5, 6, 7, 8]], exact)
+    assert told == {"changed_tokens": 0.25, "changed_rows": 1}

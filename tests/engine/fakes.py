@@ -72,6 +72,32 @@ class Step:
     is_contiguous: bool | None
 
 
+# what rounding leaves of the fake model's keys: enough is lost for other tokens
+_ROUNDED = ~np.uint64(0xFFF)
+
+
+class FakeRoundedTiers:
+    """Host memory of which the blocks come back a little different."""
+
+    def __init__(self, runner, num_host_blocks):
+        self.num_host_blocks = num_host_blocks
+        self.block_bytes = runner.block_bytes // 4
+        self._runner = runner
+        self._rows = [None] * num_host_blocks
+
+    def save_blocks(self, block_ids, host_ids):
+        self._runner.count_move(block_ids, host_ids)
+        for host_id, row in zip(host_ids, self._runner.read_blocks(block_ids), strict=True):
+            self._rows[host_id] = row.copy()
+            self._rows[host_id][:NUM_LAYERS] &= _ROUNDED
+
+    def load_blocks(self, host_ids, block_ids):
+        self._runner.count_move(host_ids, block_ids)
+        self._runner.write_blocks(np.stack([self._rows[i] for i in host_ids]), block_ids)
+        for i in host_ids:
+            self._rows[i] = None
+
+
 @dataclass
 class FakeRunner:
     num_blocks: int = 64
@@ -81,6 +107,7 @@ class FakeRunner:
     shared_reads: SharedReads = UNTIMED
     nan_after: int | None = None  # a row whose input is this token yields NaN
     num_host_blocks: int = 0
+    num_rounded_blocks: int = 0
     weight_counters: WeightCounters = field(default_factory=WeightCounters)
     block_bytes: int = 64
     failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
@@ -103,13 +130,14 @@ class FakeRunner:
         self._positions = np.full((self.num_blocks, self.block_size), -1)
         # keys of both layers, and positions, as one table of blocks
         self._host = np.zeros((NUM_LAYERS + 1, self.num_host_blocks, self.block_size), np.uint64)
+        self.rounded_tiers = FakeRoundedTiers(self, self.num_rounded_blocks)
 
     @property
     def tiers(self):
         return self
 
     def save_blocks(self, block_ids, host_ids):
-        self._count_move(block_ids, host_ids)
+        self.count_move(block_ids, host_ids)
         pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
         self._host[:NUM_LAYERS, host_ids] = pages[:, block_ids]
         self._host[NUM_LAYERS, host_ids] = self._positions[block_ids].astype(np.uint64)
@@ -118,7 +146,7 @@ class FakeRunner:
         pages = self._kv.reshape(NUM_LAYERS, self.num_blocks, self.block_size)
         # what a move that fails half way has written
         pages[:, block_ids[:1]] = 7
-        self._count_move(host_ids, block_ids)
+        self.count_move(host_ids, block_ids)
         pages[:, block_ids] = self._host[:NUM_LAYERS, host_ids]
         self._positions[block_ids] = self._host[NUM_LAYERS, host_ids].astype(np.int64)
         # what was brought back is never read from the host again
@@ -147,7 +175,7 @@ class FakeRunner:
     def copy_bytes_per_s(self):
         return 1e9
 
-    def _count_move(self, source, target):
+    def count_move(self, source, target):
         assert len(source) == len(target) == len(set(source.tolist())) == len(set(target.tolist()))
         self.num_moves += 1
         self.num_moved_blocks += len(source)

@@ -23,6 +23,7 @@ _RUNNER_OPTIONS = (
     "kv_cache_dtype",
     "kv_offload",
     "host_kv_bytes",
+    "host_kv_dtype",
 )
 
 
@@ -68,7 +69,7 @@ class Engines:
         if key not in self._runners:
             self._runners[key] = ModelRunner.load(str(self._path), config)
         runner = self._runners[key]
-        slots = min(config.max_num_seqs, config.max_batched_tokens)
+        slots = min(config.max_num_seqs, config.token_budget)
         sampler = Sampler(runner.spec.vocab_size, slots, runner.spec.eos_token_ids)
         return Engine(runner, sampler, NoStops(), config)
 

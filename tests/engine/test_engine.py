@@ -28,6 +28,7 @@ def make_engine(
     max_model_len=512,
     nan_after=None,
     host=0,
+    rounded=0,
     recovery=None,
     full_step_tokens=math.inf,
     **config,
@@ -39,6 +40,7 @@ def make_engine(
         spec=FakeSpec(VOCAB, eos, max_model_len),
         nan_after=nan_after,
         num_host_blocks=host,
+        num_rounded_blocks=rounded,
         full_step_tokens=full_step_tokens,
     )
     parts = (FakeSampler(), FakeStopChecker())

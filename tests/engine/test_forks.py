@@ -1,5 +1,7 @@
 """Samples of one request: the prompt is computed once, and what they write goes into copies."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,7 @@ def make(
 ):
     options = {"max_batched_tokens": 256, "max_num_seqs": 16, "block_size_tokens": block_size}
     kind = {"block_size": block_size, "spec": FakeSpec(VOCAB, eos, 512), "nan_after": nan_after}
+    kind["full_step_tokens"] = config.pop("full_step_tokens", math.inf)
     if config.get("kv_offload"):
         runner = WindowRunner(pool_blocks=num_blocks, host_blocks=host, **kind)
     else:

@@ -44,7 +44,7 @@ def test_an_engine_with_host_memory_measures_once_and_says_why(folder, monkeypat
         was_read.append(read)
         return profile, read
 
-    monkeypatch.setattr("raybatch.engine.loading.loaded_model.measured_profile", noted)
+    monkeypatch.setattr("raybatch.engine.loading.prepared.measured_profile", noted)
     with caplog.at_level(logging.INFO):
         runners = [loaded(folder) for _ in range(2)]
     assert was_read == [False, True]
@@ -67,7 +67,7 @@ def test_where_the_options_decide_nothing_is_measured(folder, monkeypatch, optio
     def fails(*args, **options):
         raise AssertionError("measured")
 
-    monkeypatch.setattr("raybatch.engine.loading.loaded_model.measured_profile", fails)
+    monkeypatch.setattr("raybatch.engine.loading.prepared.measured_profile", fails)
     assert loaded(folder, **options).config.kv_offload is is_offloaded
 
 
@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_measured_keeps_kv_on_the_device(folder, monkeypa
     def fails(*args, **options):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("raybatch.engine.loading.loaded_model.measured_profile", fails)
+    monkeypatch.setattr("raybatch.engine.loading.prepared.measured_profile", fails)
     assert loaded(folder).config.kv_offload is False
     assert "could not be measured: OutOfMemoryError: no room" in caplog.text
 
@@ -91,7 +91,7 @@ def test_kernels_are_compared_with_references_once(folder, monkeypatch):
         measured.append(args[-1])
         raise MemoryError("measured enough")
 
-    for module in ("loading.runner", "profile.module_profile"):
+    for module in ("loading.prepared", "profile.module_profile"):
         monkeypatch.setattr(f"raybatch.engine.{module}.pick_ops", pick)
     monkeypatch.setattr("raybatch.engine.profile.module_profile.probe_decoder", stop)
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(folder / "empty"))

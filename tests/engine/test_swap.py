@@ -229,10 +229,10 @@ def test_rows_that_leave_give_their_host_blocks_back(rng, leave):
     requests = rows(rng)
     engine.add(requests)
     run_to_preemption(engine)
-    assert engine._scheduler._swap.blocks.num_used > 0
+    assert engine._scheduler._swap.num_used > 0
     states = getattr(engine, leave)([r.request_id for r in requests])
     engine.check()
-    assert engine._scheduler._swap.blocks.num_used == 0
+    assert engine._scheduler._swap.num_used == 0
     if states:
         target, _ = make()
         target.restore(states)
@@ -246,7 +246,7 @@ def test_a_row_that_outgrows_the_pool_ends_by_capacity_with_its_tokens():
     assert {c.finish_reason for c in done.values()} == {"capacity"}
     assert done[0, 0].token_ids.tolist() == generate(list(range(10)), 7, VOCAB)
     assert done[1, 0].token_ids.tolist() == generate(list(range(6)), 11, VOCAB)
-    assert engine._scheduler._swap.blocks.num_used == 0
+    assert engine._scheduler._swap.num_used == 0
 
 
 def test_a_row_that_fails_after_it_came_back_leaves_nothing(rng):
@@ -257,7 +257,7 @@ def test_a_row_that_fails_after_it_came_back_leaves_nothing(rng):
     engine.add(requests)
     done = run_all(engine)
     assert done[preempted, 0].error.startswith("NonFiniteLogits: ")
-    assert (engine._scheduler._swap.blocks.num_used, engine.stats().kv_used_fraction) == (0, 0.0)
+    assert (engine._scheduler._swap.num_used, engine.stats().kv_used_fraction) == (0, 0.0)
     whole = [r for r in requests if not done[r.request_id, 0].error]
     assert expected(whole) == tokens_of({k: c for k, c in done.items() if not c.error})
 
@@ -344,7 +344,7 @@ def test_the_books_of_both_pools_are_right_whatever_happens(
     done |= run_all(engine)
     outputs = tokens_of({k: c for k, c in done.items() if k[0] not in gone})
     assert {k: v for k, v in expected(requests).items() if k[0] not in gone} == outputs
-    assert (engine._scheduler._swap.blocks.num_used, engine.stats().kv_used_fraction) == (0, 0.0)
+    assert (engine._scheduler._swap.num_used, engine.stats().kv_used_fraction) == (0, 0.0)
     assert all(step.num_tokens <= budget for step in runner.steps)
 
 

@@ -3,6 +3,7 @@
 Window, host memory and runtime are those of the engine; the decoder alone is fake.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,6 +128,7 @@ class WindowRunner:
         host_blocks,
         block_size,
         spec=None,
+        full_step_tokens=math.inf,
         nan_after=-1,
         failing=(),
         choose=combine_at_experts,
@@ -135,13 +137,13 @@ class WindowRunner:
         garbage = np.random.default_rng(1).integers(0, 2**62, shape)
         pool = KVCache(k=torch.from_numpy(garbage), v=torch.full(shape, -1))
         self._pool = pool
-        self.tiers = KVTiers(pool, 0)
+        self.tiers = self.rounded_tiers = KVTiers(pool, 0)
         self.host = FailingLayers(pool, host_blocks, failing)
         self.window = KVWindow(pool, self.host)
         self.num_blocks, self.num_window_blocks = host_blocks, self.window.num_blocks
         self.spec, self.nan_after = spec or FakeSpec(), nan_after
         self.device = torch.device("cpu")
-        self.shared_reads = UNTIMED
+        self.shared_reads, self.full_step_tokens = UNTIMED, full_step_tokens
         self.weight_counters, self.graph_counts = WeightCounters(), GraphCounts()
         self.steps, self.cleared, self.last_tokens, self.copied = [], [], [], []
         self.kv_key = KVKey("fake", "int64", "int64", block_size)

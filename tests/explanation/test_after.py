@@ -20,6 +20,8 @@ def pool(*, preemptions, busy_s, kv_tokens=4096):
         num_recomputed_tokens=10 * preemptions,
         num_swapped_tokens=7 * preemptions,
         swapped_bytes=900 * preemptions,
+        num_rounded_tokens=5 * preemptions,
+        num_rounded_sequences=2 * preemptions,
         num_weight_copies=3 * preemptions,
         weight_copy_bytes=300 * preemptions,
         num_weight_stalls=preemptions,
@@ -33,6 +35,7 @@ def test_a_warm_pool_counts_from_the_start_of_the_run(tokens):
     found = actual_of(tokens, before, after, num_restarts=0, wall_s=4.0)
     assert (found.num_preemptions, found.recomputed_tokens) == (4, 40)
     assert (found.swapped_tokens, found.swapped_bytes) == (28, 3600)
+    assert (found.rounded_tokens, found.num_rounded_sequences) == (20, 8)
     assert (found.num_weight_copies, found.weight_copy_bytes) == (12, 1200)
     assert found.num_weight_stalls == 4
     assert (found.engine_s, found.wall_s, found.num_replicas) == (7.0, 4.0, 2)

@@ -85,6 +85,10 @@ def test_without_orders_the_plan_is_said_to_count_each_prefix_once(plan):
             {"num_preemptions": 4, "swapped_tokens": 300, "swapped_bytes": 9 << 20},
             "the KV of 300 tokens came back from host memory after preemptions; 9 MiB were copied",
         ),
+        (
+            {"num_rounded_sequences": 3, "rounded_tokens": 120},
+            "3 samples went on with KV of 8 bits, of 120 tokens, and may have other answers",
+        ),
         ({"generated_tokens": 240}, "rows generated 50 % of the tokens that were expected"),
         (
             {"wall_s": 61.0},

@@ -50,9 +50,9 @@ def test_a_number_that_is_written_otherwise_is_the_same(model):
         check_same("out", stored=before, stored_files=[], now=other, files=[])
 
 
-@pytest.mark.parametrize("option", ["kv_cache_dtype", "quantization"])
+@pytest.mark.parametrize("option", ["kv_cache_dtype", "host_kv_dtype", "quantization"])
 def test_8_bits_are_there_by_name_and_the_default_is_not(model, option):
-    changed = said(model, engine={option: "int8"})
+    changed = said(model, engine={option: "int8", "host_kv_bytes": 1 << 30})
     assert {**said(model), f"engine.{option}": '"int8"'} == changed
     with pytest.raises(ConfigError, match=rf"engine\.{option}"):
         check_same("out", stored=said(model), stored_files=[], now=changed, files=[])

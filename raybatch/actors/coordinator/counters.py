@@ -179,6 +179,7 @@ _REPLICA_COUNTERS = (
     ("num_retries", "endpoint_retries", "Requests sent again."),
     ("num_preemptions", "preemptions", "Requests that gave up their KV."),
     ("num_swapped_tokens", "swapped_tokens", "Tokens whose KV came back from host memory."),
+    ("num_rounded_tokens", "rounded_tokens", "Of the swapped tokens, those in 8 bits."),
     ("swapped_bytes", "swapped_bytes", "KV copied to host memory and back."),
     ("num_weight_copies", "weight_copies", "Layers whose weights were copied to the device."),
     ("weight_copy_bytes", "weight_copy_bytes", "Weights copied to the device."),

@@ -126,7 +126,7 @@ MEANINGS: Mapping[str, Meaning] = {
 # refuses without one of these are not among them
 NATIVE_ONLY = (
     (
-        ("host_kv_bytes", "kv_offload"),
+        ("host_kv_bytes", "host_kv_dtype", "kv_offload"),
         "vLLM has options of its own for KV in host memory, which go into engine_kwargs "
         "(kv_offloading_size)",
     ),

@@ -27,6 +27,8 @@ from raybatch.engine.memory.kv_cache import (
     copy_blocks,
     kv_bytes_per_token,
     num_host_blocks_for,
+    num_rounded_blocks_for,
+    pick_kv_dtype,
     read_blocks,
     write_blocks,
 )
@@ -74,7 +76,8 @@ class ModelRunner:
         self.device = cache.k.device
         self._uploads = IndexUploads(self.device)
         self.num_blocks = int(cache.k.shape[1]) - num_scrap_blocks
-        num_host_blocks = num_host_blocks_for(config, spec, dtype=cache.k.dtype)
+        kv_dtype = cache.k.dtype
+        num_host_blocks = num_host_blocks_for(config, spec, dtype=kv_dtype)
         self.window: KVWindow | None = None
         self.runtime: CoroutineRuntime | None = None
         # of a buffer, where sequences have blocks of the host; 0 where they have those of the pool
@@ -84,8 +87,13 @@ class ModelRunner:
             self.runtime = CoroutineRuntime(decoder, self.window)
             self.num_window_blocks = self.window.num_blocks
             self.num_blocks, num_host_blocks = num_host_blocks, 0
-        # for what yields its blocks of the pool
+        # for what yields its blocks of the pool: exact, and in 8 bits
         self.tiers = KVTiers(cache, num_host_blocks)
+        self.rounded_tiers = KVTiers(
+            cache,
+            num_rounded_blocks_for(config, spec, dtype=kv_dtype),
+            dtype=pick_kv_dtype(config.host_kv_dtype, kv_dtype),
+        )
 
     @classmethod
     def load(cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> Self:
@@ -153,6 +161,8 @@ class ModelRunner:
         host_memory = ""
         if self.tiers.num_host_blocks:
             host_memory = f", and {self.tiers.num_host_blocks} in host memory for what yields"
+            if num_rounded := self.rounded_tiers.num_host_blocks:
+                host_memory += f", {num_rounded} more in {self.config.host_kv_dtype}"
         elif self.window is not None:
             host_memory = (
                 " in host memory (kv_offload), of which attention has "

@@ -92,16 +92,18 @@ def allocate_kv_cache(
     return KVCache(k=zeros(), v=zeros())
 
 
-def allocate_host_kv(shape: tuple[int, ...], pool: torch.Tensor) -> torch.Tensor:
+def allocate_host_kv(
+    shape: tuple[int, ...], pool: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Make host memory for KV of a device's pool, pinned where that is a GPU, of zeros.
 
-    Raises ConfigError: the host does not give so much.
+    `dtype`: None takes that of the pool. Raises ConfigError: the host does not give so much.
     """
     try:
-        return allocate_memory(shape, pool.dtype, pool.device)
+        return allocate_memory(shape, dtype or pool.dtype, pool.device)
     # torch has an error of its own for pinned memory, and so has what no address can name
     except (OSError, OverflowError, RuntimeError) as error:
-        num_bytes = math.prod(shape) * pool.element_size()
+        num_bytes = math.prod(shape) * (dtype or pool.dtype).itemsize
         raise ConfigError(
             f"engine.host_kv_bytes asks for {num_bytes} bytes, which this host does not give "
             f"({error}); lower it"
@@ -183,18 +185,32 @@ def num_blocks_for(
 
 
 def num_host_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype) -> int:
-    """Return how many blocks fit into `host_kv_bytes`.
+    """Return how many blocks of the pool's `dtype` fit into `host_kv_bytes`.
 
-    Raises ConfigError: the option is set, and holds not a single block.
+    With `host_kv_dtype`, half of that is for them. Raises ConfigError: the option is set, and holds
+    not a single block.
     """
-    block_bytes = kv_bytes_per_token(spec, dtype) * config.block_size_tokens
+    # a block takes its bytes in each half
+    num_halves = 1 if config.host_kv_dtype == "auto" else 2
+    block_bytes = num_halves * kv_bytes_per_token(spec, dtype) * config.block_size_tokens
     budget = config.given_host_kv_bytes
     if 0 < budget < block_bytes:
         raise ConfigError(
             f"engine.host_kv_bytes is {budget}, but one block of {config.block_size_tokens} tokens "
-            f"needs {block_bytes}; raise it, or leave it out to have no host memory for KV"
+            f"needs {block_bytes}{', with host_kv_dtype' if num_halves > 1 else ''}; raise it, or "
+            "leave it out to have no host memory for KV"
         )
     return budget // block_bytes
+
+
+def num_rounded_blocks_for(config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype) -> int:
+    """Return how many blocks of `host_kv_dtype` fit beside the exact ones; none with "auto"."""
+    if config.host_kv_dtype == "auto":
+        return 0
+    num_exact = num_host_blocks_for(config, spec, dtype=dtype)
+    size, rounded = config.block_size_tokens, pick_kv_dtype(config.host_kv_dtype, dtype)
+    rest = config.given_host_kv_bytes - num_exact * size * kv_bytes_per_token(spec, dtype)
+    return rest // (size * kv_bytes_per_token(spec, rounded))
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -35,13 +35,18 @@ class KVOwner(Protocol):
 
 
 def export_state(record: Sequence, place: SwappedKV | None, owner: KVOwner) -> SequenceState:
-    """Return a sequence that does not run any more, with copies of its KV at `place`."""
+    """Return a sequence that does not run any more, with copies of its exact KV at `place`.
+
+    What was rounded, or computed from such, stays behind: another engine computes it.
+    """
     state = record.state()
     key = owner.kv_key if place is not None else None
     if place is None or key is None:
         return state
     tokens = tokens_with_kv(state)[: place.num_tokens]
     first, size = place.first_block, key.block_size
+    if place.num_exact is not None:
+        tokens = tokens[: place.num_exact * size]
     count = -(-len(tokens) // size) - first
     if count <= 0:
         return state

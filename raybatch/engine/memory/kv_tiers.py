@@ -1,8 +1,9 @@
-"""Copies KV blocks between the pool of the device and a pool in host memory.
+"""Copies KV blocks between the pool of the device and a pool in host memory, exact or rounded.
 
 The host's pool has the same record and the same legend, [L, N, G, B, R], but lies block by block in
 memory: what a run of host blocks holds, keys and values of all layers, is one piece. So a move is
-one gather and one scatter for any number of layers, and on a GPU one transfer for each run.
+one gather and one scatter for any number of layers, and on a GPU one transfer for each run. A pool
+of 8 bits takes rows rounded by the device, and gives them back in the device's type.
 
 Where all KV lives in host memory, there is a `raybatch.engine.memory.host_layers` instead.
 """
@@ -15,10 +16,13 @@ import numpy.typing as npt
 import torch
 
 from raybatch.engine.memory.kv_cache import KVCache, allocate_host_kv, bits_of, trial_copy_s
+from raybatch.kernels.byte_numbers import dequantise, quantise, row_width
 from raybatch.records.arrays import Ints
 
 # of a trial copy
 _TRIAL_BLOCKS = 4
+# that are rounded at once, as that takes several times their memory
+_ROUNDED_BLOCKS = 16
 
 
 class KVTiers:
@@ -26,16 +30,23 @@ class KVTiers:
 
     On a GPU, transfers run on a stream of their own: moves wait for each other and for the steps
     before them, and the next step waits only for what was brought back. `num_host_blocks`: blocks
-    in host memory, pinned where the device is a GPU; may be 0.
+    in host memory, pinned where the device is a GPU; may be 0. `dtype`: of the host's pool, which
+    may be one of 8 bits; None takes the device's.
     """
 
-    def __init__(self, device: KVCache, num_host_blocks: int) -> None:
+    def __init__(
+        self, device: KVCache, num_host_blocks: int, *, dtype: torch.dtype | None = None
+    ) -> None:
         num_layers, _, *block = device.k.shape
+        dtype = dtype or device.k.dtype
+        self._is_rounded = dtype != device.k.dtype
+        if self._is_rounded:
+            block[-1] = row_width(block[-1], dtype)
         self.num_host_blocks = num_host_blocks
-        self.block_bytes = 2 * num_layers * torch.Size(block).numel() * device.k.element_size()
+        self.block_bytes = 2 * num_layers * torch.Size(block).numel() * dtype.itemsize
         self._device = device
         shape = (num_host_blocks, 2, num_layers, *block)  # [N, 2, L, G, B, R]
-        self._memory = allocate_host_kv(shape, device.k)
+        self._memory = allocate_host_kv(shape, device.k, dtype)
         self.host = KVCache(
             k=self._memory[:, 0].transpose(0, 1), v=self._memory[:, 1].transpose(0, 1)
         )
@@ -45,44 +56,65 @@ class KVTiers:
 
     def save_blocks(self, block_ids: Ints, host_ids: Ints) -> None:
         """Copy blocks of the device into as many of the host, each to the one at its place."""
-        stream, device = self._stream, self._device.k.device
-        if stream is None:
+        if self._stream is None and not self._is_rounded:
             for start, stop, first in _runs(host_ids):
                 ids = torch.from_numpy(block_ids[start:stop])
                 places = slice(first, first + stop - start)
                 torch.index_select(self._device.k, 1, ids, out=self.host.k[:, places])
                 torch.index_select(self._device.v, 1, ids, out=self.host.v[:, places])
             return
-        ids = torch.from_numpy(block_ids).to(device)
-        pools = (self._device.k, self._device.v)
-        # [n, 2, L, G, B, R]; gathered in the order of steps, so the next one may write the blocks
-        staged = torch.stack([pool.index_select(1, ids).transpose(0, 1) for pool in pools], dim=1)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for start, stop, first in _runs(host_ids):
-                rows = self._memory[first : first + stop - start]
-                rows.copy_(staged[start:stop], non_blocking=True)
-        staged.record_stream(stream)
+        for piece in self._pieces(len(host_ids)):
+            self._save_piece(block_ids[piece], host_ids[piece])
 
     def load_blocks(self, host_ids: Ints, block_ids: Ints) -> None:
         """Copy blocks of the host into as many of the device, each to the one at its place."""
-        stream, device = self._stream, self._device.k.device
-        if stream is None:
+        if self._stream is None and not self._is_rounded:
             for start, stop, first in _runs(host_ids):
                 ids = torch.from_numpy(block_ids[start:stop])
                 places = slice(first, first + stop - start)
                 self._device.k.index_copy_(1, ids, self.host.k[:, places])
                 self._device.v.index_copy_(1, ids, self.host.v[:, places])
             return
+        for piece in self._pieces(len(host_ids)):
+            self._load_piece(host_ids[piece], block_ids[piece])
+
+    def _pieces(self, num_blocks: int) -> Iterator[slice]:
+        """Yield what is staged at once: all, or as much as is rounded at once."""
+        size = _ROUNDED_BLOCKS if self._is_rounded else num_blocks
+        for start in range(0, num_blocks, max(size, 1)):
+            yield slice(start, start + size)
+
+    def _save_piece(self, block_ids: Ints, host_ids: Ints) -> None:
+        stream, device = self._stream, self._device.k.device
+        ids = torch.from_numpy(block_ids).to(device)
+        pools = (self._device.k, self._device.v)
+        # [n, 2, L, G, B, R]; gathered in the order of steps, so the next one may write the blocks
+        staged = torch.stack([pool.index_select(1, ids).transpose(0, 1) for pool in pools], dim=1)
+        if self._is_rounded:
+            staged = quantise(staged, self._memory.dtype)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for start, stop, first in _runs(host_ids):
+                rows = self._memory[first : first + stop - start]
+                rows.copy_(staged[start:stop], non_blocking=True)
+        if stream is not None:
+            staged.record_stream(stream)
+
+    def _load_piece(self, host_ids: Ints, block_ids: Ints) -> None:
+        stream, device = self._stream, self._device.k.device
         with torch.cuda.stream(stream):
             shape = (len(host_ids), *self._memory.shape[1:])
             staged = torch.empty(shape, dtype=self._memory.dtype, device=device)
             for start, stop, first in _runs(host_ids):
                 rows = self._memory[first : first + stop - start]
                 staged[start:stop].copy_(rows, non_blocking=True)
-        current = torch.cuda.current_stream(device)
-        current.wait_stream(stream)
-        staged.record_stream(current)
+        if stream is not None:
+            current = torch.cuda.current_stream(device)
+            current.wait_stream(stream)
+            staged.record_stream(current)
+        if self._is_rounded:
+            staged = dequantise(staged, self._device.k.shape[-1], self._device.k.dtype)
         ids = torch.from_numpy(block_ids).to(device)
         self._device.k.index_copy_(1, ids, staged[:, 0].transpose(0, 1))
         self._device.v.index_copy_(1, ids, staged[:, 1].transpose(0, 1))

@@ -3,13 +3,17 @@
 A move is whole or it did not happen: one that fails leaves the sequence as if it had never been
 tried, and its tokens are computed again. Both ways lead to the same tokens, so the measured times
 that choose between them decide about nothing but time.
+
+With `host_kv_dtype`, KV that finds no exact block is kept in 8 bits. Each kind has half of the
+memory: exact copies, of those that wait longest, would leave no room to round into. No measured
+time has a say then, as rounding changes tokens.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -86,9 +90,20 @@ class SwapCounters:
     saved_bytes: int = 0
     loaded_bytes: int = 0
     num_tokens: int = 0
+    # of these, what came back in 8 bits, and how many sequences that happened to
+    num_rounded_tokens: int = 0
+    num_rounded_sequences: int = 0
     # tokens whose KV came with sequences from other engines
     num_carried_tokens: int = 0
     num_failures: int = 0
+
+
+class _Tier(NamedTuple):
+    copier: KVTiers
+    blocks: HostBlocks
+
+    def has_room(self, num_blocks: int) -> bool:
+        return num_blocks <= self.blocks.num_available
 
 
 class SwapSpace:
@@ -97,6 +112,7 @@ class SwapSpace:
     Args:
         copier: with the pools; None has no host memory.
         choice: between copying and computing; None copies whatever there is room for.
+        rounding: with a pool of 8 bits for what the exact one has no room for; None rounds nothing.
         write_blocks: puts KV that came with a sequence into blocks where it runs.
     """
 
@@ -106,41 +122,60 @@ class SwapSpace:
         copier: KVTiers | None = None,
         choice: LearnedRecovery | None = None,
         *,
+        rounding: KVTiers | None = None,
         write_blocks: Callable[[npt.NDArray[Any], Ints], None] = lambda *_: None,
     ) -> None:
         self.counters = SwapCounters()
         self._write_blocks = write_blocks
-        self.blocks = HostBlocks(copier.num_host_blocks if copier else 0)
-        self._block_size, self._copier, self._choice = block_size, copier, choice
+        self._block_size, self._choice = block_size, choice
+        # by whether they round
+        self._tiers = {
+            is_rounded: _Tier(tier, HostBlocks(tier.num_host_blocks))
+            for is_rounded, tier in ((False, copier), (True, rounding))
+            if tier is not None
+        }
 
-    def save(self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int) -> None:
+    @property
+    def num_used(self) -> int:
+        """Return the blocks of the host that sequences have, of both kinds."""
+        return sum(tier.blocks.num_used for tier in self._tiers.values())
+
+    def save(
+        self, record: Sequence, blocks: Int32s, *, num_shared: int, num_tokens: int, num_exact: int
+    ) -> None:
         """Keep the KV of a sequence that is about to lose its blocks, if that pays.
 
-        A sequence that has something in host memory keeps that; its first `num_shared` blocks are
-        likely to be found again.
+        A sequence that has something in host memory keeps that. Its first `num_shared` blocks are
+        likely to be found again, and the KV of the first `num_exact` was never rounded.
         """
         own = blocks[num_shared : -(-num_tokens // self._block_size)].astype(np.int64)
-        if self._copier is None or record.swapped is not None or not len(own):
+        is_rounded = next((k for k, t in self._tiers.items() if t.has_room(len(own))), None)
+        if is_rounded is None or record.swapped is not None or not len(own):
             return
-        num_bytes = len(own) * self._copier.block_bytes
+        tier = self._tiers[is_rounded]
+        num_bytes = len(own) * tier.copier.block_bytes
         is_worth_it = self._choice is None or self._choice.is_copy_quicker(
             # there and back
             num_bytes=2 * num_bytes,
             num_tokens=num_tokens,
             num_shared_tokens=num_shared * self._block_size,
         )
-        if not is_worth_it or len(own) > self.blocks.num_available:
+        if not is_worth_it:
             return
-        host_blocks = np.array(self.blocks.allocate(len(own)), np.int32)
+        host_blocks = np.array(tier.blocks.allocate(len(own)), np.int32)
         try:
-            self._copier.save_blocks(own, host_blocks.astype(np.int64))
+            tier.copier.save_blocks(own, host_blocks.astype(np.int64))
         except COPY_ERRORS as error:
-            self.blocks.release(host_blocks)
+            tier.blocks.release(host_blocks)
             self.counters.num_failures += 1
             logger.warning(_FAILURE, error)
             return
         record.swapped = SwappedKV(
-            first_block=num_shared, host_blocks=host_blocks, num_tokens=num_tokens
+            first_block=num_shared,
+            host_blocks=host_blocks,
+            num_tokens=num_tokens,
+            is_rounded=is_rounded,
+            num_exact=min(num_exact, num_shared) if is_rounded else num_exact,
         )
         self.counters.saved_bytes += num_bytes
 
@@ -150,9 +185,8 @@ class SwapSpace:
         The host's blocks are given up. `start` is the place of the first of `blocks` in the
         sequence, not before what the host has.
         """
-        kept, copier = record.swapped, self._copier
+        kept = record.swapped
         assert kept is not None, "a sequence without anything in host memory"
-        assert copier is not None, "host blocks without a host"
         first = start - kept.first_block
         places, num_tokens = slice(first, first + len(blocks)), kept.num_tokens
         num_tokens -= start * self._block_size
@@ -161,6 +195,7 @@ class SwapSpace:
                 self._write_blocks(kept.rows[places], np.array(blocks, np.int64))
             else:
                 host_ids = kept.host_blocks[places].astype(np.int64)
+                copier = self._tiers[kept.is_rounded].copier
                 copier.load_blocks(host_ids, np.array(blocks, np.int64))
         except COPY_ERRORS as error:
             self.counters.num_failures += 1
@@ -173,17 +208,24 @@ class SwapSpace:
             return True
         self.counters.loaded_bytes += len(blocks) * copier.block_bytes
         self.counters.num_tokens += num_tokens
+        if kept.is_rounded:
+            self.counters.num_rounded_tokens += num_tokens
+            self.counters.num_rounded_sequences += not record.was_rounded
+            record.was_rounded = True
         return True
 
     def drop(self, record: Sequence) -> None:
         if record.swapped is not None:
-            self.blocks.release(record.swapped.host_blocks)
+            if record.swapped.rows is None:
+                self._tiers[record.swapped.is_rounded].blocks.release(record.swapped.host_blocks)
             record.swapped = None
 
     def check(self, records: Iterable[Sequence]) -> None:
         """Raise RuntimeError unless these, all there are, hold the host's used blocks."""
         kept = [record.swapped for record in records if record.swapped is not None]
-        self.blocks.check([swapped.host_blocks for swapped in kept])
+        for is_rounded, tier in self._tiers.items():
+            owned = [k.host_blocks for k in kept if k.rows is None and k.is_rounded == is_rounded]
+            tier.blocks.check(owned)
         for swapped in kept:
             num_blocks = swapped.first_block + swapped.num_blocks
             if num_blocks != -(-swapped.num_tokens // self._block_size):

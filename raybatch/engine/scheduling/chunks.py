@@ -55,6 +55,9 @@ class Chunks:
     def _open_fork(self, slot: int, step: OpenStep) -> None:
         """Let other samples start with the prompt of `slot`, which ends in this step."""
         table, record = self._table, self._table.record(slot)
+        if table.num_exact[slot] < table.num_blocks[slot]:
+            # blocks and logits are those of a sequence whose KV was rounded
+            return
         if self._forks.open(record, table.blocks(slot).tolist()):
             table.shares_last[slot] = table.num_tokens[slot] % table.block_size > 0
             step.opened.append((slot, record.request.request_id))
@@ -82,6 +85,9 @@ class Chunks:
             self._counters.num_recomputed_tokens += kept.num_tokens - start * table.block_size
             return False
         self._add_reserved(slot, blocks)
+        if kept.num_exact is not None:
+            # blocks before `start` are those of others by now
+            table.num_exact[slot] = max(kept.num_exact, start)
         table.skip_to(slot, kept.num_tokens)
         self._share(slot, start, kept.num_tokens)
         if table.phase[slot] == DECODE:
@@ -95,10 +101,11 @@ class Chunks:
         self._table.num_reserved[slot] -= len(blocks)
 
     def _share(self, slot: int, first: int, stop: int) -> None:
-        """Let others find the full blocks of `slot` from `first` on, up to token `stop`."""
+        """Let others find the exact full blocks of `slot` from `first` on, up to token `stop`."""
         # findable from this step on: KV is written before any row of the step attends
         record, filled = self._table.record(slot), self._table.blocks(slot)
-        filled = filled[first : stop // self._table.block_size].tolist()
+        last = min(stop // self._table.block_size, int(self._table.num_exact[slot]))
+        filled = filled[first:last].tolist()
         for block, block_hash in zip(filled, (record.block_hashes or [])[first:], strict=False):
             self._blocks.register(block, block_hash)
         self._groups.pin(record.group, first, filled)

@@ -110,6 +110,7 @@ class Scheduler:
                     first_block=0,
                     host_blocks=table.blocks(slot).copy(),
                     num_tokens=int(table.num_computed[slot]),
+                    num_exact=int(table.num_exact[slot]),
                     is_on_device=True,
                 )
         return places
@@ -269,7 +270,13 @@ class Scheduler:
         slot = int(running[np.argmax(table.arrival[running])])
         num_computed, record = int(table.num_computed[slot]), table.record(slot)
         num_shared = self._num_found_again(slot)
-        self._swap.save(record, table.blocks(slot), num_shared=num_shared, num_tokens=num_computed)
+        self._swap.save(
+            record,
+            table.blocks(slot),
+            num_shared=num_shared,
+            num_tokens=num_computed,
+            num_exact=int(table.num_exact[slot]),
+        )
         self._vacate(slot)
         record.num_computed_before = num_computed
         self.counters.num_preemptions += 1

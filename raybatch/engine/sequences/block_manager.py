@@ -175,6 +175,11 @@ class SwappedKV:
     host_blocks: Int32s
     # tokens of the sequence that had KV, from its beginning
     num_tokens: int
+    # the host's blocks have 8 bits, and are not those of the exact pool
+    is_rounded: bool = False
+    # leading blocks of the sequence with exact KV, the others were rounded or computed from such;
+    # None where all are exact
+    num_exact: int | None = None
     # of one that leaves the engine: the blocks are those that it had on the device
     is_on_device: bool = False
     # blocks that came with a sequence, in the place of the host's; nobody else has these

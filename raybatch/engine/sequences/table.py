@@ -144,6 +144,8 @@ class Sequence:
     swapped: SwappedKV | None = None
     # false once a guess broke its KV
     may_draft: bool = True
+    # its KV came back in 8 bits at least once, so that its tokens may be others
+    was_rounded: bool = False
 
     def prompt_hashes(self, block_size: int, *, has_cache: bool) -> list[bytes]:
         """Return the hashes of the full blocks of its prompt, which are made once.
@@ -202,6 +204,8 @@ class SequenceTable:
         self.arrival, self.num_prompt, self.num_tokens, self.num_computed = _columns(max_slots, 4)
         self.max_len, self.expected_len, self.last_token, self.max_blocks = _columns(max_slots, 4)
         self.num_blocks, self.num_reserved, self.num_shared = _columns(max_slots, 3)
+        # leading blocks whose KV is exact; from there on others must not find any
+        (self.num_exact,) = _columns(max_slots, 1)
         # others may use the last block as well, so that it is not written into as it is
         self.shares_last: npt.NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_slots, max_blocks), np.int32)
@@ -238,6 +242,8 @@ class SequenceTable:
         self.max_len[slot] = record.max_len
         self.max_blocks[slot] = record.max_blocks(self.block_size)
         self.num_blocks[slot] = len(blocks)
+        # what comes from others is exact, and so is what is computed from it
+        self.num_exact[slot] = self.block_table.shape[1]
         self.expected_len[slot] = record.expected_len or record.max_len
         self.is_expected[slot] = record.expected_len is not None
         self.block_table[slot, : len(blocks)] = blocks
