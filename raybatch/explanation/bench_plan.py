@@ -76,9 +76,10 @@ class PlanReport:
 
     def to_text(self) -> str:
         """Return the choice in lines for people, printable ASCII only."""
-        ways = Section(title="Ways", table=self._table(), notes=self._notes())
-        section = Section(title="Engine", facts=tuple(self._facts()))
-        return to_text(f"The engine of {self.model}", [section, ways])
+        section = Section(
+            title="Engine", facts=tuple(self._facts()), table=self._table(), notes=self._notes()
+        )
+        return to_text(f"The engine of {self.model}", [section])
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -141,8 +142,8 @@ class PlanReport:
         best, output_tokens = self.choice.best, self.facts.rows.shape.output_tokens
         num_rows = round(best.tokens_per_s * best.seconds / output_tokens)
         notes = [
-            f"rows at once and attending together; seconds of {count(num_rows, 'row')}, and their "
-            "preempted tokens"
+            f"rows at once, and of them attending together; seconds and preempted tokens of "
+            f"{count(num_rows, 'row')}"
         ]
         if self.not_asked:
             notes.append(f"the engine measures nothing for this: {self.not_asked}")
