@@ -16,6 +16,7 @@ from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile, load_profile, profile_path
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.policy.choice_scope import ChoiceScope
+from raybatch.policy.residence import WeightSizes, plan_residence
 
 # of what a host has free, for KV that an engine may keep there by its own choice
 _HOST_FRACTION = 0.5
@@ -60,12 +61,19 @@ def known_scope(
     resolved = resolve(config, spec)
     device, options = resolved.device, profile_options(config)
     profile = load_profile(profile_path(spec, resolved.dtype, device, options))
-    free_bytes = free_memory_bytes(device)
+    free_bytes, residence = free_memory_bytes(device), None
     if profile is not None:
-        model, layer = profile.model, profile.model.layer
-        layers_bytes = model.num_layers * (layer.attention_bytes + layer.ffn_bytes)
-        # weights that are not there yet
-        free_bytes = max(0, free_bytes - model.other_bytes - layers_bytes)
+        model, budget = profile.model, config.device_weight_bytes
+        layer_bytes = model.layer.attention_bytes + model.layer.ffn_bytes
+        residence = plan_residence(
+            WeightSizes(
+                other_bytes=model.other_bytes, layer_bytes=(layer_bytes,) * model.num_layers
+            ),
+            device_weight_bytes=None if budget == "auto" else budget,
+            weight_buffers=config.weight_buffers,
+        )
+        # weights are not there yet
+        free_bytes = max(0, free_bytes - residence.device_bytes)
     num_blocks = num_blocks_for(
         config,
         spec,
@@ -81,5 +89,6 @@ def known_scope(
         is_gpu=device.type == "cuda",
         device_kv_bytes=num_blocks * block_bytes,
         host_kv_bytes=host_kv_bytes(config, spec, resolved, num_engines_on_host),
+        residence=residence,
     )
     return scope, profile
