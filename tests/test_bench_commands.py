@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ from typer.testing import CliRunner
 
 from faultlab.mutations import MUTATIONS
 from raybatch.cli.app import app
+from raybatch.config import EngineConfig
+from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.errors import CapacityError, ConfigError
+from raybatch.policy.batches.row_shape import RowShape
+from raybatch.policy.choose_engine import RowsAhead
 from raybatch.report import RunReport
 from raybatch.report.record import report_path
 from tests.engine.tiny_models import build
@@ -44,17 +49,55 @@ def refusal(model, *options, **more):
     return str(result.exception)
 
 
-def test_a_plan_says_how_steps_run_and_with_which_options(folder):
-    rows = ("--prompt-tokens", "100", "--output-tokens", "20")
-    result = bench_plan(folder / "qwen3-moe", *rows)
+def lines_of(result):
     assert 0 == result.exit_code, result.exception
-    facts = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    return result.stdout.splitlines()
+
+
+ROWS = ("--prompt-tokens", "100", "--output-tokens", "20", "--rows", "500")
+HOST = ("--set", f"engine.host_kv_bytes={1 << 26}")
+
+
+def test_a_plan_says_what_the_engine_chooses_and_by_what(folder):
+    lines = lines_of(bench_plan(folder / "qwen3-moe", *ROWS, *HOST))
+    facts = dict(line.split(maxsplit=1) for line in lines[1:8])
     assert "3 layers of 8 experts, 3 for a token, float32" == facts["model"]
-    assert "100 prompt and 20 output tokens each" == facts["rows"]
-    assert "layers with attention over" in facts["steps"]
-    assert facts["options"].startswith("max_batched_tokens=")
-    assert "prefill: " in result.stdout
-    assert "decode: " in result.stdout
+    assert "100 prompt and 20 output tokens each, 500" == facts["rows"]
+    assert "4.2 MB on the device (5,440 tokens), 67.1 MB" in lines[4]
+    assert "output tokens/s are forecast, and" in facts["engine"]
+    assert "steps of up to" in facts["with"]
+    table = lines[lines.index(next(line for line in lines if line.startswith("step tokens"))) :]
+    assert {"host", "device"} == {line.split()[-1] for line in table[1:3]}
+    assert "measures nothing" not in "".join(lines)
+
+
+def test_a_plan_is_what_an_engine_with_these_options_chooses(folder):
+    found = in_json(folder / "qwen3-moe", *ROWS, *HOST)
+    config = EngineConfig(device="cpu", kv_cache_bytes=1 << 22, host_kv_bytes=1 << 26)
+    prepared = PreparedModel.load(str(folder / "qwen3-moe"), config)
+    rows = RowsAhead(shape=RowShape(prompt_tokens=100, output_tokens=20), num_rows=500)
+    chosen = prepared.choose(rows)
+    assert json.loads(json.dumps(asdict(chosen))) == found["choice"]
+    assert asdict(prepared.facts(rows))["costs"] == found["facts"]["costs"]
+    assert ("", None) == (found["not_asked"], found["with_host"])
+
+
+def test_an_engine_that_does_not_ask_is_shown_with_what_host_memory_would_give(folder):
+    found = in_json(folder / "qwen3-moe", *ROWS)
+    assert "there is no host memory for KV" in found["not_asked"]
+    assert [False] == [way["kv_offload"] for way in found["choice"]["ways"]]
+    assert {False, True} == {way["kv_offload"] for way in found["with_host"]["ways"]}
+    # 500 rows, and no more than those: a token has 768 bytes
+    assert 500 * (120 + 64) * 768 == found["with_host_bytes"]
+    lines = lines_of(bench_plan(folder / "qwen3-moe", *ROWS))
+    assert "measures nothing for this: KV on the device, as there is no host" in lines[-2]
+    assert f"--set engine.host_kv_bytes={found['with_host_bytes']} would give" in lines[-1]
+
+
+def test_where_an_option_wants_kv_on_the_device_no_host_memory_is_proposed(folder):
+    found = in_json(folder / "qwen3-moe", *ROWS, "--set", "engine.speculative_tokens=2")
+    assert found["with_host"] is None
+    assert "engine.speculative_tokens" in found["not_asked"]
 
 
 def test_a_plan_says_what_streamed_layers_cost(folder):
@@ -66,27 +109,10 @@ def test_a_plan_says_what_streamed_layers_cost(folder):
     assert streamed["residence"]["is_resident"] == [False] * 3
     for phase in ("prefill", "decode"):
         # a core that copies does not compute
-        assert 0 < streamed["plain_s"][phase] < streamed["pass_s"][phase]
-    told = bench_plan(model, "--set", setting.format(least)).stdout
-    assert "0 of 3 layers stay on the device; a pass copies" in told
-    parameters = [line for line in told.splitlines() if line.startswith("parameters")]
-    where = "parameters  0 of 3 layers on the device, the others streamed through 2 buffers"
-    assert [where] * 2 == parameters
-
-
-def test_options_of_a_plan_are_those_that_its_phases_and_steps_come_to(folder):
-    found = in_json(folder / "qwen3-moe", "--set", "engine.max_batched_tokens=1")
-    gates = {name: of["best"]["plan"]["gate_tokens"] for name, of in found["phases"].items()}
-    assert {"prefill", "decode"} == set(gates)
-    assert 1 < max(gates.values()) == found["options"]["max_batched_tokens"]
-    assert found["steps"]["attn_batch_tokens"] == found["options"]["attn_batch_tokens"]
-    assert 0 == found["memory"]["host_bytes"]
-    assert not any(of["best"]["plan"]["has_kv_on_host"] for of in found["phases"].values())
-
-
-def test_a_plan_asks_for_no_smaller_steps_than_the_engine_has(folder):
-    setting = ("--set", "engine.max_batched_tokens=100000")
-    assert 100_000 == in_json(folder / "qwen3", *setting)["options"]["max_batched_tokens"]
+        assert 0 < streamed["plain_s"][phase] < streamed["streamed_s"][phase]
+    lines = lines_of(bench_plan(model, "--set", setting.format(least)))
+    told = "0 of 3 layers stay on the device; a step copies"
+    assert any(line.startswith(f"weights    {told}") for line in lines)
 
 
 def test_a_plan_is_measured_once_unless_it_is_asked_for_afresh(folder):
@@ -97,32 +123,26 @@ def test_a_plan_is_measured_once_unless_it_is_asked_for_afresh(folder):
     assert first["profile"] == again["profile"] != fresh["profile"]
 
 
-def test_memory_for_kv_bounds_the_batch_of_a_plan(folder):
-    # 10 rows of 256 tokens
+def rows_at_once(model, *options, tokens):
+    """Return the rows of 200 + 56 tokens that run at once, with KV for so many tokens of floats."""
     rows = ("--prompt-tokens", "200", "--output-tokens", "56")
-    found = in_json(folder / "qwen3", *rows, kv_bytes=10 * 256 * 1536)
-    target = found["phases"]["decode"]["target"]
-    assert ("memory for KV", 10) == (target["bound"], target["tokens"])
-    assert 10 == found["phases"]["decode"]["best"]["plan"]["gate_tokens"]
+    found = in_json(model, *rows, *options, kv_bytes=tokens * 1536)
+    return found["choice"]["best"]["rows_together"]
+
+
+def test_memory_for_kv_bounds_the_rows_of_a_plan(folder):
+    assert 10 == rows_at_once(folder / "qwen3", tokens=2560)
 
 
 def test_kv_of_8_bits_makes_room_for_more_rows_in_a_plan(folder):
-    rows = (
-        "--prompt-tokens",
-        "200",
-        "--output-tokens",
-        "56",
-        "--set",
-        "engine.kv_cache_dtype=int8",
-    )
-    found = in_json(folder / "qwen3", *rows, kv_bytes=10 * 256 * 1536)
     # a row of 32 numbers has 36 bytes in place of 128
-    assert 35 == found["phases"]["decode"]["target"]["tokens"]
+    setting = ("--set", "engine.kv_cache_dtype=int8")
+    assert 35 == rows_at_once(folder / "qwen3", *setting, tokens=2560)
 
 
-def test_memory_that_holds_no_row_is_refused_with_what_one_needs(folder):
+def test_memory_that_holds_no_row_is_refused_with_the_way_out(folder):
     told = refusal(folder / "qwen3", "--prompt-tokens", "300", kv_bytes=100 * 1536)
-    assert f"of these {(300 + 128) * 1536} are for KV, which may have {64 * 1536}" in told
+    assert "a row of 300 prompt and 128 output tokens fits neither" in told
     assert "raise engine.kv_cache_bytes" in told
 
 
@@ -143,9 +163,9 @@ def test_rows_are_like_those_of_a_job_and_cached_tokens_cost_nothing(folder, tmp
     counts = {"prompt_tokens": 3000, "cached_tokens": 1000, "generated_tokens": 500}
     like = write_report(tmp_path / "out", statuses=statuses, **counts)
     found = in_json(folder / "qwen3", *like)
-    assert {"prompt_tokens": 200, "output_tokens": 50} == found["row"]
+    assert {"prompt_tokens": 200, "output_tokens": 50} == found["facts"]["rows"]["shape"]
     found = in_json(folder / "qwen3", *like, "--output-tokens", "7")
-    assert {"prompt_tokens": 200, "output_tokens": 7} == found["row"]
+    assert {"prompt_tokens": 200, "output_tokens": 7} == found["facts"]["rows"]["shape"]
 
 
 def test_an_output_without_answers_says_nothing_of_rows(folder, tmp_path):

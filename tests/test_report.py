@@ -225,6 +225,15 @@ def test_a_report_with_a_history_is_read_as_it_was_written(tmp_path):
     assert report == read_report(str(tmp_path))
 
 
+def test_a_report_says_how_engines_of_the_last_run_ran():
+    runs = (make_run(ways=(("as before", 9),)), make_run(ways=(("a", 2), ("b", 1))), make_run())
+    report = make_report(history=History(runs=runs))
+    lines = [line for line in report.to_text().splitlines() if line.startswith("engine:")]
+    assert ["engine: a (2 engines)", "engine: b (1 engine)"] == lines
+    assert "a (2 engines)" in report.to_html()
+    assert "engine:" not in make_report(history=History(runs=(make_run(),))).to_text()
+
+
 def test_a_page_shows_time_engines_lengths_errors_and_runs():
     lengths = Histogram.of(np.array([3, 30, 300]))
     error = ErrorCount(error_class="X", rows=1, row_ids=("a",), message="m")

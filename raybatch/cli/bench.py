@@ -95,6 +95,9 @@ def plan(
     output_tokens: Annotated[
         int | None, Option(min=1, help="Mean output tokens of a row; default: 128.")
     ] = None,
+    rows: Annotated[
+        int | None, Option(min=1, help="Rows that are to come; default: always more.")
+    ] = None,
     like: Annotated[str | None, Option(help="Output of a job to take the lengths from.")] = None,
     settings: Annotated[
         list[str] | None,
@@ -105,7 +108,7 @@ def plan(
     ] = False,
     as_json: Annotated[bool, Option("--json", help="Print JSON, measurements included.")] = False,
 ) -> None:
-    """Measure a layer of a model on this host, and say which batches its engine should run."""
+    """Measure a layer of a model on this host, and say how its engine runs rows, and why."""
     options = parse_settings(settings or [])
     for name in options:
         if not name.startswith("stage.engine."):
@@ -129,7 +132,7 @@ def plan(
     from raybatch.explanation.bench_plan import plan_report
 
     with Console(stderr=True).status("starting") as status:
-        report = plan_report(model, engine, row, fresh=fresh, tell=status.update)
+        report = plan_report(model, engine, row, num_rows=rows, fresh=fresh, tell=status.update)
     typer.echo(report.to_json() if as_json else report.to_text())
 
 

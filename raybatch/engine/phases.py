@@ -49,7 +49,7 @@ class PhasedEngine:
         self._seen = RowsSeen(prepared.model.resolved.max_model_len)
         self._asked = prepared.usual_rows()
         self._choice = prepared.choose(self._asked)
-        self._way = prepared.plain_reason()
+        self._way = prepared.scope.plain_reason()
         if self._choice is None:
             _logger.info("%s runs with %s", prepared.model.name, self._way)
         else:

@@ -1,30 +1,32 @@
 """Explains a source: plans it without running it, and says how long it would take."""
 
 import logging
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from raybatch.actors.executors.local_measure import measure_local
-from raybatch.actors.executors.local_pools import gpus_of_host, plan_local_placement
-from raybatch.actors.replicas.placement import Placement, cluster_now, connected_ray, plan_placement
 from raybatch.actors.wire.records import PoolSpec
-from raybatch.backends.cost_cache import NO_SPEED_OF_ENDPOINTS, cost_model_path, load_cost_model
 from raybatch.backends.openai.options import openai_options
 from raybatch.backends.registry import type_of
 from raybatch.config import EngineConfig, PlanConfig
-from raybatch.errors import ConfigError, MeasureError, error_text
+from raybatch.errors import error_text
+from raybatch.explanation.engine_text import engine_text
 from raybatch.explanation.outcome import PlanOutcome, RunActual
+from raybatch.explanation.question import (
+    MAX_ROWS_EXPLAINED,
+    Question,
+    core_share_in,
+    cost_model_of,
+    placement_of,
+)
 from raybatch.explanation.record import PROBE, Explanation, KVSize, TimeEstimate
 from raybatch.pictures.wording import full
 from raybatch.planning.layout_lint import lint_source, why_layout_is_not_linted
-from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun, planned_work
+from raybatch.planning.planned import LargePlan, PlannedInput, planned_work
 from raybatch.planning.run import fit_units, is_small
 from raybatch.planning.small import gather, plan_gathered
-from raybatch.policy.cost.cost_model import CostModel
-from raybatch.policy.cost.estimate import core_share_of, estimate, money
+from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.work import WorkTotals, merge_work
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
 from raybatch.prefix.histogram import histogram_bands, length_bands
@@ -36,49 +38,8 @@ from raybatch.rows.stage_model import find_model, load_tokenizer
 
 _logger = logging.getLogger(__name__)
 
-# rows of which an explanation simulates each order, by default
-MAX_ROWS_EXPLAINED = 100_000
 # tokens of a prefix whose text is shown
 _TEXT_TOKENS = 48
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What is to be said of a job.
-
-    Args:
-        spec: of the pool that runs it, with a backend that is decided.
-        kv_tokens: KV cache of one engine; None takes that of the cost model.
-        measured_kv_tokens: what an engine had that has run; taken where neither is known.
-        measure: start an engine to measure its speed, where no cost model is kept.
-        lint: look for a better order of the template's fields.
-
-    Raises:
-        ConfigError: the price is negative or not finite, or the KV cache no whole number above 0.
-    """
-
-    job: PlannedRun
-    spec: PoolSpec
-    name: str
-    backend_reason: str = ""
-    kv_tokens: int | None = None
-    measured_kv_tokens: int | None = None
-    price_per_engine_hour: float | None = None
-    measure: bool = True
-    max_rows: int = MAX_ROWS_EXPLAINED
-    lint: bool = True
-    is_local: bool = False
-
-    def __post_init__(self) -> None:
-        kv_tokens = self.kv_tokens
-        if kv_tokens is not None and (not isinstance(kv_tokens, int) or kv_tokens < 1):
-            raise ConfigError(
-                f"kv_tokens must be a whole number of at least 1, got {kv_tokens!r}; leave it out "
-                "for the KV cache of the engine"
-            )
-        if self.price_per_engine_hour is not None:
-            # a wrong price is reported before the work, not when it is shown
-            money(0.0, 1, self.price_per_engine_hour)
 
 
 def explain_source(question: Question) -> Explanation:
@@ -100,10 +61,14 @@ def explain_source(question: Question) -> Explanation:
     job = replace(question.job, plan=fit_units(question.job.plan, source))
     question = replace(question, job=job)
     if is_small(source, job.plan):
-        return explain_planned(question, plan_gathered(gather(job), job.config, job.plan))
-    from raybatch.planning.large import plan_large  # Ray is slow to load
+        planned: PlannedInput | LargePlan = plan_gathered(gather(job), job.config, job.plan)
+    else:
+        from raybatch.planning.large import plan_large  # Ray is slow to load
 
-    return explain_planned(question, plan_large(job))
+        planned = plan_large(job)
+    explanation = explain_planned(question, planned)
+    work = partial(_work_of, question, planned, explanation)
+    return replace(explanation, engine=engine_text(question, explanation, work))
 
 
 def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Explanation:
@@ -150,9 +115,7 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
     )
     if costs is None:
         return explanation
-    work = _work(question, planned)
-    if explanation.own_order is not None and not explanation.is_reordered:
-        work = work.with_cache(explanation.own_order.computed_tokens)
+    work = _work_of(question, planned, explanation)
     placement = placement_of(question)
     num_replicas = placement.num_replicas
     cost = estimate(costs, work, num_replicas, core_share=core_share_in(placement, question.spec))
@@ -320,6 +283,16 @@ def _work(question: Question, planned: PlannedInput | LargePlan) -> WorkTotals:
     )
 
 
+def _work_of(
+    question: Question, planned: PlannedInput | LargePlan, explanation: Explanation
+) -> WorkTotals:
+    """Return the work of a plan, less what rows as they come find in the prefix cache."""
+    work = _work(question, planned)
+    if explanation.own_order is not None and not explanation.is_reordered:
+        return work.with_cache(explanation.own_order.computed_tokens)
+    return work
+
+
 def explain_run(
     question: Question, planned: PlannedInput | LargePlan, actual: RunActual
 ) -> PlanOutcome | None:
@@ -353,45 +326,3 @@ def _likely_engine_s(
     core_share = core_share_in(placement_of(question), question.spec)
     band = estimate(costs, done, actual.num_replicas, core_share=core_share).engine_s
     return band.expected, band.low, band.high
-
-
-def placement_of(question: Question) -> Placement:
-    """Return a pool's engines on the cluster that is connected, or on this host without one."""
-    if question.is_local or connected_ray() is None:
-        return plan_local_placement(question.spec)
-    return plan_placement(question.spec, cluster_now())
-
-
-def core_share_in(placement: Placement, spec: PoolSpec) -> float:
-    """Return the share of a core that each thread of a pool's engines has; hosts are like this one.
-
-    It is 1 where engines compute on GPUs, or elsewhere.
-    """
-    is_on_gpu = spec.engine.device != "cpu" and (placement.num_gpus or gpus_of_host())
-    if is_on_gpu or not type_of(spec.backend).has_weights:
-        return 1.0
-    cores = len(os.sched_getaffinity(0))
-    return core_share_of(cores, placement.num_engines_on_host, spec.engine.num_threads)
-
-
-def cost_model_of(question: Question) -> tuple[CostModel | None, str]:
-    spec = question.spec
-    if type_of(spec.backend).is_endpoint:
-        return None, NO_SPEED_OF_ENDPOINTS
-    if spec.backend.task != "generate":
-        return None, "only engines that generate are measured"
-    if not question.measure:
-        num_engines = placement_of(question).num_engines_on_host
-        path = cost_model_path(
-            spec.model, spec.backend, spec.engine, num_engines_on_host=num_engines
-        )
-        costs = load_cost_model(path)
-        return costs, "" if costs else "this model was not measured on this host yet"
-    try:
-        if question.is_local:
-            return measure_local(spec), ""
-        from raybatch.actors.executors.ray_measure import measure_pool  # Ray is slow to load
-
-        return measure_pool(spec), ""
-    except MeasureError as error:
-        return None, str(error)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.backends.registry import type_of
-from raybatch.explanation.explain import Question, core_share_in, cost_model_of, placement_of
+from raybatch.explanation.question import Question, core_share_in, cost_model_of, placement_of
 from raybatch.explanation.record import TimeEstimate
 from raybatch.planning.planned import PlannedInput, planned_work
 from raybatch.policy.cost.estimate import Band, band, estimate, money

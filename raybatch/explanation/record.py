@@ -70,6 +70,7 @@ class Explanation:
             none is; None where answers have no prices.
         layout: what another order of the template's fields would share; "" for nothing.
         executor: where a run would have its engines, and why; "" where that is not known.
+        engine: how they run the rows, and why; "" where they do not choose.
     """
 
     source: str
@@ -94,6 +95,7 @@ class Explanation:
     layout: str = ""
     boxes: tuple[TreeBox, ...] = ()
     executor: str = ""
+    engine: str = ""
 
     @property
     def title(self) -> str:
@@ -292,6 +294,8 @@ def _time_section(explanation: Explanation) -> Section:
             facts.append(("money", f"{rate}, {replicas} for all of the time"))
     if explanation.executor:
         facts.append(("executor", explanation.executor))
+    if explanation.engine:
+        facts.append(("engine", explanation.engine))
     return Section(title="Time", facts=tuple(facts))
 
 

@@ -11,7 +11,8 @@ from raybatch.durable.layout import PLAN, PLAN_ORDER
 from raybatch.durable.sink import check_partitions, check_place, output_files, prepare_sink
 from raybatch.durable.storage import error_context, is_below, store_of
 from raybatch.errors import ConfigError, shell_path
-from raybatch.explanation.explain import Question, explain_source
+from raybatch.explanation.explain import explain_source
+from raybatch.explanation.question import Question
 from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import Source, check_outside, scan_source
 from raybatch.job.config import JobConfig, job_config, read_job_file, without_effect

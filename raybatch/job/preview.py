@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from raybatch.durable.journal import ROW
 from raybatch.errors import ConfigError
-from raybatch.explanation.explain import Question
 from raybatch.explanation.extrapolation import extrapolate
+from raybatch.explanation.question import Question
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor, stage_of_executor

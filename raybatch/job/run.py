@@ -13,8 +13,9 @@ from raybatch.durable.journal import drop_journal_and_staging
 from raybatch.durable.storage import error_context, store_of
 from raybatch.durable.stores import Store
 from raybatch.errors import ConfigError, RunStopped, shell_path
-from raybatch.explanation.explain import Question, explain_run
+from raybatch.explanation.explain import explain_run
 from raybatch.explanation.outcome import PlanOutcome, RunActual, actual_of
+from raybatch.explanation.question import Question
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
 from raybatch.job.executor import Executor

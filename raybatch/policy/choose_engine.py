@@ -357,7 +357,7 @@ def _reason(facts: EngineFacts, best: EngineWay, other: EngineWay | None) -> str
             reason += f"; less than {100 * LEAST_GAIN:.0f} % is not worth the copies"
         return reason
     if facts.kv_offload is not None:
-        return f"{best.to_text()}, as engine.kv_offload says"
+        return f"{best.to_text()}, as the options say"
     if best.kv_offload:
         return f"{best.to_text()}, as the device does not hold all layers of a row"
     if not facts.host_kv_bytes:

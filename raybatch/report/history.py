@@ -20,6 +20,8 @@ STOPPED = "stopped by "
 
 _MAX_SAMPLES = 240
 _NUM_SLOWEST = 5
+# an engine may change its way now and then
+_MAX_WAYS = 8
 # more cannot be told apart in a drawing
 _MAX_UNITS = 300
 # of the first line
@@ -80,6 +82,7 @@ class RunRecord:
         units_found: units that another run had written when this one came to them.
         units: all units, where they are few.
         samples: of equal importance, a few hundred at most.
+        ways: how engines ran rows, the first ones, each with the number of engines that did so.
     """
 
     run_id: str
@@ -103,6 +106,7 @@ class RunRecord:
     slowest: tuple[UnitTime, ...] = ()
     units: tuple[UnitTime, ...] = ()
     samples: tuple[Sample, ...] = ()
+    ways: tuple[tuple[str, int], ...] = ()
 
     @property
     def limit(self) -> str:
@@ -153,7 +157,7 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
     """Return what the lines of one log say; None where it has no beginning."""
     started: Event | None = None
     last_ts, values = 0.0, dict[str, Any]()
-    samples, units = _Samples(), _Units()
+    samples, units, ways = _Samples(), _Units(), dict[str, set[int]]()
     for event in events:
         try:
             last_ts = max(last_ts, float(event["ts"]))
@@ -165,6 +169,10 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
                 units.add(event)
             elif event["event"] == "sample":
                 samples.add(event)
+            elif event["event"] == "engine":
+                way = str(event["way"])
+                if way in ways or len(ways) < _MAX_WAYS:
+                    ways.setdefault(way, set()).add(int(event["rank"]))
             elif event["event"] == "run_ended":
                 values["end"] = str(event["reason"])
         except (KeyError, TypeError, ValueError):  # a line of another version
@@ -179,6 +187,7 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
         versions={str(k): str(v) for k, v in dict(started.get("versions") or {}).items()},
         rows_resumed=int(started.get("rows_resumed") or 0),
         samples=tuple(samples.kept),
+        ways=tuple((way, len(ranks)) for way, ranks in ways.items()),
         **values,
         **units.values(),
     )

@@ -272,6 +272,7 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
     runs = report.history.runs if len(report.history.runs) > 1 else ()
     if runs:
         seconds += f" in {len(runs)} runs"
+    ways = next((run.ways for run in reversed(report.history.runs) if run.ways), ())
     where = " on one host without Ray" if report.executor == "local" else ""
     return [
         *facts,
@@ -280,6 +281,7 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
         *idle_facts(lanes_of(report.history)),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
         ("replicas", f"{report.replicas}{where}, {_restarts(report)}"),
+        *(("engine", f"{way} ({_count(num, 'engine')})") for way, num in ways),
     ]
 
 

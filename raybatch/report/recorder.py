@@ -164,6 +164,7 @@ class RunRecorder:
         self._began_s = self._next_beat_s = clock()
         self._sampler = Sampler()
         self._num_receipts = self._done_before = 0
+        self._ways: dict[int, str] = {}
         self.rows_written = self.rows_failed = 0
         self._trace: RunTrace | None = None
         self._end = "finished"
@@ -259,6 +260,11 @@ class RunRecorder:
         # receipts come with the last unit of a block; a pool counts for each plan anew
         self._note_done(self._done_before + stats.num_units_written)
         events, sample = self._sampler.observe(self._elapsed_s(), stats, cost)
+        for rank, replica in zip(stats.ranks, stats.replicas, strict=True):
+            # before its first step an engine has seen no rows
+            if replica.num_steps and replica.way and replica.way != self._ways.get(rank):
+                self._ways[rank] = replica.way
+                self._tell("engine", rank=rank, way=replica.way)
         for event in events:
             level = "info" if event["state"] == "ready" else "warning"
             self._tell("replica", level=level, **event)

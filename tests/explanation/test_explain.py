@@ -9,8 +9,9 @@ import pytest
 from raybatch.backends.cost_cache import cost_model_path
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
-from raybatch.explanation.explain import Question, explain_planned, explain_run
+from raybatch.explanation.explain import explain_planned, explain_run
 from raybatch.explanation.outcome import RunActual
+from raybatch.explanation.question import Question
 from raybatch.explanation.record import Explanation
 from raybatch.inputs.source import scan_source
 from raybatch.job.job import Job

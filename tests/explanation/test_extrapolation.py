@@ -8,8 +8,8 @@ import pytest
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.explanation import extrapolation
-from raybatch.explanation.explain import Question
 from raybatch.explanation.extrapolation import extrapolate
+from raybatch.explanation.question import Question
 from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.work import work_totals
 from tests.explanation.inputs import plan_prompts

@@ -113,6 +113,23 @@ def test_a_run_begins_and_ends_in_its_log(store):
     assert ("run_ended", "finished", 5.0) == (last["event"], last["reason"], last["seconds"])
 
 
+def test_how_engines_run_is_told_once_they_have_rows_and_when_it_changes(store):
+    with recorder_of(store) as recorder:
+        for way, num_steps in (("as usual", 0), ("a", 1), ("a", 9), ("b", 12)):
+            recorder.observe(stats(ranks=(0, 1), way=way, num_steps=num_steps))
+        recorder.observe(stats(ranks=(2,), way="b", num_steps=3))
+        recorder.observe(stats(ranks=(3,), num_steps=3))
+    told = [(e["rank"], e["way"]) for e in events_of(store) if e["event"] == "engine"]
+    assert [(0, "a"), (1, "a"), (0, "b"), (1, "b"), (2, "b")] == told
+    assert (("a", 2), ("b", 3)) == run_of(events_of(store)).ways
+
+
+def test_of_many_ways_the_first_ones_are_kept():
+    started = {"event": "run_started", "ts": 1.0}
+    changes = [{"event": "engine", "ts": 2.0, "rank": i, "way": str(i % 50)} for i in range(100)]
+    assert tuple((str(i), 2) for i in range(8)) == run_of([started, *changes]).ways
+
+
 def test_the_first_line_is_there_while_the_run_goes_on(store):
     with recorder_of(store):
         assert ["run_started"] == [event["event"] for event in events_of(store)]

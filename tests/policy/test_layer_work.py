@@ -69,7 +69,6 @@ def test_operations_of_experts_grow_with_the_rows_alone():
         (lambda: replace(TINY, head_dim=0), "head_dim is 0"),
         (lambda: Workload(tokens_per_sequence=0), "tokens_per_sequence is 0"),
         (lambda: Workload(cached_tokens=-1), "cached_tokens is -1"),
-        (lambda: Workload(waiting_sequences=0), "waiting_sequences is 0"),
     ],
 )
 def test_counts_that_make_no_sense_are_refused(make, message):

@@ -1,15 +1,15 @@
 """A model in place whose pools are made once, or anew where rows are better run another way."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Self
 
-import torch
-
-from raybatch.config import DEFAULT_STEP_TOKENS, EngineConfig
+from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import pick_ops
+from raybatch.engine.loading.known_scope import host_kv_bytes
 from raybatch.engine.loading.loaded_model import (
     LoadedModel,
     give_back_freed_memory,
@@ -30,13 +30,9 @@ from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.policy.batches.layer_plan import ModuleCosts
 from raybatch.policy.batches.row_shape import RowShape
+from raybatch.policy.choice_scope import ChoiceScope
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
-
-# of steps on a GPU, beside the one that is usual
-_LARGER_STEPS = (4096, 8192, 16384)
-# of what a host has free, for KV that an engine may keep there by its own choice
-_HOST_FRACTION = 0.5
 
 _logger = logging.getLogger(__name__)
 
@@ -93,7 +89,9 @@ class PreparedModel:
         )
         # both before the pool, which takes most of what is free
         prepared.device_blocks = prepared.count_blocks(config)
-        prepared.host_kv_bytes = prepared._host_kv_bytes()
+        prepared.host_kv_bytes = host_kv_bytes(
+            config, model.spec, model.resolved, num_engines_on_host
+        )
         return prepared
 
     def count_blocks(
@@ -112,89 +110,56 @@ class PreparedModel:
             host_bytes=host_memory_bytes(),
         )
 
-    def _host_kv_bytes(self) -> int:
-        """Return what the option says, or what an engine may take by itself.
-
-        Memory of a CPU's host is the device's, so there "auto" has none but where `kv_offload` asks
-        for it.
-        """
-        config, spec = self.config, self.model.spec
-        if config.host_kv_bytes != "auto":
-            return config.given_host_kv_bytes
-        if config.kv_offload is False or (
-            self.model.device.type == "cpu" and config.kv_offload is not True
-        ):
-            return 0
-        token_bytes = kv_bytes_per_token(spec, self.model.resolved.kv_dtype)
-        most = config.max_num_seqs * self.model.resolved.max_model_len * token_bytes
-        share = _HOST_FRACTION * free_memory_bytes(torch.device("cpu"))
-        return int(min(most, share / self.num_engines_on_host))
-
-    @property
-    def needs_device(self) -> bool:
-        """Return whether an option that is set wants KV on the device."""
-        config, is_rounded = self.config, self.config.host_kv_dtype != "auto"
-        return bool(config.num_drafts) or config.cuda_graphs is True or is_rounded
-
     @cached_property
     def profile(self) -> ModuleProfile | None:
         """What layers cost on this host; None, with a warning, if they cannot be measured."""
-        model = self.model
         try:
-            profile, was_read = measured_profile(
-                model.spec,
-                model.weights,
-                profile_options(self.config),
-                measure=partial(profile_layer, ops=self.ops),
-            )
+            return self.measured()[0]
         except (RuntimeError, MemoryError) as error:
             _logger.warning(
                 "%s keeps KV on the device, as its layers could not be measured: %s",
-                model.name,
+                self.model.name,
                 error_text(error),
             )
             return None
+
+    def measured(
+        self, *, fresh: bool = False, tell: Callable[[str], None] = lambda _: None
+    ) -> tuple[ModuleProfile, bool]:
+        """Return what layers cost, and whether that was read; see `measured_profile`."""
+        profile, was_read = measured_profile(
+            self.model.spec,
+            self.model.weights,
+            profile_options(self.config),
+            fresh=fresh,
+            tell=tell,
+            measure=partial(profile_layer, ops=self.ops),
+        )
         if not was_read:
-            give_back_freed_memory(model.device)
-        return profile
+            give_back_freed_memory(self.model.device)
+        return profile, was_read
+
+    @property
+    def scope(self) -> ChoiceScope:
+        return ChoiceScope(
+            config=self.config,
+            is_gpu=self.model.device.type == "cuda",
+            device_kv_bytes=self.device_blocks * self._block_bytes(),
+            host_kv_bytes=self.host_kv_bytes,
+            residence=self.model.residence,
+        )
 
     @property
     def may_choose(self) -> bool:
         """Return whether there is something to choose that measured layers decide."""
-        config, is_gpu = self.config, self.model.device.type == "cuda"
-        has_places = bool(self.host_kv_bytes) and not self.needs_device
-        may_offload = config.kv_offload == "auto" and has_places
-        return may_offload or (is_gpu and config.max_batched_tokens == "auto")
+        return self.scope.may_choose
 
     def facts(self, rows: RowsAhead) -> EngineFacts | None:
         """Return what a choice goes by; None where layers cannot be measured."""
-        profile, config = self.profile, self.config
+        profile = self.profile
         if profile is None:
             return None
-        shape, is_gpu = profile.model, self.model.device.type == "cuda"
-        layer = shape.layer
-        budgets: tuple[int, ...] = (config.token_budget,)
-        if is_gpu and config.max_batched_tokens == "auto":
-            budgets = (DEFAULT_STEP_TOKENS, *_LARGER_STEPS)
-        offload = config.kv_offload if isinstance(config.kv_offload, bool) else None
-        if offload is None and (self.needs_device or not self.host_kv_bytes):
-            offload = False
-        # hidden states, and what one run of a module makes on the way
-        widest = max(layer.projected_dim, layer.top_k * (2 * layer.ffn_dim + layer.model_dim))
-        return EngineFacts(
-            model=shape,
-            costs=self._costs(profile),
-            device_kv_bytes=self.device_blocks * self._block_bytes(),
-            host_kv_bytes=self.host_kv_bytes,
-            max_num_seqs=config.max_num_seqs,
-            token_budgets=budgets,
-            block_size=config.block_size_tokens,
-            activation_bytes=(2 * layer.model_dim + widest) * layer.element_bytes if is_gpu else 0,
-            rows=rows,
-            residence=self.model.residence,
-            kv_offload=offload,
-            may_draft=config.speculative_tokens == "auto" and not is_gpu,
-        )
+        return self.scope.facts(profile.model, self._costs(profile), rows)
 
     def usual_rows(self) -> RowsAhead:
         return RowsAhead(shape=RowShape.within(self.model.resolved.max_model_len))
@@ -210,20 +175,6 @@ class PreparedModel:
             # a shorter row may fit
             _logger.info("%s keeps KV on the device: %s", self.model.name, error_text(error))
             return None
-
-    def plain_reason(self) -> str:
-        """Return how rows run where nothing is chosen, and why."""
-        config = self.config
-        if config.kv_offload is True:
-            return "KV in host memory, as engine.kv_offload says"
-        why = "its layers could not be measured"
-        if config.kv_offload is False:
-            why = "engine.kv_offload says"
-        elif self.needs_device:
-            why = "engine.speculative_tokens or engine.cuda_graphs needs it there"
-        elif not self.host_kv_bytes:
-            why = "there is no host memory for KV (engine.host_kv_bytes)"
-        return f"KV on the device, as {why}; steps of up to {config.token_budget:,} tokens"
 
     def chosen(self, choice: EngineChoice | None) -> EngineConfig:
         """Return the options with what was chosen; without a choice KV is on the device."""

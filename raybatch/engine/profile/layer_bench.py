@@ -117,6 +117,7 @@ class ProfileOptions:
     kv_cache_dtype: KVCacheDType = "auto"
     may_compile: bool = False
     quantization: str | None = None
+    num_threads: int = 1  # of torch, on a CPU
 
     def __post_init__(self) -> None:
         names = ("attention_tokens", "prompt_tokens", "ffn_tokens")
@@ -134,6 +135,7 @@ def profile_options(config: EngineConfig) -> ProfileOptions:
         kv_cache_dtype=config.kv_cache_dtype,
         may_compile=config.compiles_kernels and has_compiler(),
         quantization=config.quantization,
+        num_threads=config.num_threads,
     )
 
 

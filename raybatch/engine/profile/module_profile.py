@@ -226,12 +226,10 @@ def profile_path(
     That is the model's shapes and not its weights, so that models of one shape share a file.
     """
     folder = cache_dir() / _FOLDER if folder is None else folder
-    is_cpu = device.type == "cpu"
     described = {
         "spec": asdict(spec),
         "dtype": str(dtype),
-        "device": cpu_name() if is_cpu else torch.cuda.get_device_name(device),
-        "num_threads": torch.get_num_threads() if is_cpu else None,
+        "device": cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device),
         "versions": versions(("raybatch", "torch")),
         "options": asdict(options),
     }

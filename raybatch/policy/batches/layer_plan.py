@@ -1,4 +1,4 @@
-"""What a layer computes and moves, and one choice of batch sizes and residence with its memory."""
+"""Sizes of a model and its layers, what a layer computes and moves, and what its modules cost."""
 
 from dataclasses import dataclass, replace
 
@@ -18,15 +18,10 @@ class Workload:
 
     tokens_per_sequence: int = 1
     cached_tokens: int = 0
-    reserved_tokens: int = 0  # of KV kept free for what one sequence will generate next
-    # that can be batched at all; None where there are always more
-    waiting_sequences: int | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self, 1, "tokens_per_sequence")
-        _check_counts(self, 0, "cached_tokens", "reserved_tokens")
-        if self.waiting_sequences is not None and self.waiting_sequences < 1:
-            raise ConfigError(f"waiting_sequences is {self.waiting_sequences}; it must be >= 1")
+        _check_counts(self, 0, "cached_tokens")
 
     def num_sequences(self, tokens: int) -> int:
         """Return how many sequences a batch of so many tokens has; a chunk of one counts."""
@@ -113,47 +108,19 @@ def _check_counts(record: Workload | LayerShape, least: int, *names: str) -> Non
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchPlan:
-    """Batch sizes of a forward pass, and where parameters and KV live."""
-
-    attention_tokens: int
-    gate_tokens: int  # of one run of the experts, and of the forward pass
-    # pieces of a layer's experts that the device holds at once, in a ring, while all experts are on
-    # the host; None keeps all of them on the device
-    parameter_buffers: int | None = None
-    # KV is on the host, and on the device for the running sub-batch and the next
-    has_kv_on_host: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.attention_tokens <= self.gate_tokens:
-            raise ConfigError(
-                f"attention_tokens is {self.attention_tokens}; it must be within "
-                f"1..{self.gate_tokens}, the tokens at the gate"
-            )
-        if self.parameter_buffers is not None and self.parameter_buffers < 1:
-            raise ConfigError(f"parameter_buffers is {self.parameter_buffers}; it must be >= 1")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A model as layers that are all alike; streamed experts are cut into pieces."""
+    """A model as layers that are all alike."""
 
     layer: LayerShape
     num_layers: int
     other_bytes: int = 0
     head_bytes: int = 0  # of `other_bytes`, those of the matrix behind the last layer
-    num_pieces: int = 1
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.other_bytes < 0:
             raise ConfigError(
                 f"a model has {self.num_layers} layers and {self.other_bytes} other bytes; it "
                 "needs at least 1 and 0"
-            )
-        if not 1 <= self.num_pieces <= self.layer.num_experts:
-            raise ConfigError(
-                f"num_pieces is {self.num_pieces}; it must be within 1..{self.layer.num_experts}, "
-                "the experts of a layer"
             )
 
 
@@ -177,67 +144,3 @@ class ModuleCosts:
     def without_links(self) -> "ModuleCosts":
         """Return the costs where copies take no time."""
         return replace(self, to_device=self.to_device.times(0.0), to_host=self.to_host.times(0.0))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryNeed:
-    """Bytes that a plan takes: parameters, KV and working memory, and those of KV among them."""
-
-    device_bytes: int
-    host_bytes: int
-    kv_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryBudget:
-    """What a plan may take; for KV, wherever it is, None where the other two alone bound it."""
-
-    device_bytes: int
-    host_bytes: int = 0
-    kv_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.kv_bytes is not None and self.kv_bytes < 0:
-            raise ConfigError(f"memory of {self.kv_bytes} bytes for KV; it must be at least 0")
-        if self.device_bytes < 0 or self.host_bytes < 0:
-            raise ConfigError(
-                f"memory of {self.device_bytes} bytes on the device and {self.host_bytes} on the "
-                "host; both must be at least 0"
-            )
-
-    def holds(self, need: MemoryNeed) -> bool:
-        return (
-            need.device_bytes <= self.device_bytes
-            and need.host_bytes <= self.host_bytes
-            and self.holds_kv(need)
-        )
-
-    def holds_kv(self, need: MemoryNeed) -> bool:
-        return self.kv_bytes is None or need.kv_bytes <= self.kv_bytes
-
-
-def memory_need(model: ModelShape, plan: BatchPlan, workload: Workload) -> MemoryNeed:
-    layer = model.layer
-    context = workload.cached_tokens + workload.tokens_per_sequence
-    kv = workload.num_sequences(plan.gate_tokens) * (context + workload.reserved_tokens)
-    kv *= layer.kv_bytes_per_token * model.num_layers
-    experts = layer.ffn_bytes * model.num_layers
-    # hidden states, and what one run of a module makes on the way
-    hidden = 2 * plan.gate_tokens * layer.model_dim
-    attention = plan.attention_tokens * (layer.projected_dim + layer.num_heads * layer.head_dim)
-    ffn = plan.gate_tokens * layer.top_k * (2 * layer.ffn_dim + layer.model_dim)
-    device = model.other_bytes + layer.attention_bytes * model.num_layers
-    device += (hidden + max(attention, ffn)) * layer.element_bytes
-    host = 0
-    if plan.parameter_buffers is None:
-        device += experts
-    else:
-        host += experts
-        device += plan.parameter_buffers * -(-layer.ffn_bytes // model.num_pieces)
-    if plan.has_kv_on_host:
-        host += kv
-        num_sequences = workload.num_sequences(plan.attention_tokens)
-        device += KV_SLOTS * num_sequences * context * layer.kv_bytes_per_token
-    else:
-        device += kv
-    return MemoryNeed(device_bytes=device, host_bytes=host, kv_bytes=kv)
