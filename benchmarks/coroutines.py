@@ -59,8 +59,8 @@ from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile
 from raybatch.engine.step import StepForward
 from raybatch.models.config import read_model_spec
-from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
+from raybatch.policy.layer_plan import RowShape
 from raybatch.records.types import Request, Sampling
 
 _BUDGET = 2048

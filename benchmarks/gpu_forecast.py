@@ -14,8 +14,8 @@ import models
 import numpy as np
 
 from raybatch.bench.checkpoints import Shape
-from raybatch.policy.batches.layer_plan import KV_SLOTS, LayerShape, ModelShape, ModuleCosts
 from raybatch.policy.cost.roofline import Roofline, link
+from raybatch.policy.layer_plan import KV_SLOTS, LayerShape, ModelShape, ModuleCosts
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 
 # shares of the published rates that kernels and links reach

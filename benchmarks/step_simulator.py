@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from orders import DensityModel
 
-from raybatch.policy.admission import full_step_tokens
+from raybatch.policy.step_seconds import full_step_tokens
 from raybatch.records.arrays import Ints
 
 

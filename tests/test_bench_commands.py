@@ -13,8 +13,8 @@ from raybatch.cli.app import app
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.errors import CapacityError, ConfigError
-from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import RowsAhead
+from raybatch.policy.layer_plan import RowShape
 from raybatch.report import RunReport
 from raybatch.report.record import report_path
 from tests.engine.tiny_models import build

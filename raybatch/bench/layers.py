@@ -10,7 +10,7 @@ from raybatch.engine.loading.loaded_model import LoadedModel, load_model
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import profile_layer
 from raybatch.kernels.dispatch import ops_for
-from raybatch.policy.batches.layer_plan import Workload
+from raybatch.policy.layer_plan import Workload
 
 _KINDS = {
     "decode over 512": Workload(cached_tokens=511),

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from raybatch.cli.flags import DEMO_MODEL, parse_settings
 from raybatch.config import EngineConfig, from_mapping
 from raybatch.errors import ConfigError, MissingDependency
-from raybatch.policy.batches.row_shape import RowShape
+from raybatch.policy.layer_plan import RowShape
 
 if TYPE_CHECKING:
     from faultlab.figures import FaultFigures

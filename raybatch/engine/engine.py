@@ -21,8 +21,7 @@ from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
-from raybatch.engine.stats import counted
-from raybatch.engine.step import StepForward, StepTokens, learned_recovery, make_scheduler
+from raybatch.engine.step import StepForward, StepTokens, counted, learned_recovery, make_scheduler
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 from raybatch.text.stopping import StopChecker

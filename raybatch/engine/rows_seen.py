@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from raybatch.engine.finish_rules import expected_len
-from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import RowsAhead
 from raybatch.policy.cost.work import output_sample
+from raybatch.policy.layer_plan import RowShape
 from raybatch.records.types import Completion, Request
 
 # as many as tell what the rows of a plan are like, which may change along the plan

@@ -18,8 +18,8 @@ from raybatch.engine.profile.module_profile import ModuleProfile
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, full, percent
-from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
+from raybatch.policy.layer_plan import RowShape
 from raybatch.policy.residence import Residence, WeightSizes
 from raybatch.policy.step_seconds import StepCounts, step_seconds
 

@@ -9,10 +9,10 @@ from raybatch.actors.executors.local_pools import gpus_of_host
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.explanation.question import Question, placement_of
 from raybatch.explanation.record import Explanation
-from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choice_scope import ChoiceScope
 from raybatch.policy.choose_engine import RowsAhead, choose_engine
 from raybatch.policy.cost.work import WorkTotals, output_sample
+from raybatch.policy.layer_plan import RowShape
 from raybatch.rows.stage_model import find_model
 
 # that stand for all output lengths

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raybatch.errors import CapacityError, ConfigError
-from raybatch.policy.batches.layer_plan import KV_SLOTS, ModelShape, ModuleCosts
-from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.step_forecast import StepForecast, forecast_steps
 from raybatch.policy.cost.work import WorkTotals
+from raybatch.policy.layer_plan import KV_SLOTS, ModelShape, ModuleCosts, RowShape
 from raybatch.policy.residence import Residence, WeightMemory, residences
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.arrays import Floats

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.layer_plan import ModuleCosts
+from raybatch.policy.layer_plan import ModuleCosts
 from raybatch.records.arrays import Floats
 
 # where their KV fits beside all weights, nothing is streamed for more of them

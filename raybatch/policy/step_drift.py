@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raybatch.policy.batches.layer_plan import KV_SLOTS
 from raybatch.policy.choose_engine import EngineFacts, EngineWay
+from raybatch.policy.layer_plan import KV_SLOTS
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.types import ReplicaStats
 

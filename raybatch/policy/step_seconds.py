@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raybatch.policy.batches.layer_plan import ModelShape, ModuleCosts
 from raybatch.policy.cost.roofline import Roofline
+from raybatch.policy.layer_plan import ModelShape, ModuleCosts
 from raybatch.policy.residence import Residence, pass_seconds
 from raybatch.records.arrays import Floats
 
@@ -14,6 +14,9 @@ from raybatch.records.arrays import Floats
 _STEP_S, _ROW_S = 1.1e-3, 1.2e-5
 # of each part of a step on a CPU, and of it in each layer: batches, indices of copies
 _PART_S, _PART_LAYER_S = 2e-4, 4e-5
+# tokens that a device computes in the time in which it reads the weights once; 140 to 300 on GPUs,
+# and where it is less, rows only wait more seldom than would pay
+WEIGHT_READ_TOKENS = 180
 # least of a part in a layer on a GPU, where no graph repeats its 9 to 19 launches
 _LAUNCHES_S = 1e-4
 
@@ -137,3 +140,21 @@ def _seconds(
     longer, shorter = np.maximum(*sides), np.minimum(*sides)
     seconds: Floats = runs * cost.fixed_s + longer + cost.serial_fraction * shorter
     return seconds
+
+
+def full_step_tokens(*, weight_bytes: int, kv_bytes: int, used_fraction: float = 1.0) -> float:
+    """Return from how many tokens on each one more makes a step longer.
+
+    Below, a step takes as long as reading the weights and a full cache: tokens that are computed
+    again cost nothing there, and a row that waits is a step more.
+
+    Args:
+        weight_bytes: that a step reads.
+        kv_bytes: of a full cache.
+        used_fraction: of the weights that one token is multiplied with; of experts a few.
+
+    Example:
+        >>> full_step_tokens(weight_bytes=16, kv_bytes=4)
+        225.0
+    """
+    return WEIGHT_READ_TOKENS * (1 + kv_bytes / weight_bytes) / used_fraction

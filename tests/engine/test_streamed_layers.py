@@ -19,7 +19,7 @@ from raybatch.engine.sampling.sampler import Sampler
 from raybatch.engine.weights.layer_store import HostCopies, StreamedLayers
 from raybatch.engine.weights.layout import packed_bytes, tensors_of
 from raybatch.errors import ConfigError
-from raybatch.policy.admission import full_step_tokens
+from raybatch.policy.step_seconds import full_step_tokens
 from tests.engine.fakes import FakeStopChecker
 from tests.engine.test_module_profile import OPTIONS, TickingClock
 from tests.engine.test_runtime import NUM_TOKENS, AnyOrder, finish, make_engine, requests, tokens_of

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import CapacityError
-from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
-from raybatch.policy.batches.row_shape import RowShape
 from raybatch.policy.choose_engine import EngineFacts, RowsAhead, choose_engine
 from raybatch.policy.cost.roofline import Roofline, link
+from raybatch.policy.layer_plan import LayerShape, ModelShape, ModuleCosts, RowShape
 
 # a token of a layer is 1 kB
 LAYER = LayerShape(

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
-from raybatch.policy.batches.layer_plan import ModuleCosts
 from raybatch.policy.cost.roofline import Roofline, link
+from raybatch.policy.layer_plan import ModuleCosts
 from raybatch.policy.residence import WeightSizes, pass_seconds, plan_residence, residences
 
 EVEN = WeightSizes(other_bytes=10, layer_bytes=(100,) * 6)

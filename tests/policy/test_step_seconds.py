@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 
 from raybatch.policy import step_seconds as step_seconds_module
-from raybatch.policy.batches.layer_plan import (
-    KV_SLOTS,
-    LayerShape,
-    ModelShape,
-    ModuleCosts,
-    Workload,
-)
 from raybatch.policy.cost.roofline import Roofline, link
+from raybatch.policy.layer_plan import KV_SLOTS, LayerShape, ModelShape, ModuleCosts, Workload
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 
 LAYER = LayerShape(

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from raybatch.engine.forward.device_times import LEAST_GAIN, seconds_on
+from raybatch.engine.forward.grouped_experts import LEAST_GAIN, seconds_on
 from raybatch.engine.forward.step_graphs import CudaGraphs
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart

@@ -38,9 +38,9 @@ from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
-from raybatch.policy.admission import full_step_tokens
 from raybatch.policy.choose_engine import EngineChoice
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
+from raybatch.policy.step_seconds import full_step_tokens
 from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey
 

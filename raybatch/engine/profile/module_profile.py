@@ -37,8 +37,8 @@ from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.byte_numbers import row_width
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
-from raybatch.policy.batches.layer_plan import LayerShape, ModelShape, ModuleCosts
 from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
+from raybatch.policy.layer_plan import LayerShape, ModelShape, ModuleCosts
 
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
 # copies and layers take turns over so much memory, which is more than processors have of cache

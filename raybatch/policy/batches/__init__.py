@@ -1,1 +1,0 @@
-"""The search for a batch: layers as a graph, its critical path, saturation."""
