@@ -22,7 +22,7 @@ import torch
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
 from raybatch.config.environment import kernel_vectors
-from raybatch.engine.loading import runner
+from raybatch.engine.loading import prepared
 from raybatch.models.config import read_model_spec
 from raybatch.policy.shared_reads import SharedReads
 from raybatch.records.types import Request, Sampling
@@ -85,19 +85,19 @@ def measure(folder: str, groups: int, members: int, rounds: int) -> dict[str, ob
     spec = read_model_spec(Path(folder))
     num_tokens = groups * (PREFIX + members * (OWN + OUTPUT + 32)) + 4096
     kv_bytes = num_tokens * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 4
-    switched, timed_reads = Switched(), runner.timed_reads
+    switched, timed_reads = Switched(), prepared.timed_reads
     found = []
 
     def timed(*args: object, **options: object) -> Switched:
         found.append(timed_reads(*args, **options))
         return switched
 
-    runner.timed_reads = timed
+    prepared.timed_reads = timed
     config = EngineConfig(
         dtype="float32", device="cpu", kv_cache_bytes=kv_bytes, block_size_tokens=16
     )
     engine = create(folder, config)
-    runner.timed_reads = timed_reads
+    prepared.timed_reads = timed_reads
     rules = {
         "timed rule": found[0],
         "never together": NEVER,
