@@ -1,5 +1,6 @@
 """An engine that is asked again how it runs, and built anew where another way ends sooner."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -240,6 +241,7 @@ class PhasedEngine:
         return self._choice is choice
 
     def _built(self, choice: EngineChoice | None) -> Engine:
+        gc.collect()  # of the engine before, whose pool would be there beside the next one
         give_back_freed_memory(self._prepared.model.device)
         self._copied_s = 0.0
         return self._make(ModelRunner.of(self._prepared, choice))

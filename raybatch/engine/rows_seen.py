@@ -32,7 +32,7 @@ class RowsSeen:
         self._shared: deque[int] = deque(maxlen=_NUM_SEEN)
         self._outputs: deque[tuple[int, bool]] = deque(maxlen=_NUM_SEEN)  # and whether it is known
         self._ended: deque[int] = deque(maxlen=_NUM_SEEN)
-        self._groups: deque[int] = deque(maxlen=_NUM_SEEN)
+        self._groups: dict[int, None] = {}  # the latest, in order
         self._longest = 0
 
     def __bool__(self) -> bool:
@@ -45,9 +45,11 @@ class RowsSeen:
                 continue  # refused
             max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
             expected = expected_len(request, max_len)
-            is_shared = request.group_id is not None and request.group_id in self._groups
+            is_shared = request.group_id in self._groups
             if request.group_id is not None and not is_shared:
-                self._groups.append(request.group_id)
+                self._groups[request.group_id] = None
+                if len(self._groups) > _NUM_SEEN:
+                    del self._groups[next(iter(self._groups))]
             self._shared.append(is_shared * request.prefix_len)
             self._prompts.append(max(1, num_prompt - self._shared[-1]))
             self._outputs.append(((expected or max_len) - num_prompt, expected is not None))
