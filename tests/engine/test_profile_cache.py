@@ -116,6 +116,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(model, tmp_path, measur
 def test_what_an_engine_keeps_as_bytes_is_measured_as_bytes():
     options = profile_options(EngineConfig(quantization="int8", kv_cache_dtype="fp8"))
     assert ("int8", "fp8") == (options.quantization, options.kv_cache_dtype)
+    assert 3 == profile_options(EngineConfig(num_threads=3)).num_threads
 
 
 def test_what_decides_the_speed_of_a_layer_has_a_file_of_its_own(model, tmp_path):
