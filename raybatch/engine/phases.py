@@ -182,13 +182,10 @@ class PhasedEngine:
         if choice is None:
             return
         now = self._present_way(choice)
-        is_same = now is not None and now.kv_offload == choice.best.kv_offload
-        is_same = (
-            is_same
-            and now is not None
-            and (now.max_batched_tokens == choice.best.max_batched_tokens)
-        )
-        if is_same or (now is not None and not self._pays(now, choice.best)):
+        if now is not None and _is_alike(now, choice.best):
+            self._choice, self._way = choice, choice.to_text()
+            return
+        if now is not None and not self._pays(now, choice.best):
             return
         if self._change(choice):
             self._way = self._told(choice, rows, when=when)
@@ -197,7 +194,7 @@ class PhasedEngine:
     def _told(self, choice: EngineChoice, rows: RowsAhead, *, when: str) -> str:
         """Log a choice, and return it as a sentence."""
         log_choice(self._prepared.model.name, choice, rows, when=when)
-        return "; ".join((choice.reason, *choice.notes()))
+        return choice.to_text()
 
     def _present_way(self, choice: EngineChoice) -> EngineWay | None:
         """Return what a choice says of the way that the engine runs now; None where it cannot."""
@@ -255,6 +252,12 @@ def _is_other(rows: RowsAhead, asked: RowsAhead) -> bool:
     ]
     is_longer = rows.longest_tokens > max(asked.longest_tokens, asked.shape.prompt_tokens)
     return is_longer or any(max(a, b) > _OTHER_LENGTH * min(a, b) for a, b in pairs)
+
+
+def _is_alike(way: EngineWay, other: EngineWay) -> bool:
+    """Return whether an engine runs in the same way by both."""
+    sizes = (way.max_batched_tokens, other.max_batched_tokens)
+    return way.kv_offload == other.kv_offload and sizes[0] == sizes[1]
 
 
 def _summed(past: ReplicaStats, now: ReplicaStats) -> ReplicaStats:

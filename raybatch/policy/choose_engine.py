@@ -119,6 +119,10 @@ class EngineChoice:
             notes.append(f"drafts while at most {self.draft_rows:,} rows decode")
         return tuple(notes)
 
+    def to_text(self) -> str:
+        """Return the reason and all notes."""
+        return "; ".join((self.reason, *self.notes()))
+
 
 def choose_engine(facts: EngineFacts) -> EngineChoice:
     """Return the way that takes the least time; KV on the device, and small steps, win near ties.
