@@ -37,6 +37,7 @@ def told(model, tmp_path, monkeypatch):
 
     def told(engine, **options):
         options |= {"prompt": "{text}", "sampling": {"max_tokens": 30}, "engine": engine}
+        options |= {"pool": {"replicas": 1}}
         job = Job(tmp_path / "in", tmp_path / "out", LLMStage(str(model), **options))
         found = job.explain(measure=False)
         lines = [x for x in str(found).splitlines() if x.startswith("engine ")]
