@@ -55,13 +55,30 @@ class PhasedEngine:
             _logger.info("%s runs with %s", prepared.model.name, self._way)
         else:
             self._way = self._told(self._choice, self._asked, when="of usual length")
-        began = time.perf_counter()
-        self._engine = make(ModelRunner.of(prepared, self._choice))
-        self._build_s = time.perf_counter() - began
         self._had_waiting = self._is_fixed = self._drafts_tail = False
+        began = time.perf_counter()
+        self._engine = self._first_engine()
+        self._build_s = time.perf_counter() - began
         self._num_steps, self._next_look = 0, _STEPS_OF_LOOK
         self._seconds = self._copied_s = 0.0
         self._looked_at = self._engine.stats()
+
+    def _first_engine(self) -> Engine:
+        """Build what was chosen, or, where the host does not give that, what needs no choice."""
+        try:
+            return self._built(self._choice)
+        except (ConfigError, RuntimeError, MemoryError) as error:
+            if self._choice is None or not self._choice.best.kv_offload:
+                raise
+            self._warn(error, "with KV on the device")
+        self._choice, self._is_fixed = None, True
+        self._way = "KV on the device, as host memory for KV could not be had"
+        return self._built(None)
+
+    def _warn(self, error: Exception, how: str) -> None:
+        name = self._prepared.model.name
+        text = "%s runs %s, as the way that was chosen could not be built: %s"
+        _logger.warning(text, name, how, error_text(error))
 
     @property
     def runner(self) -> ModelRunner:
@@ -225,11 +242,7 @@ class PhasedEngine:
             self._engine = self._built(choice)
             self._choice = choice
         except (ConfigError, CapacityError, RuntimeError, MemoryError) as error:
-            _logger.warning(
-                "%s runs as before, as the other way could not be built: %s",
-                self._prepared.model.name,
-                error_text(error),
-            )
+            self._warn(error, "as before")
             self._is_fixed = True
             self._engine = self._built(before)
         self._engine.restore(states)

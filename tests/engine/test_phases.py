@@ -217,10 +217,29 @@ def test_an_engine_that_cannot_be_built_goes_on_as_before(path, rng, monkeypatch
 
     monkeypatch.setattr(prepared, "chosen", refuse)
     done = run(NativeBackend(engine), prompts)
-    assert "runs as before, as the other way could not be built" in caplog.text
+    assert "runs as before, as the way that was chosen could not be built" in caplog.text
     assert not is_on_host(engine)
     expected = greedy_reference(VARIANT, prompts)
     assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
+
+
+def test_an_engine_whose_host_gives_no_memory_starts_with_kv_on_the_device(path, monkeypatch):
+    chosen = PreparedModel.chosen
+
+    def refuse(prepared, choice):
+        if choice is ON_HOST:
+            raise ConfigError("the host gives no memory")
+        return chosen(prepared, choice)
+
+    monkeypatch.setattr(PreparedModel, "choose", lambda prepared, rows: ON_HOST)
+    monkeypatch.setattr(PreparedModel, "chosen", refuse)
+    monkeypatch.setattr(Told, "choose", PreparedModel.choose)
+    engine, _ = make(path, None)
+    assert not is_on_host(engine)
+    assert "could not be had" in engine.stats().way
+    monkeypatch.setattr(PreparedModel, "chosen", lambda *_: refuse(None, ON_HOST))
+    with pytest.raises(ConfigError, match="gives no memory"):
+        make(path, None)
 
 
 def test_a_bad_row_is_told_once_when_the_engine_changes(path):
