@@ -68,6 +68,7 @@ class Engine:
             kv_tokens=row_blocks * block_size,
             kv_option=kv_option,
         )
+        self._max_batched_tokens = config.token_budget
         self._max_slots = min(config.max_num_seqs, config.token_budget)
         self.table = SequenceTable(
             max_slots=self._max_slots,
@@ -203,6 +204,11 @@ class Engine:
         # nothing has written into the blocks that they had
         return [export_state(r, places.get(r.arrival), self.runner) for r in records]
 
+    @property
+    def row_tokens(self) -> int:
+        """Return the tokens of the longest row that memory holds."""
+        return self._limits.kv_tokens
+
     def capacity(self) -> Capacity:
         block_size = self._blocks.block_size
         return Capacity(
@@ -210,6 +216,7 @@ class Engine:
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_slots,
             block_size=block_size,
+            max_batched_tokens=self._max_batched_tokens,
         )
 
     def stats(self) -> ReplicaStats:

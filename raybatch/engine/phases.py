@@ -26,8 +26,17 @@ _STEPS_OF_LOOK, _STEPS_OF_REST = 64, 512
 _OTHER_LENGTH = 1.25
 # drafts of the last rows, where no option says how many
 _TAIL_DRAFTS, _TAIL_ROWS = 4, 32
-# of `ReplicaStats`, what is of this moment and not summed up since the start
-_OF_NOW = ("num_running", "num_waiting", "kv_used_fraction", "kv_tokens", "concurrency")
+# of `ReplicaStats`, what is of this moment, or of layers that outlive an engine
+_OF_NOW = (
+    "num_running",
+    "num_waiting",
+    "kv_used_fraction",
+    "kv_tokens",
+    "concurrency",
+    "num_weight_copies",
+    "weight_copy_bytes",
+    "num_weight_stalls",
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +68,7 @@ class PhasedEngine:
         began = time.perf_counter()
         self._engine = self._first_engine()
         self._build_s = time.perf_counter() - began
-        self._num_steps, self._next_look = 0, _STEPS_OF_LOOK
+        self._num_steps, self._next_look, self._num_dry_looks = 0, _STEPS_OF_LOOK, 0
         self._seconds = self._copied_s = 0.0
         self._looked_at = self._engine.stats()
 
@@ -89,10 +98,11 @@ class PhasedEngine:
 
     def add(self, requests: Sequence[Request]) -> None:
         self._seen.add(requests)
-        if self._may_choose and self._seen and not self._engine.num_unfinished():
-            rows = self._seen.ahead()
-            if _is_other(rows, self._asked):
-                self._ask(rows, when="of the first rows")
+        if self._may_choose and self._seen:
+            rows, longest = self._seen.ahead(), max(len(r.prompt_token_ids) for r in requests)
+            is_first = not self._engine.num_unfinished() and _is_other(rows, self._asked)
+            if is_first or longest > self._engine.row_tokens:
+                self._ask(rows, when="of the first rows" if is_first else "of a longer row")
         self._engine.add(requests)
 
     def step(self) -> list[Completion]:
@@ -137,10 +147,13 @@ class PhasedEngine:
 
     def _look(self) -> None:
         """Look at steps since the last look, and at what is left."""
-        stats, seconds, self._seconds = self._engine.stats(), self._seconds, 0.0
-        before, self._looked_at = self._looked_at, stats
+        stats, seconds, copied_s = self._engine.stats(), self._seconds, self._copied_s
+        before, self._looked_at, self._seconds = self._looked_at, stats, 0.0
+        self._copied_s = self._engine.runner.window_counters.copy_s
         self._had_waiting |= bool(stats.num_waiting)
-        is_tail = self._had_waiting and not stats.num_waiting and stats.num_running > 0
+        # one look may fall between two pulls
+        self._num_dry_looks = 0 if stats.num_waiting else self._num_dry_looks + 1
+        is_tail = self._had_waiting and self._num_dry_looks > 1 and stats.num_running > 0
         if stats.num_waiting and self._drafts_tail:
             self._engine.end_drafts()
             self._drafts_tail = False
@@ -148,16 +161,24 @@ class PhasedEngine:
             return
         if self._choice is None or not self._may_choose:
             return
+        was_tail = self._asked.num_rows is not None
         if is_tail:
             if self._choice.best.kv_offload:
                 self._ask(self._last_rows(), when="of the last rows")
-        elif self._has_drifted(self._choice.best, before, stats, seconds):
+        elif was_tail and stats.num_waiting:
+            self._ask(self._seen.ahead(), when="of rows that came after all")
+        elif not was_tail and self._has_drifted(
+            self._choice.best, before, stats, seconds, self._copied_s - copied_s
+        ):
             self._ask(self._seen.ahead(), when="as steps take other times than forecast")
 
     def _begins_drafts(self, num_running: int) -> bool:
         """Begin to guess tokens where few enough rows decode, once; return whether it did."""
         config, runner = self._prepared.config, self._engine.runner
-        if config.speculative_tokens != "auto" or self._prepared.model.device.type != "cpu":
+        if self._drafts_tail or config.speculative_tokens != "auto":
+            return False
+        # drafts take blocks by the clock, which must not decide who is rounded
+        if config.host_kv_dtype != "auto" or self._prepared.model.device.type != "cpu":
             return False
         most = _TAIL_ROWS if self._choice is None else self._choice.draft_rows
         if runner.num_window_blocks or num_running > most:
@@ -174,16 +195,14 @@ class PhasedEngine:
             ),
             num_rows=len(tokens),
             output_lengths=tuple(np.sort(left).tolist()) if left.min() < left.max() else (),
-            longest_tokens=int((tokens + left).max()),
+            longest_tokens=self._engine.table.longest_len(),
         )
 
     def _has_drifted(
-        self, way: EngineWay, before: ReplicaStats, now: ReplicaStats, seconds: float
+        self, way: EngineWay, before: ReplicaStats, now: ReplicaStats, seconds: float, copy_s: float
     ) -> bool:
         """Correct costs where the steps between took other times; return whether they did."""
         facts = self._prepared.facts(self._asked)
-        copied_s = self._engine.runner.window_counters.copy_s
-        copy_s, self._copied_s = copied_s - self._copied_s, copied_s
         if facts is None:
             return False
         drift = step_drift(facts, way, before, now, seconds=seconds, copy_s=copy_s)
@@ -223,12 +242,15 @@ class PhasedEngine:
         return None
 
     def _pays(self, now: EngineWay, best: EngineWay) -> bool:
-        stats, prepared = self._engine.stats(), self._prepared
-        facts = prepared.facts(self._asked)
+        facts = self._prepared.facts(self._asked)
         assert facts is not None, "a choice without facts"
-        num_bytes = stats.kv_used_fraction * stats.kv_tokens * facts.model.layer.kv_bytes_per_token
+        # each row takes all its KV along, also what it shares
+        num_tokens = int(self._engine.table.running_lengths()[0].sum())
+        num_bytes = num_tokens * facts.model.layer.kv_bytes_per_token * facts.model.num_layers
+        if num_bytes > facts.host_kv_bytes and num_tokens:
+            return False
         copies = (facts.costs.to_device, facts.costs.to_host)
-        change_s = sum(link.copy_s(num_bytes * facts.model.num_layers) for link in copies)
+        change_s = sum(link.copy_s(num_bytes) for link in copies)
         return now.seconds - best.seconds > self._build_s + change_s
 
     def _change(self, choice: EngineChoice) -> bool:
@@ -244,10 +266,12 @@ class PhasedEngine:
         except (ConfigError, CapacityError, RuntimeError, MemoryError) as error:
             self._warn(error, "as before")
             self._is_fixed = True
+        if self._is_fixed:
+            # behind the handler, whose error holds what was built so far
             self._engine = self._built(before)
         self._engine.restore(states)
         self._engine.add(unstarted)
-        self._looked_at = self._engine.stats()
+        self._looked_at, self._seconds = self._engine.stats(), 0.0
         return self._choice is choice
 
     def _built(self, choice: EngineChoice | None) -> Engine:

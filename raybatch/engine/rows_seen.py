@@ -32,7 +32,9 @@ class RowsSeen:
         self._shared: deque[int] = deque(maxlen=_NUM_SEEN)
         self._outputs: deque[tuple[int, bool]] = deque(maxlen=_NUM_SEEN)  # and whether it is known
         self._ended: deque[int] = deque(maxlen=_NUM_SEEN)
-        self._groups: dict[int, None] = {}  # the latest, in order
+        # the latest, in order
+        self._groups: dict[int | None, None] = {}
+        self._ids: dict[int | None, None] = {}
         self._longest = 0
 
     def __bool__(self) -> bool:
@@ -41,19 +43,19 @@ class RowsSeen:
     def add(self, requests: Iterable[Request]) -> None:
         for request in requests:
             num_prompt = len(request.prompt_token_ids)
-            if not 0 < num_prompt < self._max_model_len:
-                continue  # refused
+            # refused, or given back and here again
+            if not 0 < num_prompt < self._max_model_len or request.request_id in self._ids:
+                continue
+            _remember(self._ids, request.request_id)
             max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
             expected = expected_len(request, max_len)
             is_shared = request.group_id in self._groups
-            if request.group_id is not None and not is_shared:
-                self._groups[request.group_id] = None
-                if len(self._groups) > _NUM_SEEN:
-                    del self._groups[next(iter(self._groups))]
+            if request.group_id is not None:
+                _remember(self._groups, request.group_id)
             self._shared.append(is_shared * request.prefix_len)
             self._prompts.append(max(1, num_prompt - self._shared[-1]))
             self._outputs.append(((expected or max_len) - num_prompt, expected is not None))
-            self._longest = max(self._longest, num_prompt)
+            self._longest = max(self._longest, max_len)
 
     def note(self, completions: Collection[Completion]) -> None:
         self._ended.extend(max(1, len(c.token_ids)) for c in completions if not c.error)
@@ -74,3 +76,10 @@ class RowsSeen:
             longest_tokens=self._longest,
             shared_tokens=float(np.mean(self._shared)),
         )
+
+
+def _remember(latest: dict[int | None, None], key: int) -> None:
+    """Note a key among the latest, and forget the oldest one where there are too many."""
+    latest[key] = None
+    if len(latest) > _NUM_SEEN:
+        del latest[next(iter(latest))]

@@ -31,6 +31,8 @@ class ChoiceScope:
     def may_choose(self) -> bool:
         """Return whether there is something to choose that measured layers decide."""
         config = self.config
+        if config.host_kv_dtype != "auto":
+            return False  # measured times would decide whose KV is rounded
         has_places = bool(self.host_kv_bytes) and not self.needs_device
         may_offload = config.kv_offload == "auto" and has_places
         return may_offload or (self.is_gpu and config.max_batched_tokens == "auto")
@@ -44,7 +46,7 @@ class ChoiceScope:
         if config.kv_offload is False:
             why = "engine.kv_offload says"
         elif self.needs_device:
-            why = "engine.speculative_tokens or engine.cuda_graphs needs it there"
+            why = "engine.speculative_tokens, cuda_graphs or host_kv_dtype needs it there"
         elif not self.host_kv_bytes:
             why = "there is no host memory for KV (engine.host_kv_bytes)"
         return f"KV on the device, as {why}; steps of up to {config.token_budget:,} tokens"
@@ -53,7 +55,7 @@ class ChoiceScope:
         """Return what a choice goes by."""
         config, layer = self.config, model.layer
         budgets: tuple[int, ...] = (config.token_budget,)
-        if self.is_gpu and config.max_batched_tokens == "auto":
+        if self.may_choose and self.is_gpu and config.max_batched_tokens == "auto":
             budgets = (DEFAULT_STEP_TOKENS, *_LARGER_STEPS)
         offload = False if self.needs_device else None
         if isinstance(config.kv_offload, bool):
@@ -73,5 +75,6 @@ class ChoiceScope:
             rows=rows,
             residence=self.residence,
             kv_offload=offload,
+            may_swap=config.host_kv_bytes != "auto",
             may_draft=config.speculative_tokens == "auto" and not self.is_gpu,
         )

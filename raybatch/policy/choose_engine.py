@@ -67,6 +67,7 @@ class EngineFacts:
     residence: Residence | None = None
     kv_offload: bool | None = None
     may_draft: bool = True
+    may_swap: bool = True  # preempted rows to host memory, where there is some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +135,10 @@ def choose_engine(facts: EngineFacts) -> EngineChoice:
     """
     places = [False, True] if facts.kv_offload is None else [facts.kv_offload]
     of_place = [found for place in places if (found := _ways(facts, is_on_host=place))]
+    if not of_place and facts.rows.longest_tokens:
+        # no memory holds the longest row: it ends where memory does
+        facts = replace(facts, rows=replace(facts.rows, longest_tokens=0))
+        of_place = [found for place in places if (found := _ways(facts, is_on_host=place))]
     if not of_place:
         row = facts.rows.shape
         raise CapacityError(
@@ -321,7 +326,7 @@ def _forecast_s(
     )
     seconds = float(forecast.weight @ _step_seconds(facts, counts, buffer))
     again = forecast.recomputed_tokens
-    if buffer is not None or not again or not facts.host_kv_bytes:
+    if buffer is not None or not again or not (facts.host_kv_bytes and facts.may_swap):
         return seconds, False
     moved = again * _token_bytes(facts)
     copied_s = facts.costs.to_device.copy_s(moved) + facts.costs.to_host.copy_s(moved)

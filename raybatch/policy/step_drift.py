@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raybatch.policy.choose_engine import EngineFacts, EngineWay
-from raybatch.policy.layer_plan import KV_SLOTS
+from raybatch.policy.layer_plan import KV_SLOTS, ModuleCosts
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.types import ReplicaStats
 
@@ -41,7 +41,7 @@ def step_drift(
             and cannot be told apart.
     """
     num_steps = now.num_steps - before.num_steps
-    if not num_steps:
+    if not num_steps or seconds <= 0:
         return StepDrift()
     shape = facts.rows.shape
     computed, decoded = _computed(now) - _computed(before), now.generated_tokens
@@ -57,12 +57,16 @@ def step_drift(
     if way.kv_offload:
         num_tokens = facts.device_kv_bytes // KV_SLOTS // facts.model.layer.kv_bytes_per_token
         buffer = KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS, block_size=facts.block_size)
-    all_s = num_steps * float(step_seconds(facts.model, facts.costs, counts, buffer)[0])
-    if not copy_s:
+
+    def forecast_s(costs: ModuleCosts) -> float:
+        return num_steps * float(
+            step_seconds(facts.model, costs, counts, buffer, facts.residence)[0]
+        )
+
+    all_s = forecast_s(facts.costs)
+    if not 0 < copy_s < seconds:
         return StepDrift(modules=seconds / all_s)
-    links_s = all_s - num_steps * float(
-        step_seconds(facts.model, facts.costs.without_links(), counts, buffer)[0]
-    )
+    links_s = all_s - forecast_s(facts.costs.without_links())
     return StepDrift(
         modules=(seconds - copy_s) / max(all_s - links_s, 1e-9), links=copy_s / max(links_s, 1e-9)
     )

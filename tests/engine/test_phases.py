@@ -1,6 +1,8 @@
 """An engine that is built anew while rows run: no token changes, no row is lost, counters go on."""
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
 from raybatch.engine import phases
 from raybatch.engine.engine import Engine
+from raybatch.engine.loading import runner as runner_module
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.engine.phases import PhasedEngine
@@ -25,6 +28,7 @@ from tests.engine.fakes import FakeStopChecker, make_request
 from tests.engine.test_native_backend import greedy_reference, run, shared_prompts
 
 BLOCK = 4
+LEAST_WEIGHT_BYTES = 430_000
 VARIANT = "qwen3-moe"
 
 
@@ -200,7 +204,7 @@ def test_the_last_rows_move_to_the_device(path, rng):
     assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
     (stats,) = moved_at
     assert stats.num_running + stats.num_waiting > 0
-    assert prepared.asked[-1].num_rows is not None
+    assert any(rows.num_rows is not None for rows in prepared.asked)
     # with their KV
     assert engine.stats().num_carried_tokens > 0
     assert engine.stats().num_recomputed_tokens < 100
@@ -283,6 +287,84 @@ def test_the_last_rows_are_drafted_for(path):
     assert tokens["auto"] == tokens[0]
 
 
+def test_a_lull_is_not_the_end_and_drafts_stop_behind_it(path):
+    engine, prepared = make(path, ON_HOST, speculative_tokens="auto")
+
+    def more(first, count, max_tokens):
+        rows = range(first, first + count)
+        engine.add([make_request(i, [7, 8, 9, 7, 8], max_tokens=max_tokens) for i in rows])
+
+    def steps(count):
+        for _ in range(count):
+            engine.step()
+
+    more(0, 24, 30)
+    steps(10)
+    prepared.told = [ON_DEVICE]
+    while engine.num_unfinished() > 4:
+        engine.step()
+    steps(3)
+    assert not is_on_host(engine)
+    steps(3)
+    assert engine._drafts_tail
+    # others come while these run
+    prepared.told = [ON_HOST]
+    more(100, 40, 30)
+    steps(3)
+    assert is_on_host(engine)
+    assert not engine._drafts_tail
+    assert prepared.asked[-1].num_rows is None
+    while engine.num_unfinished():
+        engine.step()
+
+
+def test_a_row_that_the_present_way_does_not_hold_is_asked_for_while_others_run(path):
+    engine, prepared = make(path, ON_DEVICE, num_blocks=16)
+    engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
+    engine.step()
+    assert not is_on_host(engine)
+    prepared.told = [choice(way(on_host=True, seconds=1.0))]
+    engine.add([make_request(1, list(range(1, 90)), max_tokens=3)])
+    assert is_on_host(engine)
+    done = []
+    while engine.num_unfinished():
+        done += engine.step()
+    assert [c.error for c in done] == ["", ""]
+
+
+def test_a_pool_that_could_not_be_built_is_gone_before_the_next_one(path, monkeypatch):
+    engine, _ = make(path, ON_DEVICE)
+    caches = []
+    allocate = runner_module.allocate_kv_cache
+
+    def counted(*args, **options):
+        gc.collect()
+        assert not [one for one in caches if one() is not None]
+        cache = allocate(*args, **options)
+        caches.append(weakref.ref(cache.k))
+        return cache
+
+    def fails(*args):
+        raise MemoryError("no pinned memory")
+
+    monkeypatch.setattr(runner_module, "allocate_kv_cache", counted)
+    monkeypatch.setattr(runner_module, "HostLayers", fails)
+    engine._change(ON_HOST)
+    assert len(caches) == 2
+    assert not is_on_host(engine)
+
+
+def test_counts_of_layers_that_outlive_an_engine_do_not_double(path):
+    engine, _ = make(path, ON_DEVICE, device_weight_bytes=LEAST_WEIGHT_BYTES)
+    engine.add([make_request(0, [1, 2, 3], max_tokens=9)])
+    engine.step()
+    before = engine.stats()
+    assert before.num_weight_copies > 0
+    engine._change(ON_HOST)
+    assert engine.stats().num_weight_copies == before.num_weight_copies
+    assert engine.stats().num_steps == before.num_steps
+
+
 def test_what_rows_are_like():
     seen = RowsSeen(100)
     assert not seen
@@ -290,11 +372,13 @@ def test_what_rows_are_like():
     seen.add([make_request(0, prompt, max_tokens=500), make_request(1, [], max_tokens=5)])
     # bounded by the context; a row that is refused does not count
     assert seen.ahead().shape.output_tokens == 90
-    assert seen.ahead().longest_tokens == 10
+    assert seen.ahead().longest_tokens == 100
     members = [
         replace(make_request(i, prompt, max_tokens=40), group_id=3, prefix_len=8)
         for i in range(2, 5)
     ]
+    seen.add(members)
+    # given back, and here again
     seen.add(members)
     # 10 + 10 + 2 + 2
     assert seen.ahead().shape.prompt_tokens == 6

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raybatch.policy.choose_engine import choose_engine
+from raybatch.policy.residence import WeightSizes, plan_residence
 from raybatch.policy.step_drift import StepDrift, step_drift
 from raybatch.records.types import ReplicaStats
 from tests.policy.test_choose_engine import facts
@@ -32,6 +33,27 @@ def test_layers_and_links_are_told_apart(modules, links):
     assert drift.modules == pytest.approx(modules)
     assert drift.links == pytest.approx(links)
     assert drift.is_far == (modules != 1.0 or links != 1.0)
+
+
+def test_layers_that_are_streamed_are_part_of_the_forecast():
+    sizes = WeightSizes(other_bytes=0, layer_bytes=(1 << 26,) * 4)
+    streamed = plan_residence(sizes, device_weight_bytes=3 << 26, weight_buffers=2)
+    given = replace(facts(device_rows=8, host_rows=0), residence=streamed)
+    plain = facts(device_rows=8, host_rows=0)
+    way = choose_engine(given).best
+    seconds, _ = forecast_s(given, way)
+    assert seconds > 1.2 * forecast_s(plain, way)[0]
+    drift = step_drift(given, way, ReplicaStats(), STEPS, seconds=seconds, copy_s=0.0)
+    assert drift.modules == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("seconds", "copy_s"), [(1.0, 5.0), (0.0, 0.0), (0.0, 1.0)])
+def test_seconds_that_cannot_be_make_no_cost_negative(seconds, copy_s):
+    given = facts(device_rows=8, host_rows=512)
+    way = choose_engine(given).best
+    drift = step_drift(given, way, ReplicaStats(), STEPS, seconds=seconds, copy_s=copy_s)
+    assert drift.modules > 0
+    assert drift.links > 0
 
 
 def test_no_steps_tell_nothing():

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,6 +45,8 @@ from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey
 
 _logger = logging.getLogger(__name__)
+# read once for all runners of a model
+_fingerprint = cache(model_fingerprint)
 
 
 class ModelRunner:
@@ -200,7 +202,7 @@ class ModelRunner:
         if self._path is None:
             return None
         return KVKey(
-            model=model_fingerprint(self._path),
+            model=_fingerprint(self._path),
             dtype=str(self._dtype).removeprefix("torch."),
             kv_dtype=str(self.cache.k.dtype).removeprefix("torch."),
             block_size=self.config.block_size_tokens,

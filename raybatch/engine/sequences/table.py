@@ -312,6 +312,10 @@ class SequenceTable:
         tokens = self.num_tokens[slots]
         return tokens, np.maximum(1, self.expected_len[slots] - tokens)
 
+    def longest_len(self) -> int:
+        """Return the most tokens that a running sequence may have."""
+        return int(self.max_len[self.phase != EMPTY].max(initial=0))
+
     def full_slots(self) -> Ints:
         """Return the decoding slots that need a block of their own for the token of this step."""
         slots = np.flatnonzero(self.phase == DECODE)
