@@ -189,7 +189,7 @@ def _ordered(
     arrangement: Arrangement, rows: PlanRows, row: Ints, job: ArrangeJob, left_out: Ints
 ) -> ArrangedPart:
     """Return a part in its own order, without the rows whose numbers are `left_out`."""
-    entries, values = order_entries(arrangement, job.plan, job.room)
+    entries, values = order_entries(arrangement, job.plan, job.room.share(job.num_parts))
     ranked, sizes = rank_entries(arrangement, entries), np.diff(arrangement.starts)[entries]
     is_kept = ~np.isin(row[ranked], left_out)
     entry_of_row = np.repeat(np.arange(len(sizes)), sizes)[is_kept]

@@ -78,6 +78,13 @@ class Room:
         rows = min(engine.max_num_seqs, engine.token_budget)
         return cls(step_tokens=num_engines * engine.token_budget, max_rows=num_engines * rows)
 
+    def share(self, num_parts: int) -> "Room":
+        """Return what one of several parts has of it, which all run side by side."""
+        return Room(
+            step_tokens=max(1, self.step_tokens // num_parts),
+            max_rows=max(1, self.max_rows // num_parts),
+        )
+
 
 DEFAULT_ROOM = Room.of(EngineConfig())
 

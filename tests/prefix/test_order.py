@@ -80,6 +80,9 @@ def test_no_groups_have_an_order():
 def test_room_is_that_of_all_engines():
     engine = EngineConfig(max_batched_tokens=64, max_num_seqs=256)
     assert Room(step_tokens=192, max_rows=192) == Room.of(engine, 3)
+    # parts of a large plan run side by side
+    assert Room(step_tokens=24, max_rows=24) == Room.of(engine, 3).share(8)
+    assert Room(step_tokens=1, max_rows=1) == Room.of(engine).share(1000)
 
 
 @pytest.mark.parametrize(

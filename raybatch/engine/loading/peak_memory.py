@@ -102,7 +102,7 @@ def pick_residence(
     if costs is None:
         return plan(device_weight_bytes=None)
     kv_offload = None if config.kv_offload == "auto" else config.kv_offload
-    if config.num_drafts or config.cuda_graphs is True:
+    if config.num_drafts or config.cuda_graphs is True or config.host_kv_dtype != "auto":
         kv_offload = False
     host_kv_bytes = config.given_host_kv_bytes
     if config.host_kv_bytes == "auto" and kv_offload is not False:
