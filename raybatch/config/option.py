@@ -263,10 +263,13 @@ def _allowed(kind: Any, limits: list[Any], value: object) -> str:  # noqa: ANN40
         return _allowed(kind, [*limits, *more], value)
     if get_origin(kind) in (Union, types.UnionType):
         named = [each for each in get_args(kind) if each is not type(None)]
-        parts = ", ".join(_allowed(each, limits, value) for each in named)
-        if named == [bool]:
-            return f"{parts}, or none"
-        return f"{parts} or none" if 1 < len(named) < len(get_args(kind)) else parts
+        *parts, last = (_allowed(each, limits, value) for each in named)
+        has_none = len(named) < len(get_args(kind))
+        if not parts:
+            return f"{last}, or none" if named == [bool] else last
+        if has_none:
+            return f"{', '.join([*parts, last])} or none"
+        return f"{', '.join(parts)}, or {last}"
     if get_origin(kind) is Literal:
         choices = [str(each) for each in get_args(kind)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else f'"{choices[0]}"'
