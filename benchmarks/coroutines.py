@@ -49,6 +49,7 @@ from coroutine_settings import (
     kv_bytes,
     settings_of,
 )
+from pydantic import TypeAdapter
 from workloads_e2e import Workload, row_digest
 
 from raybatch.backends.native import create
@@ -56,11 +57,11 @@ from raybatch.config import EngineConfig
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
 from raybatch.engine.profile.layer_bench import profile_options
-from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile
+from raybatch.engine.profile.module_profile import measured_profile
 from raybatch.engine.step import StepForward
 from raybatch.models.config import read_model_spec
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
-from raybatch.policy.layer_plan import RowShape
+from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.layer_plan import ModelShape, ModuleCosts, RowsAhead, RowShape
 from raybatch.records.types import Request, Sampling
 
 _BUDGET = 2048
@@ -87,7 +88,8 @@ def options_of(way: str, short: int, need: int) -> dict[str, Any]:
 
 
 def forecast(
-    profile: ModuleProfile,
+    model: ModelShape,
+    costs: ModuleCosts,
     workload: Workload,
     requests: Sequence[Request],
     options: Mapping[str, Any],
@@ -96,14 +98,15 @@ def forecast(
 
     A prompt has the tokens that are left to compute after sharing.
     """
-    shared = workload.doc_len * (1 - 1 / workload.queries_per_doc)
+    members = workload.queries_per_doc
+    shared = workload.doc_len * (1 - 1 / members)
     outputs = [request.sampling.max_tokens for request in requests]
     lengths = [len(request.prompt_token_ids) for request in requests]
     prompt = statistics.mean(lengths) - shared
     return choose_engine(
         EngineFacts(
-            model=profile.model,
-            costs=profile.costs(),
+            model=model,
+            costs=costs,
             device_kv_bytes=options["kv_cache_bytes"],
             host_kv_bytes=options["host_kv_bytes"],
             max_num_seqs=options.get("max_num_seqs", CONFIG.max_num_seqs),
@@ -118,6 +121,7 @@ def forecast(
                 output_lengths=tuple(map(float, outputs)),
                 longest_tokens=max(p + o for p, o in zip(lengths, outputs, strict=True)),
                 shared_tokens=shared,
+                group_rows=members,
             ),
             kv_offload=None if options["kv_offload"] == "auto" else options["kv_offload"],
         )
@@ -189,6 +193,7 @@ def measure(
         order = list(ways) if repetition % 2 == 0 else list(ways)[::-1]
         for way in order:
             backend = create(str(folder), dataclasses.replace(CONFIG, **ways[way]))
+            swap.take_pages(backend)
             swap.run(backend, [dataclasses.replace(requests[0], sampling=Sampling(max_tokens=4))])
             with counted_steps() as steps, ForeignLoad() as foreign:
                 result, tokens = swap.run(backend, requests)
@@ -215,6 +220,39 @@ def measure(
     return found, expected
 
 
+def forecasts(
+    setting: Setting, requests: Sequence[Request], model: ModelShape, costs: ModuleCosts
+) -> tuple[dict[str, dict[str, Any]], dict[str, float], EngineChoice]:
+    """Return the options of each way, its forecast seconds, and the choice among ways."""
+    token_bytes = model.layer.kv_bytes_per_token * model.num_layers
+    short, need = kv_bytes(requests, setting.device_rows, token_bytes, model.num_layers)
+    bound = {} if setting.max_num_seqs is None else {"max_num_seqs": setting.max_num_seqs}
+    ways = {way: options_of(way, short, need) | bound for way in setting.ways}
+    workload = setting.resolved()
+
+    def ask(options: Mapping[str, Any]) -> EngineChoice:
+        return forecast(model, costs, workload, requests, options)
+
+    seconds = {way: ask(options).best.seconds for way, options in ways.items()}
+    return ways, seconds, ask(options_of("auto", short, need) | bound)
+
+
+def forecast_again(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what was measured beside forecasts of this tree, by the costs of the run itself."""
+    for told in result["settings"]:
+        fields = told["setting"] | {"ways": tuple(told["setting"]["ways"])}
+        setting = Setting(**fields)
+        model = TypeAdapter(ModelShape).validate_python(told["model"])
+        costs = TypeAdapter(ModuleCosts).validate_python(told["costs"])
+        requests = swap.requests_of(setting.resolved())
+        _, expected_s, choice = forecasts(setting, requests, model, costs)
+        told["forecast_s"] = {way: round(s, 3) for way, s in expected_s.items()}
+        told["choice"] = dataclasses.asdict(choice)
+        is_host = choice.best.kv_offload
+        told |= coroutine_report.judge(told["median_cpu_s"], expected_s, is_host=is_host)
+    return result
+
+
 class Bench:
     """One checkpoint: its folder, what its layers cost here, and its settings' measurements."""
 
@@ -230,16 +268,7 @@ class Bench:
         self, setting: Setting, requests: Sequence[Request]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, float], EngineChoice]:
         """Return the options of each way, its forecast seconds, and the choice among ways."""
-        short, need = kv_bytes(requests, setting.device_rows, self.token_bytes, self.num_layers)
-        bound = {} if setting.max_num_seqs is None else {"max_num_seqs": setting.max_num_seqs}
-        ways = {way: options_of(way, short, need) | bound for way in setting.ways}
-        workload = setting.resolved()
-
-        def ask(options: Mapping[str, Any]) -> EngineChoice:
-            return forecast(self.profile, workload, requests, options)
-
-        seconds = {way: ask(options).best.seconds for way, options in ways.items()}
-        return ways, seconds, ask(options_of("auto", short, need) | bound)
+        return forecasts(setting, requests, self.profile.model, self.profile.costs())
 
     def run(self, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
         """Measure one setting."""
@@ -345,6 +374,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, help="settings that belong together")
     parser.add_argument("--estimate", action="store_true", help="forecast the time; no run")
     parser.add_argument("--show", type=Path, help="print the tables of a file; no run")
+    parser.add_argument("--again", action="store_true", help="with --show: forecast as of now")
     parser.add_argument("--h100", action="store_true", help="forecast for an H100; no run")
     parser.add_argument("--models", nargs="+", choices=sorted(models.SHAPES), default=["moe-100m"])
     parser.add_argument("--device-rows", nargs="+", type=float, default=[8])
@@ -370,6 +400,8 @@ def main() -> None:
         return
     if args.show is not None:
         result = json.loads(args.show.read_text(encoding="utf-8"))
+        if args.again:
+            result = forecast_again(result)
         coroutine_report.show(result["settings"])
         coroutine_report.draw(result["settings"], args.show.with_suffix(".svg"))
         return

@@ -15,7 +15,14 @@ import numpy as np
 
 from raybatch.bench.checkpoints import Shape
 from raybatch.policy.cost.roofline import Roofline, link
-from raybatch.policy.layer_plan import KV_SLOTS, LayerShape, ModelShape, ModuleCosts
+from raybatch.policy.layer_plan import (
+    KV_SLOTS,
+    LayerShape,
+    ModelShape,
+    ModuleCosts,
+    RowsAhead,
+    RowShape,
+)
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 
 # shares of the published rates that kernels and links reach
@@ -112,11 +119,11 @@ def tokens_per_s(
     model: ModelShape, costs: ModuleCosts, rows: int, buffer: KVBuffer | None = None
 ) -> float:
     """Return output tokens per second where so many rows decode together."""
-    counts = StepCounts(
-        decode_rows=np.array([float(rows)]),
-        prefill_tokens=np.array([rows * PROMPT_TOKENS / OUTPUT_TOKENS]),
-        prompt_tokens=PROMPT_TOKENS,
-        context_tokens=PROMPT_TOKENS + OUTPUT_TOKENS / 2,
+    shape = RowShape(prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS)
+    counts = StepCounts.of(
+        RowsAhead(shape=shape),
+        np.array([float(rows)]),
+        np.array([rows * PROMPT_TOKENS / OUTPUT_TOKENS]),
     )
     free = ModuleCosts(attention=_FREE, ffn=_FREE, to_device=_FREE, to_host=_FREE)
     # without what steps cost a CPU's host

@@ -15,8 +15,8 @@ from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.profile.layer_bench import clock_of
 from raybatch.engine.rows_seen import RowsSeen
 from raybatch.errors import CapacityError, ConfigError, error_text
-from raybatch.policy.choose_engine import EngineChoice, EngineWay, RowsAhead
-from raybatch.policy.layer_plan import RowShape
+from raybatch.policy.choose_engine import EngineChoice, EngineWay
+from raybatch.policy.layer_plan import RowsAhead, RowShape
 from raybatch.policy.step_drift import step_drift
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 

@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from raybatch.engine.finish_rules import expected_len
-from raybatch.policy.choose_engine import RowsAhead
 from raybatch.policy.cost.work import output_sample
-from raybatch.policy.layer_plan import RowShape
+from raybatch.policy.layer_plan import RowsAhead, RowShape
 from raybatch.records.types import Completion, Request
 
 # as many as tell what the rows of a plan are like, which may change along the plan
@@ -30,6 +29,7 @@ class RowsSeen:
         self._max_model_len = max_model_len
         self._prompts: deque[int] = deque(maxlen=_NUM_SEEN)
         self._shared: deque[int] = deque(maxlen=_NUM_SEEN)
+        self._group_ids: deque[int] = deque(maxlen=_NUM_SEEN)
         self._outputs: deque[tuple[int, bool]] = deque(maxlen=_NUM_SEEN)  # and whether it is known
         self._ended: deque[int] = deque(maxlen=_NUM_SEEN)
         # the latest, in order
@@ -52,6 +52,7 @@ class RowsSeen:
             is_shared = request.group_id in self._groups
             if request.group_id is not None:
                 _remember(self._groups, request.group_id)
+                self._group_ids.append(request.group_id)
             self._shared.append(is_shared * request.prefix_len)
             self._prompts.append(max(1, num_prompt - self._shared[-1]))
             self._outputs.append(((expected or max_len) - num_prompt, expected is not None))
@@ -67,14 +68,18 @@ class RowsSeen:
             ended = list(self._ended)
             outputs = ended if len(ended) >= _MIN_ENDED else [n for n, _ in self._outputs]
         lengths = output_sample(np.maximum(1.0, outputs), _NUM_LENGTHS)
+        prompts, shared = np.array(self._prompts, float), np.array(self._shared, float)
+        pairs = prompts * (shared + (prompts + 1) / 2)
         return RowsAhead(
             shape=RowShape(
-                prompt_tokens=max(1, round(float(np.mean(self._prompts)))),
+                prompt_tokens=max(1, round(float(prompts.mean()))),
                 output_tokens=max(1, round(float(np.mean(outputs)))),
             ),
             output_lengths=lengths if lengths[0] < lengths[-1] else (),
             longest_tokens=self._longest,
-            shared_tokens=float(np.mean(self._shared)),
+            prompt_reads=float(pairs.sum() / prompts.sum()),
+            shared_tokens=float(shared.mean()),
+            group_rows=len(self._group_ids) / max(1, len(set(self._group_ids))) or 1.0,
         )
 
 

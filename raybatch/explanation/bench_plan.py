@@ -18,8 +18,8 @@ from raybatch.engine.profile.module_profile import ModuleProfile
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, full, percent
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
-from raybatch.policy.layer_plan import RowShape
+from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.layer_plan import RowsAhead, RowShape
 from raybatch.policy.residence import Residence, WeightSizes
 from raybatch.policy.step_seconds import StepCounts, step_seconds
 
@@ -242,14 +242,9 @@ def _streamed_weights(
     """Return what streaming costs steps of decodes or of prompts alone; None where all stay."""
     if not residence.streamed:
         return None
-    best, shape = choice.best, facts.rows.shape
-    prompts, rows = np.array([[best.max_batched_tokens, 0], [0, best.rows_together]], float).T
-    steps = StepCounts(
-        decode_rows=rows,
-        prefill_tokens=prompts,
-        prompt_tokens=shape.prompt_tokens,
-        context_tokens=shape.prompt_tokens + shape.output_tokens / 2,
-    )
+    sizes_of = [[choice.best.max_batched_tokens, 0], [0, choice.best.rows_together]]
+    prompts, rows = np.array(sizes_of, float).T
+    steps = StepCounts.of(facts.rows, rows, prompts)
     step_s = partial(step_seconds, facts.model, facts.costs, steps)
     plain_s, streamed_s = (
         dict(zip(("prefill", "decode"), step_s(residence=one).tolist(), strict=True))

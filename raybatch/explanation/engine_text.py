@@ -10,9 +10,9 @@ from raybatch.errors import CapacityError, ConfigError
 from raybatch.explanation.question import Question, placement_of
 from raybatch.explanation.record import Explanation
 from raybatch.policy.choice_scope import ChoiceScope
-from raybatch.policy.choose_engine import RowsAhead, choose_engine
+from raybatch.policy.choose_engine import choose_engine
 from raybatch.policy.cost.work import WorkTotals, output_sample
-from raybatch.policy.layer_plan import RowShape
+from raybatch.policy.layer_plan import RowsAhead, RowShape
 from raybatch.rows.stage_model import find_model
 
 # that stand for all output lengths
@@ -84,5 +84,7 @@ def rows_of(work: WorkTotals, num_replicas: int, longest_tokens: float) -> RowsA
         num_rows=-(-num_rows // num_replicas),
         output_lengths=lengths if lengths[0] < lengths[-1] else (),
         longest_tokens=int(longest_tokens),
+        prompt_reads=(work.pairs + work.past_pairs) / max(1.0, work.computed_tokens),
         shared_tokens=max(0.0, read_tokens - prompt_tokens),
+        group_rows=work.shared_pairs / work.shared_reads if work.shared_reads else 1.0,
     )

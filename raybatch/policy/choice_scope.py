@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from raybatch.config import DEFAULT_STEP_TOKENS, EngineConfig
-from raybatch.policy.choose_engine import EngineFacts, RowsAhead
-from raybatch.policy.layer_plan import ModelShape, ModuleCosts
+from raybatch.policy.choose_engine import EngineFacts
+from raybatch.policy.layer_plan import ModelShape, ModuleCosts, RowsAhead
 from raybatch.policy.residence import Residence
 
 # of steps on a GPU, beside the one that is usual

@@ -17,33 +17,18 @@ from raybatch.errors import CapacityError, ConfigError
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.step_forecast import StepForecast, forecast_steps
 from raybatch.policy.cost.work import WorkTotals
-from raybatch.policy.layer_plan import KV_SLOTS, ModelShape, ModuleCosts, RowShape
+from raybatch.policy.layer_plan import KV_SLOTS, ModelShape, ModuleCosts, RowsAhead
 from raybatch.policy.residence import Residence, WeightMemory, residences
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.arrays import Floats
 
 # share by which the forecast of the other way must be better: below it errors would decide
-LEAST_GAIN = 0.05
+LEAST_GAIN = 0.03
 # of the rows that fit at once, how many come where nobody knows their number
 _WAVES = 4
 # share of drafts that are right among rows that repeat their prompt, at the least
 _LIKELY_RIGHT = 0.5
 _MAX_DRAFT_ROWS = 256
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowsAhead:
-    """Rows that are to come: what they are like, and how many; None where there are always more.
-
-    `output_lengths` stand for all of them where they differ; `longest_tokens` are those that a row
-    has to hold at once. A prompt is what is computed of it; `shared_tokens` of others are read too.
-    """
-
-    shape: RowShape
-    num_rows: int | None = None
-    output_lengths: tuple[float, ...] = ()
-    longest_tokens: int = 0
-    shared_tokens: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,12 +280,17 @@ def _num_rows(facts: EngineFacts) -> int:
 
 def _work(facts: EngineFacts) -> WorkTotals:
     row, num_rows = facts.rows.shape, _num_rows(facts)
+    shared_pairs = 0.0
+    if facts.rows.group_rows > 1:
+        shared_pairs = facts.rows.prefix_tokens * num_rows * (row.output_tokens - 1)
     return WorkTotals(
         num_rows=num_rows,
         computed_tokens=float(num_rows * row.prompt_tokens),
         pairs=0.0,
         generated_tokens=float(num_rows * row.output_tokens),
         context_reads=0.0,
+        shared_pairs=shared_pairs,
+        shared_reads=shared_pairs / facts.rows.group_rows,
         output_lengths=facts.rows.output_lengths,
     )
 
@@ -313,17 +303,7 @@ def _forecast_s(
     Copies are measured by an engine as it runs; here the quicker of both is taken where host memory
     is there.
     """
-    row = facts.rows.shape
-    lengths = np.array(facts.rows.output_lengths or (row.output_tokens,), float)
-    # long rows are in more of the steps
-    context = row.prompt_tokens + float((lengths**2).sum() / (2 * lengths.sum()))
-    counts = StepCounts(
-        decode_rows=forecast.decode_rows,
-        prefill_tokens=forecast.prefill_tokens,
-        prompt_tokens=row.prompt_tokens,
-        context_tokens=context,
-        shared_tokens=facts.rows.shared_tokens,
-    )
+    counts = StepCounts.of(facts.rows, forecast.decode_rows, forecast.prefill_tokens)
     seconds = float(forecast.weight @ _step_seconds(facts, counts, buffer))
     again = forecast.recomputed_tokens
     if buffer is not None or not again or not (facts.host_kv_bytes and facts.may_swap):
@@ -343,12 +323,7 @@ def _step_seconds(facts: EngineFacts, steps: StepCounts, buffer: KVBuffer | None
 def _draft_rows(facts: EngineFacts) -> int:
     """Return up to how many rows a guessed token costs less than it is likely to save."""
     rows = 2.0 ** np.arange(np.log2(2 * _MAX_DRAFT_ROWS) + 1)
-    counts = StepCounts(
-        decode_rows=rows,
-        prefill_tokens=np.zeros(len(rows)),
-        prompt_tokens=facts.rows.shape.prompt_tokens,
-        context_tokens=facts.rows.shape.prompt_tokens + facts.rows.shape.output_tokens / 2,
-    )
+    counts = StepCounts.of(facts.rows, rows, np.zeros(len(rows)))
     seconds = _step_seconds(facts, counts)
     # of a step with a draft for each row, beside its share of a step without
     break_even = seconds[1:] / seconds[:-1] - 1

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.roofline import Roofline, Work
+from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
 # sub-batches whose KV is on the device while the rest is on the host
 KV_SLOTS = 2
@@ -131,7 +132,8 @@ class ModuleCosts:
     `attention` is that of rows that decode, and of `prompts` where these were not measured.
 
     Copies overlap where they run during computation, in either direction; where they take the
-    processor that computes, as on a CPU with one thread, they do not.
+    processor that computes, as on a CPU with one thread, they do not. `shared_reads` tells what
+    rows save that decode and read a run together.
     """
 
     attention: Roofline
@@ -140,6 +142,7 @@ class ModuleCosts:
     to_host: Roofline
     copies_overlap: bool = True
     prompts: Roofline | None = None
+    shared_reads: SharedReads = UNTIMED
 
     def without_links(self) -> "ModuleCosts":
         """Return the costs where copies take no time."""
@@ -165,3 +168,34 @@ class RowShape:
         output_tokens = max(1, min(usual.output_tokens, max_model_len // 5))
         prompt_tokens = max(1, min(usual.prompt_tokens, max_model_len - output_tokens))
         return cls(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsAhead:
+    """Rows that are to come: what they are like, and how many; None where there are always more.
+
+    `output_lengths` stand for all of them where they differ; `longest_tokens` are those that a row
+    has to hold at once. A prompt is what is computed of it, and a token of it attends to
+    `prompt_reads` positions on average; 0 is for prompts of one length. A row reads `shared_tokens`
+    more than it computes, in groups of `group_rows` that compute them once.
+    """
+
+    shape: RowShape
+    num_rows: int | None = None
+    output_lengths: tuple[float, ...] = ()
+    longest_tokens: int = 0
+    prompt_reads: float = 0.0
+    shared_tokens: float = 0.0
+    group_rows: float = 1.0
+
+    @property
+    def prefix_tokens(self) -> float:
+        """Return the tokens that a group has in common."""
+        if self.group_rows <= 1:
+            return self.shared_tokens
+        return self.shared_tokens / (1 - 1 / self.group_rows)
+
+    @property
+    def own_tokens(self) -> float:
+        """Return the tokens of a prompt that no other row has."""
+        return max(0.0, self.shape.prompt_tokens + self.shared_tokens - self.prefix_tokens)

@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+import numpy as np
+
+from raybatch.records.arrays import Floats
+
 # less is noise of the clock
 _MIN_SAVED_SHARE = 0.03
 
@@ -29,17 +33,27 @@ class SharedReads:
     Args:
         num_rows: ascending.
         min_tokens: of a run that so many rows read in less time together; infinite where none is.
+        position_s: of a position in a layer, seconds for each row but the one that reads it from
+            memory, in the quicker way; empty where nothing was timed.
     """
 
     num_rows: tuple[int, ...]
     min_tokens: tuple[float, ...]
+    position_s: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, times: Iterable[tuple[int, ReadTimes, ReadTimes]]) -> Self:
-        """Return the rule from the times of a short run and a long one, for each number of rows."""
-        found = sorted((num_rows, _least(short, long)) for num_rows, short, long in times)
-        num_rows, min_tokens = zip(*found, strict=True)
-        return cls(num_rows=num_rows, min_tokens=min_tokens)
+    def of(
+        cls, times: Iterable[tuple[int, ReadTimes, ReadTimes]], *, num_runs: float = 1.0
+    ) -> Self:
+        """Return the rule from the times of a short run and a long one, for each number of rows.
+
+        Args:
+            num_runs: that the times are of, over all layers.
+        """
+        found = sorted((rows, _least(*both), _growth(*both)) for rows, *both in times)
+        num_rows, min_tokens, growths = zip(*found, strict=True)
+        position_s = [each / (n * num_runs) for n, each in zip(num_rows, growths, strict=True)]
+        return cls(num_rows=num_rows, min_tokens=min_tokens, position_s=tuple(position_s))
 
     def pays(self, num_rows: int, num_tokens: int) -> bool:
         """Return whether so many rows read a run of so many positions in less time together.
@@ -50,6 +64,27 @@ class SharedReads:
         is_timed = self.num_rows[place : place + 1] == (num_rows,)
         near = self.min_tokens[place if is_timed else max(place - 1, 0) : place + 1]
         return num_tokens >= max(near)
+
+    def cost(self, num_rows: Floats, num_tokens: float) -> tuple[Floats, Floats]:
+        """Return what a position of a run of `num_tokens` costs each of so many rows that decode.
+
+        The first is how often it is read from memory, the second are seconds beside that. One row
+        reads it from memory, the others find it in a cache, or read it with the first.
+        """
+        once = 1.0 / num_rows
+        if self.position_s:
+            beside_s: Floats = np.interp(num_rows, self.num_rows, self.position_s) * (1 - once)
+            return once, beside_s
+        least = np.interp(num_rows, self.num_rows, self.min_tokens)
+        return np.where(least <= num_tokens, once, 1.0), np.zeros(len(num_rows))
+
+
+def _growth(short: ReadTimes, long: ReadTimes) -> float:
+    """Return the seconds that one more position takes in the quicker way."""
+    num_tokens = long.num_tokens - short.num_tokens
+    together_s = (long.together_s - short.together_s) / num_tokens
+    separate_s = (long.separate_s - short.separate_s) / num_tokens
+    return max(0.0, min(together_s, separate_s))
 
 
 def _least(short: ReadTimes, long: ReadTimes) -> float:

@@ -43,15 +43,10 @@ def step_drift(
     num_steps = now.num_steps - before.num_steps
     if not num_steps or seconds <= 0:
         return StepDrift()
-    shape = facts.rows.shape
     computed, decoded = _computed(now) - _computed(before), now.generated_tokens
     decoded -= before.generated_tokens
-    counts = StepCounts(
-        decode_rows=np.array([decoded / num_steps]),
-        prefill_tokens=np.array([max(0, computed) / num_steps]),
-        prompt_tokens=shape.prompt_tokens,
-        context_tokens=shape.prompt_tokens + shape.output_tokens / 2,
-        shared_tokens=facts.rows.shared_tokens,
+    counts = StepCounts.of(
+        facts.rows, np.array([decoded / num_steps]), np.array([max(0, computed) / num_steps])
     )
     buffer = None
     if way.kv_offload:

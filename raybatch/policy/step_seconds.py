@@ -1,11 +1,12 @@
 """Seconds of an engine's steps, by what they compute, what layers cost and where KV lives."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from raybatch.policy.cost.roofline import Roofline
-from raybatch.policy.layer_plan import ModelShape, ModuleCosts
+from raybatch.policy.layer_plan import ModelShape, ModuleCosts, RowsAhead
 from raybatch.policy.residence import Residence, pass_seconds
 from raybatch.records.arrays import Floats
 
@@ -28,8 +29,33 @@ class StepCounts:
     decode_rows: Floats
     prefill_tokens: Floats
     prompt_tokens: float  # of a prompt, as far as it is computed
-    context_tokens: float  # KV of a row that decodes
+    prompt_reads: float  # positions that one of these attends to
+    context_tokens: float  # KV of a row that decodes, its own
     shared_tokens: float = 0.0  # that it reads as well, and others of its group
+    group_rows: float = 1.0
+
+    @classmethod
+    def of(cls, rows: RowsAhead, decode_rows: Floats, prefill_tokens: Floats) -> Self:
+        lengths = np.array(rows.output_lengths or (rows.shape.output_tokens,), float)
+        prompt, prefix = rows.shape.prompt_tokens, rows.prefix_tokens
+        # of a group one row computes what all read
+        own, first = rows.own_tokens, prompt - rows.own_tokens
+        pairs = own * (prefix + (own + 1) / 2) + first * (prefix + 1) / 2
+        return cls(
+            decode_rows=decode_rows,
+            prefill_tokens=prefill_tokens,
+            prompt_tokens=prompt,
+            prompt_reads=rows.prompt_reads or pairs / prompt,
+            # long rows are in more of the steps
+            context_tokens=own + float((lengths**2).sum() / (2 * lengths.sum())),
+            shared_tokens=prefix,
+            group_rows=rows.group_rows,
+        )
+
+    @property
+    def readers(self) -> Floats:
+        """Return the rows of a group that decode in a step."""
+        return np.clip(self.decode_rows, 1.0, self.group_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +89,14 @@ def step_seconds(
     tokens = rows + prompts
     parts, read_kv = np.ones(len(tokens)), rows * steps.context_tokens
     if buffer is not None:
-        # the last block of a row is half full
+        # the last block of a row is half full; what a group shares is there once, and again where
+        # a part ends within it
         read_kv = rows * (steps.context_tokens + (buffer.block_size - 1) / 2)
-        room = max(1.0, buffer.num_tokens - steps.shared_tokens)
+        again = steps.shared_tokens if steps.group_rows > 1 else 0.0
+        read_kv += rows / steps.readers * steps.shared_tokens - again * (rows > 0)
+        room = max(1.0, buffer.num_tokens - again)
         parts = np.maximum(1.0, np.ceil((read_kv + tokens) / room))
+        read_kv += parts * again * (rows > 0)
     attention_s = _attention_s(model, costs, steps, parts)
     share = 1.0 - (1.0 - layer.top_k / layer.num_experts) ** tokens
     routed = tokens * layer.top_k
@@ -78,7 +108,7 @@ def step_seconds(
     )
     layer_s, restore_s = attention_s + ffn_s, np.zeros(len(tokens))
     if buffer is not None:
-        restored = (read_kv + parts * steps.shared_tokens) * layer.kv_bytes_per_token
+        restored = read_kv * layer.kv_bytes_per_token
         saved = tokens * layer.kv_bytes_per_token
         restore_s = _seconds(costs.to_device, np.zeros(len(tokens)), restored, runs=parts)
         restore_s *= restored > 0
@@ -118,14 +148,16 @@ def _attention_s(model: ModelShape, costs: ModuleCosts, steps: StepCounts, parts
         activations = 2.0 * tokens * (layer.model_dim + layer.projected_dim) * layer.element_bytes
         return operations, read_kv * layer.kv_bytes_per_token + activations
 
-    context = rows * (steps.context_tokens + steps.shared_tokens)
+    reads, beside_s = costs.shared_reads.cost(steps.readers, steps.shared_tokens)
+    context = rows * (steps.context_tokens + steps.shared_tokens * reads)
+    beside_s = rows * steps.shared_tokens * beside_s
     of_rows = work(rows, context + rows, context + rows)
-    of_prompts = work(prompts, prompts * (steps.prompt_tokens + 1) / 2, prompts)
+    of_prompts = work(prompts, prompts * steps.prompt_reads, prompts)
     weights = parts * layer.attention_bytes
     if costs.prompts is None:
         both = [a + b for a, b in zip(of_rows, of_prompts, strict=True)]
-        return _seconds(costs.attention, both[0], both[1] + weights, runs=parts)
-    rows_s = _seconds(costs.attention, of_rows[0], of_rows[1] + weights, runs=parts)
+        return beside_s + _seconds(costs.attention, both[0], both[1] + weights, runs=parts)
+    rows_s = beside_s + _seconds(costs.attention, of_rows[0], of_rows[1] + weights, runs=parts)
     is_alone = rows <= 0
     prompts_s = _seconds(costs.prompts, of_prompts[0], of_prompts[1] + is_alone * weights)
     seconds: Floats = np.where(is_alone, 0.0, rows_s) + np.where(prompts > 0, prompts_s, 0.0)

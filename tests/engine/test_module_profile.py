@@ -155,10 +155,15 @@ def test_runs_take_turns_over_the_layers_of_the_representative_kind(load, monkey
 def test_sizes_beyond_the_budget_are_left_out_but_never_the_smallest(load):
     # a run takes a tick; three samples and the first run make a size
     found = profile(load("qwen3-moe"), budget_s=0.0)
-    assert (1, 1, 1) == tuple(map(len, (found.attention, found.ffn, found.to_device)))
+    assert (1, 1, 1) == tuple(map(len, (found.attention, found.prompts, found.ffn)))
     found = profile(load("qwen3-moe"), budget_s=60.0)
     assert (1, 1) == (found.ffn[0].tokens, found.attention[0].tokens)
     assert 1 < len(found.ffn) < 3
+
+
+def test_all_sizes_of_copies_are_measured_whatever_the_budget(load):
+    found = profile(load("qwen3-moe"), budget_s=0.0)
+    assert (3, 3) == (len(found.to_device), len(found.to_host))
 
 
 def test_batches_whose_kv_is_too_large_are_left_out(load):

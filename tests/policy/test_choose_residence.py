@@ -119,6 +119,7 @@ def test_weights_and_kv_of_the_host_take_turns_on_the_link():
         decode_rows=np.array([50.0]),
         prefill_tokens=np.zeros(1),
         prompt_tokens=100,
+        prompt_reads=50.5,
         context_tokens=114,
     )
     buffer = KVBuffer(num_tokens=600, num_buffers=2)

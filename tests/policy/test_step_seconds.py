@@ -8,6 +8,7 @@ import pytest
 from raybatch.policy import step_seconds as step_seconds_module
 from raybatch.policy.cost.roofline import Roofline, link
 from raybatch.policy.layer_plan import KV_SLOTS, LayerShape, ModelShape, ModuleCosts, Workload
+from raybatch.policy.shared_reads import SharedReads
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 
 LAYER = LayerShape(
@@ -15,6 +16,7 @@ LAYER = LayerShape(
 )
 MODEL = ModelShape(layer=LAYER, num_layers=4)
 CONTEXT, ROWS = 400, 64
+FREE = {"fixed_s": 0.0, "operation_s": 0.0, "byte_s": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,7 @@ def counts(rows=0, prompts=0):
         decode_rows=np.array([float(rows)]),
         prefill_tokens=np.array([float(prompts)]),
         prompt_tokens=128,
+        prompt_reads=64.5,
         context_tokens=CONTEXT,
     )
 
@@ -115,14 +118,45 @@ def test_rows_and_prompts_of_a_step_share_weights():
     assert max(alone) < layers_s(MODEL, given, counts(rows=64, prompts=512)) < sum(alone)
 
 
-def test_what_rows_share_is_read_by_each_and_copied_once_a_part():
+def grouped(prefix=100, members=4, rows=ROWS):
+    return replace(counts(rows=rows), shared_tokens=float(prefix), group_rows=float(members))
+
+
+def test_a_run_that_is_long_enough_is_read_once_a_group_where_nothing_was_timed():
     given = costs(1e10, overlap=False)
-    plain, shared = counts(rows=ROWS), replace(counts(rows=ROWS), shared_tokens=100.0)
-    longer = replace(counts(rows=ROWS), context_tokens=CONTEXT + 100.0)
-    assert layers_s(MODEL, given, shared) == pytest.approx(layers_s(MODEL, given, longer))
-    buffer = KVBuffer(num_tokens=10**6, num_buffers=KV_SLOTS)
-    copied = [layers_s(MODEL, given, one, buffer) for one in (plain, shared, longer)]
-    assert copied[0] < copied[1] < copied[2]
+    once, short = grouped(), grouped(prefix=10)
+    as_own = replace(counts(rows=ROWS), context_tokens=CONTEXT + 100 / 4)
+    longer = replace(counts(rows=ROWS), context_tokens=CONTEXT + 10)
+    assert layers_s(MODEL, given, once) == pytest.approx(layers_s(MODEL, given, as_own))
+    assert layers_s(MODEL, given, short) == pytest.approx(layers_s(MODEL, given, longer))
+
+
+def test_timed_reads_are_added_for_each_row_but_the_one_that_reads_memory():
+    reads = SharedReads(num_rows=(2, 8), min_tokens=(0.0, 0.0), position_s=(1e-6, 4e-6))
+    given = replace(costs(1e10, overlap=False), shared_reads=reads)
+    as_own = replace(counts(rows=ROWS), context_tokens=CONTEXT + 100 / 4)
+    # four rows take what lies between two and eight
+    beside_s = MODEL.num_layers * ROWS * 100 * 2e-6 * (1 - 1 / 4)
+    found = layers_s(MODEL, given, grouped()) - layers_s(MODEL, given, as_own)
+    assert found == pytest.approx(beside_s)
+    # a group of which one row is left shares with nobody
+    alone = replace(counts(rows=1), context_tokens=CONTEXT + 100.0)
+    found = layers_s(MODEL, given, grouped(rows=1))
+    assert found == pytest.approx(layers_s(MODEL, given, alone))
+
+
+def test_what_a_group_shares_is_copied_once_and_again_in_each_further_part():
+    given = replace(costs(1e10, overlap=False), attention=Roofline(**FREE), ffn=Roofline(**FREE))
+    kv_bytes = LAYER.kv_bytes_per_token
+    ample = KVBuffer(num_tokens=10**6, num_buffers=KV_SLOTS)
+    # 16 groups of 4
+    one_part = MODEL.num_layers * given.to_device.copy_s((ROWS * CONTEXT + 16 * 100) * kv_bytes)
+    saved = MODEL.num_layers * given.to_host.copy_s(ROWS * kv_bytes)
+    assert layers_s(MODEL, given, grouped(), ample) == pytest.approx(one_part + saved)
+    tight = KVBuffer(num_tokens=ROWS * CONTEXT // 2 + 1000, num_buffers=KV_SLOTS)
+    again = MODEL.num_layers * given.to_device.copy_s(100 * kv_bytes)
+    found = layers_s(MODEL, given, grouped(), tight)
+    assert found == pytest.approx(one_part + again + saved)
 
 
 def test_prompts_with_costs_of_their_own_are_added_and_weights_count_once():

@@ -33,8 +33,8 @@ from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.step_index import MAX_RUNS, StepIndex, max_places
 from raybatch.models.config import ModelSpec
-from raybatch.policy.choose_engine import EngineFacts, RowsAhead, choose_residence
-from raybatch.policy.layer_plan import RowShape
+from raybatch.policy.choose_engine import EngineFacts, choose_residence
+from raybatch.policy.layer_plan import RowsAhead, RowShape
 from raybatch.policy.residence import Residence, WeightMemory, WeightSizes, plan_residence
 
 _logger = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.policy.choice_scope import ChoiceScope
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, RowsAhead, choose_engine
-from raybatch.policy.layer_plan import ModuleCosts, RowShape
+from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.layer_plan import ModuleCosts, RowsAhead, RowShape
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
 _logger = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ measures once and keeps the profile on disk.
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from raybatch.engine.profile.layer_bench import (
     clock_of,
     probe_decoder,
 )
+from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.loading import ModelWeights
 from raybatch.errors import ConfigError, error_text
@@ -39,12 +41,13 @@ from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
 from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
 from raybatch.policy.layer_plan import LayerShape, ModelShape, ModuleCosts
+from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
 # copies and layers take turns over so much memory, which is more than processors have of cache
 _BEYOND_CACHE_BYTES = 128 << 20
-# of the time budget: attention of decodes and of prompts, experts, copies
-_SHARES = (0.25, 0.2, 0.45, 0.1)
+# of the time budget: attention of decodes and of prompts, and experts
+_SHARES = (0.3, 0.2, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +59,7 @@ class ModuleProfile:
     to_device: tuple[MeasuredWork, ...]
     to_host: tuple[MeasuredWork, ...]
     copies_overlap: bool
+    shared_reads: SharedReads = UNTIMED
 
     def costs(self) -> ModuleCosts:
         return ModuleCosts(
@@ -65,6 +69,7 @@ class ModuleProfile:
             to_device=fit_roofline(self.to_device),
             to_host=fit_roofline(self.to_host),
             copies_overlap=self.copies_overlap,
+            shared_reads=self.shared_reads,
         )
 
 
@@ -148,8 +153,14 @@ def profile_layer(
         prompts = bench.attention(options.prompt_tokens, options.prompts, budgets[1])
         tell("experts" if is_sparse else "feed-forward block")
         ffn = bench.ffn(budgets[2])
+        shared_reads = UNTIMED
+        if device.type == "cpu":
+            block_size = options.block_size
+            shared_reads = timed_reads(
+                ops, spec, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype
+            )
         tell("copies")
-        to_device, to_host = _profile_copies(device, stopwatch, budgets[3])
+        to_device, to_host = _profile_copies(device, stopwatch)
     return ModuleProfile(
         model=model,
         attention=attention,
@@ -158,13 +169,15 @@ def profile_layer(
         to_device=to_device,
         to_host=to_host,
         copies_overlap=device.type == "cuda",
+        shared_reads=shared_reads,
     )
 
 
-def _profile_copies(
-    device: torch.device, stopwatch: Stopwatch, budget_s: float
-) -> list[tuple[MeasuredWork, ...]]:
-    """Measure copies to the device and back; on a CPU, between two places of its memory."""
+def _profile_copies(device: torch.device, stopwatch: Stopwatch) -> list[tuple[MeasuredWork, ...]]:
+    """Measure copies to the device and back; on a CPU, between two places of its memory.
+
+    All sizes whatever they take: without the larger ones a byte would cost nothing.
+    """
     sizes = [(0, Work(operations=0.0, moved_bytes=size)) for size in _COPY_BYTES]
     host = allocate_memory((_BEYOND_CACHE_BYTES,), torch.uint8, device).fill_(1)
     there = torch.ones(_BEYOND_CACHE_BYTES, dtype=torch.uint8, device=device)
@@ -176,7 +189,7 @@ def _profile_copies(
         )
 
     return [
-        stopwatch.measure(sizes, partial(copying, *pair), budget_s / 2)
+        stopwatch.measure(sizes, partial(copying, *pair), math.inf)
         for pair in ((there, host), (host, there))
     ]
 

@@ -58,7 +58,8 @@ def timed_reads(
     known = kept_times(
         [name], lambda _: (measure or _times)(shape, ops), kind="shared-read", folder=folder
     )
-    rule = SharedReads.of(_rows_of(known[name]))
+    num_runs = _NUM_RUNS * spec.num_layers * num_kv_heads / spec.num_kv_heads
+    rule = SharedReads.of(_rows_of(known[name]), num_runs=num_runs)
     _logger.info(
         "rows that decode read a run together from so many positions on: %s",
         ", ".join(f"{r} rows {t:.0f}" for r, t in zip(rule.num_rows, rule.min_tokens, strict=True)),
