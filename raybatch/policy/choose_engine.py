@@ -23,7 +23,7 @@ from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.arrays import Floats
 
 # share by which the forecast of the other way must be better: below it errors would decide
-LEAST_GAIN = 0.03
+LEAST_GAIN = 0.01
 # of the rows that fit at once, how many come where nobody knows their number
 _WAVES = 4
 # share of drafts that are right among rows that repeat their prompt, at the least
