@@ -258,7 +258,10 @@ class PhasedEngine:
         before = self._choice
         states, unstarted, failed = self._engine.leave()
         self._left += failed
-        self._past = _summed(self._past, self._engine.stats())
+        stats = self._engine.stats()
+        # without those of layers, which outlive an engine and go on counting
+        num_failed = stats.num_failed_copies - self._engine.runner.weight_counters.num_failures
+        self._past = _summed(self._past, replace(stats, num_failed_copies=num_failed))
         del self._engine
         try:
             self._engine = self._built(choice)

@@ -354,15 +354,37 @@ def test_a_pool_that_could_not_be_built_is_gone_before_the_next_one(path, monkey
     assert not is_on_host(engine)
 
 
-def test_counts_of_layers_that_outlive_an_engine_do_not_double(path):
+def test_counts_of_layers_that_outlive_an_engine_do_not_double(path, monkeypatch):
     engine, _ = make(path, ON_DEVICE, device_weight_bytes=LEAST_WEIGHT_BYTES)
+    copier, starts = engine.runner.decoder.layers._copier, []
+    start = copier.start
+
+    def fails_once_ahead_of_use(*args):
+        starts.append(args)
+        if len(starts) == 2:
+            raise RuntimeError("the copy engine is on strike")
+        return start(*args)
+
+    monkeypatch.setattr(copier, "start", fails_once_ahead_of_use)
     engine.add([make_request(0, [1, 2, 3], max_tokens=9)])
     engine.step()
     before = engine.stats()
     assert before.num_weight_copies > 0
+    assert before.num_failed_copies == 1
+    for choice in (ON_HOST, ON_DEVICE):
+        engine._change(choice)
+        assert engine.stats().num_weight_copies == before.num_weight_copies
+        assert engine.stats().num_failed_copies == 1
+        assert engine.stats().num_steps == before.num_steps
+
+
+def test_failed_copies_of_pools_add_up_over_changes(path):
+    engine, _ = make(path, ON_HOST)
+    engine.runner.window.counters.num_failures = 2
+    engine._change(ON_DEVICE)
     engine._change(ON_HOST)
-    assert engine.stats().num_weight_copies == before.num_weight_copies
-    assert engine.stats().num_steps == before.num_steps
+    engine.runner.window.counters.num_failures = 3
+    assert engine.stats().num_failed_copies == 5
 
 
 def test_what_rows_are_like():
