@@ -247,6 +247,7 @@ class Engine:
         num_computed = (
             num_prompt + len(state.token_ids) if state.kv is None else state.kv.num_tokens
         )
+        num_reported = state.num_reported
         self._scheduler.add(
             Sequence(
                 request=request,
@@ -260,7 +261,7 @@ class Engine:
                 has_started=has_started,
                 swapped=carried,
                 logprobs=logprobs,
-                num_reported=len(state.token_ids),
+                num_reported=len(state.token_ids) if num_reported is None else num_reported,
             )
         )
 

@@ -159,6 +159,28 @@ def test_random_draws_and_logprobs_go_on_where_they_were(path, rng):
     assert found[0] == found[1]
 
 
+def test_tokens_that_were_not_told_before_a_change_are_told_after_it(path):
+    engine, _ = make(path, ON_DEVICE)
+    engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
+
+    def steps(count):
+        for _ in range(count):
+            assert not engine.step()
+
+    steps(4)
+    assert not engine.begun(5)
+    engine._change(ON_HOST)
+    steps(1)
+    assert [5] == [len(state.token_ids) for state in engine.begun(5)]
+    # each token once, also where one change follows another
+    for choice in (ON_DEVICE, ON_HOST):
+        engine._change(choice)
+        steps(2)
+        assert not engine.begun(5)
+    steps(1)
+    assert [10] == [len(state.token_ids) for state in engine.begun(5)]
+
+
 def test_the_first_rows_are_asked_for_before_they_run(path, caplog):
     engine, prepared = make(path, ON_DEVICE, ON_HOST)
     assert not is_on_host(engine)
