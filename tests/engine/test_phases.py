@@ -181,6 +181,16 @@ def test_tokens_that_were_not_told_before_a_change_are_told_after_it(path):
     assert [10] == [len(state.token_ids) for state in engine.begun(5)]
 
 
+def test_an_engine_tells_the_capacity_of_the_way_that_it_runs(path):
+    engine, _ = make(path, ON_DEVICE, num_blocks=60, host=300, max_batched_tokens="auto")
+    before = engine.capacity()
+    assert before.kv_tokens == 60 * BLOCK
+    engine._change(choice(way(on_host=True, seconds=1.0, budget=16)))
+    now = engine.capacity()
+    assert (now.kv_tokens, now.max_batched_tokens, now.max_num_seqs) == (300 * BLOCK, 16, 16)
+    assert engine.stats().kv_tokens == now.kv_tokens
+
+
 def test_the_first_rows_are_asked_for_before_they_run(path, caplog):
     engine, prepared = make(path, ON_DEVICE, ON_HOST)
     assert not is_on_host(engine)
