@@ -97,12 +97,7 @@ class PhasedEngine:
         return self._engine.capacity()
 
     def add(self, requests: Sequence[Request]) -> None:
-        self._seen.add(requests)
-        if self._may_choose and self._seen:
-            rows, longest = self._seen.ahead(), max(len(r.prompt_token_ids) for r in requests)
-            is_first = not self._engine.num_unfinished() and _is_other(rows, self._asked)
-            if is_first or longest > self._engine.row_tokens:
-                self._ask(rows, when="of the first rows" if is_first else "of a longer row")
+        self._expect(requests)
         self._engine.add(requests)
 
     def step(self) -> list[Completion]:
@@ -134,7 +129,7 @@ class PhasedEngine:
         return self._engine.export(request_ids, with_kv=with_kv)
 
     def restore(self, states: Sequence[SequenceState]) -> None:
-        self._seen.add(state.request for state in states)
+        self._expect([state.request for state in states])
         self._engine.restore(states)
 
     def stats(self) -> ReplicaStats:
@@ -144,6 +139,17 @@ class PhasedEngine:
     @property
     def _may_choose(self) -> bool:
         return self._prepared.may_choose and not self._is_fixed
+
+    def _expect(self, requests: Sequence[Request]) -> None:
+        """Choose for the first rows that come, and for one that the present way would end."""
+        longest = self._seen.add(requests)
+        if not self._may_choose or not self._seen:
+            return
+        rows = self._seen.ahead()
+        if not self._engine.num_unfinished() and _is_other(rows, self._asked):
+            self._ask(rows, when="of the first rows")
+        elif longest > max(self._engine.row_tokens, self._asked.longest_tokens):
+            self._ask(rows, when="of a longer row")
 
     def _look(self) -> None:
         """Look at steps since the last look, and at what is left."""

@@ -23,7 +23,7 @@ from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec
 from raybatch.policy import step_drift as step_drift_module
 from raybatch.policy.choose_engine import EngineChoice, EngineWay
-from raybatch.records.types import Completion
+from raybatch.records.types import Completion, SequenceState
 from tests.engine.fakes import FakeStopChecker, make_request
 from tests.engine.test_native_backend import greedy_reference, run, shared_prompts
 
@@ -81,7 +81,7 @@ class Told(PreparedModel):
         return self.told[0] is not None
 
 
-def make(path, *told, num_blocks=60, host=300, **options):
+def make(path, *told, kind=Told, num_blocks=60, host=300, link_factor=1.0, **options):
     block_bytes = BLOCK * kv_bytes_per_token(read_model_spec(path), torch.float32)
     config = EngineConfig(
         **(
@@ -97,8 +97,9 @@ def make(path, *told, num_blocks=60, host=300, **options):
             | options
         )
     )
-    prepared = Told.load(str(path), config)
+    prepared = kind.load(str(path), config)
     prepared.told, prepared.asked = list(told), []
+    prepared.link_factor = link_factor
 
     def engine(runner):
         sampler = Sampler(runner.spec.vocab_size, config.max_num_seqs, runner.spec.eos_token_ids)
@@ -362,6 +363,46 @@ def test_a_row_that_the_present_way_does_not_hold_is_asked_for_while_others_run(
     while engine.num_unfinished():
         done += engine.step()
     assert [c.error for c in done] == ["", ""]
+
+
+@pytest.mark.parametrize("moves_in", [False, True])
+def test_a_row_that_would_end_by_capacity_is_asked_for_while_others_run(path, moves_in):
+    engine, prepared = make(path, ON_DEVICE, num_blocks=16)
+    engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
+    engine.step()
+    prepared.told = [choice(way(on_host=True, seconds=1.0))]
+    # its prompt fits, what it may generate does not
+    request = make_request(1, [1, 2, 3], max_tokens=80)
+    if moves_in:
+        engine.restore([SequenceState(request=request, sample_idx=0)])
+    else:
+        engine.add([request])
+    assert is_on_host(engine)
+    assert prepared.asked[-1].longest_tokens == 83
+    # once is enough
+    num_asked = len(prepared.asked)
+    engine.add([make_request(2, [1, 2, 3], max_tokens=80)])
+    assert len(prepared.asked) == num_asked
+    done = []
+    while engine.num_unfinished():
+        done += engine.step()
+    assert {"length"} == {c.finish_reason for c in done}
+
+
+@pytest.mark.parametrize("num_short", [0, 60])
+@pytest.mark.parametrize("link_factor", [1e-6, 1e6], ids=["fast-link", "slow-link"])
+def test_rows_that_no_memory_holds_end_alike_whatever_is_quicker(path, link_factor, num_short):
+    engine, _ = make(path, kind=PreparedModel, num_blocks=16, host=20, link_factor=link_factor)
+    engine.add([make_request(i, [1, 2, 3, 4], max_tokens=4) for i in range(num_short)])
+    for _ in range(3):
+        engine.step()
+    engine.add([make_request(100 + i, [1, 2, 3, i], max_tokens=120) for i in range(3)])
+    done = []
+    while engine.num_unfinished():
+        done += engine.step()
+    long = [c for c in done if c.request_id >= 100]
+    # 80 tokens with KV, and one without
+    assert [("capacity", 80 - 4 + 1)] * 3 == [(c.finish_reason, len(c.token_ids)) for c in long]
 
 
 def test_a_pool_that_could_not_be_built_is_gone_before_the_next_one(path, monkeypatch):
