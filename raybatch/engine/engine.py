@@ -10,9 +10,8 @@ import numpy as np
 
 from raybatch.config import EngineConfig
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
-from raybatch.engine.finish_rules import FinishRules, RowLimits, expected_len
+from raybatch.engine.finish_rules import FinishRules, expected_len
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.kv_cache import max_sequence_len
 from raybatch.engine.memory.kv_moves import accept_kv, export_state
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
@@ -21,7 +20,14 @@ from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
-from raybatch.engine.step import StepForward, StepTokens, counted, learned_recovery, make_scheduler
+from raybatch.engine.step import (
+    StepForward,
+    StepTokens,
+    counted,
+    learned_recovery,
+    make_scheduler,
+    row_limits,
+)
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 from raybatch.text.stopping import StopChecker
@@ -53,21 +59,10 @@ class Engine:
         queue: DeviceQueue | None = None,
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
-        row_blocks, kv_option = runner.num_blocks, "engine.kv_cache_bytes"
-        if runner.num_window_blocks:
-            # a row attends to one layer of all its KV at once
-            kv_option = "engine.host_kv_bytes"
-            if runner.num_window_blocks < row_blocks:
-                row_blocks, kv_option = runner.num_window_blocks, "engine.kv_cache_bytes"
         self.runner = runner
         self._sampler = sampler
-        self._max_model_len = max_sequence_len(config, spec.max_model_len)
-        self._limits = RowLimits(
-            vocab_size=spec.vocab_size,
-            max_model_len=self._max_model_len,
-            kv_tokens=row_blocks * block_size,
-            kv_option=kv_option,
-        )
+        self._limits = row_limits(runner, config)
+        self._max_model_len = self._limits.max_model_len
         self._max_batched_tokens = config.token_budget
         self._max_slots = min(config.max_num_seqs, config.token_budget)
         self.table = SequenceTable(
@@ -92,8 +87,7 @@ class Engine:
             queue = DeviceQueue(runner.device)
         # drafts and parts want the tokens before them; copies to the host are timed by steps
         has_copies = self._recovery is not None or runner.tiers.num_host_blocks > 0
-        is_waited_for = self._drafter is not None or has_copies
-        if is_waited_for or runner.num_window_blocks:
+        if has_copies or self._drafter is not None or runner.num_window_blocks:
             queue = None
         self._tokens = StepTokens(sampler, self.table, queue)
         self._num_open: dict[int, int] = {}
@@ -244,10 +238,8 @@ class Engine:
         logprobs = list(state.logprobs or ()) if request.sampling.logprobs is not None else None
         self._num_arrivals += 1
         carried = None if state.kv is None else accept_kv(state, self.runner.kv_key)
-        num_computed = (
-            num_prompt + len(state.token_ids) if state.kv is None else state.kv.num_tokens
-        )
-        num_reported = state.num_reported
+        num_tokens, num_reported = num_prompt + len(state.token_ids), state.num_reported
+        num_computed = num_tokens if state.kv is None else state.kv.num_tokens
         self._scheduler.add(
             Sequence(
                 request=request,
