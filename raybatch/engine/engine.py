@@ -156,13 +156,20 @@ class Engine:
         for request_id in wanted:
             self._num_open.pop(request_id, None)
 
-    def leave(self) -> tuple[list[SequenceState], list[Request], list[Completion]]:
-        """Take everything out: what has started, with its KV, what has not, and what failed."""
+    def leave(
+        self, *, with_kv: bool
+    ) -> tuple[list[SequenceState], list[Request], list[Completion]]:
+        """Take everything out: what has started, what has not, and what failed."""
         failed, self._failed = self._failed, []
         for completion in failed:
             self._close(completion.request_id)
-        unstarted = self.drain()
-        return self.export(list(self._num_open), with_kv=True), unstarted, failed
+        unstarted, begun = self.drain(), list(self._num_open)
+        return self.export(begun, with_kv=with_kv, once=True), unstarted, failed
+
+    def num_leaving_blocks(self) -> int:
+        """Return the blocks that `leave` makes copies of."""
+        places = self._scheduler.kv_places(set(self._num_open), once=True).values()
+        return sum(len(place.host_blocks) for place in places if place is not None)
 
     def begin_drafts(self, max_tokens: int) -> bool:
         """Guess tokens from now on; return False where this engine does so, or cannot."""
@@ -180,13 +187,16 @@ class Engine:
         """Return running sequences with so many tokens more than at the last call."""
         return self.table.begun(min_new_tokens)
 
-    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
+    def export(
+        self, request_ids: Collection[int], *, with_kv: bool = False, once: bool = False
+    ) -> list[SequenceState]:
         """Take the unfinished sequences of these requests out, in order of arrival.
 
-        `with_kv` copies their KV as well, as far as there is some.
+        `with_kv` copies their KV as well, as far as there is some. With `once`, blocks that they
+        share come with the first alone, where an engine that goes on with all finds them.
         """
         wanted = set(request_ids)
-        places = self._scheduler.kv_places(wanted) if with_kv else {}
+        places = self._scheduler.kv_places(wanted, once=once) if with_kv else {}
         records = self._scheduler.withdraw(lambda r: r.request.request_id in wanted)
         for slot in np.flatnonzero(self.table.phase != EMPTY).tolist():
             if self.table.record(slot).request.request_id in wanted:

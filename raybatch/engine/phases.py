@@ -250,19 +250,24 @@ class PhasedEngine:
     def _pays(self, now: EngineWay, best: EngineWay) -> bool:
         facts = self._prepared.facts(self._asked)
         assert facts is not None, "a choice without facts"
-        # each row takes all its KV along, also what it shares
-        num_tokens = int(self._engine.table.running_lengths()[0].sum())
-        num_bytes = num_tokens * facts.model.layer.kv_bytes_per_token * facts.model.num_layers
-        if num_bytes > facts.host_kv_bytes and num_tokens:
+        num_bytes = self._leaving_bytes()
+        if num_bytes > facts.host_kv_bytes:
             return False
         copies = (facts.costs.to_device, facts.costs.to_host)
         change_s = sum(link.copy_s(num_bytes) for link in copies)
         return now.seconds - best.seconds > self._build_s + change_s
 
+    def _leaving_bytes(self) -> int:
+        """Return the bytes of copies of KV that a change makes."""
+        return self._engine.num_leaving_blocks() * self._prepared.block_bytes
+
     def _change(self, choice: EngineChoice) -> bool:
-        """Build the engine anew, or as it was; what runs goes on with its KV, nothing is lost."""
-        before = self._choice
-        states, unstarted, failed = self._engine.leave()
+        """Build the engine anew, or as it was; what runs goes on, nothing is lost.
+
+        It does so with its KV, unless the host has no memory for copies of that.
+        """
+        before, has_memory = self._choice, self._leaving_bytes() <= self._prepared.host_kv_bytes
+        states, unstarted, failed = self._engine.leave(with_kv=has_memory)
         self._left += failed
         stats = self._engine.stats()
         # without those of layers, which outlive an engine and go on counting

@@ -217,6 +217,53 @@ def test_a_gain_that_a_change_costs_is_not_worth_it(path):
     assert not is_on_host(engine)
 
 
+def test_what_rows_share_is_copied_once_and_priced_once(path, rng):
+    prefix = rng.integers(1, 200, 100).tolist()
+    prompts = [[*prefix, *rng.integers(1, 200, 3 + i).tolist()] for i in range(8)]
+    # the host holds 100 blocks; the rows have 8 * 27, of which 25 are the same
+    engine, prepared = make(path, ON_DEVICE, num_blocks=300, host=100)
+    expected = run(NativeBackend(engine), prompts)
+    step, used = engine.step, []
+
+    def stepped():
+        if engine._engine.table.num_running == 8 and not used:
+            prepared.told = [ON_HOST]
+            used.append(engine._engine._blocks.num_used)
+            engine._ask(engine._seen.ahead(), when="of a test")
+            assert is_on_host(engine)
+        return step()
+
+    engine.step = stepped
+    done = run(NativeBackend(engine), prompts)
+    assert [c.token_ids.tolist() for c in expected.values()] == [
+        done[key].token_ids.tolist() for key in expected
+    ]
+    assert 25 + 8 <= used[0] <= 25 + 8 * 4
+    stats = engine.stats()
+    assert (stats.num_recomputed_tokens, stats.num_preemptions) == (0, 0)
+    # the last block of each row is not full
+    assert (used[0] - 8) * BLOCK < stats.num_carried_tokens <= used[0] * BLOCK
+
+
+def test_kv_that_the_host_has_no_memory_for_is_computed_again(path, rng):
+    prompts = shared_prompts(rng)
+    engine, prepared = make(path, ON_DEVICE)
+    step = engine.step
+
+    def stepped():
+        if engine.stats().num_steps == 4:
+            prepared.host_kv_bytes = 2 * prepared.block_bytes
+            engine._change(ON_DEVICE)
+        return step()
+
+    engine.step = stepped
+    done = run(NativeBackend(engine), prompts)
+    expected = greedy_reference(VARIANT, prompts)
+    assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
+    assert engine.stats().num_carried_tokens == 0
+    assert engine.stats().num_recomputed_tokens > 0
+
+
 def test_the_last_rows_move_to_the_device(path, rng):
     prompts = shared_prompts(rng)
     engine, prepared = make(path, ON_HOST)

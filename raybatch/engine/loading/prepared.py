@@ -149,7 +149,7 @@ class PreparedModel:
         return ChoiceScope(
             config=self.config,
             is_gpu=self.model.device.type == "cuda",
-            device_kv_bytes=self.device_blocks * self._block_bytes(),
+            device_kv_bytes=self.device_blocks * self.block_bytes,
             host_kv_bytes=self.host_kv_bytes,
             residence=self.model.residence,
         )
@@ -206,7 +206,9 @@ class PreparedModel:
             kv_dtype=self.model.resolved.kv_dtype,
         )
 
-    def _block_bytes(self) -> int:
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of KV of one block, in all layers."""
         dtype = self.model.resolved.kv_dtype
         return kv_bytes_per_token(self.model.spec, dtype) * self.config.block_size_tokens
 
