@@ -29,7 +29,7 @@ class Backend(Protocol):
     """
 
     def capacity(self) -> Capacity:
-        """Return what the engine can hold; constant after the start."""
+        """Return what the engine can hold now; one that chooses anew how it runs changes it."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests in this order; never blocks and never raises for a row.

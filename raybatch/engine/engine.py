@@ -10,9 +10,8 @@ import numpy as np
 
 from raybatch.config import EngineConfig
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
-from raybatch.engine.finish_rules import FinishRules, RowLimits, expected_len
+from raybatch.engine.finish_rules import FinishRules, expected_len
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.kv_cache import max_sequence_len
 from raybatch.engine.memory.kv_moves import accept_kv, export_state
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
@@ -21,7 +20,14 @@ from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
-from raybatch.engine.step import StepForward, StepTokens, counted, learned_recovery, make_scheduler
+from raybatch.engine.step import (
+    StepForward,
+    StepTokens,
+    counted,
+    learned_recovery,
+    make_scheduler,
+    row_limits,
+)
 from raybatch.records.arrays import Ints
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 from raybatch.text.stopping import StopChecker
@@ -53,21 +59,10 @@ class Engine:
         queue: DeviceQueue | None = None,
     ) -> None:
         spec, block_size = runner.spec, config.block_size_tokens
-        row_blocks, kv_option = runner.num_blocks, "engine.kv_cache_bytes"
-        if runner.num_window_blocks:
-            # a row attends to one layer of all its KV at once
-            kv_option = "engine.host_kv_bytes"
-            if runner.num_window_blocks < row_blocks:
-                row_blocks, kv_option = runner.num_window_blocks, "engine.kv_cache_bytes"
         self.runner = runner
         self._sampler = sampler
-        self._max_model_len = max_sequence_len(config, spec.max_model_len)
-        self._limits = RowLimits(
-            vocab_size=spec.vocab_size,
-            max_model_len=self._max_model_len,
-            kv_tokens=row_blocks * block_size,
-            kv_option=kv_option,
-        )
+        self._limits = row_limits(runner, config)
+        self._max_model_len = self._limits.max_model_len
         self._max_batched_tokens = config.token_budget
         self._max_slots = min(config.max_num_seqs, config.token_budget)
         self.table = SequenceTable(
@@ -92,8 +87,7 @@ class Engine:
             queue = DeviceQueue(runner.device)
         # drafts and parts want the tokens before them; copies to the host are timed by steps
         has_copies = self._recovery is not None or runner.tiers.num_host_blocks > 0
-        is_waited_for = self._drafter is not None or has_copies
-        if is_waited_for or runner.num_window_blocks:
+        if has_copies or self._drafter is not None or runner.num_window_blocks:
             queue = None
         self._tokens = StepTokens(sampler, self.table, queue)
         self._num_open: dict[int, int] = {}
@@ -162,13 +156,20 @@ class Engine:
         for request_id in wanted:
             self._num_open.pop(request_id, None)
 
-    def leave(self) -> tuple[list[SequenceState], list[Request], list[Completion]]:
-        """Take everything out: what has started, with its KV, what has not, and what failed."""
+    def leave(
+        self, *, with_kv: bool
+    ) -> tuple[list[SequenceState], list[Request], list[Completion]]:
+        """Take everything out: what has started, what has not, and what failed."""
         failed, self._failed = self._failed, []
         for completion in failed:
             self._close(completion.request_id)
-        unstarted = self.drain()
-        return self.export(list(self._num_open), with_kv=True), unstarted, failed
+        unstarted, begun = self.drain(), list(self._num_open)
+        return self.export(begun, with_kv=with_kv, once=True), unstarted, failed
+
+    def num_leaving_blocks(self) -> int:
+        """Return the blocks that `leave` makes copies of."""
+        places = self._scheduler.kv_places(set(self._num_open), once=True).values()
+        return sum(len(place.host_blocks) for place in places if place is not None)
 
     def begin_drafts(self, max_tokens: int) -> bool:
         """Guess tokens from now on; return False where this engine does so, or cannot."""
@@ -186,13 +187,16 @@ class Engine:
         """Return running sequences with so many tokens more than at the last call."""
         return self.table.begun(min_new_tokens)
 
-    def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
+    def export(
+        self, request_ids: Collection[int], *, with_kv: bool = False, once: bool = False
+    ) -> list[SequenceState]:
         """Take the unfinished sequences of these requests out, in order of arrival.
 
-        `with_kv` copies their KV as well, as far as there is some.
+        `with_kv` copies their KV as well, as far as there is some. With `once`, blocks that they
+        share come with the first alone, where an engine that goes on with all finds them.
         """
         wanted = set(request_ids)
-        places = self._scheduler.kv_places(wanted) if with_kv else {}
+        places = self._scheduler.kv_places(wanted, once=once) if with_kv else {}
         records = self._scheduler.withdraw(lambda r: r.request.request_id in wanted)
         for slot in np.flatnonzero(self.table.phase != EMPTY).tolist():
             if self.table.record(slot).request.request_id in wanted:
@@ -244,9 +248,8 @@ class Engine:
         logprobs = list(state.logprobs or ()) if request.sampling.logprobs is not None else None
         self._num_arrivals += 1
         carried = None if state.kv is None else accept_kv(state, self.runner.kv_key)
-        num_computed = (
-            num_prompt + len(state.token_ids) if state.kv is None else state.kv.num_tokens
-        )
+        num_tokens, num_reported = num_prompt + len(state.token_ids), state.num_reported
+        num_computed = num_tokens if state.kv is None else state.kv.num_tokens
         self._scheduler.add(
             Sequence(
                 request=request,
@@ -260,7 +263,7 @@ class Engine:
                 has_started=has_started,
                 swapped=carried,
                 logprobs=logprobs,
-                num_reported=len(state.token_ids),
+                num_reported=len(state.token_ids) if num_reported is None else num_reported,
             )
         )
 

@@ -97,12 +97,7 @@ class PhasedEngine:
         return self._engine.capacity()
 
     def add(self, requests: Sequence[Request]) -> None:
-        self._seen.add(requests)
-        if self._may_choose and self._seen:
-            rows, longest = self._seen.ahead(), max(len(r.prompt_token_ids) for r in requests)
-            is_first = not self._engine.num_unfinished() and _is_other(rows, self._asked)
-            if is_first or longest > self._engine.row_tokens:
-                self._ask(rows, when="of the first rows" if is_first else "of a longer row")
+        self._expect(requests)
         self._engine.add(requests)
 
     def step(self) -> list[Completion]:
@@ -134,7 +129,7 @@ class PhasedEngine:
         return self._engine.export(request_ids, with_kv=with_kv)
 
     def restore(self, states: Sequence[SequenceState]) -> None:
-        self._seen.add(state.request for state in states)
+        self._expect([state.request for state in states])
         self._engine.restore(states)
 
     def stats(self) -> ReplicaStats:
@@ -144,6 +139,17 @@ class PhasedEngine:
     @property
     def _may_choose(self) -> bool:
         return self._prepared.may_choose and not self._is_fixed
+
+    def _expect(self, requests: Sequence[Request]) -> None:
+        """Choose for the first rows that come, and for one that the present way would end."""
+        longest = self._seen.add(requests)
+        if not self._may_choose or not self._seen:
+            return
+        rows = self._seen.ahead()
+        if not self._engine.num_unfinished() and _is_other(rows, self._asked):
+            self._ask(rows, when="of the first rows")
+        elif longest > max(self._engine.row_tokens, self._asked.longest_tokens):
+            self._ask(rows, when="of a longer row")
 
     def _look(self) -> None:
         """Look at steps since the last look, and at what is left."""
@@ -244,21 +250,29 @@ class PhasedEngine:
     def _pays(self, now: EngineWay, best: EngineWay) -> bool:
         facts = self._prepared.facts(self._asked)
         assert facts is not None, "a choice without facts"
-        # each row takes all its KV along, also what it shares
-        num_tokens = int(self._engine.table.running_lengths()[0].sum())
-        num_bytes = num_tokens * facts.model.layer.kv_bytes_per_token * facts.model.num_layers
-        if num_bytes > facts.host_kv_bytes and num_tokens:
+        num_bytes = self._leaving_bytes()
+        if num_bytes > facts.host_kv_bytes:
             return False
         copies = (facts.costs.to_device, facts.costs.to_host)
         change_s = sum(link.copy_s(num_bytes) for link in copies)
         return now.seconds - best.seconds > self._build_s + change_s
 
+    def _leaving_bytes(self) -> int:
+        """Return the bytes of copies of KV that a change makes."""
+        return self._engine.num_leaving_blocks() * self._prepared.block_bytes
+
     def _change(self, choice: EngineChoice) -> bool:
-        """Build the engine anew, or as it was; what runs goes on with its KV, nothing is lost."""
-        before = self._choice
-        states, unstarted, failed = self._engine.leave()
+        """Build the engine anew, or as it was; what runs goes on, nothing is lost.
+
+        It does so with its KV, unless the host has no memory for copies of that.
+        """
+        before, has_memory = self._choice, self._leaving_bytes() <= self._prepared.host_kv_bytes
+        states, unstarted, failed = self._engine.leave(with_kv=has_memory)
         self._left += failed
-        self._past = _summed(self._past, self._engine.stats())
+        stats = self._engine.stats()
+        # without those of layers, which outlive an engine and go on counting
+        num_failed = stats.num_failed_copies - self._engine.runner.weight_counters.num_failures
+        self._past = _summed(self._past, replace(stats, num_failed_copies=num_failed))
         del self._engine
         try:
             self._engine = self._built(choice)

@@ -40,14 +40,18 @@ class RowsSeen:
     def __bool__(self) -> bool:
         return bool(self._prompts)
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[Request]) -> int:
+        """Note rows, and return the most tokens that one of them may have."""
+        longest = 0
         for request in requests:
             num_prompt = len(request.prompt_token_ids)
-            # refused, or given back and here again
-            if not 0 < num_prompt < self._max_model_len or request.request_id in self._ids:
-                continue
-            _remember(self._ids, request.request_id)
+            if not 0 < num_prompt < self._max_model_len:
+                continue  # refused
             max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
+            longest = max(longest, max_len)
+            if request.request_id in self._ids:
+                continue  # given back, and here again
+            _remember(self._ids, request.request_id)
             expected = expected_len(request, max_len)
             is_shared = request.group_id in self._groups
             if request.group_id is not None:
@@ -56,7 +60,8 @@ class RowsSeen:
             self._shared.append(is_shared * request.prefix_len)
             self._prompts.append(max(1, num_prompt - self._shared[-1]))
             self._outputs.append(((expected or max_len) - num_prompt, expected is not None))
-            self._longest = max(self._longest, max_len)
+        self._longest = max(self._longest, longest)
+        return longest
 
     def note(self, completions: Collection[Completion]) -> None:
         self._ended.extend(max(1, len(c.token_ids)) for c in completions if not c.error)

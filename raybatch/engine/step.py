@@ -15,8 +15,10 @@ from raybatch.engine.batch.forward_batch import (
     slots_with_logits,
 )
 from raybatch.engine.batch.window_parts import WindowNumbers, is_connected, split_for_window
+from raybatch.engine.finish_rules import RowLimits
 from raybatch.engine.forward.coroutine import StepPart
 from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import max_sequence_len
 from raybatch.engine.memory.pinned import DeviceQueue, PinnedRing
 from raybatch.engine.memory.swap import LearnedRecovery, SwapSpace
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
@@ -53,6 +55,22 @@ def make_scheduler(
         swap=swap,
         copy_blocks=runner.copy_blocks,
         max_row_blocks=runner.num_window_blocks or None,
+    )
+
+
+def row_limits(runner: ModelRunner, config: EngineConfig) -> RowLimits:
+    """Return what one row may need, and the option that makes it more."""
+    num_blocks, option = runner.num_blocks, "engine.kv_cache_bytes"
+    if runner.num_window_blocks:
+        # a row attends to one layer of all its KV at once
+        option = "engine.host_kv_bytes"
+        if runner.num_window_blocks < num_blocks:
+            num_blocks, option = runner.num_window_blocks, "engine.kv_cache_bytes"
+    return RowLimits(
+        vocab_size=runner.spec.vocab_size,
+        max_model_len=max_sequence_len(config, runner.spec.max_model_len),
+        kv_tokens=num_blocks * config.block_size_tokens,
+        kv_option=option,
     )
 
 

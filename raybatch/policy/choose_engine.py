@@ -17,7 +17,7 @@ from raybatch.errors import CapacityError, ConfigError
 from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.step_forecast import StepForecast, forecast_steps
 from raybatch.policy.cost.work import WorkTotals
-from raybatch.policy.layer_plan import KV_SLOTS, ModelShape, ModuleCosts, RowsAhead
+from raybatch.policy.layer_plan import KV_SLOTS, ModelShape, ModuleCosts, RowsAhead, RowShape
 from raybatch.policy.residence import Residence, WeightMemory, residences
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.arrays import Floats
@@ -113,24 +113,24 @@ class EngineChoice:
 def choose_engine(facts: EngineFacts) -> EngineChoice:
     """Return the way that takes the least time; KV on the device, and small steps, win near ties.
 
+    A way that ends a row which another one would finish is not taken.
+
     Raises:
-        CapacityError: no memory holds a row.
+        CapacityError: no memory holds a row, see `rows_held`.
 
     Source: BatchGen (arXiv:2606.21712), sections 5.1 and 5.4, by this library's costs.
     """
-    places = [False, True] if facts.kv_offload is None else [facts.kv_offload]
-    of_place = [found for place in places if (found := _ways(facts, is_on_host=place))]
-    if not of_place and facts.rows.longest_tokens:
-        # no memory holds the longest row: it ends where memory does
-        facts = replace(facts, rows=replace(facts.rows, longest_tokens=0))
-        of_place = [found for place in places if (found := _ways(facts, is_on_host=place))]
+    most, rows = _most_row_tokens(facts), facts.rows
+    # which row ends by capacity must not depend on what is quicker
+    facts = replace(facts, rows=replace(rows, longest_tokens=min(rows.longest_tokens, most)))
+    of_place = [found for place in _places(facts) if (found := _ways(facts, is_on_host=place))]
     if not of_place:
-        row = facts.rows.shape
+        row = rows.shape
         raise CapacityError(
             f"a row of {row.prompt_tokens} prompt and {row.output_tokens} output tokens fits "
             "neither the device's memory for KV nor the host's; raise engine.kv_cache_bytes",
             needed_tokens=row.prompt_tokens + row.output_tokens,
-            available_tokens=facts.device_kv_bytes // _token_bytes(facts),
+            available_tokens=most,
         )
     # in each place the smallest steps that no larger ones beat
     finalists = [_first_best(found) for found in of_place]
@@ -145,6 +145,20 @@ def choose_engine(facts: EngineFacts) -> EngineChoice:
         ways=tuple(ways),
         draft_rows=0 if best.kv_offload or not facts.may_draft else _draft_rows(facts),
     )
+
+
+def _most_row_tokens(facts: EngineFacts) -> int:
+    return max(_row_tokens(facts, is_on_host=place) for place in _places(facts))
+
+
+def rows_held(facts: EngineFacts) -> RowsAhead:
+    """Return the rows cut to what the way that holds the longest ones holds of them."""
+    most, shape = _most_row_tokens(facts), facts.rows.shape
+    prompt_tokens = max(1, min(shape.prompt_tokens, most))
+    # the last token has no KV
+    output_tokens = max(1, min(shape.output_tokens, most + 1 - prompt_tokens))
+    cut = RowShape(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    return replace(facts.rows, shape=cut, output_lengths=())
 
 
 def choose_residence(facts: EngineFacts, memory: WeightMemory) -> EngineChoice:
@@ -220,25 +234,38 @@ def _ways(facts: EngineFacts, *, is_on_host: bool) -> list[EngineWay]:
     return ways
 
 
+def _places(facts: EngineFacts) -> list[bool]:
+    """Return where KV may live, by whether that is on the host."""
+    return [False, True] if facts.kv_offload is None else [facts.kv_offload]
+
+
 def _token_bytes(facts: EngineFacts) -> int:
     return facts.model.layer.kv_bytes_per_token * facts.model.num_layers
+
+
+def _room(facts: EngineFacts, *, is_on_host: bool) -> tuple[int, KVBuffer | None]:
+    """Return the tokens that a place for KV holds, and the buffer of rows that attend together."""
+    if not is_on_host:
+        return facts.device_kv_bytes // _token_bytes(facts), None
+    num_tokens = facts.device_kv_bytes // KV_SLOTS // facts.model.layer.kv_bytes_per_token
+    buffer = KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS, block_size=facts.block_size)
+    return facts.host_kv_bytes // _token_bytes(facts), buffer
+
+
+def _row_tokens(facts: EngineFacts, *, is_on_host: bool) -> int:
+    """Return the tokens of one row that a place for KV holds, in whole blocks as an engine does."""
+    tokens, buffer = _room(facts, is_on_host=is_on_host)
+    tokens = tokens if buffer is None else min(tokens, buffer.num_tokens)
+    return tokens // facts.block_size * facts.block_size
 
 
 def _way(facts: EngineFacts, budget: int, *, is_on_host: bool) -> EngineWay | None:
     row = facts.rows.shape
     # the last token of a row has no KV
     row_tokens = max(1, row.prompt_tokens + row.output_tokens - 1)
-    longest = max(row_tokens, facts.rows.longest_tokens)
-    kv_tokens = (facts.host_kv_bytes if is_on_host else facts.device_kv_bytes) // (
-        _token_bytes(facts)
-    )
-    buffer = None
-    if is_on_host:
-        layer_bytes = facts.model.layer.kv_bytes_per_token
-        num_tokens = facts.device_kv_bytes // KV_SLOTS // layer_bytes
-        buffer = KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS, block_size=facts.block_size)
-    if kv_tokens < longest or (buffer is not None and buffer.num_tokens < longest):
+    if _row_tokens(facts, is_on_host=is_on_host) < max(row_tokens, facts.rows.longest_tokens):
         return None
+    kv_tokens, buffer = _room(facts, is_on_host=is_on_host)
     together = min(kv_tokens // row_tokens, facts.max_num_seqs, budget)
     if facts.rows.num_rows is not None:
         together = min(together, max(1, facts.rows.num_rows))

@@ -246,6 +246,8 @@ class SequenceState:
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     kv: SequenceKV | None = None
+    num_reported: int | None = None
+    """Of `token_ids`, those that `Backend.begun` returned before; None where it returned all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

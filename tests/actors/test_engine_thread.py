@@ -24,10 +24,10 @@ def request(request_id, token=1, **sampling):
 class Driver:
     """Waits for news instead of for time."""
 
-    def __init__(self, **options):
+    def __init__(self, backend=FakeBackend, **options):
         self.news = threading.Event()
         self.engine = EngineThread(
-            lambda: FakeBackend(FakeOptions(**options)), self.news.set, lead_tokens=1000
+            lambda: backend(FakeOptions(**options)), self.news.set, lead_tokens=1000
         )
         self.engine.start().result(10)
 
@@ -51,8 +51,8 @@ class Driver:
 def start():
     drivers = []
 
-    def make(**options):
-        drivers.append(Driver(**options))
+    def make(*args, **options):
+        drivers.append(Driver(*args, **options))
         return drivers[-1]
 
     yield make
@@ -105,6 +105,24 @@ def test_a_fed_engine_does_not_ask(start):
     driver = start(max_num_seqs=1, step_s=0.05)
     driver.engine.submit([request(i, max_tokens=100) for i in range(64)])
     assert driver.engine.room() is None
+
+
+class Growing(FakeBackend):
+    """Takes larger steps of more rows from its second step on."""
+
+    def capacity(self):
+        capacity = super().capacity()
+        if self._counters.num_steps < 2:
+            return capacity
+        return replace(capacity, max_num_seqs=1024, max_batched_tokens=4096)
+
+
+def test_an_engine_that_takes_larger_steps_is_fed_for_these(start):
+    driver = start(Growing)
+    assert driver.engine.room() == Room(tokens=1000, rows=64)
+    driver.engine.submit([request(1, max_tokens=5)])
+    driver.rows(1)
+    assert driver.engine.room() == Room(tokens=2 * 4096, rows=1024 // 4)
 
 
 def test_the_prefix_of_a_group_counts_once_in_the_room(start):

@@ -155,3 +155,21 @@ def test_a_sequence_is_told_of_only_when_it_has_gained_enough(tokenizer):
         backend.poll()
         counts.append(len(backend.begun(4)))
     assert [i % 4 == 3 for i in range(12)] == [bool(count) for count in counts]
+
+
+def test_a_sequence_that_moves_is_told_of_as_if_it_had_stayed(tokenizer):
+    first, second = make(), make()
+    (request, _) = requests_of(tokenizer)
+    first.submit([request])
+    for _ in range(7):
+        first.poll()
+    assert [7] == [len(state.token_ids) for state in first.begun(4)]
+    for _ in range(3):
+        first.poll()
+    second.restore(first.export([0], with_kv=True))
+    assert not second.begun(4)
+    counts = []
+    while not counts:
+        second.poll()
+        counts = [len(state.token_ids) for state in second.begun(4)]
+    assert [11] == counts

@@ -173,6 +173,102 @@ def test_rows_that_move_with_kv_at_any_time_keep_their_tokens(way, seed):
     assert answers(requests) == tokens_of(done)
 
 
+def members(count, **sampling):
+    """Rows that have 64 tokens in common, as a group, and some of their own."""
+    return [
+        replace(
+            make_request(i, [*range(64), *range(100 + i, 117 + 3 * i)], **sampling),
+            group_id=3,
+            prefix_len=64,
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+def test_what_rows_share_is_copied_once_where_all_leave(options, n):
+    requests = members(4, n=n, max_tokens=12)
+    (first, _), (second, runner) = make(**options), make(**options)
+    first.add(requests)
+    num_used = stepped(first, 6)._blocks.num_used
+    assert first.num_leaving_blocks() == num_used
+    states, unstarted, failed = first.leave(with_kv=True)
+    assert (len(states), unstarted, failed) == (4 * n, [], [])
+    assert num_used == sum(len(state.kv.blocks) for state in states)
+    second.restore(states)
+    second.step()
+    assert second._blocks.num_used in (num_used, num_used + 1)
+    done = run_all(second)
+    assert answers(requests) == tokens_of(done)
+    assert (num_prompt_rows(runner), second.stats().num_recomputed_tokens) == (0, 0)
+
+
+def test_rows_whose_first_one_is_gone_compute_what_they_shared_once():
+    requests = members(4, max_tokens=12)
+    (first, _), (second, runner) = make(), make()
+    first.add(requests)
+    states, _, _ = stepped(first, 6).leave(with_kv=True)
+    second.restore(states)
+    second.abort([0])
+    assert answers(requests[1:]) == tokens_of(run_all(second))
+    assert (num_prompt_rows(runner), second.stats().num_recomputed_tokens) == (64, 64)
+
+
+def test_a_row_that_moves_alone_takes_what_it_shares_along():
+    requests = members(4, max_tokens=12)
+    (first, _), (second, runner) = make(), make()
+    first.add(requests)
+    (state,) = stepped(first, 6).export([2], with_kv=True)
+    assert (state.kv.first_block, len(state.kv.blocks)) == (0, -(-state.kv.num_tokens // 16))
+    second.restore([state])
+    assert answers(requests[2:3]) == tokens_of(run_all(second))
+    assert num_prompt_rows(runner) == 0
+
+
+def test_rows_that_leave_without_kv_are_computed_again():
+    requests = members(3, max_tokens=12)
+    (first, _), (second, _) = make(), make()
+    first.add(requests)
+    states, _, _ = stepped(first, 6).leave(with_kv=False)
+    assert {None} == {state.kv for state in states}
+    second.restore(states)
+    assert answers(requests) == tokens_of(run_all(second))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@settings(max_examples=examples(5, full=80))
+@given(seed=st.integers(0, 2**32 - 1))
+def test_rows_that_all_leave_again_and_again_keep_their_tokens(way, seed):
+    """From one engine with little memory to the next; some blocks are damaged on the way."""
+    rng = np.random.default_rng(seed)
+    requests = random_requests(rng, 6)
+    states, unstarted, done = [], requests, {}
+    for _ in range(8):
+        sizes = {
+            "max_batched_tokens": int(rng.integers(9, 60)),
+            "max_num_seqs": int(rng.integers(1, 9)),
+        }
+        num_blocks = int(rng.integers(22, 90))
+        engine, _ = make(block_size=4, num_blocks=num_blocks, **sizes | way)
+        for state in states:
+            if state.kv is not None and rng.random() < 0.1:
+                state.kv.blocks[rng.integers(len(state.kv.blocks))] += 1
+        engine.restore(states)
+        engine.add(unstarted)
+        for _ in range(int(rng.integers(1, 7))):
+            done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
+            engine.check()
+        states, unstarted, failed = engine.leave(with_kv=True)
+        assert not failed
+        assert engine.stats().kv_used_fraction == 0.0
+    engine, _ = make(block_size=4, num_blocks=90, **way)
+    engine.restore(states)
+    engine.add(unstarted)
+    done |= run_all(engine)
+    assert answers(requests) == tokens_of(done)
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     made = {}

@@ -23,7 +23,7 @@ from raybatch.errors import ConfigError
 from raybatch.models.config import read_model_spec
 from raybatch.policy import step_drift as step_drift_module
 from raybatch.policy.choose_engine import EngineChoice, EngineWay
-from raybatch.records.types import Completion
+from raybatch.records.types import Completion, SequenceState
 from tests.engine.fakes import FakeStopChecker, make_request
 from tests.engine.test_native_backend import greedy_reference, run, shared_prompts
 
@@ -81,7 +81,7 @@ class Told(PreparedModel):
         return self.told[0] is not None
 
 
-def make(path, *told, num_blocks=60, host=300, **options):
+def make(path, *told, kind=Told, num_blocks=60, host=300, link_factor=1.0, **options):
     block_bytes = BLOCK * kv_bytes_per_token(read_model_spec(path), torch.float32)
     config = EngineConfig(
         **(
@@ -97,8 +97,9 @@ def make(path, *told, num_blocks=60, host=300, **options):
             | options
         )
     )
-    prepared = Told.load(str(path), config)
+    prepared = kind.load(str(path), config)
     prepared.told, prepared.asked = list(told), []
+    prepared.link_factor = link_factor
 
     def engine(runner):
         sampler = Sampler(runner.spec.vocab_size, config.max_num_seqs, runner.spec.eos_token_ids)
@@ -159,6 +160,38 @@ def test_random_draws_and_logprobs_go_on_where_they_were(path, rng):
     assert found[0] == found[1]
 
 
+def test_tokens_that_were_not_told_before_a_change_are_told_after_it(path):
+    engine, _ = make(path, ON_DEVICE)
+    engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
+
+    def steps(count):
+        for _ in range(count):
+            assert not engine.step()
+
+    steps(4)
+    assert not engine.begun(5)
+    engine._change(ON_HOST)
+    steps(1)
+    assert [5] == [len(state.token_ids) for state in engine.begun(5)]
+    # each token once, also where one change follows another
+    for choice in (ON_DEVICE, ON_HOST):
+        engine._change(choice)
+        steps(2)
+        assert not engine.begun(5)
+    steps(1)
+    assert [10] == [len(state.token_ids) for state in engine.begun(5)]
+
+
+def test_an_engine_tells_the_capacity_of_the_way_that_it_runs(path):
+    engine, _ = make(path, ON_DEVICE, num_blocks=60, host=300, max_batched_tokens="auto")
+    before = engine.capacity()
+    assert before.kv_tokens == 60 * BLOCK
+    engine._change(choice(way(on_host=True, seconds=1.0, budget=16)))
+    now = engine.capacity()
+    assert (now.kv_tokens, now.max_batched_tokens, now.max_num_seqs) == (300 * BLOCK, 16, 16)
+    assert engine.stats().kv_tokens == now.kv_tokens
+
+
 def test_the_first_rows_are_asked_for_before_they_run(path, caplog):
     engine, prepared = make(path, ON_DEVICE, ON_HOST)
     assert not is_on_host(engine)
@@ -182,6 +215,53 @@ def test_a_gain_that_a_change_costs_is_not_worth_it(path):
     engine, _ = make(path, ON_DEVICE, small)
     engine.add([make_request(0, [1, 2, 3], max_tokens=20)])
     assert not is_on_host(engine)
+
+
+def test_what_rows_share_is_copied_once_and_priced_once(path, rng):
+    prefix = rng.integers(1, 200, 100).tolist()
+    prompts = [[*prefix, *rng.integers(1, 200, 3 + i).tolist()] for i in range(8)]
+    # the host holds 100 blocks; the rows have 8 * 27, of which 25 are the same
+    engine, prepared = make(path, ON_DEVICE, num_blocks=300, host=100)
+    expected = run(NativeBackend(engine), prompts)
+    step, used = engine.step, []
+
+    def stepped():
+        if engine._engine.table.num_running == 8 and not used:
+            prepared.told = [ON_HOST]
+            used.append(engine._engine._blocks.num_used)
+            engine._ask(engine._seen.ahead(), when="of a test")
+            assert is_on_host(engine)
+        return step()
+
+    engine.step = stepped
+    done = run(NativeBackend(engine), prompts)
+    assert [c.token_ids.tolist() for c in expected.values()] == [
+        done[key].token_ids.tolist() for key in expected
+    ]
+    assert 25 + 8 <= used[0] <= 25 + 8 * 4
+    stats = engine.stats()
+    assert (stats.num_recomputed_tokens, stats.num_preemptions) == (0, 0)
+    # the last block of each row is not full
+    assert (used[0] - 8) * BLOCK < stats.num_carried_tokens <= used[0] * BLOCK
+
+
+def test_kv_that_the_host_has_no_memory_for_is_computed_again(path, rng):
+    prompts = shared_prompts(rng)
+    engine, prepared = make(path, ON_DEVICE)
+    step = engine.step
+
+    def stepped():
+        if engine.stats().num_steps == 4:
+            prepared.host_kv_bytes = 2 * prepared.block_bytes
+            engine._change(ON_DEVICE)
+        return step()
+
+    engine.step = stepped
+    done = run(NativeBackend(engine), prompts)
+    expected = greedy_reference(VARIANT, prompts)
+    assert expected == [done[i, 0].token_ids.tolist() for i in range(len(prompts))]
+    assert engine.stats().num_carried_tokens == 0
+    assert engine.stats().num_recomputed_tokens > 0
 
 
 def test_the_last_rows_move_to_the_device(path, rng):
@@ -332,6 +412,46 @@ def test_a_row_that_the_present_way_does_not_hold_is_asked_for_while_others_run(
     assert [c.error for c in done] == ["", ""]
 
 
+@pytest.mark.parametrize("moves_in", [False, True])
+def test_a_row_that_would_end_by_capacity_is_asked_for_while_others_run(path, moves_in):
+    engine, prepared = make(path, ON_DEVICE, num_blocks=16)
+    engine.add([make_request(0, [1, 2, 3], max_tokens=30)])
+    engine.step()
+    prepared.told = [choice(way(on_host=True, seconds=1.0))]
+    # its prompt fits, what it may generate does not
+    request = make_request(1, [1, 2, 3], max_tokens=80)
+    if moves_in:
+        engine.restore([SequenceState(request=request, sample_idx=0)])
+    else:
+        engine.add([request])
+    assert is_on_host(engine)
+    assert prepared.asked[-1].longest_tokens == 83
+    # once is enough
+    num_asked = len(prepared.asked)
+    engine.add([make_request(2, [1, 2, 3], max_tokens=80)])
+    assert len(prepared.asked) == num_asked
+    done = []
+    while engine.num_unfinished():
+        done += engine.step()
+    assert {"length"} == {c.finish_reason for c in done}
+
+
+@pytest.mark.parametrize("num_short", [0, 60])
+@pytest.mark.parametrize("link_factor", [1e-6, 1e6], ids=["fast-link", "slow-link"])
+def test_rows_that_no_memory_holds_end_alike_whatever_is_quicker(path, link_factor, num_short):
+    engine, _ = make(path, kind=PreparedModel, num_blocks=16, host=20, link_factor=link_factor)
+    engine.add([make_request(i, [1, 2, 3, 4], max_tokens=4) for i in range(num_short)])
+    for _ in range(3):
+        engine.step()
+    engine.add([make_request(100 + i, [1, 2, 3, i], max_tokens=120) for i in range(3)])
+    done = []
+    while engine.num_unfinished():
+        done += engine.step()
+    long = [c for c in done if c.request_id >= 100]
+    # 80 tokens with KV, and one without
+    assert [("capacity", 80 - 4 + 1)] * 3 == [(c.finish_reason, len(c.token_ids)) for c in long]
+
+
 def test_a_pool_that_could_not_be_built_is_gone_before_the_next_one(path, monkeypatch):
     engine, _ = make(path, ON_DEVICE)
     caches = []
@@ -354,15 +474,37 @@ def test_a_pool_that_could_not_be_built_is_gone_before_the_next_one(path, monkey
     assert not is_on_host(engine)
 
 
-def test_counts_of_layers_that_outlive_an_engine_do_not_double(path):
+def test_counts_of_layers_that_outlive_an_engine_do_not_double(path, monkeypatch):
     engine, _ = make(path, ON_DEVICE, device_weight_bytes=LEAST_WEIGHT_BYTES)
+    copier, starts = engine.runner.decoder.layers._copier, []
+    start = copier.start
+
+    def fails_once_ahead_of_use(*args):
+        starts.append(args)
+        if len(starts) == 2:
+            raise RuntimeError("the copy engine is on strike")
+        return start(*args)
+
+    monkeypatch.setattr(copier, "start", fails_once_ahead_of_use)
     engine.add([make_request(0, [1, 2, 3], max_tokens=9)])
     engine.step()
     before = engine.stats()
     assert before.num_weight_copies > 0
+    assert before.num_failed_copies == 1
+    for choice in (ON_HOST, ON_DEVICE):
+        engine._change(choice)
+        assert engine.stats().num_weight_copies == before.num_weight_copies
+        assert engine.stats().num_failed_copies == 1
+        assert engine.stats().num_steps == before.num_steps
+
+
+def test_failed_copies_of_pools_add_up_over_changes(path):
+    engine, _ = make(path, ON_HOST)
+    engine.runner.window.counters.num_failures = 2
+    engine._change(ON_DEVICE)
     engine._change(ON_HOST)
-    assert engine.stats().num_weight_copies == before.num_weight_copies
-    assert engine.stats().num_steps == before.num_steps
+    engine.runner.window.counters.num_failures = 3
+    assert engine.stats().num_failed_copies == 5
 
 
 def test_what_rows_are_like():

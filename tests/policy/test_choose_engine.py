@@ -5,9 +5,16 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import CapacityError
-from raybatch.policy.choose_engine import LEAST_GAIN, EngineFacts, choose_engine
+from raybatch.policy.choose_engine import LEAST_GAIN, EngineFacts, choose_engine, rows_held
 from raybatch.policy.cost.roofline import Roofline, link
-from raybatch.policy.layer_plan import LayerShape, ModelShape, ModuleCosts, RowsAhead, RowShape
+from raybatch.policy.layer_plan import (
+    KV_SLOTS,
+    LayerShape,
+    ModelShape,
+    ModuleCosts,
+    RowsAhead,
+    RowShape,
+)
 
 # a token of a layer is 1 kB
 LAYER = LayerShape(
@@ -105,3 +112,81 @@ def test_the_memory_that_holds_a_row_is_taken():
     assert not choice.best.kv_offload
     with pytest.raises(CapacityError, match="100 prompt and 28 output tokens fits neither"):
         choose_engine(facts(device_rows=0.3, host_rows=4))
+
+
+# tokens of one row that fit the device, the host, and a buffer of one of four layers
+MEMORY = {
+    "host holds more": (160, 320, 320),
+    "device holds more": (480, 160, 960),
+    "a buffer holds less": (48, 1600, 96),
+}
+
+
+def in_memory(name, rows, *, copy, **changes):
+    device, host, buffer = MEMORY[name]
+    given = facts(device_rows=1, host_rows=1, copy=copy, rows=rows, block_size=16, **changes)
+    token_bytes = 4 * KB_LAYER
+    given = replace(given, device_kv_bytes=device * token_bytes, host_kv_bytes=host * token_bytes)
+    assert buffer == given.device_kv_bytes // KV_SLOTS // KB_LAYER
+    return given
+
+
+@pytest.mark.parametrize(
+    ("name", "longest", "is_on_host"),
+    [
+        # one way holds it
+        ("host holds more", 200, True),
+        ("device holds more", 400, False),
+        ("a buffer holds less", 90, True),
+        # none does: the one that ends it last
+        ("host holds more", 5000, True),
+        ("device holds more", 5000, False),
+        ("a buffer holds less", 5000, True),
+    ],
+)
+@pytest.mark.parametrize("copy", [1e6, 1e13], ids=["slow-link", "fast-link"])
+def test_no_row_ends_that_another_way_would_finish(name, longest, is_on_host, copy):
+    shape = RowShape(prompt_tokens=30, output_tokens=10)
+    rows = RowsAhead(shape=shape, num_rows=500, longest_tokens=longest)
+    choice = choose_engine(in_memory(name, rows, copy=copy))
+    assert {is_on_host} == {way.kv_offload for way in choice.ways}
+
+
+def test_larger_steps_that_leave_less_memory_for_a_row_are_not_taken():
+    # a block of KV less with each
+    given = {"token_budgets": (2048, 2064), "activation_bytes": 4 * KB_LAYER, "kv_offload": False}
+    shape = RowShape(prompt_tokens=30, output_tokens=10)
+    for longest, budgets in ((464, {2048, 2064}), (480, {2048}), (5000, {2048})):
+        rows = RowsAhead(shape=shape, longest_tokens=longest)
+        choice = choose_engine(in_memory("device holds more", rows, copy=1e9, **given))
+        assert budgets == {way.max_batched_tokens for way in choice.ways}
+
+
+def test_memory_holds_whole_blocks_of_a_row():
+    shape = RowShape(prompt_tokens=30, output_tokens=10)
+    rows = RowsAhead(shape=shape, longest_tokens=165)
+    given = in_memory("host holds more", rows, copy=1e13)
+    # ten blocks and a bit on the host, eleven on the device
+    given = replace(given, device_kv_bytes=176 * 4 * KB_LAYER, host_kv_bytes=170 * 4 * KB_LAYER)
+    assert {False} == {way.kv_offload for way in choose_engine(given).ways}
+
+
+@pytest.mark.parametrize("shape", [(100, 900), (900, 100), (1, 4000), (4000, 1)])
+@pytest.mark.parametrize(
+    ("name", "is_on_host"),
+    [("host holds more", True), ("device holds more", False), ("a buffer holds less", True)],
+)
+@pytest.mark.parametrize("copy", [1e6, 1e13], ids=["slow-link", "fast-link"])
+def test_rows_that_nothing_holds_run_where_they_end_last(name, is_on_host, shape, copy):
+    shape = RowShape(prompt_tokens=shape[0], output_tokens=shape[1])
+    rows = RowsAhead(shape=shape, longest_tokens=5000, output_lengths=(1.0, 5000.0))
+    given = in_memory(name, rows, copy=copy)
+    with pytest.raises(CapacityError):
+        choose_engine(given)
+    choice = choose_engine(replace(given, rows=rows_held(given)))
+    assert {is_on_host} == {way.kv_offload for way in choice.ways}
+
+
+def test_rows_that_memory_holds_are_not_cut():
+    given = facts(device_rows=8, host_rows=512)
+    assert rows_held(given) == given.rows

@@ -101,7 +101,7 @@ class EngineThread:
     Args:
         build: makes the backend, called in the thread.
         wake: called in the thread when rows finished, room became free, or the engine broke.
-        lead_tokens: prompt tokens that should wait in the engine beyond what runs.
+        lead_tokens: prompt tokens that should wait in the engine beyond what runs, at the least.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class EngineThread:
     ) -> None:
         self._build = build
         self._wake = wake
-        self._lead_tokens = lead_tokens
+        self._min_lead_tokens = self._lead_tokens = lead_tokens
         self._lead_rows = 1
         self._changed = threading.Condition()
         self._incoming: list[Request] = []
@@ -233,8 +233,7 @@ class EngineThread:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        self._lead_rows = max(_MIN_LEAD_ROWS, capacity.max_num_seqs // 4)
-        self._lead_tokens = max(self._lead_tokens, 2 * (capacity.max_batched_tokens or 0))
+        self._set_lead(capacity)
         self._started.set_result(capacity)
         try:
             while self._step(backend):
@@ -243,6 +242,11 @@ class EngineThread:
         except BaseException as error:
             self.failure = error
             self._wake()
+
+    def _set_lead(self, capacity: Capacity) -> None:
+        """Let as much wait in the engine as the steps that it takes now want."""
+        self._lead_rows = max(_MIN_LEAD_ROWS, capacity.max_num_seqs // 4)
+        self._lead_tokens = max(self._min_lead_tokens, 2 * (capacity.max_batched_tokens or 0))
 
     def _refuse_calls(self) -> None:
         """Tell those who wait for calls that the thread will not make them."""
@@ -273,8 +277,10 @@ class EngineThread:
             self._calls[0][0](backend)
             self._calls.popleft()
         completions = backend.poll() if backend.num_unfinished() else []
-        stats = backend.stats()
+        # an engine may have chosen another way to run
+        stats, capacity = backend.stats(), backend.capacity()
         with self._changed:
+            self._set_lead(capacity)
             num_before = len(self._finished)
             for completion in completions:
                 self._gather(completion)

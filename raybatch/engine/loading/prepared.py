@@ -29,7 +29,7 @@ from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.policy.choice_scope import ChoiceScope
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
+from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine, rows_held
 from raybatch.policy.layer_plan import ModuleCosts, RowsAhead, RowShape
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
@@ -143,7 +143,7 @@ class PreparedModel:
         return ChoiceScope(
             config=self.config,
             is_gpu=self.model.device.type == "cuda",
-            device_kv_bytes=self.device_blocks * self._block_bytes(),
+            device_kv_bytes=self.device_blocks * self.block_bytes,
             host_kv_bytes=self.host_kv_bytes,
             residence=self.model.residence,
         )
@@ -168,12 +168,13 @@ class PreparedModel:
         facts = self.facts(rows) if self.may_choose else None
         if facts is None:
             return None
-        try:
-            return choose_engine(facts)
-        except CapacityError as error:
-            # a shorter row may fit
-            _logger.info("%s keeps KV on the device: %s", self.model.name, error_text(error))
-            return None
+        # rows that were seen end where memory does; others may be shorter than usual
+        for tried in (rows, rows_held(facts)) if rows.longest_tokens else (rows,):
+            try:
+                return choose_engine(replace(facts, rows=tried))
+            except CapacityError as error:
+                _logger.info("%s: %s", self.model.name, error_text(error))
+        return None
 
     def chosen(self, choice: EngineChoice | None) -> EngineConfig:
         """Return the options with what was chosen; without a choice KV is on the device."""
@@ -199,7 +200,9 @@ class PreparedModel:
             kv_dtype=self.model.resolved.kv_dtype,
         )
 
-    def _block_bytes(self) -> int:
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of KV of one block, in all layers."""
         dtype = self.model.resolved.kv_dtype
         return kv_bytes_per_token(self.model.spec, dtype) * self.config.block_size_tokens
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.scheduling.admission import Admission
@@ -100,15 +101,26 @@ class Scheduler:
             self._leave(record)
         return taken
 
-    def kv_places(self, request_ids: set[int]) -> dict[int, SwappedKV | None]:
-        """Return where the sequences of these requests have their KV, by arrival."""
+    def kv_places(
+        self, request_ids: set[int], *, once: bool = False
+    ) -> dict[int, SwappedKV | None]:
+        """Return where the sequences of these requests have their KV, by arrival.
+
+        With `once`, leading blocks that an earlier one of them has are left out of those that find
+        them again where all go on in this order.
+        """
         table, places = self.table, {record.arrival: record.swapped for record in self._queue}
-        for slot in np.flatnonzero(table.phase != EMPTY).tolist():
+        running = np.flatnonzero(table.phase != EMPTY)
+        is_taken = np.zeros(self.blocks.num_blocks, np.bool_)
+        for slot in running[np.argsort(table.arrival[running])].tolist():
             record = table.record(slot)
             if record.request.request_id in request_ids:
+                first = self._num_found_again(slot, is_taken) if once else 0
+                blocks = table.blocks(slot).copy()
+                is_taken[blocks] = True
                 places[record.arrival] = SwappedKV(
-                    first_block=0,
-                    host_blocks=table.blocks(slot).copy(),
+                    first_block=first,
+                    host_blocks=blocks[first:],
                     num_tokens=int(table.num_computed[slot]),
                     num_exact=int(table.num_exact[slot]),
                     is_on_device=True,
@@ -269,7 +281,7 @@ class Scheduler:
         running = np.flatnonzero(table.phase != EMPTY)
         slot = int(running[np.argmax(table.arrival[running])])
         num_computed, record = int(table.num_computed[slot]), table.record(slot)
-        num_shared = self._num_found_again(slot)
+        num_shared = self._num_found_again(slot, self.blocks.num_refs > 1)
         self._swap.save(
             record,
             table.blocks(slot),
@@ -283,12 +295,15 @@ class Scheduler:
         self._enqueue(record)
         return slot
 
-    def _num_found_again(self, slot: int) -> int:
-        """Return how many leading blocks of `slot` others use as well, and hashes or pins find."""
+    def _num_found_again(self, slot: int, stays: npt.NDArray[np.bool_]) -> int:
+        """Return how many leading blocks of `slot` are of those that stay, and are found again.
+
+        `stays` [N] tells of each block of the pool; hashes or pins find some.
+        """
         blocks, hits = self.table.blocks(slot), self._needs.hits(self.table.record(slot))
         # a hash may have found another block with the same tokens
         length = min(len(hits), int(self.table.num_computed[slot]) // self.table.block_size)
-        is_found = (blocks[:length] == hits[:length]) & (self.blocks.num_refs[blocks[:length]] > 1)
+        is_found = (blocks[:length] == hits[:length]) & stays[blocks[:length]]
         return length if is_found.all() else int(is_found.argmin())
 
     def _admit(self, step: OpenStep) -> list[Sequence]:

@@ -179,6 +179,7 @@ class Sequence:
             token_ids=self.token_ids,
             num_cached_tokens=self.num_cached_tokens,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            num_reported=self.num_reported,
         )
 
 
