@@ -193,10 +193,13 @@ def picture(points: Sequence[tuple[str, float, float, bool, str]]) -> str:
         place = f'cx="{at(expected):.1f}" cy="{_SIZE - at(measured):.1f}"'
         title = f"<title>{escape(name)}: {way}, {expected:.2f} s, {measured:.2f} s</title>"
         parts.append(f'<circle {place} r="4" fill="{_COLORS[way]}"{ring}>{title}</circle>')
-    for i, (way, color) in enumerate(_COLORS.items()):
-        parts.append(f'<circle cx="{low + 12}" cy="{low + 12 + 16 * i}" r="4" fill="{color}"/>')
+    shown = [way for way in _COLORS if any(way == point[0] for point in points)]
+    for i, way in enumerate(shown):
+        place = f'cx="{low + 12}" cy="{low + 12 + 16 * i}"'
+        parts.append(f'<circle {place} r="4" fill="{_COLORS[way]}"/>')
         parts.append(f'<text x="{low + 22}" y="{low + 16 + 16 * i}">{way}</text>')
-    parts.append(f'<text x="{low + 8}" y="{low + 82}">ring: the way taken</text>')
+    below = low + 16 + 16 * len(shown)
+    parts.append(f'<text x="{low + 8}" y="{below}">ring: the way taken</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
