@@ -63,7 +63,7 @@ def test_the_forecast_of_steps_has_the_whole_prefix(prefix, members):
     rows = RowsAhead(
         shape=RowShape(prompt_tokens=round(OWN + prefix / members), output_tokens=OUTPUT),
         num_rows=members * GROUPS,
-        shared_tokens=prefix * (1 - 1 / members),
+        shared_tokens=float(np.mean([0, *[prefix] * (members - 1)] * GROUPS)),
         group_rows=float(members),
     )
     work = choose_engine._work(replace(facts(device_rows=8, host_rows=64), rows=rows))
