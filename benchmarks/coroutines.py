@@ -401,7 +401,8 @@ def main() -> None:
     if args.show is not None:
         result = json.loads(args.show.read_text(encoding="utf-8"))
         if args.again:
-            result = forecast_again(result)
+            coroutine_report.show(forecast_again(result)["settings"])
+            return
         coroutine_report.show(result["settings"])
         coroutine_report.draw(result["settings"], args.show.with_suffix(".svg"))
         return

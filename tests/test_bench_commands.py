@@ -1,6 +1,7 @@
 """The measurements of the command line."""
 
 import json
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -77,8 +78,11 @@ def test_a_plan_is_what_an_engine_with_these_options_chooses(folder):
     rows = RowsAhead(shape=RowShape(prompt_tokens=100, output_tokens=20), num_rows=500)
     chosen = prepared.choose(rows)
     assert json.loads(json.dumps(asdict(chosen))) == found["choice"]
-    costs = asdict(prepared.facts(rows))["costs"]
-    assert json.loads(json.dumps(costs)) == found["facts"]["costs"]
+    costs = json.loads(json.dumps(asdict(prepared.facts(rows))["costs"]))
+    # runs that are never read together have no least length in JSON
+    least = costs["shared_reads"]["min_tokens"]
+    costs["shared_reads"]["min_tokens"] = [None if math.isinf(n) else n for n in least]
+    assert costs == found["facts"]["costs"]
     assert ("", None) == (found["not_asked"], found["with_host"])
 
 

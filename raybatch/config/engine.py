@@ -70,7 +70,7 @@ class EngineConfig:
     block_size_tokens: Speed[Positive] = 64
     """Tokens per KV block."""
     max_batched_tokens: Speed[Positive | Literal["auto"]] = "auto"
-    """Token budget of one step; "auto" is 2048, and more on a GPU where measured layers promise 5 %
+    """Token budget of one step; "auto" is 2048, and more on a GPU where measured layers promise 1 %
     more tokens/s."""
     max_num_seqs: Speed[Positive] = 1024
     """Most sequences that run at once; KV memory is usually the tighter limit."""

@@ -167,9 +167,9 @@ class Engine:
         return self.export(begun, with_kv=with_kv, once=True), unstarted, failed
 
     def num_leaving_blocks(self) -> int:
-        """Return the blocks that `leave` makes copies of."""
+        """Return the blocks of which `leave` holds copies."""
         places = self._scheduler.kv_places(set(self._num_open), once=True).values()
-        return sum(len(place.host_blocks) for place in places if place is not None)
+        return sum(place.num_blocks for place in places if place is not None)
 
     def begin_drafts(self, max_tokens: int) -> bool:
         """Guess tokens from now on; return False where this engine does so, or cannot."""

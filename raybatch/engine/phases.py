@@ -44,8 +44,9 @@ _logger = logging.getLogger(__name__)
 class PhasedEngine:
     """An `Engine` to its callers; asks `choose_engine` again, and is built anew. Of one thread.
 
-    It asks with its first rows, when the last ones decode, and when steps take other times than
-    forecast. What runs goes on with its KV; no answer depends on it.
+    It asks with its first rows, with a row that the present way would end, when the last ones
+    decode, and when steps take other times than forecast. What runs goes on, with its KV where host
+    memory holds copies of that; no answer depends on it.
 
     Args:
         make: an engine for a runner, which has the options that were chosen.
@@ -148,7 +149,8 @@ class PhasedEngine:
         rows = self._seen.ahead()
         if not self._engine.num_unfinished() and _is_other(rows, self._asked):
             self._ask(rows, when="of the first rows")
-        elif longest > max(self._engine.row_tokens, self._asked.longest_tokens):
+        # the last token has no KV
+        elif longest > max(self._engine.row_tokens + 1, self._asked.longest_tokens):
             self._ask(rows, when="of a longer row")
 
     def _look(self) -> None:
@@ -193,15 +195,21 @@ class PhasedEngine:
         return self._drafts_tail
 
     def _last_rows(self) -> RowsAhead:
-        tokens, left = self._engine.table.running_lengths()
+        """Return the rows that run, with what is left of them; shared blocks count once."""
+        table = self._engine.table
+        tokens, left = table.running_lengths()
+        num_shared, group_rows = table.users.shared_reads()
+        shared_tokens = num_shared * table.block_size / len(tokens)
         return RowsAhead(
             shape=RowShape(
-                prompt_tokens=max(1, round(float(tokens.mean()))),
+                prompt_tokens=max(1, round(float(tokens.mean()) - shared_tokens)),
                 output_tokens=max(1, round(float(left.mean()))),
             ),
             num_rows=len(tokens),
             output_lengths=tuple(np.sort(left).tolist()) if left.min() < left.max() else (),
-            longest_tokens=self._engine.table.longest_len(),
+            longest_tokens=table.longest_len(),
+            shared_tokens=shared_tokens,
+            group_rows=group_rows,
         )
 
     def _has_drifted(
@@ -219,7 +227,8 @@ class PhasedEngine:
 
     def _ask(self, rows: RowsAhead, *, when: str) -> None:
         """Choose for these rows, and change where that saves more than it costs."""
-        self._asked = rows
+        longest = max(rows.longest_tokens, self._engine.table.longest_len())
+        self._asked = rows = replace(rows, longest_tokens=longest)
         choice = self._prepared.choose(rows)
         if choice is None:
             return

@@ -35,7 +35,7 @@ class RowsSeen:
         # the latest, in order
         self._groups: dict[int | None, None] = {}
         self._ids: dict[int | None, None] = {}
-        self._longest = 0
+        self._max_lens: deque[int] = deque(maxlen=_NUM_SEEN)
 
     def __bool__(self) -> bool:
         return bool(self._prompts)
@@ -46,11 +46,14 @@ class RowsSeen:
         for request in requests:
             num_prompt = len(request.prompt_token_ids)
             if not 0 < num_prompt < self._max_model_len:
-                continue  # refused
+                # refused
+                continue
             max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
             longest = max(longest, max_len)
+            self._max_lens.append(max_len)
             if request.request_id in self._ids:
-                continue  # given back, and here again
+                # given back, and here again
+                continue
             _remember(self._ids, request.request_id)
             expected = expected_len(request, max_len)
             is_shared = request.group_id in self._groups
@@ -60,7 +63,6 @@ class RowsSeen:
             self._shared.append(is_shared * request.prefix_len)
             self._prompts.append(max(1, num_prompt - self._shared[-1]))
             self._outputs.append(((expected or max_len) - num_prompt, expected is not None))
-        self._longest = max(self._longest, longest)
         return longest
 
     def note(self, completions: Collection[Completion]) -> None:
@@ -81,7 +83,7 @@ class RowsSeen:
                 output_tokens=max(1, round(float(np.mean(outputs)))),
             ),
             output_lengths=lengths if lengths[0] < lengths[-1] else (),
-            longest_tokens=self._longest,
+            longest_tokens=max(self._max_lens),
             prompt_reads=float(pairs.sum() / prompts.sum()),
             shared_tokens=float(shared.mean()),
             group_rows=len(self._group_ids) / max(1, len(set(self._group_ids))) or 1.0,

@@ -1,10 +1,12 @@
 """What the engine of one model on this host chooses: measured or read, forecast, and shown."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +84,7 @@ class PlanReport:
         return to_text(f"The engine of {self.model}", [section])
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(_without_infinities(asdict(self)), indent=1, allow_nan=False)
 
     def _facts(self) -> list[tuple[str, str]]:
         facts, layer, rows = self.facts, self.facts.model.layer, self.facts.rows
@@ -225,6 +227,15 @@ def plan_report(
         cpu_share=cpu_share,
         weights=_streamed_weights(model.residence, model.sizes, facts, choice),
     )
+
+
+def _without_infinities(value: Any) -> Any:  # noqa: ANN401
+    """Return a record for strict readers: what is never reached is None."""
+    if isinstance(value, Mapping):
+        return {key: _without_infinities(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(each) for each in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
 
 
 def _with_host(facts: EngineFacts, free_bytes: int) -> EngineChoice | None:

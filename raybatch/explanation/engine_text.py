@@ -59,7 +59,9 @@ def engine_text(
             return known.plain_reason()
         if profile is None:
             return later
-        rows = rows_of(work(), placement.num_replicas, explanation.profile.prompt_tokens.highest)
+        lengths = (explanation.profile.prompt_tokens, explanation.profile.output_tokens)
+        longest = sum(length.highest for length in lengths)
+        rows = rows_of(work(), placement.num_replicas, longest)
         choice = choose_engine(known.facts(profile.model, profile.costs(), rows))
     except (ConfigError, CapacityError):
         # said where engines start

@@ -22,7 +22,7 @@ from raybatch.policy.residence import Residence, WeightMemory, residences
 from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
 from raybatch.records.arrays import Floats
 
-# share by which the forecast of the other way must be better: below it errors would decide
+# share by which the forecast of a later way must be better; less is a tie, which the first one wins
 LEAST_GAIN = 0.01
 # of the rows that fit at once, how many come where nobody knows their number
 _WAVES = 4
@@ -113,16 +113,18 @@ class EngineChoice:
 def choose_engine(facts: EngineFacts) -> EngineChoice:
     """Return the way that takes the least time; KV on the device, and small steps, win near ties.
 
-    A way that ends a row which another one would finish is not taken.
+    A way that ends a row which another one would finish is not taken. Rows that were seen, so that
+    `longest_tokens` are known, end where the memory does that holds most of them.
 
     Raises:
-        CapacityError: no memory holds a row, see `rows_held`.
+        CapacityError: no memory holds a block, or a row of usual length.
 
     Source: BatchGen (arXiv:2606.21712), sections 5.1 and 5.4, by this library's costs.
     """
     most, rows = _most_row_tokens(facts), facts.rows
-    # which row ends by capacity must not depend on what is quicker
-    facts = replace(facts, rows=replace(rows, longest_tokens=min(rows.longest_tokens, most)))
+    if rows.longest_tokens:
+        # which row ends by capacity must not depend on what is quicker
+        facts = replace(facts, rows=_held(rows, most))
     of_place = [found for place in _places(facts) if (found := _ways(facts, is_on_host=place))]
     if not of_place:
         row = rows.shape
@@ -145,20 +147,6 @@ def choose_engine(facts: EngineFacts) -> EngineChoice:
         ways=tuple(ways),
         draft_rows=0 if best.kv_offload or not facts.may_draft else _draft_rows(facts),
     )
-
-
-def _most_row_tokens(facts: EngineFacts) -> int:
-    return max(_row_tokens(facts, is_on_host=place) for place in _places(facts))
-
-
-def rows_held(facts: EngineFacts) -> RowsAhead:
-    """Return the rows cut to what the way that holds the longest ones holds of them."""
-    most, shape = _most_row_tokens(facts), facts.rows.shape
-    prompt_tokens = max(1, min(shape.prompt_tokens, most))
-    # the last token has no KV
-    output_tokens = max(1, min(shape.output_tokens, most + 1 - prompt_tokens))
-    cut = RowShape(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-    return replace(facts.rows, shape=cut, output_lengths=())
 
 
 def choose_residence(facts: EngineFacts, memory: WeightMemory) -> EngineChoice:
@@ -214,7 +202,7 @@ def _forecast_text(choice: EngineChoice) -> str:
 
 
 def _first_best(ways: Sequence[EngineWay]) -> EngineWay:
-    """Return the first way that no later one beats by what a measurement may be wrong."""
+    """Return the first way that no later one beats by more than a tie."""
     best = ways[0]
     for way in ways[1:]:
         if best.seconds >= (1 + LEAST_GAIN) * way.seconds:
@@ -243,13 +231,17 @@ def _token_bytes(facts: EngineFacts) -> int:
     return facts.model.layer.kv_bytes_per_token * facts.model.num_layers
 
 
+def kv_buffer(facts: EngineFacts) -> KVBuffer:
+    """Return what holds one layer of the rows that attend together, with KV in host memory."""
+    num_tokens = facts.device_kv_bytes // KV_SLOTS // facts.model.layer.kv_bytes_per_token
+    return KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS, block_size=facts.block_size)
+
+
 def _room(facts: EngineFacts, *, is_on_host: bool) -> tuple[int, KVBuffer | None]:
     """Return the tokens that a place for KV holds, and the buffer of rows that attend together."""
     if not is_on_host:
         return facts.device_kv_bytes // _token_bytes(facts), None
-    num_tokens = facts.device_kv_bytes // KV_SLOTS // facts.model.layer.kv_bytes_per_token
-    buffer = KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS, block_size=facts.block_size)
-    return facts.host_kv_bytes // _token_bytes(facts), buffer
+    return facts.host_kv_bytes // _token_bytes(facts), kv_buffer(facts)
 
 
 def _row_tokens(facts: EngineFacts, *, is_on_host: bool) -> int:
@@ -259,11 +251,28 @@ def _row_tokens(facts: EngineFacts, *, is_on_host: bool) -> int:
     return tokens // facts.block_size * facts.block_size
 
 
+def _most_row_tokens(facts: EngineFacts) -> int:
+    """Return the tokens with KV of the longest row that some place holds."""
+    return max(_row_tokens(facts, is_on_host=place) for place in _places(facts))
+
+
+def _held(rows: RowsAhead, most: int) -> RowsAhead:
+    """Return rows cut to `most` tokens with KV; the last token of a row has none."""
+    rows = replace(rows, longest_tokens=min(rows.longest_tokens, most + 1))
+    shape = rows.shape
+    if shape.prompt_tokens + shape.output_tokens - 1 <= most:
+        return rows
+    prompt_tokens = max(1, min(shape.prompt_tokens, most))
+    output_tokens = max(1, min(shape.output_tokens, most + 1 - prompt_tokens))
+    cut = RowShape(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    return RowsAhead(shape=cut, num_rows=rows.num_rows, longest_tokens=rows.longest_tokens)
+
+
 def _way(facts: EngineFacts, budget: int, *, is_on_host: bool) -> EngineWay | None:
     row = facts.rows.shape
     # the last token of a row has no KV
     row_tokens = max(1, row.prompt_tokens + row.output_tokens - 1)
-    if _row_tokens(facts, is_on_host=is_on_host) < max(row_tokens, facts.rows.longest_tokens):
+    if _row_tokens(facts, is_on_host=is_on_host) < max(row_tokens, facts.rows.longest_tokens - 1):
         return None
     kv_tokens, buffer = _room(facts, is_on_host=is_on_host)
     together = min(kv_tokens // row_tokens, facts.max_num_seqs, budget)
@@ -272,7 +281,7 @@ def _way(facts: EngineFacts, budget: int, *, is_on_host: bool) -> EngineWay | No
     limits = EngineLimits(
         kv_tokens=kv_tokens,
         max_num_seqs=min(facts.max_num_seqs, budget),
-        block_size=min(facts.block_size, kv_tokens),
+        block_size=facts.block_size,
         max_batched_tokens=budget,
     )
     work = _work(facts)

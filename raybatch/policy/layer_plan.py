@@ -193,7 +193,8 @@ class RowsAhead:
         """Return the tokens that a group has in common."""
         if self.group_rows <= 1:
             return self.shared_tokens
-        return self.shared_tokens / (1 - 1 / self.group_rows)
+        prefix_tokens = self.shared_tokens / (1 - 1 / self.group_rows)
+        return min(prefix_tokens, self.shared_tokens + self.shape.prompt_tokens)
 
     @property
     def own_tokens(self) -> float:

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -55,6 +55,10 @@ class SharedReads:
         position_s = [each / (n * num_runs) for n, each in zip(num_rows, growths, strict=True)]
         return cls(num_rows=num_rows, min_tokens=min_tokens, position_s=tuple(position_s))
 
+    def times(self, factor: float) -> Self:
+        """Return the same rule on something that takes so many times as long."""
+        return replace(self, position_s=tuple(factor * each for each in self.position_s))
+
     def pays(self, num_rows: int, num_tokens: int) -> bool:
         """Return whether so many rows read a run of so many positions in less time together.
 
@@ -65,18 +69,26 @@ class SharedReads:
         near = self.min_tokens[place if is_timed else max(place - 1, 0) : place + 1]
         return num_tokens >= max(near)
 
-    def cost(self, num_rows: Floats, num_tokens: float) -> tuple[Floats, Floats]:
+    def cost(self, num_rows: Floats, num_tokens: float) -> "PositionCost":
         """Return what a position of a run of `num_tokens` costs each of so many rows that decode.
 
-        The first is how often it is read from memory, the second are seconds beside that. One row
-        reads it from memory, the others find it in a cache, or read it with the first.
+        One row reads it from memory, the others find it in a cache, or read it with the first.
         """
         once = 1.0 / num_rows
         if self.position_s:
-            beside_s: Floats = np.interp(num_rows, self.num_rows, self.position_s) * (1 - once)
-            return once, beside_s
+            beside_s = np.interp(num_rows, self.num_rows, self.position_s) * (1 - once)
+            return PositionCost(computed=once, read=once, beside_s=beside_s)
         least = np.interp(num_rows, self.num_rows, self.min_tokens)
-        return np.where(least <= num_tokens, once, 1.0), np.zeros(len(num_rows))
+        read = np.where(least <= num_tokens, once, 1.0)
+        return PositionCost(computed=np.ones(len(read)), read=read, beside_s=np.zeros(len(read)))
+
+
+class PositionCost(NamedTuple):
+    """How often a row computes with a position and reads it from memory; seconds beside both."""
+
+    computed: Floats
+    read: Floats
+    beside_s: Floats
 
 
 def _growth(short: ReadTimes, long: ReadTimes) -> float:

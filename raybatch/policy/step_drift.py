@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raybatch.policy.choose_engine import EngineFacts, EngineWay
-from raybatch.policy.layer_plan import KV_SLOTS, ModuleCosts
-from raybatch.policy.step_seconds import KVBuffer, StepCounts, step_seconds
+from raybatch.policy.choose_engine import EngineFacts, EngineWay, kv_buffer
+from raybatch.policy.layer_plan import ModuleCosts
+from raybatch.policy.step_seconds import StepCounts, step_seconds
 from raybatch.records.types import ReplicaStats
 
 # of measured seconds beside the forecast, from which on costs are no longer believed
@@ -48,10 +48,7 @@ def step_drift(
     counts = StepCounts.of(
         facts.rows, np.array([decoded / num_steps]), np.array([max(0, computed) / num_steps])
     )
-    buffer = None
-    if way.kv_offload:
-        num_tokens = facts.device_kv_bytes // KV_SLOTS // facts.model.layer.kv_bytes_per_token
-        buffer = KVBuffer(num_tokens=num_tokens, num_buffers=KV_SLOTS, block_size=facts.block_size)
+    buffer = kv_buffer(facts) if way.kv_offload else None
 
     def forecast_s(costs: ModuleCosts) -> float:
         return num_steps * float(

@@ -148,10 +148,13 @@ def _attention_s(model: ModelShape, costs: ModuleCosts, steps: StepCounts, parts
         activations = 2.0 * tokens * (layer.model_dim + layer.projected_dim) * layer.element_bytes
         return operations, read_kv * layer.kv_bytes_per_token + activations
 
-    reads, beside_s = costs.shared_reads.cost(steps.readers, steps.shared_tokens)
-    context = rows * (steps.context_tokens + steps.shared_tokens * reads)
-    beside_s = rows * steps.shared_tokens * beside_s
-    of_rows = work(rows, context + rows, context + rows)
+    shared, cost = steps.shared_tokens, costs.shared_reads.cost(steps.readers, steps.shared_tokens)
+    beside_s = rows * shared * cost.beside_s
+    of_rows = work(
+        rows,
+        rows * (steps.context_tokens + shared * cost.computed + 1),
+        rows * (steps.context_tokens + shared * cost.read + 1),
+    )
     of_prompts = work(prompts, prompts * steps.prompt_reads, prompts)
     weights = parts * layer.attention_bytes
     if costs.prompts is None:

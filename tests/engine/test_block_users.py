@@ -25,6 +25,12 @@ def test_blocks_know_their_readers_and_their_place():
     users.check(TABLE)
 
 
+def test_reads_of_blocks_that_another_row_has_read():
+    assert (0, 1.0) == users_of(0).shared_reads()
+    # blocks 5 and 1 have two readers
+    assert (2, 2.0) == users_of(2, 3, 1).shared_reads()
+
+
 def test_a_slot_that_grows_counts_its_new_blocks_alone():
     users = users_of(1, 1)
     users.extend(np.array([0, 1]), np.array([3, 1]), TABLE)

@@ -1,6 +1,7 @@
 """Samples of one request: the prompt is computed once, and what they write goes into copies."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -167,16 +168,19 @@ def test_the_first_sample_alone_tells_what_came_from_other_requests():
 
 
 def random_requests(rng, count):
+    """Return requests with leading tokens in common; every other one is of a group."""
     stem = rng.integers(0, VOCAB, 60)
-    return [
+    lengths = np.where(np.arange(count) % 2, 20, rng.integers(0, 30, count)).tolist()
+    requests = [
         make_request(
             i,
-            np.r_[stem[: rng.integers(0, 30)], rng.integers(0, VOCAB, rng.integers(1, 30))],
+            np.r_[stem[:length], rng.integers(0, VOCAB, rng.integers(1, 30))],
             n=int(rng.integers(1, 7)),
             max_tokens=int(rng.integers(1, 20)),
         )
-        for i in range(count)
+        for i, length in enumerate(lengths)
     ]
+    return [replace(r, group_id=3, prefix_len=20) if i % 2 else r for i, r in enumerate(requests)]
 
 
 def random_engine(rng, way):

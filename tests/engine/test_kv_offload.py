@@ -123,6 +123,24 @@ def test_each_step_brings_in_what_it_reads_and_takes_out_its_tokens_alone(rng):
     assert engine.stats().swapped_bytes == counters.loaded_bytes + counters.saved_bytes
 
 
+def test_members_of_a_group_attend_together_whatever_their_places(rng):
+    # a buffer holds one document of 6 blocks with the 2 of each of its 4 rows
+    engine, runner = make(pool_blocks=14, host=300, max_batched_tokens=200)
+    documents = rng.integers(0, VOCAB, (3, 24))
+    requests = [
+        make_request(i, np.r_[documents[i % 3], rng.integers(0, VOCAB, 5)], max_tokens=3)
+        for i in range(12)
+    ]
+    engine.add(requests)
+    done = {}
+    while not any(step.gates == [12] for step in runner.steps):
+        before = runner.window_counters.loaded_bytes
+        done |= {(c.request_id, c.sample_idx): c for c in engine.step()}
+    loaded = runner.window_counters.loaded_bytes - before
+    assert loaded == 3 * (6 + 4 * 2) * runner.tiers.block_bytes
+    assert tokens_of(done | run_all(engine)) == expected(requests)
+
+
 def test_a_prefix_is_brought_in_once_for_all_that_attend_together(rng):
     engine, runner = make(pool_blocks=60, host=300, max_batched_tokens=200)
     prefix = rng.integers(0, VOCAB, 24)

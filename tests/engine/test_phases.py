@@ -11,7 +11,7 @@ import torch
 
 from raybatch.backends.native import NativeBackend
 from raybatch.config import EngineConfig
-from raybatch.engine import phases
+from raybatch.engine import phases, rows_seen
 from raybatch.engine.engine import Engine
 from raybatch.engine.loading import runner as runner_module
 from raybatch.engine.loading.prepared import PreparedModel
@@ -505,6 +505,43 @@ def test_failed_copies_of_pools_add_up_over_changes(path):
     engine._change(ON_HOST)
     engine.runner.window.counters.num_failures = 3
     assert engine.stats().num_failed_copies == 5
+
+
+def test_the_longest_of_the_rows_at_hand_counts(path, monkeypatch):
+    monkeypatch.setattr(rows_seen, "_NUM_SEEN", 4)
+    engine, prepared = make(path, ON_DEVICE, num_blocks=30)
+    engine.add([make_request(0, [1, 2, 3], max_tokens=50)])
+    engine.step()
+    engine.add([make_request(i, [1, 2], max_tokens=5) for i in range(1, 9)])
+    assert engine._seen.ahead().longest_tokens == 7
+    engine._ask(engine._seen.ahead(), when="now")
+    assert prepared.asked[-1].longest_tokens == 53
+
+
+def test_last_rows_count_what_they_share_once(path):
+    engine, _ = make(path, ON_DEVICE)
+    document = list(range(1, 41))
+    engine.add([make_request(i, [*document, 50 + i, 60 + i], max_tokens=6) for i in range(4)])
+    while engine._engine.table.users.shared_reads()[0] == 0:
+        engine.step()
+    rows, size = engine._last_rows(), engine._engine.table.block_size
+    num_shared = 40 // size * size
+    assert rows.group_rows == 4
+    assert rows.prefix_tokens == pytest.approx(num_shared)
+    tokens, _ = engine._engine.table.running_lengths()
+    assert rows.own_tokens == pytest.approx(float(tokens.mean()) - num_shared, abs=1)
+
+
+def test_slower_layers_read_shared_runs_slower_too(path):
+    _, prepared = make(path, ON_DEVICE)
+    rows, before = prepared.usual_rows(), prepared.facts(prepared.usual_rows())
+    prepared.module_factor *= 3.0
+    pairs = zip(
+        before.costs.shared_reads.position_s,
+        prepared.facts(rows).costs.shared_reads.position_s,
+        strict=True,
+    )
+    assert all(3 * one == pytest.approx(other) for one, other in pairs)
 
 
 def test_what_rows_are_like():

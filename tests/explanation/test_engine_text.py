@@ -74,8 +74,13 @@ def test_measured_layers_tell_what_is_chosen_for_the_rows_of_the_plan(told, mode
     # what 40 rows have in common is computed once, and read by all
     assert (40, 30) == (rows.num_rows, rows.shape.output_tokens)
     assert rows.shape.prompt_tokens < 10 < 120 < rows.shared_tokens < 130
-    # a row of the plan that no memory holds is for the engine to refuse
-    assert "is chosen when" in told({**HOST, "kv_cache_bytes": 1 << 16, "block_size_tokens": 16})
+    # with all that a row may generate
+    assert rows.longest_tokens == 132 + 30
+    # rows that no memory holds end where it does
+    small = {**HOST, "kv_cache_bytes": 1 << 16, "block_size_tokens": 16}
+    assert "is chosen when" in told(small)
+    assert PreparedModel.load(str(model), EngineConfig(**small)).profile is not None
+    assert told(small).startswith("KV ")
     monkeypatch.setattr(engine_text, "find_spec", lambda _: None)
     assert "is chosen when" in told(HOST)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from raybatch.errors import CapacityError
-from raybatch.policy.choose_engine import LEAST_GAIN, EngineFacts, choose_engine, rows_held
+from raybatch.policy.choose_engine import LEAST_GAIN, EngineFacts, choose_engine
 from raybatch.policy.cost.roofline import Roofline, link
 from raybatch.policy.layer_plan import (
     KV_SLOTS,
@@ -181,12 +181,16 @@ def test_rows_that_nothing_holds_run_where_they_end_last(name, is_on_host, shape
     shape = RowShape(prompt_tokens=shape[0], output_tokens=shape[1])
     rows = RowsAhead(shape=shape, longest_tokens=5000, output_lengths=(1.0, 5000.0))
     given = in_memory(name, rows, copy=copy)
+    assert {is_on_host} == {way.kv_offload for way in choose_engine(given).ways}
+    # without rows that were seen, these are a guess
     with pytest.raises(CapacityError):
-        choose_engine(given)
-    choice = choose_engine(replace(given, rows=rows_held(given)))
-    assert {is_on_host} == {way.kv_offload for way in choice.ways}
+        choose_engine(replace(given, rows=replace(rows, longest_tokens=0)))
 
 
-def test_rows_that_memory_holds_are_not_cut():
-    given = facts(device_rows=8, host_rows=512)
-    assert rows_held(given) == given.rows
+def test_the_last_token_of_a_row_takes_no_memory():
+    shape = RowShape(prompt_tokens=30, output_tokens=10)
+    held = 160 * 4 * KB_LAYER
+    for longest, places in ((161, {False, True}), (162, {True})):
+        given = in_memory("host holds more", RowsAhead(shape=shape, longest_tokens=longest), copy=1)
+        given = replace(given, device_kv_bytes=held, host_kv_bytes=2 * held)
+        assert places == {way.kv_offload for way in choose_engine(given).ways}

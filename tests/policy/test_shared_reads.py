@@ -69,12 +69,17 @@ def test_a_position_costs_what_more_of_them_take_in_the_quicker_way():
 def test_rows_that_share_pay_for_memory_once():
     rows = np.array([1.0, 2.0, 3.0, 4.0, 100.0])
     rule = SharedReads(num_rows=(2, 4), min_tokens=(math.inf, 8), position_s=(2.0, 4.0))
-    reads, seconds = rule.cost(rows, 10)
-    assert reads == pytest.approx(1 / rows)
+    computed, read, seconds = rule.cost(rows, 10)
+    assert computed == pytest.approx(1 / rows)
+    assert read == pytest.approx(1 / rows)
     assert seconds == pytest.approx([0.0, 1.0, 2.0, 3.0, 4.0 * 0.99])
+    slower = rule.times(2.0)
+    assert slower.cost(rows, 10).beside_s == pytest.approx(2 * seconds)
+    assert [slower.pays(4, n) for n in (7, 8)] == [False, True]
 
 
 def test_without_times_memory_is_read_once_from_a_length_on():
     rows = np.array([1.0, 2.0, 8.0])
     untimed = SharedReads(num_rows=(2, 8), min_tokens=(100, 10))
-    assert [each.tolist() for each in untimed.cost(rows, 50)] == [[1, 1, 1 / 8], [0, 0, 0]]
+    found = [each.tolist() for each in untimed.cost(rows, 50)]
+    assert found == [[1, 1, 1], [1, 1, 1 / 8], [0, 0, 0]]

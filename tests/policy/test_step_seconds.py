@@ -131,6 +131,13 @@ def test_a_run_that_is_long_enough_is_read_once_a_group_where_nothing_was_timed(
     assert layers_s(MODEL, given, short) == pytest.approx(layers_s(MODEL, given, longer))
 
 
+def test_scores_are_computed_for_every_row_also_where_memory_is_read_once():
+    attention = Roofline(fixed_s=0.0, operation_s=1e-9, byte_s=0.0)
+    given = replace(costs(1e10, overlap=False), attention=attention)
+    longer = replace(counts(rows=ROWS), context_tokens=CONTEXT + 100)
+    assert layers_s(MODEL, given, grouped()) == pytest.approx(layers_s(MODEL, given, longer))
+
+
 def test_timed_reads_are_added_for_each_row_but_the_one_that_reads_memory():
     reads = SharedReads(num_rows=(2, 8), min_tokens=(0.0, 0.0), position_s=(1e-6, 4e-6))
     given = replace(costs(1e10, overlap=False), shared_reads=reads)

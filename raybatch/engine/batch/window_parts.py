@@ -22,15 +22,16 @@ def split_for_window(
 ) -> list[Schedule]:
     """Return schedules of parts that each need at most `num_blocks` distinct blocks.
 
-    A row that alone needs more is a part. Sequences keep their order, so that a chunk comes after
-    those that write what it reads.
+    A row that alone needs more is a part. Decodes that share blocks lie side by side, so that these
+    come in once. Chunks keep their order, and come after those that write what they read.
     """
     assert not len(schedule.draft_tokens), "coroutines take no drafts"
-    num_decode = len(schedule.decode_slots)
+    num_decode, order = len(schedule.decode_slots), _by_prefix(schedule.decode_slots, table)
+    decode_slots = schedule.decode_slots[order]
     stops = np.concatenate(
-        (table.num_computed[schedule.decode_slots] + 1, schedule.chunk_starts + schedule.chunk_lens)
+        (table.num_computed[decode_slots] + 1, schedule.chunk_starts + schedule.chunk_lens)
     )
-    slots = np.concatenate((schedule.decode_slots, schedule.chunk_slots)).tolist()
+    slots = np.concatenate((decode_slots, schedule.chunk_slots)).tolist()
     counts = (-(-stops // table.block_size)).tolist()
     # the last part that has each block
     part_of_block: Ints = np.full(len(table.users.count), -1, np.int64)
@@ -45,7 +46,24 @@ def split_for_window(
         num_held += num_new
     ends = [*starts[1:], len(slots)]
     rows = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-    return [_part_of(schedule, r[r < num_decode], r[r >= num_decode] - num_decode) for r in rows]
+    return [
+        _part_of(schedule, order[r[r < num_decode]], r[r >= num_decode] - num_decode) for r in rows
+    ]
+
+
+def _by_prefix(slots: Ints, table: SequenceTable) -> Ints:
+    """Return an order of decoding slots [S] in which those that share blocks are neighbours.
+
+    Rows go by their first block, and then by the last one that another row reads as well.
+    """
+    if not len(slots):
+        return np.empty(0, np.int64)
+    counts = -(-(table.num_computed[slots] + 1) // table.block_size)
+    blocks = table.block_table[slots, : counts.max()]
+    is_held = np.arange(blocks.shape[1]) < counts[:, None]
+    num_shared = ((table.users.count[blocks] > 1) & is_held).sum(axis=1)
+    last = blocks[np.arange(len(slots)), np.maximum(num_shared - 1, 0)]
+    return np.lexsort((last, blocks[:, 0]))
 
 
 def _part_of(schedule: Schedule, decodes: Ints, chunks: Ints) -> Schedule:

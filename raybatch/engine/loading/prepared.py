@@ -29,7 +29,7 @@ from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.policy.choice_scope import ChoiceScope
-from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine, rows_held
+from raybatch.policy.choose_engine import EngineChoice, EngineFacts, choose_engine
 from raybatch.policy.layer_plan import ModuleCosts, RowsAhead, RowShape
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
@@ -168,13 +168,12 @@ class PreparedModel:
         facts = self.facts(rows) if self.may_choose else None
         if facts is None:
             return None
-        # rows that were seen end where memory does; others may be shorter than usual
-        for tried in (rows, rows_held(facts)) if rows.longest_tokens else (rows,):
-            try:
-                return choose_engine(replace(facts, rows=tried))
-            except CapacityError as error:
-                _logger.info("%s: %s", self.model.name, error_text(error))
-        return None
+        try:
+            return choose_engine(facts)
+        except CapacityError as error:
+            # rows that come may be shorter than usual
+            _logger.info("%s: %s", self.model.name, error_text(error))
+            return None
 
     def chosen(self, choice: EngineChoice | None) -> EngineConfig:
         """Return the options with what was chosen; without a choice KV is on the device."""
@@ -216,6 +215,7 @@ class PreparedModel:
             ffn=costs.ffn.times(self.module_factor),
             to_device=costs.to_device.times(self.link_factor),
             to_host=costs.to_host.times(self.link_factor),
+            shared_reads=costs.shared_reads.times(self.module_factor),
         )
 
 

@@ -59,7 +59,7 @@ class ModuleProfile:
     to_device: tuple[MeasuredWork, ...]
     to_host: tuple[MeasuredWork, ...]
     copies_overlap: bool
-    shared_reads: SharedReads = UNTIMED
+    shared_reads: SharedReads
 
     def costs(self) -> ModuleCosts:
         return ModuleCosts(

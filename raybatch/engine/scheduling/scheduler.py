@@ -116,6 +116,10 @@ class Scheduler:
             record = table.record(slot)
             if record.request.request_id in request_ids:
                 first = self._num_found_again(slot, is_taken) if once else 0
+                # the last one comes along, and with it how far the row has been computed
+                first = min(
+                    first, max(0, -(-int(table.num_computed[slot]) // table.block_size) - 1)
+                )
                 blocks = table.blocks(slot).copy()
                 is_taken[blocks] = True
                 places[record.arrival] = SwappedKV(

@@ -161,7 +161,7 @@ class BlockManager:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SwappedKV:
-    """KV of a sequence in host memory; what lies before its first block stayed on the device.
+    """KV of a sequence in host memory; what lies before its first block is found by hash or pins.
 
     ```
     blocks of the sequence   | 0 | 1 | 2 | 3 | 4 | 5 |      first_block = 2, three host blocks,

@@ -63,6 +63,15 @@ class BlockUsers:
         self.num_attended[slots] = targets
         self.high_water = max(self.high_water, int(blocks.max()) + 1)
 
+    def shared_reads(self) -> tuple[int, float]:
+        """Return how many reads of a step find a block that another row has read in it.
+
+        And how many rows read such a block, on average; 1 where none is shared.
+        """
+        counts = self.count[: self.high_water]
+        shared = counts[counts > 1]
+        return int((shared - 1).sum()), float(shared.mean()) if len(shared) else 1.0
+
     def remove(self, slot: int, block_table: npt.NDArray[np.int32]) -> None:
         """Forget what `slot` attends to; its row of the table must still be in place."""
         blocks = block_table[slot, : self.num_attended[slot]]

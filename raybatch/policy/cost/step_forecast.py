@@ -78,7 +78,7 @@ def _mean_group(work: WorkTotals, block_size: int) -> tuple[int, float]:
     if not work.shared_pairs:
         return 0, 1.0
     decodes = max(1.0, work.generated_tokens - work.num_rows)
-    prefix = int(work.shared_pairs / decodes) // block_size * block_size
+    prefix = round(work.shared_pairs / decodes) // block_size * block_size
     members = max(1.0, work.shared_pairs / max(1.0, work.shared_reads))
     if work.computed_tokens / work.num_rows - prefix / members < 1:
         return 0, 1.0
