@@ -231,6 +231,9 @@ def test_a_report_says_how_engines_of_the_last_run_ran():
     lines = [line for line in report.to_text().splitlines() if line.startswith("engine:")]
     assert ["engine: a (2 engines)", "engine: b (1 engine)"] == lines
     assert "a (2 engines)" in report.to_html()
+    again = make_run(ways=(("a", 2), ("b", 1)), way_changes=3)
+    lines = make_report(history=History(runs=(again,))).to_text().splitlines()
+    assert "engine: b (1 engine); chosen or forecast anew 3 times before" in lines
     assert "engine:" not in make_report(history=History(runs=(make_run(),))).to_text()
 
 

@@ -57,8 +57,8 @@ class EngineConfig:
     """Memory for KV on the device; None takes a share of what is free."""
     host_kv_bytes: Speed[NonNegative | Literal["auto"] | None] = "auto"
     """Host memory for the KV of preempted sequences, or of all (`kv_offload`); None or 0 has none
-    and computes it again. "auto" takes a share of what is free where a GPU's engine chooses
-    `kv_offload`, else none."""
+    and computes it again. "auto" takes a share of what is free where `kv_offload` is true or a
+    GPU's engine chooses it, else none."""
     host_kv_dtype: Answers[KVCacheDType] = "auto"
     """With "int8" or "fp8", half of `host_kv_bytes` holds exact copies, and KV that finds no room
     there is rounded into the other half; answers of such rows change. "auto" rounds nothing."""

@@ -22,10 +22,15 @@ class ChoiceScope:
     residence: Residence | None = None
 
     @property
-    def needs_device(self) -> bool:
-        """Return whether an option that is set wants KV on the device."""
-        config, is_rounded = self.config, self.config.host_kv_dtype != "auto"
-        return bool(config.num_drafts) or config.cuda_graphs is True or is_rounded
+    def needs_device(self) -> tuple[str, ...]:
+        """Return the options that are set and want KV on the device."""
+        config = self.config
+        wanted = {
+            "speculative_tokens": bool(config.num_drafts),
+            "cuda_graphs": config.cuda_graphs is True,
+            "host_kv_dtype": config.host_kv_dtype != "auto",
+        }
+        return tuple(f"engine.{name}" for name, is_set in wanted.items() if is_set)
 
     @property
     def may_choose(self) -> bool:
@@ -46,7 +51,8 @@ class ChoiceScope:
         if config.kv_offload is False:
             why = "engine.kv_offload says"
         elif self.needs_device:
-            why = "engine.speculative_tokens, cuda_graphs or host_kv_dtype needs it there"
+            needs = "needs" if len(self.needs_device) == 1 else "need"
+            why = f"{' and '.join(self.needs_device)} {needs} it there"
         elif not self.host_kv_bytes:
             why = "there is no host memory for KV (engine.host_kv_bytes)"
         return f"KV on the device, as {why}; steps of up to {config.token_budget:,} tokens"

@@ -5,6 +5,7 @@ Memory grows neither with the length of a run nor with that of its log.
 
 import heapq
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -82,7 +83,8 @@ class RunRecord:
         units_found: units that another run had written when this one came to them.
         units: all units, where they are few.
         samples: of equal importance, a few hundred at most.
-        ways: how engines ran rows, the first ones, each with the number of engines that did so.
+        ways: how engines ran rows at last, the most frequent ones, each with its number of engines.
+        way_changes: how often an engine went over to another way, or forecast its own anew.
     """
 
     run_id: str
@@ -107,6 +109,7 @@ class RunRecord:
     units: tuple[UnitTime, ...] = ()
     samples: tuple[Sample, ...] = ()
     ways: tuple[tuple[str, int], ...] = ()
+    way_changes: int = 0
 
     @property
     def limit(self) -> str:
@@ -157,7 +160,8 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
     """Return what the lines of one log say; None where it has no beginning."""
     started: Event | None = None
     last_ts, values = 0.0, dict[str, Any]()
-    samples, units, ways = _Samples(), _Units(), dict[str, set[int]]()
+    samples, units, way_of = _Samples(), _Units(), dict[int, str]()
+    num_ways = 0
     for event in events:
         try:
             last_ts = max(last_ts, float(event["ts"]))
@@ -170,9 +174,8 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
             elif event["event"] == "sample":
                 samples.add(event)
             elif event["event"] == "engine":
-                way = str(event["way"])
-                if way in ways or len(ways) < _MAX_WAYS:
-                    ways.setdefault(way, set()).add(int(event["rank"]))
+                way_of[int(event["rank"])] = str(event["way"])
+                num_ways += 1
             elif event["event"] == "run_ended":
                 values["end"] = str(event["reason"])
         except (KeyError, TypeError, ValueError):  # a line of another version
@@ -187,7 +190,8 @@ def run_of(events: Iterable[Event]) -> RunRecord | None:
         versions={str(k): str(v) for k, v in dict(started.get("versions") or {}).items()},
         rows_resumed=int(started.get("rows_resumed") or 0),
         samples=tuple(samples.kept),
-        ways=tuple((way, len(ranks)) for way, ranks in ways.items()),
+        ways=tuple(Counter(way_of.values()).most_common(_MAX_WAYS)),
+        way_changes=num_ways - len(way_of),
         **values,
         **units.values(),
     )

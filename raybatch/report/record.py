@@ -20,7 +20,7 @@ from raybatch.pictures.wording import duration, full, percent, printable
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.types import TokenCounts
-from raybatch.report.history import History
+from raybatch.report.history import History, RunRecord
 from raybatch.report.show import (
     end_of,
     idle_facts,
@@ -272,7 +272,7 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
     runs = report.history.runs if len(report.history.runs) > 1 else ()
     if runs:
         seconds += f" in {len(runs)} runs"
-    ways = next((run.ways for run in reversed(report.history.runs) if run.ways), ())
+    last = next((run for run in reversed(report.history.runs) if run.ways), None)
     where = " on one host without Ray" if report.executor == "local" else ""
     return [
         *facts,
@@ -281,8 +281,16 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
         *idle_facts(lanes_of(report.history)),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
         ("replicas", f"{report.replicas}{where}, {_restarts(report)}"),
-        *(("engine", f"{way} ({_count(num, 'engine')})") for way, num in ways),
+        *(("engine", line) for line in ([] if last is None else _ways_of(last))),
     ]
+
+
+def _ways_of(run: RunRecord) -> list[str]:
+    """Return how engines ran at last, a line for each way."""
+    lines = [f"{way} ({_count(num, 'engine')})" for way, num in run.ways]
+    if run.way_changes:
+        lines[-1] += f"; chosen or forecast anew {run.way_changes:,} times before"
+    return lines
 
 
 def _restarts(report: RunReport) -> str:

@@ -265,6 +265,7 @@ class RunRecorder:
             if replica.num_steps and replica.way and replica.way != self._ways.get(rank):
                 self._ways[rank] = replica.way
                 self._tell("engine", rank=rank, way=replica.way)
+                logger.info("engine %d runs with %s", rank, replica.way)
         for event in events:
             level = "info" if event["state"] == "ready" else "warning"
             self._tell("replica", level=level, **event)
