@@ -29,6 +29,7 @@ from typing import Any
 import conditions
 import models
 import numpy as np
+import swap
 from e2e import named_models
 from peer_loop import PeerConfig, Settings
 from peer_raybatch import engine_config
@@ -38,8 +39,7 @@ from workloads_e2e import Workload, build, scaled
 
 from raybatch.backends.base import Backend
 from raybatch.backends.calibrate import limits_of, measure_backend
-from raybatch.backends.registry import create_backend
-from raybatch.config import BackendConfig
+from raybatch.backends.native import create
 from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep, fit
 from raybatch.policy.cost.estimate import estimate
 from raybatch.policy.cost.work import WorkTotals, work_totals
@@ -204,7 +204,9 @@ def spread(seconds: Sequence[float]) -> float:
 
 def load(folder: Path, settings: Settings) -> Backend:
     config = engine_config(PeerConfig(model=str(folder), variant="engine", settings=settings))
-    return create_backend(str(folder), BackendConfig(kind="native"), config)
+    backend = create(str(folder), config)
+    swap.take_pages(backend)
+    return backend
 
 
 def validate(
