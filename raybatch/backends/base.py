@@ -136,6 +136,7 @@ class BackendType:
     has_weights: bool = True  # it computes with those in the folder of the model
     refuses_native_options: bool = False  # that only the native engine has
     obeys_engine_options: bool = False  # all of them, so memory
+    chooses_way: bool = False  # its engines ask `raybatch.policy.choose_engine` how they run
     checks_grammars: bool = False  # as `raybatch.engine.sampling.grammars` does
     reads_images: bool = False
     has_adapters: bool = False  # rows may name some

@@ -115,5 +115,6 @@ NATIVE = BackendType(
         "leave backend out, or set it to 'vllm'; engine.device='cpu' keeps engines off the GPUs"
     ),
     obeys_engine_options=True,
+    chooses_way=True,
     checks_grammars=True,
 )

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from raybatch.actors.executors.local_pools import gpus_of_host
+from raybatch.backends.registry import type_of
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.explanation.question import Question, placement_of
 from raybatch.explanation.record import Explanation
@@ -28,9 +29,7 @@ def engine_text(
     where they were.
     """
     spec = question.spec
-    if spec.backend.kind != "native" or spec.backend.task != "generate":
-        return ""
-    if not explanation.profile.num_generated:
+    if not type_of(spec.backend).chooses_way or not explanation.profile.num_generated:
         return ""
     engine = spec.engine
     scope = ChoiceScope(
