@@ -146,11 +146,16 @@ class PhasedEngine:
         longest = self._seen.add(requests)
         if not self._may_choose or not self._seen:
             return
-        rows = self._seen.ahead()
-        if not self._engine.num_unfinished() and _is_other(rows, self._asked):
-            self._ask(rows, when="of the first rows")
         # the last token has no KV
-        elif longest > max(self._engine.row_tokens + 1, self._asked.longest_tokens):
+        is_longer = longest > max(self._engine.row_tokens + 1, self._asked.longest_tokens)
+        is_idle = not self._engine.num_unfinished()
+        # what rows are like takes longer than a look at both
+        if not is_longer and not is_idle:
+            return
+        rows = self._seen.ahead()
+        if is_idle and _is_other(rows, self._asked):
+            self._ask(rows, when="of the first rows")
+        elif is_longer:
             self._ask(rows, when="of a longer row")
 
     def _look(self) -> None:
