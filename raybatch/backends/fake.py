@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from raybatch.backends.base import BackendType
+from raybatch.backends.base import BackendType, progress_of
 from raybatch.backends.intake import IntakeBackend
 from raybatch.config import BackendConfig, from_mapping
 from raybatch.engine.sequences.table import completion_of
@@ -31,6 +31,7 @@ from raybatch.records.types import (
     FinishReason,
     ReplicaStats,
     Request,
+    RowProgress,
     Sampling,
     SequenceState,
     Task,
@@ -215,6 +216,13 @@ class FakeBackend(IntakeBackend):
                 sequence.num_reported = len(state.token_ids)
                 states.append(state)
         return states
+
+    def progress(self) -> RowProgress:
+        now = self._counters.num_steps
+        return progress_of(
+            (s.state.request, len(s.state.token_ids) - (s.end_step - now))
+            for s in self._running.values()
+        )
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)
