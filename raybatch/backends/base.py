@@ -88,14 +88,14 @@ class Backend(Protocol):
         None where the engine gives no KV, or the row has other samples, or does not decode now.
         """
 
-    def reserve(self, request_id: int, sample_idx: int, num_tokens: int) -> bool:
+    def reserve(self, request_id: int, num_blocks: int) -> bool:
         """Keep KV memory for a row that is to come; False where there is none for it."""
 
     def receive(self, state: SequenceState) -> bool:
         """Take copies of blocks behind those that came before; False where they are of no use."""
 
-    def depart(self, request_id: int, from_block: int) -> list[SequenceState]:
-        """Take a row out, as `export` does, with its KV from a block on.
+    def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
+        """Take a row out, as `export` does, with its KV from a block on, or without.
 
         What `restore` needs to go on with it here stays until then, or until `forget`.
         """
@@ -127,13 +127,13 @@ class RecomputingBackend(ABC):
     def peek(self, request_id: int, from_block: int, max_blocks: int) -> SequenceState | None:
         return None
 
-    def reserve(self, request_id: int, sample_idx: int, num_tokens: int) -> bool:
+    def reserve(self, request_id: int, num_blocks: int) -> bool:
         return False
 
     def receive(self, state: SequenceState) -> bool:
         return False
 
-    def depart(self, request_id: int, from_block: int) -> list[SequenceState]:
+    def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
         return self.export([request_id])
 
     def forget(self, request_id: int) -> None:  # noqa: B027 - nothing is kept

@@ -71,13 +71,13 @@ class NativeBackend:
     def peek(self, request_id: int, from_block: int, max_blocks: int) -> SequenceState | None:
         return self._engine.moves.peek(request_id, from_block, max_blocks)
 
-    def reserve(self, request_id: int, sample_idx: int, num_tokens: int) -> bool:
-        return self._engine.moves.reserve(request_id, sample_idx, num_tokens)
+    def reserve(self, request_id: int, num_blocks: int) -> bool:
+        return self._engine.moves.reserve(request_id, num_blocks)
 
     def receive(self, state: SequenceState) -> bool:
         return self._engine.moves.receive(state)
 
-    def depart(self, request_id: int, from_block: int) -> list[SequenceState]:
+    def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
         return self._engine.moves.depart(request_id, from_block)
 
     def forget(self, request_id: int) -> None:

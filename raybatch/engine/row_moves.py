@@ -15,7 +15,6 @@ import numpy as np
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_moves import state_with_kv, tokens_with_kv
 from raybatch.engine.scheduling.scheduler import Scheduler
-from raybatch.engine.sequences.arrivals import SampleKey
 from raybatch.engine.sequences.block_manager import SwappedKV
 from raybatch.engine.sequences.table import DECODE, EMPTY
 from raybatch.records.types import RowProgress, SequenceState
@@ -70,15 +69,14 @@ class RowMoves:
         )
         return state_with_kv(state, place, self._runner)
 
-    def reserve(self, request_id: int, sample_idx: int, num_tokens: int) -> bool:
-        """Keep blocks for a row of so many tokens; False where rows of this engine want them."""
+    def reserve(self, request_id: int, num_blocks: int) -> bool:
+        """Keep so many blocks for a row; False where rows of this engine want them."""
         table, scheduler = self._table, self._scheduler
-        num_blocks = -(-num_tokens // table.block_size)
         num_spare = scheduler.blocks.num_available - table.num_needed_blocks(table.block_size)
         is_free = table.has_free_slot and not scheduler.num_waiting
         if not is_free or num_blocks > num_spare:
             return False
-        return scheduler.arrivals.reserve(SampleKey(request_id, sample_idx), num_blocks)
+        return scheduler.arrivals.reserve(request_id, num_blocks)
 
     def receive(self, state: SequenceState) -> bool:
         """Write copies of whole blocks; False where they cannot be used, and the log says why."""
@@ -91,19 +89,20 @@ class RowMoves:
         if kv.num_sound(tokens_with_kv(state)) < len(kv.blocks):
             _logger.warning("the KV of row %s was damaged on its way", request.row_id)
             return False
-        key = SampleKey(request.request_id, state.sample_idx)
-        return self._scheduler.arrivals.write(key, kv.blocks, kv.first_block)
+        return self._scheduler.arrivals.write(request.request_id, kv.blocks, kv.first_block)
 
-    def depart(self, request_id: int, from_block: int) -> list[SequenceState]:
+    def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
         """Take a row out as `export` does, with its KV from a block on; no state if it has ended.
 
+        None takes no KV along.
         Its blocks stay until `restore` or `forget`, so that it can go on here.
         """
         slot = self._slot_of(request_id)
         if slot is not None and self._runner.kv_key is not None:
-            key = SampleKey(request_id, self._table.record(slot).sample_idx)
             kept = self._table.blocks(slot)[: self._num_whole(slot)].copy()
-            self._scheduler.arrivals.keep(key, kept)
+            self._scheduler.arrivals.keep(request_id, kept)
+        if from_block is None:
+            return self._export([request_id])
         return self._export([request_id], with_kv=True, from_block=from_block)
 
     def forget(self, request_id: int) -> None:

@@ -40,7 +40,7 @@ class ScriptedCoordinator:
         self.asked.release()
         return await self.answers.get()
 
-    async def _report(self, replica_id, results, stats, pulse):
+    async def _report(self, replica_id, results, stats, pulse, progress):
         for batch_id, _ in results:
             await self.reported.put(batch_id)
 

@@ -39,7 +39,7 @@ def test_a_row_that_was_copied_ahead_goes_on_with_all_of_its_kv(options):
     request = make_request(0, np.arange(30), max_tokens=30)
     source.add([request])
     stepped(source, 3)
-    assert target.moves.reserve(0, 0, 33)
+    assert target.moves.reserve(0, 33)
     num_blocks = copy_ahead(source, target, 0, rounds=6)
     assert num_blocks > 30 // BLOCK
     states = source.moves.depart(0, num_blocks)
@@ -59,7 +59,7 @@ def test_what_is_copied_while_a_row_stops_does_not_grow_with_it(length):
     (source, _), (target, _) = engines(num_blocks=600)
     source.add([make_request(0, np.arange(length) % 250, max_tokens=80)])
     stepped(source, 2)
-    assert target.moves.reserve(0, 0, length)
+    assert target.moves.reserve(0, length)
     num_blocks = copy_ahead(source, target, 0, rounds=24, max_blocks=16)
     (state,) = source.moves.depart(0, num_blocks)
     assert len(state.kv.blocks) <= 2
@@ -93,12 +93,12 @@ def test_blocks_of_a_row_that_left_are_free_once_it_is_forgotten():
 
 
 def test_a_row_is_not_reserved_for_where_its_blocks_are_wanted():
-    (source, _), (target, _) = engines(num_blocks=16)
+    _, (target, _) = engines(num_blocks=16)
     target.add([make_request(1, np.arange(30), max_tokens=20)])
     stepped(target, 2)
     # eight of sixteen blocks are used, and the running row wants more
-    assert not target.moves.reserve(0, 0, 32)
-    assert target.moves.reserve(0, 0, 24)
+    assert not target.moves.reserve(0, 32)
+    assert target.moves.reserve(0, 24)
     target.check()
 
 
@@ -106,7 +106,7 @@ def test_a_row_is_not_reserved_for_where_others_wait():
     _, (target, _) = engines(max_num_seqs=1)
     target.add([make_request(i, np.arange(8), max_tokens=9) for i in (1, 2)])
     stepped(target, 2)
-    assert not target.moves.reserve(0, 0, 8)
+    assert not target.moves.reserve(0, 8)
 
 
 @pytest.mark.parametrize("bit", [0, 1])
@@ -114,7 +114,7 @@ def test_damaged_blocks_are_not_received(bit, caplog):
     (source, _), (target, _) = engines()
     source.add([make_request(0, np.arange(30), max_tokens=9)])
     stepped(source, 3)
-    target.moves.reserve(0, 0, 33)
+    target.moves.reserve(0, 33)
     state = source.moves.peek(0, 0, 4)
     blocks = state.kv.blocks.copy()
     blocks[2, bit, 0] ^= 1
@@ -128,7 +128,7 @@ def test_blocks_behind_a_gap_are_not_received():
     (source, _), (target, _) = engines()
     source.add([make_request(0, np.arange(30), max_tokens=9)])
     stepped(source, 3)
-    target.moves.reserve(0, 0, 33)
+    target.moves.reserve(0, 33)
     assert not target.moves.receive(source.moves.peek(0, 1, 2))
     assert target.moves.receive(source.moves.peek(0, 0, 2))
 
@@ -197,7 +197,7 @@ def test_random_moves_there_and_back_change_no_token(shapes, choices):
                 for engine in both:
                     found |= {(c.request_id, c.sample_idx): c for c in engine.step()}
             case 3:
-                if source.moves.peek(row, 0, 1) and target.moves.reserve(row, 0, 8):
+                if source.moves.peek(row, 0, 1) and target.moves.reserve(row, 8):
                     copied[row] = 0
             case 4:
                 state = source.moves.peek(row, copied.get(row, 0), 2)
@@ -240,7 +240,7 @@ def test_a_real_model_goes_on_with_the_tokens_of_a_row_that_stayed(real, options
     alone.add([request])
     source.add([request])
     stepped(source, 4)
-    target.moves.reserve(0, 0, 48)
+    target.moves.reserve(0, 48)
     num_blocks = copy_ahead(source, target, 0, rounds=5)
     target.restore(source.moves.depart(0, num_blocks))
     assert num_blocks > 0

@@ -6,7 +6,7 @@ it stays until the other one has it all.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,6 @@ import numpy.typing as npt
 from raybatch.engine.sequences.block_manager import BlockManager, hash_blocks
 from raybatch.engine.sequences.table import Sequence
 from raybatch.records.arrays import Int32s, Ints
-
-
-class SampleKey(NamedTuple):
-    """A sample of a request, which is one sequence."""
-
-    request_id: int
-    sample_idx: int
 
 
 @dataclass(slots=True)
@@ -32,7 +25,9 @@ class _Held:
 
 
 class Arrivals:
-    """Owns these blocks until `settle` makes them findable for their sequence.
+    """Owns these blocks until `settle` makes them findable for their sequence, by request.
+
+    A row has some only while one of its samples is unfinished.
 
     Args:
         write_blocks: puts KV [blocks, 2, L, G, B, R] into blocks of the pool.
@@ -43,30 +38,23 @@ class Arrivals:
     ) -> None:
         self.num_tokens = 0  # whose KV came in this way
         self._blocks, self._write_blocks = blocks, write_blocks
-        self._held: dict[SampleKey, _Held] = {}
+        self._held: dict[int, _Held] = {}
 
-    def __contains__(self, key: SampleKey) -> bool:
-        return key in self._held
-
-    def num_filled(self, key: SampleKey) -> int:
-        """Return how many leading blocks of a sequence are here; 0 for one that is not known."""
-        return self._held[key].num_filled if key in self._held else 0
-
-    def reserve(self, key: SampleKey, num_blocks: int) -> bool:
+    def reserve(self, request_id: int, num_blocks: int) -> bool:
         """Take blocks for a sequence that is to come; False where there are not as many."""
-        if key in self._held or num_blocks > self._blocks.num_available:
+        if request_id in self._held or num_blocks > self._blocks.num_available:
             return False
-        self._held[key] = _Held(np.array(self._blocks.allocate(num_blocks), np.int32))
+        self._held[request_id] = _Held(np.array(self._blocks.allocate(num_blocks), np.int32))
         return True
 
-    def keep(self, key: SampleKey, blocks: Int32s) -> None:
+    def keep(self, request_id: int, blocks: Int32s) -> None:
         """Hold whole blocks of a sequence that is about to leave, beside their other users."""
         self._blocks.pin(blocks.tolist())
-        self._held[key] = _Held(blocks, num_filled=len(blocks))
+        self._held[request_id] = _Held(blocks, num_filled=len(blocks))
 
-    def write(self, key: SampleKey, rows: npt.NDArray[Any], first_block: int) -> bool:
+    def write(self, request_id: int, rows: npt.NDArray[Any], first_block: int) -> bool:
         """Write KV behind what is there; False where blocks before it are missing, or no room."""
-        held = self._held.get(key)
+        held = self._held.get(request_id)
         if held is None or held.num_filled != first_block:
             return False
         num_missing = first_block + len(rows) - len(held.blocks)
@@ -84,7 +72,7 @@ class Arrivals:
     def settle(self, record: Sequence, *, has_cache: bool) -> None:
         """Let a sequence find its blocks by hash when it starts; they have no user until then."""
         request = record.request
-        held = self._held.pop(SampleKey(request.request_id, record.sample_idx), None)
+        held = self._held.pop(request.request_id, None)
         if held is None:
             return
         size = self._blocks.block_size
@@ -102,9 +90,9 @@ class Arrivals:
         self.num_tokens += num_filled * size
 
     def drop(self, request_id: int) -> None:
-        """Free the blocks of all samples of a request; none need be here."""
-        for key in [key for key in self._held if key.request_id == request_id]:
-            self._blocks.release(self._held.pop(key).blocks)
+        """Free what is held for a row; there need be nothing."""
+        if (held := self._held.pop(request_id, None)) is not None:
+            self._blocks.release(held.blocks)
 
     def tables(self) -> list[Int32s]:
         return [held.blocks for held in self._held.values()]
