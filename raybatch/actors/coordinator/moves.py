@@ -11,6 +11,7 @@ kept; afterwards it is the target's, whose death is like any other. The commit i
 change of the queue, so a row has one holder at every moment (mechanisms B7, B14, C13).
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -24,11 +25,13 @@ from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, LeftRow, MoveStep, Piece
+from raybatch.errors import error_text
 from raybatch.policy.pool.snapshot import RowMove
 from raybatch.policy.pool.spread import MAX_MOVES
 
 # copies that do not catch up with what is decoded meanwhile end after so many
 _MAX_VAIN_COPIES = 4
+_STEP_TIMEOUT_S = 60.0
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ class Moves:
         self.counters = MoveCounters()
         self._queue, self._mailbox, self._view = queue, mailbox, view
         self._members = members
-        self._failed: tuple[type[Exception], ...] = (*failed, _NotMovedError)
+        self._failed: Errors = (*failed, _NotMovedError, TimeoutError)
 
     def may_begin(self, move: RowMove) -> bool:
         """Return whether both replicas have hands free."""
@@ -80,14 +83,12 @@ class Moves:
             has_moved = await self._move(move, batch_id, row)
         except self._failed as error:
             self.counters.num_failed += 1
-            _logger.info("row %d of batch %d does not move: %s", row, batch_id, error)
-        finally:
-            self._queue.end_move(move.source, batch_id, row)
-            self._view.end_move(move, has_moved=has_moved)
-        if not has_moved:
+            _logger.info("row %d of batch %d does not move: %s", row, batch_id, error_text(error))
             # each has what it had; one that died needs nothing
             await self._try(move.source, "stay", move.row_id)
             await self._try(move.target, "release", move.row_id)
+        self._queue.end_move(move.source, batch_id, row)
+        self._view.end_move(move, has_moved=has_moved)
         when_done()
 
     async def _move(self, move: RowMove, batch_id: int, row: int) -> bool:
@@ -154,7 +155,9 @@ class Moves:
         member = self._members.get(replica_id)
         if member is None:
             raise _NotMovedError("a replica has ended")
-        return await member.actor.move.remote(step, *args)
+        # one that hangs is found elsewhere; until then its row goes on where it was
+        async with asyncio.timeout(_STEP_TIMEOUT_S):
+            return await member.actor.move.remote(step, *args)
 
     async def _try(self, replica_id: int, step: MoveStep, *args: object) -> None:
         """Tell a replica something that does not matter once it is dead."""

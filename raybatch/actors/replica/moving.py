@@ -1,6 +1,7 @@
 """Rows on their way from one replica to another, as each of both sees them; no Ray."""
 
 import asyncio
+from typing import Literal
 
 from raybatch.actors.replica.engine_thread import EngineThread, RowStates
 from raybatch.actors.replicas.site import ReplicaSite
@@ -21,7 +22,7 @@ class MovingRows:
     def __init__(self, engine: EngineThread, site: ReplicaSite) -> None:
         self._engine, self._site = engine, site
         # between the question to the engine and its answer
-        self._leaving: set[int] = set()
+        self._leaving: dict[int, Literal["leaves", "stays"]] = {}
         self._left: dict[int, RowStates] = {}
         self._come: dict[int, RowStates] = {}
 
@@ -56,12 +57,14 @@ class MovingRows:
 
     async def depart(self, request_id: int, from_block: int | None) -> LeftRow | None:
         """Stop a row, with its KV from a block on; None where it has ended."""
-        self._leaving.add(request_id)
+        self._leaving[request_id] = "leaves"
         row = await asyncio.wrap_future(self._engine.depart(request_id, from_block))
-        is_wanted = request_id in self._leaving
-        self._leaving.discard(request_id)
-        if row is None or not is_wanted:
+        wish = self._leaving.pop(request_id, None)
+        if row is None or wish is None:
             await self.release(request_id)
+            return None
+        if wish == "stays":
+            self._engine.go_on(row)
             return None
         self._left[request_id] = row
         begun = encode_begun([request_id & ROW_MASK] * len(row.states), row.states)
@@ -69,7 +72,9 @@ class MovingRows:
 
     async def stay(self, request_id: int) -> None:
         """Let a row go on here that has stopped, where it is wanted still."""
-        if (row := self._left.pop(request_id, None)) is not None:
+        if request_id in self._leaving:
+            self._leaving[request_id] = "stays"
+        elif (row := self._left.pop(request_id, None)) is not None:
             self._engine.go_on(row)
 
     async def release(self, request_id: int) -> None:
@@ -89,6 +94,6 @@ class MovingRows:
     async def drop(self, batch_id: int) -> None:
         """Forget the rows of a row batch that nobody waits for."""
         of_batch = {i for i in (*self._left, *self._come) if i >> ROW_BITS == batch_id}
-        self._leaving = {i for i in self._leaving if i >> ROW_BITS != batch_id}
+        self._leaving = {i: w for i, w in self._leaving.items() if i >> ROW_BITS != batch_id}
         for request_id in sorted(of_batch):
             await self.release(request_id)
