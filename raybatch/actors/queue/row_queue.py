@@ -238,12 +238,15 @@ class RowQueue:
     def commit_move(
         self, replica_id: int, target_id: int, batch_id: int, row: int, *, with_kv: bool
     ) -> bool:
-        """Give a row on its way to the other replica; False where it is there no more.
+        """Give a row on its way to the other replica; False where that is not possible any more.
 
-        The first one may have died, or the row may have ended, or nobody waits for it.
+        The first one may have died, or the row may have ended, or nobody waits for it, or the other
+        replica runs suspects by now, which have to be alone.
         """
         batch = self._batches.get(batch_id)
         if batch is None or not batch.is_moving(replica_id, row):
+            return False
+        if self.load(target_id).is_testing:
             return False
         share = batch.share(np.array([row]))
         self._affinity.end(replica_id, self._load(replica_id).remove(share))
