@@ -127,6 +127,12 @@ class Model:
                 self.moving[moved] = replica_id
                 self.moves.append((moved, replica_id))
 
+    def move(self, replica_id, number):
+        """Move a row that is there, where one is, at once."""
+        self.pull(replica_id, 3)
+        self.begin_move(replica_id, number)
+        self.end_move(len(self.moves) - 1, is_commit=True)
+
     def end_move(self, number, *, is_commit):
         """End some move, also one whose row or replica is gone meanwhile."""
         if not self.moves:
@@ -228,6 +234,7 @@ def play(model, kind, number):
         lambda: model.begin_move(replica_id, number),
         lambda: model.end_move(number, is_commit=True),
         lambda: model.end_move(number, is_commit=False),
+        lambda: model.move(replica_id, number),
     ]
     moves[kind]()
     model.check()
@@ -240,7 +247,7 @@ def histories(draw):
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=4, max_size=4))
     poison = draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=2))
     # without a least size most histories are five moves long
-    move = st.tuples(st.integers(0, 13), st.integers(0, 99))
+    move = st.tuples(st.integers(0, 14), st.integers(0, 99))
     moves = draw(st.lists(move, min_size=20, max_size=60))
     return (kinds, batches), poison, moves
 
