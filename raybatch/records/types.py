@@ -365,6 +365,9 @@ class PoolStats(TokenCounts):
     """Of replicas, after a death."""
     num_hung: int = 0
     """Of these, replicas that were killed because they hung."""
+    num_moved_rows: int = 0
+    """Running rows that went from one replica to another."""
+    moved_kv_bytes: int = 0
     num_group_cuts: int = 0
     """Times that a replica got rows of a prefix group that was live at another."""
     cut_tokens: int = 0

@@ -194,6 +194,8 @@ class Coordinator:
             num_given_up=ledger.num_retired(),
             num_restarts=ledger.num_restarts,
             num_hung=ledger.num_hung,
+            num_moved_rows=self._levelling.counters.num_moved,
+            moved_kv_bytes=self._levelling.counters.num_bytes,
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._replicas.busy_s(),
