@@ -8,13 +8,15 @@ import numpy as np
 
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.calls import CallHandle, PeerDiedError, PeerError
+from raybatch.actors.executors.local_site import LocalSite
 from raybatch.actors.replica.engine_thread import EngineEndedError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.columns import combine_results, request_table
-from raybatch.actors.wire.records import Place
+from raybatch.actors.wire.records import Place, PoolSpec
 from raybatch.backends.native import NativeBackend
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.policy.pool.snapshot import PoolPlan, RowMove
 from raybatch.telemetry.metrics import metrics_of_process
 from tests.actors.pools import handle_of
@@ -136,13 +138,34 @@ class MovingSite:
         return ""
 
 
+class OnThisLoop:
+    """Stands for the loop of local pools, in whose place the test's own one runs them."""
+
+    def handle(self, target):
+        return CallHandle(lambda name, *args: asyncio.create_task(getattr(target, name)(*args)))
+
+
+def pool_of_processes(folder, num_replicas):
+    """Return a pool of native engines, each in a process of its own."""
+    spec = PoolSpec(
+        model=str(folder),
+        backend=BackendConfig(kind="native"),
+        engine=EngineConfig(
+            device="cpu", dtype="float32", block_size_tokens=8, kv_cache_bytes=32 << 20
+        ),
+        pool=PoolConfig(replicas=num_replicas, max_row_crashes=9),
+    )
+    return MovingPool(num_replicas=num_replicas, site=LocalSite(OnThisLoop()), spec=spec)
+
+
 class MovingPool:
     """A coordinator and its replicas; `moves` begins one move as the plan of a pool does."""
 
-    def __init__(self, *, num_replicas=2, script=lambda *_: None):
-        self.site = MovingSite(script)
-        handle = handle_of(pool={"replicas": num_replicas, "max_row_crashes": 9})
-        self.spec = handle.spec
+    def __init__(self, *, num_replicas=2, script=lambda *_: None, site=None, spec=None):
+        self.site = site or MovingSite(script)
+        if spec is None:
+            spec = handle_of(pool={"replicas": num_replicas, "max_row_crashes": 9}).spec
+        self.spec = spec
         plan = Placement(
             num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
         )

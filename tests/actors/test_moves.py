@@ -1,7 +1,9 @@
 """Rows that move between replicas while they run: one holder, equal tokens, whatever fails when."""
 
 import asyncio
+import os
 import random
+import signal
 from typing import get_args
 
 import numpy as np
@@ -10,8 +12,11 @@ import pytest
 from raybatch.actors.wire.columns import decode_completions
 from raybatch.actors.wire.records import MoveStep
 from raybatch.records.types import Sampling
-from tests.actors.moving_pool import MovingPool
+from tests.actors.moving_pool import MovingPool, pool_of_processes
+from tests.engine.fakes import run_all
+from tests.engine.real_engines import Engines, requests_of
 from tests.engine.test_forks import answer, make_request
+from tests.engine.tiny_models import build
 from tests.tiers import pairs
 
 
@@ -37,7 +42,7 @@ def run(pool, meanwhile, *, prompts=PROMPTS, sampling=LONG):
     """Run rows to their end while others move; return tokens and attempts by row."""
 
     async def whole():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             return await pool.generate(prompts, (sampling,), meanwhile)
 
     results = asyncio.run(whole())
@@ -229,3 +234,58 @@ def test_rows_of_a_cancelled_batch_that_move_are_dropped_at_both_sides():
         pool.coordinator._mailbox.fail(0, "the test is over")
 
     asyncio.run(whole())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3")
+    build("qwen3").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Tokens of rows that one engine computes."""
+    engine = Engines(folder)
+    made = engine.make(engine.config(block_size_tokens=8))
+    made.add(requests_of(LONG_PROMPTS, max_tokens=250))
+    return [tokens for _, tokens in sorted(run_engine(made).items())]
+
+
+LONG_PROMPTS = [list(range(3 + i, 60 + 9 * i)) for i in range(6)]
+
+
+def run_engine(engine):
+    return {key: c.token_ids.tolist() for key, c in run_all(engine, check=False).items()}
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "kills"),
+    [(2, False), pytest.param(3, True, marks=pytest.mark.slow)],
+    ids=["two", "three-and-a-death"],
+)
+def test_moves_between_processes_keep_the_tokens_of_one_engine(
+    folder, alone, num_replicas, kills, monkeypatch
+):
+    pool = pool_of_processes(folder, num_replicas)
+
+    async def meanwhile(pool):
+        generator, is_killed = random.Random(num_replicas), not kills
+        while True:
+            await asyncio.sleep(0.02)
+            pool.move_at_random(generator)
+            check_holders(pool)
+            if not is_killed and pool.counters.num_moved >= 3:
+                is_killed = True
+                await kill_one(pool)
+
+    prompts = [np.array(prompt, np.int32) for prompt in LONG_PROMPTS]
+    tokens, _ = run(pool, meanwhile, prompts=prompts, sampling=Sampling(max_tokens=250))
+    assert alone == tokens
+    assert pool.counters.num_moved > 0
+    assert pool.counters.num_bytes > 0
+
+
+async def kill_one(pool):
+    state = await pool.coordinator.state()
+    os.kill(state.pids[0], signal.SIGKILL)
