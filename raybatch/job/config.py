@@ -68,8 +68,9 @@ class JobConfig:
     """Order of the rows: "plan" keeps the order in which they ran and costs nothing; "input" sorts
     a second copy into source order at the end."""
     limits: LimitConfig = field(default_factory=LimitConfig)
-    """Budgets, a deadline and an error rate that end a run early; finished rows are kept, and the
-    same job started again continues."""
+    """What ends a run early; the same job started again continues."""
+    deadline_s: Speed[Annotated[float, Gt(0)] | None] = None
+    """Seconds of the run; rows that would not be done in time stay open."""
     waves: Answers[tuple[WaveConfig, ...]] = ()
     """Rules that retry rows of some status before they are written, in this order, such as [{"on":
     "truncated", "sampling": {"max_tokens": 2048}}]."""

@@ -1,11 +1,16 @@
 """Planned inputs and explanations for tests."""
 
+import json
+from dataclasses import asdict, fields
+
 import numpy as np
 
+from raybatch.backends.cost_cache import cost_model_path
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.explanation.explain import explain_plan
 from raybatch.explanation.record import KVSize
 from raybatch.planning.planned import PlannedInput
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits
 from raybatch.prefix.plan import PlanRows, plan_rows
 from tests.prefix.prompts import keys_of
 
@@ -70,3 +75,17 @@ def explain_prompts(prompts, *, kv_tokens=None, kv_origin="given", planned=None,
             **options,
         },
     )
+
+
+def keep_costs(spec, *, max_num_seqs=4, kv_tokens=4000, start_s=0.0, **costs):
+    """Keep a cost model for the engines of a pool, whose steps cost what is given and no more."""
+    path = cost_model_path(
+        spec.model, spec.backend, spec.engine, num_engines_on_host=spec.pool.replicas
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    limits = EngineLimits(
+        kv_tokens=kv_tokens, max_num_seqs=max_num_seqs, block_size=8, max_batched_tokens=100
+    )
+    values = {f.name: 0.0 for f in fields(CostModel) if f.name.endswith("_s")}
+    values |= {"token_s": (0.0,), "knots": (), "fit_error": 0.1, "start_s": start_s, **costs}
+    path.write_text(json.dumps(asdict(CostModel(**values, limits=limits))))
