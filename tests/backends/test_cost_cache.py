@@ -16,8 +16,12 @@ from tests.backends.timed_backend import TimedBackend
 NATIVE, ENGINE = BackendConfig(kind="native"), EngineConfig(device="cpu")
 
 
+# of a backend of the factory below
+START_S = 2.5
+
+
 class Factory:
-    """Makes timed backends and counts them; `clock` is that of the last one."""
+    """Makes timed backends, each of which takes a while to start, and counts them."""
 
     def __init__(self, **options):
         self.made = []
@@ -28,7 +32,7 @@ class Factory:
         return self.made[-1]
 
     def clock(self):
-        return self.made[-1].now if self.made else 0.0
+        return sum(START_S + backend.now for backend in self.made)
 
 
 @pytest.fixture
@@ -65,6 +69,12 @@ def test_options_that_change_speed_have_files_of_their_own_and_others_have_none(
     for other in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
         assert path_of(model, engine=replace(ENGINE, **other)) != known
     assert path_of(model, engine=replace(ENGINE, speculative_tokens=4)) == known
+
+
+def test_a_cost_model_knows_how_long_an_engine_takes_to_start(measure):
+    factory = Factory()
+    assert START_S == measure(factory).start_s
+    assert START_S == measure(factory).start_s
 
 
 def test_the_second_use_reads_what_the_first_measured(measure):
