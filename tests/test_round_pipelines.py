@@ -1,14 +1,11 @@
 """Pipelines whose rounds are jobs on one warm pool: no row is answered twice, no engine restarts.
 
-They run on the fake backend here, and on that of the demo where they run as they stand.
+They run on the fake backend; tests/test_pipelines.py has them as they stand.
 """
 
 import importlib
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -125,18 +122,3 @@ def test_samples_of_a_rollout_have_the_lengths_that_were_drawn(pipeline, stage_o
     for report in reports:
         computed = report.prompt_tokens - report.cached_tokens
         assert computed <= report.prompt_tokens / 16 + 32 * 16 + 2 * 16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rsa", "rollout"])
-def test_a_pipeline_of_rounds_runs_as_it_stands(tmp_path, name):
-    sizes = {
-        "rsa": ("--questions", "2", "--rounds", "2", "--candidates", "3", "--aggregated", "2"),
-        "rollout": ("--prompts", "2", "--samples", "3", "--rounds", "2"),
-    }
-    environment = {**os.environ, "PYTHONPATH": str(PIPELINES.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, PIPELINES / f"{name}.py", *sizes[name]]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("all rounds: 12 rows"))
-    assert "prompt tokens computed" in line

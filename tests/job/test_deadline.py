@@ -9,10 +9,10 @@ from raybatch.errors import ConfigError
 from raybatch.outputs.verify import verify
 from raybatch.report import report_of
 from tests.explanation.inputs import keep_costs
-from tests.jobs import Hold, local_job
+from tests.jobs import LARGE, Hold, local_job
 from tests.stages.support import fake_stage, write_parquet
 
-pytestmark = pytest.mark.usefixtures("locally")
+pytestmark = pytest.mark.usefixtures("locally", "cluster_where_marked")
 
 NUM_ROWS, UNIT_ROWS, TOKENS = 64, 8, 4
 PLAN = {"unit_rows": UNIT_ROWS, "max_unit_rows": UNIT_ROWS, "min_saved_fraction": 1}
@@ -109,6 +109,16 @@ def test_what_is_left_is_predicted_for_the_units_that_are_left(job_of, caplog):
     caplog.clear()
     report = run(job_of(token_s=DAY_S, deadline_s=UNIT_S * 100))
     assert (0, "") == (report.exit_code(), report.stopped)
+
+
+@pytest.mark.ray
+def test_units_of_a_large_plan_are_held_to_a_deadline_on_ray(job_of, tmp_path):
+    options = {"token_s": DAY_S, "plan": PLAN | LARGE}
+    report = run(job_of(deadline_s=UNIT_S * 3.05, **options))
+    assert 3 * UNIT_ROWS == report.rows_out
+    assert f"{NUM_ROWS - report.rows_out} stay open" in report.stopped
+    assert 0 == run(job_of(**options)).exit_code()
+    assert 0 == verify(str(tmp_path / "out")).exit_code()
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1, float("nan"), "soon"])
