@@ -120,6 +120,11 @@ TINY = {
             "host_cases": lambda own: lambda: list(own())[:2],
         },
     ),
+    "pipelines": Tiny(
+        args=("--repetitions", "1"),
+        values={"SIZES": {"rollout": ("--prompts", "1", "--samples", "2", "--rounds", "2")}},
+        marks=(SLOW,),
+    ),
     "plan_job": Tiny(args=("--rows", "32"), marks=(RAY,)),
     "pool": Tiny(args=("--rows", "8", "--rows-per-batch", "2", "--replicas", "1"), marks=(RAY,)),
     "prefix": Tiny(

@@ -105,10 +105,11 @@ def test_without_a_cost_model_a_run_ends_at_its_deadline_and_goes_on_later(
 
 
 def test_what_is_left_is_predicted_for_the_units_that_are_left(job_of, caplog):
-    run(job_of(token_s=DAY_S, deadline_s=UNIT_S * 3.05))
+    first = run(job_of(token_s=DAY_S, deadline_s=UNIT_S * 3.05))
     caplog.clear()
-    report = run(job_of(token_s=DAY_S, deadline_s=UNIT_S * 100))
-    assert (0, "") == (report.exit_code(), report.stopped)
+    second = run(job_of(token_s=DAY_S, deadline_s=UNIT_S * 2.05))
+    assert f"{2 * UNIT_ROWS} of {first.rows_todo} rows are predicted to be done" in caplog.text
+    assert first.rows_out + 2 * UNIT_ROWS == second.rows_out
 
 
 @pytest.mark.ray
