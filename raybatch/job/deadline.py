@@ -56,7 +56,7 @@ class RunDeadline:
             return todo
         costs, why_not = cost_model_of(self.question)
         if costs is None or planned is None:
-            why_not = why_not or "a run without a new plan knows nothing of its rows"
+            why_not = why_not or "of a plan that is off, or large and begun, no rows are here"
             logger.info(
                 "deadline_s: nothing is predicted (%s); units begin while the rate of the run says "
                 "that they will be done within %s",

@@ -3,6 +3,7 @@
 import logging
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from raybatch.errors import ConfigError
@@ -28,7 +29,7 @@ def job_of(model, tmp_path, monkeypatch):
     texts = [f"row {i:03d}" for i in range(NUM_ROWS)]
     write_parquet(tmp_path / "in" / "a.parquet", pa.table({"text": texts}))
 
-    def job_of(*, token_s=None, fake=None, plan=PLAN, **options):
+    def job_of(*, token_s=None, fake=None, plan=PLAN, sink="out", **options):
         stage = fake_stage(
             model,
             prompt="{text}",
@@ -36,7 +37,7 @@ def job_of(model, tmp_path, monkeypatch):
             replicas=1,
             fake={"max_num_seqs": 8, **(fake or {})},
         )
-        job = local_job(tmp_path / "in", tmp_path / "out", stage, plan=plan, **options)
+        job = local_job(tmp_path / "in", tmp_path / sink, stage, plan=plan, **options)
         if token_s is not None:
             keep_costs(stage.pool.spec, row_s=token_s, max_num_seqs=1)
         return job
@@ -65,6 +66,17 @@ def test_the_units_that_are_predicted_to_fit_are_run_and_the_rest_later(
     assert 1 == report.exit_code()
     assert 0 == run(job_of()).exit_code()
     assert 0 == verify(str(tmp_path / "out")).exit_code()
+
+
+def test_runs_with_deadlines_come_to_the_answers_of_one_run(job_of, tmp_path):
+    for units in (3.05, 2.05, 100):
+        report = run(job_of(token_s=DAY_S, deadline_s=UNIT_S * units))
+    run(job_of(sink="at-once"))
+    by_parts, at_once = (
+        pq.read_table(tmp_path / sink / "data").sort_by("row_id") for sink in ("out", "at-once")
+    )
+    assert 0 == report.exit_code()
+    assert at_once == by_parts
 
 
 def test_more_units_than_predicted_are_run_where_the_run_is_quicker(job_of):
