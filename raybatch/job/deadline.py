@@ -18,6 +18,7 @@ from raybatch.pictures.wording import duration
 from raybatch.planning.planned import LargePlan, PlannedInput
 from raybatch.planning.store import read_shards, read_units
 from raybatch.planning.stored import StoredPlan
+from raybatch.policy.cost.cost_model import CostModel
 from raybatch.policy.deadline import UnitDeadline
 from raybatch.records.arrays import Bools
 from raybatch.records.types import PoolStats
@@ -64,28 +65,13 @@ class RunDeadline:
                 duration(self.deadline_s),
             )
             return todo
-        now_s, is_ready = self.clock.elapsed_s(), self.read_stats().num_ready > 0
-        sink = self.question.job.sink
-        is_here = isinstance(planned, PlannedInput)
-        shard = read_shards(sink, stored, 0, stored.num_rows) if is_here else None
-        work = work_of_units(
-            self.question.job.plan,
-            planned,
-            unit_rows=read_units(sink, stored).unit_rows,
-            unit_of_row=None if shard is None else shard.column("unit").to_numpy(),
-            todo=todo,
-        )
-        start_s = now_s if is_ready else max(now_s, costs.start_s)
-        limit_s = self.deadline_s
-        self.forecast = forecast = rows_in_time(
-            self.question, costs, work, deadline_s=limit_s, start_s=start_s
-        )
+        forecast = self.forecast = self._forecast(costs, stored, planned, todo)
         if not forecast.units_in_time:
             raise ConfigError(
-                f"deadline_s is {limit_s:g}, and the first unit of "
+                f"deadline_s is {self.deadline_s:g}, and the first unit of "
                 f"{forecast.first_unit_rows} rows is predicted to be done after "
-                f"{forecast.done_after_s:.1f} s, {start_s:.1f} s of them before its first row; "
-                f"set deadline_s={math.ceil(forecast.done_after_s)} or more, or smaller units "
+                f"{forecast.done_after_s:.1f} s, {forecast.start_s:.1f} s of them before its first "
+                f"row; set deadline_s={math.ceil(forecast.done_after_s)} or more, or smaller units "
                 "(plan.unit_rows) for an output that is not begun"
             )
         is_all = forecast.units_in_time == forecast.num_units
@@ -94,6 +80,30 @@ class RunDeadline:
         rank = np.cumsum(todo) - 1
         offered: Bools = todo & (rank < forecast.num_possible)
         return offered
+
+    def _forecast(
+        self, costs: CostModel, stored: StoredPlan, planned: PlannedInput | LargePlan, todo: Bools
+    ) -> RowsInTime:
+        """Return which units to do are in time from now on, with engines that start meanwhile."""
+        sink, unit_of_row = self.question.job.sink, None
+        if isinstance(planned, PlannedInput):
+            shard = read_shards(sink, stored, 0, stored.num_rows)
+            unit_of_row = shard.column("unit").to_numpy()
+        work = work_of_units(
+            self.question.job.plan,
+            planned,
+            unit_rows=read_units(sink, stored).unit_rows,
+            unit_of_row=unit_of_row,
+            todo=todo,
+        )
+        now_s, is_ready = self.clock.elapsed_s(), self.read_stats().num_ready > 0
+        return rows_in_time(
+            self.question,
+            costs,
+            work,
+            deadline_s=self.deadline_s,
+            start_s=now_s if is_ready else max(now_s, costs.start_s),
+        )
 
     def of_units(self) -> UnitDeadline:
         """Return the deadline by the clock of all hosts, with what is predicted."""
@@ -114,8 +124,12 @@ class RunDeadline:
 
     def account(self, *, rows_done: int, rows_open: int) -> str:
         """Return what came of a run that left rows open because of its deadline."""
-        by = "the rate of the run" if self.forecast is None else "the forecast and the rate"
+        why = "would not be done in time by the rate of the run"
+        if self.forecast is not None:
+            why = "would not be done in time, as predicted and by the rate of the run"
+        if self.has_passed:
+            why = "were not done by then"
         return (
             f"deadline_s: {rows_done} rows were done in {self.clock.elapsed_s():.1f} s of "
-            f"{self.deadline_s:g}; {rows_open} stay open, which would not be by {by}"
+            f"{self.deadline_s:g}; {rows_open} stay open, which {why}"
         )
