@@ -59,6 +59,9 @@ class Backend(Protocol):
         Each has `min_new_tokens` beyond those returned here before.
         """
 
+    def running(self) -> list[tuple[int, int]]:
+        """Return request and tokens so far of each sequence that runs; none where nobody knows."""
+
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         """Take the unfinished sequences of these requests out as data, in order of arrival.
 

@@ -216,6 +216,13 @@ class FakeBackend(IntakeBackend):
                 states.append(state)
         return states
 
+    def running(self) -> list[tuple[int, int]]:
+        num_steps = self._counters.num_steps
+        return [
+            (s.state.request.request_id, len(s.state.token_ids) - (s.end_step - num_steps))
+            for s in self._running.values()
+        ]
+
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)
         states = []

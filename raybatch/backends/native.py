@@ -52,6 +52,9 @@ class NativeBackend:
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         return self._engine.begun(min_new_tokens)
 
+    def running(self) -> list[tuple[int, int]]:
+        return self._engine.running()
+
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         return self._engine.export(request_ids, with_kv=with_kv)
 

@@ -187,6 +187,10 @@ class Engine:
         """Return running sequences with so many tokens more than at the last call."""
         return self.table.begun(min_new_tokens)
 
+    def running(self) -> list[tuple[int, int]]:
+        """Return request and tokens so far of each sequence that has some."""
+        return self.table.running()
+
     def export(
         self, request_ids: Collection[int], *, with_kv: bool = False, once: bool = False
     ) -> list[SequenceState]:

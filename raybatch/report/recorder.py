@@ -99,6 +99,7 @@ class Sampler:
             "restarts": max(0, stats.num_restarts - first.num_restarts),
             "hung": max(0, stats.num_hung - first.num_hung),
             "preemptions": self._preemptions,
+            "length_coverage": [list(one) for one in stats.length_coverage],
             "engines": [
                 [rank, self._busy[rank], ready_s] for rank, ready_s in sorted(self._ready.items())
             ],

@@ -15,6 +15,8 @@ from raybatch.report.history import History, RunRecord, Sample
 _PARTS = ("at work", "cold start", "starvation", "tail")
 _MAX_LANES = 16
 _MAX_CELLS = 160
+# outputs from which on shares of them say something
+_MIN_PREDICTED = 100
 # beyond 3 times of what nearly all units take, and worth a look
 _SLOW_FACTOR, _SLOW_S = 3.0, 1.0
 
@@ -150,14 +152,34 @@ def time_sections(history: History) -> tuple[Section, ...]:
     return (timeline, engines, *_unit_sections(history, starts))
 
 
-def length_section(prompts: Histogram, outputs: Histogram) -> tuple[Section, ...]:
+def coverage_facts(history: History) -> tuple[tuple[str, str], ...]:
+    """Return how good the lengths were that the pool predicted; none where they were few.
+
+    Where many rows had just the predicted length, as where a limit ends them, a share is a range.
+    """
+    known = [run.last.length_coverage for run in history.runs if run.last.length_coverage]
+    totals = dict[float, tuple[int, int, int]]()
+    for share, *counts in (one for of_run in known for one in of_run):
+        before = totals.get(share, (0, 0, 0))
+        totals[share] = (before[0] + counts[0], before[1] + counts[1], before[2] + counts[2])
+    if not totals or min(num_rows for num_rows, _, _ in totals.values()) < _MIN_PREDICTED:
+        return ()
+    texts, num_rows = list[str](), 0
+    for share, (num_rows, below, at_most) in sorted(totals.items()):
+        ends = sorted({percent(below / num_rows), percent(at_most / num_rows)}, key=len)
+        texts.append(f"{percent(share)}: {' to '.join(ends)}")
+    facts = f"{', '.join(texts)} were not longer (of {full(num_rows)} predicted)"
+    return (("output lengths", facts),)
+
+
+def length_section(prompts: Histogram, outputs: Histogram, history: History) -> tuple[Section, ...]:
     if not (prompts.counts or outputs.counts):
         return ()
     figures = (
         Figure(title="Prompts", svg=draw_histogram(prompts, x_name="prompt tokens")),
         Figure(title="Outputs", svg=draw_histogram(outputs, x_name="generated tokens")),
     )
-    return (Section(title="Lengths", figures=figures),)
+    return (Section(title="Lengths", facts=coverage_facts(history), figures=figures),)
 
 
 def _bands(history: History, starts: list[float]) -> tuple[Band, ...]:

@@ -15,10 +15,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters
+from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.coordinator.twins import Twins, copied_results
 from raybatch.actors.queue.probation import Probation
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.wire.begun import Begun
+from raybatch.actors.wire.begun import RUNNING_SCHEMA, Begun
 from raybatch.actors.wire.columns import crash_error, encode_completions, has_error, row_numbers
 from raybatch.actors.wire.records import Answer, Assignment, Loss, RowCrashes, Span, Submission
 from raybatch.records.types import Completion
@@ -69,6 +70,7 @@ class Mailbox:
     queue: RowQueue
     on_drop: Callable[[int, int], None]
     failure: tuple[int, str] | None = None
+    lengths: LearnedLengths = field(default_factory=LearnedLengths)
     clients: dict[str, ClientCounters] = field(default_factory=lambda: defaultdict(ClientCounters))
     _open: dict[int, OpenBatch] = field(default_factory=dict)
     _ids: dict[str, int] = field(default_factory=dict)
@@ -152,13 +154,13 @@ class Mailbox:
         if submission.name:
             self._named[submission.client, submission.name] = batch
         if self.failure is None:
-            expected = submission.expected_new_tokens
+            expected = self.lengths.open(batch.batch_id, submission)
             waiting, answered = self._twins.join(batch.batch_id, submission)
             known = np.array([row for row, _ in answered], np.intp)
             self.queue.add(
                 batch.batch_id,
                 submission.prompt_tokens,
-                submission.max_new_tokens if expected is None else expected,
+                expected,
                 groups=submission.groups,
                 keys=submission.block_keys,
                 strikes=submission.crashes,
@@ -208,8 +210,16 @@ class Mailbox:
         return answer
 
     def take(self, replica_id: int, batch_id: int, results: pa.RecordBatch) -> int:
-        """Keep those result rows that the replica held; return how many rows that finished."""
+        """Keep those result rows that the replica held; return how many rows that finished.
+
+        The tokens so far of rows that run on come the same way, see `RUNNING_SCHEMA`.
+        """
         batch = self._open.get(batch_id)
+        if results.schema.equals(RUNNING_SCHEMA):
+            rows, num_tokens = (column.to_numpy() for column in results.columns)
+            is_held = self.queue.is_held(replica_id, batch_id, rows)
+            self.lengths.note_running(batch_id, rows[is_held], num_tokens[is_held])
+            return 0
         rows = row_numbers(results)
         if batch is None:
             is_good = not has_error(results).any()
@@ -222,6 +232,7 @@ class Mailbox:
             self._keep(batch, rows, results)
             good_rows = results.column("row").to_numpy()[~has_error(results)]
             if len(good_rows):
+                self._learn(batch, results)
                 self._probation.worked(batch.submission, int(good_rows[-1]))
         return len(rows)
 
@@ -254,6 +265,7 @@ class Mailbox:
                     places=tuple(of_batch),
                     groups=self.queue.groups_of(batch_id, batch_spans),
                     begun=None if batch is None else batch.begun.of(rows),
+                    likely=self.lengths.likely(batch_id, batch_spans),
                 )
             )
         return assignments
@@ -340,6 +352,12 @@ class Mailbox:
             self._copy(self._open[batch_id], row, of_row)
         self._settle(batch)
 
+    def _learn(self, batch: OpenBatch, results: pa.RecordBatch) -> None:
+        """Learn how long outputs are, and weigh the rows that wait by what is known of it."""
+        client = batch.submission.client
+        self.lengths.note_finished(batch.batch_id, results, self.clients[client].coverage)
+        self.queue.reweigh(self.lengths.reweighed(client))
+
     def _copy(self, batch: OpenBatch, row: int, results: pa.RecordBatch) -> None:
         """Answer a row that no replica got with the results of another that is like it."""
         self.queue.close(batch.batch_id, row)
@@ -353,6 +371,7 @@ class Mailbox:
         rows = self.queue.rows_left(batch.batch_id)
         self.clients[batch.submission.client].dropped(batch.submission, rows)
         self.drop_rows(batch.batch_id)
+        self.lengths.close(batch.batch_id)
         for batch_id, row in self._twins.drop(batch.batch_id, batch.submission, rows.tolist()):
             self.queue.open(batch_id, row)
 

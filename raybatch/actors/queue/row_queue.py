@@ -21,6 +21,7 @@ more: a replica that looks empty is empty, and a row that dies alone was alone.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ from raybatch.actors.queue.row_states import ReplicaLoad, RowStates, Share, span
 from raybatch.actors.queue.waiting_line import Isolation, PrefixAffinity, WaitingLine
 from raybatch.actors.wire.records import Loss, Room, RowCrashes, RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys
+from raybatch.records.arrays import Ints
 
 _SUSPECT_STRIKES = 2
 # of a replica that has got nothing; read only
@@ -239,6 +241,28 @@ class RowQueue:
             replica = self._replicas[replica_id]
             share = replica.aborting.pop(batch_id, Share(0, 0))
             self._affinity.end(replica_id, replica.remove(share))
+
+    def reweigh(self, new_tokens: Iterable[tuple[int, Ints]]) -> None:
+        """Expect other outputs of the waiting rows of some batches, each with those of all rows.
+
+        What replicas hold costs them what it did. Complexity: O(rows of these batches + spans in
+        the line).
+        """
+        num_changed = 0
+        for batch_id, expected in new_tokens:
+            if (batch := self._batches.get(batch_id)) is not None:
+                num_changed += batch.reweigh(expected)
+        if num_changed:
+            self._line.reweigh()
+
+    def is_held(
+        self, replica_id: int, batch_id: int, rows: npt.NDArray[np.integer[Any]]
+    ) -> npt.NDArray[np.bool_]:
+        """Return which rows of a batch a replica holds; none of one that is not in the queue."""
+        batch = self._batches.get(batch_id)
+        if batch is None:
+            return np.zeros(len(rows), np.bool_)
+        return batch.is_held(replica_id, rows.astype(np.intp))
 
     def is_done(self, batch_id: int) -> bool:
         return self._batches[batch_id].num_left == 0

@@ -161,6 +161,10 @@ class EngineThread:
         """Return running sequences with so many tokens that were not returned here before."""
         return self._call(lambda backend: backend.begun(min_new_tokens))
 
+    def running(self) -> Future[list[tuple[int, int]]]:
+        """Return request and tokens so far of each running sequence, as of the end of a step."""
+        return self._call(lambda backend: backend.running())
+
     def abort(self, first_id: int, last_id: int) -> Future[None]:
         """Drop the requests with ids in this range, both ends included, wherever they are.
 

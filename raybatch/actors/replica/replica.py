@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from raybatch.actors.coordinator.counters import ReplicaMetrics
 from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
-from raybatch.actors.wire.begun import encode_begun, sequence_states
+from raybatch.actors.wire.begun import encode_begun, encode_running, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
 from raybatch.actors.wire.records import Assignment, FailedStart, Place, PoolSpec, Pulse
 from raybatch.backends.base import Backend
@@ -26,6 +26,8 @@ _REPORT_EVERY_S = 0.05
 _HEARTBEAT_S = 1.0
 # tokens that a sequence has to gain before they are reported
 _MIN_NEW_TOKENS = 256
+# of the first reports of how far rows are, and of later ones: many at first, when little is known
+_RUNNING_EVERY_S, _RUNNING_AT_LEAST_EVERY_S, _RUNNING_GROWTH = 0.1, 5.0, 1.1
 # request id = batch id << 32 | row
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
@@ -61,6 +63,8 @@ class Replica:
         self._dropped: set[int] = set()
         self._engine: EngineThread | None = None
         self._is_fetching = False
+        # tokens so far of rows by batch, for the next report
+        self._running: dict[int, dict[int, int]] = {}
 
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
         """Build the engine; return why it could not be built, if so."""
@@ -88,7 +92,10 @@ class Replica:
         engine = self._engine
         if engine is None:
             raise RuntimeError("Replica.run was called before Replica.start")
-        reports = [asyncio.create_task(self._report(engine, coordinator))]
+        reports = [
+            asyncio.create_task(self._report(engine, coordinator)),
+            asyncio.create_task(self._watch_running(engine)),
+        ]
         if self._spec.pool.keep_tokens_every_s is not None:
             keeping = self._report_begun(engine, coordinator, self._spec.pool.keep_tokens_every_s)
             reports.append(asyncio.create_task(keeping))
@@ -206,6 +213,21 @@ class Replica:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ran_dry.wait(), _REPORT_EVERY_S)
 
+    async def _watch_running(self, engine: EngineThread) -> None:
+        """Note now and then how far rows are: those that end first are the short ones."""
+        every_s = _RUNNING_EVERY_S
+        while True:
+            await asyncio.sleep(every_s)
+            every_s = min(_RUNNING_GROWTH * every_s, _RUNNING_AT_LEAST_EVERY_S)
+            if engine.is_idle():
+                every_s = _RUNNING_EVERY_S
+                continue
+            running: dict[int, dict[int, int]] = defaultdict(dict)
+            for request_id, num_tokens in await asyncio.wrap_future(engine.running()):
+                rows, row = running[request_id >> _ROW_BITS], request_id & _ROW_MASK
+                rows[row] = max(num_tokens, rows.get(row, 0))
+            self._running = running
+
     async def _report_begun(
         self, engine: EngineThread, coordinator: Handle, every_s: float
     ) -> None:
@@ -234,6 +256,9 @@ class Replica:
             results.append((batch_id, encode_completions(rows, samples)))
             for _ in set(rows):
                 self._close_row(batch_id)
+        running, self._running = self._running, {}
+        # behind the rows that have ended since
+        results += [(batch_id, encode_running(rows)) for batch_id, rows in running.items()]
         stats = engine.stats
         self._metrics.update(stats)
         pulse = self._pulse(engine, stats.num_steps)
@@ -272,7 +297,9 @@ def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]
     for place, span in zip(places, work.spans, strict=True):
         num_rows = span.stop - span.start
         groups = work.groups and work.groups.between(start, start + num_rows)
-        requests.append((place, batch.reader.read(span.start, span.stop, first_id, groups)))
+        likely = work.likely and work.likely.between(start, start + num_rows)
+        of_span = batch.reader.read(span.start, span.stop, first_id, groups, likely)
+        requests.append((place, of_span))
         batch.num_rows += num_rows
         start += num_rows
     return requests

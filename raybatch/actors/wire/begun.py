@@ -28,6 +28,14 @@ BEGUN_SCHEMA = pa.schema(
     ]
 )
 
+# of rows that run, without the tokens themselves: those of the longest sample
+RUNNING_SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int32(), nullable=False),
+        pa.field("num_tokens", pa.int32(), nullable=False),
+    ]
+)
+
 
 class Begun:
     """The longest known state of each sample of some rows; one record batch row each."""
@@ -81,6 +89,12 @@ def encode_begun(rows: Sequence[int], states: Sequence[SequenceState]) -> pa.Rec
         logprobs_array([state.logprobs for state in states]),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=BEGUN_SCHEMA)
+
+
+def encode_running(num_tokens: Mapping[int, int]) -> pa.RecordBatch:
+    """Return the tokens so far of some rows of a batch, by row."""
+    columns = [pa.array(values, pa.int32()) for values in (num_tokens.keys(), num_tokens.values())]
+    return pa.RecordBatch.from_arrays(columns, schema=RUNNING_SCHEMA)
 
 
 def sequence_states(

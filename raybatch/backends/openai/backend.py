@@ -128,6 +128,9 @@ class OpenAIBackend:
         # an endpoint returns nothing before the end
         return []
 
+    def running(self) -> list[tuple[int, int]]:
+        return []
+
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         failed = {completion.request_id for completion in self._failed}
         rows = self._take_out(set(request_ids) - failed)

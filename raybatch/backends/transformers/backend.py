@@ -176,6 +176,9 @@ class TransformersBackend(IntakeBackend):
                 states.append(running.exported())
         return states
 
+    def running(self) -> list[tuple[int, int]]:
+        return [(r.state.request.request_id, len(r.tokens)) for r in self._running.values()]
+
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)
         slots = [s for s, r in self._running.items() if r.state.request.request_id in wanted]

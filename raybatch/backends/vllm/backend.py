@@ -105,6 +105,12 @@ class VllmBackend(IntakeBackend):
                 states.append(sequence.state(self._engine.progress(key)))
         return states
 
+    def running(self) -> list[tuple[int, int]]:
+        return [
+            (s.request.request_id, len(s.tokens_before) + self._engine.num_tokens(key))
+            for key, s in self._inside.items()
+        ]
+
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)
         inside = [s for s in self._inside.values() if s.request.request_id in wanted]

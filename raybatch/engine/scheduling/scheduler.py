@@ -89,6 +89,7 @@ class Scheduler:
 
     def add(self, record: Sequence) -> None:
         """Queue a sequence; one that has started goes before all that have not."""
+        self._admission.lengths.begin(record.request.likely_output_lens)
         record.group = self._groups.join(record.request)
         self._enqueue(record)
 

@@ -361,6 +361,13 @@ class SequenceTable:
                 states.append(replace(record.state(), token_ids=token_ids))
         return states
 
+    def running(self) -> list[tuple[int, int]]:
+        """Return request and generated tokens of each sequence that has some."""
+        num_generated = self.num_tokens - self.num_prompt
+        begun = np.flatnonzero((self.phase != EMPTY) & (num_generated > 0))
+        requests = [self.record(slot).request.request_id for slot in begun.tolist()]
+        return list(zip(requests, num_generated[begun].tolist(), strict=True))
+
     def tokens(self, slot: int, start: int, stop: int) -> TokenIds:
         """Return the known tokens [start, stop) of `slot`, a view where that is possible."""
         prompt = self.record(slot).request.prompt_token_ids
