@@ -70,7 +70,8 @@ class LengthDistribution:
         total = self._tail[first] - self._tail[cut] + self._longer[cut] * bound
         alive = self._longer[first]
         mean = np.divide(total, alive, out=bound.copy(), where=alive > 0)
-        return np.clip(mean, np.minimum(now + 1, bound), bound)
+        bounded: Floats = np.clip(mean, np.minimum(now + 1, bound), bound)
+        return bounded
 
     def quantiles(
         self, shares: npt.ArrayLike, num_tokens: npt.ArrayLike, max_tokens: npt.ArrayLike
@@ -84,7 +85,8 @@ class LengthDistribution:
         # sums that are equal but for rounding are equal
         place = np.searchsorted(-self._longer[1:], -left - 1e-12)
         reached = np.append(self._lengths, np.inf)[np.maximum(place, first[:, None])]
-        return np.minimum(reached, bound[:, None])
+        bounded: Floats = np.minimum(reached, bound[:, None])
+        return bounded
 
     def _places(
         self, num_tokens: npt.ArrayLike, max_tokens: npt.ArrayLike
@@ -111,8 +113,9 @@ class LengthSketch:
     """
 
     def __init__(self) -> None:
-        self._ended, self._tokens = np.zeros(_NUM_BINS), np.zeros(_NUM_BINS)
-        self._cut, self._running = np.zeros(_NUM_BINS), np.zeros(_NUM_BINS)
+        # in each bin: outputs that ended, the sums of their tokens beyond the first of the bin and
+        # of the squares of these, outputs that a bound cut off, outputs that run
+        self._ended, self._more, self._squares, self._cut, self._running = np.zeros((5, _NUM_BINS))
         # rows noted since the distribution was made
         self._num_new, self._made = 0, LengthDistribution(np.zeros(0), np.ones(1))
 
@@ -124,25 +127,27 @@ class LengthSketch:
     def note(self, lengths: Ints, is_cut: Bools) -> None:
         """Count outputs that ended; those that a bound cut off would have been longer."""
         bins = _bins(lengths)
-        ended = ~is_cut
-        self._ended += _counts(bins[ended])
-        self._tokens += np.bincount(bins[ended], lengths[ended], _NUM_BINS)
-        self._cut += _counts(bins[is_cut])
+        ended, more = bins[~is_cut], (lengths - _FIRST[bins])[~is_cut]
+        self._ended += np.bincount(ended, minlength=_NUM_BINS)
+        self._more += np.bincount(ended, more, _NUM_BINS)
+        self._squares += np.bincount(ended, more * more, _NUM_BINS)
+        self._cut += np.bincount(bins[is_cut], minlength=_NUM_BINS)
         self._num_new += len(lengths)
         if self.num_rows > _MAX_ROWS:
-            for counts in (self._ended, self._tokens, self._cut):
+            for counts in (self._ended, self._more, self._squares, self._cut):
                 counts /= 2
 
     def note_running(self, before: Ints, now: Ints) -> None:
         """Replace tokens of running outputs; 0 is one of which nothing is known, or none."""
-        self._running += _counts(_bins(now[now > 0])) - _counts(_bins(before[before > 0]))
+        self._running += np.bincount(_bins(now[now > 0]), minlength=_NUM_BINS)
+        self._running -= np.bincount(_bins(before[before > 0]), minlength=_NUM_BINS)
         self._num_new += len(now)
 
     def merge(self, other: "LengthSketch") -> None:
         """Add all that another sketch has counted."""
-        for name in ("_ended", "_tokens", "_cut", "_running"):
+        for name in ("_ended", "_more", "_squares", "_cut", "_running"):
             getattr(self, name).__iadd__(getattr(other, name))
-        self._num_new += max(1, int(other.num_rows))
+        self._num_new += 1 + int(self.num_rows)
 
     def distribution(self) -> LengthDistribution:
         """Return the distribution now; it may lack a sixteenth of the rows. O(bins)."""
@@ -157,17 +162,45 @@ class LengthSketch:
         beyond = _sums_from(self._ended) + _sums_from(cut) - cut + cut * _AT_RISK
         filled = np.flatnonzero(self._ended > 0)
         longer = product_limit(self._ended[filled], beyond[filled])
-        mean = self._tokens[filled] / self._ended[filled]
-        first, last = _FIRST[filled], _FIRST[filled + 1] - 1
-        # as wide as the bin, but around the mean: equal outputs stay one length
-        half = np.maximum(np.minimum(mean - first, last - mean), 0.0) + 0.5 * (last > first)
+        more = self._more[filled] / self._ended[filled]
+        spread = np.sqrt(np.maximum(3 * (self._squares[filled] / self._ended[filled] - more**2), 0))
+        # even, and as wide as the outputs of the bin: equal ones stay one length
         places = (2 * np.arange(_PER_BIN) + 1) / _PER_BIN - 1
-        lengths = np.rint(np.clip(mean[:, None] + half[:, None] * places, first[:, None], None))
+        last = np.diff(_FIRST)[filled, None] - 1
+        inside = np.clip(np.rint(more[:, None] + spread[:, None] * places), 0, last)
+        lengths = _FIRST[filled, None] + inside
         seen = np.flatnonzero(self._ended + cut > 0)
         beyond = 2.0 * _FIRST[seen[-1] + 1] if len(seen) else np.inf
         parts = np.arange(1, _PER_BIN + 1) / _PER_BIN
         inner = longer[:-1, None] + np.diff(longer)[:, None] * parts
         return LengthDistribution(lengths.ravel(), np.concatenate(([1.0], inner.ravel())), beyond)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowKinds:
+    """What rows of one client are known by before they run.
+
+    Args:
+        bands: int64 [n], see `bands`.
+        groups: int64 [n], below 0 for a row that is alone.
+    """
+
+    client: str
+    bands: Ints
+    groups: Ints
+
+    def take(self, at: npt.NDArray[np.integer[Any]]) -> "RowKinds":
+        return RowKinds(client=self.client, bands=self.bands[at], groups=self.groups[at])
+
+    def by_key(self) -> Iterator[tuple[_Key, Ints]]:
+        """Yield the keys of these rows with the places of each, the most specific first."""
+        for kind, labels in (("group", self.groups), ("band", self.bands)):
+            found, which, counts = np.unique(labels, return_inverse=True, return_counts=True)
+            order = np.argsort(which, kind="stable")
+            for label, at in zip(found, np.split(order, np.cumsum(counts)[:-1]), strict=True):
+                if kind == "band" or label >= 0:
+                    yield (self.client, kind, int(label)), at
+        yield (self.client, "all", 0), np.arange(len(self.bands))
 
 
 class LengthModel:
@@ -190,23 +223,23 @@ class LengthModel:
         sketch = self._sketches.get((client, "all", 0))
         return 0.0 if sketch is None else sketch.num_rows
 
-    def note(self, rows: "RowKinds", lengths: Ints, is_cut: Bools) -> None:
+    def note(self, rows: RowKinds, lengths: Ints, is_cut: Bools) -> None:
         """Count outputs that ended, see `LengthSketch.note`."""
-        for key, at in rows.keys():
+        for key, at in rows.by_key():
             self._sketch(key).note(lengths[at], is_cut[at])
 
-    def note_running(self, rows: "RowKinds", before: Ints, now: Ints) -> None:
+    def note_running(self, rows: RowKinds, before: Ints, now: Ints) -> None:
         """Replace tokens of running outputs, see `LengthSketch.note_running`."""
-        for key, at in rows.keys():
+        for key, at in rows.by_key():
             self._sketch(key).note_running(before[at], now[at])
 
-    def distributions(self, rows: "RowKinds") -> Iterator[tuple[LengthDistribution, Ints]]:
+    def distributions(self, rows: RowKinds) -> Iterator[tuple[LengthDistribution, Ints]]:
         """Yield what is known, each with the places of the rows that it is about, none of others.
 
         Complexity: O(rows log rows + distributions).
         """
         is_open = np.ones(len(rows.bands), np.bool_)
-        for key, at in rows.keys():
+        for key, at in rows.by_key():
             sketch = self._sketches.get(key)
             if sketch is None or sketch.num_rows < _MIN_ROWS:
                 continue
@@ -215,7 +248,7 @@ class LengthModel:
                 is_open[its] = False
                 yield sketch.distribution(), its
 
-    def expect(self, rows: "RowKinds", num_tokens: Ints, max_tokens: Ints) -> Floats:
+    def expect(self, rows: RowKinds, num_tokens: Ints, max_tokens: Ints) -> Floats:
         """Return the final length to expect of each row, float64 [n]; NaN where none is known."""
         expected = np.full(len(max_tokens), np.nan)
         for distribution, at in self.distributions(rows):
@@ -228,33 +261,6 @@ class LengthModel:
         if len(self._sketches) > self._max_keys:
             del self._sketches[next(iter(self._sketches))]
         return sketch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RowKinds:
-    """What rows of one client are known by before they run.
-
-    Args:
-        bands: int64 [n], see `bands`.
-        groups: int64 [n], below 0 for a row that is alone.
-    """
-
-    client: str
-    bands: Ints
-    groups: Ints
-
-    def take(self, at: npt.NDArray[np.integer[Any]]) -> "RowKinds":
-        return RowKinds(client=self.client, bands=self.bands[at], groups=self.groups[at])
-
-    def keys(self) -> Iterator[tuple[_Key, Ints]]:
-        """Yield the keys of these rows with the places of each, the most specific first."""
-        for kind, labels in (("group", self.groups), ("band", self.bands)):
-            found, which, counts = np.unique(labels, return_inverse=True, return_counts=True)
-            order = np.argsort(which, kind="stable")
-            for label, at in zip(found, np.split(order, np.cumsum(counts)[:-1]), strict=True):
-                if kind == "band" or label >= 0:
-                    yield (self.client, kind, int(label)), at
-        yield (self.client, "all", 0), np.arange(len(self.bands))
 
 
 def bands(max_tokens: Ints, expected: Ints, is_expected: Bools) -> Ints:
@@ -274,10 +280,6 @@ def _bins(lengths: Ints) -> Ints:
     steps = (large >> (doublings + 1)) - _PER_DOUBLING
     bins = np.where(lengths < _EXACT, lengths, _EXACT + _PER_DOUBLING * doublings + steps)
     return np.clip(bins, 0, _NUM_BINS - 1).astype(np.int64)
-
-
-def _counts(bins: Ints) -> Floats:
-    return np.bincount(bins, minlength=_NUM_BINS).astype(float)
 
 
 def _sums_from(counts: Floats) -> Floats:

@@ -18,7 +18,7 @@ from raybatch.actors.wire.columns import to_numpy
 from raybatch.actors.wire.records import LikelyLengths, Span, Submission
 from raybatch.policy.lengths import LengthModel, RowKinds, bands
 from raybatch.records.arrays import Bools, Floats, Ints
-from raybatch.records.types import QuantileCoverage
+from raybatch.records.types import QuantileCoverage, TokenLengths
 
 # of the quantiles whose coverage is told
 COVERED_SHARES = (0.1, 0.5, 0.9)
@@ -124,7 +124,7 @@ class LearnedLengths:
         if (batch := self._batches.get(batch_id)) is None:
             return None
         rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-        kinds, lengths = np.zeros(len(rows), np.int32), [()]
+        kinds, lengths = np.zeros(len(rows), np.int32), list[TokenLengths]([()])
         for distribution, at in self.model.distributions(batch.kinds.take(rows)):
             its = rows[at]
             bound, none = batch.max_tokens[its], np.zeros(len(its), np.int64)

@@ -297,7 +297,7 @@ def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]
     for place, span in zip(places, work.spans, strict=True):
         num_rows = span.stop - span.start
         groups = work.groups and work.groups.between(start, start + num_rows)
-        likely = work.likely and work.likely.between(start, start + num_rows)
+        likely = None if work.likely is None else work.likely.between(start, start + num_rows)
         of_span = batch.reader.read(span.start, span.stop, first_id, groups, likely)
         requests.append((place, of_span))
         batch.num_rows += num_rows

@@ -19,8 +19,8 @@ class OutputLengths:
 
     A running output counts as one that is longer than it is now, since those that end first are the
     short ones. What is longer than all that ended is taken to reach its upper bound. An engine that
-    has seen none end begins with the lengths that come with its rows: told the mean for each row in
-    their place, it would compute up to 4 % of a long-tailed run again, and not 0.2 %.
+    has seen none end begins with the lengths that come with its rows: a mean of each row in their
+    place would hide the tail, and the tail is what memory runs out by.
     """
 
     def __init__(self, size: int = 512) -> None:
