@@ -197,9 +197,10 @@ class RowKinds:
         for kind, labels in (("group", self.groups), ("band", self.bands)):
             found, which, counts = np.unique(labels, return_inverse=True, return_counts=True)
             order = np.argsort(which, kind="stable")
-            for label, at in zip(found, np.split(order, np.cumsum(counts)[:-1]), strict=True):
+            ends = np.cumsum(counts)
+            for label, start, stop in zip(found.tolist(), ends - counts, ends, strict=True):
                 if kind == "band" or label >= 0:
-                    yield (self.client, kind, int(label)), at
+                    yield (self.client, kind, label), order[start:stop]
         yield (self.client, "all", 0), np.arange(len(self.bands))
 
 

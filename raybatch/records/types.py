@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -325,7 +325,8 @@ class ReplicaStats(TokenCounts):
     """How it runs, where it chose, and why."""
 
 
-class QuantileCoverage(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantileCoverage:
     """How many outputs were below, and at most, the length that this share was not to exceed."""
 
     share: float

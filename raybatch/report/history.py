@@ -223,7 +223,7 @@ class _Samples:
     def add(self, event: Event) -> None:
         values = {one.name: event[one.name] for one in fields(Sample) if one.name in event}
         engines = tuple((int(r), float(b), float(s)) for r, b, s in event.get("engines", ()))
-        coverage = tuple(QuantileCoverage(*one) for one in event.get("length_coverage", ()))
+        coverage = tuple(QuantileCoverage(**one) for one in event.get("length_coverage", ()))
         sample = Sample(**values | {"engines": engines, "length_coverage": coverage})
         if 0 < self._num_in_last < self._num_each:
             self.kept[-1] = _merged(self.kept[-1], sample)

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -99,7 +99,7 @@ class Sampler:
             "restarts": max(0, stats.num_restarts - first.num_restarts),
             "hung": max(0, stats.num_hung - first.num_hung),
             "preemptions": self._preemptions,
-            "length_coverage": [list(one) for one in stats.length_coverage],
+            "length_coverage": [asdict(one) for one in stats.length_coverage],
             "engines": [
                 [rank, self._busy[rank], ready_s] for rank, ready_s in sorted(self._ready.items())
             ],

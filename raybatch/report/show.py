@@ -1,6 +1,7 @@
 """What runs did, as sections of a document."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -157,18 +158,19 @@ def coverage_facts(history: History) -> tuple[tuple[str, str], ...]:
 
     Where many rows had just the predicted length, as where a limit ends them, a share is a range.
     """
-    known = [run.last.length_coverage for run in history.runs if run.last.length_coverage]
-    totals = dict[float, tuple[int, int, int]]()
-    for share, *counts in (one for of_run in known for one in of_run):
-        before = totals.get(share, (0, 0, 0))
-        totals[share] = (before[0] + counts[0], before[1] + counts[1], before[2] + counts[2])
-    if not totals or min(num_rows for num_rows, _, _ in totals.values()) < _MIN_PREDICTED:
+    num_rows, below, at_most = Counter[float](), Counter[float](), Counter[float]()
+    for one in (one for run in history.runs for one in run.last.length_coverage):
+        num_rows[one.share] += one.num_rows
+        below[one.share] += one.num_below
+        at_most[one.share] += one.num_at_most
+    most = max(num_rows.values(), default=0)
+    if most < _MIN_PREDICTED:
         return ()
-    texts, num_rows = list[str](), 0
-    for share, (num_rows, below, at_most) in sorted(totals.items()):
-        ends = sorted({percent(below / num_rows), percent(at_most / num_rows)}, key=len)
+    texts = []
+    for share, total in sorted(num_rows.items()):
+        ends = dict.fromkeys(percent(some[share] / total) for some in (below, at_most))
         texts.append(f"{percent(share)}: {' to '.join(ends)}")
-    facts = f"{', '.join(texts)} were not longer (of {full(num_rows)} predicted)"
+    facts = f"{', '.join(texts)} were not longer (of {full(most)} predicted)"
     return (("output lengths", facts),)
 
 

@@ -1,6 +1,7 @@
 """What the mailbox learns of output lengths, and where it goes: costs, engines, coverage."""
 
 import itertools
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -87,6 +88,11 @@ def test_rows_with_a_plan_cost_what_it_expects(mailbox):
     taught(mailbox, [20, 40] * 16)
     mailbox.add(submission(3, expected_new_tokens=np.array([7, 8, 9])))
     assert waiting_cost(mailbox) == 3 * PROMPT + 7 + 8 + 9
+
+
+def test_a_batch_without_rows_is_taken(mailbox):
+    taught(mailbox, [20] * 32)
+    assert mailbox.add(submission(0, token="u")).done.is_set()
 
 
 def test_errors_teach_nothing(mailbox):
@@ -246,51 +252,68 @@ def w7(random, num_rows):
     return random.lognormal(2.7, 0.8, num_rows)
 
 
-def run_rows(mailbox, lengths, bound, *, slots, rows_per_batch=500, running_every=10):
+def run_rows(mailbox, lengths, bound, *, slots=32, rows_per_batch=500, running_every=10):
     """Run rows at two replicas with so many slots each, a token a step for each row that runs."""
+    left = {}
     for first in range(0, len(lengths), rows_per_batch):
-        num_rows = min(rows_per_batch, len(lengths) - first)
-        mailbox.add(submission(num_rows, token=str(first), bound=bound))
-    runs, starts = {1: {}, 2: {}}, dict(enumerate(range(0, len(lengths), rows_per_batch)))
+        part = lengths[first : first + rows_per_batch]
+        batch = mailbox.add(submission(len(part), token=f"{len(mailbox)}", bound=bound))
+        left |= {(batch.batch_id, row): int(length) for row, length in enumerate(part)}
+    runs = {1: {}, 2: {}}
     for step in itertools.count(1):
         for replica_id, rows in runs.items():
             if len(rows) < slots:
-                got, _ = pull(mailbox, slots - len(rows), replica_id)
-                rows |= dict.fromkeys(got, 0)
-            by_batch = {}
-            for (batch_id, row), num_tokens in rows.items():
-                rows[batch_id, row] = num_tokens + 1
-                if lengths[starts[batch_id] + row] <= num_tokens + 1:
-                    by_batch.setdefault(batch_id, {})[row] = num_tokens + 1
-            for batch_id, ended in by_batch.items():
-                cut = {row: n for row, n in ended.items() if n == bound}
-                whole = {row: n for row, n in ended.items() if n < bound}
-                end(mailbox, batch_id, cut, replica_id, reason="length")
-                end(mailbox, batch_id, whole, replica_id)
-                for row in ended:
-                    del rows[batch_id, row]
+                rows |= dict.fromkeys(pull(mailbox, slots - len(rows), replica_id)[0], 0)
+            for place in rows:
+                rows[place] += 1
+            ended = {place for place, num_tokens in rows.items() if left[place] == num_tokens}
+            for is_cut, reason in ((True, "length"), (False, "stop")):
+                of_reason = {place for place in ended if (left[place] == bound) == is_cut}
+                for batch_id, of_batch in by_batch({p: rows[p] for p in of_reason}).items():
+                    end(mailbox, batch_id, of_batch, replica_id, reason=reason)
+            runs[replica_id] = {p: n for p, n in rows.items() if p not in ended}
             if step % running_every == 0:
-                now = {}
-                for (batch_id, row), num_tokens in rows.items():
-                    now.setdefault(batch_id, {})[row] = num_tokens
-                for batch_id, of_batch in now.items():
+                for batch_id, of_batch in by_batch(runs[replica_id]).items():
                     mailbox.take(replica_id, batch_id, encode_running(of_batch))
         if not any(runs.values()) and not mailbox.queue.num_waiting():
             return
 
 
-@pytest.mark.parametrize(("draw", "bound"), [(w4, 4096), (w7, 128)])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_quantiles_hold_for_the_share_of_rows_that_they_say(mailbox, draw, bound, seed):
-    random = np.random.default_rng(seed)
-    lengths = np.clip(np.rint(draw(random, 2500)), 1, bound).astype(int)
-    run_rows(mailbox, lengths, bound, slots=32)
+def by_batch(rows):
+    of_batch = {}
+    for (batch_id, row), num_tokens in rows.items():
+        of_batch.setdefault(batch_id, {})[row] = num_tokens
+    return of_batch
+
+
+def covered(mailbox):
     coverage = mailbox.clients["c"].coverage
-    # the first rows run while nothing is known
-    assert coverage.num_rows > 0.9 * len(lengths)
-    for share, _, num_below, num_at_most in coverage.quantiles():
-        assert num_below / coverage.num_rows < share + 0.05
-        assert num_at_most / coverage.num_rows > share - 0.05
+    return np.array([coverage.num_below, coverage.num_at_most]), coverage.num_rows
+
+
+@pytest.mark.parametrize(("draw", "bound"), [(w4, 4096), (w7, 128)])
+def test_quantiles_hold_for_the_share_of_rows_that_they_say(mailbox, draw, bound):
+    random = np.random.default_rng(0)
+    lengths = np.clip(np.rint(draw(random, 3000)), 1, bound).astype(int)
+    run_rows(mailbox, lengths[:1000], bound)
+    before, num_before = covered(mailbox)
+    run_rows(mailbox, lengths[1000:], bound)
+    counts, num_rows = covered(mailbox)
+    assert num_rows - num_before == 2000
+    below, at_most = (counts - before) / 2000
+    # outputs of just the predicted length may be on either side
+    assert (below < np.array(COVERED_SHARES) + 0.03).all()
+    assert (at_most > np.array(COVERED_SHARES) - 0.03).all()
+
+
+def test_rows_that_run_keep_the_first_predictions_from_being_short(mailbox):
+    lengths = np.clip(np.rint(w4(np.random.default_rng(0), 1000)), 1, 4096).astype(int)
+    run_rows(mailbox, lengths, 4096, running_every=1)
+    untold = Mailbox(RowQueue(3), on_drop=lambda *_: None)
+    run_rows(untold, lengths, 4096, running_every=10**9)
+    shares = [counts[1, 2] / num_rows for counts, num_rows in map(covered, (mailbox, untold))]
+    assert shares[0] > shares[1] + 0.05
+    assert abs(shares[0] - 0.9) < 0.03
 
 
 def test_coverage_is_in_the_stats_of_the_client(mailbox):
@@ -299,12 +322,8 @@ def test_coverage_is_in_the_stats_of_the_client(mailbox):
     batch = mailbox.add(submission(4))
     pull(mailbox, 4)
     end(mailbox, batch.batch_id, {0: 9, 1: 10, 2: 11, 3: 12})
-    covered = mailbox.clients["c"].stats(now=0.0).length_coverage
-    assert [(share, 4, 1, 2) for share in COVERED_SHARES] == covered_tuples(covered)
-
-
-def covered_tuples(coverage):
-    return [tuple(one) for one in coverage]
+    told = mailbox.clients["c"].stats(now=0.0).length_coverage
+    assert [(share, 4, 1, 2) for share in COVERED_SHARES] == [astuple(one) for one in told]
 
 
 def test_a_row_that_is_handed_out_again_keeps_its_prediction(mailbox):

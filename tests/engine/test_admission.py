@@ -49,6 +49,25 @@ def test_running_outputs_shorter_than_an_ended_one_say_nothing_about_it():
     assert expect(lengths_after([10], running=[9]), 0) == pytest.approx(10)
 
 
+def test_lengths_that_came_with_rows_count_until_outputs_end_here():
+    lengths = OutputLengths()
+    lengths.begin((10, 30))
+    lengths.begin((70,))
+    lengths.update(np.array([], np.int64))
+    assert expect(lengths, 0) == 20
+
+
+def test_lengths_that_come_after_an_output_has_ended_do_not_count():
+    lengths = lengths_after([10])
+    lengths.begin((70,))
+    lengths.update(np.array([], np.int64))
+    assert expect(lengths, 0) == 10
+
+
+def test_a_row_of_a_smaller_bound_is_expected_to_be_cut_off_there():
+    assert expect(lengths_after([10, 30, 90]), 0, 40) == pytest.approx((10 + 30 + 40) / 3)
+
+
 SEQUENCE = st.tuples(st.floats(0.5, 20), st.integers(1, 30))
 
 

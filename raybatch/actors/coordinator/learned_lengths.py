@@ -73,7 +73,9 @@ class Coverage:
             return ()
         counts = zip(self.num_below.tolist(), self.num_at_most.tolist(), strict=True)
         return tuple(
-            QuantileCoverage(share, self.num_rows, below, at_most)
+            QuantileCoverage(
+                share=share, num_rows=self.num_rows, num_below=below, num_at_most=at_most
+            )
             for share, (below, at_most) in zip(COVERED_SHARES, counts, strict=True)
         )
 
