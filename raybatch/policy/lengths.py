@@ -8,6 +8,7 @@ a limit of what a row may generate.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -176,7 +177,7 @@ class LengthSketch:
         return LengthDistribution(lengths.ravel(), np.concatenate(([1.0], inner.ravel())), beyond)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RowKinds:
     """What rows of one client are known by before they run.
 
@@ -192,16 +193,15 @@ class RowKinds:
     def take(self, at: npt.NDArray[np.integer[Any]]) -> "RowKinds":
         return RowKinds(client=self.client, bands=self.bands[at], groups=self.groups[at])
 
-    def by_key(self) -> Iterator[tuple[_Key, Ints]]:
-        """Yield the keys of these rows with the places of each, the most specific first."""
+    @cached_property
+    def by_key(self) -> list[tuple[_Key, Ints]]:
+        """The keys of these rows with the places of each, the most specific first."""
+        keys: list[tuple[_Key, Ints]] = []
         for kind, labels in (("group", self.groups), ("band", self.bands)):
-            found, which, counts = np.unique(labels, return_inverse=True, return_counts=True)
-            order = np.argsort(which, kind="stable")
-            ends = np.cumsum(counts)
-            for label, start, stop in zip(found.tolist(), ends - counts, ends, strict=True):
+            for label, at in _places_of(labels):
                 if kind == "band" or label >= 0:
-                    yield (self.client, kind, label), order[start:stop]
-        yield (self.client, "all", 0), np.arange(len(self.bands))
+                    keys.append(((self.client, kind, label), at))
+        return [*keys, ((self.client, "all", 0), np.arange(len(self.bands)))]
 
 
 class LengthModel:
@@ -226,12 +226,12 @@ class LengthModel:
 
     def note(self, rows: RowKinds, lengths: Ints, is_cut: Bools) -> None:
         """Count outputs that ended, see `LengthSketch.note`."""
-        for key, at in rows.by_key():
+        for key, at in rows.by_key:
             self._sketch(key).note(lengths[at], is_cut[at])
 
     def note_running(self, rows: RowKinds, before: Ints, now: Ints) -> None:
         """Replace tokens of running outputs, see `LengthSketch.note_running`."""
-        for key, at in rows.by_key():
+        for key, at in rows.by_key:
             self._sketch(key).note_running(before[at], now[at])
 
     def distributions(self, rows: RowKinds) -> Iterator[tuple[LengthDistribution, Ints]]:
@@ -240,7 +240,7 @@ class LengthModel:
         Complexity: O(rows log rows + distributions).
         """
         is_open = np.ones(len(rows.bands), np.bool_)
-        for key, at in rows.by_key():
+        for key, at in rows.by_key:
             sketch = self._sketches.get(key)
             if sketch is None or sketch.num_rows < _MIN_ROWS:
                 continue
@@ -272,6 +272,14 @@ def bands(max_tokens: Ints, expected: Ints, is_expected: Bools) -> Ints:
     known = np.where(is_expected, expected, max_tokens)
     powers = np.log2(np.maximum(known, 1)).astype(np.int64)
     return np.where(is_expected, powers + _PLANNED, powers)
+
+
+def _places_of(labels: Ints) -> list[tuple[int, Ints]]:
+    """Return each label with its places; most rows of a client are of one."""
+    if not len(labels) or (labels == labels[0]).all():
+        return [(label, np.arange(len(labels))) for label in labels[:1].tolist()]
+    found, which, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    return list(zip(found.tolist(), np.split(which.argsort(), np.cumsum(counts)[:-1]), strict=True))
 
 
 def _bins(lengths: Ints) -> Ints:

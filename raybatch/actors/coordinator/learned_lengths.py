@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.actors.wire.columns import to_numpy
+from raybatch.actors.wire.columns import has_error, to_numpy
 from raybatch.actors.wire.records import LikelyLengths, Span, Submission
 from raybatch.policy.lengths import LengthModel, RowKinds, bands
 from raybatch.records.arrays import Bools, Floats, Ints
@@ -27,7 +27,7 @@ _NUM_LIKELY = 32
 # members of a group in one row batch, from which on it is worth a sketch of its own
 _MIN_GROUP_ROWS = 32
 # waiting rows are looked at again when so many times the outputs are known
-_MORE_ROWS = 1.25
+_MORE_ROWS = 2.0
 
 _Rows = npt.NDArray[np.integer]
 
@@ -129,15 +129,16 @@ class LearnedLengths:
         kinds, lengths = np.zeros(len(rows), np.int32), list[TokenLengths]([()])
         for distribution, at in self.model.distributions(batch.kinds.take(rows)):
             its = rows[at]
-            bound, none = batch.max_tokens[its], np.zeros(len(its), np.int64)
             # a row that is handed out again has had its prediction
-            quantiles = distribution.quantiles(COVERED_SHARES, none, bound)
-            is_first = np.isnan(batch.predicted[its])
-            batch.predicted[its] = np.where(is_first, quantiles, batch.predicted[its])
+            first = its[np.isnan(batch.predicted[its, 0])]
+            none = np.zeros(len(first), np.int64)
+            quantiles = distribution.quantiles(COVERED_SHARES, none, batch.max_tokens[first])
+            batch.predicted[first] = quantiles
             unplanned = at[~batch.is_planned[its]]
-            for most in np.unique(batch.max_tokens[rows[unplanned]]).tolist():
-                kinds[unplanned[batch.max_tokens[rows[unplanned]] == most]] = len(lengths)
-                lengths.append(distribution.sample(_NUM_LIKELY, most))
+            if len(unplanned):
+                kinds[unplanned] = len(lengths)
+                longest = int(batch.max_tokens[rows[unplanned]].max())
+                lengths.append(distribution.sample(_NUM_LIKELY, longest))
         return LikelyLengths(kinds=kinds, lengths=tuple(lengths)) if len(lengths) > 1 else None
 
     def note_running(self, batch_id: int, rows: _Rows, num_tokens: _Rows) -> None:
@@ -147,9 +148,9 @@ class LearnedLengths:
 
     def note_finished(self, batch_id: int, results: pa.RecordBatch, coverage: Coverage) -> None:
         """Learn from results of an open batch, and count how good the predictions of them were."""
-        batch, results = self._batches[batch_id], results.filter(pc.equal(results["error"], ""))
-        if not len(results):
-            return
+        batch, is_error = self._batches[batch_id], has_error(results)
+        if is_error.any():
+            results = results.filter(pa.array(~is_error))
         rows = to_numpy(results.column("row"), np.int64)
         counted = results.column("num_generated_tokens")
         generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
@@ -178,7 +179,7 @@ class LearnedLengths:
     def reweighed(self, client: str) -> Iterator[tuple[int, Ints]]:
         """Yield the open batches of a client with what is expected of their rows now.
 
-        Nothing is yielded until a quarter more of its outputs is known than at the last time.
+        Nothing is yielded until twice as many of its outputs are known as at the last time.
         """
         known = self.model.num_rows(client)
         if known < _MORE_ROWS * self._weighed.get(client, 1.0):
