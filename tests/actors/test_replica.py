@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from raybatch.actors.executors.ray_pools import RaySite
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.wire.columns import request_table
-from raybatch.actors.wire.records import Assignment, PoolSpec, RowGroups, Span
+from raybatch.actors.wire.records import Assignment, LikelyLengths, PoolSpec, RowGroups, Span
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Completion, ReplicaStats, Sampling
 
@@ -129,6 +130,44 @@ def test_rows_of_several_batches_run_in_the_order_of_the_pull(run):
         return [(r.request_id >> 32, r.row_id, r.group_id, r.prefix_len) for r in submitted]
 
     assert [(7, "1", 9, 1), (8, "0", None, 0), (7, "0", None, 0)] == run(scene)
+
+
+def test_lengths_that_the_pool_knows_come_with_the_rows(run):
+    async def scene(replica, coordinator):
+        submitted = []
+        replica._engine.submit = lambda requests, begun: submitted.extend(requests)
+        likely = LikelyLengths(kinds=np.array([1, 0]), lengths=((), (3, 9)))
+        spans = (Span(7, 1, 2), Span(7, 0, 1))
+        known = Assignment(batch_id=7, refs=[table(2)], spans=spans, likely=likely)
+        await coordinator.answers.put([known])
+        await coordinator.asked.acquire()
+        return [(r.row_id, r.likely_output_lens) for r in submitted]
+
+    assert [("1", (3, 9)), ("0", ())] == run(scene)
+
+
+def test_the_tokens_so_far_of_rows_that_run_are_reported(run):
+    async def scene(replica, coordinator):
+        reports = []
+
+        async def report(replica_id, results, stats, pulse):
+            reports.extend(results)
+
+        coordinator.report = Method(report)
+        # as of an engine at work on two samples of row 5
+        running = Future[list[tuple[int, int]]]()
+        running.set_result([((7 << 32) + 5, 3), ((7 << 32) + 5, 9), (8 << 32, 1)])
+        replica._engine.running = lambda: running
+        replica._engine.is_idle = lambda: False
+        while not reports:
+            await asyncio.sleep(0.02)
+        del replica._engine.is_idle
+        return [(batch_id, told.to_pydict()) for batch_id, told in reports[:2]]
+
+    assert run(scene) == [
+        (7, {"row": [5], "num_tokens": [9]}),
+        (8, {"row": [0], "num_tokens": [1]}),
+    ]
 
 
 def test_a_replica_goes_on_after_an_abort(run):
