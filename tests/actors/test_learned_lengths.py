@@ -103,6 +103,19 @@ def test_errors_teach_nothing(mailbox):
     assert waiting_cost(mailbox) == PROMPT + BOUND
 
 
+def test_errors_among_good_rows_teach_nothing(mailbox):
+    batch = mailbox.add(submission(64))
+    pull(mailbox, 64)
+    good = [Completion(request_id=row, num_generated_tokens=30) for row in range(32)]
+    bad = [
+        Completion(request_id=row, num_generated_tokens=1, finish_reason="error", error="Odd: row")
+        for row in range(32, 64)
+    ]
+    mailbox.take(1, batch.batch_id, encode_completions(range(64), good + bad))
+    mailbox.add(submission(1, token="u"))
+    assert waiting_cost(mailbox) == PROMPT + 30
+
+
 def test_waiting_rows_are_weighed_anew_and_held_ones_keep_their_cost(mailbox):
     batch = mailbox.add(submission(100))
     pull(mailbox, 60)
@@ -330,8 +343,10 @@ def test_a_row_that_is_handed_out_again_keeps_its_prediction(mailbox):
     taught(mailbox, [10] * 32)
     batch = mailbox.add(submission(1, token="a"))
     pull(mailbox, 1)
-    mailbox.queue.give_back(1, [Span(batch.batch_id, 0, 1)])
     taught(mailbox, [90] * 320)
-    pull(mailbox, 1)
+    mailbox.queue.give_back(1, [Span(batch.batch_id, 0, 1)])
+    assert [(batch.batch_id, 0)] == pull(mailbox, 1)[0]
+    before = covered(mailbox)[0]
     end(mailbox, batch.batch_id, {0: 50})
-    assert mailbox.clients["c"].coverage.num_at_most[1] == 0
+    # it is longer than the first prediction, which was 10, and shorter than the second one
+    assert (covered(mailbox)[0] == before).all()

@@ -104,6 +104,14 @@ def test_outputs_that_a_bound_cut_off_would_have_been_longer():
     assert quantile(sketch, 0.9, max_tokens=25) == 25
 
 
+def test_outputs_that_run_in_a_wide_bin_are_at_risk_in_half_of_it():
+    # the bin is that of 64 to 67 tokens, and all of 5 for itself
+    for length, beyond, share in ((66, 2 * 68, (4 + 1) / (2 * 4)), (5, 2 * 6, 1)):
+        longer = 1 - 10 / (10 + 10 * share)
+        mean = length * (1 - longer) + beyond * longer
+        assert expect(sketch_of([length] * 10, running=[length] * 10)) == pytest.approx(mean)
+
+
 def test_outputs_that_ended_run_no_more():
     sketch = sketch_of([10] * 20, running=[20] * 20)
     sketch.note_running(np.full(20, 20), np.zeros(20, np.int64))
