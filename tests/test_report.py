@@ -258,8 +258,8 @@ def test_a_report_says_how_many_outputs_were_as_long_as_predicted():
     first = (quantile(0.1, 150, 12, 18), quantile(0.9, 150, 140, 140))
     second = (quantile(0.1, 50, 8, 10), quantile(0.9, 50, 44, 44))
     assert coverage_lines(first, (), second) == [
-        "output lengths: 10.0 %: 10.0 % to 14.0 %, 90.0 %: 92.0 % were not longer "
-        "(of 200 predicted)"
+        "output lengths: of 200 outputs, within the predicted length of 10.0 %: 10.0 % to 14.0 %, "
+        "of 90.0 %: 92.0 %"
     ]
 
 
@@ -274,7 +274,7 @@ def test_the_page_tells_coverage_beside_the_lengths():
     )
     lengths = Histogram.of(np.array([3, 30, 300]))
     page = make_report(history=History(runs=(run,)), output_lengths=lengths).to_html()
-    assert "50.0 %: 50.0 % were not longer" in page.split("<h2>Lengths</h2>")[1]
+    assert "within the predicted length of 50.0 %: 50.0 %" in page.split("<h2>Lengths</h2>")[1]
 
 
 def test_a_page_shows_time_engines_lengths_errors_and_runs():

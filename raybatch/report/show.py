@@ -169,8 +169,8 @@ def coverage_facts(history: History) -> tuple[tuple[str, str], ...]:
     texts = []
     for share, total in sorted(num_rows.items()):
         ends = dict.fromkeys(percent(some[share] / total) for some in (below, at_most))
-        texts.append(f"{percent(share)}: {' to '.join(ends)}")
-    facts = f"{', '.join(texts)} were not longer (of {full(most)} predicted)"
+        texts.append(f"of {percent(share)}: {' to '.join(ends)}")
+    facts = f"of {full(most)} outputs, within the predicted length {', '.join(texts)}"
     return (("output lengths", facts),)
 
 
