@@ -89,6 +89,7 @@ class Engine:
         waits: whether rows wait for memory, as they do in an engine on this device.
         expected: output tokens that the engine expects of each row; None leaves it to learn them.
         limit: output tokens that it allows each row; None allows no more than it generates.
+        likely: output lengths that come with the rows, as those of a pool that has seen others.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Engine:
         waits: bool = True,
         expected: Ints | None = None,
         limit: int | None = None,
+        likely: tuple[int, ...] = (),
     ) -> None:
         self.device, self.rows = device, rows
         num_blocks = device.kv_tokens // block_size
@@ -135,6 +137,7 @@ class Engine:
                 sampling=Sampling(max_tokens=int(allowed[row])),
                 group_id=group if prefix else None,
                 prefix_len=prefix // block_size * block_size,
+                likely_output_lens=likely,
             )
             self.scheduler.add(
                 Sequence(
