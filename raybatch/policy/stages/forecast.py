@@ -1,52 +1,84 @@
-"""How long a job takes with rows sorted by length, and with stages; neither with its last rows."""
+"""How long a job takes with rows sorted by length, and with stages.
+
+Neither is charged for the steps of its last rows, which are few in a batch.
+"""
+
+import heapq
 
 import numpy as np
 
-from raybatch.policy.stages.heterogeneity import FLAT, MixCurve
-from raybatch.policy.stages.lengths import RangeWork, RowLengths, whole_rows
+from raybatch.policy.stages.heterogeneity import variation
+from raybatch.policy.stages.lengths import RangeWork, RowLengths
 from raybatch.policy.stages.plan import StagePlan
 from raybatch.policy.stages.replica_seconds import (
     StagePool,
+    batch_rows,
     iteration_seconds,
     stage_seconds,
     work_seconds,
 )
+from raybatch.records.arrays import Floats, Ints
 
 
-def sorted_seconds(pool: StagePool, lengths: RowLengths, curve: MixCurve | None = None) -> float:
-    """Return the seconds of a job whose replicas admit rows in order of final length.
+def sorted_seconds(pool: StagePool, lengths: RowLengths) -> float:
+    """Return the seconds of a job whose replicas admit rows by final length, the longest first.
 
-    All replicas get the same mix (`raybatch.policy.stages.even_split`), so that a batch has rows of
-    neighbouring final lengths, at any progress. No row moves. O(N log N).
-
-    Args:
-        curve: in place of that of the pool.
+    All replicas get the same mix, and no row moves. O(N log N), and O(1) for each step.
     """
-    order = np.argsort(lengths.final_lens, kind="stable")
-    rows = whole_rows(lengths.prompt_lens[order], lengths.final_lens[order])
-    total = RangeWork.of_sums(rows.sum(axis=1))
-    held = pool.limits.kv_tokens / max(float(total.mean_len), 1.0)
-    batch = max(1, int(min(pool.limits.max_num_seqs, held, len(lengths) / pool.num_replicas)))
-    firsts = np.arange(0, len(lengths), batch * pool.num_replicas)
-    batches = RangeWork.of_sums(np.add.reduceat(rows, firsts, axis=1))
-    priced = StagePool(
-        num_replicas=pool.num_replicas,
-        quality=pool.quality,
-        curve=pool.curve if curve is None else curve,
-        limits=pool.limits,
-        moves=pool.moves,
-    )
-    # the next rows are there before the last ones of a batch have ended
-    return float(work_seconds(priced, batches, len(lengths), pool.num_replicas).sum())
+    return _unstaged_seconds(pool, lengths, _sorted_factor(pool, lengths))
 
 
 def like_seconds(pool: StagePool, lengths: RowLengths) -> float:
-    """Return the seconds if every batch had rows of one length: what no plan of stages is below."""
-    return sorted_seconds(pool, lengths, FLAT)
+    """Return the seconds of sorted admission if all rows of a batch were of one length."""
+    return _unstaged_seconds(pool, lengths, 1.0)
+
+
+def _unstaged_seconds(pool: StagePool, lengths: RowLengths, factor: float) -> float:
+    work = RangeWork.of_sums(lengths.below(lengths.longest))
+    return float(work_seconds(pool, work, len(lengths), pool.num_replicas, factor))
+
+
+def _sorted_factor(pool: StagePool, lengths: RowLengths) -> float:
+    """Return how much longer attention takes on one replica, for rows sorted by length.
+
+    Its steps are counted one by one: rows that start and end together stay of one length, which
+    averages over batches would not show.
+    """
+    order = np.argsort(-lengths.final_lens, kind="stable")
+    # an even part, as all replicas get
+    order = order[min(pool.num_replicas // 2, len(order) - 1) :: pool.num_replicas]
+    prompts = lengths.prompt_lens[order]
+    work = RangeWork.of_sums(lengths.below(lengths.longest))
+    places = int(batch_rows(pool, work, len(lengths), pool.num_replicas))
+    sums = _step_sums(prompts, lengths.final_lens[order] - prompts, places)
+    return float((pool.curve.at(variation(*sums)) * sums[1]).sum() / sums[1].sum())
+
+
+def _step_sums(prompts: Ints, outputs: Ints, places: int) -> Floats:
+    """Return [3, steps]: number of rows, sum of lengths, and of squares, step by step.
+
+    A row takes the place of the first that ends.
+    """
+    ends = [0] * places
+    starts = np.empty(len(outputs), np.int64)
+    for i, num_tokens in enumerate(outputs.tolist()):
+        starts[i] = ends[0]
+        heapq.heapreplace(ends, ends[0] + num_tokens)
+    num_steps = max(ends)
+    # at step t a row makes the token at length t + offset
+    offsets = (prompts + 1 - starts).astype(float)
+
+    def running(weights: Floats) -> Floats:
+        begun = np.bincount(starts, weights, num_steps + 1)
+        return np.cumsum(begun - np.bincount(starts + outputs, weights, num_steps + 1))[:-1]
+
+    rows, first, second = (running(offsets**power) for power in range(3))
+    steps = np.arange(float(num_steps))
+    return np.stack([rows, first + rows * steps, second + 2 * steps * first + rows * steps**2])
 
 
 def staged_seconds(pool: StagePool, lengths: RowLengths, plan: StagePlan) -> float:
-    """Return the seconds until the last stage is done.
+    """Return the seconds until the last stage is done, with rows of a stage at any progress.
 
     A stage in which no prompt ends waits until the first row has grown into it.
     """

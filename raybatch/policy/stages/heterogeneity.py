@@ -55,3 +55,13 @@ class MixCurve:
 
 # lengths do not matter
 FLAT = MixCurve(points=(MixPoint(variation=0.0, factor=1.0),))
+
+
+def variation(rows: Floats, total: Floats, squares: Floats) -> Floats:
+    """Return standard deviations of lengths over their means, by number, sum and sum of squares.
+
+    It is 0 where there are no rows; the arrays have one shape.
+    """
+    ratio = np.divide(rows * squares, total**2, out=np.ones_like(total), where=total > 0)
+    # rounding alone may take it below 0
+    return np.asarray(np.sqrt(np.maximum(ratio - 1.0, 0.0)), float)

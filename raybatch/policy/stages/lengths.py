@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.errors import ConfigError
+from raybatch.policy.stages.heterogeneity import variation
 from raybatch.records.arrays import Floats, Ints
-
-_NUM_SUMS = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,14 +50,7 @@ class RangeWork:
     @property
     def variation(self) -> Floats:
         """Return the coefficient of variation of lengths in a batch, rows at any progress."""
-        ratio = np.divide(
-            self.square_contexts * self.tokens,
-            self.contexts**2,
-            out=np.ones_like(self.contexts),
-            where=self.contexts > 0,
-        )
-        # rounding alone may take it below 0
-        return np.sqrt(np.maximum(ratio - 1.0, 0.0))
+        return variation(self.tokens, self.contexts, self.square_contexts)
 
 
 class RowLengths:
@@ -114,13 +106,6 @@ class RowLengths:
         begun = np.searchsorted(self._prompts, bounds, side="right")
         ended = np.searchsorted(self._finals, bounds, side="right")
         return (begun - ended).astype(float)
-
-
-def whole_rows(prompt_lens: Ints, final_lens: Ints) -> Floats:
-    """Return what each row does in its life, [6, N], in the order of `RangeWork`."""
-    prompts, finals = (np.asarray(lens, float) for lens in (prompt_lens, final_lens))
-    steps = _over_steps(_powers(finals)) - _over_steps(_powers(prompts))
-    return np.stack([*steps, np.ones_like(prompts), prompts, prompts * (prompts + 1) / 2])
 
 
 def _powers(values: Floats) -> Floats:

@@ -12,6 +12,7 @@ import numpy as np
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import MeasuredStep
 from raybatch.policy.cost.roofline import solve_nonnegative
+from raybatch.policy.stages.heterogeneity import MixCurve, variation
 from raybatch.records.arrays import Floats
 
 # one step in so many is held out of the fit
@@ -86,6 +87,18 @@ def fit_quality(steps: Sequence[MeasuredStep]) -> StepQuality:
         held_out_error=error,
         constant_error=held_out_error(features[:, :1])[1],
     )
+
+
+def decode_seconds(sums: Floats, quality: StepQuality, curve: MixCurve) -> Floats:
+    """Return the seconds of iterations that decode rows of unlike lengths; 0 without rows.
+
+    Args:
+        sums: number of rows, sum of their lengths, and of their squares, [3, ...].
+    """
+    rows, total, squares = sums
+    factor = curve.at(variation(rows, total, squares))
+    seconds = quality.row_s * rows + quality.context_s * factor * total
+    return np.where(rows > 0, quality.step_s + seconds, 0.0)
 
 
 def _features(steps: Sequence[MeasuredStep]) -> Floats:

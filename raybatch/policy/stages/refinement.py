@@ -6,7 +6,7 @@ import numpy as np
 
 from raybatch.policy.stages.even_split import even_part
 from raybatch.policy.stages.heterogeneity import MixCurve
-from raybatch.policy.stages.quality import StepQuality
+from raybatch.policy.stages.quality import StepQuality, decode_seconds
 from raybatch.records.arrays import Floats, Ints
 
 # the weight of what is found; what was found before has the rest
@@ -59,7 +59,7 @@ def best_split(lengths: Ints, quality: StepQuality, curve: MixCurve) -> int:
     first = np.stack([np.arange(len(lengths) + 1.0), *_running(lengths)])[:, :-1]
     rest = np.array([len(lengths), lengths.sum(), (lengths.astype(float) ** 2).sum()])
     slower = np.maximum(
-        _iteration_s(first, quality, curve), _iteration_s(rest[:, None] - first, quality, curve)
+        decode_seconds(first, quality, curve), decode_seconds(rest[:, None] - first, quality, curve)
     )
     return int(slower.argmin())
 
@@ -67,12 +67,3 @@ def best_split(lengths: Ints, quality: StepQuality, curve: MixCurve) -> int:
 def _running(lengths: Ints) -> Floats:
     values = lengths.astype(float)
     return np.pad(np.cumsum(np.stack([values, values**2]), axis=1), ((0, 0), (1, 0)))
-
-
-def _iteration_s(sums: Floats, quality: StepQuality, curve: MixCurve) -> Floats:
-    """Return the seconds of iterations by number, sum and sum of squares of lengths, [3, N]."""
-    rows, total, squares = sums
-    ratio = np.divide(rows * squares, total**2, out=np.ones_like(total), where=total > 0)
-    variation = np.sqrt(np.maximum(ratio - 1.0, 0.0))
-    seconds = quality.row_s * rows + quality.context_s * curve.at(variation) * total
-    return np.where(rows > 0, quality.step_s + seconds, 0.0)

@@ -56,32 +56,39 @@ class StagePool:
 
 
 def work_seconds(
-    pool: StagePool, work: RangeWork, rows: npt.ArrayLike, num_replicas: npt.ArrayLike
+    pool: StagePool,
+    work: RangeWork,
+    rows: npt.ArrayLike,
+    num_replicas: npt.ArrayLike,
+    factor: npt.ArrayLike | None = None,
 ) -> Floats:
     """Return the seconds in which so many replicas, each with an even part, do the work.
-
-    A batch has as many rows as its limits and the KV hold, and no more than there are.
 
     Args:
         rows: that do it, of all replicas together; broadcast with the arrays of `work`.
         num_replicas: at least 1; broadcast as well.
+        factor: of the time of attention; by default that of rows at any progress.
     """
-    rows, num_replicas = np.asarray(rows, float), np.asarray(num_replicas, float)
-    batch = _batch(pool, work, rows, num_replicas)
     costs = pool.quality
+    factor = pool.curve.at(work.variation) if factor is None else factor
     busy_s = (
         costs.row_s * work.tokens
-        + costs.context_s * pool.curve.at(work.variation) * work.contexts
+        + costs.context_s * np.asarray(factor) * work.contexts
         + costs.prompt_token_s * work.prompt_tokens
         + costs.prompt_pair_s * work.prompt_pairs
+        + costs.step_s * work.tokens / batch_rows(pool, work, rows, num_replicas)
     )
-    return np.asarray((busy_s + costs.step_s * work.tokens / batch) / num_replicas, float)
+    return np.asarray(busy_s / np.asarray(num_replicas), float)
 
 
-def _batch(pool: StagePool, work: RangeWork, rows: Floats, num_replicas: Floats) -> Floats:
+def batch_rows(
+    pool: StagePool, work: RangeWork, rows: npt.ArrayLike, num_replicas: npt.ArrayLike
+) -> Floats:
+    """Return the rows of a batch: as many as limits and KV hold, and no more than there are."""
     held = pool.limits.kv_tokens / np.maximum(work.mean_len, 1.0)
-    most = np.minimum(float(pool.limits.max_num_seqs), rows / num_replicas)
-    return np.maximum(1.0, np.minimum(most, held))
+    there = np.asarray(rows, float) / np.asarray(num_replicas, float)
+    most = np.minimum(float(pool.limits.max_num_seqs), there)
+    return np.asarray(np.maximum(1.0, np.minimum(most, held)), float)
 
 
 def stage_seconds(
@@ -108,6 +115,6 @@ def iteration_seconds(
     if work.tokens <= 0:
         return 0.0
     rows = work.starts + lengths.crossing(low)
-    batch = _batch(pool, work, rows, np.asarray(float(num_replicas)))
+    batch = batch_rows(pool, work, rows, num_replicas)
     total_s = work_seconds(pool, work, rows, num_replicas)
     return float(total_s * num_replicas * batch / work.tokens)
