@@ -81,19 +81,20 @@ def target_replicas(
 def _level(
     members: Ints, targets: Ints, loads: Floats, rows: RowsSnapshot, is_movable: Bools
 ) -> None:
-    """Move rows off overloaded replicas of one stage, while both sides are nearer for it.
+    """Move rows off overloaded replicas of one stage, those first that level both sides best.
 
     `targets` and `loads` are modified in place.
     """
     for replica in members[is_overloaded(loads[members])].tolist():
         own = np.flatnonzero(is_movable & (targets == replica))
-        for row in own[np.argsort(-rows.lengths[own], kind="stable")].tolist():
+        while len(own) and is_overloaded(loads[members])[members == replica].any():
             best = int(members[loads[members].argmin()])
-            if loads[best] + rows.lengths[row] >= loads[replica]:
-                # a shorter one may fit
-                continue
-            targets[row] = best
-            loads[best] += rows.lengths[row]
-            loads[replica] -= rows.lengths[row]
-            if not is_overloaded(loads[members])[members == replica].any():
+            lengths = rows.lengths[own]
+            higher = np.maximum(loads[replica] - lengths, loads[best] + lengths)
+            place = int(higher.argmin())
+            if higher[place] >= loads[replica]:
                 break
+            targets[own[place]] = best
+            loads[best] += lengths[place]
+            loads[replica] -= lengths[place]
+            own = np.delete(own, place)

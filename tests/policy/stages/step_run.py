@@ -1,6 +1,7 @@
 """A job step by step: sorted rows without moves, or rows that move on as they outgrow a stage."""
 
 import heapq
+import itertools
 
 import numpy as np
 
@@ -37,21 +38,26 @@ class Replica:
 def run(pool: StagePool, prompts, finals, plan: StagePlan | None = None) -> float:
     """Return the seconds until the last row has ended; prompts cost as in the model.
 
-    Without a plan the longest rows are first, and any replica takes the next one. With one, a row
-    that outgrows its stage waits for any replica of the next.
+    Rows are dealt to the replicas of their stage in turns, the longest first; without a plan all
+    replicas are one stage. A row that outgrows its stage is dealt to the replicas of the next.
     """
     stage_of = plan.stage_of_replica if plan else np.zeros(pool.num_replicas, int)
     bounds = plan.bounds if plan else ()
-    queues = [[] for _ in range(len(bounds) + 1)]
+    queues = [[] for _ in range(pool.num_replicas)]
+    turns = [itertools.cycle(np.flatnonzero(stage_of == i)) for i in range(len(bounds) + 1)]
+
+    def deal(due_s, length, final, stage, is_fresh):
+        queues[next(turns[stage])].append((due_s, length, final, is_fresh))
+
     for row in np.argsort(-finals, kind="stable"):
-        queues[int(stage_for(bounds, prompts[row]))].append((0.0, prompts[row], finals[row], True))
+        deal(0.0, prompts[row], finals[row], int(stage_for(bounds, prompts[row])), True)
     replicas = [Replica() for _ in range(pool.num_replicas)]
     clocks = [(0.0, i) for i in range(pool.num_replicas)]
     idle, left, done_s, costs = [], len(finals), 0.0, pool.quality
     while left:
         now, i = heapq.heappop(clocks)
         replica, stage = replicas[i], stage_of[i]
-        queue = queues[stage]
+        queue = queues[i]
         places = pool.limits.max_num_seqs - len(replica.lens)
         due = [n for n, entry in enumerate(queue) if entry[0] <= now][:places]
         for _, length, final, is_fresh in (queue[n] for n in due):
@@ -71,7 +77,7 @@ def run(pool: StagePool, prompts, finals, plan: StagePlan | None = None) -> floa
         done_s = max(done_s, now)
         for length, final in replica.take(stage_for(bounds, replica.lens + 1) > stage):
             now += float(pool.moves.seconds(length, 1))
-            queues[int(stage_for(bounds, np.array(length + 1)))].append((now, length, final, False))
+            deal(now, length, final, int(stage_for(bounds, np.array(length + 1))), False)
         # what has come in the meantime
         for other in (i, *idle):
             heapq.heappush(clocks, (now, other))
