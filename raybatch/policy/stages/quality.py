@@ -53,8 +53,8 @@ class StepQuality:
 def fit_quality(steps: Sequence[MeasuredStep]) -> StepQuality:
     """Fit costs of at least 0 to measured steps, every fourth of which judges them alone.
 
-    Steps of equal weight by their relative error; a sequence that reads with others counts as one
-    that reads for itself.
+    Relative errors have the same weight. Steps whose sequences read a prefix together are left out,
+    as what they share is no sum over rows.
 
     Raises:
         ConfigError: there are too few steps, or one took no time.
@@ -62,6 +62,7 @@ def fit_quality(steps: Sequence[MeasuredStep]) -> StepQuality:
     Source: CascadeInfer, section 4.1, with the seconds of iterations in place
     of latency: a job has no user who waits for a token.
     """
+    steps = [step for step in steps if not step.shared_pairs]
     if len(steps) < _MIN_STEPS:
         raise ConfigError(f"costs of stages need {_MIN_STEPS} measured steps, got {len(steps)}")
     seconds = np.array([step.seconds for step in steps])
@@ -111,7 +112,7 @@ def _features(steps: Sequence[MeasuredStep]) -> Floats:
                 # a forward batch has one token of each sequence that decodes
                 max(0.0, step.tokens - step.rows),
                 step.pairs + step.past_pairs,
-                step.context_reads + step.shared_pairs,
+                step.context_reads,
             )
             for step in steps
         ],

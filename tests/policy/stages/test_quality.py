@@ -59,6 +59,12 @@ def test_held_out_steps_are_no_part_of_the_fit(rng):
     np.testing.assert_allclose(fit_quality(spoilt).costs, PLANTED, rtol=1e-6)
 
 
+def test_steps_that_read_a_prefix_together_are_left_out(rng):
+    shared = MeasuredStep(seconds=9.0, tokens=8.0, rows=8.0, shared_pairs=800.0)
+    steps = [shared, *steps_of(rng), shared]
+    np.testing.assert_allclose(fit_quality(steps).costs, PLANTED, rtol=1e-6)
+
+
 def test_no_cost_is_negative(rng):
     # steps that take less the more they do
     steps = [
