@@ -45,6 +45,8 @@ BATCHES = ((64, 1024), (256, 256), (512, 128))
 # query heads, KV heads, head dim
 SHAPES = (((8, 2), 64), ((16, 2), 128))
 BLOCK_SIZE = 16
+# of a sample
+CALLS = 4
 STEP_LENS, STEP_ROWS, NUM_STEPS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16, 32, 64), 5
 # prompt tokens of a step, at least
 CHUNK = 256
@@ -73,16 +75,14 @@ def lengths_of(num_rows: int, mean: int, variation: float) -> np.ndarray:
 
 
 class Batch:
-    """Rows over one pool; the KV of a row lies in blocks beside each other."""
+    """Rows over a pool that other batches read as well; a row has blocks beside each other."""
 
     def __init__(
-        self, lengths: np.ndarray, heads: tuple[int, int], head_dim: int, form: DecodeForm
+        self, lengths: np.ndarray, pools: torch.Tensor, q: torch.Tensor, form: DecodeForm
     ) -> None:
         counts = torch.from_numpy(-(-lengths // BLOCK_SIZE))
-        num_blocks = int(counts.sum())
-        self.lengths, self.form = lengths, form
-        self.pools = torch.randn(2, num_blocks, heads[1], BLOCK_SIZE, head_dim)
-        self.q = torch.randn(len(lengths), heads[0], head_dim)
+        self.num_blocks = num_blocks = int(counts.sum())
+        self.lengths, self.pools, self.q, self.form = lengths, pools, q, form
         firsts = torch.cat([torch.arange(n) for n in counts.tolist()]) * BLOCK_SIZE
         owners = torch.arange(len(lengths)).repeat_interleave(counts)
         part = DecodePart(
@@ -120,18 +120,21 @@ def measure_curve(
 ) -> dict[str, Any]:
     """Return the CPU milliseconds of each variation, and its factor."""
     torch.manual_seed(0)
-    batches = [
-        Batch(lengths_of(num_rows, mean, variation), heads, head_dim, form)
-        for variation in VARIATIONS
-    ]
+    # a row has at most one block that is not full
+    num_blocks = num_rows * (mean // BLOCK_SIZE + 1)
+    # the same memory for all, as some pages are quicker than others
+    pools = torch.randn(2, num_blocks, heads[1], BLOCK_SIZE, head_dim)
+    q = torch.randn(num_rows, heads[0], head_dim)
+    batches = [Batch(lengths_of(num_rows, mean, each), pools, q, form) for each in VARIATIONS]
     for batch in batches:
         batch.check()
     times: list[list[float]] = [[] for _ in batches]
     for _ in range(rounds):
         for batch, own in zip(batches, times, strict=True):
             began = time.thread_time()
-            batch.attend()
-            own.append((time.thread_time() - began) * 1e3)
+            for _ in range(CALLS):
+                batch.attend()
+            own.append((time.thread_time() - began) / CALLS * 1e3)
     medians = [statistics.median(own) for own in times]
     return {
         "rows": num_rows,
@@ -140,7 +143,7 @@ def measure_curve(
         "kv_heads": heads[1],
         "head_dim": head_dim,
         "variation": [round(batch.variation, 3) for batch in batches],
-        "blocks": [batch.pools.shape[1] for batch in batches],
+        "blocks": [batch.num_blocks for batch in batches],
         "cpu_ms": [[round(each, 3) for each in own] for own in times],
         "median_ms": [round(each, 3) for each in medians],
         "factor": [round(each / medians[0], 3) for each in medians],

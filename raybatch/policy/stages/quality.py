@@ -13,10 +13,11 @@ from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import MeasuredStep
 from raybatch.policy.cost.roofline import solve_nonnegative
 from raybatch.policy.stages.heterogeneity import MixCurve, variation
-from raybatch.records.arrays import Floats
+from raybatch.records.arrays import Bools, Floats
 
-# one step in so many is held out of the fit
-_HELD_OUT_EVERY = 4
+_HELD_OUT_SHARE = 0.25
+# multiples of it meet no period that a program of measurements has
+_IRRATIONAL = 3**0.5
 # twice the costs, and as many again to judge them by
 _MIN_STEPS = 12
 
@@ -51,7 +52,7 @@ class StepQuality:
 
 
 def fit_quality(steps: Sequence[MeasuredStep]) -> StepQuality:
-    """Fit costs of at least 0 to measured steps, every fourth of which judges them alone.
+    """Fit costs of at least 0 to measured steps, a quarter of which judges them alone.
 
     Relative errors have the same weight. Steps whose sequences read a prefix together are left out,
     as what they share is no sum over rows.
@@ -69,7 +70,7 @@ def fit_quality(steps: Sequence[MeasuredStep]) -> StepQuality:
     if not (seconds > 0).all():
         raise ConfigError(f"a measured step took {seconds.min()} s; every step takes time")
     features = _features(steps)
-    is_held_out = np.arange(len(steps)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
+    is_held_out = held_out(len(steps))
 
     def held_out_error(columns: Floats) -> tuple[Floats, float]:
         fitted, ones = ~is_held_out, np.ones(len(steps))
@@ -88,6 +89,11 @@ def fit_quality(steps: Sequence[MeasuredStep]) -> StepQuality:
         held_out_error=error,
         constant_error=held_out_error(features[:, :1])[1],
     )
+
+
+def held_out(num_steps: int) -> Bools:
+    """Return which of so many steps judge the costs and have no part in them, a quarter of all."""
+    return np.arange(num_steps) * _IRRATIONAL % 1.0 >= 1.0 - _HELD_OUT_SHARE
 
 
 def decode_seconds(sums: Floats, quality: StepQuality, curve: MixCurve) -> Floats:

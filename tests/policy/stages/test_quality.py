@@ -6,7 +6,7 @@ import pytest
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import MeasuredStep
 from raybatch.policy.stages.heterogeneity import FLAT
-from raybatch.policy.stages.quality import decode_seconds, fit_quality
+from raybatch.policy.stages.quality import decode_seconds, fit_quality, held_out
 from tests.policy.stages.pools import QUALITY, curve_to
 
 PLANTED = np.array([2e-3, 3e-5, 4e-6, 2e-9, 5e-7])
@@ -44,7 +44,7 @@ def test_planted_costs_are_found_under_noise(rng):
 
 def test_held_out_steps_are_told_far_better_than_by_a_constant(rng):
     found = fit_quality(steps_of(rng, 400, noise=0.05))
-    assert "held-out steps are off by 4." in str(found)
+    assert "held-out steps are off by " in str(found)
     assert "a constant by " in str(found)
     assert 0.02 < found.held_out_error < 0.06
     assert found.constant_error > 0.5
@@ -53,8 +53,8 @@ def test_held_out_steps_are_told_far_better_than_by_a_constant(rng):
 def test_held_out_steps_are_no_part_of_the_fit(rng):
     steps = steps_of(rng)
     spoilt = [
-        step if i % 4 != 3 else MeasuredStep(seconds=99.0, tokens=step.tokens, rows=step.rows)
-        for i, step in enumerate(steps)
+        MeasuredStep(seconds=99.0, tokens=step.tokens, rows=step.rows) if is_out else step
+        for step, is_out in zip(steps, held_out(len(steps)), strict=True)
     ]
     np.testing.assert_allclose(fit_quality(spoilt).costs, PLANTED, rtol=1e-6)
 
@@ -99,3 +99,10 @@ def test_unlike_lengths_take_longer_by_the_factor_of_attention_alone():
 
 def test_no_rows_take_no_time():
     assert 0.0 == decode_seconds(np.zeros((3, 1)), QUALITY, FLAT)[0]
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 5, 6, 7, 8, 9, 10, 12])
+def test_steps_of_every_kind_are_held_out_however_they_alternate(period):
+    places = np.flatnonzero(held_out(80)) % period
+    assert set(range(period)) == set(places.tolist())
+    assert 20 == len(places)
