@@ -35,17 +35,25 @@ def plan_by_merging(pool: StagePool, lengths: RowLengths, cuts: Ints | None = No
     """
     cuts = length_cuts(lengths.longest) if cuts is None else cuts
     stage_s = all_stage_seconds(pool, lengths, cuts)
-    parts = _one_replica_each(stage_s[:, :, 0], pool.num_replicas)
-    parts = _without_idle(stage_s, parts, pool.num_replicas)
-    parts = merge_by_heap(stage_s, parts)
-    whole = Part(low=0, high=len(cuts) - 1, num_replicas=pool.num_replicas)
-    if _slowest(stage_s, [whole]) <= _slowest(stage_s, parts):
-        parts = [whole]
+    parts = find_parts(stage_s)
     stages = tuple(
         Stage(above=int(cuts[p.low]), up_to=int(cuts[p.high]), num_replicas=p.num_replicas)
         for p in parts
     )
     return StagePlan(stages=stages, seconds=_slowest(stage_s, parts))
+
+
+def find_parts(stage_s: Floats) -> list[Part]:
+    """Return the stages of both phases, or one for all lengths where they are no better.
+
+    Args:
+        stage_s: seconds from one cut to a later one on 1 to E replicas, [K, K, E].
+    """
+    num_cuts, _, num_replicas = stage_s.shape
+    parts = _one_replica_each(stage_s[:, :, 0], num_replicas)
+    parts = merge_by_heap(stage_s, _without_idle(stage_s, parts, num_replicas))
+    whole = [Part(low=0, high=num_cuts - 1, num_replicas=num_replicas)]
+    return whole if _slowest(stage_s, whole) <= _slowest(stage_s, parts) else parts
 
 
 def merge_by_heap(stage_s: Floats, parts: list[Part]) -> list[Part]:

@@ -15,6 +15,6 @@ def is_overloaded(loads: Floats) -> Bools:
 
     Source: CascadeInfer, section 4.4.
     """
-    if len(loads) < 2 or not loads.sum() > 0:
+    if not loads.sum() > 0:
         return np.zeros(len(loads), bool)
     return np.asarray(loads >= _OVERLOAD * loads.mean())

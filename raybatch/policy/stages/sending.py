@@ -83,7 +83,7 @@ class Sending:
     def on_pull(self, message: Message, now_s: float, *, is_starving: bool) -> list[Message]:
         """Answer a target that wants its row: the copy begins, or something is in the way."""
         row = self._find(message.deal)
-        if row is None or row.target != message.sender:
+        if row is None:
             return [self._to(message.sender, message.deal, Word.WITHDRAWN)]
         if row.phase is not Phase.AWARDED:
             word = Word.START if row.phase is Phase.SENDING else Word.GIVEN

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.policy.stages.merging import Part, merge_by_heap, merge_gain, plan_by_merging
+from raybatch.policy.stages.merging import (
+    Part,
+    find_parts,
+    merge_by_heap,
+    merge_gain,
+    plan_by_merging,
+)
 from raybatch.policy.stages.plan import length_cuts
 from raybatch.policy.stages.program import plan_exactly
 from raybatch.policy.stages.replica_seconds import stage_seconds
@@ -62,3 +68,11 @@ def test_more_replicas_than_cuts_all_have_a_stage(record_property):
     record_property("heuristic over exact", ratio)
     assert 96 == sum(stage.num_replicas for stage in plan.stages)
     assert 1.0 <= ratio < 1.25
+
+
+def test_one_stage_is_taken_where_no_two_neighbours_gain_but_all_do():
+    # a range takes 2 s, two together 3 s, and all three 1 s
+    stage_s = np.empty((4, 4, 3))
+    for low, high in itertools.combinations(range(4), 2):
+        stage_s[low, high] = (2.0, 3.0, 1.0)[high - low - 1]
+    assert [Part(low=0, high=3, num_replicas=3)] == find_parts(stage_s)

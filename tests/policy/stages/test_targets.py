@@ -64,6 +64,12 @@ def test_rows_are_spread_by_what_they_will_hold_in_their_stage():
     assert [0, 1, 0, 1] == targets(rows)
 
 
+def test_a_replica_that_a_row_leaves_has_room_for_a_waiting_one():
+    # replica 0 holds 150 tokens of a row that goes on, replica 1 holds 50
+    rows = [(150, 300, 0), (50, 60, 1), (10, 50, None)]
+    assert [2, 1, 0] == targets(rows)
+
+
 @pytest.mark.parametrize(("second", "expected"), [(61, [0, 0, 1]), (20, [0, 1, 1])])
 def test_a_replica_a_quarter_above_its_stage_gives_a_row_away(second, expected):
     rows = [(60, 90, 0), (30, 90, 0), (second, 90, 1)]

@@ -214,3 +214,56 @@ def test_a_row_that_came_from_nowhere_can_be_offered():
     network = Network([[], []])
     network.traders[0].add(3)
     assert 1 == len(network.traders[0].offer(3, 10, [1], 0.0))
+
+
+def withdrawn_then_offered_again():
+    """Return a network in which row 0 was to go to replica 1, and is asked about once more."""
+    network = Network([[0], [], []])
+    network.send(network.traders[0].offer(0, 1, [1], 0.0))
+    deliver_all(network)
+    deal = network.traders[0].copying
+    network.send(network.traders[0].withdraw(0, 0.0))
+    network.flying.clear()
+    network.send(network.traders[0].offer(0, 1, [1, 2], 0.0))
+    network.flying.clear()
+    return network, deal
+
+
+def test_a_late_pull_of_an_earlier_attempt_is_told_so():
+    network, deal = withdrawn_then_offered_again()
+    pull = Message(deal=deal, sender=1, receiver=0, says=Word.PULL)
+    network.send(network.traders[0].receive(pull, 0.0))
+    assert [Word.WITHDRAWN] == words(network)
+
+
+def test_a_late_bid_of_an_earlier_attempt_does_not_count():
+    network, deal = withdrawn_then_offered_again()
+    bid = Message(deal=deal, sender=1, receiver=0, says=Bid(load=0.0, start_s=0.0))
+    network.traders[0].receive(bid, 0.0)
+    network.send(network.traders[0].tick(RULES.bid_wait_s))
+    assert [] == words(network)
+
+
+def test_a_late_award_of_a_row_that_came_is_not_answered():
+    network = Network([[0], []])
+    network.offer(0, 0)
+    network.deliver(0)
+    network.deliver(0)
+    award = network.flying[0]
+    network.settle()
+    assert [] == network.traders[1].receive(award, network.now_s)
+
+
+def test_rows_of_the_source_with_the_highest_load_come_first():
+    network = Network([[0], [1], [2], []])
+    trader = network.traders[3]
+
+    def award(source, load):
+        deal = Deal(source, 0, source, 1)
+        says = Award(length=1, load=load)
+        return trader.receive(Message(deal=deal, sender=source, receiver=3, says=says), 0.0)
+
+    (pull,) = award(0, 5.0)
+    assert [] == award(1, 10.0) + award(2, 99.0)
+    gone = Message(deal=pull.deal, sender=0, receiver=3, says=Word.WITHDRAWN)
+    assert [2] == [message.receiver for message in trader.receive(gone, 0.0)]
