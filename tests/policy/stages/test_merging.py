@@ -71,8 +71,9 @@ def test_more_replicas_than_cuts_all_have_a_stage(record_property):
 
 
 def test_one_stage_is_taken_where_no_two_neighbours_gain_but_all_do():
-    # a range takes 2 s, two together 3 s, and all three 1 s
-    stage_s = np.empty((4, 4, 3))
+    # one range takes 2 s, two on two replicas 3 s, all three on three 1 s, all else much longer
+    stage_s = np.full((4, 4, 3), 9.0)
     for low, high in itertools.combinations(range(4), 2):
-        stage_s[low, high] = (2.0, 3.0, 1.0)[high - low - 1]
+        num_ranges = high - low
+        stage_s[low, high, num_ranges - 1] = (2.0, 3.0, 1.0)[num_ranges - 1]
     assert [Part(low=0, high=3, num_replicas=3)] == find_parts(stage_s)
