@@ -40,8 +40,8 @@ from raybatch.policy.stages.replica_seconds import MoveCosts, StagePool
 from raybatch.records.types import Request, Sampling
 
 VARIATIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
-# rows and their mean length: about 66,000 KV tokens each. The last block of a row is half full, as it
-# is on average in rows of unlike lengths
+# rows and their mean length: about 66,000 KV tokens each. The last block of a row is half full, as
+# it is on average in rows of unlike lengths
 BATCHES = ((64, 1032), (256, 264), (512, 136))
 # query heads, KV heads, head dim
 SHAPES = (((8, 2), 64), ((16, 2), 128))
