@@ -37,39 +37,43 @@ class PoolConfig:
     """Number, resources and restarts of the engines."""
 
     replicas: Place[Positive | None] = None
-    """Number of engines; None takes as many as the GPUs of the cluster allow, without GPUs one per
-    CPU core of the driver's host, and 1 for an endpoint."""
+    """Number of engines; None takes what the cluster's GPUs allow, else one per CPU core of the
+    driver's host; 1 for an endpoint."""
+    min_replicas: Place[Positive | None] = None
+    """Engines to begin with; others start where enough work is left, idle ones stop. None takes 1
+    beside `max_replicas`."""
+    max_replicas: Place[Positive | None] = None
+    """Most engines; None takes what `replicas` would."""
     num_cpus_per_replica: Place[NonNegativeFloat] = 0
-    """CPUs that Ray reserves per engine. Keep 0 on small clusters: above it, Ray Data's tasks may
-    take all CPUs and no engine ever starts."""
+    """CPUs that Ray reserves per engine. Keep 0 on small clusters: else Ray Data's tasks may take
+    all CPUs and no engine starts."""
     num_gpus_per_replica: Place[NonNegativeFloat | None] = None
     """GPUs per engine. None takes 1 (vLLM: the product of its tensor, pipeline and context parallel
     sizes) if the cluster has GPUs or options ask for them: a GPU as `accelerator_type`,
     `engine.device` "cuda", or `replicas` of vLLM."""
     max_row_crashes: Speed[Positive] = 3
-    """A row becomes an error row after its engine died with it this often."""
+    """A row becomes an error row after its engine died so often."""
     max_start_failures: Speed[Positive] = 3
-    """Failed starts in a row after which a replica is given up (one, if the cause would not go
-    away); the run fails when no replica is left."""
+    """Failed starts in a row after which a replica is given up (one, if the cause stays); the run
+    fails when none is left."""
     start_timeout_s: Speed[NonNegativeFloat | None] = 1800.0
-    """A start that takes longer fails; so does one that waits longer for resources while no other
+    """A start that takes longer fails, and one that waits longer for resources while no other
     engine works. None waits for ever."""
-    stuck_after_s: Speed[Annotated[float, Ge(2)] | None] = 300.0
-    """An engine that has rows and finishes no step for so long, or does not answer, is killed and
-    started again, as after a death; its first step may take as long as its start, a later one twice
-    as long as the longest so far. None waits for ever."""
+    stuck_after_s: Speed[Annotated[float, Ge(2)] | None] = 180.0
+    """An engine that has rows and finishes no step for so long, or does not answer, is started
+    again, as after a death; its first step may take as long as a start, others twice the longest so
+    far. None waits for ever."""
     feeder_timeout_s: Speed[Annotated[float, Ge(0.1)]] = 120.0
-    """Rows sent by a feeder (a Ray Data task of the stage) that was silent for this long are
-    dropped."""
+    """Rows of a feeder (a Ray Data task of the stage) silent for this long are dropped."""
     idle_release_s: Speed[NonNegativeFloat | None] = 600.0
-    """Engines without work for this long stop, and start again on demand; None keeps them until the
-    driver ends."""
+    """Engines without work for this long stop until some comes; None keeps them until the driver
+    ends."""
     keep_tokens_every_s: Speed[Annotated[float, Ge(0.05)] | None] = 30.0
-    """How often the tokens so far of long rows are copied out of their engine, so that another
-    engine can continue them; None loses them with it."""
+    """How often tokens so far of long rows are copied out of their engine, so that another can
+    continue them; None loses them."""
     accelerator_type: Place[Annotated[str | Sequence[str] | None, Field(examples=["H100"])]] = None
-    """Engines run only on hosts with this accelerator, such as "H100", or with one of several, as
-    in ["H100", "L4"]; None takes any. Each engine sizes its KV by its own GPU."""
+    """Engines run only on hosts with this accelerator, such as "H100", or one of several, as in
+    ["H100", "L4"]; None takes any."""
     resources: Place[Unchecked[Mapping[str, float]]] = field(default_factory=dict)
     """Custom resources of Ray that one replica reserves, by name."""
     runtime_env: Place[Mapping[str, Any]] = field(default_factory=dict)
@@ -82,6 +86,7 @@ class PoolConfig:
     """Placement strategy of `bundles`, as in Ray."""
 
     def __post_init__(self) -> None:
+        self._check_number()
         if self.accelerator_type is not None and not all(self.accelerator_types or ("",)):
             raise ConfigError(
                 "pool.accelerator_type must be a name such as H100, or several, got "
@@ -109,6 +114,30 @@ class PoolConfig:
                     f"pool.{name}={value!r} has no effect beside bundles, which say all that "
                     "Ray reserves for an engine; put it into a bundle, or leave it out"
                 )
+
+    def _check_number(self) -> None:
+        least, most = self.min_replicas, self.max_replicas
+        if least is not None and most is not None and least > most:
+            raise ConfigError(
+                f"pool.min_replicas is {least} and max_replicas {most}, but the least may not be "
+                "above the most; lower min_replicas or raise max_replicas"
+            )
+        for name, value in (("min_replicas", least), ("max_replicas", most)):
+            if self.replicas is not None and value is not None:
+                raise ConfigError(
+                    f"pool.{name}={value} lets the number of engines change, and "
+                    f"replicas={self.replicas} fixes it; leave one of them out"
+                )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether the number of engines may change while they work."""
+        return self.min_replicas is not None or self.max_replicas is not None
+
+    @property
+    def most_replicas(self) -> int | None:
+        """Return the most engines, None where that follows from where they run."""
+        return self.replicas if self.replicas is not None else self.max_replicas
 
     @property
     def accelerator_types(self) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def choose(wanted: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfi
         return Executor(is_local=False, reason=reason)
     most = plan_local_placement(spec).num_replicas
     is_given = spec.pool.replicas is not None
-    num_engines = most if is_given else engines_for(source.num_rows, most)
+    num_engines = most if is_given or spec.pool.is_elastic else engines_for(source.num_rows, most)
     return Executor(is_local=True, reason=reason, num_engines=num_engines)
 
 
@@ -100,8 +100,9 @@ def _needs_ray(spec: PoolSpec) -> str:
     if type_of(spec.backend).num_actors(spec.backend, spec.engine):
         return "engine_kwargs.distributed_executor_backend='ray'"
     num_gpus = gpus_of_engine(spec.backend, spec.engine) if gpus_of_host() else 0
-    if num_gpus and (pool.replicas or 1) > 1:
-        return f"pool.replicas={pool.replicas} on GPUs"
+    for name in ("replicas", "min_replicas", "max_replicas"):
+        if num_gpus and (number := getattr(pool, name) or 1) > 1:
+            return f"pool.{name}={number} on GPUs"
     return ""
 
 
@@ -114,7 +115,8 @@ def stage_of_executor(
     """
     if executor.is_local:
         spec = stage.pool.spec
-        spec = replace(spec, pool=replace(spec.pool, replicas=executor.num_engines))
+        if not spec.pool.is_elastic:
+            spec = replace(spec, pool=replace(spec.pool, replicas=executor.num_engines))
         stage = type(stage.__name__, (stage,), {"pool": PoolHandle(spec, is_local=True)})
     if stage.config.backend.is_decided:
         return stage

@@ -280,7 +280,7 @@ class JobRun:
             source=redacted(self.config.source),
             model=redacted(self.config.stage.model),
             rows_resumed=rows_resumed,
-            replicas=after.num_replicas,
+            replicas=max(after.num_replicas, after.most_replicas),
             restarts=restarts,
             executor=self.executor.name,
             versions=installed_versions(),

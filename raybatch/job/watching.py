@@ -139,7 +139,8 @@ class LimitWatch:
             wall_s=time.monotonic() - self._began_s,
             # a pool that has stopped since counts from 0 again
             engine_s=max(0.0, stats.busy_s - self._before.busy_s),
-            num_replicas=stats.num_replicas,
+            # where engines come and go, no less than their price
+            num_replicas=max(stats.num_replicas, stats.most_replicas),
             tokens=earlier.tokens + stats.prompt_tokens + stats.generated_tokens,
             cost=earlier.cost + stats.cost,
             rows_done=earlier.rows_done + stats.rows_done,

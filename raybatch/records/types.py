@@ -369,6 +369,8 @@ class PoolStats(TokenCounts):
 
     num_replicas: int = 0
     """That the pool wants."""
+    most_replicas: int = 0
+    """That it wanted at once."""
     num_ready: int = 0
     """Replicas that answer."""
     num_restarting: int = 0

@@ -134,6 +134,9 @@ class MovingSite:
     async def make_room(self, wanted):
         pass
 
+    async def leaving_hosts(self):
+        return ()
+
     async def shortage(self, plan, pool):
         return ""
 

@@ -127,7 +127,7 @@ def test_a_wait_is_told_where_the_cluster_does_not_say_why(caplog):
         bench.join(1)
         member = bench.coordinator._replicas.members[1]
         member.place, member.made_s = None, 0.0
-        bench.coordinator._mind_waits(31.0)
+        bench.coordinator._waits.look(31.0)
         await bench.num_held()
         return await bench.coordinator.has_failed()
 

@@ -97,6 +97,17 @@ def test_the_last_unstarted_rows_are_given_back(start):
     assert driver.engine.is_idle()
 
 
+@pytest.mark.parametrize(("max_rows", "ids"), [(9, []), (None, [1, 2, 3])])
+def test_rows_beside_their_running_group_are_given_back_without_a_limit_alone(start, max_rows, ids):
+    driver = start(max_num_seqs=1, step_s=0.01)
+    shared = {"prompt_token_ids": np.ones(1000, np.int32), "group_id": 5, "prefix_len": 999}
+    group = [replace(request(i, max_tokens=50), **shared) for i in range(4)]
+    driver.engine.submit(group)
+    # the step after this call starts the first row
+    driver.engine.progress().result(10)
+    assert driver.engine.give_back(max_rows).result(10) == ids
+
+
 def test_an_empty_engine_asks_for_rows(start):
     assert start().engine.room().tokens == 1000
 

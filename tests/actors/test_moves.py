@@ -289,3 +289,24 @@ def test_moves_between_processes_keep_the_tokens_of_one_engine(
 async def kill_one(pool):
     state = await pool.coordinator.state()
     os.kill(state.pids[0], signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_process_that_gets_sigterm_moves_its_rows_with_their_kv_and_leaves(folder, alone):
+    pool = pool_of_processes(folder, 2)
+
+    async def meanwhile(pool):
+        await until(lambda: running(pool, 1) and running(pool, 2))
+        left = pool.coordinator._replicas.members[1].pid
+        os.kill(left, signal.SIGTERM)
+        while left in (await pool.coordinator.state()).pids:
+            check_holders(pool)
+            await asyncio.sleep(0.02)
+
+    prompts = [np.array(prompt, np.int32) for prompt in LONG_PROMPTS]
+    tokens, attempts = run(pool, meanwhile, prompts=prompts, sampling=Sampling(max_tokens=250))
+    assert alone == tokens
+    assert {1} == set(attempts)
+    assert pool.counters.num_moved > 0
+    assert pool.counters.num_bytes > 0
+    assert pool.coordinator._replicas.ledger.num_restarts == 0

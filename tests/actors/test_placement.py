@@ -286,3 +286,33 @@ def test_a_pool_of_several_kinds_says_which():
 def test_kinds_without_a_name_are_refused(kinds):
     with pytest.raises(ConfigError, match=r"pool\.accelerator_type must be a name such as H100"):
         PoolConfig(accelerator_type=kinds)
+
+
+@pytest.mark.parametrize(
+    ("pool", "numbers"),
+    [
+        ({}, (4, None)),
+        ({"replicas": 3}, (3, None)),
+        ({"min_replicas": 2}, (4, 2)),
+        ({"max_replicas": 3}, (3, 1)),
+        ({"min_replicas": 6}, (6, 6)),
+        ({"min_replicas": 2, "max_replicas": 9}, (9, 2)),
+    ],
+)
+def test_a_pool_whose_number_may_change_begins_with_its_least(pool, numbers):
+    plan = plan_placement(spec_of(PoolConfig(**pool), tensor_parallel_size=2), GPUS)
+    assert (plan.num_replicas, plan.num_first) == numbers
+
+
+@pytest.mark.parametrize(
+    ("pool", "why"),
+    [
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas is 3 and max_replicas 2"),
+        ({"min_replicas": 3, "replicas": 3}, "replicas=3 fixes it"),
+        ({"max_replicas": 3, "replicas": 3}, "replicas=3 fixes it"),
+        ({"max_replicas": 0}, "max_replicas"),
+    ],
+)
+def test_numbers_of_engines_that_contradict_each_other_are_refused(pool, why):
+    with pytest.raises(ConfigError, match=why):
+        PoolConfig(**pool)

@@ -444,3 +444,13 @@ def test_a_move_with_kv_computes_no_prefix_once_more():
         assert queue.begin_move(1, 0, 0)
         assert queue.commit_move(1, 2, 0, 0, with_kv=with_kv)
         assert (num_cuts, 100 * num_cuts) == queue.cuts()
+
+
+def test_what_is_left_is_summed_apart_for_rows_that_wait_and_rows_that_are_held():
+    queue = RowQueue(3)
+    queue.add(1, [10, 20, 30], [1, 2, 3])
+    assert queue.dispatch({7: Room(tokens=10, rows=1)}) == {7: [Span(1, 0, 1)]}
+    assert queue.tokens_left(is_held=True) == (1, 10, 1)
+    assert queue.tokens_left(is_held=False) == (2, 50, 5)
+    queue.finish(7, 1, [0])
+    assert queue.tokens_left(is_held=True) == (0, 0, 0)

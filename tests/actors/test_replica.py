@@ -112,6 +112,16 @@ def test_rows_that_were_dropped_while_their_table_came_do_not_run(run):
     assert run(scene) == (8, True, True)
 
 
+def test_a_replica_that_leaves_gives_all_its_unstarted_rows_back_and_tells_of_the_others(run):
+    async def scene(replica, coordinator):
+        given, limits = Future(), []
+        given.set_result([7 << 32 | 1, 8 << 32])
+        replica._engine.give_back = lambda *of_call: limits.append(of_call) or given
+        return await replica.empty(), limits, replica._progress is not None
+
+    assert run(scene) == ([(7, 1), (8, 0)], [(None, None)], True)
+
+
 def test_rows_of_several_batches_run_in_the_order_of_the_pull(run):
     async def scene(replica, coordinator):
         submitted = []

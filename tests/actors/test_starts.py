@@ -187,3 +187,24 @@ def test_what_a_host_takes_to_come_is_no_part_of_a_start(monkeypatch):
         return crew.ledger.longest_start_s
 
     assert asyncio.run(run()) == 5.0
+
+
+def test_a_rank_that_was_stopped_is_wanted_again_before_another_one_comes():
+    starts = ledger(num_replicas=2)
+    starts.ready(0, 1.0)
+    starts.release(0)
+    assert (starts.to_start(), starts.num_wanted(), starts.num_working()) == ([1], 1, 0)
+    # while its replica ends, its place is not free
+    starts.grow(1)
+    assert starts.to_start() == [1, 2]
+    starts.stopped(0)
+    starts.grow(1)
+    assert (starts.to_start(), starts.num_restarting(), starts.most_wanted) == ([0, 1, 2], 0, 3)
+
+
+def test_a_pool_that_has_stopped_begins_with_its_first_number_of_good_ranks():
+    starts = ledger(num_replicas=1, max_start_failures=1)
+    starts.grow(2)
+    starts.died(0, lost_rows=False)
+    starts.shrink()
+    assert (starts.to_start(), starts.is_exhausted()) == ([1], False)

@@ -8,7 +8,8 @@ from raybatch.backends.registry import type_of
 from raybatch.config import BackendConfig, PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import scan_source
-from raybatch.job.executor import choose
+from raybatch.job.executor import choose, stage_of_executor
+from raybatch.stages.llm_stage import LLMStage
 from tests.stages.support import fake_stage, write_parquet
 
 
@@ -37,6 +38,14 @@ def test_engines_follow_from_rows_and_cores_where_none_are_asked_for(model, sour
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     executor = choose("local", spec_of(model, replicas=None), source, PlanConfig())
     assert executor.num_engines == 2
+
+
+def test_engines_whose_number_may_change_are_not_fixed_by_the_rows(model, source):
+    pool = {"min_replicas": 1, "max_replicas": 3}
+    stage = LLMStage(str(model), backend={"kind": "fake"}, pool=pool, prompt="{text}")
+    executor = choose("local", stage.pool.spec, source, PlanConfig())
+    assert executor.num_engines == 3
+    assert stage_of_executor(stage, executor, ()).pool.spec == stage.pool.spec
 
 
 def test_engines_on_gpus_are_not_several_without_ray(model, source, monkeypatch, tmp_path):

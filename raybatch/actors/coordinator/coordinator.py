@@ -11,14 +11,17 @@ from typing import Any
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics
+from raybatch.actors.coordinator.crew import Crew
+from raybatch.actors.coordinator.leaving import Leaving
 from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
+from raybatch.actors.coordinator.waits import Waits
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member, ReplicaSet
 from raybatch.actors.replicas.site import Site
 from raybatch.actors.replicas.stuck import StuckWatch
-from raybatch.actors.replicas.waiting import WaitForRay, has_reserved
+from raybatch.actors.replicas.waiting import has_reserved
 from raybatch.actors.wire.records import (
     Answer,
     Assignment,
@@ -66,7 +69,7 @@ class Coordinator:
         # the event loop itself keeps no task alive
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
-        self._waits = WaitForRay(spec.pool, plan)
+        self._waits = Waits(spec.pool, plan, site, self._replicas, self._spawn)
         self._stuck = StuckWatch(spec.pool)
         self._levelling = Levelling(
             self._queue,
@@ -76,6 +79,10 @@ class Coordinator:
             spawn=self._spawn,
             on_change=self._dispatch,
         )
+        self._leaving = Leaving(
+            self._queue, self._replicas, self._levelling, site, self._spawn, self._let_go
+        )
+        self._crew = Crew(plan, self._replicas, self._queue, self._levelling.view)
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
 
@@ -95,6 +102,7 @@ class Coordinator:
         )
         if batch is None:
             return Answer(status="unknown")
+        self._crew.note_rows(time.monotonic())
         self._dispatch()
         return await self._answer(batch)
 
@@ -124,7 +132,8 @@ class Coordinator:
 
     async def pull(self, replica_id: int, room: Room) -> list[Assignment] | None:
         """Wait for rows; None tells the replica to end."""
-        if replica_id not in self._replicas.members or self._is_stopping:
+        member = self._replicas.members.get(replica_id)
+        if member is None or self._is_stopping:
             return None
         self._pulls[replica_id] = (room, asyncio.get_running_loop().create_future())
         future = self._pulls[replica_id][1]
@@ -164,6 +173,10 @@ class Coordinator:
             if ends_run:
                 self._mailbox.fail(member.rank, cause)
 
+    async def leave(self, replica_id: int, why: str) -> None:
+        """Take notice that a replica will end soon."""
+        self._leaving.begin(replica_id, why)
+
     async def note_outside(self, client: str, num_rows: int, errors: dict[str, int]) -> None:
         self._mailbox.clients[client].outside(num_rows, errors)
 
@@ -190,7 +203,8 @@ class Coordinator:
         num_group_cuts, cut_tokens = self._queue.cuts()
         ready = [m for m in self._replicas.members.values() if m.is_ready]
         return counters.stats(
-            num_replicas=self._plan.num_replicas,
+            num_replicas=ledger.num_wanted(),
+            most_replicas=ledger.most_wanted,
             num_ready=ledger.num_ready(),
             num_restarting=ledger.num_restarting(),
             num_given_up=ledger.num_retired(),
@@ -270,7 +284,8 @@ class Coordinator:
 
     def _dispatch(self) -> None:
         # Ray cancels the call of a replica that died
-        hungry = {r: room for r, (room, future) in self._pulls.items() if not future.done()}
+        pulls, members = self._pulls.items(), self._replicas.members
+        hungry = {r: room for r, (room, f) in pulls if not f.done() and members[r].takes_rows}
         if not hungry:
             return
         num_expected = self._replicas.ledger.num_expected(time.monotonic())
@@ -279,6 +294,12 @@ class Coordinator:
             _, future = self._pulls.pop(replica_id)
             _answer_pull(future, self._mailbox.assign(spans))
         self._levelling.look(self._pulls, with_rows=False)
+
+    def _let_go(self, replica_id: int) -> None:
+        """Let a replica end where it asks for rows."""
+        _, future = self._pulls.pop(replica_id, (None, None))
+        if future is not None:
+            _answer_pull(future, None)
 
     def _abort_rows(self, replica_id: int, batch_id: int) -> None:
         if (member := self._replicas.members.get(replica_id)) is not None:
@@ -295,9 +316,7 @@ class Coordinator:
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Queue the rows of a replica that ended again; return whether its death cost any."""
-        _, future = self._pulls.pop(member.replica_id, (None, None))
-        if future is not None:
-            _answer_pull(future, None)
+        self._let_go(member.replica_id)
         self._levelling.view.forget(member.replica_id)
         self._stuck.forget(member.replica_id)
         if cause is None:
@@ -322,20 +341,13 @@ class Coordinator:
         if error is not None:
             self._mailbox.fail(0, f"the coordinator failed: {error_text(error)}")
 
-    def _mind_waits(self, now: float) -> None:
-        num_waiting, waits_s = self._replicas.waiting(now)
-        if self._waits.is_due(waits_s, now):
-            self._spawn(self._site.make_room(self._waits.requested))
-        if message := self._waits.message(num_waiting, waits_s):
-            self._spawn(self._tell_wait(message))
-
-    async def _tell_wait(self, message: str) -> None:
-        hint = ""
-        try:
-            hint = await self._site.shortage(self._plan, self._pool)
-        except Exception as error:  # of what Ray promises nobody; no run ends for want of a hint
-            _logger.debug("the cluster does not say why engines wait", exc_info=error)
-        _logger.warning("%s", f"{message}; {hint}" if hint else message)
+    async def _mind_replicas(self, now: float) -> None:
+        self._waits.look(now)
+        self._leaving.look(now)
+        for replica_id in self._crew.look(now, self._pulls).stops:
+            self._let_go(replica_id)
+        # one that has left is followed by another, and so is one that is wanted only now
+        await self._start_replicas()
 
     def _update_metrics(self) -> None:
         ledger = self._replicas.ledger
@@ -371,9 +383,11 @@ class Coordinator:
             now = time.monotonic()
             # a pool without rows needs no more engines than it has
             if len(self._mailbox):
-                self._mind_waits(now)
                 self._idle_since = now
-            elif release_s is not None and now - self._idle_since > release_s:
+                await self._mind_replicas(now)
+                continue
+            self._crew.note_rest()
+            if release_s is not None and now - self._idle_since > release_s:
                 await self._stop_replicas()
 
 

@@ -12,6 +12,7 @@ from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.site import Site
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Span
+from raybatch.policy.pool.leaving import leave_moves
 from raybatch.policy.pool.plan import plan_pool
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, Steal
 
@@ -52,13 +53,21 @@ class Levelling:
         """
         if self._queue.has_waiting() or self._stealing is not None:
             return
-        snapshot = self.view.snapshot(self._members.values(), pulling, with_rows=with_rows)
+        staying = [member for member in self._members.values() if member.takes_rows]
+        snapshot = self.view.snapshot(staying, pulling, with_rows=with_rows)
         plan = plan_pool(snapshot)
         if plan.steal is not None:
             self.view.note_stale(plan.steal.replica_id)
             victim = self._members[plan.steal.replica_id]
             self._stealing = self._spawn(self._take_back(victim, plan.steal))
         self._begin_moves(plan, snapshot)
+
+    def move_away(self, replica_id: int) -> None:
+        """Begin to move the running rows of a replica that will end soon."""
+        members = self._members.values()
+        some = [m for m in members if m.takes_rows or m.replica_id == replica_id]
+        snapshot = self.view.snapshot(some, (), with_rows=True)
+        self._begin_moves(PoolPlan(moves=leave_moves(snapshot, replica_id)), snapshot)
 
     def _begin_moves(self, plan: PoolPlan, snapshot: PoolSnapshot) -> None:
         rows = {replica.replica_id: replica.rows for replica in snapshot.replicas}

@@ -57,6 +57,11 @@ class _Child:
         self._replica: Replica | None = None
 
     async def make(self, spec: PoolSpec, replica_id: int) -> None:
+        # whoever sends that wants the process to end, and waits for some time
+        why = f"its process {os.getpid()} has got SIGTERM"
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGTERM, self.peer.call, "leave", replica_id, why
+        )
         self._replica = Replica(spec, replica_id, _OwnProcess(self.peer))
 
     async def run(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.calls import CallHandle, LocalCall, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
-from raybatch.actors.replicas.placement import ClusterView, Placement, settled
+from raybatch.actors.replicas.placement import ClusterView, Placement, first_of, settled
 from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, gpus_of_engine, unproven_on_gpus, vllm_build
@@ -109,9 +109,16 @@ def plan_local_placement(spec: PoolSpec) -> Placement:
 
     GPUs are not divided here: one engine has what it takes of them.
     """
-    number = spec.pool.replicas
+    number = spec.pool.most_replicas
     if number is None and (_has_gpus(spec) or type_of(spec.backend).is_endpoint):
         number = 1
     if number is None:
         number = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
-    return Placement(num_replicas=number, num_cpus=0, num_gpus=0, num_engines_on_host=number)
+    number = max(number, spec.pool.min_replicas or 1)
+    return Placement(
+        num_replicas=number,
+        num_cpus=0,
+        num_gpus=0,
+        num_engines_on_host=number,
+        num_first=first_of(spec.pool),
+    )

@@ -87,6 +87,10 @@ class LocalSite:
     async def make_room(self, wanted: str) -> None:
         """Do nothing: engines reserve nothing that others would wait for."""
 
+    async def leaving_hosts(self) -> Collection[str]:
+        """Return none: this host takes its driver along."""
+        return ()
+
     async def shortage(self, plan: Placement, pool: PoolConfig) -> str:
         return ""
 

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
 from ray.actor import ActorHandle
-from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 from ray.util import metrics
 from ray.util.placement_group import PlacementGroup
@@ -169,6 +169,9 @@ class RaySite:
                     # below the level of a warning it would not reach the driver
                     _logger.warning(message, wanted)
 
+    async def leaving_hosts(self) -> Collection[str]:
+        return await asyncio.to_thread(_draining)
+
     async def shortage(self, plan: Placement, pool: PoolConfig) -> str:
         nodes, infeasible = await asyncio.to_thread(lambda: (ray.nodes(), _infeasible()))
         hosts = [node["Resources"] for node in nodes if node["Alive"]]
@@ -202,10 +205,19 @@ class RaySite:
 
 def _infeasible() -> list[Mapping[str, float]]:
     """Return the requests for which Ray's autoscaler, in its second version, knows no host."""
-    client = GcsClient(address=ray.get_runtime_context().gcs_address)
-    reply = GetClusterStatusReply.FromString(client.get_cluster_status())
-    requests = reply.autoscaling_state.infeasible_resource_requests
+    requests = _status().autoscaling_state.infeasible_resource_requests
     return [dict(request.resources_bundle) for request in requests]
+
+
+def _draining() -> set[str]:
+    """Return the ids of hosts that Ray drains: the cloud takes them back, or the autoscaler."""
+    nodes = _status().cluster_resource_state.node_states
+    return {node.node_id.hex() for node in nodes if node.status == NodeStatus.DRAINING}
+
+
+def _status() -> GetClusterStatusReply:
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    return GetClusterStatusReply.FromString(client.get_cluster_status())
 
 
 def _other_pools() -> list[ActorHandle]:

@@ -28,7 +28,15 @@ import numpy.typing as npt
 
 from raybatch.actors.queue.grant import share_out
 from raybatch.actors.queue.regroup import Regrouping
-from raybatch.actors.queue.row_states import HELD, MOVING, ReplicaLoad, RowStates, Share, spans_of
+from raybatch.actors.queue.row_states import (
+    HELD,
+    MOVING,
+    ReplicaLoad,
+    RowStates,
+    Share,
+    Tokens,
+    spans_of,
+)
 from raybatch.actors.queue.waiting_line import Isolation, PrefixAffinity, WaitingLine
 from raybatch.actors.wire.records import Loss, Room, RowCrashes, RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys
@@ -38,6 +46,7 @@ _SUSPECT_STRIKES = 2
 # of a replica that has got nothing; read only
 _NO_LOAD = ReplicaLoad()
 _NO_ROWS = np.empty(0, np.intp)
+_NO_TOKENS = Tokens(0, 0, 0)
 
 
 class RowQueue:
@@ -340,6 +349,11 @@ class RowQueue:
     def num_waiting(self) -> int:
         """Return the number of rows that no replica holds, suspects included."""
         return self._line.num_rows() + sum(s.stop - s.start for s in self._isolation)
+
+    def tokens_left(self, *, is_held: bool) -> Tokens:
+        """Return what the rows of replicas take from their beginning, or all others; O(rows)."""
+        sums = [batch.tokens_left(is_held=is_held) for batch in self._batches.values()]
+        return Tokens(*(sum(of_all) for of_all in zip(*sums, strict=True))) if sums else _NO_TOKENS
 
     def has_waiting(self) -> bool:
         """Return whether any row waits that is not reserved for the replica with its prefix."""

@@ -35,6 +35,14 @@ class Share(NamedTuple):
     groups: tuple[GroupRows, ...] = ()
 
 
+class Tokens(NamedTuple):
+    """Sums over rows: prompts beyond the prefixes of groups, and expected outputs."""
+
+    num_rows: int
+    prompt: int
+    output: int
+
+
 class RowStates:
     """State, holder and counts of each row; a row is waiting, held by one replica, or done.
 
@@ -154,6 +162,12 @@ class RowStates:
     def is_moving(self, replica_id: int, row: int) -> bool:
         """Return whether a row is on its way from a replica, and still held by it."""
         return bool(self.state[row] == MOVING and self.holder[row] == replica_id)
+
+    def tokens_left(self, *, is_held: bool) -> Tokens:
+        """Return what the rows that replicas hold take from their beginning, or those that wait."""
+        rows = self._has_holder() if is_held else self.state == WAITING
+        prompt, output = (self.prompt - self.prefix)[rows], self.output[rows]
+        return Tokens(len(output), int(prompt.sum()), int(output.sum()))
 
     def left(self) -> Rows:
         return np.flatnonzero(self.state != DONE)

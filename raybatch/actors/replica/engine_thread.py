@@ -176,8 +176,8 @@ class EngineThread:
             finished, self._finished = self._finished, []
             return finished
 
-    def give_back(self, max_rows: int, max_cost: int | None = None) -> Future[list[int]]:
-        """Take unstarted requests out, as `choose_rows` decides; the future has their ids."""
+    def give_back(self, max_rows: int | None, max_cost: int | None = None) -> Future[list[int]]:
+        """Take unstarted requests out, as `choose_rows` decides, or all; the future has ids."""
         return self._call(lambda backend: self._take_back(backend, max_rows, max_cost))
 
     def begun(self, min_new_tokens: int) -> Future[list[SequenceState]]:
@@ -351,10 +351,12 @@ class EngineThread:
             self._wake()
         return True
 
-    def _take_back(self, backend: Backend, max_rows: int, max_cost: int | None) -> list[int]:
-        unstarted = backend.drain()
+    def _take_back(self, backend: Backend, max_rows: int | None, max_cost: int | None) -> list[int]:
+        unstarted = chosen = backend.drain()
         with self._changed:
-            chosen = choose_rows(unstarted, self._rows.groups, max_rows=max_rows, max_cost=max_cost)
+            if max_rows is not None:
+                groups = self._rows.groups
+                chosen = choose_rows(unstarted, groups, max_rows=max_rows, max_cost=max_cost)
             # in their order
             ids = {request.request_id: None for request in chosen}
             for request_id in ids:

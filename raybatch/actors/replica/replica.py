@@ -137,14 +137,26 @@ class Replica:
         if self._engine is not None:
             self._engine.close_soon()
 
-    async def give_back(self, max_rows: int, max_cost: int) -> list[tuple[int, int]]:
-        """Return unstarted rows as (batch id, row), see `choose_rows`."""
+    async def give_back(
+        self, max_rows: int | None = None, max_cost: int | None = None
+    ) -> list[tuple[int, int]]:
+        """Return unstarted rows as (batch id, row), see `choose_rows`; without a limit, all."""
         if self._engine is None:
             return []
         ids = await asyncio.wrap_future(self._engine.give_back(max_rows, max_cost))
         rows = [(request_id >> ROW_BITS, request_id & ROW_MASK) for request_id in ids]
         for batch_id, _ in rows:
             self._close_row(batch_id)
+        return rows
+
+    async def empty(self) -> list[tuple[int, int]]:
+        """Return all unstarted rows, and let the next report tell how far the others are."""
+        if (engine := self._engine) is None:
+            return []
+        rows = await self.give_back()
+        progress = await asyncio.wrap_future(engine.progress())
+        self._progress = Progress(rows=progress, capacity=engine.capacity)
+        self._outbox.set()
         return rows
 
     async def abort(self, batch_id: int) -> None:

@@ -38,6 +38,8 @@ class Placement:
     """How many replicas, and what Ray reserves for each.
 
     Args:
+        num_replicas: the most, where their number may change.
+        num_first: replicas to begin with, where their number may change; None has all at once.
         num_engines_on_host: replicas that share a host, as far as the driver knows.
         bundles: of the placement group of one replica whose ranks are actors of their own; with
             any, the replica itself takes nothing.
@@ -48,6 +50,7 @@ class Placement:
     num_gpus: float
     num_engines_on_host: int
     bundles: tuple[Mapping[str, float], ...] = ()
+    num_first: int | None = None
 
     def total(self) -> dict[str, float]:
         """Return CPUs, GPUs and what else the bundles name, of one replica with its ranks."""
@@ -155,14 +158,15 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
     num_gpus, with_gpus = gpus_requested(spec, cluster), cluster.gpus_for(pool)
     # ranks that are actors may lie on several hosts
     places = [sum(with_gpus)] if bundles else with_gpus
-    if pool.replicas is not None:
-        num_replicas = pool.replicas
+    if pool.most_replicas is not None:
+        num_replicas = pool.most_replicas
     elif type_of(spec.backend).is_endpoint:
         num_replicas = 1
     elif num_gpus:
         num_replicas = max(1, sum(num_fitting(num, num_gpus) for num in places))
     else:
         num_replicas = max(1, cluster.cores_of_driver // spec.engine.num_threads)
+    num_replicas = max(num_replicas, pool.min_replicas or 1)
     check_share(num_gpus, spec.backend, spec.engine)
     if bundles and with_gpus and num_gpus > sum(with_gpus):
         raise ConfigError(
@@ -186,7 +190,13 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
         num_gpus=num_gpus,
         num_engines_on_host=most_on_a_host(num_replicas, room),
         bundles=bundles,
+        num_first=first_of(pool),
     )
+
+
+def first_of(pool: PoolConfig) -> int | None:
+    """Return how many replicas a pool begins with; None where it has all at once."""
+    return (pool.min_replicas or 1) if pool.is_elastic else None
 
 
 def num_fitting(num_gpus: float, per_engine: float) -> int:

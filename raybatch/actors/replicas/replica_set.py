@@ -32,12 +32,18 @@ class Member:
     stats: ReplicaStats = field(default_factory=ReplicaStats)
     cause: str = ""
     is_killed: bool = False
+    # it gets no rows any more, and its end is no death
+    is_leaving: bool = False
     made_s: float = field(default_factory=time.monotonic)
 
     @property
     def pid(self) -> int | None:
         """Return its process, None while it waits for what Ray is to reserve."""
         return None if self.place is None else self.place.pid
+
+    @property
+    def takes_rows(self) -> bool:
+        return self.is_ready and not self.is_leaving
 
     @property
     def actor(self) -> Handle:
@@ -63,7 +69,8 @@ class ReplicaSet:
         on_exhausted: Callable[[int, str], None],
     ) -> None:
         self.members: dict[int, Member] = {}
-        self.ledger = StartLedger(plan.num_replicas, spec.pool.max_start_failures)
+        num_first = plan.num_replicas if plan.num_first is None else plan.num_first
+        self.ledger = StartLedger(num_first, spec.pool.max_start_failures)
         self.past_busy_s = 0.0
         self._spec = spec
         self._plan = plan
@@ -77,9 +84,9 @@ class ReplicaSet:
         self._is_stopping = False
 
     def start(self, coordinator: Handle) -> None:
-        """Start every rank that has no replica and is not given up."""
-        for rank in range(self._plan.num_replicas):
-            if rank not in self._tasks and not self.ledger.ranks[rank].is_retired:
+        """Start every rank that is to have a replica and has none."""
+        for rank in self.ledger.to_start():
+            if rank not in self._tasks:
                 self._tasks[rank] = asyncio.create_task(self._guard(rank, coordinator))
 
     async def stop(self) -> None:
@@ -92,6 +99,7 @@ class ReplicaSet:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self.ledger.shrink()
         self._is_stopping = False
 
     def kill(self, replica_id: int, why: str) -> None:
@@ -118,6 +126,9 @@ class ReplicaSet:
         except Exception as error:
             self._on_exhausted(rank, f"the coordinator failed: {error_text(error)}")
             raise
+        finally:
+            # one that has left may be followed by another
+            self._tasks.pop(rank, None)
 
     async def _keep(self, rank: int, coordinator: Handle) -> None:
         while not self._is_stopping:
@@ -127,6 +138,7 @@ class ReplicaSet:
             try:
                 failed = await self._start(member)
                 cause = failed.cause if failed else await self._run(member, coordinator)
+                cause = None if member.is_leaving else cause
             finally:
                 self.past_busy_s += member.stats.engine_s
                 del self.members[member.replica_id]

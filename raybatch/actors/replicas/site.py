@@ -66,6 +66,9 @@ class Site(Protocol):
     async def make_room(self, wanted: str) -> None:
         """Ask idle pools of this driver to end engines, where one waits for what they hold."""
 
+    async def leaving_hosts(self) -> Collection[str]:
+        """Return the ids of hosts that are about to be taken away."""
+
     async def shortage(self, plan: Placement, pool: PoolConfig) -> str:
         """Return why engines that wait may wait for ever, "" where nothing says so."""
 

@@ -16,12 +16,15 @@ class _Rank:
     is_ready: bool = False
     has_been_ready: bool = False
     is_retired: bool = False
+    # until it is stopped, because the others are enough
+    is_wanted: bool = True
 
 
 @dataclass(slots=True)
 class StartLedger:
     """Counts starts and deaths of the ranks of one pool.
 
+    Ranks come and go where their number may change; `num_replicas` is the number to begin with.
     A death that cost rows is theirs to answer for (see `RowQueue.lose`); one without rows counts
     like a failed start, and after `max_start_failures` in a row the rank is given up.
     """
@@ -32,9 +35,41 @@ class StartLedger:
     num_hung: int = 0
     longest_start_s: float = 0.0
     ranks: list[_Rank] = field(default_factory=list)
+    # replicas that were wanted at once
+    most_wanted: int = 0
 
     def __post_init__(self) -> None:
         self.ranks = [_Rank() for _ in range(self.num_replicas)]
+        self.most_wanted = self.num_replicas
+
+    def grow(self, num_more: int) -> None:
+        """Want more replicas: of ranks that were stopped first, then of further ones."""
+        stopped = [s for s in self.ranks if not (s.is_wanted or s.is_retired or s.is_ready)]
+        stopped = stopped[:num_more]
+        for state in stopped:
+            state.is_wanted = True
+        self.ranks += [_Rank() for _ in range(num_more - len(stopped))]
+        self.most_wanted = max(self.most_wanted, self.num_wanted())
+
+    def release(self, rank: int) -> None:
+        """Want no replica of a rank; its next one starts as if there had been none."""
+        self.ranks[rank].is_wanted = self.ranks[rank].has_been_ready = False
+
+    def shrink(self) -> None:
+        """Want as many as at first, once none is there."""
+        good = [rank for rank, state in enumerate(self.ranks) if not state.is_retired]
+        for rank in good[self.num_replicas :]:
+            self.release(rank)
+        for rank in good[: self.num_replicas]:
+            self.ranks[rank].is_wanted = True
+
+    def to_start(self) -> list[int]:
+        """Return the ranks that are to have a replica."""
+        return [r for r, s in enumerate(self.ranks) if s.is_wanted and not s.is_retired]
+
+    def num_wanted(self) -> int:
+        """Return the replicas that are wanted, those of ranks that were given up included."""
+        return sum(state.is_wanted for state in self.ranks)
 
     def begin(self, rank: int, now: float) -> None:
         self.ranks[rank].start_began = now
@@ -74,6 +109,10 @@ class StartLedger:
     def num_ready(self) -> int:
         return sum(state.is_ready for state in self.ranks)
 
+    def num_working(self) -> int:
+        """Return how many of those that are wanted answer."""
+        return sum(state.is_ready and state.is_wanted for state in self.ranks)
+
     def num_restarting(self) -> int:
         """Return the number of ranks that answered once and do not answer now."""
         return sum(s.has_been_ready and not (s.is_ready or s.is_retired) for s in self.ranks)
@@ -82,7 +121,7 @@ class StartLedger:
         return sum(state.is_retired for state in self.ranks)
 
     def is_exhausted(self) -> bool:
-        return self.num_retired() == self.num_replicas
+        return self.num_retired() == len(self.ranks)
 
     def num_expected(self, now: float) -> int:
         """Return the starts that are likely to end soon, judged by the longest one seen."""
