@@ -218,6 +218,21 @@ class RowQueue:
         self.give_back(replica_id, held)
         self._forget(replica_id)
 
+    def hand_over(self, giver_id: int, taker_id: int, batch_id: int, row: int) -> bool:
+        """Let another replica hold a row that runs, which it goes on with; no new attempt.
+
+        Return whether the giver held it, so that the move counts.
+        """
+        batch, giver = self._batches.get(batch_id), self._replicas.get(giver_id)
+        rows = np.array([row])
+        if batch is None or giver is None or not batch.is_held(giver_id, rows).all():
+            return False
+        share = batch.share(rows)
+        self._affinity.end(giver_id, giver.remove(share))
+        batch.holder[rows] = taker_id
+        self._affinity.start(taker_id, self._load(taker_id).add(share))
+        return True
+
     def drop(self, batch_id: int) -> list[int]:
         """Forget a row batch, whatever the state of its rows.
 

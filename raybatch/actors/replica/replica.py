@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from raybatch.actors.coordinator.counters import ReplicaMetrics
+from raybatch.actors.queue.pulling import HEARTBEAT_S, LEAD_STEPS, MIN_NEW_TOKENS, REPORT_EVERY_S
 from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
 from raybatch.actors.wire.begun import encode_begun, sequence_states
@@ -20,12 +21,6 @@ from raybatch.records.types import Completion, Request, SequenceState
 from raybatch.redaction import redacted
 from raybatch.telemetry.providers import flush
 
-_LEAD_STEPS = 4
-_REPORT_EVERY_S = 0.05
-# counters are sent so often even if no row finished
-_HEARTBEAT_S = 1.0
-# tokens that a sequence has to gain before they are reported
-_MIN_NEW_TOKENS = 256
 # request id = batch id << 32 | row
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
@@ -68,7 +63,7 @@ class Replica:
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),
             self._wake,
-            lead_tokens=_LEAD_STEPS * self._spec.engine.token_budget,
+            lead_tokens=LEAD_STEPS * self._spec.engine.token_budget,
         )
         try:
             capacity = await asyncio.wrap_future(self._engine.start())
@@ -188,7 +183,7 @@ class Replica:
         """Send finished rows at once, but not more often than needed."""
         while True:
             try:
-                await asyncio.wait_for(self._outbox.wait(), _HEARTBEAT_S)
+                await asyncio.wait_for(self._outbox.wait(), HEARTBEAT_S)
             except TimeoutError:
                 if engine.is_idle() and not self._is_fetching:
                     continue
@@ -204,7 +199,7 @@ class Replica:
                 await self._give_up(coordinator, failure)
             if not engine.is_idle():
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._ran_dry.wait(), _REPORT_EVERY_S)
+                    await asyncio.wait_for(self._ran_dry.wait(), REPORT_EVERY_S)
 
     async def _report_begun(
         self, engine: EngineThread, coordinator: Handle, every_s: float
@@ -215,7 +210,7 @@ class Replica:
             if engine.is_idle():
                 continue
             of_batch: dict[int, list[SequenceState]] = defaultdict(list)
-            for state in await asyncio.wrap_future(engine.begun(_MIN_NEW_TOKENS)):
+            for state in await asyncio.wrap_future(engine.begun(MIN_NEW_TOKENS)):
                 of_batch[state.request.request_id >> _ROW_BITS].append(state)
             progress = [
                 (batch_id, encode_begun([s.request.request_id & _ROW_MASK for s in states], states))
