@@ -36,7 +36,7 @@ def count_quiet_steps(scheduler: Scheduler, most: int) -> int:
 def run_quiet_steps(scheduler: Scheduler, num_steps: int) -> Ints:
     """Compute as many steps as `count_quiet_steps` allows; return the slots, ascending.
 
-    Each slot has KV for `num_steps` tokens more; the tokens themselves are the caller's to append.
+    Each has KV of `num_steps` tokens more; the tokens themselves are the caller's to append.
     """
     table = scheduler.table
     slots = np.flatnonzero(table.phase != EMPTY)

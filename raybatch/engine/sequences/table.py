@@ -312,6 +312,10 @@ class SequenceTable:
         self.last_token[slots] = token_ids
         self.num_tokens[slots] += 1
 
+    def count_tokens(self, slots: Ints, num_tokens: int) -> None:
+        """Give each of the slots so many more tokens, in a table that merely counts them."""
+        self.num_tokens[slots] += num_tokens
+
     def num_needed_blocks(self, num_steps: int) -> int:
         """Return how many blocks running sequences will need in the `num_steps` after this one.
 
