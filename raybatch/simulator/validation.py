@@ -68,16 +68,18 @@ class Validation:
         completion_error: the worst run.
         ratio_error: the worst workload: of one policy's completion over the other's.
         full_step_tokens: of the engine that was measured, see `EngineSpec`.
+        cpu_share: of a core that it got meanwhile.
     """
 
     step_error: float
     completion_error: float
     ratio_error: float
     full_step_tokens: float
+    cpu_share: float
     runs: tuple[RunErrors, ...]
 
     @classmethod
-    def of(cls, runs: Sequence[HeldOutRun], *, full_step_tokens: float) -> Self:
+    def of(cls, runs: Sequence[HeldOutRun], *, full_step_tokens: float, cpu_share: float) -> Self:
         """Return the errors of runs, two or more policies of each workload."""
         ratio_errors = []
         for workload in dict.fromkeys(run.workload for run in runs):
@@ -91,6 +93,7 @@ class Validation:
             completion_error=max(abs(run.completion_error) for run in runs),
             ratio_error=max(ratio_errors),
             full_step_tokens=full_step_tokens,
+            cpu_share=cpu_share,
             runs=tuple(
                 RunErrors(
                     workload=run.workload,
