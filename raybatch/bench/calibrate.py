@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from raybatch.backends.calibrate import MIN_VOCAB_SIZE, limits_of
 from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_or_measure
@@ -77,7 +78,8 @@ class Calibration:
             if failures
             else "simulations print their figures with these errors"
         )
-        section = Section("", facts, Table(header, rows), notes=(verdict,))
+        table = Table(header=header, rows=rows)
+        section = Section(title="", facts=facts, table=table, notes=(verdict,))
         return to_text(f"{self.model}: simulated and measured", [section])
 
 
@@ -97,6 +99,9 @@ def calibrate(
         fresh: measure the cost model again.
         folder: of cost models; None is the usual one.
 
+    An engine of one thread on a CPU is timed by its CPU seconds, so that others may use the host
+    meanwhile.
+
     Raises:
         MeasureError: the host was too busy to measure on.
     """
@@ -104,14 +109,15 @@ def calibrate(
     if fresh:
         path.unlink(missing_ok=True)
     tell("measuring steps")
-    load_or_measure(model, _NATIVE, engine, folder=folder)
+    clock = _clock_for(engine)
+    load_or_measure(model, _NATIVE, engine, folder=folder, clock=clock)
     if (cost := load_cost_model(path)) is None:
         raise MeasureError(
             f"{model}: the host was busy while steps were measured, so nothing is stored; "
             "calibrate when it is quiet"
         )
     began, cpu_began = time.perf_counter(), time.process_time()
-    runs, full_step_tokens = _held_out(model, engine, cost, seconds, tell)
+    runs, full_step_tokens = _held_out(model, engine, cost, seconds, clock, tell)
     cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
     validation = Validation.of(runs, full_step_tokens=full_step_tokens, cpu_share=cpu_share)
     write_cached(validation_path(path), to_json(validation), what="validation")
@@ -127,12 +133,10 @@ def held_out_rows(max_tokens: int, seed: int = 7) -> Iterator[tuple[str, Simulat
         return np.clip(np.rint(values * scale), 1, max(1, int(most * scale))).astype(np.int64)
 
     shape = _MAX_ROWS
-    yield (
-        "alike",
-        SimulatedRows.of(lengths(np.full(shape, 32.0), 32), lengths(np.full(shape, 16.0), 16)),
-    )
+    prompts = np.full(shape, 32.0)
+    yield "alike", SimulatedRows.of(lengths(prompts, 32), lengths(np.full(shape, 16.0), 16))
     tail = rng.lognormal(np.log(6), 1.95, shape)
-    yield "tail", SimulatedRows.of(lengths(np.full(shape, 32.0), 32), lengths(tail, 240))
+    yield "tail", SimulatedRows.of(lengths(prompts, 32), lengths(tail, 240))
     prompts, outputs = rng.uniform(16, 240, shape), rng.uniform(8, 120, shape)
     yield "mixed", SimulatedRows.of(lengths(prompts, 240), lengths(outputs, 120))
     prompts, outputs = rng.uniform(16, 120, shape), rng.uniform(16, 240, shape)
@@ -140,7 +144,12 @@ def held_out_rows(max_tokens: int, seed: int = 7) -> Iterator[tuple[str, Simulat
 
 
 def _held_out(
-    model: str, engine: EngineConfig, cost: CostModel, seconds: float, tell: Callable[[str], None]
+    model: str,
+    engine: EngineConfig,
+    cost: CostModel,
+    seconds: float,
+    clock: Callable[[], float],
+    tell: Callable[[str], None],
 ) -> tuple[list[HeldOutRun], float]:
     """Return the runs, and what `EngineSpec.full_step_tokens` is for the engine as configured."""
     plain = replace(
@@ -159,11 +168,18 @@ def _held_out(
                 running = create(model, config)
             try:
                 spec = _spec_of(running, config, cost)
-                runs += _compare(name, _as_many(rows, spec, seconds), running, spec)
+                runs += _compare(name, _as_many(rows, spec, seconds), running, spec, clock)
             finally:
                 if running is not backend:
                     running.close()
     return runs, full_step_tokens
+
+
+def _clock_for(engine: EngineConfig) -> Callable[[], float]:
+    """Return a clock of steps, in which other work on the same host counts little."""
+    is_on_cpu = engine.device == "cpu"
+    is_on_cpu |= engine.device == "auto" and not torch.cuda.is_available()
+    return time.process_time if is_on_cpu and engine.num_threads == 1 else time.perf_counter
 
 
 def _spec_of(backend: NativeBackend, engine: EngineConfig, cost: CostModel) -> EngineSpec:
@@ -186,14 +202,18 @@ def _as_many(rows: SimulatedRows, spec: EngineSpec, seconds: float) -> Simulated
 
 
 def _compare(
-    name: str, rows: SimulatedRows, backend: NativeBackend, spec: EngineSpec
+    name: str,
+    rows: SimulatedRows,
+    backend: NativeBackend,
+    spec: EngineSpec,
+    clock: Callable[[], float],
 ) -> list[HeldOutRun]:
     """Run rows in each order, in turns, and simulate the same."""
     ordered = {policy: rows.take(order(rows)).with_oracle() for policy, order in _POLICIES.items()}
     measured: dict[str, list[Floats]] = {policy: [] for policy in ordered}
     for seed in range(_ROUNDS):
         for policy, in_order in ordered.items():
-            measured[policy].append(_measure(in_order, backend, seed))
+            measured[policy].append(_measure(in_order, backend, seed, clock))
     return [
         HeldOutRun(
             workload=name,
@@ -205,7 +225,9 @@ def _compare(
     ]
 
 
-def _measure(rows: SimulatedRows, backend: NativeBackend, seed: int) -> Floats:
+def _measure(
+    rows: SimulatedRows, backend: NativeBackend, seed: int, clock: Callable[[], float]
+) -> Floats:
     """Return the seconds of each step of an engine that has all rows at once."""
     random = np.random.default_rng(seed)
     backend.submit(
@@ -223,9 +245,9 @@ def _measure(rows: SimulatedRows, backend: NativeBackend, seed: int) -> Floats:
     )
     seconds = []
     while backend.num_unfinished():
-        began = time.perf_counter()
+        began = clock()
         completions = backend.poll()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
         if failed := [completion.error for completion in completions if completion.error]:
             raise MeasureError(f"a held-out row failed: {failed[0]}")
     return np.array(seconds)

@@ -79,7 +79,9 @@ class SimulationReport:
             f"{percent(found.completion_error)}, a step by {percent(found.step_error)}, and the "
             f"ratio of two orders by up to {percent(found.ratio_error)}: a smaller gain is none",
         )
-        return to_text("simulated pools", [Section("", facts, Table(header, rows), notes)])
+        table = Table(header=header, rows=rows)
+        section = Section(title="", facts=facts, table=table, notes=notes)
+        return to_text("simulated pools", [section])
 
 
 def validated_spec(cost_model: Path) -> tuple[EngineSpec, Validation]:
