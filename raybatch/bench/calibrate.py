@@ -1,20 +1,23 @@
-"""How far simulations of this host's native engine are off: held-out runs beside simulated ones.
+"""Fits costs to the steps of this host's native engine, and says how far simulations are off.
 
-The cost model is that of estimates, measured with other prompts in other batches. Each workload
-runs longest rows first and shortest first, so that the ratio of two policies is judged as well.
+The scheduler is the same in both, so that a simulated step has the counts of the measured one.
+Costs are fitted to the program of estimates and to the steps of whole runs; they are judged by runs
+of other workloads, each with its longest rows first and with its shortest, so that the ratio of two
+policies is judged as well.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from raybatch.backends.calibrate import MIN_VOCAB_SIZE, limits_of
-from raybatch.backends.cost_cache import cost_model_path, load_cost_model, load_or_measure
+from raybatch.backends.calibrate import MIN_VOCAB_SIZE, limits_of, measure_backend
+from raybatch.backends.cost_cache import cost_model_path
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token
@@ -22,10 +25,10 @@ from raybatch.engine.profile.cached_file import write_cached
 from raybatch.errors import MeasureError
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import full, percent
-from raybatch.policy.cost.cost_model import CostModel, EngineLimits
+from raybatch.policy.cost.cost_model import CostModel, MeasuredStep, fit
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import Request, Sampling
-from raybatch.simulator.engine import EngineSpec, SimulatedEngine, alone_seconds
+from raybatch.simulator.engine import EngineSpec, SimulatedEngine
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.validation import HeldOutRun, Validation, to_json, validation_path
 
@@ -34,6 +37,7 @@ _NATIVE = BackendConfig(kind="native")
 _MAX_SEQS = 32
 _ROUNDS = 3
 _MIN_ROWS, _MAX_ROWS = 64, 1024
+_SHORT_OF_MEMORY = "short of memory"
 # of the KV memory that all rows of the workload that is short of it would take together
 _TIGHT_SHARE = 1 / 64
 _POLICIES: dict[str, Callable[[SimulatedRows], Ints]] = {
@@ -41,23 +45,33 @@ _POLICIES: dict[str, Callable[[SimulatedRows], Ints]] = {
     "shortest first": lambda rows: np.argsort(rows.output, kind="stable"),
 }
 
+Clock = Callable[[], float]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What was found, and the file of the cost model that it is of."""
+    """What was found, and where the cost model would be.
+
+    Args:
+        cost_model: its file, where `is_stored`: that of a model whose simulations are not too far
+            off.
+    """
 
     model: str
     cost_model: Path
+    is_stored: bool
+    num_steps: int
+    fit_error: float
     validation: Validation
 
     def to_text(self) -> str:
         found = self.validation
         facts = (
-            ("error of a step", f"{percent(found.step_error)} (median)"),
-            ("of a completion", f"{percent(found.completion_error)} (the worst run)"),
-            ("of the ratio of two orders", f"{percent(found.ratio_error)} (the worst workload)"),
+            ("fitted to", f"{full(self.num_steps)} steps, within {percent(self.fit_error)}"),
+            ("a step is off by", f"{percent(found.step_error)} (median of held-out runs)"),
+            ("a completion", f"{percent(found.completion_error)} (worst run)"),
+            ("the ratio of two orders", f"{percent(found.ratio_error)} (worst workload)"),
             ("CPU", f"{percent(found.cpu_share, 0)} of a core while the engine ran"),
-            ("cost model", str(self.cost_model)),
         )
         rows = tuple(
             (
@@ -71,15 +85,14 @@ class Calibration:
             )
             for run in found.runs
         )
-        header = ("workload", "steps", "simulated", "measured", "error", "of a step", "order")
-        failures = found.failures()
-        verdict = (
-            "nothing is simulated with it: " + "; ".join(failures)
-            if failures
-            else "simulations print their figures with these errors"
+        header = ("held out", "steps", "simulated", "measured", "error", "of a step", "order")
+        notes = (
+            f"stored: {self.cost_model}"
+            if self.is_stored
+            else f"not stored, and nothing is simulated with it: {'; '.join(found.failures())}",
         )
         table = Table(header=header, rows=rows)
-        section = Section(title="", facts=facts, table=table, notes=(verdict,))
+        section = Section(title="", facts=facts, table=table, notes=notes)
         return to_text(f"{self.model}: simulated and measured", [section])
 
 
@@ -88,161 +101,179 @@ def calibrate(
     engine: EngineConfig,
     *,
     seconds: float = 1.5,
-    fresh: bool = False,
     folder: Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure an engine, run held-out workloads on it and simulated, and store the errors.
+    """Measure an engine, fit its costs, and store them with their errors on held-out runs.
+
+    What fails its validation is not stored, as estimates would read it as well. An engine of one
+    thread on a CPU is timed by its CPU seconds, so that others may use the host meanwhile.
 
     Args:
-        seconds: of each run, about; there are eight, three times each.
-        fresh: measure the cost model again.
+        seconds: of each run, about; eight are held out, three times each.
         folder: of cost models; None is the usual one.
 
-    An engine of one thread on a CPU is timed by its CPU seconds, so that others may use the host
-    meanwhile.
-
     Raises:
-        MeasureError: the host was too busy to measure on.
+        MeasureError: the engine fails a row, or is too small.
     """
     path = cost_model_path(model, _NATIVE, engine, folder=folder)
-    if fresh:
-        path.unlink(missing_ok=True)
-    tell("measuring steps")
     clock = _clock_for(engine)
-    load_or_measure(model, _NATIVE, engine, folder=folder, clock=clock)
-    if (cost := load_cost_model(path)) is None:
-        raise MeasureError(
-            f"{model}: the host was busy while steps were measured, so nothing is stored; "
-            "calibrate when it is quiet"
-        )
+    plain = replace(engine, speculative_tokens=None)
     began, cpu_began = time.perf_counter(), time.process_time()
-    runs, full_step_tokens = _held_out(model, engine, cost, seconds, clock, tell)
-    cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
-    validation = Validation.of(runs, full_step_tokens=full_step_tokens, cpu_share=cpu_share)
-    write_cached(validation_path(path), to_json(validation), what="validation")
-    return Calibration(model=model, cost_model=path, validation=validation)
-
-
-def held_out_rows(max_tokens: int, seed: int = 7) -> Iterator[tuple[str, SimulatedRows]]:
-    """Yield workloads of `_MAX_ROWS` rows that fit a model of so many tokens."""
-    rng = np.random.Generator(np.random.PCG64(seed))
-    scale = min(1.0, max_tokens / 512)
-
-    def lengths(values: Floats, most: int) -> Ints:
-        return np.clip(np.rint(values * scale), 1, max(1, int(most * scale))).astype(np.int64)
-
-    shape = _MAX_ROWS
-    prompts = np.full(shape, 32.0)
-    yield "alike", SimulatedRows.of(lengths(prompts, 32), lengths(np.full(shape, 16.0), 16))
-    tail = rng.lognormal(np.log(6), 1.95, shape)
-    yield "tail", SimulatedRows.of(lengths(prompts, 32), lengths(tail, 240))
-    prompts, outputs = rng.uniform(16, 240, shape), rng.uniform(8, 120, shape)
-    yield "mixed", SimulatedRows.of(lengths(prompts, 240), lengths(outputs, 120))
-    prompts, outputs = rng.uniform(16, 120, shape), rng.uniform(16, 240, shape)
-    yield "short of memory", SimulatedRows.of(lengths(prompts, 120), lengths(outputs, 240))
-
-
-def _held_out(
-    model: str,
-    engine: EngineConfig,
-    cost: CostModel,
-    seconds: float,
-    clock: Callable[[], float],
-    tell: Callable[[str], None],
-) -> tuple[list[HeldOutRun], float]:
-    """Return the runs, and what `EngineSpec.full_step_tokens` is for the engine as configured."""
-    plain = replace(
-        engine, speculative_tokens=None, max_num_seqs=min(engine.max_num_seqs, _MAX_SEQS)
-    )
-    runs: list[HeldOutRun] = []
+    tell("measuring steps")
     with closing(create(model, plain)) as backend:
+        limits = limits_of(backend, engine.token_budget)
         full_step_tokens = backend.runner.full_step_tokens
-        token_bytes = kv_bytes_per_token(backend.runner.spec, backend.runner.cache.k.dtype)
-        for name, rows in held_out_rows(backend.capacity().max_model_len):
-            tell(f"running rows that are {name}")
-            running, config = backend, plain
-            if name == "short of memory":
+        steps = measure_backend(backend, limits, clock=clock)
+    bench = _Bench(model, plain, fit(steps, limits), seconds, clock, tell)
+    for _, run in bench.runs(training_rows, rounds=1):
+        steps += run
+    cost = fit(steps, limits)
+    held_out = [
+        HeldOutRun(
+            workload=name,
+            policy=policy,
+            measured_s=np.array([step.seconds for step in run]),
+            simulated_s=np.array([cost.predict(step) for step in run]),
+        )
+        for (name, policy), run in bench.runs(held_out_rows, rounds=_ROUNDS)
+    ]
+    cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
+    validation = Validation.of(held_out, full_step_tokens=full_step_tokens, cpu_share=cpu_share)
+    is_stored = not validation.failures()
+    if is_stored:
+        write_cached(path, json.dumps(asdict(cost), indent=1), what="cost model")
+        write_cached(validation_path(path), to_json(validation), what="validation")
+    return Calibration(
+        model=model,
+        cost_model=path,
+        is_stored=is_stored,
+        num_steps=len(steps),
+        fit_error=cost.fit_error,
+        validation=validation,
+    )
+
+
+def training_rows(max_tokens: int) -> Iterator[tuple[str, SimulatedRows]]:
+    """Yield workloads that costs are fitted to, of lengths that those held out do not have."""
+    rng, num_rows = np.random.Generator(np.random.PCG64(3)), _MAX_ROWS
+    output = rng.geometric(1 / 24, num_rows)
+    yield "geometric", _scaled(rng.integers(8, 400, num_rows), output, max_tokens)
+    yield (
+        "short prompts",
+        _scaled(np.full(num_rows, 12), rng.integers(20, 60, num_rows), max_tokens),
+    )
+    output = rng.integers(60, 180, num_rows)
+    yield _SHORT_OF_MEMORY, _scaled(np.full(num_rows, 60), output, max_tokens)
+
+
+def held_out_rows(max_tokens: int) -> Iterator[tuple[str, SimulatedRows]]:
+    """Yield the workloads by which costs are judged."""
+    rng, num_rows = np.random.Generator(np.random.PCG64(7)), _MAX_ROWS
+    yield "alike", _scaled(np.full(num_rows, 32), np.full(num_rows, 16), max_tokens)
+    output = np.minimum(rng.lognormal(np.log(6), 1.95, num_rows), 240)
+    yield "tail", _scaled(np.full(num_rows, 32), output, max_tokens)
+    prompt, output = rng.integers(16, 240, num_rows), rng.integers(8, 120, num_rows)
+    yield "mixed", _scaled(prompt, output, max_tokens)
+    prompt, output = rng.integers(16, 120, num_rows), rng.integers(16, 240, num_rows)
+    yield _SHORT_OF_MEMORY, _scaled(prompt, output, max_tokens)
+
+
+def _scaled(prompt: Ints | Floats, output: Ints | Floats, max_tokens: int) -> SimulatedRows:
+    """Return rows whose lengths are known, in a model of so many tokens."""
+    scale = min(1.0, max_tokens / 512)
+    lengths = (np.maximum(np.rint(n * scale), 1).astype(np.int64) for n in (prompt, output))
+    return SimulatedRows.of(*lengths).with_oracle()
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Runs workloads on engines of one model; `cost` says about how long they take."""
+
+    model: str
+    engine: EngineConfig
+    cost: CostModel
+    seconds: float
+    clock: Clock
+    tell: Callable[[str], None]
+
+    def runs(
+        self, workloads: Callable[[int], Iterator[tuple[str, SimulatedRows]]], *, rounds: int
+    ) -> Iterator[tuple[tuple[str, str], list[MeasuredStep]]]:
+        """Yield the steps of each workload under each policy: counts, and the median seconds."""
+        roomy = replace(self.engine, max_num_seqs=min(self.engine.max_num_seqs, _MAX_SEQS))
+        with closing(create(self.model, roomy)) as backend:
+            runner = backend.runner
+            token_bytes = kv_bytes_per_token(runner.spec, runner.cache.k.dtype)
+            for name, rows in workloads(backend.capacity().max_model_len):
+                self.tell(f"running rows: {name}")
+                if name != _SHORT_OF_MEMORY:
+                    yield from self._compared(name, rows, backend, rounds)
+                    continue
                 kv_tokens = int((rows.prompt + rows.output).sum() * _TIGHT_SHARE)
-                config = replace(plain, kv_cache_bytes=kv_tokens * token_bytes)
-                running = create(model, config)
-            try:
-                spec = _spec_of(running, config, cost)
-                runs += _compare(name, _as_many(rows, spec, seconds), running, spec, clock)
-            finally:
-                if running is not backend:
-                    running.close()
-    return runs, full_step_tokens
+                tight = replace(roomy, kv_cache_bytes=kv_tokens * token_bytes)
+                with closing(create(self.model, tight)) as short:
+                    yield from self._compared(name, rows, short, rounds)
+
+    def _compared(
+        self, name: str, rows: SimulatedRows, backend: NativeBackend, rounds: int
+    ) -> Iterator[tuple[tuple[str, str], list[MeasuredStep]]]:
+        """Run rows in each order, in turns."""
+        spec = EngineSpec(
+            cost=replace(self.cost, limits=limits_of(backend, self.engine.token_budget)),
+            full_step_tokens=backend.runner.full_step_tokens,
+            enable_prefix_caching=self.engine.enable_prefix_caching,
+        )
+        rows = _as_many(rows, spec, self.seconds)
+        ordered = {policy: rows.take(order(rows)) for policy, order in _POLICIES.items()}
+        measured: dict[str, list[Floats]] = {policy: [] for policy in ordered}
+        for seed in range(rounds):
+            for policy, in_order in ordered.items():
+                measured[policy].append(_measure(in_order, backend, seed, self.clock))
+        for policy, in_order in ordered.items():
+            seconds = np.median(measured[policy], axis=0)
+            counts = _count(in_order, spec)
+            if len(counts) != len(seconds):
+                raise MeasureError(
+                    f"{self.model}: rows that are {name} took {len(seconds)} steps, simulated "
+                    f"{len(counts)}: this engine schedules in another way, which is not simulated"
+                )
+            steps = zip(counts, seconds.tolist(), strict=True)
+            yield (name, policy), [replace(step, seconds=taken) for step, taken in steps]
 
 
-def _clock_for(engine: EngineConfig) -> Callable[[], float]:
+def _clock_for(engine: EngineConfig) -> Clock:
     """Return a clock of steps, in which other work on the same host counts little."""
     is_on_cpu = engine.device == "cpu"
     is_on_cpu |= engine.device == "auto" and not torch.cuda.is_available()
     return time.process_time if is_on_cpu and engine.num_threads == 1 else time.perf_counter
 
 
-def _spec_of(backend: NativeBackend, engine: EngineConfig, cost: CostModel) -> EngineSpec:
-    limits: EngineLimits = limits_of(backend, engine.token_budget)
-    return EngineSpec(
-        cost=replace(cost, limits=limits),
-        full_step_tokens=backend.runner.full_step_tokens,
-        enable_prefix_caching=engine.enable_prefix_caching,
-    )
-
-
 def _as_many(rows: SimulatedRows, spec: EngineSpec, seconds: float) -> SimulatedRows:
     """Return as many of the rows as take about so long."""
     num_rows = _MIN_ROWS
     while num_rows < len(rows):
-        if alone_seconds(rows.take(np.arange(2 * num_rows)), spec) > seconds:
+        steps = _count(rows.take(np.arange(2 * num_rows)), spec)
+        if sum(map(spec.cost.predict, steps)) > seconds:
             break
         num_rows *= 2
     return rows.take(np.arange(num_rows))
 
 
-def _compare(
-    name: str,
-    rows: SimulatedRows,
-    backend: NativeBackend,
-    spec: EngineSpec,
-    clock: Callable[[], float],
-) -> list[HeldOutRun]:
-    """Run rows in each order, in turns, and simulate the same."""
-    ordered = {policy: rows.take(order(rows)).with_oracle() for policy, order in _POLICIES.items()}
-    measured: dict[str, list[Floats]] = {policy: [] for policy in ordered}
-    for seed in range(_ROUNDS):
-        for policy, in_order in ordered.items():
-            measured[policy].append(_measure(in_order, backend, seed, clock))
-    return [
-        HeldOutRun(
-            workload=name,
-            policy=policy,
-            measured_s=np.median(measured[policy], axis=0),
-            simulated_s=_simulate(in_order, spec),
-        )
-        for policy, in_order in ordered.items()
-    ]
-
-
-def _measure(
-    rows: SimulatedRows, backend: NativeBackend, seed: int, clock: Callable[[], float]
-) -> Floats:
+def _measure(rows: SimulatedRows, backend: NativeBackend, seed: int, clock: Clock) -> Floats:
     """Return the seconds of each step of an engine that has all rows at once."""
     random = np.random.default_rng(seed)
-    backend.submit(
-        [
-            Request(
-                request_id=row,
-                row_id=str(row),
-                prompt_token_ids=random.integers(0, MIN_VOCAB_SIZE, prompt).astype(np.int32),
-                sampling=Sampling(max_tokens=output, ignore_eos=True),
-            )
-            for row, (prompt, output) in enumerate(
-                zip(rows.prompt.tolist(), rows.output.tolist(), strict=True)
-            )
-        ]
-    )
+    lengths = zip(rows.prompt.tolist(), rows.output.tolist(), strict=True)
+    requests = [
+        Request(
+            request_id=row,
+            row_id=str(row),
+            prompt_token_ids=random.integers(0, MIN_VOCAB_SIZE, prompt).astype(np.int32),
+            sampling=Sampling(max_tokens=output, ignore_eos=True),
+        )
+        for row, (prompt, output) in enumerate(lengths)
+    ]
+    backend.submit(requests)
     seconds = []
     while backend.num_unfinished():
         began = clock()
@@ -253,11 +284,11 @@ def _measure(
     return np.array(seconds)
 
 
-def _simulate(rows: SimulatedRows, spec: EngineSpec) -> Floats:
-    engine = SimulatedEngine(rows, spec)
+def _count(rows: SimulatedRows, spec: EngineSpec) -> list[MeasuredStep]:
+    """Return the counts of each step of such an engine."""
+    engine, steps = SimulatedEngine(rows, spec), list[MeasuredStep]()
     engine.add(range(len(rows)))
-    seconds: list[Floats] = []
-    while len(ends := engine.begin()):
-        engine.compute(len(ends))
-        seconds.append(np.diff(ends, prepend=0.0))
-    return np.concatenate(seconds)
+    while len(engine.begin()):
+        steps.append(engine.counts)
+        engine.compute(1)
+    return steps

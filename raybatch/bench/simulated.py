@@ -99,7 +99,7 @@ def validated_spec(cost_model: Path) -> tuple[EngineSpec, Validation]:
     if failures := validation.failures():
         raise ConfigError(
             f"{cost_model}: simulations with it are too far from held-out runs: "
-            f"{'; '.join(failures)}. Run raybatch bench calibrate MODEL --fresh on a quiet host"
+            f"{'; '.join(failures)}. Run raybatch bench calibrate MODEL on a quiet host"
         )
     return EngineSpec(cost=cost, full_step_tokens=validation.full_step_tokens), validation
 

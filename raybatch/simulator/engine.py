@@ -86,6 +86,8 @@ class SimulatedEngine:
         self._end_len: Ints = np.zeros(max_slots, np.int64)
         self._group: Ints = np.full(max_slots, ALONE, np.int64)
         self._num_arrivals = self.num_steps = self.num_generated = 0
+        # of the first step that `begin` decided last; seconds are 0
+        self.counts = MeasuredStep(seconds=0.0, tokens=0.0, rows=0.0)
         # a step that is scheduled and not computed yet, None where the next ones are quiet
         self._schedule: Schedule | None = None
 
@@ -161,20 +163,23 @@ class SimulatedEngine:
         """
         if self.is_idle():
             return np.zeros(0)
-        table = self.table
+        table, cost = self.table, self._spec.cost
         slots = np.flatnonzero(table.phase != EMPTY)
         left = int((self._end_len[slots] - table.num_tokens[slots]).min(initial=1 << 30))
         num_quiet = count_quiet_steps(self.scheduler, left) if len(slots) else 0
         if num_quiet:
-            return self._slowness * self._quiet_seconds(slots, num_quiet).cumsum()
+            self.counts = _count_decodes(table, slots, self._group)
+            # each row reads one token more with every step
+            more_s = cost.context_s * len(slots) * np.arange(num_quiet)
+            ends: Floats = (self._slowness * (cost.predict(self.counts) + more_s)).cumsum()
+            return ends
         self._schedule = schedule = self.scheduler.schedule()
         for slot in schedule.admitted:
             row = table.record(slot).request.request_id
             self._end_len[slot] = self._rows.prompt[row] + self._rows.output[row]
             self._group[slot] = self._rows.group[row]
-        if not schedule.num_tokens:
-            return np.zeros(1)
-        seconds = self._spec.cost.predict(count_step(table, schedule, self._group))
+        self.counts = count_step(table, schedule, self._group)
+        seconds = cost.predict(self.counts) if schedule.num_tokens else 0.0
         return np.array([self._slowness * seconds])
 
     def compute(self, num_steps: int) -> list[int]:
@@ -192,14 +197,6 @@ class SimulatedEngine:
         for slot in slots[table.num_tokens[slots] >= self._end_len[slots]].tolist():
             ended.append(self.scheduler.finish(slot).request.request_id)
         return ended
-
-    def _quiet_seconds(self, slots: Ints, num_steps: int) -> Floats:
-        num_rows, cost = len(slots), self._spec.cost
-        reads = decode_reads(self.table, slots, self._group)
-        first = cost.predict(MeasuredStep(seconds=0.0, tokens=num_rows, rows=num_rows, **reads))
-        # each row reads one token more with every step
-        seconds: Floats = first + cost.context_s * num_rows * np.arange(num_steps)
-        return seconds
 
     def _queue(self, moved: MovedSequence, *, has_started: bool) -> None:
         request = self._rows.request(moved.row)
@@ -232,6 +229,11 @@ class SimulatedEngine:
             num_tokens=num_kv_tokens,
             rows=np.empty((num_blocks, 0)),
         )
+
+
+def _count_decodes(table: SequenceTable, slots: Ints, group_of: Ints) -> MeasuredStep:
+    reads = decode_reads(table, slots, group_of)
+    return MeasuredStep(seconds=0.0, tokens=len(slots), rows=len(slots), **reads)
 
 
 def alone_seconds(rows: SimulatedRows, spec: EngineSpec) -> float:

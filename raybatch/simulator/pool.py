@@ -93,6 +93,10 @@ class SimulatedPool:
     def run(self) -> PoolOutcome:
         """Run the job to its end. Raises ConfigError: a row fits no engine's KV cache."""
         self.begin()
+        return self.finish()
+
+    def finish(self) -> PoolOutcome:
+        """Run a job that has begun to its end."""
         self.clock.run(lambda: not self._num_left)
         if self._num_left:
             raise ConfigError(
@@ -114,7 +118,7 @@ class SimulatedPool:
             self._start(rank, delay_s=self._spec.late_s.get(rank, 0.0))
         for death in self._spec.deaths:
             if death.at_s is not None:
-                self.clock.at(death.at_s, partial(self._kill, death))
+                self.clock.at(death.at_s, partial(self._end_due, death))
         if self._deaths and self._spec.options.keep_tokens_every_s is not None:
             self._keep_tokens(self._spec.options.keep_tokens_every_s)
 
@@ -254,11 +258,15 @@ class SimulatedPool:
         done = 1 - self._num_left / len(self._rows)
         due = [d for d in self._deaths if d.at_fraction is not None and done >= d.at_fraction]
         for death in due:
-            self._kill(death)
+            self._end_due(death)
 
-    def _kill(self, death: Death) -> None:
+    def _end_due(self, death: Death) -> None:
         self._deaths.remove(death)
-        for replica in [r for r in self.members.values() if r.rank == death.rank]:
+        self.kill(death.rank)
+
+    def kill(self, rank: int) -> None:
+        """End the replica of this rank now, if there is one, without notice."""
+        for replica in [r for r in self.members.values() if r.rank == rank]:
             del self.members[replica.replica_id]
             replica.die()
             self._ended.append(replica)

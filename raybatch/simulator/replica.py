@@ -100,9 +100,14 @@ class SimulatedReplica:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine in the midst of a step."""
+        """Stop the engine in the midst of a step; the steps before it are computed."""
+        if (run := self._run) is None:
+            return
         self._note_busy(self._clock.now)
         self._run = None
+        num_done = int(np.searchsorted(run.began + run.ends, self._clock.now, side="right"))
+        if num_done:
+            self.engine.compute(min(num_done, run.num_steps))
 
     def submit(self, rows: Sequence[int], begun: Sequence[MovedSequence]) -> None:
         """Take the answer of a pull; `begun` has those of the rows that others have begun."""

@@ -12,7 +12,7 @@ MESSAGE_S = 0.001
 
 
 def costs(*, step_s=0.01, token_s=0.001, context_s=0.0, **limits):
-    """Return a cost model in which a step and a token have a price, and nothing else but context."""
+    """Return a cost model in which steps, tokens and context have a price, and nothing else."""
     limits = {"kv_tokens": 1 << 16, "max_num_seqs": 8, "block_size": 16} | limits
     return CostModel(
         step_s=step_s,
