@@ -8,9 +8,10 @@ policies is judged as well.
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -124,19 +125,29 @@ def calibrate(
     with closing(create(model, plain)) as backend:
         limits = limits_of(backend, engine.token_budget)
         full_step_tokens = backend.runner.full_step_tokens
+        max_len = backend.capacity().max_model_len
         steps = measure_backend(backend, limits, clock=clock)
-    bench = _Bench(model, plain, fit(steps, limits), seconds, clock, tell)
-    for _, run in bench.runs(training_rows, rounds=1):
-        steps += run
+    with ExitStack() as stack:
+        bench = _Bench(model, plain, stack)
+        guess = fit(steps, limits)
+        fitted = [bench.case(*each, guess, seconds) for each in training_rows(max_len)]
+        judged = [bench.case(*each, guess, seconds) for each in held_out_rows(max_len)]
+        # in turns, so that a host that others use more and more is the same for all
+        for number in range(_ROUNDS):
+            tell(f"running rows, round {number + 1} of {_ROUNDS}")
+            for case in (*fitted, *judged):
+                case.measure(number, clock)
+    steps += [step for case in fitted for run in case.steps().values() for step in run]
     cost = fit(steps, limits)
     held_out = [
         HeldOutRun(
-            workload=name,
+            workload=case.name,
             policy=policy,
             measured_s=np.array([step.seconds for step in run]),
             simulated_s=np.array([cost.predict(step) for step in run]),
         )
-        for (name, policy), run in bench.runs(held_out_rows, rounds=_ROUNDS)
+        for case in judged
+        for policy, run in case.steps().items()
     ]
     cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
     validation = Validation.of(held_out, full_step_tokens=full_step_tokens, cpu_share=cpu_share)
@@ -187,59 +198,63 @@ def _scaled(prompt: Ints | Floats, output: Ints | Floats, max_tokens: int) -> Si
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
-    """Runs workloads on engines of one model; `cost` says about how long they take."""
+class _Case:
+    """A workload in each order, on one engine, and what was measured of it."""
 
-    model: str
-    engine: EngineConfig
-    cost: CostModel
-    seconds: float
-    clock: Clock
-    tell: Callable[[str], None]
+    name: str
+    ordered: Mapping[str, SimulatedRows]
+    backend: NativeBackend
+    spec: EngineSpec
+    seconds: dict[str, list[Floats]] = field(default_factory=lambda: defaultdict(list))
 
-    def runs(
-        self, workloads: Callable[[int], Iterator[tuple[str, SimulatedRows]]], *, rounds: int
-    ) -> Iterator[tuple[tuple[str, str], list[MeasuredStep]]]:
-        """Yield the steps of each workload under each policy: counts, and the median seconds."""
-        roomy = replace(self.engine, max_num_seqs=min(self.engine.max_num_seqs, _MAX_SEQS))
-        with closing(create(self.model, roomy)) as backend:
-            runner = backend.runner
-            token_bytes = kv_bytes_per_token(runner.spec, runner.cache.k.dtype)
-            for name, rows in workloads(backend.capacity().max_model_len):
-                self.tell(f"running rows: {name}")
-                if name != _SHORT_OF_MEMORY:
-                    yield from self._compared(name, rows, backend, rounds)
-                    continue
-                kv_tokens = int((rows.prompt + rows.output).sum() * _TIGHT_SHARE)
-                tight = replace(roomy, kv_cache_bytes=kv_tokens * token_bytes)
-                with closing(create(self.model, tight)) as short:
-                    yield from self._compared(name, rows, short, rounds)
+    def measure(self, seed: int, clock: Clock) -> None:
+        for policy, rows in self.ordered.items():
+            self.seconds[policy].append(_measure(rows, self.backend, seed, clock))
 
-    def _compared(
-        self, name: str, rows: SimulatedRows, backend: NativeBackend, rounds: int
-    ) -> Iterator[tuple[tuple[str, str], list[MeasuredStep]]]:
-        """Run rows in each order, in turns."""
-        spec = EngineSpec(
-            cost=replace(self.cost, limits=limits_of(backend, self.engine.token_budget)),
-            full_step_tokens=backend.runner.full_step_tokens,
-            enable_prefix_caching=self.engine.enable_prefix_caching,
-        )
-        rows = _as_many(rows, spec, self.seconds)
-        ordered = {policy: rows.take(order(rows)) for policy, order in _POLICIES.items()}
-        measured: dict[str, list[Floats]] = {policy: [] for policy in ordered}
-        for seed in range(rounds):
-            for policy, in_order in ordered.items():
-                measured[policy].append(_measure(in_order, backend, seed, self.clock))
-        for policy, in_order in ordered.items():
-            seconds = np.median(measured[policy], axis=0)
-            counts = _count(in_order, spec)
+    def steps(self) -> dict[str, list[MeasuredStep]]:
+        """Return the counts of each step by policy, and its median seconds."""
+        found = {}
+        for policy, rows in self.ordered.items():
+            counts = _count(rows, self.spec)
+            seconds = np.median(self.seconds[policy], axis=0).tolist()
             if len(counts) != len(seconds):
                 raise MeasureError(
-                    f"{self.model}: rows that are {name} took {len(seconds)} steps, simulated "
+                    f"rows that are {self.name} took {len(seconds)} steps, simulated "
                     f"{len(counts)}: this engine schedules in another way, which is not simulated"
                 )
-            steps = zip(counts, seconds.tolist(), strict=True)
-            yield (name, policy), [replace(step, seconds=taken) for step, taken in steps]
+            steps = zip(counts, seconds, strict=True)
+            found[policy] = [replace(step, seconds=taken) for step, taken in steps]
+        return found
+
+
+class _Bench:
+    """Engines of one model: one with memory for all that runs, and others that are short of it."""
+
+    def __init__(self, model: str, engine: EngineConfig, stack: ExitStack) -> None:
+        self._model, self._stack = model, stack
+        self._engine = replace(engine, max_num_seqs=min(engine.max_num_seqs, _MAX_SEQS))
+        self._roomy = self._load(engine.kv_cache_bytes)
+        runner = self._roomy.runner
+        self._token_bytes = kv_bytes_per_token(runner.spec, runner.cache.k.dtype)
+
+    def case(self, name: str, rows: SimulatedRows, cost: CostModel, seconds: float) -> _Case:
+        """Return as many of the rows as take about so long, and their engine."""
+        backend = self._roomy
+        if name == _SHORT_OF_MEMORY:
+            kv_tokens = int((rows.prompt + rows.output).sum() * _TIGHT_SHARE)
+            backend = self._load(kv_tokens * self._token_bytes)
+        spec = EngineSpec(
+            cost=replace(cost, limits=limits_of(backend, self._engine.token_budget)),
+            full_step_tokens=backend.runner.full_step_tokens,
+            enable_prefix_caching=self._engine.enable_prefix_caching,
+        )
+        rows = _as_many(rows, spec, seconds)
+        ordered = {policy: rows.take(order(rows)) for policy, order in _POLICIES.items()}
+        return _Case(name, ordered, backend, spec)
+
+    def _load(self, kv_cache_bytes: int | None) -> NativeBackend:
+        engine = replace(self._engine, kv_cache_bytes=kv_cache_bytes)
+        return self._stack.enter_context(closing(create(self._model, engine)))
 
 
 def _clock_for(engine: EngineConfig) -> Clock:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from raybatch.cli.bench import bench, check_out, engine_of
+from raybatch.cli.bench import check_out, engine_of
 from raybatch.cli.flags import DEMO_MODEL
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.simulator.events import Death, PoolSpec
@@ -19,7 +19,6 @@ _Settings = Annotated[
 ]
 
 
-@bench.command()
 def calibrate(
     model: Annotated[
         str, Argument(help="Checkpoint folder, hub id or URI; demo by default.")
@@ -49,7 +48,6 @@ def calibrate(
     raise typer.Exit(0 if found.is_stored else 1)
 
 
-@bench.command()
 def simulate(
     model: Annotated[
         str, Argument(help="Whose calibrated engine is simulated; demo by default.")

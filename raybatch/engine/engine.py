@@ -10,13 +10,14 @@ import numpy as np
 
 from raybatch.config import EngineConfig
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
-from raybatch.engine.finish_rules import FinishRules, expected_len
+from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_moves import accept_kv, export_state
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.profile.layer_bench import clock_of
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
+from raybatch.engine.scheduling.admission import expected_len
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable

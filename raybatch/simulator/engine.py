@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raybatch.actors.queue.row_states import ALONE
-from raybatch.engine.finish_rules import expected_len
+from raybatch.engine.scheduling.admission import expected_len
 from raybatch.engine.scheduling.quiet_steps import count_quiet_steps, run_quiet_steps
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences import table as sequences
