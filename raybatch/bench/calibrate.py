@@ -37,6 +37,8 @@ _NATIVE = BackendConfig(kind="native")
 # rows that run at once, so that others wait and an order of rows matters
 _MAX_SEQS = 32
 _ROUNDS = 3
+# runs of whose time the program of estimates takes as much
+_PROGRAM_RUNS = 8
 _MIN_ROWS, _MAX_ROWS = 64, 1024
 _SHORT_OF_MEMORY = "short of memory"
 # of the KV memory that all rows of the workload that is short of it would take together
@@ -126,7 +128,7 @@ def calibrate(
         limits = limits_of(backend, engine.token_budget)
         full_step_tokens = backend.runner.full_step_tokens
         max_len = backend.capacity().max_model_len
-        steps = measure_backend(backend, limits, clock=clock)
+        steps = measure_backend(backend, limits, clock=clock, budget_s=_PROGRAM_RUNS * seconds)
     with ExitStack() as stack:
         bench = _Bench(model, plain, stack)
         guess = fit(steps, limits)
@@ -138,7 +140,7 @@ def calibrate(
             for case in (*fitted, *judged):
                 case.measure(number, clock)
     steps += [step for case in fitted for run in case.steps().values() for step in run]
-    cost = fit(steps, limits)
+    cost = fit(steps, limits, for_sums=True)
     held_out = [
         HeldOutRun(
             workload=case.name,
@@ -168,7 +170,7 @@ def calibrate(
 def training_rows(max_tokens: int) -> Iterator[tuple[str, SimulatedRows]]:
     """Yield workloads that costs are fitted to, of lengths that those held out do not have."""
     rng, num_rows = np.random.Generator(np.random.PCG64(3)), _MAX_ROWS
-    output = rng.geometric(1 / 24, num_rows)
+    output = np.minimum(rng.geometric(1 / 24, num_rows), 100)
     yield "geometric", _scaled(rng.integers(8, 400, num_rows), output, max_tokens)
     yield (
         "short prompts",
