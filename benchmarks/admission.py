@@ -14,7 +14,8 @@ from pathlib import Path
 import conditions
 import numpy as np
 from group_order import expected
-from plan_order import CASES, LIMIT, Case, Engine, rows_in_order
+from plan_order import CASES, LIMIT, Case, counts, rows_in_order
+from step_simulator import StepSimulator
 
 ORDERS = ("shuffle", "ratio", "dual_scan")
 
@@ -24,15 +25,16 @@ def run(case: Case, by: str, knows: str, seed: int, *, waits: bool) -> dict[str,
     output = workload.rows.output
     known = expected(workload, knows, seed)
     limit = max(LIMIT, int(output.max()))
-    return Engine(
+    engine = StepSimulator(
         workload.rows,
         rows_in_order(workload, by, knows, seed),
         workload.device,
-        case.block_size,
+        block_size=case.block_size,
         waits=waits,
         expected=None if known is None else np.rint(np.minimum(known, limit)).astype(np.int64),
         limit=None if knows == "true" else limit,
-    ).run()
+    )
+    return counts(engine.run())
 
 
 def compared(name: str, by: str, knows: str, num_seeds: int) -> list[dict[str, object]]:
