@@ -1,9 +1,10 @@
 """Orders of groups against each other, on simulated engines: steps, tokens per step, makespan.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/group_order.py [--workloads W1,W2] [--seeds 5]
-Every number is simulated (`step_simulator.py`). Orders come from `orders.py`, which sees the
-expected outputs of the column "knows": nothing, each class's largest output, the means of a probe
-of 1 % of the rows, or the true lengths. Medians over seeds, the worst seed behind them.
+Steps are the scheduler's, and seconds those of a roofline (`step_simulator.py`). Orders come from
+`orders.py`, which sees the expected outputs of the column "knows": nothing, each class's largest
+output, the means of a probe of 1 % of the rows, or the true lengths. Medians over seeds, the worst
+seed behind them.
 """
 
 import argparse
