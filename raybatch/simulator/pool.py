@@ -175,10 +175,11 @@ class SimulatedPool:
     def _dispatch(self) -> None:
         if not self._pulls or not self._num_left:
             return
-        num_expected = self._ledger.num_expected(self.clock.now)
-        for replica_id, spans in self.queue.dispatch(self._pulls, num_expected).items():
-            del self._pulls[replica_id]
-            self._send(replica_id, spans)
+        if self.queue.num_waiting():
+            num_expected = self._ledger.num_expected(self.clock.now)
+            for replica_id, spans in self.queue.dispatch(self._pulls, num_expected).items():
+                del self._pulls[replica_id]
+                self._send(replica_id, spans)
         if self.queue.has_waiting():
             return
         if self._dry is None:

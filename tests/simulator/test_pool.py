@@ -76,10 +76,17 @@ def test_a_step_costs_what_the_cost_model_says():
 
 
 def test_each_decoded_token_reads_its_context():
-    rows = fixed_rows(1, prompt=10, output=4)
+    rows = fixed_rows(2, prompt=10, output=4)
     with_context = alone_seconds(rows, engine_spec(context_s=1.0))
     without = alone_seconds(rows, engine_spec())
-    assert with_context - without == pytest.approx(11 + 12 + 13)
+    assert with_context - without == pytest.approx(2 * (11 + 12 + 13))
+
+
+def test_a_slow_replica_takes_longer_for_every_step():
+    rows = fixed_rows(40)
+    outcome = run_pool(rows, 1, slowness={0: 3.0})
+    expected = 3 * alone_seconds(rows, engine_spec()) + 3 * MESSAGE_S
+    assert outcome.completion_s == pytest.approx(expected)
 
 
 def test_a_prefix_that_rows_share_is_read_once():
@@ -242,9 +249,9 @@ def test_a_death_during_a_move_loses_no_row(dead):
     assert outcome.num_deaths == 1
 
 
-def test_ten_thousand_rows_on_many_replicas_finish():
+def test_thousands_of_rows_on_many_replicas_finish():
     rng = np.random.default_rng(0)
-    output = np.rint(rng.lognormal(math.log(40), 1.5, 10_000)).clip(1, 4000).astype(np.int64)
-    rows = SimulatedRows.of(np.full(10_000, 128), output)
+    output = np.rint(rng.lognormal(math.log(40), 1.5, 3000)).clip(1, 4000).astype(np.int64)
+    rows = SimulatedRows.of(np.full(3000, 128), output)
     outcome = run_pool(rows, 128, spec=engine_spec(kv_tokens=1 << 18, max_num_seqs=32))
     assert (outcome.finished == 1).all()
