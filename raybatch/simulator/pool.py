@@ -161,16 +161,15 @@ class SimulatedPool:
         )
 
     def _arrive(self, moved: MovedSequence, source_id: int, target_id: int) -> None:
-        if source_id not in self.members:
-            # its rows are queued again
-            return
-        if target_id not in self.members:
-            self._begun[moved.row] = moved._replace(num_kv_tokens=0)
-            self.queue.give_back(source_id, [Span(_BATCH, moved.row, moved.row + 1)])
-            self._dispatch()
-        elif self.queue.hand_over(source_id, target_id, _BATCH, moved.row):
+        is_there = target_id in self.members
+        if is_there and self.queue.hand_over(source_id, target_id, _BATCH, moved.row):
             self._num_moved += 1
             self.members[target_id].take_over(moved)
+            return
+        # the row waits again, unless its source died and it does so already
+        self._begun[moved.row] = moved._replace(num_kv_tokens=0)
+        self.queue.give_back(source_id, [Span(_BATCH, moved.row, moved.row + 1)])
+        self._dispatch()
 
     def _dispatch(self) -> None:
         if not self._pulls or not self._num_left:

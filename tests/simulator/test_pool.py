@@ -99,6 +99,13 @@ def test_a_prefix_that_rows_share_is_read_once():
     assert alone_seconds(alone, spec) - alone_seconds(grouped, spec) == pytest.approx(2 * 32)
 
 
+def test_a_prefix_with_one_reader_is_its_own_context():
+    rows = rows_of([(4, 3)], is_grouped=True)
+    model = replace(costs(step_s=0.0, token_s=0.0), context_s=1.0)
+    spec = replace(engine_spec(), cost=model)
+    assert alone_seconds(rows, spec) == pytest.approx(37 + 38)
+
+
 def test_a_replica_at_half_speed_gets_half_of_the_rows():
     outcome = run_pool(fixed_rows(900), 2, slowness={1: 2.0})
     fast, slow = (replica.num_rows for replica in outcome.replicas)
