@@ -48,10 +48,10 @@ class SimulationReport:
             (
                 full(each.num_replicas),
                 f"{duration(each.completion_s)} {error}",
-                duration(each.ideal_s),
+                f"{duration(each.ideal_s)} {error}",
                 f"{each.ratio:.2f} {error}",
                 f"{percent(each.linear_share)} {error}",
-                percent(each.idle_share),
+                f"{percent(each.idle_share)} {error}",
                 full(each.num_stolen),
                 full(each.num_moved),
                 full(each.num_deaths),

@@ -51,7 +51,7 @@ def test_figures_are_printed_with_their_error(cost_model):
     (header,) = [n for n, line in enumerate(lines) if line.startswith("replicas")]
     one, four = lines[header + 1 : header + 3]
     assert (one.split()[0], four.split()[0]) == ("1", "4")
-    assert one.count("+-3.0") == four.count("+-3.0") == 3
+    assert one.count("+-3.0") == four.count("+-3.0") == 5
 
 
 def test_figures_are_written_to_a_file(cost_model, tmp_path):

@@ -256,6 +256,14 @@ def test_a_death_during_a_move_loses_no_row(dead):
     assert outcome.num_deaths == 1
 
 
+def test_the_tokens_of_a_row_that_comes_too_late_are_kept():
+    moving = Moving(bytes_per_s=100.0)
+    _, target = moving.move_at(5.0)
+    moving.pool.clock.at(5.5, lambda: moving.pool.kill(target))
+    outcome, _ = moving.run()
+    assert sum(replica.stats.generated_tokens for replica in outcome.replicas) == 1000
+
+
 def test_thousands_of_rows_on_many_replicas_finish():
     rng = np.random.default_rng(0)
     output = np.rint(rng.lognormal(math.log(40), 1.5, 3000)).clip(1, 4000).astype(np.int64)
