@@ -40,7 +40,8 @@ class PoolFigures:
         idle_share: of the replicas' time in the last tenth of the run.
         num_stolen: rows given back by one replica and run by another.
         num_moved: rows that went on elsewhere with their tokens.
-
+        num_deaths: of replicas.
+        num_given_up: rows that ended their replica too often.
     """
 
     num_replicas: int
