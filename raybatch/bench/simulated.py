@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -107,21 +107,20 @@ def validated_spec(cost_model: Path) -> tuple[EngineSpec, Validation]:
 def simulation_report(
     rows: SimulatedRows,
     cost_model: Path,
-    pool: PoolSpec,
-    num_replicas: Sequence[int],
+    pools: Sequence[PoolSpec],
     *,
     workload: str,
     seed: int,
     tell: Callable[[str], None] = lambda _: None,
 ) -> SimulationReport:
-    """Simulate pools of several sizes. Raises ConfigError as `validated_spec`."""
+    """Simulate several pools. Raises ConfigError as `validated_spec`."""
     engine, validation = validated_spec(cost_model)
     tell("one engine")
     ideal = ideal_of(rows, engine)
     figures = []
-    for number in num_replicas:
-        tell(f"{number} replicas")
-        figures.append(simulate(rows, engine, replace(pool, num_replicas=number), ideal))
+    for pool in pools:
+        tell(f"{pool.num_replicas} replicas")
+        figures.append(simulate(rows, engine, pool, ideal))
     return SimulationReport(
         workload=workload,
         seed=seed,

@@ -1,6 +1,5 @@
 """The commands about simulated pools: bench calibrate, bench simulate."""
 
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,8 @@ from raybatch.errors import ConfigError, MissingDependency
 from raybatch.simulator.events import Death, PoolSpec
 from raybatch.simulator.workloads import make_rows
 
+# no two engines are ready at the same moment, and each leaves its share to those that start
+_LATE_S = 0.01
 _Settings = Annotated[
     list[str] | None, Option("--set", help="Options of the engine, such as engine.dtype=bfloat16.")
 ]
@@ -66,7 +67,7 @@ def simulate(
         list[str] | None,
         Option(help="RANK@FRACTION, a replica that dies when so many rows are done."),
     ] = None,
-    start_s: Annotated[float, Option(min=0, help="Seconds of a start.")] = 0.0,
+    start_s: Annotated[float, Option(min=0, help="Seconds of a start.")] = 1.0,
     seed: Annotated[int, Option(min=0, help="Of the lengths.")] = 42,
     settings: _Settings = None,
     out: Annotated[Path | None, Option(help="JSON file for all figures.")] = None,
@@ -74,8 +75,7 @@ def simulate(
     """Simulate pools of a calibrated engine: its scheduler and the queue, on a virtual clock."""
     check_out(out)
     numbers = _numbers(replicas)
-    pool = _pool(max(numbers), slow or [], kill or [], start_s)
-    smallest = replace(pool, num_replicas=min(numbers))
+    pools = [_pool(number, slow or [], kill or [], start_s) for number in numbers]
     from raybatch.backends.cost_cache import cost_model_path
     from raybatch.bench.simulated import rows_like, simulation_report
     from raybatch.config import BackendConfig
@@ -99,8 +99,7 @@ def simulate(
         report = simulation_report(
             simulated,
             cost_model,
-            smallest,
-            numbers,
+            pools,
             workload=workload if like is None else like,
             seed=seed,
             tell=status.update,
@@ -128,7 +127,13 @@ def _pool(num_replicas: int, slow: list[str], kill: list[str], start_s: float) -
         Death(rank=rank, at_fraction=fraction)
         for rank, fraction in (_pair(text, "@", "--kill", "0@0.5") for text in kill)
     )
-    return PoolSpec(num_replicas=num_replicas, slowness=slowness, deaths=deaths, start_s=start_s)
+    return PoolSpec(
+        num_replicas=num_replicas,
+        start_s=start_s,
+        late_s={rank: rank * _LATE_S for rank in range(num_replicas)},
+        slowness=slowness,
+        deaths=deaths,
+    )
 
 
 def _pair(text: str, separator: str, flag: str, example: str) -> tuple[int, float]:

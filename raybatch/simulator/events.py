@@ -41,7 +41,7 @@ class PoolSpec:
     Args:
         num_replicas: engines, by rank from 0.
         start_s: seconds of a start, the first one and one after a death.
-        late_s: by rank, seconds by which its first start is later.
+        late_s: by rank, seconds by which its first start takes longer.
         slowness: by rank, the factor on the seconds of its steps; 1 where it is not named.
         deaths: of replicas; each is started again.
         options: of a real pool: crashes of a row, and how often tokens so far are kept.

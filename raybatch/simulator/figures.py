@@ -35,6 +35,7 @@ class PoolFigures:
     """One simulated run; seconds are virtual.
 
     Args:
+        completion_s: from the first replica that is ready to the last row that is reported.
         ideal_s: see `Ideal`.
         linear_share: of what one engine that is always full would do times all engines.
         idle_share: of the replicas' time in the last tenth of the run.
@@ -79,11 +80,12 @@ def ideal_of(rows: SimulatedRows, engine: EngineSpec) -> Ideal:
 def simulate(rows: SimulatedRows, engine: EngineSpec, pool: PoolSpec, ideal: Ideal) -> PoolFigures:
     """Run a job once; equal arguments have equal figures."""
     outcome = SimulatedPool(rows, engine, pool).run()
+    completion_s = outcome.completion_s - outcome.ready_s
     return PoolFigures(
         num_replicas=pool.num_replicas,
-        completion_s=outcome.completion_s,
+        completion_s=completion_s,
         ideal_s=ideal.seconds(pool.speed),
-        linear_share=ideal.one_engine_s / pool.speed / outcome.completion_s,
+        linear_share=ideal.one_engine_s / pool.speed / completion_s,
         idle_share=idle_share(outcome, pool.num_replicas),
         num_stolen=outcome.num_stolen,
         num_moved=outcome.num_moved,
@@ -95,7 +97,7 @@ def simulate(rows: SimulatedRows, engine: EngineSpec, pool: PoolSpec, ideal: Ide
 def idle_share(outcome: PoolOutcome, num_replicas: int, part: float = _LAST_PART) -> float:
     """Return the share of time in the last part of a run in which replicas did not step."""
     end_s = outcome.completion_s
-    begin_s = (1 - part) * end_s
+    begin_s = end_s - part * (end_s - outcome.ready_s)
     busy_s = sum(
         max(0.0, min(stop, end_s) - max(start, begin_s))
         for replica in outcome.replicas

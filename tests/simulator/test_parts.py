@@ -126,6 +126,7 @@ def outcome_of(*busy):
         for rank, spans in enumerate(busy)
     )
     return PoolOutcome(
+        ready_s=0.0,
         completion_s=100.0,
         finished=np.ones(2, np.int64),
         num_given_up=0,
@@ -141,6 +142,18 @@ def outcome_of(*busy):
 def test_idle_time_is_that_of_the_last_tenth():
     outcome = outcome_of(((0.0, 50.0), (92.0, 100.0)), ((0.0, 95.0),))
     assert idle_share(outcome, 2) == pytest.approx(1 - (8 + 5) / 20)
+    late = replace(outcome, ready_s=50.0)
+    assert idle_share(late, 2) == pytest.approx(1 - 5 / 10)
+
+
+def test_a_start_is_no_part_of_a_completion():
+    rows, spec = fixed_rows(400), engine_spec()
+    ideal = ideal_of(rows, spec)
+    plain, late = (
+        simulate(rows, spec, PoolSpec(num_replicas=1, start_s=start_s), ideal).completion_s
+        for start_s in (0.0, 100.0)
+    )
+    assert plain == pytest.approx(late)
 
 
 def held_out(workload, policy, measured, simulated):
