@@ -7,6 +7,7 @@ policies is judged as well.
 """
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -126,7 +127,8 @@ def calibrate(
     tell("measuring steps")
     with closing(create(model, plain)) as backend:
         limits = limits_of(backend, engine.token_budget)
-        full_step_tokens = backend.runner.full_step_tokens
+        known = backend.runner.full_step_tokens
+        full_step_tokens = None if math.isinf(known) else known
         max_len = backend.capacity().max_model_len
         steps = measure_backend(backend, limits, clock=clock, budget_s=_PROGRAM_RUNS * seconds)
     with ExitStack() as stack:

@@ -1,6 +1,7 @@
 """What `raybatch bench simulate` prints: figures of simulated pools, each with its error."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,7 +102,8 @@ def validated_spec(cost_model: Path) -> tuple[EngineSpec, Validation]:
             f"{cost_model}: simulations with it are too far from held-out runs: "
             f"{'; '.join(failures)}. Run raybatch bench calibrate MODEL on a quiet host"
         )
-    return EngineSpec(cost=cost, full_step_tokens=validation.full_step_tokens), validation
+    known = validation.full_step_tokens
+    return EngineSpec(cost=cost, full_step_tokens=math.inf if known is None else known), validation
 
 
 def simulation_report(

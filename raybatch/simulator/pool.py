@@ -301,7 +301,7 @@ class SimulatedPool:
                 replica.give_begun(keep)
             self._keep_tokens(every_s)
 
-        if self._deaths:
+        if self._deaths and not self._ledger.is_exhausted():
             self.clock.after(every_s, ask)
 
     def _outcome(self) -> PoolOutcome:

@@ -67,19 +67,22 @@ class Validation:
         step_error: median over runs.
         completion_error: the worst run.
         ratio_error: the worst workload: of one policy's completion over the other's.
-        full_step_tokens: of the engine that was measured, see `EngineSpec`.
+        full_step_tokens: of the engine that was measured, see `EngineSpec`; None where no step is
+            full.
         cpu_share: of a core that it got meanwhile.
     """
 
     step_error: float
     completion_error: float
     ratio_error: float
-    full_step_tokens: float
+    full_step_tokens: float | None
     cpu_share: float
     runs: tuple[RunErrors, ...]
 
     @classmethod
-    def of(cls, runs: Sequence[HeldOutRun], *, full_step_tokens: float, cpu_share: float) -> Self:
+    def of(
+        cls, runs: Sequence[HeldOutRun], *, full_step_tokens: float | None, cpu_share: float
+    ) -> Self:
         """Return the errors of runs, two or more policies of each workload."""
         ratio_errors = []
         for workload in dict.fromkeys(run.workload for run in runs):

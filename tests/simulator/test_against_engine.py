@@ -92,7 +92,7 @@ own_tokens = st.lists(st.integers(1, 30), min_size=1, max_size=14)
     st.sampled_from((0.0, 8.0, math.inf)),
     st.booleans(),
 )
-@settings(max_examples=examples(40, full=1500), deadline=None)
+@settings(max_examples=examples(25, full=1500), deadline=None)
 def test_steps_are_those_of_the_engine(own, spare, max_num_seqs, full_step_tokens, is_grouped):
     groups = [row // 3 if is_grouped else ALONE for row in range(len(own))]
     rows = rows_of(own, groups)

@@ -1,7 +1,6 @@
 """The commands about simulated pools."""
 
 import json
-import math
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -23,7 +22,7 @@ ERRORS = Validation(
     step_error=0.04,
     completion_error=0.03,
     ratio_error=0.01,
-    full_step_tokens=math.inf,
+    full_step_tokens=None,
     cpu_share=1.0,
     runs=(),
 )

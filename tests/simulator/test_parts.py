@@ -198,7 +198,7 @@ def test_a_validation_that_is_too_far_off_fails(name, error, message):
 
 
 def test_a_validation_lies_beside_its_cost_model(tmp_path):
-    found = Validation.of(RUNS, full_step_tokens=float("inf"), cpu_share=1.0)
+    found = Validation.of(RUNS, full_step_tokens=None, cpu_share=1.0)
     cost_model = tmp_path / "model.json"
     validation_path(cost_model).write_text(to_json(found))
     assert read_validation(cost_model) == found

@@ -153,6 +153,16 @@ def test_a_row_that_is_in_all_deaths_is_given_up():
     assert (outcome.num_given_up, outcome.completion_s) == (1, 2.0)
 
 
+def test_a_pool_of_which_no_replica_is_left_is_an_error():
+    # deaths without rows, each of which counts as a start that failed
+    deaths = tuple(Death(rank=0, at_s=at_s) for at_s in (0.0005, 0.3, 2.0))
+    deaths += (Death(rank=0, at_fraction=0.9),)
+    store = LinkSpec(latency_s=100.0)
+    options = PoolConfig(max_start_failures=1)
+    with pytest.raises(ConfigError, match="4 rows are left"):
+        run_pool(fixed_rows(4), 1, deaths=deaths, store=store, options=options)
+
+
 def test_requests_wait_for_a_slow_store():
     store = LinkSpec(bytes_per_s=4 * 8.0, latency_s=1.0)
     slow = run_pool(fixed_rows(8), 1, store=store).completion_s

@@ -70,7 +70,7 @@ rows = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, m
 
 
 @given(rows, st.integers(8, 60), st.sampled_from((1, 4, 16)), st.integers(1, 6))
-@settings(max_examples=examples(80, full=3000), deadline=None)
+@settings(max_examples=examples(50, full=3000), deadline=None)
 def test_quiet_steps_leave_what_single_steps_leave(rows, num_blocks, block_size, max_slots):
     longest = max(map(sum, rows))
     num_blocks += -(-longest // block_size)
