@@ -40,6 +40,7 @@ VALUES = {
     "on_error": "raise",
     "columns": "a",
     "output_order": "input",
+    "deadline_s": 60.0,
     "overwrite": True,
     "local": True,
     "extend": True,
@@ -103,7 +104,7 @@ def explained(flags):
     # what becomes of a failed row is not explained
     stage = replace(planned.config, on_error="row")
     config = job.config
-    rows = config.source, config.columns, config.executor
+    rows = config.source, config.columns, config.executor, config.deadline_s
     return rows, stage, planned.plan, job._stage.pool.spec
 
 

@@ -56,6 +56,20 @@ def test_title_rewrite_returns_every_title(tmp_path):
     assert printed.splitlines()[-1] == "8 titles"
 
 
+def test_rsa_answers_every_candidate_of_every_round(tmp_path):
+    sizes = ("--questions", "2", "--rounds", "2", "--candidates", "3", "--aggregated", "2")
+    printed = run_script(tmp_path, ROOT / "pipelines" / "rsa.py", *sizes)
+    (line,) = (line for line in printed.splitlines() if line.startswith("all rounds: 12 rows"))
+    assert "prompt tokens computed" in line
+
+
+def test_rollout_samples_every_prompt_of_every_round(tmp_path):
+    sizes = ("--prompts", "2", "--samples", "3", "--rounds", "2")
+    printed = run_script(tmp_path, ROOT / "pipelines" / "rollout.py", *sizes)
+    (line,) = (line for line in printed.splitlines() if line.startswith("all rounds: 12 rows"))
+    assert "prompt tokens computed" in line
+
+
 def test_the_script_of_the_readme_runs_as_printed(tmp_path):
     write_dataset(
         tmp_path / "demo-out" / "prompts",

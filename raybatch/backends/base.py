@@ -4,17 +4,28 @@ A backend is added by a module or folder here with a class of the protocol and a
 a line in `registry.py`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import check_tensors, stored_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.json_files import read_json
-from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState, Task
+from raybatch.records.types import (
+    Capacity,
+    Completion,
+    ReplicaStats,
+    Request,
+    RowProgress,
+    SequenceState,
+    Task,
+)
 
 # a query and a document as one sequence with a border, as one without, or as two sequences
 ScoreForm = Literal["pair", "joined", "apart"]
@@ -66,13 +77,74 @@ class Backend(Protocol):
         """
 
     def restore(self, states: Sequence[SequenceState]) -> None:
-        """Go on with sequences that another engine exported."""
+        """Go on with sequences that another engine exported, or this one."""
+
+    def progress(self) -> RowProgress:
+        """Return how far the running sequences are, as far as the engine tells."""
+
+    def peek(self, request_id: int, from_block: int, max_blocks: int) -> SequenceState | None:
+        """Return a running row with copies of whole blocks of its KV; it goes on.
+
+        None where the engine gives no KV, or the row has other samples, or does not decode now.
+        """
+
+    def reserve(self, request_id: int, num_blocks: int) -> bool:
+        """Keep KV memory for a row that is to come; False where there is none for it."""
+
+    def receive(self, state: SequenceState) -> bool:
+        """Take copies of blocks behind those that came before; False where they are of no use."""
+
+    def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
+        """Take a row out, as `export` does, with its KV from a block on, or without.
+
+        What `restore` needs to go on with it here stays until then, or until `forget`.
+        """
+
+    def forget(self, request_id: int) -> None:
+        """Free what is kept for a row that has left, or will not come."""
 
     def stats(self) -> ReplicaStats:
         """Return the counters."""
 
     def close(self) -> None:
         """Free everything; the backend is not used again."""
+
+
+class RecomputingBackend(ABC):
+    """The part of the `Backend` protocol about moves, for engines that neither give nor take KV.
+
+    A row that moves is computed again from its tokens.
+    """
+
+    @abstractmethod
+    def export(
+        self, request_ids: Collection[int], *, with_kv: bool = False
+    ) -> list[SequenceState]: ...
+
+    def progress(self) -> RowProgress:
+        return progress_of(())
+
+    def peek(self, request_id: int, from_block: int, max_blocks: int) -> SequenceState | None:
+        return None
+
+    def reserve(self, request_id: int, num_blocks: int) -> bool:
+        return False
+
+    def receive(self, state: SequenceState) -> bool:
+        return False
+
+    def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
+        return self.export([request_id])
+
+    def forget(self, request_id: int) -> None:  # noqa: B027 - nothing is kept
+        """Do nothing."""
+
+
+def progress_of(running: Iterable[tuple[Request, int]]) -> RowProgress:
+    """Return how far sequences are, each given by its request and its generated tokens."""
+    rows = [(r.request_id, len(r.prompt_token_ids) + n, n) for r, n in running]
+    ids, num_tokens, num_generated = np.array(rows, np.int64).reshape(-1, 3).T
+    return RowProgress(request_ids=ids, num_tokens=num_tokens, num_generated=num_generated)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

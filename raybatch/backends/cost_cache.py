@@ -67,7 +67,7 @@ def load_or_measure(
             budget = engine.token_budget if type_of(backend).has_weights else None
             limits = limits_of(running, budget)
             steps = measure_backend(running, limits, clock=clock, vocab_size=_vocab_size(model))
-        measured = fit(steps, limits)
+        measured = replace(fit(steps, limits), start_s=loaded - began)
     except MeasureError:
         raise
     except Exception as error:

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from raybatch.backends.base import BackendType
+from raybatch.backends.base import BackendType, progress_of
 from raybatch.backends.intake import IntakeBackend
 from raybatch.config import BackendConfig, from_mapping
 from raybatch.engine.sequences.table import completion_of
@@ -31,6 +31,7 @@ from raybatch.records.types import (
     FinishReason,
     ReplicaStats,
     Request,
+    RowProgress,
     Sampling,
     SequenceState,
     Task,
@@ -51,6 +52,7 @@ class FakeOptions:
     """Options of the fake backend; those named `_on` are ids of tokens in a prompt."""
 
     step_s: float = 0.0
+    row_s: float = 0.0  # a step takes so much longer per row that runs
     max_num_seqs: int = 64
     max_model_len: int = 32768
     lengths: Lengths = "max"  # always `max_tokens`; "hash" from 1 to `max_tokens`
@@ -64,7 +66,8 @@ class FakeOptions:
     refuse_start: bool = False  # every start raises as for a wrong option
     marks_dir: str | None = None  # existing; each start leaves a mark, which the next two need
     num_failing_starts: int = 0
-    num_slow_starts: int = 0  # so many first started engines take `slow_step_s` per step
+    # so many first started engines take `slow_step_s` per step, and longer per row by as much
+    num_slow_starts: int = 0
     slow_step_s: float = 0.1
     finished_log: str | None = None  # grows by one byte per finished sequence, over all engines
     # an engine that has finished `hold_after` sequences takes no step while this file exists, so
@@ -178,7 +181,10 @@ class FakeBackend(IntakeBackend):
         if options.fail_start or start < options.num_failing_starts:
             raise RuntimeError("the fake backend was told to fail its start")
         self._options = options
-        self._step_s = options.slow_step_s if start < options.num_slow_starts else options.step_s
+        is_slow = start < options.num_slow_starts
+        self._step_s = options.slow_step_s if is_slow else options.step_s
+        slowness = options.slow_step_s / options.step_s if is_slow and options.step_s else 1.0
+        self._row_s = slowness * options.row_s
         super().__init__()
         self._running: dict[tuple[int, int], _Sequence] = {}
         # step at which sequences end, so that a step costs nothing per running sequence
@@ -216,6 +222,13 @@ class FakeBackend(IntakeBackend):
                 states.append(state)
         return states
 
+    def progress(self) -> RowProgress:
+        now = self._counters.num_steps
+        return progress_of(
+            (s.state.request, len(s.state.token_ids) - (s.end_step - now))
+            for s in self._running.values()
+        )
+
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)
         states = []
@@ -246,8 +259,8 @@ class FakeBackend(IntakeBackend):
         num_free = self._options.max_num_seqs - len(self._running)
         for _ in range(min(num_free, self._num_waiting())):
             self._start(*self._take_next())
-        if self._step_s:
-            time.sleep(self._step_s)
+        if self._step_s or self._row_s:
+            time.sleep(self._step_s + self._row_s * len(self._running))
         if self._task == "generate":
             self._counters.generated_tokens += len(self._running)
         ended = self._ending.pop(self._counters.num_steps, [])

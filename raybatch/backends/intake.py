@@ -1,11 +1,12 @@
 """What backends with queues of their own have in common: the queues, the steps and the counters."""
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from raybatch.backends.base import RecomputingBackend
 from raybatch.records.types import Completion, Request, SequenceState
 
 
@@ -21,7 +22,7 @@ class Counters:
     engine_s: float = 0.0
 
 
-class IntakeBackend(ABC):
+class IntakeBackend(RecomputingBackend):
     """A part of the `Backend` protocol: requests up to their last completion, a sequence a sample.
 
     Sequences that began elsewhere come first, then the others in order of arrival.
@@ -83,11 +84,6 @@ class IntakeBackend(ABC):
         self._failed = [c for c in self._failed if c.request_id not in wanted]
         for request_id in wanted:
             self._num_open.pop(request_id, None)
-
-    @abstractmethod
-    def export(
-        self, request_ids: Collection[int], *, with_kv: bool = False
-    ) -> list[SequenceState]: ...
 
     @abstractmethod
     def _step(self) -> list[Completion]:

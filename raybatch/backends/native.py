@@ -11,7 +11,14 @@ from raybatch.config import BackendConfig, EngineConfig
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model
-from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+from raybatch.records.types import (
+    Capacity,
+    Completion,
+    ReplicaStats,
+    Request,
+    RowProgress,
+    SequenceState,
+)
 
 if TYPE_CHECKING:
     from raybatch.engine.engine import Engine
@@ -62,6 +69,24 @@ class NativeBackend:
 
     def restore(self, states: Sequence[SequenceState]) -> None:
         self._engine.restore(states)
+
+    def progress(self) -> RowProgress:
+        return self._engine.moves.progress()
+
+    def peek(self, request_id: int, from_block: int, max_blocks: int) -> SequenceState | None:
+        return self._engine.moves.peek(request_id, from_block, max_blocks)
+
+    def reserve(self, request_id: int, num_blocks: int) -> bool:
+        return self._engine.moves.reserve(request_id, num_blocks)
+
+    def receive(self, state: SequenceState) -> bool:
+        return self._engine.moves.receive(state)
+
+    def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
+        return self._engine.moves.depart(request_id, from_block)
+
+    def forget(self, request_id: int) -> None:
+        self._engine.moves.forget(request_id)
 
     def stats(self) -> ReplicaStats:
         return self._engine.stats()

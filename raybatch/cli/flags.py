@@ -48,6 +48,7 @@ _FLAGS: Mapping[str, tuple[str, str]] = {
     "on_error": ("stage.on_error", "On a failed row: row (default) or raise."),
     "columns": ("columns", "To read and write, such as id,document; default: all."),
     "output_order": ("output_order", "Order of output rows: plan or input."),
+    "deadline_s": ("deadline_s", ""),
     "overwrite": ("overwrite", ""),
     "extend": ("extend", "Add files that are new in the input."),
 }

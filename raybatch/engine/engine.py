@@ -12,13 +12,14 @@ from raybatch.config import EngineConfig
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
 from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.loading.runner import ModelRunner
-from raybatch.engine.memory.kv_moves import accept_kv, export_state
+from raybatch.engine.memory.kv_moves import accept_kv, state_with_kv
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
 from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.profile.layer_bench import clock_of
+from raybatch.engine.row_moves import RowMoves
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
 from raybatch.engine.scheduling.admission import expected_len
-from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 from raybatch.engine.step import (
@@ -73,10 +74,9 @@ class Engine:
             max_model_len=self._max_model_len,
         )
         self._blocks = BlockManager(runner.num_blocks, block_size)
-        self._recovery = recovery
-        if self._recovery is None:
-            self._recovery = learned_recovery(runner, config)
+        self._recovery = learned_recovery(runner, config) if recovery is None else recovery
         self._scheduler = make_scheduler(config, runner, self._blocks, self.table, self._recovery)
+        self.moves = RowMoves(self._scheduler, runner, self.export)
         self._forward = StepForward(runner, self.table)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
         # of steps, in which other work on the same host must not count
@@ -88,8 +88,7 @@ class Engine:
             queue = DeviceQueue(runner.device)
         # drafts and parts want the tokens before them; copies to the host are timed by steps
         has_copies = self._recovery is not None or runner.tiers.num_host_blocks > 0
-        if has_copies or self._drafter is not None or runner.num_window_blocks:
-            queue = None
+        queue = None if has_copies or self._drafter or runner.num_window_blocks else queue
         self._tokens = StepTokens(sampler, self.table, queue)
         self._num_open: dict[int, int] = {}
         self._failed: list[Completion] = []
@@ -156,6 +155,7 @@ class Engine:
         self._failed = [c for c in self._failed if c.request_id not in wanted]
         for request_id in wanted:
             self._num_open.pop(request_id, None)
+            self.moves.forget(request_id)
 
     def leave(
         self, *, with_kv: bool
@@ -166,11 +166,6 @@ class Engine:
             self._close(completion.request_id)
         unstarted, begun = self.drain(), list(self._num_open)
         return self.export(begun, with_kv=with_kv, once=True), unstarted, failed
-
-    def num_leaving_blocks(self) -> int:
-        """Return the blocks of which `leave` holds copies."""
-        places = self._scheduler.kv_places(set(self._num_open), once=True).values()
-        return sum(place.num_blocks for place in places if place is not None)
 
     def begin_drafts(self, max_tokens: int) -> bool:
         """Guess tokens from now on; return False where this engine does so, or cannot."""
@@ -189,15 +184,22 @@ class Engine:
         return self.table.begun(min_new_tokens)
 
     def export(
-        self, request_ids: Collection[int], *, with_kv: bool = False, once: bool = False
+        self,
+        request_ids: Collection[int],
+        *,
+        with_kv: bool = False,
+        from_block: int = 0,
+        once: bool = False,
     ) -> list[SequenceState]:
         """Take the unfinished sequences of these requests out, in order of arrival.
 
-        `with_kv` copies their KV as well, as far as there is some. With `once`, blocks that they
-        share come with the first alone, where an engine that goes on with all finds them.
+        `with_kv` copies their KV as well, from a block on, as far as there is some. With `once`,
+        blocks that they share come with the first alone, where an engine that goes on with all
+        finds them.
         """
-        wanted = set(request_ids)
-        places = self._scheduler.kv_places(wanted, once=once) if with_kv else {}
+        wanted, places = set(request_ids), dict[int, SwappedKV | None]()
+        if with_kv:
+            places = self._scheduler.kv_places(wanted, from_block=from_block, once=once)
         records = self._scheduler.withdraw(lambda r: r.request.request_id in wanted)
         for slot in np.flatnonzero(self.table.phase != EMPTY).tolist():
             if self.table.record(slot).request.request_id in wanted:
@@ -207,7 +209,7 @@ class Engine:
         for record in records:
             self._close(record.request.request_id)
         # nothing has written into the blocks that they had
-        return [export_state(r, places.get(r.arrival), self.runner) for r in records]
+        return [state_with_kv(r.state(), places.get(r.arrival), self.runner) for r in records]
 
     @property
     def row_tokens(self) -> int:
@@ -222,6 +224,7 @@ class Engine:
             max_num_seqs=self._max_slots,
             block_size=block_size,
             max_batched_tokens=self._max_batched_tokens,
+            kv_token_bytes=self.runner.tiers.block_bytes // block_size,
         )
 
     def stats(self) -> ReplicaStats:

@@ -13,6 +13,7 @@ from raybatch.engine.loading.loaded_model import give_back_freed_memory
 from raybatch.engine.loading.prepared import PreparedModel, log_choice
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.profile.layer_bench import clock_of
+from raybatch.engine.row_moves import RowMoves
 from raybatch.engine.rows_seen import RowsSeen
 from raybatch.errors import CapacityError, ConfigError, error_text
 from raybatch.policy.choose_engine import EngineChoice, EngineWay
@@ -93,6 +94,11 @@ class PhasedEngine:
     @property
     def runner(self) -> ModelRunner:
         return self._engine.runner
+
+    @property
+    def moves(self) -> RowMoves:
+        """Return that of the engine now; what was on its way into one before is computed again."""
+        return self._engine.moves
 
     def capacity(self) -> Capacity:
         return self._engine.capacity()
@@ -273,7 +279,7 @@ class PhasedEngine:
 
     def _leaving_bytes(self) -> int:
         """Return the bytes of copies of KV that a change makes."""
-        return self._engine.num_leaving_blocks() * self._prepared.block_bytes
+        return self._engine.moves.num_leaving_blocks() * self._prepared.block_bytes
 
     def _change(self, choice: EngineChoice) -> bool:
         """Build the engine anew, or as it was; what runs goes on, nothing is lost.

@@ -11,6 +11,7 @@ from raybatch.backends.openai.options import openai_options
 from raybatch.backends.registry import type_of
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.errors import error_text
+from raybatch.explanation.deadline import outlook_of
 from raybatch.explanation.engine_text import engine_text
 from raybatch.explanation.outcome import PlanOutcome, RunActual
 from raybatch.explanation.question import (
@@ -21,13 +22,14 @@ from raybatch.explanation.question import (
     placement_of,
 )
 from raybatch.explanation.record import PROBE, Explanation, KVSize, TimeEstimate
+from raybatch.explanation.unit_work import UnitWork, work_of_plan, work_of_units
 from raybatch.pictures.wording import full
 from raybatch.planning.layout_lint import lint_source, why_layout_is_not_linted
-from raybatch.planning.planned import LargePlan, PlannedInput, planned_work
+from raybatch.planning.planned import LargePlan, PlannedInput
 from raybatch.planning.run import fit_units, is_small
 from raybatch.planning.small import gather, plan_gathered
 from raybatch.policy.cost.estimate import estimate
-from raybatch.policy.cost.work import WorkTotals, merge_work
+from raybatch.policy.cost.work import WorkTotals
 from raybatch.prefix.forecast import OrderForecast, forecast_orders
 from raybatch.prefix.histogram import histogram_bands, length_bands
 from raybatch.prefix.hits import CacheSize
@@ -113,6 +115,10 @@ def explain_planned(question: Question, planned: PlannedInput | LargePlan) -> Ex
         ends_at_error=job.config.on_error == "raise",
         answer_cost=_answer_cost(spec, explanation.profile),
     )
+    if question.deadline_s is not None:
+        units = _units_of(question, planned, explanation)
+        outlook = outlook_of(question, costs, units, question.deadline_s)
+        explanation = replace(explanation, deadline=outlook)
     if costs is None:
         return explanation
     work = _work_of(question, planned, explanation)
@@ -271,26 +277,29 @@ def _answer_cost(spec: PoolSpec, profile: InputProfile) -> tuple[float, float] |
     return options.cost(num_input, saved, num_output), options.cost(num_input, 0, num_output)
 
 
-def _work(question: Question, planned: PlannedInput | LargePlan) -> WorkTotals:
-    if isinstance(planned, LargePlan):
-        is_grouped = planned.is_reordered(question.job.plan)
-        return merge_work([part.work if is_grouped else part.work_alone for part in planned.parts])
-    return planned_work(
-        planned.keys,
-        planned.expected_tokens,
-        planned.arrangement,
-        is_grouped=planned.plan.is_reordered,
-    )
-
-
 def _work_of(
     question: Question, planned: PlannedInput | LargePlan, explanation: Explanation
 ) -> WorkTotals:
     """Return the work of a plan, less what rows as they come find in the prefix cache."""
-    work = _work(question, planned)
+    work = work_of_plan(question.job.plan, planned)
     if explanation.own_order is not None and not explanation.is_reordered:
         return work.with_cache(explanation.own_order.computed_tokens)
     return work
+
+
+def _units_of(
+    question: Question, planned: PlannedInput | LargePlan, explanation: Explanation
+) -> UnitWork:
+    """Return the work of units, less what rows as they come find in the prefix cache."""
+    units = work_of_units(question.job.plan, planned)
+    whole = work_of_plan(question.job.plan, planned).computed_tokens
+    computed = _work_of(question, planned, explanation).computed_tokens
+
+    def of_first(num_units: int) -> WorkTotals:
+        work = units.of_first(num_units)
+        return work.with_cache(work.computed_tokens * computed / max(1.0, whole))
+
+    return replace(units, of_first=of_first)
 
 
 def explain_run(
@@ -317,7 +326,7 @@ def _likely_engine_s(
     costs, _ = cost_model_of(question)
     if costs is None or not actual.num_generated:
         return None
-    done = _work(question, planned).actual(
+    done = work_of_plan(question.job.plan, planned).actual(
         computed_tokens=actual.computed_tokens,
         # copies have the tokens of their originals, which are alike on average
         generated_tokens=actual.generated_tokens * actual.num_generated / actual.num_rows,

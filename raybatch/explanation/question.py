@@ -28,6 +28,7 @@ class Question:
         measured_kv_tokens: what an engine had that has run; taken where neither is known.
         measure: start an engine to measure its speed, where no cost model is kept.
         lint: look for a better order of the template's fields.
+        deadline_s: of a run, in seconds; None where it has none.
 
     Raises:
         ConfigError: the price is negative or not finite, or the KV cache no whole number above 0.
@@ -44,6 +45,7 @@ class Question:
     max_rows: int = MAX_ROWS_EXPLAINED
     lint: bool = True
     is_local: bool = False
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         kv_tokens = self.kv_tokens

@@ -12,6 +12,7 @@ from typing import Any
 from raybatch.backends.choice import backend_text
 from raybatch.config import from_plain
 from raybatch.errors import ConfigError
+from raybatch.explanation.in_time import DeadlineOutlook
 from raybatch.pictures.charts import ShareBar, draw_histogram, draw_icicle, draw_shares
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page, to_text
 from raybatch.pictures.wording import amount, count, duration, full, percent
@@ -71,6 +72,7 @@ class Explanation:
         layout: what another order of the template's fields would share; "" for nothing.
         executor: where a run would have its engines, and why; "" where that is not known.
         engine: how they run the rows, and why; "" where they do not choose.
+        deadline: what is done by then; None where the job has none.
     """
 
     source: str
@@ -96,6 +98,7 @@ class Explanation:
     boxes: tuple[TreeBox, ...] = ()
     executor: str = ""
     engine: str = ""
+    deadline: DeadlineOutlook | None = None
 
     @property
     def title(self) -> str:
@@ -133,8 +136,11 @@ class Explanation:
 
     def sections(self) -> tuple[Section, ...]:
         """Return what there is to say, for any kind of document."""
-        makers = (_input_section, _sharing_section, _group_section, _time_section, _order_section)
-        return tuple(section_of(self) for section_of in makers)
+        makers = (_input_section, _sharing_section, _group_section, _time_section)
+        sections = [section_of(self) for section_of in makers]
+        if self.deadline is not None:
+            sections.append(self.deadline.section(self.no_time))
+        return (*sections, _order_section(self))
 
     def __str__(self) -> str:
         return to_text(self.title, self.sections())

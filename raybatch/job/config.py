@@ -59,8 +59,7 @@ class JobConfig:
     """Add files that are new in the source to the output, under a plan of their own; known files
     must be unchanged."""
     flush_every_s: Speed[Annotated[float, Gt(0)]] = 5.0
-    """How often, in seconds, finished rows of an unfinished unit are saved to the journal; a crash
-    loses no more than this."""
+    """Seconds between saves of the finished rows of unfinished units; a crash loses no more."""
     partition_by: Answers[tuple[str, ...]] = ()
     """Source columns that become folders of the output, as in data/lang=en/part-000000.parquet; the
     files do not repeat them."""
@@ -68,8 +67,9 @@ class JobConfig:
     """Order of the rows: "plan" keeps the order in which they ran and costs nothing; "input" sorts
     a second copy into source order at the end."""
     limits: LimitConfig = field(default_factory=LimitConfig)
-    """Budgets, a deadline and an error rate that end a run early; finished rows are kept, and the
-    same job started again continues."""
+    """What ends a run early; the same job started again continues."""
+    deadline_s: Speed[Annotated[float, Gt(0)] | None] = None
+    """Seconds of the run; rows that would not be done in time stay open."""
     waves: Answers[tuple[WaveConfig, ...]] = ()
     """Rules that retry rows of some status before they are written, in this order, such as [{"on":
     "truncated", "sampling": {"max_tokens": 2048}}]."""
@@ -79,8 +79,7 @@ class JobConfig:
     """What to do when schemas of files differ: "strict" refuses them, "cast" widens types without
     loss."""
     skip_bad_files: Answers[bool] = False
-    """Leave out unreadable files (empty, cut, of another kind) instead of refusing the source; they
-    are logged and reported."""
+    """Leave out unreadable files (empty, cut, of another kind) instead of refusing the source."""
     max_row_group_bytes: Place[Positive] = MAX_ROW_GROUP_BYTES
     """Largest row group or record batch that is read, in memory."""
     max_decompressed_bytes: Place[Positive | None] = None

@@ -302,6 +302,7 @@ class Job:
                 kv_tokens=kv_tokens,
                 price_per_engine_hour=price_per_engine_hour,
                 measure=measure,
+                deadline_s=self.config.deadline_s,
             )
         )
         return replace(explanation, executor=str(executor))

@@ -18,6 +18,7 @@ from raybatch.explanation.outcome import PlanOutcome, RunActual, actual_of
 from raybatch.explanation.question import Question
 from raybatch.inputs.source import Source
 from raybatch.job.config import JobConfig
+from raybatch.job.deadline import RunDeadline
 from raybatch.job.executor import Executor
 from raybatch.job.plans import (
     JobPart,
@@ -103,15 +104,21 @@ class JobRun:
         if self.start_ray is not None and not self.executor.is_local:
             self.start_ray()
         before = self.stage.stats()
-        limits = LimitWatch(self.config.limits, before, ending=self.ending)
+        deadline = self._deadline()
+        limits = LimitWatch(self.config.limits, before, ending=self._ending_of(deadline))
         with self._recorder(store, job, rows_resumed) as recorder:
             for part in parts:
-                planned = self._execute(part, progress, recorder, limits)
+                planned = self._execute(part, progress, recorder, limits, deadline)
                 if not is_complete(part):  # a limit or a signal has ended it, and so the run
                     break
             plans = read_plans(self.config.sink)
             units = read_all_units(self.config.sink, plans)
             counted = audit(store, units)
+            left = counted.missing_rows
+            # other limits and signals say so themselves
+            if left and deadline and (recorder.limit is None or deadline.has_passed):
+                done = recorder.rows_written
+                recorder.stopping(deadline.account(rows_done=done, rows_open=left))
             if not counted.is_clean:
                 recorder.incomplete()
         if counted.is_clean:
@@ -133,6 +140,22 @@ class JobRun:
     @property
     def _schema(self) -> pa.Schema:
         return output_schema(self.source.schema, self.config.stage)
+
+    def _deadline(self) -> RunDeadline | None:
+        if self.config.deadline_s is None:
+            return None
+        return RunDeadline(
+            deadline_s=self.config.deadline_s,
+            question=self._question(),
+            clock=self.clock,
+            read_stats=self.stage.stats,
+        )
+
+    def _ending_of(self, deadline: RunDeadline | None) -> Callable[[], str | None] | None:
+        """Return what says that the run has to end early: its deadline, or who is asked beside."""
+        if deadline is None:
+            return self.ending
+        return lambda: deadline.reason_to_end() or (self.ending() if self.ending else None)
 
     def _recorder(self, store: Store, job: PlannedRun, rows_resumed: int) -> RunRecorder:
         now_s = time.time()
@@ -168,6 +191,7 @@ class JobRun:
         progress: ProgressCallback | ProgressPrinter | None,
         recorder: RunRecorder,
         limits: LimitWatch,
+        deadline: RunDeadline | None,
     ) -> PlannedInput | LargePlan | None:
         """Run the rows; return their plan, None where there is none in memory."""
         job = part.job
@@ -196,7 +220,7 @@ class JobRun:
                     recorder.observe(stats, cost=limits.spent.cost)
                     show(stats, num_rows)
 
-                runner = self._runner(stage, recorder)
+                runner = replace(self._runner(stage, recorder), deadline=deadline)
                 num_rows = job.source.num_rows - part.rows_done
                 watch = PoolWatch(
                     read_stats=stage.stats, num_rows=num_rows, callback=observe, clock=self.clock
@@ -271,18 +295,21 @@ class JobRun:
         )
 
     def _outcome(self, planned: PlannedInput | LargePlan, actual: RunActual) -> PlanOutcome | None:
-        question = Question(
+        question = replace(self._question(), measured_kv_tokens=actual.kv_tokens)
+        return explain_run(question, planned, actual)
+
+    def _question(self) -> Question:
+        """Return the job as it is asked about beside a run, which measures no engine."""
+        return Question(
             job=planned_run(self.config, self.source),
             spec=self.stage.pool.spec,
             name=self.config.source,
             backend_reason=self._backend_reason,
-            measured_kv_tokens=actual.kv_tokens,
             measure=False,
             is_local=self.executor.is_local,
             max_rows=_MAX_ROWS_SIMULATED,
             lint=False,
         )
-        return explain_run(question, planned, actual)
 
 
 def planned_run(config: JobConfig, source: Source) -> PlannedRun:

@@ -60,13 +60,13 @@ def run_large(job: PlannedRun, stored: StoredPlan | None) -> LargePlan | None:
         large = replace(large, tables=(), rows=(), arranged=())
         if probed is not None:
             job.runner.keep(stored, *with_places(job.sink, stored, probed))
-    run_stored(job, stored)
+    run_stored(job, stored, large)
     return large
 
 
-def run_stored(job: PlannedRun, stored: StoredPlan) -> None:
-    """Generate the rows of the units that are still to be written."""
-    todo = job.runner.todo(stored)
+def run_stored(job: PlannedRun, stored: StoredPlan, planned: LargePlan | None = None) -> None:
+    """Generate the rows of the units that are to be run; `planned` is None where there is none."""
+    todo = job.runner.todo(stored, planned)
     if todo.any():
         job.runner.run(stored, ordered_dataset(job, stored, todo))
 

@@ -52,8 +52,11 @@ class UnitRunner(Protocol):
     def is_local(self) -> bool:
         """Whether it runs in this process, without Ray."""
 
-    def todo(self, stored: StoredPlan) -> Bools:
-        """Return which units of a plan are still to be written, bool [units]."""
+    def todo(self, stored: StoredPlan, planned: "PlannedInput | LargePlan | None") -> Bools:
+        """Return which units of a plan are to be run, bool [units].
+
+        They are not written yet; `planned` is what is known of the rows, None for nothing.
+        """
 
     def run(self, stored: StoredPlan, rows: Any) -> None:  # noqa: ANN401 - Ray has no types
         """Generate and write rows with the columns of `raybatch.rows.plan_columns`."""
@@ -212,14 +215,20 @@ class LargePlan:
 
 
 def planned_work(
-    keys: BlockKeys, expected_tokens: Floats, arrangement: Arrangement, *, is_grouped: bool
+    keys: BlockKeys,
+    expected_tokens: Floats,
+    arrangement: Arrangement,
+    *,
+    is_grouped: bool,
+    chosen: Bools | None = None,
 ) -> WorkTotals:
     """Return the work of rows whose shared prefixes run once each; copies are no work.
 
-    Where rows are not grouped, each computes its whole prompt.
+    Where rows are not grouped, each computes its whole prompt. `chosen` rows run alone, bool [A].
     """
     groups = arrangement.groups
-    rows = np.flatnonzero(groups.representative == np.arange(keys.num_rows))
+    is_run = groups.representative == np.arange(keys.num_rows)
+    rows = np.flatnonzero(is_run if chosen is None else is_run & chosen)
     num_tokens, outputs = keys.num_tokens[rows], expected_tokens[rows]
     if not is_grouped:
         return work_totals(num_tokens, outputs)

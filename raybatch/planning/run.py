@@ -40,7 +40,7 @@ def _run_without_plan(job: PlannedRun, stored: StoredPlan) -> None:
 
         run_stored(job, stored)
         return
-    todo = job.runner.todo(stored)
+    todo = job.runner.todo(stored, None)
     if todo.any():
         job.runner.run(stored, planned_tables(job, stored, todo))
 

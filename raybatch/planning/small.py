@@ -93,7 +93,7 @@ def run_small(job: PlannedRun, stored: StoredPlan | None) -> PlannedInput:
     unit = shard.column("unit").to_numpy()
     order = np.lexsort((shard.column("pos").to_numpy(), unit))
     bounds = np.searchsorted(unit[order], np.arange(stored.num_units + 1))
-    todo = np.flatnonzero(job.runner.todo(stored))
+    todo = np.flatnonzero(job.runner.todo(stored, planned))
     blocks = [_block(rows, shard, order[bounds[u] : bounds[u + 1]]) for u in todo.tolist()]
     if blocks:
         job.runner.run(stored, blocks)

@@ -250,6 +250,16 @@ class SequenceState:
     """Of `token_ids`, those that `Backend.begun` returned before; None where it returned all."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowProgress:
+    """How far the running sequences of one engine are, int64 [S] each."""
+
+    request_ids: npt.NDArray[np.int64]
+    num_tokens: npt.NDArray[np.int64]
+    """Prompt and generated tokens."""
+    num_generated: npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
     """What one backend can hold."""
@@ -264,6 +274,8 @@ class Capacity:
     """Tokens of one cache block, the granularity of prefix sharing."""
     max_batched_tokens: int | None = None
     """Token budget of one step; None where it is that of `EngineConfig`, or where there is none."""
+    kv_token_bytes: int = 0
+    """KV bytes of a token that can be moved to another engine; 0 where none can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,6 +365,9 @@ class PoolStats(TokenCounts):
     """Of replicas, after a death."""
     num_hung: int = 0
     """Of these, replicas that were killed because they hung."""
+    num_moved_rows: int = 0
+    """Running rows that went from one replica to another."""
+    moved_kv_bytes: int = 0
     num_group_cuts: int = 0
     """Times that a replica got rows of a prefix group that was live at another."""
     cut_tokens: int = 0

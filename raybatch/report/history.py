@@ -35,9 +35,9 @@ Event = Mapping[str, Any]
 class Sample(TokenCounts):
     """The state of a run at the end of a stretch of time; tokens and rows count from its start.
 
-    So do cost, restarts of engines, those of engines that hung, and preemptions; `kv` is the share
-    of the caches that is in use, `engines` rank, seconds at work and seconds ready of each engine
-    in this stretch.
+    So do cost, restarts of engines, those of engines that hung, rows that moved from one engine to
+    another with their KV, and preemptions; `kv` is the share of the caches that is in use,
+    `engines` rank, seconds at work and seconds ready of each engine in this stretch.
     """
 
     end_s: float
@@ -50,6 +50,8 @@ class Sample(TokenCounts):
     num_ready: int = 0
     restarts: int = 0
     hung: int = 0
+    moved: int = 0
+    moved_kv_bytes: int = 0
     preemptions: int = 0
     engines: tuple[tuple[int, float, float], ...] = ()
 

@@ -183,6 +183,8 @@ def counted_report(
         replicas=max((s.num_ready for run in history.runs for s in run.samples), default=0),
         restarts=sum(run.last.restarts for run in history.runs),
         hung=sum(run.last.hung for run in history.runs),
+        moved=sum(run.last.moved for run in history.runs),
+        moved_kv_bytes=sum(run.last.moved_kv_bytes for run in history.runs),
         executor=last.executor,
         versions=last.versions,
         output_files=_part_names(sink),

@@ -16,7 +16,7 @@ from raybatch.errors import shell_path
 from raybatch.explanation.outcome import PlanOutcome
 from raybatch.pictures.charts import Card, draw_cards
 from raybatch.pictures.document import Figure, Section, Table, to_fragment, to_page
-from raybatch.pictures.wording import duration, full, percent, printable
+from raybatch.pictures.wording import amount, duration, full, percent, printable
 from raybatch.policy.limits import amount_of_money
 from raybatch.prefix.histogram import Histogram
 from raybatch.records.types import TokenCounts
@@ -113,6 +113,8 @@ class RunReport(TokenCounts):
     replicas: int = 0
     restarts: int = 0
     hung: int = 0
+    moved: int = 0
+    moved_kv_bytes: int = 0
     executor: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     output_files: tuple[str, ...] = ()
@@ -280,7 +282,7 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
         ("time", seconds),
         *idle_facts(lanes_of(report.history)),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
-        ("replicas", f"{report.replicas}{where}, {_restarts(report)}"),
+        ("replicas", f"{report.replicas}{where}, {_restarts(report)}{_moves(report)}"),
         *(("engine", line) for line in ([] if last is None else _ways_of(last))),
     ]
 
@@ -296,6 +298,13 @@ def _ways_of(run: RunRecord) -> list[str]:
 def _restarts(report: RunReport) -> str:
     hung = f", {report.hung} of an engine that hung" if report.hung else ""
     return _count(report.restarts, "restart") + hung
+
+
+def _moves(report: RunReport) -> str:
+    if not report.moved:
+        return ""
+    kv = f" with {amount(report.moved_kv_bytes)}B of KV" if report.moved_kv_bytes else ""
+    return f", {_count(report.moved, 'running row')} moved between them{kv}"
 
 
 def _audit_section(report: RunReport) -> Section:

@@ -98,6 +98,8 @@ class Sampler:
             "num_ready": stats.num_ready,
             "restarts": max(0, stats.num_restarts - first.num_restarts),
             "hung": max(0, stats.num_hung - first.num_hung),
+            "moved": max(0, stats.num_moved_rows - first.num_moved_rows),
+            "moved_kv_bytes": max(0, stats.moved_kv_bytes - first.moved_kv_bytes),
             "preemptions": self._preemptions,
             "engines": [
                 [rank, self._busy[rank], ready_s] for rank, ready_s in sorted(self._ready.items())

@@ -86,6 +86,9 @@ class SimulatedEngine:
         self._end_len: Ints = np.zeros(max_slots, np.int64)
         self._group: Ints = np.full(max_slots, ALONE, np.int64)
         self._num_arrivals = self.num_steps = self.num_generated = 0
+        self._engine_s = 0.0
+        # when the steps end that `begin` decided
+        self._ends: Floats = np.zeros(0)
         # of the first step that `begin` decided last; seconds are 0
         self.counts = MeasuredStep(seconds=0.0, tokens=0.0, rows=0.0)
         # a step that is scheduled and not computed yet, None where the next ones are quiet
@@ -114,6 +117,7 @@ class SimulatedEngine:
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
             num_carried_tokens=self.scheduler.moves.num_carried_tokens,
+            engine_s=self._engine_s,
         )
 
     def is_idle(self) -> bool:
@@ -171,8 +175,8 @@ class SimulatedEngine:
             self.counts = _count_decodes(table, slots, self._group)
             # each row reads one token more with every step
             more_s = cost.context_s * len(slots) * np.arange(num_quiet)
-            ends: Floats = (self._slowness * (cost.predict(self.counts) + more_s)).cumsum()
-            return ends
+            self._ends = (self._slowness * (cost.predict(self.counts) + more_s)).cumsum()
+            return self._ends
         self._schedule = schedule = self.scheduler.schedule()
         for slot in schedule.admitted:
             row = table.record(slot).request.request_id
@@ -180,7 +184,8 @@ class SimulatedEngine:
             self._group[slot] = self._rows.group[row]
         self.counts = count_step(table, schedule, self._group)
         seconds = cost.predict(self.counts) if schedule.num_tokens else 0.0
-        return np.array([self._slowness * seconds])
+        self._ends = np.array([self._slowness * seconds])
+        return self._ends
 
     def compute(self, num_steps: int) -> list[int]:
         """Do so many of the steps that `begin` decided; return the rows that end with them."""
@@ -191,6 +196,7 @@ class SimulatedEngine:
         else:
             slots = self.scheduler.advance(schedule)
         self.num_steps += num_steps
+        self._engine_s += float(self._ends[num_steps - 1])
         self.num_generated += num_steps * len(slots)
         table.count_tokens(slots, num_steps)
         ended = [] if schedule is None else [r.request.request_id for r in schedule.ended]

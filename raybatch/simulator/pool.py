@@ -11,10 +11,12 @@ from functools import partial
 import numpy as np
 
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_steal
 from raybatch.actors.replicas.starts import StartLedger
 from raybatch.actors.wire.records import Room, Span
 from raybatch.errors import ConfigError
+from raybatch.policy.pool.plan import plan_pool
+from raybatch.policy.pool.rates import StepRates
+from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, ReplicaSnapshot, Steal
 from raybatch.records.arrays import Ints
 from raybatch.records.types import ReplicaStats
 from raybatch.simulator.clock import VirtualClock
@@ -81,6 +83,8 @@ class SimulatedPool:
         self._networks = [Link(spec.network) for _ in range(spec.num_replicas)]
         self._ledger = StartLedger(spec.num_replicas, spec.options.max_start_failures)
         self._pulls: dict[int, Room] = {}
+        self._rates = StepRates()
+        # rows that wait in each engine, as it last reported
         self._num_unstarted: dict[int, int] = {}
         self._stale_reports: set[int] = set()
         self._stealing: int | None = None
@@ -130,10 +134,11 @@ class SimulatedPool:
             self._pulls[replica_id] = room
             self._dispatch()
 
-    def report(self, replica_id: int, rows: Sequence[int], num_waiting: int) -> None:
+    def report(self, replica_id: int, rows: Sequence[int], stats: ReplicaStats) -> None:
         if replica_id not in self.members:
             return
-        self._num_unstarted[replica_id] = num_waiting
+        self._rates.note(replica_id, stats)
+        self._num_unstarted[replica_id] = stats.num_waiting
         self._stale_reports.discard(replica_id)
         if rows:
             is_held = self.queue.finish(replica_id, _BATCH, rows)
@@ -158,19 +163,25 @@ class SimulatedPool:
                 num_bytes += int(sequence.num_kv_tokens * self._engine.kv_bytes_per_token)
                 at_s = self._networks[source.rank].arrival(self.clock.now, num_bytes)
                 self.clock.at(at_s, partial(self._arrive, sequence, source_id, target_id))
+            if not moved:
+                self.queue.end_move(source_id, _BATCH, row)
 
-        self.clock.after(
-            self._spec.message_s, lambda: source.move_out(row, with_kv=with_kv, answer=leave)
-        )
+        if self.queue.begin_move(source_id, _BATCH, row):
+            self.clock.after(
+                self._spec.message_s, lambda: source.move_out(row, with_kv=with_kv, answer=leave)
+            )
 
     def _arrive(self, moved: MovedSequence, source_id: int, target_id: int) -> None:
-        is_there = target_id in self.members
-        if is_there and self.queue.hand_over(source_id, target_id, _BATCH, moved.row):
+        has_kv = moved.num_kv_tokens > 0
+        if target_id in self.members and self.queue.commit_move(
+            source_id, target_id, _BATCH, moved.row, with_kv=has_kv
+        ):
             self._num_moved += 1
             self.members[target_id].take_over(moved)
             return
         # the row waits again, unless its source died and it does so already
         self._begun[moved.row] = moved._replace(num_kv_tokens=0)
+        self.queue.end_move(source_id, _BATCH, moved.row)
         self.queue.give_back(source_id, [Span(_BATCH, moved.row, moved.row + 1)])
         self._dispatch()
 
@@ -179,7 +190,8 @@ class SimulatedPool:
             return
         if self.queue.num_waiting():
             num_expected = self._ledger.num_expected(self.clock.now)
-            for replica_id, spans in self.queue.dispatch(self._pulls, num_expected).items():
+            grants = self.queue.dispatch(self._pulls, num_expected, self._rates.speed)
+            for replica_id, spans in grants.items():
                 del self._pulls[replica_id]
                 self._send(replica_id, spans)
         if self.queue.has_waiting():
@@ -187,24 +199,28 @@ class SimulatedPool:
         if self._dry is None:
             generated = sum(member.engine.num_generated for member in self.members.values())
             self._dry = (self.clock.now, generated)
-        if self._stealing is None and (steal := self._rebalance()) is not None:
+        if self._stealing is None and (steal := self._rebalance().steal) is not None:
             self._stealing = steal.replica_id
             self._stale_reports.add(steal.replica_id)
             self._take_back(steal)
 
-    def _rebalance(self) -> Steal | None:
-        """Choose what a pool takes from whom where nothing waits; all of that is decided here."""
-        pulling = [self._work_of(replica_id) for replica_id in self._pulls]
-        return choose_steal(pulling, map(self._work_of, self.members))
+    def _rebalance(self) -> PoolPlan:
+        """Return what replicas do for each other where nothing waits; all of that is decided here.
 
-    def _work_of(self, replica_id: int) -> ReplicaWork:
+        Rows that run are not shown, so that none of them moves but by `move`.
+        """
+        replicas = tuple(map(self._snapshot_of, self.members))
+        return plan_pool(PoolSnapshot(replicas=replicas, pulling=frozenset(self._pulls)))
+
+    def _snapshot_of(self, replica_id: int) -> ReplicaSnapshot:
         load = self.queue.load(replica_id)
-        return ReplicaWork(
-            replica_id,
+        return ReplicaSnapshot(
+            replica_id=replica_id,
             num_held=load.num_rows,
             cost=load.cost,
             num_unstarted=self._num_unstarted.get(replica_id, 0),
             can_give=replica_id not in self._stale_reports and not load.is_testing,
+            speed=self._rates.speed(replica_id),
         )
 
     def _send(self, replica_id: int, spans: Sequence[Span]) -> None:
@@ -278,6 +294,7 @@ class SimulatedPool:
         replica_id = replica.replica_id
         self._pulls.pop(replica_id, None)
         self._num_unstarted.pop(replica_id, None)
+        self._rates.forget(replica_id)
         self._stale_reports.discard(replica_id)
         if self._stealing == replica_id:
             self._stealing = None

@@ -15,8 +15,9 @@ from raybatch.actors.queue.pulling import (
     OpenRows,
     room_for,
 )
-from raybatch.actors.queue.stealing import Steal, choose_rows
+from raybatch.actors.queue.stealing import choose_rows
 from raybatch.actors.wire.records import Room
+from raybatch.policy.pool.snapshot import Steal
 from raybatch.records.arrays import Floats
 from raybatch.records.types import ReplicaStats
 from raybatch.simulator.clock import VirtualClock
@@ -31,7 +32,7 @@ class Coordinator(Protocol):
 
     def pull(self, replica_id: int, room: Room) -> None: ...
 
-    def report(self, replica_id: int, rows: Sequence[int], num_waiting: int) -> None: ...
+    def report(self, replica_id: int, rows: Sequence[int], stats: ReplicaStats) -> None: ...
 
 
 @dataclass(slots=True)
@@ -244,10 +245,10 @@ class SimulatedReplica:
     def _report(self) -> None:
         self._reported_s, self._report_due_s = self._clock.now, float("inf")
         rows, self._finished = self._finished, []
-        num_waiting = self._told_waiting = self._stats.num_waiting
+        stats, self._told_waiting = self._stats, self._stats.num_waiting
         self.num_finished += len(rows)
         self._clock.after(
-            self._message_s, lambda: self._coordinator.report(self.replica_id, rows, num_waiting)
+            self._message_s, lambda: self._coordinator.report(self.replica_id, rows, stats)
         )
 
     def _give(self, steal: Steal, answer: Callable[[list[int]], None]) -> None:

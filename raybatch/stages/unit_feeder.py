@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -21,9 +22,11 @@ from raybatch.durable.journal import POS
 from raybatch.durable.units import Receipt
 from raybatch.errors import ReplicaError
 from raybatch.planning.tally import row_statuses
+from raybatch.policy.deadline import UnitDeadline
 from raybatch.rows.plan_columns import RANK, ROW, places, take_groups, with_columns
 from raybatch.rows.schema import GOOD_STATUSES
 from raybatch.stages.feeder import CALL_ROWS, PreparedBatch, StageFeeder, end_calls, retry_client
+from raybatch.stages.unit_gate import UnitGate
 from raybatch.stages.unit_writer import (
     RECEIPT_SCHEMA,
     SPECIAL,
@@ -156,14 +159,19 @@ def _journal_columns(rows: PlacedRows, batch: PreparedBatch) -> dict[str, Any]:
 
 
 class UnitFeeder(PlacedFeeder):
-    """A stage that writes; finished rows of an open unit are kept every `flush_every_s` seconds."""
+    """A stage that writes; finished rows of an open unit are kept every `flush_every_s` seconds.
+
+    With a deadline, units that would not be done in time are not begun.
+    """
 
     writer: ClassVar[UnitWriter]
     flush_every_s: ClassVar[float]
+    deadline: ClassVar[UnitDeadline | None] = None
 
     def __init__(self) -> None:
         super().__init__()
         self._slots = asyncio.Semaphore(_UNITS_IN_FLIGHT)
+        self._gate = UnitGate(self.deadline, partial(self.pool.stats, self.client))
         self._is_stopped = False
 
     async def _map(self, table: pa.Table) -> pa.Table:
@@ -188,12 +196,14 @@ class UnitFeeder(PlacedFeeder):
         return None if receipt is None else UnitReceipt.of(receipt, started=started)
 
     async def _write(self, unit: int, rows: pa.Table) -> Receipt | None:
+        known = await asyncio.to_thread(self.writer.journal_of, unit)
+        if not await self._gate.admits(rows.num_rows - known.num_rows, self._has_to_stop):
+            return None
         receipt = None
         reach("before_unit", unit=unit)
         number = self.writer.stored.first_unit + unit
         self.pool.note_unit(number, "started", client=self.client)
         try:
-            known = await asyncio.to_thread(self.writer.journal_of, unit)
             watch = await asyncio.to_thread(UnitWatch, self.writer, unit)
             calls = await self._open_calls(rows, known, watch)
             finished = await self._finish_unit(watch, calls, known)

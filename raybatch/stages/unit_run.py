@@ -17,8 +17,10 @@ from raybatch.config import WaveConfig
 from raybatch.durable.commit import committed
 from raybatch.durable.fault_points import reach
 from raybatch.durable.storage import error_context, store_of
+from raybatch.planning.planned import LargePlan, PlannedInput
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
+from raybatch.policy.deadline import UnitDeadline
 from raybatch.stages.feeder import CALLS_PER_FEEDER, StageFeeder, end_calls
 from raybatch.stages.unit_feeder import PlacedFeeder, UnitFeeder
 from raybatch.stages.unit_writer import UnitReceipt, UnitWriter
@@ -34,6 +36,25 @@ class RunObserver(Protocol):
         """Take the receipt of a unit that is written."""
 
 
+class UnitChoice(Protocol):
+    """Chooses units of a plan that a run may do in time."""
+
+    def offered(
+        self,
+        stored: StoredPlan,
+        planned: PlannedInput | LargePlan | None,
+        todo: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.bool_]:
+        """Return which of the units to do may be done in time, before any of them runs.
+
+        Raises:
+            ConfigError: none of them.
+        """
+
+    def of_units(self) -> UnitDeadline:
+        """Return what each unit is held to as it is to start."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeederRunner:
     """Runs planned rows through the feeders of a stage, local ones or actors of Ray."""
@@ -46,19 +67,24 @@ class FeederRunner:
     observer: RunObserver
     waves: tuple[WaveConfig, ...] = ()
     is_local: bool = False
+    deadline: UnitChoice | None = None
 
-    def todo(self, stored: StoredPlan) -> npt.NDArray[np.bool_]:
+    def todo(
+        self, stored: StoredPlan, planned: PlannedInput | LargePlan | None
+    ) -> npt.NDArray[np.bool_]:
         with error_context(f"sink {self.sink!r} cannot be read"):
             units = read_all_units(self.sink, read_plans(self.sink))
             done = committed(store_of(self.sink), units)
         reach("after_list")
         self.observer.planned(stored, done)
-        return ~done[stored.first_unit : stored.first_unit + stored.num_units]
+        todo: npt.NDArray[np.bool_] = ~done[stored.first_unit :][: stored.num_units]
+        return todo if self.deadline is None else self.deadline.offered(stored, planned, todo)
 
     def run(self, stored: StoredPlan, rows: Any) -> None:  # noqa: ANN401 - Ray has no types
         writer = self._writer(stored)
-        of_writer = {"writer": writer, "flush_every_s": self.flush_every_s}
-        feeder = _feeder(UnitFeeder, self.stage, self.waves, **of_writer)
+        deadline = None if self.deadline is None else self.deadline.of_units()
+        of_run = {"writer": writer, "flush_every_s": self.flush_every_s, "deadline": deadline}
+        feeder = _feeder(UnitFeeder, self.stage, self.waves, **of_run)
         # an error of the observer ends the calls that are in flight
         with closing(_results(rows, feeder, is_local=self.is_local)) as results:
             for receipts in results:

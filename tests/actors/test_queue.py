@@ -384,3 +384,63 @@ def test_suspects_of_several_groups_come_back_from_a_replica_that_was_stopped():
     for _, row in held_rows(spans):
         queue.finish(4, 0, [row])
     assert 0 == queue.load(4).cost
+
+
+def two_holders():
+    """A queue whose eight rows are held by two replicas, four each."""
+    queue = queue_of(8)
+    queue.dispatch({1: ROOMY, 2: ROOMY})
+    return queue
+
+
+def test_a_row_that_has_moved_is_finished_by_the_other_replica_alone():
+    queue = two_holders()
+    assert queue.begin_move(1, 0, 0)
+    assert queue.commit_move(1, 2, 0, 0, with_kv=True)
+    assert [False] == queue.finish(1, 0, [0]).tolist()
+    assert [True] == queue.finish(2, 0, [0]).tolist()
+    assert (3, 4) == (queue.load(1).num_rows, queue.load(2).num_rows)
+    assert (60, 80) == (queue.load(1).cost, queue.load(2).cost)
+
+
+def test_a_row_on_its_way_is_finished_by_the_replica_that_it_leaves():
+    queue = two_holders()
+    assert queue.begin_move(1, 0, 0)
+    assert [True] == queue.finish(1, 0, [0]).tolist()
+    assert not queue.commit_move(1, 2, 0, 0, with_kv=True)
+    assert (3, 4) == (queue.load(1).num_rows, queue.load(2).num_rows)
+
+
+def test_a_row_moves_only_once_at_a_time_and_from_where_it_is():
+    queue = two_holders()
+    assert not queue.begin_move(2, 0, 0)
+    assert queue.begin_move(1, 0, 0)
+    assert not queue.begin_move(1, 0, 0)
+    queue.end_move(1, 0, 0)
+    assert queue.begin_move(1, 0, 0)
+
+
+def test_a_row_whose_replica_died_on_its_way_waits_again_and_does_not_move():
+    queue = two_holders()
+    assert queue.begin_move(1, 0, 0)
+    assert queue.lose(1).num_rows == 4
+    assert not queue.commit_move(1, 2, 0, 0, with_kv=True)
+    assert (4, 4) == (queue.num_waiting(), queue.load(2).num_rows)
+
+
+def test_a_row_that_nobody_waits_for_does_not_move():
+    queue = two_holders()
+    assert queue.begin_move(1, 0, 0)
+    assert [1, 2] == queue.drop(0)
+    assert not queue.commit_move(1, 2, 0, 0, with_kv=True)
+    queue.note_aborted(1, 0)
+    assert 0 == queue.load(1).num_rows
+
+
+def test_a_move_with_kv_computes_no_prefix_once_more():
+    for with_kv, num_cuts in ((True, 0), (False, 1)):
+        queue = grouped_queue([1] * 4)
+        queue.dispatch({1: ROOMY})
+        assert queue.begin_move(1, 0, 0)
+        assert queue.commit_move(1, 2, 0, 0, with_kv=with_kv)
+        assert (num_cuts, 100 * num_cuts) == queue.cuts()

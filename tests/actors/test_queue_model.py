@@ -33,6 +33,9 @@ class Model:
         self.controls = {}
         self.dropped = set()
         self.unconfirmed = set()
+        # by row, the replica that it is to leave; and all moves that have not ended
+        self.moving = {}
+        self.moves = []
 
     def add_batch(self):
         if self.to_come:
@@ -69,6 +72,7 @@ class Model:
             assert self.queue.finish(replica_id, batch_id, [row]).tolist() == [is_wanted]
             if is_wanted:
                 self.held[replica_id].remove((batch_id, row))
+                self.moving.pop((batch_id, row), None)
                 self._end(batch_id, row)
 
     def die(self, replica_id):
@@ -96,13 +100,14 @@ class Model:
             self.queue.give_back(replica_id, [Span(batch_id, row, row + 1)])
             self._check_control_waits(replica_id)
             if batch_id not in self.dropped:
-                self.held[replica_id].pop()
+                self.moving.pop(self.held[replica_id].pop(), None)
 
     def drop(self, batch_id):
         if batch_id not in self.dropped:
             holders = [r for r, rows in self.held.items() if any(b == batch_id for b, _ in rows)]
             assert sorted(holders) == sorted(self.queue.drop(batch_id))
             self.dropped.add(batch_id)
+            self.moving = {row: r for row, r in self.moving.items() if row[0] != batch_id}
             self.unconfirmed |= {(replica_id, batch_id) for replica_id in holders}
 
     def confirm(self):
@@ -111,6 +116,43 @@ class Model:
             self.queue.note_aborted(replica_id, batch_id)
             kept = [row for row in self.held[replica_id] if row[0] != batch_id]
             self.held[replica_id] = kept
+
+    def begin_move(self, replica_id, number):
+        if rows := self.held[replica_id]:
+            moved = rows[number % len(rows)]
+            is_free = moved not in self.moving and moved[0] not in self.dropped
+            may_move = is_free and not self.queue.load(replica_id).is_testing
+            assert may_move == self.queue.begin_move(replica_id, *moved)
+            if may_move:
+                self.moving[moved] = replica_id
+                self.moves.append((moved, replica_id))
+
+    def move(self, replica_id, number):
+        """Move a row that is there, where one is, at once."""
+        self.pull(replica_id, 3)
+        self.begin_move(replica_id, number)
+        self.end_move(len(self.moves) - 1, is_commit=True)
+
+    def end_move(self, number, *, is_commit):
+        """End some move, also one whose row or replica is gone meanwhile."""
+        if not self.moves:
+            return
+        moved, source = self.moves.pop(number % len(self.moves))
+        target = next(r for r in sorted(self.held) if r != source)
+        is_under_way = self.moving.get(moved) == source
+        if not is_commit:
+            self.queue.end_move(source, *moved)
+        else:
+            may_come = is_under_way and not self.queue.load(target).is_testing
+            is_done = self.queue.commit_move(source, target, *moved, with_kv=bool(number % 2))
+            assert may_come == is_done
+            if is_done:
+                self.held[source].remove(moved)
+                self.held[target].append(moved)
+            elif is_under_way:
+                self.queue.end_move(source, *moved)
+        if is_under_way:
+            del self.moving[moved]
 
     def add_control(self):
         if not self.queue.has_control():
@@ -166,6 +208,7 @@ class Model:
             assert self.queue.has_control()
 
     def _replace(self, replica_id):
+        self.moving = {row: r for row, r in self.moving.items() if r != replica_id}
         self.held[max(self.held) + 1] = []
         del self.held[replica_id]
         self.unconfirmed = {pair for pair in self.unconfirmed if pair[0] != replica_id}
@@ -188,6 +231,10 @@ def play(model, kind, number):
         lambda: model.stop(replica_id),
         model.add_batch,
         model.stop_test,
+        lambda: model.begin_move(replica_id, number),
+        lambda: model.end_move(number, is_commit=True),
+        lambda: model.end_move(number, is_commit=False),
+        lambda: model.move(replica_id, number),
     ]
     moves[kind]()
     model.check()
@@ -200,7 +247,7 @@ def histories(draw):
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=4, max_size=4))
     poison = draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=2))
     # without a least size most histories are five moves long
-    move = st.tuples(st.integers(0, 10), st.integers(0, 99))
+    move = st.tuples(st.integers(0, 14), st.integers(0, 99))
     moves = draw(st.lists(move, min_size=20, max_size=60))
     return (kinds, batches), poison, moves
 

@@ -40,7 +40,7 @@ class ScriptedCoordinator:
         self.asked.release()
         return await self.answers.get()
 
-    async def _report(self, replica_id, results, stats, pulse):
+    async def _report(self, replica_id, results, stats, pulse, progress):
         for batch_id, _ in results:
             await self.reported.put(batch_id)
 
@@ -219,7 +219,7 @@ def test_what_an_engine_finished_before_it_broke_is_sent(monkeypatch):
     async def heard():
         engine, replica, news = BreakingEngine(), Replica(spec, 1, DeadSite()), []
 
-        async def report(replica_id, results, stats, pulse):
+        async def report(replica_id, results, stats, pulse, progress):
             news.extend(row for _, table in results for row in table["row"].to_pylist())
             if engine.broken is None:
                 engine.break_down()

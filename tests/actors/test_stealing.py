@@ -1,11 +1,8 @@
-"""Who gives rows to an idle replica, how many, and which."""
+"""Which of its unstarted rows a replica gives back."""
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_rows, choose_steal
+from raybatch.actors.queue.stealing import choose_rows
 from raybatch.records.types import Request, Sampling
 
 
@@ -59,58 +56,3 @@ def test_what_is_given_stays_within_the_cost():
 
 def test_members_between_other_rows_go_in_order_of_arrival():
     assert [1, 3] == rows_given([None, 5, None, 5], {5: 2}, max_rows=2, max_cost=150)
-
-
-IDLE = ReplicaWork(1, num_held=0, cost=0)
-BUSY = ReplicaWork(2, num_held=9, cost=100, num_unstarted=8)
-
-
-@pytest.mark.parametrize(
-    ("pulling", "others", "expected"),
-    [
-        ([IDLE], [IDLE, BUSY], Steal(2, max_rows=4, max_cost=50)),
-        ([], [BUSY], None),
-        ([BUSY], [IDLE, BUSY], None),
-        ([IDLE], [IDLE, BUSY._replace(can_give=False)], None),
-        ([IDLE], [IDLE, BUSY._replace(num_unstarted=1)], None),
-        ([IDLE], [BUSY, BUSY._replace(replica_id=3, num_unstarted=11)], Steal(3, 5, 50)),
-        ([IDLE], [BUSY, BUSY._replace(replica_id=3)], Steal(2, 4, 50)),
-        ([IDLE, IDLE._replace(num_held=2, cost=30)], [BUSY], Steal(2, 4, 50)),
-    ],
-    ids=[
-        "half of both",
-        "nobody asks",
-        "nobody is idle",
-        "a stale report",
-        "one row is not shared",
-        "the most unstarted rows",
-        "the first of equal ones",
-        "the least work counts",
-    ],
-)
-def test_an_idle_replica_takes_half_of_what_the_fullest_has(pulling, others, expected):
-    assert expected == choose_steal(pulling, others)
-
-
-works = st.builds(
-    ReplicaWork,
-    st.integers(0, 99),
-    num_held=st.integers(0, 20),
-    cost=st.integers(0, 1000),
-    num_unstarted=st.integers(0, 20),
-    can_give=st.booleans(),
-)
-
-
-@given(st.lists(works, unique_by=lambda work: work.replica_id), st.data())
-def test_a_steal_never_leaves_the_giver_with_less_work_than_the_idle_one(replicas, data):
-    pulling = [work for work in replicas if data.draw(st.booleans())]
-    steal = choose_steal(pulling, replicas)
-    givers = {w.replica_id: w for w in replicas if w.can_give and w.num_unstarted > 1}
-    is_idle = any(work.num_held == 0 for work in pulling)
-    assert (steal is not None) == (is_idle and bool(givers))
-    if steal is not None:
-        victim, least = givers[steal.replica_id], min(work.cost for work in pulling)
-        assert victim.num_unstarted == max(work.num_unstarted for work in givers.values())
-        assert 1 <= steal.max_rows <= victim.num_unstarted - steal.max_rows
-        assert victim.cost - steal.max_cost >= least + steal.max_cost

@@ -484,3 +484,72 @@ def test_the_cached_prompt_of_a_request_counts_once_over_its_samples(backend):
     second = run(backend)
     assert [first[0, i].num_cached_tokens for i in range(2)] == [0, 0]
     assert [second[1, i].num_cached_tokens for i in range(2)] == [32, 0]
+
+
+@TELLING
+def test_running_rows_tell_how_far_they_are(backend):
+    backend.submit([request(i, max_tokens=12) for i in range(2)])
+    for _ in range(4):
+        backend.poll()
+    progress = backend.progress()
+    assert sorted(progress.request_ids.tolist()) == [0, 1]
+    assert (progress.num_generated >= 2).all()
+    assert (progress.num_tokens - progress.num_generated).tolist() == [3, 3]
+
+
+def test_an_idle_backend_tells_of_no_rows(backend):
+    assert len(backend.progress().request_ids) == 0
+
+
+@pytest.mark.parametrize("from_block", [0, None], ids=["with-kv", "without"])
+def test_a_row_that_departs_goes_on_elsewhere_with_the_same_tokens(
+    make, backend, other, from_block
+):
+    requests = [request(i, temperature=0.9, n=1 + i % 2, max_tokens=10) for i in range(3)]
+    backend.submit(requests)
+    for _ in range(4):
+        backend.poll()
+    for moved in (0, 1):
+        other.restore(backend.depart(moved, from_block))
+        backend.forget(moved)
+    assert backend.num_unfinished() == 1
+    assert alone(make, *requests) == tokens_of(run(backend)) | tokens_of(run(other))
+
+
+def test_a_row_that_departs_and_stays_goes_on_with_the_same_tokens(make, backend):
+    requests = [request(i, temperature=0.9, max_tokens=10) for i in range(3)]
+    backend.submit(requests)
+    for _ in range(4):
+        backend.poll()
+    states = backend.depart(1, 0)
+    backend.poll()
+    backend.restore(states)
+    assert alone(make, *requests) == tokens_of(run(backend))
+
+
+def test_a_row_that_is_not_there_does_not_depart(backend):
+    backend.submit([request(1, max_tokens=2)])
+    run(backend)
+    assert backend.peek(1, 0, 4) is None
+    assert backend.depart(1, 0) == []
+    backend.forget(1)
+
+
+def test_copies_that_come_ahead_are_taken_or_refused(make, backend, other):
+    """An engine with KV gives whole blocks while a row runs; the others say that they have none."""
+    moved = request(1, list(range(1, 14)), max_tokens=20)
+    backend.submit([moved])
+    for _ in range(6):
+        backend.poll()
+    state, num_blocks = backend.peek(1, 0, 8), 0
+    has_kv = backend.capacity().kv_token_bytes > 0
+    assert has_kv == (state is not None) == other.reserve(1, 8)
+    if state is not None:
+        assert other.receive(state)
+        num_blocks = len(state.kv.blocks)
+    assert backend.num_unfinished() == 1
+    other.restore(backend.depart(1, num_blocks if has_kv else None))
+    backend.forget(1)
+    assert alone(make, moved) == tokens_of(run(other))
+    if has_kv:
+        assert other.stats().num_recomputed_tokens == 0

@@ -16,8 +16,12 @@ from tests.backends.timed_backend import TimedBackend
 NATIVE, ENGINE = BackendConfig(kind="native"), EngineConfig(device="cpu")
 
 
+# of a backend of the factory below
+START_S = 2.5
+
+
 class Factory:
-    """Makes timed backends and counts them; `clock` is that of the last one."""
+    """Makes timed backends, each of which takes a while to start, and counts them."""
 
     def __init__(self, **options):
         self.made = []
@@ -28,7 +32,9 @@ class Factory:
         return self.made[-1]
 
     def clock(self):
-        return self.made[-1].now if self.made else 0.0
+        """Return a clock that begins at 0 with the next backend."""
+        num_before = len(self.made)
+        return lambda: START_S + self.made[-1].now if len(self.made) > num_before else 0.0
 
 
 @pytest.fixture
@@ -43,13 +49,14 @@ def checkpoint(tmp_path):
 @pytest.fixture
 def measure(tmp_path, checkpoint):
     def call(factory, cpu_share=1.0):
+        clock = factory.clock()
         return load_or_measure(
             str(checkpoint),
             NATIVE,
             ENGINE,
             folder=tmp_path / "cache",
-            clock=factory.clock,
-            cpu_clock=lambda: cpu_share * factory.clock(),
+            clock=clock,
+            cpu_clock=lambda: cpu_share * clock(),
             create=factory,
         )
 
@@ -65,6 +72,12 @@ def test_options_that_change_speed_have_files_of_their_own_and_others_have_none(
     for other in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
         assert path_of(model, engine=replace(ENGINE, **other)) != known
     assert path_of(model, engine=replace(ENGINE, speculative_tokens=4)) == known
+
+
+def test_a_cost_model_knows_how_long_an_engine_takes_to_start(measure):
+    factory = Factory()
+    assert START_S == measure(factory).start_s
+    assert START_S == measure(factory).start_s
 
 
 def test_the_second_use_reads_what_the_first_measured(measure):
@@ -124,7 +137,8 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, checkpo
     blocked = tmp_path / "file"
     blocked.write_text("")
     factory = Factory()
-    clocks = {"clock": factory.clock, "cpu_clock": factory.clock}
+    clock = factory.clock()
+    clocks = {"clock": clock, "cpu_clock": clock}
     options = {"folder": blocked / "cache", "create": factory} | clocks
     assert load_or_measure(str(checkpoint), NATIVE, ENGINE, **options).step_s > 0
     assert "could not be kept" in caplog.text
@@ -191,14 +205,15 @@ def test_engines_with_memory_of_their_own_are_alike_however_many_there_are(check
 def test_what_was_measured_for_one_engine_is_not_read_for_four(tmp_path, checkpoint):
     factory = Factory()
     for num_engines in (1, 4):
+        clock = factory.clock()
         load_or_measure(
             str(checkpoint),
             NATIVE,
             ENGINE,
             num_engines_on_host=num_engines,
             folder=tmp_path / "cache",
-            clock=factory.clock,
-            cpu_clock=factory.clock,
+            clock=clock,
+            cpu_clock=clock,
             create=factory,
         )
     assert 2 == len(factory.made)

@@ -192,7 +192,7 @@ def test_what_rows_share_is_copied_once_where_all_leave(options, n):
     (first, _), (second, runner) = make(**options), make(**options)
     first.add(requests)
     num_used = stepped(first, 6)._blocks.num_used
-    assert first.num_leaving_blocks() == num_used
+    assert first.moves.num_leaving_blocks() == num_used
     states, unstarted, failed = first.leave(with_kv=True)
     assert (len(states), unstarted, failed) == (4 * n, [], [])
     assert num_used == sum(len(state.kv.blocks) for state in states)

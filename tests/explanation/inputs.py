@@ -1,11 +1,16 @@
 """Planned inputs and explanations for tests."""
 
+import json
+from dataclasses import asdict, fields
+
 import numpy as np
 
+from raybatch.backends.cost_cache import cost_model_path
 from raybatch.config import EngineConfig, PlanConfig
 from raybatch.explanation.explain import explain_plan
 from raybatch.explanation.record import KVSize
 from raybatch.planning.planned import PlannedInput
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits
 from raybatch.prefix.plan import PlanRows, plan_rows
 from tests.prefix.prompts import keys_of
 
@@ -70,3 +75,22 @@ def explain_prompts(prompts, *, kv_tokens=None, kv_origin="given", planned=None,
             **options,
         },
     )
+
+
+def costs_of(*, max_num_seqs=4, kv_tokens=4000, **costs):
+    """Return a cost model whose steps cost what is given, and no more."""
+    limits = EngineLimits(
+        kv_tokens=kv_tokens, max_num_seqs=max_num_seqs, block_size=8, max_batched_tokens=100
+    )
+    values = {f.name: 0.0 for f in fields(CostModel) if f.name.endswith("_s")}
+    values |= {"token_s": (0.0,), "knots": (), "fit_error": 0.1, **costs}
+    return CostModel(**values, limits=limits)
+
+
+def keep_costs(spec, **costs):
+    """Keep a cost model, as `costs_of` makes it, for the engines of a pool."""
+    path = cost_model_path(
+        spec.model, spec.backend, spec.engine, num_engines_on_host=spec.pool.replicas
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(costs_of(**costs))))

@@ -1,12 +1,10 @@
 """Jobs that explain themselves without running."""
 
-import json
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 
-from raybatch.backends.cost_cache import cost_model_path
 from raybatch.config import PlanConfig
 from raybatch.errors import ConfigError
 from raybatch.explanation.explain import explain_planned, explain_run
@@ -18,9 +16,8 @@ from raybatch.job.job import Job
 from raybatch.job.run import planned_run
 from raybatch.planning.large import plan_large
 from raybatch.planning.planned import PlannedRun
-from raybatch.policy.cost.cost_model import CostModel, EngineLimits
 from tests.clusters import local_ray
-from tests.explanation.inputs import plan_prompts
+from tests.explanation.inputs import keep_costs, plan_prompts
 from tests.stages.support import fake_stage, make_tokenizer, write_parquet
 
 
@@ -92,16 +89,7 @@ def measured(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path / "cache"))
 
     def measured(job):
-        spec = job._stage.pool.spec
-        path = cost_model_path(
-            spec.model, spec.backend, spec.engine, num_engines_on_host=spec.pool.replicas
-        )
-        path.parent.mkdir(parents=True)
-        limits = EngineLimits(kv_tokens=4000, max_num_seqs=4, block_size=8, max_batched_tokens=100)
-        costs = {f.name: 0.0 for f in fields(CostModel) if f.name.endswith("_s")}
-        costs |= {"token_s": (1.0,), "knots": (), "fit_error": 0.1}
-        model = CostModel(**costs, limits=limits)
-        path.write_text(json.dumps(asdict(model)))
+        keep_costs(job._stage.pool.spec, token_s=(1.0,))
         return job
 
     return measured

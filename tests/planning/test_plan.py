@@ -66,7 +66,7 @@ class Handed:
     def __init__(self):
         self.tables = []
 
-    def todo(self, stored):
+    def todo(self, stored, planned):
         return np.ones(stored.num_units, np.bool_)
 
     def run(self, stored, tables):

@@ -27,8 +27,8 @@ class Recorder:
         if len(self.pulls) == 1:
             self.replica.submit(range(len(self.rows)), [])
 
-    def report(self, replica_id, rows, num_waiting):
-        self.reports.append((self.clock.now, list(rows), num_waiting))
+    def report(self, replica_id, rows, stats):
+        self.reports.append((self.clock.now, list(rows), stats))
 
 
 def test_finished_rows_are_sent_no_more_often_than_by_a_replica():

@@ -1,6 +1,7 @@
 """Feeders that write, with a pool inside the test's process: what is asked, kept and written."""
 
 import asyncio
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,8 @@ from raybatch.durable.storage import store_of
 from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.shards import stretches
 from raybatch.planning.store import write_plan
+from raybatch.policy.deadline import UnitDeadline
+from raybatch.records.types import PoolStats
 from raybatch.rows.plan_columns import place_columns, plan_columns, with_columns
 from raybatch.stages.unit_feeder import PlacedRows, UnitFeeder, _calls
 from raybatch.stages.unit_writer import SPECIAL, UnitWatch, UnitWriter
@@ -133,6 +136,28 @@ def test_the_units_of_a_block_are_written_each_in_its_order(model, tmp_path):
         feeder.pool.notes
     )
     assert len(feeder.pool.forgotten) == 2
+
+
+class SlowPool(UnitPool):
+    """Says that each row has taken an engine 1,000 s."""
+
+    def stats(self, client="default"):
+        num_rows = sum(map(len, self.batches))
+        return PoolStats(
+            num_ready=1, rows_received=num_rows, rows_done=num_rows, busy_s=1000.0 * num_rows
+        )
+
+
+def test_a_unit_that_would_not_be_done_in_time_is_not_begun(model, tmp_path):
+    feeder = make_feeder(model, tmp_path, [3, 2, 4])
+    feeder.pool = SlowPool(feeder.pool.spec)
+    # as predicted there is time for six rows, and as it goes for none but the first unit
+    feeder.deadline = UnitDeadline(ends_at=time.time() + 650, ready_at=0.0, row_s=100.0)
+    receipts = feed(feeder, planned(list("abcdefghi"), [3, 2, 4]))
+    begun_units = {unit for unit, _ in feeder.pool.notes}
+    assert begun_units == {row["unit"] for row in receipts.to_pylist()}
+    assert 0 in begun_units
+    assert 2 not in begun_units
 
 
 def test_a_unit_that_is_written_is_not_asked_again(model, tmp_path):

@@ -5,16 +5,15 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics
+from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.queue.stealing import ReplicaWork, Steal, choose_steal
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member, ReplicaSet
 from raybatch.actors.replicas.site import Site
@@ -25,10 +24,10 @@ from raybatch.actors.wire.records import (
     Assignment,
     PoolSpec,
     PoolState,
+    Progress,
     Pulse,
     Requests,
     Room,
-    Span,
     Submission,
 )
 from raybatch.errors import error_text
@@ -67,10 +66,16 @@ class Coordinator:
         # the event loop itself keeps no task alive
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
-        self._stealing: asyncio.Task[None] | None = None
         self._waits = WaitForRay(spec.pool, plan)
         self._stuck = StuckWatch(spec.pool)
-        self._stale_reports: set[int] = set()
+        self._levelling = Levelling(
+            self._queue,
+            self._mailbox,
+            self._replicas.members,
+            site,
+            spawn=self._spawn,
+            on_change=self._dispatch,
+        )
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
 
@@ -132,12 +137,13 @@ class Coordinator:
         results: list[tuple[int, pa.RecordBatch]],
         stats: ReplicaStats,
         pulse: Pulse,
+        progress: Progress | None = None,
     ) -> None:
         if (member := self._replicas.members.get(replica_id)) is None:
             return
         member.stats = stats
         self._stuck.heard(replica_id, pulse)
-        self._stale_reports.discard(replica_id)
+        self._levelling.view.heard(replica_id, stats, progress)
         for batch_id, batch_results in results:
             num_rows = self._mailbox.take(replica_id, batch_id, batch_results)
             member.num_finished_rows += num_rows
@@ -188,6 +194,8 @@ class Coordinator:
             num_given_up=ledger.num_retired(),
             num_restarts=ledger.num_restarts,
             num_hung=ledger.num_hung,
+            num_moved_rows=self._levelling.counters.num_moved,
+            moved_kv_bytes=self._levelling.counters.num_bytes,
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._replicas.busy_s(),
@@ -264,38 +272,11 @@ class Coordinator:
         if not hungry:
             return
         num_expected = self._replicas.ledger.num_expected(time.monotonic())
-        for replica_id, spans in self._queue.dispatch(hungry, num_expected).items():
+        speed_of = self._levelling.view.rates.speed
+        for replica_id, spans in self._queue.dispatch(hungry, num_expected, speed_of).items():
             _, future = self._pulls.pop(replica_id)
             _answer_pull(future, self._mailbox.assign(spans))
-        if self._queue.has_waiting() or self._stealing is not None:
-            return
-        members = self._replicas.members
-        pulling = [self._work_of(members[r]) for r in self._pulls if r in members]
-        steal = choose_steal(pulling, map(self._work_of, members.values()))
-        if steal is not None:
-            # until it reports again, its count of unstarted rows is stale
-            self._stale_reports.add(steal.replica_id)
-            self._stealing = self._spawn(self._take_back(members[steal.replica_id], steal))
-
-    def _work_of(self, member: Member) -> ReplicaWork:
-        load = self._queue.load(member.replica_id)
-        is_stale = member.replica_id in self._stale_reports
-        return ReplicaWork(
-            member.replica_id,
-            num_held=load.num_rows,
-            cost=load.cost,
-            num_unstarted=member.stats.num_waiting,
-            can_give=not is_stale and not load.is_testing,
-        )
-
-    async def _take_back(self, victim: Member, steal: Steal) -> None:
-        rows: list[tuple[int, int]] = []
-        # its death is noticed, and its rows are queued again, where it is awaited
-        with suppress(*self._site.died):
-            rows = await victim.actor.give_back.remote(steal.max_rows, steal.max_cost)
-        self._stealing = None
-        self._queue.give_back(steal.replica_id, [Span(b, row, row + 1) for b, row in rows])
-        self._dispatch()
+        self._levelling.look(self._pulls, with_rows=False)
 
     def _abort_rows(self, replica_id: int, batch_id: int) -> None:
         if (member := self._replicas.members.get(replica_id)) is not None:
@@ -315,7 +296,7 @@ class Coordinator:
         _, future = self._pulls.pop(member.replica_id, (None, None))
         if future is not None:
             _answer_pull(future, None)
-        self._stale_reports.discard(member.replica_id)
+        self._levelling.view.forget(member.replica_id)
         self._stuck.forget(member.replica_id)
         if cause is None:
             self._queue.release(member.replica_id)
@@ -379,6 +360,7 @@ class Coordinator:
                     _logger.warning("row batch %d is dropped: its feeder is silent", batch.batch_id)
                 self._mailbox.drop(batch)
             self._dispatch()
+            self._levelling.look(self._pulls, with_rows=True)
             self._update_metrics()
             was_busy, is_busy = is_busy, len(self._mailbox) > 0
             if was_busy and not is_busy:

@@ -38,6 +38,13 @@ class _OwnProcess:
         requests: Requests | None = await self._peer.call("fetch", ref)
         return requests
 
+    def share(self, value: object) -> object:
+        """Return what it is: it travels through the driver."""
+        return value
+
+    async def shared(self, ref: object) -> object:
+        return ref
+
     async def die(self) -> None:
         os._exit(1)
 

@@ -171,6 +171,12 @@ class _EngineThread:
     async def fetch(self, ref: KeptTable) -> Requests | None:
         return ref.requests
 
+    def share(self, value: object) -> object:
+        return value
+
+    async def shared(self, ref: object) -> object:
+        return ref
+
     async def die(self) -> None:
         self._is_dead.set()
         await asyncio.Event().wait()

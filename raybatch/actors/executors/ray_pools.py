@@ -190,6 +190,12 @@ class RaySite:
             return None
         return requests
 
+    def share(self, value: object) -> ray.ObjectRef:
+        return ray.put(value)
+
+    async def shared(self, ref: Any) -> Any:  # noqa: ANN401 - what was shared
+        return await ref
+
     async def die(self) -> None:
         os._exit(1)
 

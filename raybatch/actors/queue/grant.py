@@ -14,6 +14,7 @@ from raybatch.actors.queue.row_states import ALONE, ReplicaLoad
 from raybatch.actors.queue.stealing import CUT_WORTH
 from raybatch.actors.queue.waiting_line import WaitingLine
 from raybatch.actors.wire.records import Room, Span
+from raybatch.policy.pool.shares import levelling_cost, share_of
 
 # a group may exceed the share by this part of it; what that adds up to over four replicas is less
 # than 5 % of the load
@@ -29,23 +30,29 @@ def share_out(
     rooms: Mapping[int, Room],
     load_of: Callable[[int], ReplicaLoad],
     num_expected: int,
+    speed_of: Callable[[int], float],
 ) -> Iterator[tuple[int, list[Span]]]:
     """Yield what replicas take out of the line; each is to be handed out before the next one.
 
     Args:
         rooms: of the replicas that pull, in the order in which they take.
         num_expected: replicas that will pull soon, for which a share is left.
+        speed_of: a replica, beside one of usual speed; one that is twice as fast has twice the
+            share.
     """
     left = list(rooms)
     while left and line:
         # what one has taken above its share is taken off the others'
         level = line.cost_for(rooms) + sum(load_of(r).cost for r in left)
-        share = level // (len(left) + num_expected)
         replica_id = left.pop(0)
+        others = (*map(speed_of, left), float(num_expected))
+        share = share_of(level, speed_of(replica_id), others)
         own = line.own(replica_id)
         quota = share - load_of(replica_id).cost - own.cost
         if quota > 0 or not num_expected or own:
-            spans = Grant(line, replica_id, load_of, rooms[replica_id], rooms, quota, share).take()
+            room = rooms[replica_id]
+            grant = Grant(line, replica_id, load_of, speed_of, room, rooms, quota, share)
+            spans = grant.take()
             if spans:
                 yield replica_id, spans
 
@@ -62,6 +69,7 @@ class Grant:
     line: WaitingLine
     replica_id: int
     load_of: Callable[[int], ReplicaLoad]
+    speed_of: Callable[[int], float]
     room: Room
     pulling: Container[int]
     quota: int
@@ -125,8 +133,10 @@ class Grant:
         """Take the part of a bundle that is worth one more prefix, or all if no replica has it."""
         bundle, victim = own[place], self.load_of(replica_id)
         has_prefix = bundle.group in victim.groups
-        # what makes both end together
-        limit = (victim.cost + own.cost - self.load_of(self.replica_id).cost) // 2
+        limit = levelling_cost(
+            (victim.cost + own.cost, self.speed_of(replica_id)),
+            (self.load_of(self.replica_id).cost, self.speed_of(self.replica_id)),
+        )
         if replica_id in self.pulling:
             limit = min(limit, self.quota)
         elif not has_prefix:

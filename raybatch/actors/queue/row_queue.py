@@ -3,9 +3,9 @@
 Rows are the unit of work. A row is waiting, held by one replica, or done:
 
     add -> waiting -> dispatch -> held -> finish -> done
-              ^                    |
-              +-- lose, release, --+
-                    give_back
+              ^                    | ^
+              +-- lose, release, --+ +-- begin_move, then commit_move (another
+                    give_back            replica holds it) or end_move
 
 A row that is held back is in no line until it is opened, or closed because another one like it ran.
 
@@ -20,17 +20,18 @@ The rows of a dropped batch count as held until their replica has confirmed that
 more: a replica that looks empty is empty, and a row that dies alone was alone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from raybatch.actors.queue.grant import share_out
 from raybatch.actors.queue.regroup import Regrouping
-from raybatch.actors.queue.row_states import ReplicaLoad, RowStates, Share, spans_of
+from raybatch.actors.queue.row_states import HELD, MOVING, ReplicaLoad, RowStates, Share, spans_of
 from raybatch.actors.queue.waiting_line import Isolation, PrefixAffinity, WaitingLine
 from raybatch.actors.wire.records import Loss, Room, RowCrashes, RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys
+from raybatch.records.arrays import Ints
 
 _SUSPECT_STRIKES = 2
 # of a replica that has got nothing; read only
@@ -114,16 +115,25 @@ class RowQueue:
         runs = any(load.has_control for load in self._replicas.values())
         return runs or self._isolation.control is not None
 
-    def dispatch(self, hungry: Mapping[int, Room], num_expected: int = 0) -> dict[int, list[Span]]:
-        """Hand waiting rows to replicas that pull, the least loaded first.
+    def dispatch(
+        self,
+        hungry: Mapping[int, Room],
+        num_expected: int = 0,
+        speed_of: Callable[[int], float] = lambda _: 1.0,
+    ) -> dict[int, list[Span]]:
+        """Hand waiting rows to replicas that pull, first to the one that would end first.
 
-        Levels the cost (prefixes once, the rest of the prompts, expected outputs) that the
-        replicas hold, so that a short queue is shared evenly, and leaves a share for replicas that
-        are about to be ready. A replica that gets nothing is absent from the result.
+        Levels the time that replicas need for the cost that they hold (prefixes once, the rest of
+        the prompts, expected outputs), so that a short queue is shared by speed, and leaves a share
+        for replicas that are about to be ready. A replica that gets nothing is absent from the
+        result.
+
+        Args:
+            speed_of: a replica, beside one of usual speed.
         """
         grants: dict[int, list[Span]] = {}
         open_ids = []
-        for replica_id in sorted(hungry, key=lambda r: (self._load(r).cost, r)):
+        for replica_id in sorted(hungry, key=lambda r: (self._load(r).cost / speed_of(r), r)):
             replica = self._load(replica_id)
             if replica.num_rows == 0:
                 replica.has_control = self._isolation.control is not None
@@ -136,7 +146,8 @@ class RowQueue:
         if open_ids and self._line:
             self._regrouping.refresh()
             rooms = {replica_id: hungry[replica_id] for replica_id in open_ids}
-            for replica_id, spans in share_out(self._line, rooms, self._load, num_expected):
+            shared = share_out(self._line, rooms, self._load, num_expected, speed_of)
+            for replica_id, spans in shared:
                 grants[replica_id] = self._hand_out(replica_id, spans)
         return grants
 
@@ -205,6 +216,54 @@ class RowQueue:
         elif returned:
             self._isolation.put_back(returned, is_control=has_control)
 
+    def begin_move(self, replica_id: int, batch_id: int, row: int) -> bool:
+        """Note that a row is to leave its replica; False where it cannot.
+
+        It is not there any more, or moves already, or runs alone as a suspect or control.
+        """
+        batch, replica = self._batches.get(batch_id), self._replicas.get(replica_id)
+        if batch is None or replica is None or replica.is_testing:
+            return False
+        if batch.state[row] != HELD or batch.holder[row] != replica_id:
+            return False
+        batch.state[row] = MOVING
+        return True
+
+    def end_move(self, replica_id: int, batch_id: int, row: int) -> None:
+        """Note that a row stays where it is, if it is still on its way."""
+        batch = self._batches.get(batch_id)
+        if batch is not None and batch.is_moving(replica_id, row):
+            batch.state[row] = HELD
+
+    def commit_move(
+        self, replica_id: int, target_id: int, batch_id: int, row: int, *, with_kv: bool
+    ) -> bool:
+        """Give a row on its way to the other replica; False where that is not possible any more.
+
+        The first one may have died, or the row may have ended, or nobody waits for it, or the other
+        replica runs suspects by now, which have to be alone.
+        """
+        batch = self._batches.get(batch_id)
+        if batch is None or not batch.is_moving(replica_id, row):
+            return False
+        if self.load(target_id).is_testing:
+            return False
+        share = batch.share(np.array([row]))
+        self._affinity.end(replica_id, self._load(replica_id).remove(share))
+        batch.state[row], batch.holder[row] = HELD, target_id
+        started = self._load(target_id).add(share)
+        self._affinity.start(target_id, started, is_computed=not with_kv)
+        return True
+
+    def expected_outputs(self, replica_id: int, batch_id: int, rows: npt.NDArray[np.intp]) -> Ints:
+        """Return the tokens that rows are expected to generate, all samples of a row together.
+
+        0 for rows that the replica does not hold.
+        """
+        if (batch := self._batches.get(batch_id)) is None:
+            return np.zeros(len(rows), np.int64)
+        return np.where(batch.is_held(replica_id, rows), batch.output[rows], 0)
+
     def release(self, replica_id: int) -> None:
         """Take all rows from a replica that was stopped, as if it had not got them.
 
@@ -217,21 +276,6 @@ class RowQueue:
         ]
         self.give_back(replica_id, held)
         self._forget(replica_id)
-
-    def hand_over(self, giver_id: int, taker_id: int, batch_id: int, row: int) -> bool:
-        """Let another replica hold a row that runs, which it goes on with; no new attempt.
-
-        Return whether the giver held it, so that the move counts.
-        """
-        batch, giver = self._batches.get(batch_id), self._replicas.get(giver_id)
-        rows = np.array([row])
-        if batch is None or giver is None or not batch.is_held(giver_id, rows).all():
-            return False
-        share = batch.share(rows)
-        self._affinity.end(giver_id, giver.remove(share))
-        batch.holder[rows] = taker_id
-        self._affinity.start(taker_id, self._load(taker_id).add(share))
-        return True
 
     def drop(self, batch_id: int) -> list[int]:
         """Forget a row batch, whatever the state of its rows.

@@ -11,7 +11,7 @@ from raybatch.actors.wire.records import RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys, start_offsets
 from raybatch.records.arrays import Ints
 
-WAITING, HELD, DONE = 0, 1, 2
+WAITING, HELD, DONE, MOVING = 0, 1, 2, 3
 ALONE = -1
 
 Rows = npt.NDArray[np.intp]
@@ -35,6 +35,8 @@ class Share(NamedTuple):
 
 class RowStates:
     """State, holder and counts of each row; a row is waiting, held by one replica, or done.
+
+    A row that moves to another replica is held by the one that it leaves, until the other has it.
 
     A row costs its prompt beyond the prefix of its group, and its expected output. The prefix
     itself is a matter of who holds the group.
@@ -123,14 +125,18 @@ class RowStates:
 
     def held_by(self, replica_id: int) -> Rows:
         """Return the rows that a replica holds, ascending."""
-        return np.flatnonzero((self.state == HELD) & (self.holder == replica_id))
+        return np.flatnonzero(self._has_holder() & (self.holder == replica_id))
 
     def is_held(self, replica_id: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        is_held = (self.state[rows] == HELD) & (self.holder[rows] == replica_id)
+        is_held = np.isin(self.state[rows], (HELD, MOVING)) & (self.holder[rows] == replica_id)
         return cast(npt.NDArray[np.bool_], is_held)
 
     def holders(self) -> list[int]:
-        return cast(list[int], np.unique(self.holder[self.state == HELD]).tolist())
+        return cast(list[int], np.unique(self.holder[self._has_holder()]).tolist())
+
+    def is_moving(self, replica_id: int, row: int) -> bool:
+        """Return whether a row is on its way from a replica, and still held by it."""
+        return bool(self.state[row] == MOVING and self.holder[row] == replica_id)
 
     def left(self) -> Rows:
         return np.flatnonzero(self.state != DONE)
@@ -141,6 +147,9 @@ class RowStates:
 
     def reopen(self, rows: Rows) -> None:
         self.state[rows] = WAITING
+
+    def _has_holder(self) -> npt.NDArray[np.bool_]:
+        return cast(npt.NDArray[np.bool_], (self.state == HELD) | (self.state == MOVING))
 
 
 def spans_of(batch_id: int, rows: Rows) -> list[Span]:

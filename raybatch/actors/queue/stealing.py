@@ -1,53 +1,12 @@
-"""Which replica gives rows to one that has none, how many, and which of its unstarted rows."""
+"""Which of its unstarted rows a replica gives back."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from raybatch.records.types import Request
 
 # a group is cut only for rows that cost so many times the prefix, which is then computed twice
 CUT_WORTH = 8
-
-
-class ReplicaWork(NamedTuple):
-    """What one replica has to do.
-
-    Args:
-        cost: of the rows that it holds, see `ReplicaLoad`.
-        num_unstarted: rows that wait in its engine, as it last reported.
-        can_give: the report is fresh, and it runs no suspects, which stay where they are.
-    """
-
-    replica_id: int
-    num_held: int
-    cost: int
-    num_unstarted: int = 0
-    can_give: bool = True
-
-
-class Steal(NamedTuple):
-    """Unstarted rows to take from a replica: whole groups where possible, see `choose_rows`."""
-
-    replica_id: int
-    max_rows: int
-    max_cost: int
-
-
-def choose_steal(pulling: Sequence[ReplicaWork], others: Iterable[ReplicaWork]) -> Steal | None:
-    """Choose half of the rows of the replica with the most unstarted ones, where another has none.
-
-    The cost is limited to half of the difference between both, so that they end together. None
-    where nobody is idle, or nobody has two rows to share.
-    """
-    if all(replica.num_held for replica in pulling):
-        return None
-    givers = [replica for replica in others if replica.can_give and replica.num_unstarted > 1]
-    if not givers:
-        return None
-    victim = max(givers, key=lambda replica: replica.num_unstarted)
-    least = min(replica.cost for replica in pulling)
-    return Steal(victim.replica_id, victim.num_unstarted // 2, (victim.cost - least) // 2)
 
 
 @dataclass(slots=True)

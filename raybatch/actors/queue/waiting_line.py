@@ -40,12 +40,17 @@ class PrefixAffinity:
         """Return all groups of which a replica is known: those that are live, and the others."""
         return self._live.keys(), self._past.keys()
 
-    def start(self, replica_id: int, started: Iterable[tuple[int, int]]) -> None:
-        """Note groups that a replica had no rows of, each with the tokens of its prefix."""
+    def start(
+        self, replica_id: int, started: Iterable[tuple[int, int]], *, is_computed: bool = True
+    ) -> None:
+        """Note groups that a replica had no rows of, each with the tokens of its prefix.
+
+        The prefix of a row that comes with its KV is not computed once more.
+        """
         for group, prefix_len in started:
             self._past.pop(group, None)
             replica_ids = self._live.setdefault(group, [])
-            if replica_ids:
+            if replica_ids and is_computed:
                 self.num_cuts += 1
                 self.cut_tokens += prefix_len
             replica_ids.append(replica_id)

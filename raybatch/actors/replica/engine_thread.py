@@ -10,15 +10,38 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from raybatch.actors.queue.pulling import Lead, OpenRows, room_for
 from raybatch.actors.queue.stealing import choose_rows
 from raybatch.actors.wire.records import Room
 from raybatch.backends.base import Backend
-from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
+from raybatch.records.types import (
+    Capacity,
+    Completion,
+    ReplicaStats,
+    Request,
+    RowProgress,
+    SequenceState,
+)
 
 _T = TypeVar("_T")
+
+# of an engine that has not started
+NO_CAPACITY = Capacity(kv_tokens=0, max_model_len=0, max_num_seqs=0, block_size=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RowStates:
+    """A row between two engines: its unfinished samples, and those that have finished."""
+
+    states: tuple[SequenceState, ...]
+    finished: tuple[Completion, ...] = ()
+
+    @property
+    def request(self) -> Request:
+        return self.states[0].request
 
 
 class EngineEndedError(RuntimeError):
@@ -50,6 +73,7 @@ class EngineThread:
         self._rows = OpenRows()
         # as the thread has read them last
         self.stats = ReplicaStats()
+        self.capacity = NO_CAPACITY
         # requests that the engine took since then
         self._num_in_hand = 0
         self._is_asking = False
@@ -90,6 +114,39 @@ class EngineThread:
     def begun(self, min_new_tokens: int) -> Future[list[SequenceState]]:
         """Return running sequences with so many tokens that were not returned here before."""
         return self._call(lambda backend: backend.begun(min_new_tokens))
+
+    def progress(self) -> Future[RowProgress]:
+        return self._call(lambda backend: backend.progress())
+
+    def peek(
+        self, request_id: int, from_block: int, max_blocks: int
+    ) -> Future[SequenceState | None]:
+        """Copy blocks of a running row, see `Backend.peek`."""
+        return self._call(lambda backend: backend.peek(request_id, from_block, max_blocks))
+
+    def reserve(self, request_id: int, num_blocks: int) -> Future[bool]:
+        return self._call(lambda backend: backend.reserve(request_id, num_blocks))
+
+    def receive(self, state: SequenceState) -> Future[bool]:
+        return self._call(lambda backend: backend.receive(state))
+
+    def depart(self, request_id: int, from_block: int | None) -> Future[RowStates | None]:
+        """Take a row out with what its samples have so far; None where it has ended."""
+        return self._call(lambda backend: self._depart(backend, request_id, from_block))
+
+    def forget(self, request_id: int) -> Future[None]:
+        return self._call(lambda backend: backend.forget(request_id))
+
+    def go_on(self, row: RowStates) -> None:
+        """Go on with a row that has left an engine, this one or another."""
+        request_id = row.request.request_id
+        with self._changed:
+            self._incoming.append(row.request)
+            self._begun[request_id] = row.states
+            self._rows.add([row.request])
+            if row.finished:
+                self._samples[request_id] = list(row.finished)
+            self._changed.notify()
 
     def abort(self, first_id: int, last_id: int) -> Future[None]:
         """Drop the requests with ids in this range, both ends included, wherever they are.
@@ -160,6 +217,7 @@ class EngineThread:
             self._started.set_exception(error)
             return
         self._set_lead(capacity)
+        self.capacity = capacity
         self._started.set_result(capacity)
         try:
             while self._step(backend):
@@ -206,6 +264,7 @@ class EngineThread:
         stats, capacity = backend.stats(), backend.capacity()
         with self._changed:
             self._set_lead(capacity)
+            self.capacity = capacity
             num_before = len(self._finished)
             for completion in completions:
                 self._gather(completion)
@@ -228,6 +287,17 @@ class EngineThread:
                 self._rows.give_back(request_id)
         backend.submit([r for r in unstarted if r.request_id not in ids])
         return list(ids)
+
+    def _depart(
+        self, backend: Backend, request_id: int, from_block: int | None
+    ) -> RowStates | None:
+        states = backend.depart(request_id, from_block)
+        if not states:
+            return None
+        with self._changed:
+            finished = self._samples.pop(request_id, [])
+            self._rows.close(request_id)
+        return RowStates(tuple(states), tuple(finished))
 
     def _drop(self, backend: Backend, first_id: int, last_id: int) -> None:
         with self._changed:

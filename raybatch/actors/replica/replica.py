@@ -6,14 +6,26 @@ import logging
 import traceback
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 from raybatch.actors.coordinator.counters import ReplicaMetrics
 from raybatch.actors.queue.pulling import HEARTBEAT_S, LEAD_STEPS, MIN_NEW_TOKENS, REPORT_EVERY_S
 from raybatch.actors.replica.engine_thread import EngineThread
+from raybatch.actors.replica.moving import MovingRows
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
 from raybatch.actors.wire.begun import encode_begun, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
-from raybatch.actors.wire.records import Assignment, FailedStart, Place, PoolSpec, Pulse
+from raybatch.actors.wire.records import (
+    ROW_BITS,
+    ROW_MASK,
+    Assignment,
+    FailedStart,
+    MoveStep,
+    Place,
+    PoolSpec,
+    Progress,
+    Pulse,
+)
 from raybatch.backends.base import Backend
 from raybatch.backends.registry import create_backend, type_of
 from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
@@ -21,9 +33,8 @@ from raybatch.records.types import Completion, Request, SequenceState
 from raybatch.redaction import redacted
 from raybatch.telemetry.providers import flush
 
-# request id = batch id << 32 | row
-_ROW_BITS = 32
-_ROW_MASK = (1 << _ROW_BITS) - 1
+# progress of rows is sent so often where none waits in the engine
+_PROGRESS_EVERY_S = 0.5
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +66,9 @@ class Replica:
         # batches that were dropped since the last pull, whose answer may still carry their rows
         self._dropped: set[int] = set()
         self._engine: EngineThread | None = None
+        self._moving: MovingRows | None = None
         self._is_fetching = False
+        self._progress: Progress | None = None
 
     async def start(self, num_engines_on_host: int) -> FailedStart | None:
         """Build the engine; return why it could not be built, if so."""
@@ -73,6 +86,7 @@ class Replica:
             trace = "" if is_own else redacted("".join(traceback.format_exception(error)))
             cause = one_line(error_text(error))
             return FailedStart(cause=cause, is_final=is_permanent(error), trace=trace)
+        self._moving = MovingRows(self._engine, self._site)
         _logger.info("replica %d is ready: %s", self._replica_id, capacity)
         return None
 
@@ -83,7 +97,10 @@ class Replica:
         engine = self._engine
         if engine is None:
             raise RuntimeError("Replica.run was called before Replica.start")
-        reports = [asyncio.create_task(self._report(engine, coordinator))]
+        reports = [
+            asyncio.create_task(self._report(engine, coordinator)),
+            asyncio.create_task(self._follow(engine)),
+        ]
         if self._spec.pool.keep_tokens_every_s is not None:
             keeping = self._report_begun(engine, coordinator, self._spec.pool.keep_tokens_every_s)
             reports.append(asyncio.create_task(keeping))
@@ -118,7 +135,7 @@ class Replica:
         if self._engine is None:
             return []
         ids = await asyncio.wrap_future(self._engine.give_back(max_rows, max_cost))
-        rows = [(request_id >> _ROW_BITS, request_id & _ROW_MASK) for request_id in ids]
+        rows = [(request_id >> ROW_BITS, request_id & ROW_MASK) for request_id in ids]
         for batch_id, _ in rows:
             self._close_row(batch_id)
         return rows
@@ -127,9 +144,16 @@ class Replica:
         """Drop the rows of a row batch, also those on their way; return when none runs."""
         self._dropped.add(batch_id)
         self._open.pop(batch_id, None)
-        if self._engine is not None:
-            first_id = batch_id << _ROW_BITS
-            await asyncio.wrap_future(self._engine.abort(first_id, first_id + _ROW_MASK))
+        if self._engine is not None and self._moving is not None:
+            await self._moving.drop(batch_id)
+            first_id = batch_id << ROW_BITS
+            await asyncio.wrap_future(self._engine.abort(first_id, first_id + ROW_MASK))
+
+    async def move(self, step: MoveStep, *args: Any) -> Any:  # noqa: ANN401 - of each step
+        """Take one step of a move, a method of `MovingRows`."""
+        if self._moving is None:
+            raise RuntimeError("a row was moved before Replica.start")
+        return await getattr(self._moving, step)(*args)
 
     def _build(self, num_engines: int) -> Backend:
         obey_log_level()  # before anything is chosen
@@ -165,7 +189,7 @@ class Replica:
                 spans = _read(batch, assignment)
                 requests += spans
                 if assignment.begun is not None:
-                    by_row = {r.request_id & _ROW_MASK: r for _, of_span in spans for r in of_span}
+                    by_row = {r.request_id & ROW_MASK: r for _, of_span in spans for r in of_span}
                     begun |= sequence_states(by_row, assignment.begun)
         requests.sort(key=lambda of_span: of_span[0])
         engine.submit([request for _, of_span in requests for request in of_span], begun)
@@ -211,9 +235,9 @@ class Replica:
                 continue
             of_batch: dict[int, list[SequenceState]] = defaultdict(list)
             for state in await asyncio.wrap_future(engine.begun(MIN_NEW_TOKENS)):
-                of_batch[state.request.request_id >> _ROW_BITS].append(state)
+                of_batch[state.request.request_id >> ROW_BITS].append(state)
             progress = [
-                (batch_id, encode_begun([s.request.request_id & _ROW_MASK for s in states], states))
+                (batch_id, encode_begun([s.request.request_id & ROW_MASK for s in states], states))
                 for batch_id, states in of_batch.items()
             ]
             if progress:
@@ -222,17 +246,26 @@ class Replica:
     async def _send(self, engine: EngineThread, coordinator: Handle) -> None:
         by_batch: dict[int, list[Completion]] = defaultdict(list)
         for completion in engine.collect():
-            by_batch[completion.request_id >> _ROW_BITS].append(completion)
+            by_batch[completion.request_id >> ROW_BITS].append(completion)
         results = []
         for batch_id, samples in by_batch.items():
-            rows = [completion.request_id & _ROW_MASK for completion in samples]
+            rows = [completion.request_id & ROW_MASK for completion in samples]
             results.append((batch_id, encode_completions(rows, samples)))
             for _ in set(rows):
                 self._close_row(batch_id)
         stats = engine.stats
         self._metrics.update(stats)
         pulse = self._pulse(engine, stats.num_steps)
-        await coordinator.report.remote(self._replica_id, results, stats, pulse)
+        progress, self._progress = self._progress, None
+        await coordinator.report.remote(self._replica_id, results, stats, pulse, progress)
+
+    async def _follow(self, engine: EngineThread) -> None:
+        """Learn now and then how far rows are, for the next report, where none waits."""
+        while True:
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+            if not engine.is_idle() and engine.stats.num_waiting <= 1:
+                rows = await asyncio.wrap_future(engine.progress())
+                self._progress = Progress(rows=rows, capacity=engine.capacity)
 
     def _pulse(self, engine: EngineThread, num_steps: int) -> Pulse:
         if engine.is_idle():
@@ -262,7 +295,7 @@ class Replica:
 def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]]:
     """Return the requests of each span with its place in the pull, and count them as open."""
     places = range(len(work.spans)) if work.places is None else work.places
-    first_id = work.batch_id << _ROW_BITS
+    first_id = work.batch_id << ROW_BITS
     requests, start = [], 0
     for place, span in zip(places, work.spans, strict=True):
         num_rows = span.stop - span.start

@@ -86,6 +86,12 @@ class ReplicaSite(Protocol):
     async def fetch(self, ref: Any) -> Requests | None:  # noqa: ANN401
         """Return a request table; None where it is gone."""
 
+    def share(self, value: object) -> Any:  # noqa: ANN401
+        """Return a reference to something that another replica will read."""
+
+    async def shared(self, ref: Any) -> Any:  # noqa: ANN401
+        """Return what another replica shares; raises where it is gone with that."""
+
     async def die(self) -> None:
         """End the replica at once, as a crash does; does not return."""
 

@@ -12,12 +12,17 @@ import pyarrow as pa
 
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.records.types import Sampling
+from raybatch.records.types import Capacity, RowProgress, Sampling
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
+# what a replica is asked to do about a row that moves, a method of `MovingRows`
+MoveStep = Literal["peek", "reserve", "receive", "depart", "arrive", "begin", "stay", "release"]
 Activity = Literal["nothing", "fetching", "steps", "endpoint"]
 # a table of `columns.REQUEST_SCHEMA`, and what its column `sampling` points into
 Requests = tuple[pa.Table, tuple[Sampling, ...]]
+# request id = batch id << ROW_BITS | row
+ROW_BITS = 32
+ROW_MASK = (1 << ROW_BITS) - 1
 # wide enough that two different rows never have one key
 TWIN_KEY_BYTES = 16
 
@@ -195,6 +200,32 @@ class Pulse(NamedTuple):
 
     num_steps: int = 0
     busy_with: Activity = "nothing"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Progress:
+    """What one replica decodes, and what it has room for beside that."""
+
+    rows: RowProgress
+    capacity: Capacity
+
+
+class Piece(NamedTuple):
+    """Copies of whole blocks of a row that goes on; without any, `refs` is empty."""
+
+    refs: list[Any]
+    # block at which the next copy begins
+    next_block: int
+    # whole blocks behind it
+    num_missing: int
+    num_bytes: int
+
+
+class LeftRow(NamedTuple):
+    """A row that has stopped at a replica: a reference to its states, and its tokens so far."""
+
+    refs: list[Any]
+    begun: pa.RecordBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
+from raybatch.backends.base import RecomputingBackend
 from raybatch.backends.openai import body as bodies
 from raybatch.backends.openai import http, pace
 from raybatch.backends.openai.options import OpenAIOptions, headers_of
@@ -43,7 +44,7 @@ _PROBE_S = 30.0
 _logger = logging.getLogger(__name__)
 
 
-class OpenAIBackend:
+class OpenAIBackend(RecomputingBackend):
     """Follows the `Backend` protocol over HTTP; what was sent cannot be moved, only sent again."""
 
     def __init__(

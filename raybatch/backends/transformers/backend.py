@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raybatch.backends.base import progress_of
 from raybatch.backends.intake import IntakeBackend
 from raybatch.backends.transformers.options import TransformersOptions
 from raybatch.config import EngineConfig
@@ -30,7 +31,14 @@ from raybatch.engine.sequences.table import completion_of
 from raybatch.errors import ConfigError, UnreachableError, error_text
 from raybatch.models.config import merge_eos
 from raybatch.models.source import resolve_model
-from raybatch.records.types import Capacity, Completion, ReplicaStats, SequenceState, TokenIds
+from raybatch.records.types import (
+    Capacity,
+    Completion,
+    ReplicaStats,
+    RowProgress,
+    SequenceState,
+    TokenIds,
+)
 from raybatch.text.stopping import LazyTokenizer, StopChecker
 
 logger = logging.getLogger(__name__)
@@ -175,6 +183,9 @@ class TransformersBackend(IntakeBackend):
                 running.num_reported = len(running.tokens)
                 states.append(running.exported())
         return states
+
+    def progress(self) -> RowProgress:
+        return progress_of((r.state.request, len(r.tokens)) for r in self._running.values())
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)

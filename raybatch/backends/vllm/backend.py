@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from raybatch.backends.base import progress_of
 from raybatch.backends.intake import IntakeBackend
 from raybatch.backends.vllm.requests import (
     Answer,
@@ -43,6 +44,7 @@ from raybatch.records.types import (
     FinishReason,
     ReplicaStats,
     Request,
+    RowProgress,
     Sampling,
     SequenceState,
     Task,
@@ -104,6 +106,13 @@ class VllmBackend(IntakeBackend):
                 sequence.num_reported = num_tokens
                 states.append(sequence.state(self._engine.progress(key)))
         return states
+
+    def progress(self) -> RowProgress:
+        return progress_of(
+            (s.request, len(s.tokens_before) + self._engine.num_tokens(key))
+            for key, s in self._inside.items()
+            if self._has_started(s)
+        )
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
         wanted = set(request_ids)

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import SwappedKV
-from raybatch.engine.sequences.table import Sequence
 from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey, SequenceKV, block_checksums
 from raybatch.records.types import SequenceState, TokenIds
@@ -34,12 +33,11 @@ class KVOwner(Protocol):
     def read_blocks(self, block_ids: Ints) -> npt.NDArray[Any]: ...
 
 
-def export_state(record: Sequence, place: SwappedKV | None, owner: KVOwner) -> SequenceState:
-    """Return a sequence that does not run any more, with copies of its exact KV at `place`.
+def state_with_kv(state: SequenceState, place: SwappedKV | None, owner: KVOwner) -> SequenceState:
+    """Return a sequence with copies of its exact KV at `place`.
 
     What was rounded, or computed from such, stays behind: another engine computes it.
     """
-    state = record.state()
     key = owner.kv_key if place is not None else None
     if place is None or key is None:
         return state

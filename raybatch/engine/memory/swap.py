@@ -125,7 +125,7 @@ class SwapSpace:
         write_blocks: Callable[[npt.NDArray[Any], Ints], None] = lambda *_: None,
     ) -> None:
         self.counters = SwapCounters()
-        self._write_blocks = write_blocks
+        self.write_blocks = write_blocks
         self._block_size, self._choice = block_size, choice
         # by whether they round
         self._tiers = {
@@ -191,7 +191,7 @@ class SwapSpace:
         num_tokens -= start * self._block_size
         try:
             if kept.rows is not None:
-                self._write_blocks(kept.rows[places], np.array(blocks, np.int64))
+                self.write_blocks(kept.rows[places], np.array(blocks, np.int64))
             else:
                 host_ids = kept.host_blocks[places].astype(np.int64)
                 copier = self._tiers[kept.is_rounded].copier

@@ -7,6 +7,7 @@ where that pays (`swap`), else its tokens are computed again.
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import chain
 from types import MappingProxyType
 
 import numpy as np
@@ -16,6 +17,7 @@ from raybatch.engine.memory.swap import SwapSpace
 from raybatch.engine.scheduling.admission import Admission
 from raybatch.engine.scheduling.chunks import Chunks, DraftRoom
 from raybatch.engine.scheduling.waiting import Need, Needs, WaitingQueue
+from raybatch.engine.sequences.arrivals import Arrivals
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
 from raybatch.engine.sequences.forks import PromptFork, PromptForks
 from raybatch.engine.sequences.groups import PrefixGroups
@@ -69,6 +71,7 @@ class Scheduler:
         self._swap = swap or SwapSpace(table.block_size)
         # KV of preempted sequences that was copied to host memory and back
         self.moves = self._swap.counters
+        self.arrivals = Arrivals(blocks, self._swap.write_blocks)
         self._has_cache = enable_prefix_caching
         self._groups = PrefixGroups(blocks, keep_cached=enable_prefix_caching)
         self.forks = PromptForks(blocks, keep_cached=enable_prefix_caching)
@@ -90,6 +93,7 @@ class Scheduler:
     def add(self, record: Sequence) -> None:
         """Queue a sequence; one that has started goes before all that have not."""
         record.group = self._groups.join(record.request)
+        self.arrivals.settle(record, has_cache=self._has_cache)
         self._enqueue(record)
 
     def waiting(self) -> list[Sequence]:
@@ -102,12 +106,13 @@ class Scheduler:
         return taken
 
     def kv_places(
-        self, request_ids: set[int], *, once: bool = False
+        self, request_ids: set[int], *, from_block: int = 0, once: bool = False
     ) -> dict[int, SwappedKV | None]:
         """Return where the sequences of these requests have their KV, by arrival.
 
-        With `once`, leading blocks that an earlier one of them has are left out of those that find
-        them again where all go on in this order.
+        That of running ones is asked for from a block on. With `once`, leading blocks that an
+        earlier one of them has are left out of those that find them again where all go on in this
+        order.
         """
         table, places = self.table, {record.arrival: record.swapped for record in self._queue}
         running = np.flatnonzero(table.phase != EMPTY)
@@ -115,7 +120,7 @@ class Scheduler:
         for slot in running[np.argsort(table.arrival[running])].tolist():
             record = table.record(slot)
             if record.request.request_id in request_ids:
-                first = self._num_found_again(slot, is_taken) if once else 0
+                first = self._num_found_again(slot, is_taken) if once else from_block
                 # the last one comes along, and with it how far the row has been computed
                 first = min(
                     first, max(0, -(-int(table.num_computed[slot]) // table.block_size) - 1)
@@ -207,7 +212,8 @@ class Scheduler:
     def check(self) -> None:
         running = np.flatnonzero(self.table.phase != EMPTY).tolist()
         tables = [self.table.blocks(slot) for slot in running]
-        self.blocks.check([*tables, *self._groups.tables(), *self.forks.tables()])
+        others = (self._groups.tables(), self.forks.tables(), self.arrivals.tables())
+        self.blocks.check([*tables, *chain.from_iterable(others)])
         waiting, records = self.waiting(), [self.table.record(slot) for slot in running]
         self._groups.check(record.group for record in (*waiting, *records))
         self.forks.check(waiting)

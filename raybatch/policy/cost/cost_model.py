@@ -70,6 +70,7 @@ class CostModel:
     shared_read_s: float  # per shared KV token and step
     fit_error: float  # root mean square of the relative errors over the measured steps
     limits: EngineLimits
+    start_s: float = 0.0  # of an engine in a process that is there; 0 where it was not measured
 
     def __post_init__(self) -> None:
         if len(self.token_s) != len(self.knots) + 1:
@@ -77,7 +78,7 @@ class CostModel:
                 f"a cost model with {len(self.knots)} knots has {len(self.token_s)} slopes; it "
                 "needs one more than knots"
             )
-        for cost in (*self._costs(), self.fit_error):
+        for cost in (*self._costs(), self.fit_error, self.start_s):
             if not 0 <= cost < float("inf"):
                 raise ConfigError(f"a cost model has a cost of {cost}")
 

@@ -1,0 +1,164 @@
+"""What the coordinator knows of its replicas, as `plan_pool` takes it; no Ray, no clock."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.replicas.replica_set import Member
+from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Progress
+from raybatch.policy.pool.rates import StepRates
+from raybatch.policy.pool.snapshot import PoolSnapshot, ReplicaSnapshot, RowMove, RunningRows
+from raybatch.records.arrays import Floats, Ints
+from raybatch.records.types import ReplicaStats
+
+# of a link between replicas, how much the latest copy counts
+_LATEST = 0.3
+# a row that outgrew what was expected of it is taken to go on for this part of what it has
+_OUTGROWN = 1 / 8
+
+
+class _Row(NamedTuple):
+    """A row that moves, with its tokens when that was planned."""
+
+    move: RowMove
+    num_tokens: int
+    left: float
+
+
+@dataclass(slots=True)
+class _Known:
+    """The last report of a replica, and what it said of its rows."""
+
+    stats: ReplicaStats
+    progress: Progress | None = None
+    # until it reports again, its count of unstarted rows is stale
+    is_stale: bool = False
+    # rows that came since it last said which it has
+    come: dict[int, _Row] = field(default_factory=dict)
+
+
+class PoolView:
+    """Follows the reports of all replicas and the moves between them, and makes snapshots."""
+
+    def __init__(self, queue: RowQueue) -> None:
+        self.rates = StepRates()
+        self._queue = queue
+        self._known: dict[int, _Known] = {}
+        self._moving: dict[int, _Row] = {}
+        self._bytes_per_s: float | None = None
+
+    def heard(self, replica_id: int, stats: ReplicaStats, progress: Progress | None) -> None:
+        """Take a report; what was said of rows holds until they are told anew."""
+        self.rates.note(replica_id, stats)
+        before = self._known.get(replica_id)
+        known = self._known[replica_id] = _Known(stats, progress)
+        if progress is None and before is not None:
+            known.progress, known.come = before.progress, before.come
+
+    def forget(self, replica_id: int) -> None:
+        self._known.pop(replica_id, None)
+        self.rates.forget(replica_id)
+
+    def note_stale(self, replica_id: int) -> None:
+        """Note that rows are taken from a replica, so that its last report is wrong."""
+        if replica_id in self._known:
+            self._known[replica_id].is_stale = True
+
+    def note_copy(self, num_bytes: int, seconds: float) -> None:
+        """Take the time of a copy of KV from one replica to another."""
+        if num_bytes and seconds > 0:
+            rate = num_bytes / seconds
+            known = rate if self._bytes_per_s is None else self._bytes_per_s
+            self._bytes_per_s = (1 - _LATEST) * known + _LATEST * rate
+
+    def begin_move(self, move: RowMove, rows: RunningRows) -> None:
+        """Count a row at the replica that it goes to."""
+        (place,) = np.flatnonzero(rows.ids == move.row_id)
+        row = _Row(move, int(rows.tokens[place]), float(rows.left[place]))
+        self._moving[move.row_id] = row
+
+    def end_move(self, move: RowMove, *, has_moved: bool) -> None:
+        row = self._moving.pop(move.row_id)
+        if has_moved and (known := self._known.get(move.target)) is not None:
+            known.come[move.row_id] = row
+
+    def num_moves(self, replica_id: int) -> int:
+        """Return the rows that are on their way from a replica or to it."""
+        moves = [row.move for row in self._moving.values()]
+        return sum(replica_id in (move.source, move.target) for move in moves)
+
+    def snapshot(
+        self, members: Iterable[Member], pulling: Collection[int], *, with_rows: bool
+    ) -> PoolSnapshot:
+        """Return the state of the pool; `with_rows` takes a look at each row that runs."""
+        return PoolSnapshot(
+            replicas=tuple(self._replica(m, with_rows) for m in members if m.is_ready),
+            pulling=frozenset(pulling),
+            has_waiting=self._queue.has_waiting(),
+            bytes_per_s=self._bytes_per_s,
+        )
+
+    def _replica(self, member: Member, with_rows: bool) -> ReplicaSnapshot:
+        replica_id = member.replica_id
+        load = self._queue.load(replica_id)
+        known = self._known.get(replica_id, _Known(member.stats))
+        plain = ReplicaSnapshot(
+            replica_id=replica_id,
+            num_held=load.num_rows,
+            cost=load.cost,
+            num_unstarted=known.stats.num_waiting,
+            can_give=not known.is_stale and not load.is_testing,
+            speed=self.rates.speed(replica_id),
+        )
+        if not with_rows or known.progress is None:
+            return plain
+        rows, capacity = self._rows(replica_id, known), known.progress.capacity
+        num_tokens = sum(row.num_tokens for row in self._coming(replica_id, known))
+        num_used = round(known.stats.kv_used_fraction * capacity.kv_tokens) + num_tokens
+        return replace(
+            plain,
+            seconds=self.rates.seconds(replica_id),
+            rows=rows,
+            free_kv_tokens=max(0, capacity.kv_tokens - num_used),
+            free_seqs=max(0, capacity.max_num_seqs - len(rows)),
+            kv_token_bytes=capacity.kv_token_bytes,
+            num_moves=self.num_moves(replica_id),
+        )
+
+    def _rows(self, replica_id: int, known: _Known) -> RunningRows:
+        """Return what a replica decodes as far as it is its own still, and what comes to it."""
+        assert known.progress is not None, "a replica that tells its rows"
+        told = known.progress.rows
+        left = self._left(replica_id, told.request_ids, told.num_generated)
+        is_leaving = np.isin(told.request_ids, list(self._moving))
+        is_here = (left > 0) & ~is_leaving
+        _, first, counts = np.unique(told.request_ids, return_inverse=True, return_counts=True)
+        can_move = (counts[first] == 1) & (told.num_generated > 0)
+        coming = self._coming(replica_id, known)
+        return RunningRows(
+            ids=np.append(told.request_ids[is_here], [r.move.row_id for r in coming]).astype("i8"),
+            tokens=np.append(told.num_tokens[is_here], [r.num_tokens for r in coming]).astype("i8"),
+            left=np.append(left[is_here], [r.left for r in coming]).astype("f8"),
+            can_move=np.append(can_move[is_here], np.zeros(len(coming))).astype(bool),
+        )
+
+    def _coming(self, replica_id: int, known: _Known) -> list[_Row]:
+        under_way = [r for r in self._moving.values() if r.move.target == replica_id]
+        told = set() if known.progress is None else set(known.progress.rows.request_ids.tolist())
+        come = [row for row_id, row in known.come.items() if row_id not in told | {*self._moving}]
+        return [*under_way, *come]
+
+    def _left(self, replica_id: int, ids: Ints, num_generated: Ints) -> Floats:
+        """Return the tokens that sequences have to come, 0 where a row is not there any more."""
+        left = np.zeros(len(ids))
+        batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
+        for batch_id in np.unique(batch_ids).tolist():
+            (places,) = np.nonzero(batch_ids == batch_id)
+            expected = self._queue.expected_outputs(replica_id, batch_id, rows[places])
+            has = num_generated[places]
+            more = np.maximum(expected - has, np.maximum(1.0, has * _OUTGROWN))
+            left[places] = np.where(expected > 0, more, 0.0)
+        return left

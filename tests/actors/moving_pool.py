@@ -1,0 +1,221 @@
+"""A pool of engines of this process whose rows a test moves, and which fail where it says."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+import numpy as np
+
+from raybatch.actors.coordinator.coordinator import Coordinator
+from raybatch.actors.executors.calls import CallHandle, PeerDiedError, PeerError
+from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.replica.engine_thread import EngineEndedError
+from raybatch.actors.replica.replica import Replica
+from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.submitting import make_submission
+from raybatch.actors.wire.columns import combine_results, request_table
+from raybatch.actors.wire.records import Place, PoolSpec
+from raybatch.backends.native import NativeBackend
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.policy.pool.snapshot import PoolPlan, RowMove
+from raybatch.telemetry.metrics import metrics_of_process
+from tests.actors.pools import handle_of
+from tests.engine.test_forks import make
+
+BLOCK = 4
+
+
+class PacedBackend(NativeBackend):
+    """Steps no faster than the loop of the test can follow."""
+
+    def poll(self):
+        time.sleep(0.002)
+        return super().poll()
+
+
+class MovingReplica(Replica):
+    """A replica whose engine computes tokens by a rule, with KV that tells what it is of."""
+
+    def _build(self, num_engines):
+        engine, _ = make(block_size=BLOCK, max_num_seqs=16, num_blocks=900)
+        self.engine = engine
+        return PacedBackend(engine)
+
+
+class Side:
+    """One replica on the loop of the test, as the coordinator sees it."""
+
+    def __init__(self, spec, replica_id, script):
+        self.metrics = metrics_of_process()
+        self.replica_id = replica_id
+        self.replica = MovingReplica(spec, replica_id, self)
+        self.dead = asyncio.Event()
+        self._script = script
+
+    @property
+    def actor(self):
+        return CallHandle(lambda name, *args: asyncio.create_task(self._call(name, *args)))
+
+    def place(self):
+        return Place(self.replica_id)
+
+    def settle(self, spec):
+        pass
+
+    async def fetch(self, ref):
+        return ref
+
+    def share(self, value):
+        return value
+
+    async def shared(self, ref):
+        return ref
+
+    async def die(self):
+        self.dead.set()
+        await asyncio.Event().wait()
+
+    def end(self):
+        self.dead.set()
+        self.replica.close_soon()
+
+    async def _call(self, name, *args):
+        if name == "move":
+            self._script(self, args[0], "before")
+        if self.dead.is_set():
+            raise PeerDiedError("it was killed")
+        if name == "run":
+            return await self._run(*args)
+        if name == "place":
+            return self.place()
+        try:
+            answer = await getattr(self.replica, name)(*args)
+        except EngineEndedError as error:
+            raise PeerError(str(error)) from error
+        if name == "move":
+            self._script(self, args[0], "after")
+        if self.dead.is_set():
+            raise PeerDiedError("it was killed")
+        return answer
+
+    async def _run(self, coordinator):
+        running = asyncio.create_task(self.replica.run(coordinator))
+        dead = asyncio.create_task(self.dead.wait())
+        await asyncio.wait({running, dead}, return_when=asyncio.FIRST_COMPLETED)
+        if not self.dead.is_set():
+            return await running
+        running.cancel()
+        raise PeerDiedError("it was killed")
+
+
+class MovingSite:
+    died = (PeerDiedError,)
+    failed = (PeerError,)
+
+    def __init__(self, script):
+        self.metrics = metrics_of_process()
+        self.owner = None
+        self.sides = {}
+        self._script = script
+
+    def coordinator(self):
+        def begin(name, *args):
+            return asyncio.create_task(getattr(self.owner, name)(*args))
+
+        return CallHandle(begin)
+
+    def keep(self, requests):
+        return requests
+
+    def start(self, spec, plan, rank, replica_id, *, avoid=()):
+        self.sides[replica_id] = Side(spec, replica_id, self._script)
+        return self.sides[replica_id]
+
+    async def make_room(self, wanted):
+        pass
+
+    async def shortage(self, plan, pool):
+        return ""
+
+
+class OnThisLoop:
+    """Stands for the loop of local pools, in whose place the test's own one runs them."""
+
+    def handle(self, target):
+        return CallHandle(lambda name, *args: asyncio.create_task(getattr(target, name)(*args)))
+
+
+def pool_of_processes(folder, num_replicas):
+    """Return a pool of native engines, each in a process of its own."""
+    spec = PoolSpec(
+        model=str(folder),
+        backend=BackendConfig(kind="native"),
+        engine=EngineConfig(
+            device="cpu", dtype="float32", block_size_tokens=8, kv_cache_bytes=32 << 20
+        ),
+        pool=PoolConfig(replicas=num_replicas, max_row_crashes=9),
+    )
+    return MovingPool(num_replicas=num_replicas, site=LocalSite(OnThisLoop()), spec=spec)
+
+
+class MovingPool:
+    """A coordinator and its replicas; `moves` begins one move as the plan of a pool does."""
+
+    def __init__(self, *, num_replicas=2, script=lambda *_: None, site=None, spec=None):
+        self.site = site or MovingSite(script)
+        if spec is None:
+            spec = handle_of(pool={"replicas": num_replicas, "max_row_crashes": 9}).spec
+        self.spec = spec
+        plan = Placement(
+            num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
+        )
+        self.coordinator = Coordinator(self.spec, plan, self.site)
+        self.site.owner = self.coordinator
+        self.queue = self.coordinator._queue
+        self.levelling = self.coordinator._levelling
+
+    @property
+    def counters(self):
+        return self.levelling.counters
+
+    def move(self, row_id, source, target, *, with_kv=True):
+        """Begin a move of a row that a replica runs, if it does."""
+        snapshot = self.snapshot()
+        rows = {r.replica_id: r.rows for r in snapshot.replicas}
+        if rows.get(source) is None or row_id not in rows[source].ids:
+            return
+        plan = PoolPlan(moves=(RowMove(row_id, source, target, with_kv),))
+        self.levelling._begin_moves(plan, snapshot)
+
+    def snapshot(self):
+        members = self.coordinator._replicas.members
+        return self.levelling.view.snapshot(members.values(), (), with_rows=True)
+
+    def move_at_random(self, generator):
+        """Begin a move of some running row to some other replica."""
+        known = [
+            r for r in self.snapshot().replicas if r.rows is not None and r.rows.can_move.any()
+        ]
+        ids = [m.replica_id for m in self.coordinator._replicas.members.values() if m.is_ready]
+        if not known or len(ids) < 2:
+            return
+        source = generator.choice(known)
+        row_id = int(generator.choice(source.rows.ids[source.rows.can_move].tolist()))
+        target = generator.choice([i for i in ids if i != source.replica_id])
+        self.move(row_id, source.replica_id, target, with_kv=generator.random() < 0.7)
+
+    async def generate(self, prompts, samplings, meanwhile):
+        """Run rows to their end, and `meanwhile` beside them; return completions by row."""
+        seeds = np.zeros(len(prompts), np.uint64)
+        table = request_table([str(i) for i in range(len(prompts))], prompts, seeds=seeds)
+        submission = make_submission(table, samplings, "c", self.spec.engine)
+        doing = asyncio.create_task(meanwhile(self))
+        answer = await self.coordinator.generate(submission, (table, samplings))
+        while answer.status == "pending":
+            answer = await self.coordinator.collect(submission.token)
+        doing.cancel()
+        with suppress(asyncio.CancelledError):
+            await doing
+        assert answer.status == "done", answer.cause
+        await self.coordinator.shutdown()
+        return combine_results(answer.results, answer.attempts)

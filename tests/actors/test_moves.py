@@ -1,0 +1,291 @@
+"""Rows that move between replicas while they run: one holder, equal tokens, whatever fails when."""
+
+import asyncio
+import os
+import random
+import signal
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from raybatch.actors.wire.columns import decode_completions
+from raybatch.actors.wire.records import MoveStep
+from raybatch.records.types import Sampling
+from tests.actors.moving_pool import MovingPool, pool_of_processes
+from tests.engine.fakes import run_all
+from tests.engine.real_engines import Engines, requests_of
+from tests.engine.test_forks import answer, make_request
+from tests.engine.tiny_models import build
+from tests.tiers import pairs
+
+
+@pytest.fixture(autouse=True)
+def told_often(monkeypatch):
+    """Rows of these engines live for less than a second."""
+    monkeypatch.setattr("raybatch.actors.replica.replica._PROGRESS_EVERY_S", 0.01)
+
+
+NUM_ROWS = 10
+PROMPTS = [np.arange(i, 20 + 2 * i, dtype=np.int32) for i in range(NUM_ROWS)]
+LONG = Sampling(max_tokens=150)
+
+
+def expected(prompts, sampling=LONG):
+    requests = [
+        make_request(i, prompt, max_tokens=sampling.max_tokens) for i, prompt in enumerate(prompts)
+    ]
+    return [answer(r, sample) for r in requests for sample in range(sampling.n)]
+
+
+def run(pool, meanwhile, *, prompts=PROMPTS, sampling=LONG):
+    """Run rows to their end while others move; return tokens and attempts by row."""
+
+    async def whole():
+        async with asyncio.timeout(100):
+            return await pool.generate(prompts, (sampling,), meanwhile)
+
+    results = asyncio.run(whole())
+    tokens = [c.token_ids.tolist() for c in decode_completions(results)]
+    return tokens, results["attempts"].to_pylist()
+
+
+def check_holders(pool):
+    """Each row is held by one living replica, or waits, and the loads are those of the rows."""
+    queue, members = pool.queue, pool.coordinator._replicas.members
+    counted = dict.fromkeys(members, 0)
+    for batch in queue._batches.values():
+        for replica_id in batch.holders():
+            assert replica_id in members
+            counted[replica_id] += len(batch.held_by(replica_id))
+    for replica_id, num_rows in counted.items():
+        assert queue.load(replica_id).num_rows == num_rows
+
+
+async def until(is_there):
+    while not is_there():
+        await asyncio.sleep(0.002)
+
+
+def running(pool, replica_id):
+    """Return the rows that a replica has told to run, which have tokens of their own."""
+    for replica in pool.snapshot().replicas:
+        if replica.replica_id == replica_id and replica.rows is not None:
+            return replica.rows.ids[replica.rows.can_move].tolist()
+    return []
+
+
+def first_move(*, with_kv=True, told=lambda source, target: None):
+    """Return what moves the first row that some replica tells to the other, once."""
+
+    async def meanwhile(pool):
+        await until(lambda: len(pool.snapshot().replicas) == 2)
+        await until(lambda: running(pool, 1) or running(pool, 2))
+        source, target = (1, 2) if running(pool, 1) else (2, 1)
+        told(source, target)
+        pool.move(running(pool, source)[0], source, target, with_kv=with_kv)
+
+    return meanwhile
+
+
+@pytest.mark.parametrize("with_kv", [True, False])
+def test_a_row_that_moved_has_its_tokens_and_one_attempt(with_kv):
+    pool = MovingPool()
+    tokens, attempts = run(pool, first_move(with_kv=with_kv))
+    assert expected(PROMPTS) == tokens
+    assert [1] * NUM_ROWS == attempts
+    assert (pool.counters.num_moved, pool.counters.num_failed) == (1, 0)
+    stats = [side.replica.engine.stats() for side in pool.site.sides.values()]
+    num_recomputed = sum(of_one.num_recomputed_tokens for of_one in stats)
+    num_carried = sum(of_one.num_carried_tokens for of_one in stats)
+    assert (num_recomputed == 0, num_carried > 0) == (with_kv, with_kv)
+
+
+def test_a_row_with_samples_that_have_ended_moves_with_them():
+    """Samples end one after the other; those of a row that have ended travel with the others."""
+    pool = MovingPool()
+
+    async def meanwhile(pool):
+        generator = random.Random(5)
+        while True:
+            await asyncio.sleep(0.01)
+            pool.move_at_random(generator)
+
+    sampling = Sampling(max_tokens=60, n=3)
+    tokens, _ = run(pool, meanwhile, prompts=PROMPTS[:4], sampling=sampling)
+    assert expected(PROMPTS[:4], sampling) == tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_random_moves_change_no_token_and_keep_one_holder(seed, num_replicas):
+    pool = MovingPool(num_replicas=num_replicas)
+
+    async def meanwhile(pool):
+        generator = random.Random(seed)
+        while True:
+            await asyncio.sleep(0.005)
+            pool.move_at_random(generator)
+            check_holders(pool)
+
+    tokens, attempts = run(pool, meanwhile)
+    assert expected(PROMPTS) == tokens
+    assert [1] * NUM_ROWS == attempts
+    assert pool.counters.num_moved > 0
+    for side in pool.site.sides.values():
+        side.replica.engine.check()
+
+
+STEPS = get_args(MoveStep)
+
+
+class Killer:
+    """Ends one side of the first move at one of its steps."""
+
+    def __init__(self, step, when, victim):
+        self.is_done = False
+        self._step, self._when, self._victim = step, when, victim
+        self.replica_ids = {}
+        self.sides = {}
+
+    def told(self, source, target):
+        self.replica_ids = {"source": source, "target": target}
+
+    def __call__(self, side, step, when):
+        if not self.is_done and (step, when) == (self._step, self._when):
+            self.is_done = True
+            self.sides[self.replica_ids[self._victim]].dead.set()
+
+
+@pytest.mark.parametrize(
+    ("step", "when", "victim"),
+    pairs([s for s in STEPS if s not in ("stay",)], ["before", "after"], ["source", "target"]),
+)
+def test_a_death_at_any_step_of_a_move_changes_nothing(step, when, victim):
+    killer = Killer(step, when, victim)
+    pool = MovingPool(script=killer)
+    killer.sides = pool.site.sides
+
+    async def meanwhile(pool):
+        await first_move(told=killer.told)(pool)
+        while True:
+            check_holders(pool)
+            await asyncio.sleep(0.005)
+
+    tokens, _ = run(pool, meanwhile)
+    assert expected(PROMPTS) == tokens
+    assert killer.is_done
+    for side in pool.site.sides.values():
+        side.replica.engine.check() if not side.dead.is_set() else None
+
+
+class Refuser:
+    """Lets the target refuse one step of the first move."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, side, step, when):
+        if step == self.step and when == "before":
+            moving = side.replica._moving
+            setattr(moving, step, self._refused(getattr(moving, step)))
+
+    @staticmethod
+    def _refused(method):
+        async def refused(*args):
+            return False
+
+        return refused
+
+
+@pytest.mark.parametrize("step", ["reserve", "receive"])
+def test_a_target_that_has_no_room_leaves_the_row_where_it_is(step):
+    pool = MovingPool(script=Refuser(step))
+    tokens, attempts = run(pool, first_move())
+    assert expected(PROMPTS) == tokens
+    assert [1] * NUM_ROWS == attempts
+    assert (pool.counters.num_moved, pool.counters.num_failed) == (0, 1)
+    stats = [side.replica.engine.stats() for side in pool.site.sides.values()]
+    assert [0, 0] == [of_one.num_recomputed_tokens for of_one in stats]
+
+
+def test_rows_of_a_cancelled_batch_that_move_are_dropped_at_both_sides():
+    pool = MovingPool()
+
+    async def whole():
+        async with asyncio.timeout(60):
+            task = asyncio.create_task(pool.generate(PROMPTS, (LONG,), cancelling))
+            with pytest.raises(AssertionError):
+                await task
+
+    async def cancelling(pool):
+        for _ in range(3):
+            await first_move()(pool)
+        await asyncio.sleep(0)
+        pool.coordinator._mailbox.drop_rows(0)
+        await until(lambda: not any(pool.levelling.view.num_moves(r) for r in (1, 2)))
+        await until(lambda: not any(pool.queue.load(r).num_rows for r in (1, 2)))
+        for side in pool.site.sides.values():
+            assert not side.replica._moving._left
+            assert not side.replica._moving._come
+            await until(lambda side=side: not side.replica.engine.num_unfinished())
+            side.replica.engine.check()
+            assert side.replica.engine.stats().kv_used_fraction == 0.0
+        pool.coordinator._mailbox.fail(0, "the test is over")
+
+    asyncio.run(whole())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3")
+    build("qwen3").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Tokens of rows that one engine computes."""
+    engine = Engines(folder)
+    made = engine.make(engine.config(block_size_tokens=8))
+    made.add(requests_of(LONG_PROMPTS, max_tokens=250))
+    return [tokens for _, tokens in sorted(run_engine(made).items())]
+
+
+LONG_PROMPTS = [list(range(3 + i, 60 + 9 * i)) for i in range(6)]
+
+
+def run_engine(engine):
+    return {key: c.token_ids.tolist() for key, c in run_all(engine, check=False).items()}
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "kills"),
+    [(2, False), pytest.param(3, True, marks=pytest.mark.slow)],
+    ids=["two", "three-and-a-death"],
+)
+def test_moves_between_processes_keep_the_tokens_of_one_engine(
+    folder, alone, num_replicas, kills, monkeypatch
+):
+    pool = pool_of_processes(folder, num_replicas)
+
+    async def meanwhile(pool):
+        generator, is_killed = random.Random(num_replicas), not kills
+        while True:
+            await asyncio.sleep(0.02)
+            pool.move_at_random(generator)
+            check_holders(pool)
+            if not is_killed and pool.counters.num_moved >= 3:
+                is_killed = True
+                await kill_one(pool)
+
+    prompts = [np.array(prompt, np.int32) for prompt in LONG_PROMPTS]
+    tokens, _ = run(pool, meanwhile, prompts=prompts, sampling=Sampling(max_tokens=250))
+    assert alone == tokens
+    assert pool.counters.num_moved > 0
+    assert pool.counters.num_bytes > 0
+
+
+async def kill_one(pool):
+    state = await pool.coordinator.state()
+    os.kill(state.pids[0], signal.SIGKILL)
