@@ -138,6 +138,7 @@ class StepSimulator:
         waits: whether rows wait for memory, as they do in an engine on this device.
         expected: output tokens that the engine expects of each row; None leaves it to learn them.
         limit: output tokens that it allows each row; None allows no more than it generates.
+        likely: output lengths that come with the rows, as those of a pool that has seen others.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class StepSimulator:
         waits: bool = True,
         expected: Ints | None = None,
         limit: int | None = None,
+        likely: tuple[int, ...] = (),
     ) -> None:
         self.rows, self.device = rows, device
         simulated = SimulatedRows(
@@ -159,6 +161,7 @@ class StepSimulator:
             group=np.where(rows.prefix > 0, rows.group, ALONE),
             prefix=rows.prefix // block_size * block_size,
             expected=rows.output if device.reserves_outputs else expected,
+            likely=likely,
         )
         limits = EngineLimits(
             kv_tokens=device.kv_tokens // block_size * block_size,

@@ -17,6 +17,7 @@ from raybatch.explanation.record import TimeEstimate
 from raybatch.planning.store import write_plan
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
+from raybatch.records.types import QuantileCoverage
 from raybatch.report import ErrorCount, RunReport, read_report, report_of
 from raybatch.report.history import History, RunRecord, Sample, UnitTime
 from raybatch.report.record import report_path
@@ -200,6 +201,12 @@ def test_nothing_of_a_report_is_markup():
         assert "<script" not in page
 
 
+def quantile(share, num_rows, num_below, num_at_most):
+    return QuantileCoverage(
+        share=share, num_rows=num_rows, num_below=num_below, num_at_most=num_at_most
+    )
+
+
 def make_run(**changes):
     samples = tuple(
         Sample(
@@ -210,6 +217,7 @@ def make_run(**changes):
             generated_tokens=10 * i,
             num_ready=2,
             engines=((0, 0.5, 1.0), (1, 1.0, 1.0)),
+            length_coverage=(quantile(0.5, 10 * i, 4 * i, 5 * i),),
         )
         for i in range(1, 5)
     )
@@ -235,6 +243,38 @@ def test_a_report_says_how_engines_of_the_last_run_ran():
     lines = make_report(history=History(runs=(again,))).to_text().splitlines()
     assert "engine: b (1 engine); chosen or forecast anew 3 times before" in lines
     assert "engine:" not in make_report(history=History(runs=(make_run(),))).to_text()
+
+
+def coverage_lines(*coverages):
+    runs = [
+        make_run(samples=(Sample(end_s=1.0, seconds=1.0, length_coverage=coverage),))
+        for coverage in coverages
+    ]
+    report = make_report(history=History(runs=tuple(runs)))
+    return [line for line in report.to_text().splitlines() if line.startswith("output lengths")]
+
+
+def test_a_report_says_how_many_outputs_were_as_long_as_predicted():
+    first = (quantile(0.1, 150, 12, 18), quantile(0.9, 150, 140, 140))
+    second = (quantile(0.1, 50, 8, 10), quantile(0.9, 50, 44, 44))
+    assert coverage_lines(first, (), second) == [
+        "output lengths: of 200 outputs, within the predicted length of 10.0 %: 10.0 % to 14.0 %, "
+        "of 90.0 %: 92.0 %"
+    ]
+
+
+def test_shares_of_few_predictions_are_not_told():
+    assert coverage_lines((quantile(0.5, 99, 50, 50),)) == []
+    assert len(coverage_lines((quantile(0.5, 100, 50, 50),))) == 1
+
+
+def test_the_page_tells_coverage_beside_the_lengths():
+    run = make_run(
+        samples=(Sample(end_s=1.0, seconds=1.0, length_coverage=(quantile(0.5, 100, 50, 50),)),)
+    )
+    lengths = Histogram.of(np.array([3, 30, 300]))
+    page = make_report(history=History(runs=(run,)), output_lengths=lengths).to_html()
+    assert "within the predicted length of 50.0 %: 50.0 %" in page.split("<h2>Lengths</h2>")[1]
 
 
 def test_a_page_shows_time_engines_lengths_errors_and_runs():

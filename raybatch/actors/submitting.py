@@ -55,11 +55,21 @@ def make_submission(
         prompt_tokens=prompt_lengths(table),
         max_new_tokens=max_new_tokens(table, samplings),
         expected_new_tokens=expected_new_tokens(table, samplings),
+        num_samples=_sample_counts(table, samplings),
         copies=copies,
         twin_keys=twin_keys,
         groups=_row_groups(table, client) if planned else None,
         block_keys=row_keys(table, engine.block_size_tokens).blocks if has_keys else None,
     )
+
+
+def _sample_counts(table: pa.Table, samplings: Sequence[Sampling]) -> npt.NDArray[np.int32] | None:
+    """Return the samples of each row, int32 [rows]; None where each has one."""
+    counts = np.array([s.n for s in samplings], np.int32)
+    if (counts == 1).all():
+        return None
+    of_rows: npt.NDArray[np.int32] = counts[to_numpy(table["sampling"], np.int32)]
+    return of_rows
 
 
 def _row_groups(table: pa.Table, client: str) -> RowGroups:

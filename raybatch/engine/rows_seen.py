@@ -21,8 +21,8 @@ _NUM_LENGTHS = 64
 class RowsSeen:
     """Lengths of the latest rows: prompts as far as they are computed, and outputs.
 
-    A row counts with the output that its plan expects, else with those of rows that ended, else
-    with its bound. What members of a prefix group share counts once.
+    A row counts with the output that its plan expects, else with those of rows that ended, here or
+    elsewhere in the pool, else with its bound. What members of a prefix group share counts once.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -32,6 +32,8 @@ class RowsSeen:
         self._group_ids: deque[int] = deque(maxlen=_NUM_SEEN)
         self._outputs: deque[tuple[int, bool]] = deque(maxlen=_NUM_SEEN)  # and whether it is known
         self._ended: deque[int] = deque(maxlen=_NUM_SEEN)
+        # what came with rows, of those that ended elsewhere
+        self._likely: deque[int] = deque(maxlen=_NUM_SEEN)
         # the latest, in order
         self._groups: dict[int | None, None] = {}
         self._ids: dict[int | None, None] = {}
@@ -62,6 +64,7 @@ class RowsSeen:
                 self._group_ids.append(request.group_id)
             self._shared.append(is_shared * request.prefix_len)
             self._prompts.append(max(1, num_prompt - self._shared[-1]))
+            self._likely.extend(request.likely_output_lens)
             self._outputs.append(((expected or max_len) - num_prompt, expected is not None))
         return longest
 
@@ -72,8 +75,8 @@ class RowsSeen:
         """Return what rows to come are like; there must have been one."""
         outputs = [length for length, is_known in self._outputs if is_known]
         if not outputs:
-            ended = list(self._ended)
-            outputs = ended if len(ended) >= _MIN_ENDED else [n for n, _ in self._outputs]
+            ended = self._ended if len(self._ended) >= _MIN_ENDED else self._likely
+            outputs = list(ended or (n for n, _ in self._outputs))
         lengths = output_sample(np.maximum(1.0, outputs), _NUM_LENGTHS)
         prompts, shared = np.array(self._prompts, float), np.array(self._shared, float)
         pairs = prompts * (shared + (prompts + 1) / 2)

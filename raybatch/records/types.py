@@ -20,6 +20,8 @@ Task = Literal["generate", "embed", "classify", "score"]
 TokenIds = npt.NDArray[np.int32]
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
 Vector = npt.NDArray[np.float32]
+# lengths that stand for a distribution
+TokenLengths = tuple[int, ...]
 # ids of likely tokens in one place, and their log-probabilities
 TokenLogprobs = tuple[TokenIds, Vector]
 
@@ -193,6 +195,8 @@ class Request:
     """Tokens of the prompt that the whole group shares."""
     expected_output_len: int | None = None
     """None where nothing is known."""
+    likely_output_lens: TokenLengths = ()
+    """Ascending, of rows like this one, each of an equal share of them; () where none are known."""
     payload: Mapping[str, Any] = field(default_factory=dict)
     """What some backends need with tokens, or in their place, see `raybatch.records.payload`."""
 
@@ -334,6 +338,16 @@ class ReplicaStats(TokenCounts):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QuantileCoverage:
+    """How many outputs were below, and at most, the length that this share was not to exceed."""
+
+    share: float
+    num_rows: int
+    num_below: int
+    num_at_most: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OpenUnit:
     """A unit of commit that is at work."""
 
@@ -392,5 +406,7 @@ class PoolStats(TokenCounts):
     """Units of commit that feeders have written."""
     num_open_units: int = 0
     """Units of commit that are at work."""
+    length_coverage: tuple[QuantileCoverage, ...] = ()
+    """Of output lengths that were predicted when rows were handed out."""
     oldest_unit: OpenUnit | None = None
     """The one that has taken longest."""

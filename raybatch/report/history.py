@@ -14,7 +14,7 @@ import numpy as np
 
 from raybatch.durable.run_log import read_events, run_ids
 from raybatch.durable.stores import Store
-from raybatch.records.types import TokenCounts
+from raybatch.records.types import QuantileCoverage, TokenCounts
 
 # begins the end of a run that a limit has ended
 STOPPED = "stopped by "
@@ -37,7 +37,8 @@ class Sample(TokenCounts):
 
     So do cost, restarts of engines, those of engines that hung, rows that moved from one engine to
     another with their KV, and preemptions; `kv` is the share of the caches that is in use,
-    `engines` rank, seconds at work and seconds ready of each engine in this stretch.
+    `engines` rank, seconds at work and seconds ready of each engine in this stretch,
+    `length_coverage` how good predicted output lengths were so far.
     """
 
     end_s: float
@@ -54,6 +55,7 @@ class Sample(TokenCounts):
     moved_kv_bytes: int = 0
     preemptions: int = 0
     engines: tuple[tuple[int, float, float], ...] = ()
+    length_coverage: tuple[QuantileCoverage, ...] = ()
 
     @property
     def busy_s(self) -> float:
@@ -224,7 +226,8 @@ class _Samples:
     def add(self, event: Event) -> None:
         values = {one.name: event[one.name] for one in fields(Sample) if one.name in event}
         engines = tuple((int(r), float(b), float(s)) for r, b, s in event.get("engines", ()))
-        sample = Sample(**values | {"engines": engines})
+        coverage = tuple(QuantileCoverage(**one) for one in event.get("length_coverage", ()))
+        sample = Sample(**values | {"engines": engines, "length_coverage": coverage})
         if 0 < self._num_in_last < self._num_each:
             self.kept[-1] = _merged(self.kept[-1], sample)
             self._num_in_last += 1

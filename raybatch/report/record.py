@@ -22,6 +22,7 @@ from raybatch.prefix.histogram import Histogram
 from raybatch.records.types import TokenCounts
 from raybatch.report.history import History, RunRecord
 from raybatch.report.show import (
+    coverage_facts,
     end_of,
     idle_facts,
     lanes_of,
@@ -186,7 +187,7 @@ class RunReport(TokenCounts):
             notes = (f"{full(more)} more are in report.json",) if more > 0 else ()
             sections.append(Section(title="Files left out", table=table, notes=notes))
         sections += time_sections(self.history)
-        sections += length_section(self.prompt_lengths, self.output_lengths)
+        sections += length_section(self.prompt_lengths, self.output_lengths, self.history)
         if self.history.runs:
             sections.append(run_section(self.history))
         return tuple(sections)
@@ -281,6 +282,7 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
         ("speed", speed),
         ("time", seconds),
         *idle_facts(lanes_of(report.history)),
+        *coverage_facts(report.history),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
         ("replicas", f"{report.replicas}{where}, {_restarts(report)}{_moves(report)}"),
         *(("engine", line) for line in ([] if last is None else _ways_of(last))),

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -101,6 +101,7 @@ class Sampler:
             "moved": max(0, stats.num_moved_rows - first.num_moved_rows),
             "moved_kv_bytes": max(0, stats.moved_kv_bytes - first.moved_kv_bytes),
             "preemptions": self._preemptions,
+            "length_coverage": [asdict(one) for one in stats.length_coverage],
             "engines": [
                 [rank, self._busy[rank], ready_s] for rank, ready_s in sorted(self._ready.items())
             ],

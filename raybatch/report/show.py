@@ -1,6 +1,7 @@
 """What runs did, as sections of a document."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -15,6 +16,8 @@ from raybatch.report.history import History, RunRecord, Sample
 _PARTS = ("at work", "cold start", "starvation", "tail")
 _MAX_LANES = 16
 _MAX_CELLS = 160
+# outputs from which on shares of them say something
+_MIN_PREDICTED = 100
 # beyond 3 times of what nearly all units take, and worth a look
 _SLOW_FACTOR, _SLOW_S = 3.0, 1.0
 
@@ -150,14 +153,35 @@ def time_sections(history: History) -> tuple[Section, ...]:
     return (timeline, engines, *_unit_sections(history, starts))
 
 
-def length_section(prompts: Histogram, outputs: Histogram) -> tuple[Section, ...]:
+def coverage_facts(history: History) -> tuple[tuple[str, str], ...]:
+    """Return how good the lengths were that the pool predicted; none where they were few.
+
+    Where many rows had just the predicted length, as where a limit ends them, a share is a range.
+    """
+    num_rows, below, at_most = Counter[float](), Counter[float](), Counter[float]()
+    for one in (one for run in history.runs for one in run.last.length_coverage):
+        num_rows[one.share] += one.num_rows
+        below[one.share] += one.num_below
+        at_most[one.share] += one.num_at_most
+    most = max(num_rows.values(), default=0)
+    if most < _MIN_PREDICTED:
+        return ()
+    texts = []
+    for share, total in sorted(num_rows.items()):
+        ends = dict.fromkeys(percent(some[share] / total) for some in (below, at_most))
+        texts.append(f"of {percent(share)}: {' to '.join(ends)}")
+    facts = f"of {full(most)} outputs, within the predicted length {', '.join(texts)}"
+    return (("output lengths", facts),)
+
+
+def length_section(prompts: Histogram, outputs: Histogram, history: History) -> tuple[Section, ...]:
     if not (prompts.counts or outputs.counts):
         return ()
     figures = (
         Figure(title="Prompts", svg=draw_histogram(prompts, x_name="prompt tokens")),
         Figure(title="Outputs", svg=draw_histogram(outputs, x_name="generated tokens")),
     )
-    return (Section(title="Lengths", figures=figures),)
+    return (Section(title="Lengths", facts=coverage_facts(history), figures=figures),)
 
 
 def _bands(history: History, starts: list[float]) -> tuple[Band, ...]:

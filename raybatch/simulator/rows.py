@@ -22,6 +22,7 @@ class SimulatedRows:
         output: tokens that each generates, at least 1; no decision sees them.
         max_tokens: that decisions see, at least the output.
         expected: output tokens that they see as well; None where nothing is known.
+        likely: output lengths of others that come with each row, see `Request`.
         group: prefix groups, `ALONE` for a row without one.
         prefix: tokens that the whole group shares.
     """
@@ -32,6 +33,7 @@ class SimulatedRows:
     group: Ints
     prefix: Ints
     expected: Ints | None = None
+    likely: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -93,6 +95,7 @@ class SimulatedRows:
             sampling=_sampling(int(self.max_tokens[row])),
             group_id=None if group == ALONE else group,
             prefix_len=prefix,
+            likely_output_lens=self.likely,
             expected_output_len=None if self.expected is None else int(self.expected[row]),
         )
 

@@ -117,6 +117,18 @@ def test_an_empty_table_gives_an_empty_table(shared):
     assert generate(shared, table_of([]), (SAMPLING,)).num_rows == 0
 
 
+def test_a_pool_predicts_how_long_later_rows_become(own):
+    handle = own(lengths="hash")
+    sampling = Sampling(max_tokens=50)
+    assert generate(handle, table_of(prompts_of(400)), (sampling,)).num_rows == 400
+    before = handle.stats().length_coverage
+    num_before = before[0].num_rows if before else 0
+    generate(handle, table_of(prompts_of(300)), (sampling,))
+    tenth, half, _ = handle.stats().length_coverage
+    assert tenth.num_rows == half.num_rows == num_before + 300
+    assert tenth.num_below <= half.num_below <= half.num_at_most <= half.num_rows
+
+
 def test_every_sample_of_a_row_comes_out(shared):
     results = generate(shared, table_of(prompts_of(3)), (Sampling(max_tokens=2, n=2),))
     assert results["row"].to_pylist() == [0, 0, 1, 1, 2, 2]

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,8 @@ class Model:
         # by row, the replica that it is to leave; and all moves that have not ended
         self.moving = {}
         self.moves = []
+        # what is expected of rows that were weighed anew
+        self.new = {}
 
     def add_batch(self):
         if self.to_come:
@@ -154,6 +157,16 @@ class Model:
         if is_under_way:
             del self.moving[moved]
 
+    def reweigh(self, batch_id, new):
+        """Weigh the rows of a batch anew; those that are held keep what they cost."""
+        num_rows = 1 + max((row for b, row in self.rows if b == batch_id), default=-1)
+        held = {row for rows in self.held.values() for row in rows}
+        if batch_id not in self.dropped and num_rows > 0:
+            all_rows = len(self.queue._batches[batch_id].output)
+            self.queue.reweigh([(batch_id, np.full(all_rows, new))])
+            waiting = {(batch_id, row) for row in range(all_rows)} - held
+            self.new |= dict.fromkeys(waiting, new)
+
     def add_control(self):
         if not self.queue.has_control():
             batch_id = next(self._next_id)
@@ -170,6 +183,9 @@ class Model:
         assert self.queue.has_control() or not self.controls
         for replica_id, rows in self.held.items():
             self._check_cost(replica_id, rows)
+        line = self.queue._line
+        for each in (line.fresh, *line._own.values()):
+            self._check_line(each)
 
     def _check_cost(self, replica_id, rows):
         """The cost is what the rows have for themselves, and the prefix of each group once."""
@@ -187,12 +203,20 @@ class Model:
             for row, group, prefix_len in zip(numbers, ids, lens, strict=True):
                 known = self.groups[batch_id, row]
                 # the model's controls are of batches of their own, and of no group
-                length = 20 if known == "control" else OWN + NEW
+                prompt, new = (10, 10) if known == "control" else (OWN, NEW)
+                length = prompt + self.new.get((batch_id, row), new)
                 own += length + (0 if known in ("control", None) else PREFIX) - prefix_len
                 own += PREFIX if known is None and self._is_plain(batch_id) else 0
                 if group >= 0:
                     prefixes[group] = prefix_len
         assert own + sum(prefixes.values()) == self.queue.load(replica_id).cost
+
+    def _check_line(self, line):
+        """The sums over what waits are those of its rows."""
+        for bundle in line._bundles:
+            states = [(self.queue._batches[s.batch_id], s) for s in bundle.spans]
+            assert bundle.cost == sum(of.cost_between(s.start, s.stop) for of, s in states)
+        assert line.cost == sum(bundle.cost for bundle in line._bundles)
 
     def _is_plain(self, batch_id):
         return self.queue._batches[batch_id].keys is not None
@@ -235,6 +259,7 @@ def play(model, kind, number):
         lambda: model.end_move(number, is_commit=True),
         lambda: model.end_move(number, is_commit=False),
         lambda: model.move(replica_id, number),
+        lambda: model.reweigh(model.batch_ids[number % len(model.batch_ids)], (3, 24)[number % 2]),
     ]
     moves[kind]()
     model.check()
@@ -247,7 +272,7 @@ def histories(draw):
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=4, max_size=4))
     poison = draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=2))
     # without a least size most histories are five moves long
-    move = st.tuples(st.integers(0, 14), st.integers(0, 99))
+    move = st.tuples(st.integers(0, 15), st.integers(0, 99))
     moves = draw(st.lists(move, min_size=20, max_size=60))
     return (kinds, batches), poison, moves
 

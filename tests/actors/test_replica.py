@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 from raybatch.actors.executors.ray_pools import RaySite
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.wire.columns import request_table
-from raybatch.actors.wire.records import Assignment, PoolSpec, RowGroups, Span
+from raybatch.actors.wire.records import Assignment, LikelyLengths, PoolSpec, RowGroups, Span
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
-from raybatch.records.types import Completion, ReplicaStats, Sampling
+from raybatch.records.types import Completion, ReplicaStats, RowProgress, Sampling
 
 TIMEOUT_S = 20
 
@@ -129,6 +130,43 @@ def test_rows_of_several_batches_run_in_the_order_of_the_pull(run):
         return [(r.request_id >> 32, r.row_id, r.group_id, r.prefix_len) for r in submitted]
 
     assert [(7, "1", 9, 1), (8, "0", None, 0), (7, "0", None, 0)] == run(scene)
+
+
+def test_lengths_that_the_pool_knows_come_with_the_rows(run):
+    async def scene(replica, coordinator):
+        submitted = []
+        replica._engine.submit = lambda requests, begun: submitted.extend(requests)
+        likely = LikelyLengths(kinds=np.array([1, 0]), lengths=((), (3, 9)))
+        spans = (Span(7, 1, 2), Span(7, 0, 1))
+        known = Assignment(batch_id=7, refs=[table(2)], spans=spans, likely=likely)
+        await coordinator.answers.put([known])
+        await coordinator.asked.acquire()
+        return [(r.row_id, r.likely_output_lens) for r in submitted]
+
+    assert [("1", (3, 9)), ("0", ())] == run(scene)
+
+
+def test_the_tokens_so_far_of_rows_that_run_are_reported(run):
+    async def scene(replica, coordinator):
+        reports = []
+
+        async def report(replica_id, results, stats, pulse, progress):
+            reports.extend(filter(None, [progress]))
+
+        coordinator.report = Method(report)
+        # as of an engine at work on two samples of row 5
+        ids = np.array([(7 << 32) + 5, (7 << 32) + 5, 8 << 32])
+        told = RowProgress(request_ids=ids, num_tokens=ids, num_generated=np.array([3, 9, 1]))
+        progress = Future()
+        progress.set_result(told)
+        replica._engine.progress = lambda: progress
+        replica._engine.is_idle = lambda: False
+        while not reports:
+            await asyncio.sleep(0.02)
+        del replica._engine.is_idle
+        return reports[0].rows is told
+
+    assert run(scene)
 
 
 def test_a_replica_goes_on_after_an_abort(run):

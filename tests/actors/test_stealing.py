@@ -1,5 +1,7 @@
 """Which of its unstarted rows a replica gives back."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from raybatch.actors.queue.stealing import choose_rows
@@ -52,6 +54,13 @@ def test_no_group_is_cut_for_less_than_eight_prefixes():
 
 def test_what_is_given_stays_within_the_cost():
     assert [5, 6] == rows_given([None] * 7, {}, max_rows=5, max_cost=40)
+
+
+def test_rows_cost_what_is_likely_where_no_plan_expects_anything():
+    rows = [replace(row, likely_output_lens=(10, 30)) for row in rows_of([None] * 8, new=1000)]
+    assert 3 == len(choose_rows(rows, {}, max_rows=8, max_cost=3 * (10 + 20)))
+    planned = [replace(row, expected_output_len=80) for row in rows]
+    assert 1 == len(choose_rows(planned, {}, max_rows=8, max_cost=10 + 80))
 
 
 def test_members_between_other_rows_go_in_order_of_arrival():

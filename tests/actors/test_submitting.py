@@ -92,3 +92,10 @@ def test_rows_of_one_adapter_are_known_by_it_whatever_else_they_have():
     none, x, with_image, below = row_keys(table, BLOCK).adapters.tolist()
     assert (none, below, x) == (0, 0, with_image)
     assert x > 0
+
+
+def test_rows_with_several_samples_say_how_many():
+    samplings = (Sampling(max_tokens=9), Sampling(max_tokens=9, n=4))
+    table = request_table(["a", "b", "c"], PROMPTS, sampling=[0, 1, 0])
+    assert [1, 4, 1] == make_submission(table, samplings, "c", EngineConfig()).num_samples.tolist()
+    assert submitted().num_samples is None

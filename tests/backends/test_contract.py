@@ -419,6 +419,25 @@ def test_tokens_are_told_once(backend):
     assert [1, 0] == [len(backend.begun(3)), len(backend.begun(3))]
 
 
+def progress_of(backend):
+    progress = backend.progress()
+    return dict(zip(progress.request_ids, progress.num_generated, strict=True))
+
+
+@TELLING
+def test_running_rows_tell_how_many_tokens_they_have(backend):
+    backend.submit([request(i, max_tokens=9) for i in range(2)])
+    for _ in range(4):
+        backend.poll()
+    before = progress_of(backend)
+    backend.poll()
+    now = progress_of(backend)
+    assert {0, 1} == before.keys()
+    assert all(0 < before[row] < now[row] < 9 for row in now)
+    run(backend)
+    assert progress_of(backend) == {}
+
+
 def test_restored_rows_are_not_given_back(backend, other):
     backend.submit([request(1)])
     backend.poll()

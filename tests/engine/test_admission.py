@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,25 @@ def test_running_outputs_shorter_than_an_ended_one_say_nothing_about_it():
     assert expect(lengths_after([10], running=[9]), 0) == pytest.approx(10)
 
 
+def test_lengths_that_came_with_rows_count_until_outputs_end_here():
+    lengths = OutputLengths()
+    lengths.begin((10, 30))
+    lengths.begin((70,))
+    lengths.update(np.array([], np.int64))
+    assert expect(lengths, 0) == 20
+
+
+def test_lengths_that_come_after_an_output_has_ended_do_not_count():
+    lengths = lengths_after([10])
+    lengths.begin((70,))
+    lengths.update(np.array([], np.int64))
+    assert expect(lengths, 0) == 10
+
+
+def test_a_row_of_a_smaller_bound_is_expected_to_be_cut_off_there():
+    assert expect(lengths_after([10, 30, 90]), 0, 40) == pytest.approx((10 + 30 + 40) / 3)
+
+
 SEQUENCE = st.tuples(st.floats(0.5, 20), st.integers(1, 30))
 
 
@@ -65,7 +85,7 @@ def test_the_peak_is_that_of_a_step_by_step_simulation(sequences, more):
         forecast.add(size, left, 0)
 
 
-def simulate(lengths, *, full_step_tokens, max_tokens=100, prompt=12):
+def simulate(lengths, *, full_step_tokens, max_tokens=100, prompt=12, likely=()):
     """Run to the end; return the counters and the mean number of decodes per step."""
     num_blocks = 20 * (prompt + max_tokens) // 4
     scheduler = make_scheduler(
@@ -77,6 +97,7 @@ def simulate(lengths, *, full_step_tokens, max_tokens=100, prompt=12):
     )
     for i in range(len(lengths)):
         request = make_request(i, np.full(prompt, 1), max_tokens=max_tokens)
+        request = replace(request, likely_output_lens=likely)
         scheduler.add(
             Sequence(request=request, sample_idx=0, arrival=i, max_len=prompt + max_tokens)
         )
@@ -108,6 +129,12 @@ def test_few_tokens_are_computed_again_while_the_batch_stays_large(rng, kind):
 def test_steps_that_keep_a_sequence_waiting_are_counted():
     counters, _ = simulate(np.full(60, 100), full_step_tokens=0)
     assert counters.num_held_steps > 0
+
+
+def test_rows_known_to_be_short_do_not_wait_until_some_have_ended():
+    counters, _ = simulate(np.full(60, 2), full_step_tokens=0)
+    told, _ = simulate(np.full(60, 2), full_step_tokens=0, likely=(2,))
+    assert told.num_held_steps < counters.num_held_steps
 
 
 @pytest.mark.parametrize(("full_step_tokens", "is_held"), [(4, True), (math.inf, False)])

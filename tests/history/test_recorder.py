@@ -2,6 +2,7 @@
 
 import logging
 import uuid
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from raybatch.durable.run_log import beat, live_runs, read_events
 from raybatch.durable.storage import open_store
 from raybatch.errors import ConfigError, RowError
 from raybatch.planning.stored import StoredPlan
-from raybatch.records.types import PoolStats, ReplicaStats
+from raybatch.records.types import PoolStats, QuantileCoverage, ReplicaStats
 from raybatch.report.history import History, RunRecord, read_history, run_of, with_unlogged
 from raybatch.report.recorder import RunRecorder, Sampler, new_run_id
 from raybatch.stages.unit_writer import UnitReceipt
@@ -98,6 +99,17 @@ def test_a_log_that_cannot_be_read_is_left_out(store, caplog):
         pass
     assert events_of(UnreadableStore(store)) == []
     assert "cannot be read: PermissionError" in caplog.text
+
+
+def test_coverage_of_predicted_lengths_is_in_the_log(store):
+    clock, coverage = (
+        Clock(),
+        (QuantileCoverage(share=0.5, num_rows=100, num_below=40, num_at_most=60),),
+    )
+    with recorder_of(store, clock=clock) as recorder:
+        clock.now += 5
+        recorder.observe(replace(stats(), length_coverage=coverage))
+    assert run_of(events_of(store)).last.length_coverage == coverage
 
 
 def events_of(store, run_id="run-a"):

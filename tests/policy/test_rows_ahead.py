@@ -12,6 +12,7 @@ from raybatch.policy.cost.step_forecast import _mean_group
 from raybatch.policy.cost.work import work_totals
 from raybatch.policy.layer_plan import RowsAhead, RowShape
 from raybatch.policy.step_seconds import StepCounts
+from raybatch.records.types import Completion
 from tests.engine.fakes import make_request
 from tests.policy.test_choose_engine import facts
 
@@ -35,6 +36,15 @@ def seen(members):
     requests = [make_request(i, prompt, max_tokens=OUTPUT) for i in range(GROUPS * members)]
     rows.add(replace(r, group_id=r.request_id // members, prefix_len=PREFIX) for r in requests)
     return rows.ahead()
+
+
+def test_rows_are_as_long_as_those_that_ended_elsewhere_until_some_end_here():
+    rows = RowsSeen(4096)
+    requests = (make_request(i, [i, 1, 2], max_tokens=500) for i in range(4))
+    rows.add(replace(r, likely_output_lens=(10, 30)) for r in requests)
+    assert rows.ahead().shape.output_tokens == 20
+    rows.note([Completion(request_id=i, token_ids=np.zeros(70, np.int32)) for i in range(32)])
+    assert rows.ahead().shape.output_tokens == 70
 
 
 @pytest.mark.parametrize("members", [2, 3, 7, 16])

@@ -144,6 +144,8 @@ class Coordinator:
         member.stats = stats
         self._stuck.heard(replica_id, pulse)
         self._levelling.view.heard(replica_id, stats, progress)
+        if progress is not None:
+            self._mailbox.note_running(replica_id, progress.rows)
         for batch_id, batch_results in results:
             num_rows = self._mailbox.take(replica_id, batch_id, batch_results)
             member.num_finished_rows += num_rows

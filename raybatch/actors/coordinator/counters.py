@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raybatch.actors.coordinator.learned_lengths import Coverage
 from raybatch.actors.wire.records import Submission
 from raybatch.prefix.block_keys import BlockKeys, DistinctKeys
 from raybatch.records.types import TOKEN_COUNTS, OpenUnit, PoolStats, ReplicaStats
@@ -76,6 +77,7 @@ class ClientCounters:
     cost: float = 0.0
     max_tokens_left: int = 0
     sharing: Sharing = field(default_factory=Sharing)
+    coverage: Coverage = field(default_factory=Coverage)
     units_written: int = 0
     # no further unit of commit may start
     is_stopped: bool = False
@@ -142,6 +144,7 @@ class ClientCounters:
             **pool,
             **{name: getattr(self, name) for name in _REPORTED},
             errors=dict(self.errors),
+            length_coverage=self.coverage.quantiles(),
             num_units_written=self.units_written,
             num_open_units=len(self.open_units),
             oldest_unit=oldest,

@@ -37,7 +37,7 @@ class Levelling:
         spawn: Spawn,
         on_change: Callable[[], None],
     ) -> None:
-        self.view = PoolView(queue)
+        self.view = PoolView(queue, mailbox.lengths)
         self._moves = Moves(queue, mailbox, self.view, members, site.failed)
         self.counters = self._moves.counters
         self._queue, self._members, self._died = queue, members, site.died

@@ -15,13 +15,23 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raybatch.actors.coordinator.counters import ClientCounters
+from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.coordinator.twins import Twins, copied_results
 from raybatch.actors.queue.probation import Probation
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.begun import Begun
 from raybatch.actors.wire.columns import crash_error, encode_completions, has_error, row_numbers
-from raybatch.actors.wire.records import Answer, Assignment, Loss, RowCrashes, Span, Submission
-from raybatch.records.types import Completion
+from raybatch.actors.wire.records import (
+    ROW_BITS,
+    ROW_MASK,
+    Answer,
+    Assignment,
+    Loss,
+    RowCrashes,
+    Span,
+    Submission,
+)
+from raybatch.records.types import Completion, RowProgress
 
 # cancelled before they arrived; more calls than feeders may have in flight
 _MAX_CANCELLED = 10_000
@@ -69,6 +79,7 @@ class Mailbox:
     queue: RowQueue
     on_drop: Callable[[int, int], None]
     failure: tuple[int, str] | None = None
+    lengths: LearnedLengths = field(default_factory=LearnedLengths)
     clients: dict[str, ClientCounters] = field(default_factory=lambda: defaultdict(ClientCounters))
     _open: dict[int, OpenBatch] = field(default_factory=dict)
     _ids: dict[str, int] = field(default_factory=dict)
@@ -152,13 +163,13 @@ class Mailbox:
         if submission.name:
             self._named[submission.client, submission.name] = batch
         if self.failure is None:
-            expected = submission.expected_new_tokens
+            expected = self.lengths.open(batch.batch_id, submission)
             waiting, answered = self._twins.join(batch.batch_id, submission)
             known = np.array([row for row, _ in answered], np.intp)
             self.queue.add(
                 batch.batch_id,
                 submission.prompt_tokens,
-                submission.max_new_tokens if expected is None else expected,
+                expected,
                 groups=submission.groups,
                 keys=submission.block_keys,
                 strikes=submission.crashes,
@@ -222,8 +233,21 @@ class Mailbox:
             self._keep(batch, rows, results)
             good_rows = results.column("row").to_numpy()[~has_error(results)]
             if len(good_rows):
+                self._learn(batch, results)
                 self._probation.worked(batch.submission, int(good_rows[-1]))
         return len(rows)
+
+    def note_running(self, replica_id: int, progress: RowProgress) -> None:
+        """Learn from the tokens so far of rows that run on: outputs are longer than that."""
+        ids, places = np.unique(progress.request_ids, return_inverse=True)
+        # of a row with several samples, the longest
+        num_tokens = np.zeros(len(ids), np.int64)
+        np.maximum.at(num_tokens, places, progress.num_generated)
+        batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
+        for batch_id in np.unique(batch_ids).tolist():
+            of_batch = np.flatnonzero(batch_ids == batch_id)
+            of_batch = of_batch[self.queue.is_held(replica_id, batch_id, rows[of_batch])]
+            self.lengths.note_running(batch_id, rows[of_batch], num_tokens[of_batch])
 
     def note_begun(self, batch_id: int, tokens: pa.RecordBatch) -> None:
         """Keep tokens of rows that are not finished, for the next answer and the next replica."""
@@ -254,6 +278,7 @@ class Mailbox:
                     places=tuple(of_batch),
                     groups=self.queue.groups_of(batch_id, batch_spans),
                     begun=None if batch is None else batch.begun.of(rows),
+                    likely=self.lengths.likely(batch_id, batch_spans),
                 )
             )
         return assignments
@@ -340,6 +365,12 @@ class Mailbox:
             self._copy(self._open[batch_id], row, of_row)
         self._settle(batch)
 
+    def _learn(self, batch: OpenBatch, results: pa.RecordBatch) -> None:
+        """Learn how long outputs are, and weigh the rows that wait by what is known of it."""
+        client = batch.submission.client
+        self.lengths.note_finished(batch.batch_id, results, self.clients[client].coverage)
+        self.queue.reweigh(self.lengths.reweighed(client))
+
     def _copy(self, batch: OpenBatch, row: int, results: pa.RecordBatch) -> None:
         """Answer a row that no replica got with the results of another that is like it."""
         self.queue.close(batch.batch_id, row)
@@ -353,6 +384,7 @@ class Mailbox:
         rows = self.queue.rows_left(batch.batch_id)
         self.clients[batch.submission.client].dropped(batch.submission, rows)
         self.drop_rows(batch.batch_id)
+        self.lengths.close(batch.batch_id)
         for batch_id, row in self._twins.drop(batch.batch_id, batch.submission, rows.tolist()):
             self.queue.open(batch_id, row)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Progress
@@ -16,8 +17,6 @@ from raybatch.records.types import ReplicaStats
 
 # of a link between replicas, how much the latest copy counts
 _LATEST = 0.3
-# a row that outgrew what was expected of it is taken to go on for this part of what it has
-_OUTGROWN = 1 / 8
 
 
 class _Row(NamedTuple):
@@ -43,9 +42,9 @@ class _Known:
 class PoolView:
     """Follows the reports of all replicas and the moves between them, and makes snapshots."""
 
-    def __init__(self, queue: RowQueue) -> None:
+    def __init__(self, queue: RowQueue, lengths: LearnedLengths) -> None:
         self.rates = StepRates()
-        self._queue = queue
+        self._queue, self._lengths = queue, lengths
         self._known: dict[int, _Known] = {}
         self._moving: dict[int, _Row] = {}
         self._bytes_per_s: float | None = None
@@ -157,8 +156,8 @@ class PoolView:
         batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
         for batch_id in np.unique(batch_ids).tolist():
             (places,) = np.nonzero(batch_ids == batch_id)
-            expected = self._queue.expected_outputs(replica_id, batch_id, rows[places])
-            has = num_generated[places]
-            more = np.maximum(expected - has, np.maximum(1.0, has * _OUTGROWN))
-            left[places] = np.where(expected > 0, more, 0.0)
+            places = places[self._queue.is_held(replica_id, batch_id, rows[places])]
+            if batch_id in self._lengths and len(places):
+                more = self._lengths.expected_left(batch_id, rows[places], num_generated[places])
+                left[places] = np.maximum(1.0, more)
         return left

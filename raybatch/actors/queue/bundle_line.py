@@ -153,6 +153,14 @@ class BundleLine:
             if bundle.spans:
                 self.insert(bundle)
 
+    def reweigh(self) -> None:
+        """Sum up the cost of all bundles anew. O(spans in the line)."""
+        self.cost = 0
+        for bundle in self._bundles:
+            costs = (self._batches[s.batch_id].cost_between(s.start, s.stop) for s in bundle.spans)
+            bundle.cost = sum(costs)
+            self.cost += bundle.cost
+
     def take_all(self) -> list[Bundle]:
         bundles = list(self._bundles)
         self._bundles.clear()

@@ -21,6 +21,7 @@ more: a replica that looks empty is empty, and a row that dies alone was alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -255,15 +256,6 @@ class RowQueue:
         self._affinity.start(target_id, started, is_computed=not with_kv)
         return True
 
-    def expected_outputs(self, replica_id: int, batch_id: int, rows: npt.NDArray[np.intp]) -> Ints:
-        """Return the tokens that rows are expected to generate, all samples of a row together.
-
-        0 for rows that the replica does not hold.
-        """
-        if (batch := self._batches.get(batch_id)) is None:
-            return np.zeros(len(rows), np.int64)
-        return np.where(batch.is_held(replica_id, rows), batch.output[rows], 0)
-
     def release(self, replica_id: int) -> None:
         """Take all rows from a replica that was stopped, as if it had not got them.
 
@@ -298,6 +290,28 @@ class RowQueue:
             replica = self._replicas[replica_id]
             share = replica.aborting.pop(batch_id, Share(0, 0))
             self._affinity.end(replica_id, replica.remove(share))
+
+    def reweigh(self, new_tokens: Iterable[tuple[int, Ints]]) -> None:
+        """Expect other outputs of the waiting rows of some batches, each with those of all rows.
+
+        What replicas hold costs them what it did. Complexity: O(rows of these batches + spans in
+        the line).
+        """
+        num_changed = 0
+        for batch_id, expected in new_tokens:
+            if (batch := self._batches.get(batch_id)) is not None:
+                num_changed += batch.reweigh(expected)
+        if num_changed:
+            self._line.reweigh()
+
+    def is_held(
+        self, replica_id: int, batch_id: int, rows: npt.NDArray[np.integer[Any]]
+    ) -> npt.NDArray[np.bool_]:
+        """Return which rows of a batch a replica holds; none of one that is not in the queue."""
+        batch = self._batches.get(batch_id)
+        if batch is None:
+            return np.zeros(len(rows), np.bool_)
+        return batch.is_held(replica_id, rows.astype(np.intp))
 
     def is_done(self, batch_id: int) -> bool:
         return self._batches[batch_id].num_left == 0

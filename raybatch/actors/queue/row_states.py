@@ -13,6 +13,8 @@ from raybatch.records.arrays import Ints
 
 WAITING, HELD, DONE, MOVING = 0, 1, 2, 3
 ALONE = -1
+# an estimate of outputs that is off by less is left
+MIN_CHANGE = 1.25
 
 Rows = npt.NDArray[np.intp]
 
@@ -85,6 +87,21 @@ class RowStates:
         self.prefix[rows] = np.where(is_alone, 0, np.minimum(prefix, self.prompt[rows]))
         self.token_ends = start_offsets(self.prompt - self.prefix)
         self.cost_ends = start_offsets(self.prompt - self.prefix + self.output)
+
+    def reweigh(self, new_tokens: Ints) -> int:
+        """Expect other outputs of the rows that wait; return of how many.
+
+        Those that a replica holds keep theirs, so that what is taken off its load is what was put
+        on. Where all are off by less than a quarter, nothing changes.
+        """
+        is_waiting = self.state == WAITING
+        before, now = self.output[is_waiting], new_tokens[is_waiting]
+        ratio = np.maximum(now, 1) / np.maximum(before, 1)
+        if not ((ratio > MIN_CHANGE) | (ratio < 1 / MIN_CHANGE)).any():
+            return 0
+        self.output = np.where(is_waiting, new_tokens, self.output)
+        self.cost_ends = start_offsets(self.prompt - self.prefix + self.output)
+        return int(np.count_nonzero(before != now))
 
     def share(self, rows: Rows) -> Share:
         cost = int((self.cost_ends[rows + 1] - self.cost_ends[rows]).sum())

@@ -90,5 +90,7 @@ def _own_cost(request: Request) -> int:
 
 def _full_cost(request: Request) -> int:
     sampling, expected = request.sampling, request.expected_output_len
+    if expected is None and (likely := request.likely_output_lens):
+        expected = -(-sum(likely) // len(likely))
     output = sampling.max_tokens if expected is None else min(expected, sampling.max_tokens)
     return len(request.prompt_token_ids) + output * sampling.n

@@ -171,6 +171,11 @@ class WaitingLine:
         for line in (self.fresh, *self._own.values()):
             line.remove_batch(batch_id)
 
+    def reweigh(self) -> None:
+        """Sum up anew what waits, after the cost of rows has changed. O(spans in the line)."""
+        for line in (self.fresh, *self._own.values()):
+            line.reweigh()
+
     def take_at(self, place: float) -> Span:
         """Take out the row at a place between 0, the head, and 1, the last row."""
         row = round(place * (self.num_rows() - 1))

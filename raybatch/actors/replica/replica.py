@@ -33,8 +33,10 @@ from raybatch.records.types import Completion, Request, SequenceState
 from raybatch.redaction import redacted
 from raybatch.telemetry.providers import flush
 
-# progress of rows is sent so often where none waits in the engine
-_PROGRESS_EVERY_S = 0.5
+# of the first reports of how far rows are, and of later ones: many at first, when little is known
+_PROGRESS_EVERY_S, _PROGRESS_GROWTH = 0.1, 1.1
+# while rows wait in the engine, and where none does and rows may move
+_PROGRESS_AT_LEAST_EVERY_S, _PROGRESS_OF_TAIL_EVERY_S = 5.0, 0.5
 
 _logger = logging.getLogger(__name__)
 
@@ -260,12 +262,21 @@ class Replica:
         await coordinator.report.remote(self._replica_id, results, stats, pulse, progress)
 
     async def _follow(self, engine: EngineThread) -> None:
-        """Learn now and then how far rows are, for the next report, where none waits."""
+        """Learn now and then how far rows are, for the next report.
+
+        Those that end first are the short ones; and in the tail of a batch, rows may move.
+        """
+        every_s = _PROGRESS_EVERY_S
         while True:
-            await asyncio.sleep(_PROGRESS_EVERY_S)
-            if not engine.is_idle() and engine.stats.num_waiting <= 1:
-                rows = await asyncio.wrap_future(engine.progress())
-                self._progress = Progress(rows=rows, capacity=engine.capacity)
+            await asyncio.sleep(every_s)
+            if engine.is_idle():
+                every_s = _PROGRESS_EVERY_S
+                continue
+            rows = await asyncio.wrap_future(engine.progress())
+            self._progress = Progress(rows=rows, capacity=engine.capacity)
+            is_tail = engine.stats.num_waiting <= 1
+            most_s = _PROGRESS_OF_TAIL_EVERY_S if is_tail else _PROGRESS_AT_LEAST_EVERY_S
+            every_s = min(_PROGRESS_GROWTH * every_s, most_s)
 
     def _pulse(self, engine: EngineThread, num_steps: int) -> Pulse:
         if engine.is_idle():
@@ -300,7 +311,9 @@ def _read(batch: _OpenBatch, work: Assignment) -> list[tuple[int, list[Request]]
     for place, span in zip(places, work.spans, strict=True):
         num_rows = span.stop - span.start
         groups = work.groups and work.groups.between(start, start + num_rows)
-        requests.append((place, batch.reader.read(span.start, span.stop, first_id, groups)))
+        likely = None if work.likely is None else work.likely.between(start, start + num_rows)
+        of_span = batch.reader.read(span.start, span.stop, first_id, groups, likely)
+        requests.append((place, of_span))
         batch.num_rows += num_rows
         start += num_rows
     return requests

@@ -18,7 +18,15 @@ import pyarrow.compute as pc
 from raybatch.actors.wire.records import RowGroups
 from raybatch.errors import ConfigError
 from raybatch.records.parsed_text import ParsedText
-from raybatch.records.types import Completion, Request, Sampling, TokenIds, TokenLogprobs, Vector
+from raybatch.records.types import (
+    Completion,
+    Request,
+    Sampling,
+    TokenIds,
+    TokenLengths,
+    TokenLogprobs,
+    Vector,
+)
 
 _JSON_NULL = "null"
 _Logprobs = tuple[TokenLogprobs, ...]
@@ -209,9 +217,17 @@ class RequestReader:
         self._payloads = whole_array(table["payload"])
 
     def read(
-        self, start: int, stop: int, first_request_id: int, groups: RowGroups | None = None
+        self,
+        start: int,
+        stop: int,
+        first_request_id: int,
+        groups: RowGroups | None = None,
+        likely: Sequence[TokenLengths] | None = None,
     ) -> list[Request]:
-        """Return the requests of rows `start` to `stop`; `groups` replace those in the table."""
+        """Return the requests of rows `start` to `stop`; `groups` replace those in the table.
+
+        `likely` are output lengths of each of the rows, see `Request.likely_output_lens`.
+        """
         row_ids = self._row_ids.slice(start, stop - start).to_pylist()
         expected = self._expected.slice(start, stop - start).to_pylist()
         payloads = self._payloads.slice(start, stop - start).to_pylist()
@@ -234,6 +250,7 @@ class RequestReader:
                 group_id=group_ids[i],
                 prefix_len=prefix_lens[i],
                 expected_output_len=expected[i],
+                likely_output_lens=() if likely is None else likely[i],
                 payload={} if payloads[i] is None else json.loads(payloads[i]),
             )
             for i in range(stop - start)

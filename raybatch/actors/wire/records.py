@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.prefix.block_keys import BlockKeys
-from raybatch.records.types import Capacity, RowProgress, Sampling
+from raybatch.records.types import Capacity, RowProgress, Sampling, TokenLengths
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
 # what a replica is asked to do about a row that moves, a method of `MovingRows`
@@ -96,6 +96,22 @@ class RowGroups:
         return RowGroups(group_ids=ids, prefix_lens=prefix_lens)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LikelyLengths:
+    """Output lengths that are likely for some rows, as the pool has learnt them.
+
+    Args:
+        kinds: int32 [rows], places in `lengths`.
+        lengths: each ascending, of an equal share of the rows of a kind; () where none is known.
+    """
+
+    kinds: npt.NDArray[np.int32]
+    lengths: tuple[TokenLengths, ...]
+
+    def between(self, start: int, stop: int) -> list[TokenLengths]:
+        return [self.lengths[kind] for kind in self.kinds[start:stop].tolist()]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
     """One row batch as a feeder hands it over.
@@ -108,6 +124,7 @@ class Submission:
             owns; in a list, so that Ray passes the reference and not the object.
         max_new_tokens: int64 [rows], upper bound of generated tokens over all samples.
         expected_new_tokens: int64 [rows], what is expected of them; None expects the upper bound.
+        num_samples: int32 [rows], of each row; None where each has one.
         copies: int32 [rows], further rows that each row's answer is for; None where there are none.
         twin_keys: `TWIN_KEY_BYTES` of each row, one after the other: rows with equal keys have
             equal results. Zeros are of a row that runs by itself; empty where all do.
@@ -123,6 +140,7 @@ class Submission:
     prompt_tokens: npt.NDArray[np.int32]
     max_new_tokens: npt.NDArray[np.int64]
     expected_new_tokens: npt.NDArray[np.int64] | None = None
+    num_samples: npt.NDArray[np.int32] | None = None
     copies: npt.NDArray[np.int32] | None = None
     twin_keys: bytes = b""
     groups: RowGroups | None = None
@@ -159,6 +177,7 @@ class Assignment:
         places: of each span among all spans of the same pull; None where this is the only batch.
         groups: of the rows of all spans, one after another; None takes those of the table.
         begun: tokens with which some of the rows begin; None where all begin with none.
+        likely: of the rows of all spans, one after another; None where nothing is known.
     """
 
     batch_id: int
@@ -167,6 +186,7 @@ class Assignment:
     places: tuple[int, ...] | None = None
     groups: RowGroups | None = None
     begun: pa.RecordBatch | None = None
+    likely: LikelyLengths | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

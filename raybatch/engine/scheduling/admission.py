@@ -9,8 +9,9 @@ import numpy as np
 
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
+from raybatch.policy.lengths import LengthDistribution, product_limit
 from raybatch.records.arrays import Bools, Floats, Ints
-from raybatch.records.types import Request
+from raybatch.records.types import Request, TokenLengths
 
 
 def expected_len(request: Request, max_len: int) -> int | None:
@@ -26,18 +27,22 @@ def expected_len(request: Request, max_len: int) -> int | None:
 class OutputLengths:
     """The distribution of output lengths, from outputs that ended and outputs still running.
 
-    Those that end first are the short ones, so a mean over ended outputs would be far too low
-    while the first ones end. A running output therefore counts as one that is longer than it is
-    now (the product-limit estimate of survival analysis). What is longer than all that ended is
-    taken to reach its upper bound.
+    A running output counts as one that is longer than it is now, since those that end first are the
+    short ones. What is longer than all that ended is taken to reach its upper bound. An engine that
+    has seen none end begins with the lengths that come with its rows: a mean of each row in their
+    place would hide the tail, and the tail is what memory runs out by.
     """
 
     def __init__(self, size: int = 512) -> None:
         self._ring: Ints = np.zeros(size, np.int64)
         self._num_noted = 0
-        self._ended: Ints = np.zeros(0, np.int64)
-        self._survival: Floats = np.ones(1)
-        self._tail: Floats = np.zeros(1)
+        self._distribution = LengthDistribution(self._ring[:0], np.ones(1))
+
+    def begin(self, lengths: TokenLengths) -> None:
+        """Count lengths that are known from elsewhere as ended, unless one has ended here."""
+        if not self._num_noted:
+            for length in lengths:
+                self.note(length)
 
     def note(self, length: int) -> None:
         self._ring[self._num_noted % len(self._ring)] = length
@@ -48,19 +53,12 @@ class OutputLengths:
         ended = np.sort(self._ring[: self._num_noted])
         num_longer = len(running) - np.searchsorted(np.sort(running), ended)
         num_at_risk = len(ended) - np.arange(len(ended)) + num_longer
-        self._ended = ended
-        self._survival = np.concatenate(([1.0], np.cumprod(1 - 1 / num_at_risk)))
-        weighted = ended * -np.diff(self._survival)
-        self._tail = np.append(np.cumsum(weighted[::-1])[::-1], 0.0)
+        longer = product_limit(np.ones(len(ended)), num_at_risk)
+        self._distribution = LengthDistribution(ended, longer)
 
     def expect(self, num_generated: Ints, max_generated: Ints) -> Floats:
         """Return the mean final length of outputs that have `num_generated` tokens now."""
-        first = np.searchsorted(self._ended, num_generated, side="right")
-        alive = self._survival[first]
-        total = self._tail[first] + self._survival[-1] * max_generated
-        mean = np.divide(total, alive, out=max_generated.astype(np.float64), where=alive > 0)
-        bounded: Floats = np.minimum(mean, max_generated)
-        return bounded
+        return self._distribution.expect(num_generated, max_generated)
 
 
 class KVForecast:

@@ -92,6 +92,7 @@ class Scheduler:
 
     def add(self, record: Sequence) -> None:
         """Queue a sequence; one that has started goes before all that have not."""
+        self._admission.lengths.begin(record.request.likely_output_lens)
         record.group = self._groups.join(record.request)
         self.arrivals.settle(record, has_cache=self._has_cache)
         self._enqueue(record)

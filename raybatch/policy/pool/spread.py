@@ -111,8 +111,8 @@ class _Spread:
     def _move(self, row: int) -> RowMove:
         source, target = int(self._origin[row]), int(self._place[row])
         _, with_kv = self._move_s(np.array([row]), source, target)
-        ids = (self._replicas[place].replica_id for place in (source, target))
-        return RowMove(int(self._ids[row]), *ids, with_kv=with_kv)
+        leaves, comes = (self._replicas[place].replica_id for place in (source, target))
+        return RowMove(int(self._ids[row]), leaves, comes, with_kv)
 
     def _candidates(self, source: int, target: int) -> Iterator[Ints]:
         """Yield sets of rows that there is room for: the longest, the shortest, every n-th one."""

@@ -1,0 +1,218 @@
+"""What the whole pool learns of output lengths, and the open rows that it is asked about; no Ray.
+
+    add -------> expected costs        assign ----> lengths for the engine, quantiles to be checked
+    finished --> sketches, coverage    running ---> tokens so far: outputs that are longer than that
+
+Where a plan expects something of a row, that is what is expected before it runs.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raybatch.actors.wire.columns import has_error, to_numpy
+from raybatch.actors.wire.records import LikelyLengths, Span, Submission
+from raybatch.policy.lengths import LengthModel, RowKinds, bands
+from raybatch.records.arrays import Bools, Floats, Ints
+from raybatch.records.types import QuantileCoverage, TokenLengths
+
+# of the quantiles whose coverage is told
+COVERED_SHARES = (0.1, 0.5, 0.9)
+# lengths that an engine begins with; fewer miss the tail, which decides whether memory runs out
+_NUM_LIKELY = 32
+# members of a group in one row batch, from which on it is worth a sketch of its own
+_MIN_GROUP_ROWS = 32
+# waiting rows are looked at again when so many times the outputs are known
+_MORE_ROWS = 2.0
+
+_Rows = npt.NDArray[np.integer]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows of one open batch.
+
+    Args:
+        max_tokens: of each sample of a row, int64 [rows].
+        planned: total over samples that a plan expects, where `is_planned`.
+        tokens: as last heard of the longest running sample; 0 while nothing is known.
+        predicted: float32 [rows, shares]; NaN where nothing was known when a row was handed out.
+    """
+
+    kinds: RowKinds
+    num_samples: Ints
+    max_tokens: Ints
+    planned: Ints
+    is_planned: Bools
+    tokens: Ints
+    predicted: npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How many outputs were below, and at most, the quantiles that were predicted for them."""
+
+    num_rows: int = 0
+    num_below: Ints = field(default_factory=lambda: np.zeros(len(COVERED_SHARES), np.int64))
+    num_at_most: Ints = field(default_factory=lambda: np.zeros(len(COVERED_SHARES), np.int64))
+
+    def note(self, lengths: Ints, predicted: npt.NDArray[np.float32]) -> None:
+        is_known = ~np.isnan(predicted[:, 0])
+        of, quantiles = lengths[is_known, None], predicted[is_known]
+        self.num_rows += len(of)
+        self.num_below += (of < quantiles).sum(axis=0)
+        self.num_at_most += (of <= quantiles).sum(axis=0)
+
+    def quantiles(self) -> tuple[QuantileCoverage, ...]:
+        """Return the coverage of each share, () where no length was predicted."""
+        if not self.num_rows:
+            return ()
+        counts = zip(self.num_below.tolist(), self.num_at_most.tolist(), strict=True)
+        return tuple(
+            QuantileCoverage(
+                share=share, num_rows=self.num_rows, num_below=below, num_at_most=at_most
+            )
+            for share, (below, at_most) in zip(COVERED_SHARES, counts, strict=True)
+        )
+
+
+class LearnedLengths:
+    """Estimates for the rows of open batches; they are named by the ids that the mailbox gives."""
+
+    def __init__(self) -> None:
+        self.model = LengthModel()
+        self._batches: dict[int, _Batch] = {}
+        # of each client, how many outputs were known when its waiting rows were weighed
+        self._weighed: dict[str, float] = {}
+
+    def __contains__(self, batch_id: int) -> bool:
+        return batch_id in self._batches
+
+    def open(self, batch_id: int, submission: Submission) -> Ints:
+        """Take a new batch, and return the tokens to expect of each row over its samples."""
+        bound, expected = submission.max_new_tokens, submission.expected_new_tokens
+        num_rows = len(bound)
+        samples = np.ones(num_rows, np.int64)
+        if submission.num_samples is not None:
+            samples = submission.num_samples.astype(np.int64)
+        is_planned = np.zeros(num_rows, np.bool_)
+        if expected is not None:
+            is_planned = expected < bound
+        planned = bound if expected is None else expected
+        of_plan = bands(bound // samples, planned // samples, is_planned)
+        groups = _large_groups(submission, num_rows)
+        self._batches[batch_id] = batch = _Batch(
+            kinds=RowKinds(client=submission.client, bands=of_plan, groups=groups),
+            num_samples=samples,
+            max_tokens=bound // samples,
+            planned=planned,
+            is_planned=is_planned,
+            tokens=np.zeros(num_rows, np.int64),
+            predicted=np.full((num_rows, len(COVERED_SHARES)), np.nan, np.float32),
+        )
+        return self._totals(batch)
+
+    def close(self, batch_id: int) -> None:
+        """Forget a batch; its rows do not run any more."""
+        if (batch := self._batches.pop(batch_id, None)) is not None:
+            self._run(batch, np.flatnonzero(batch.tokens), 0)
+
+    def likely(self, batch_id: int, spans: Sequence[Span]) -> LikelyLengths | None:
+        """Return the lengths that an engine is told of rows that it gets; None for nothing.
+
+        What is predicted here is compared with what comes of the rows.
+        """
+        if (batch := self._batches.get(batch_id)) is None:
+            return None
+        rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        kinds, lengths = np.zeros(len(rows), np.int32), list[TokenLengths]([()])
+        for distribution, at in self.model.distributions(batch.kinds.take(rows)):
+            its = rows[at]
+            # a row that is handed out again has had its prediction
+            first = its[np.isnan(batch.predicted[its, 0])]
+            none = np.zeros(len(first), np.int64)
+            quantiles = distribution.quantiles(COVERED_SHARES, none, batch.max_tokens[first])
+            batch.predicted[first] = quantiles
+            unplanned = at[~batch.is_planned[its]]
+            if len(unplanned):
+                kinds[unplanned] = len(lengths)
+                longest = int(batch.max_tokens[rows[unplanned]].max())
+                lengths.append(distribution.sample(_NUM_LIKELY, longest))
+        return LikelyLengths(kinds=kinds, lengths=tuple(lengths)) if len(lengths) > 1 else None
+
+    def note_running(self, batch_id: int, rows: _Rows, num_tokens: _Rows) -> None:
+        """Note the tokens so far of rows that run."""
+        if (batch := self._batches.get(batch_id)) is not None and len(rows):
+            self._run(batch, rows, num_tokens)
+
+    def note_finished(self, batch_id: int, results: pa.RecordBatch, coverage: Coverage) -> None:
+        """Learn from results of an open batch, and count how good the predictions of them were."""
+        batch, is_error = self._batches[batch_id], has_error(results)
+        if is_error.any():
+            results = results.filter(pa.array(~is_error))
+        rows = to_numpy(results.column("row"), np.int64)
+        counted = results.column("num_generated_tokens")
+        generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
+        lengths = to_numpy(generated, np.int64)
+        is_cut = pc.equal(results.column("finish_reason"), "length")
+        coverage.note(lengths, batch.predicted[rows])
+        self._run(batch, np.unique(rows), 0)
+        self.model.note(batch.kinds.take(rows), lengths, to_numpy(is_cut, np.bool_))
+
+    def expected_left(self, batch_id: int, rows: _Rows, num_tokens: _Rows) -> Floats:
+        """Return the tokens still to come of one sample of each row of an open batch, float64 [n].
+
+        Args:
+            num_tokens: int [n], that the sample of the row has now.
+        """
+        batch = self._batches[batch_id]
+        now, bound = np.asarray(num_tokens, np.int64), batch.max_tokens[rows]
+        learned = self.model.expect(batch.kinds.take(rows), now, bound)
+        # one that outgrew its plan is taken to go on for a while
+        planned = batch.planned[rows] // batch.num_samples[rows]
+        known = np.where(np.isnan(learned), np.minimum(now + 1 + now // 8, bound), learned)
+        known = np.where(now < planned, planned, known)
+        unknown = np.where(np.isnan(learned), bound, learned)
+        return np.maximum(np.where(batch.is_planned[rows], known, unknown) - now, 0.0)
+
+    def reweighed(self, client: str) -> Iterator[tuple[int, Ints]]:
+        """Yield the open batches of a client with what is expected of their rows now.
+
+        Nothing is yielded until twice as many of its outputs are known as at the last time.
+        """
+        known = self.model.num_rows(client)
+        if known < _MORE_ROWS * self._weighed.get(client, 1.0):
+            return
+        self._weighed[client] = known
+        for batch_id, batch in self._batches.items():
+            if batch.kinds.client == client:
+                yield batch_id, self._totals(batch)
+
+    def _totals(self, batch: _Batch) -> Ints:
+        """Return the tokens to expect of each row before it runs, over its samples."""
+        none = np.zeros(len(batch.max_tokens), np.int64)
+        learned = self.model.expect(batch.kinds, none, batch.max_tokens)
+        each = np.where(np.isnan(learned), batch.max_tokens, np.ceil(learned))
+        totals = each.astype(np.int64) * batch.num_samples
+        return np.where(batch.is_planned, batch.planned, totals)
+
+    def _run(self, batch: _Batch, rows: _Rows, num_tokens: _Rows | int) -> None:
+        before, now = batch.tokens[rows], np.broadcast_to(num_tokens, len(rows))
+        batch.tokens[rows] = now
+        is_other = before != now
+        if is_other.any():
+            kinds = batch.kinds.take(rows[is_other])
+            self.model.note_running(kinds, before[is_other], now[is_other])
+
+
+def _large_groups(submission: Submission, num_rows: int) -> Ints:
+    """Return the planned group of each row, -1 for a row that is alone or among few."""
+    if submission.groups is None:
+        return np.full(num_rows, -1, np.int64)
+    groups = submission.groups.group_ids
+    _, which, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    return np.where(counts[which] >= _MIN_GROUP_ROWS, groups, -1)
