@@ -160,6 +160,16 @@ TINY = {
         ),
         values={"profile_options": lambda own: lambda config: replace(own(config), budget_s=0.2)},
     ),
+    "length_mix": Tiny(
+        args=("--rounds", "1"),
+        values={
+            "BATCHES": ((8, 32),),
+            "STEP_LENS": (16, 32, 64),
+            "STEP_ROWS": (1, 2, 3, 4),
+            "NUM_STEPS": 1,
+            "JOBS": ((50, 2),),
+        },
+    ),
     "shared_reads": Tiny(
         args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),

@@ -1,0 +1,189 @@
+"""The side that gives rows away: asks, awards, and sends one row at a time."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from raybatch.policy.stages.bids import best_bidder
+from raybatch.policy.stages.messages import Ask, Award, Bid, Deal, Message, TradeRules, Word
+
+
+class Phase(Enum):
+    """How far a row is on its way out; up to SENDING its source owns it."""
+
+    ASKING = "asking"
+    AWARDED = "awarded"
+    SENDING = "sending"
+    GIVEN = "given"
+
+
+@dataclass(kw_only=True, slots=True)
+class Outgoing:
+    """A row that is on its way out; owned by `Sending`."""
+
+    deal: Deal
+    length: int
+    candidates: set[int]
+    since_s: float  # of the phase, or of the last message sent in it
+    phase: Phase = Phase.ASKING
+    bids: dict[int, Bid] = field(default_factory=dict)  # in order of arrival
+    target: int | None = None
+
+
+class Sending:
+    """The rows that one replica gives away.
+
+    Args:
+        hand_over: called with a row at the moment at which it stops being this replica's.
+    """
+
+    def __init__(self, replica: int, rules: TradeRules, hand_over: Callable[[int], object]) -> None:
+        self._replica, self._rules, self._hand_over = replica, rules, hand_over
+        self._outgoing: dict[int, Outgoing] = {}
+        self._urgent: list[int] = []
+        self._sent: int | None = None  # the row that is being sent, until its target has it
+        self._num_attempts = 0
+
+    @property
+    def outgoing(self) -> dict[int, Outgoing]:
+        """Return the rows on their way out by id; read only."""
+        return self._outgoing
+
+    @property
+    def copying(self) -> Deal | None:
+        """Return the deal whose row is to be copied; None where none is."""
+        row = None if self._sent is None else self._outgoing[self._sent]
+        return row.deal if row is not None and row.phase is Phase.SENDING else None
+
+    @property
+    def load(self) -> float:
+        """Return the tokens of all rows on their way out."""
+        return float(sum(row.length for row in self._outgoing.values()))
+
+    def offer(
+        self, row_id: int, epoch: int, length: int, candidates: Iterable[int], now_s: float
+    ) -> list[Message]:
+        """Ask candidates for bids; the row must not be on its way out yet."""
+        assert row_id not in self._outgoing, f"row {row_id} is offered twice"
+        self._num_attempts += 1
+        deal = Deal(row_id, epoch, self._replica, self._num_attempts)
+        row = Outgoing(deal=deal, length=length, candidates=set(candidates), since_s=now_s)
+        if not row.candidates:
+            return []
+        self._outgoing[row_id] = row
+        return [self._to(candidate, deal, Ask()) for candidate in sorted(row.candidates)]
+
+    def on_bid(self, message: Message, bid: Bid, now_s: float) -> list[Message]:
+        row = self._find(message.deal)
+        if row is None or row.phase is not Phase.ASKING or message.sender not in row.candidates:
+            return []
+        row.bids.setdefault(message.sender, bid)
+        return self._award(row, now_s) if len(row.bids) == len(row.candidates) else []
+
+    def on_pull(self, message: Message, now_s: float, *, is_starving: bool) -> list[Message]:
+        """Answer a target that wants its row: the copy begins, or something is in the way."""
+        row = self._find(message.deal)
+        if row is None:
+            return [self._to(message.sender, message.deal, Word.WITHDRAWN)]
+        if row.phase is not Phase.AWARDED:
+            word = Word.START if row.phase is Phase.SENDING else Word.GIVEN
+            return [self._to(message.sender, message.deal, word)]
+        if self._sent is None:
+            return self._start(row, now_s)
+        row_id = row.deal.row_id
+        if not is_starving:
+            return [self._to(message.sender, message.deal, Word.BUSY)]
+        if row_id not in self._urgent:
+            self._urgent.append(row_id)
+        return []
+
+    def on_taken(self, message: Message, now_s: float) -> list[Message]:
+        row = self._find(message.deal)
+        if row is None or row.phase is not Phase.GIVEN:
+            return []
+        return self._forget(row, now_s)
+
+    def copied(self, deal: Deal, now_s: float) -> list[Message]:
+        """Hand over a row whose copy is complete; from here on it is the target's."""
+        row = self._find(deal)
+        if row is None or row.phase is not Phase.SENDING:
+            # withdrawn while it was copied
+            return []
+        assert row.target is not None, f"row {deal.row_id} is sent to nobody"
+        row.phase, row.since_s = Phase.GIVEN, now_s
+        self._hand_over(deal.row_id)
+        return [self._to(row.target, deal, Word.GIVEN)]
+
+    def withdraw(self, row_id: int, now_s: float) -> list[Message]:
+        """Keep a row that was not handed over: its copy failed, or it ended or found no room."""
+        row = self._outgoing.get(row_id)
+        if row is None or row.phase is Phase.GIVEN:
+            return []
+        told = [] if row.target is None else [self._to(row.target, row.deal, Word.WITHDRAWN)]
+        return told + self._forget(row, now_s)
+
+    def lost(self, peer: int, now_s: float) -> list[Message]:
+        """Take back what a replica that is gone was to get; what it was given went with it."""
+        messages: list[Message] = []
+        for row in list(self._outgoing.values()):
+            if row.target == peer:
+                messages += self._forget(row, now_s)
+            elif row.phase is Phase.ASKING and peer in row.candidates:
+                row.candidates.discard(peer)
+                row.bids.pop(peer, None)
+                if len(row.bids) == len(row.candidates):
+                    messages += self._award(row, now_s)
+        return messages
+
+    def tick(self, now_s: float) -> list[Message]:
+        """Close what has waited for bids, and say again what was not answered."""
+        messages: list[Message] = []
+        for row in list(self._outgoing.values()):
+            waited_s = now_s - row.since_s
+            if row.phase is Phase.ASKING:
+                if waited_s >= self._rules.bid_wait_s:
+                    messages += self._award(row, now_s)
+            elif waited_s >= self._rules.resend_s:
+                messages += self._again(row, now_s)
+        return messages
+
+    def _again(self, row: Outgoing, now_s: float) -> list[Message]:
+        # a copy is the target's to ask for again
+        if row.target is None or row.phase is Phase.SENDING:
+            return []
+        row.since_s = now_s
+        if row.phase is Phase.GIVEN:
+            return [self._to(row.target, row.deal, Word.GIVEN)]
+        return [self._to(row.target, row.deal, Award(length=row.length, load=self.load))]
+
+    def _award(self, row: Outgoing, now_s: float) -> list[Message]:
+        """Give the row to the best bidder; without bids it stays where it is."""
+        if not row.bids:
+            return self._forget(row, now_s)
+        row.target = best_bidder(row.bids)
+        row.phase, row.since_s = Phase.AWARDED, now_s
+        return [self._to(row.target, row.deal, Award(length=row.length, load=self.load))]
+
+    def _start(self, row: Outgoing, now_s: float) -> list[Message]:
+        assert row.target is not None, f"row {row.deal.row_id} was awarded to nobody"
+        row.phase, row.since_s = Phase.SENDING, now_s
+        self._sent = row.deal.row_id
+        return [self._to(row.target, row.deal, Word.START)]
+
+    def _forget(self, row: Outgoing, now_s: float) -> list[Message]:
+        """End a deal; if it was the one being sent, the longest starving row is next."""
+        row_id = row.deal.row_id
+        del self._outgoing[row_id]
+        if row_id in self._urgent:
+            self._urgent.remove(row_id)
+        if self._sent != row_id:
+            return []
+        self._sent = None
+        return self._start(self._outgoing[self._urgent.pop(0)], now_s) if self._urgent else []
+
+    def _find(self, deal: Deal) -> Outgoing | None:
+        row = self._outgoing.get(deal.row_id)
+        return row if row is not None and row.deal == deal else None
+
+    def _to(self, receiver: int, deal: Deal, says: Ask | Award | Word) -> Message:
+        return Message(deal=deal, sender=self._replica, receiver=receiver, says=says)

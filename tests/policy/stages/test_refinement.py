@@ -1,0 +1,88 @@
+"""Bounds that follow running rows."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raybatch.policy.stages.heterogeneity import variation
+from raybatch.policy.stages.refinement import best_split, refine_bounds
+from tests.policy.stages.pools import QUALITY, curve_to
+
+CURVE = curve_to(3.0)
+
+
+def seconds(lengths):
+    if not len(lengths):
+        return 0.0
+    factor = CURVE.at(lengths.std() / lengths.mean())
+    costs = QUALITY
+    return costs.step_s + costs.row_s * len(lengths) + costs.context_s * factor * lengths.sum()
+
+
+@given(values=st.lists(st.integers(1, 10**5), min_size=1, max_size=30))
+def test_a_split_is_the_best_of_all(values):
+    lengths = np.sort(np.array(values))
+    each = [max(seconds(lengths[:i]), seconds(lengths[i:])) for i in range(len(lengths))]
+    assert each[best_split(lengths, QUALITY, CURVE)] == pytest.approx(min(each), rel=1e-9)
+
+
+def refined(bounds, *stages, smoothing=1.0):
+    running = [[np.array(replica, int) for replica in stage] for stage in stages]
+    return refine_bounds(np.array(bounds, float), running, QUALITY, CURVE, smoothing=smoothing)
+
+
+def test_a_bound_goes_down_where_the_stage_before_has_too_much():
+    crowded = list(range(10, 600))
+    assert refined([600.0], [crowded], [[700, 800]])[0] < 600
+
+
+def test_a_bound_goes_up_where_the_stage_after_has_too_much():
+    assert refined([100.0], [[50, 60]], [list(range(100, 600))])[0] > 100
+
+
+@pytest.mark.parametrize(("num_rows", "moves"), [(4, False), (5, True)])
+def test_a_bound_stays_where_fewer_than_five_rows_are(num_rows, moves):
+    rows = [200] * (num_rows - 1)
+    assert moves == (refined([1000.0], [rows], [[1200]])[0] != 1000.0)
+
+
+def test_stages_without_rows_keep_their_bounds():
+    np.testing.assert_array_equal([10.0, 20.0], refined([10.0, 20.0], [[], []], [[]], [[]]))
+
+
+@given(
+    bounds=st.lists(st.integers(1, 500), min_size=1, max_size=4, unique=True).map(sorted),
+    seed=st.integers(0, 1000),
+)
+def test_bounds_stay_in_order(bounds, seed):
+    rng = np.random.default_rng(seed)
+    stages = [
+        [rng.integers(1, 600, rng.integers(0, 20)).tolist() for _ in range(rng.integers(1, 4))]
+        for _ in range(len(bounds) + 1)
+    ]
+    assert (np.diff([0.0, *refined(bounds, *stages)]) > 0).all()
+
+
+def test_a_smoothed_bound_varies_less_than_one_that_jumps_on_drifting_rows():
+    steps = {}
+    for smoothing in (0.2, 1.0):
+        rng, bounds, found = np.random.default_rng(0), np.array([200.0]), []
+        for turn in range(60):
+            drawn = rng.lognormal(5 + turn / 60, 1, 24).astype(int) + 1
+            running = [[drawn[drawn <= bounds[0]]], [drawn[drawn > bounds[0]]]]
+            bounds = refine_bounds(bounds, running, QUALITY, CURVE, smoothing=smoothing)
+            found.append(bounds[0])
+        steps[smoothing] = np.abs(np.diff(found)).mean()
+    assert steps[0.2] < steps[1.0] / 2
+
+
+def test_an_average_part_stands_for_each_stage():
+    # as many replicas as rows of each length: the parts are what one replica would have
+    one = refined([100.0], [[20, 40, 60, 80]], [[200, 300, 400, 500]])
+    three = refined([100.0], [[20, 40, 60, 80]] * 3, [[200, 300, 400, 500]] * 3)
+    np.testing.assert_array_equal(one, three)
+
+
+def test_variation_of_no_rows_is_none():
+    assert 0.0 == variation(*np.zeros((3, 1)))[0]
