@@ -102,6 +102,7 @@ class SimulatedEngine:
             max_num_seqs=len(self.table.records),
             block_size=limits.block_size,
             max_batched_tokens=limits.max_batched_tokens,
+            kv_token_bytes=round(self._spec.kv_bytes_per_token),
         )
 
     def stats(self) -> ReplicaStats:
@@ -118,6 +119,7 @@ class SimulatedEngine:
             num_recomputed_tokens=counters.num_recomputed_tokens,
             num_carried_tokens=self.scheduler.moves.num_carried_tokens,
             engine_s=self._engine_s,
+            kv_used_fraction=self.scheduler.kv_used_fraction,
         )
 
     def is_idle(self) -> bool:

@@ -35,6 +35,16 @@ class Death:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Policies:
+    """What a pool does beside handing rows out; for ablations."""
+
+    learns_lengths: bool = True
+    learns_speeds: bool = True
+    steals: bool = True
+    moves_rows: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSpec:
     """A simulated pool.
 
@@ -48,6 +58,7 @@ class PoolSpec:
         message_s: of a call between coordinator and replica.
         store: through which requests travel, shared by all.
         network: of each replica, through which its sequences move away.
+        policies: what the pool does beside handing rows out.
     """
 
     num_replicas: int
@@ -59,6 +70,7 @@ class PoolSpec:
     message_s: float = 0.001
     store: LinkSpec = field(default_factory=LinkSpec)
     network: LinkSpec = field(default_factory=LinkSpec)
+    policies: Policies = field(default_factory=Policies)
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:

@@ -12,22 +12,19 @@ import numpy as np
 
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.starts import StartLedger
-from raybatch.actors.wire.records import Room, Span
+from raybatch.actors.wire.records import Progress, Room, Span
 from raybatch.errors import ConfigError
-from raybatch.policy.pool.plan import plan_pool
-from raybatch.policy.pool.rates import StepRates
-from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, ReplicaSnapshot, Steal
+from raybatch.policy.pool.snapshot import RowMove, RunningRows, Steal
 from raybatch.records.arrays import Ints
 from raybatch.records.types import ReplicaStats
 from raybatch.simulator.clock import VirtualClock
 from raybatch.simulator.engine import EngineSpec, MovedSequence
 from raybatch.simulator.events import Death, PoolSpec
+from raybatch.simulator.levelling import BATCH, SimulatedLevelling
 from raybatch.simulator.links import Link
 from raybatch.simulator.replica import SimulatedReplica
 from raybatch.simulator.rows import SimulatedRows
 
-# all rows are one batch, so that a row is its own request id
-_BATCH = 0
 # a start that takes longer than others leaves shares to those that are there
 _TICK_S = 0.5
 _TOKEN_BYTES = 4
@@ -83,10 +80,7 @@ class SimulatedPool:
         self._networks = [Link(spec.network) for _ in range(spec.num_replicas)]
         self._ledger = StartLedger(spec.num_replicas, spec.options.max_start_failures)
         self._pulls: dict[int, Room] = {}
-        self._rates = StepRates()
-        # rows that wait in each engine, as it last reported
-        self._num_unstarted: dict[int, int] = {}
-        self._stale_reports: set[int] = set()
+        self._levelling = SimulatedLevelling(self.queue, rows, spec.policies)
         self._stealing: int | None = None
         self._begun: dict[int, MovedSequence] = {}
         self._deaths = list(spec.deaths)
@@ -119,13 +113,13 @@ class SimulatedPool:
             raise ConfigError(
                 f"a row may have {longest} tokens, and the KV cache of the cost model holds {most}"
             )
-        rows = self._rows
-        self.queue.add(_BATCH, rows.prompt, rows.new_tokens, groups=rows.groups)
+        self._levelling.begin()
         for rank in range(self._spec.num_replicas):
             self._start(rank, start_s=self._spec.start_s + self._spec.late_s.get(rank, 0.0))
         for death in self._spec.deaths:
             if death.at_s is not None:
                 self.clock.at(death.at_s, partial(self._end_due, death))
+        self.clock.after(_TICK_S, self._look)
         if self._deaths and self._spec.options.keep_tokens_every_s is not None:
             self._keep_tokens(self._spec.options.keep_tokens_every_s)
 
@@ -137,60 +131,68 @@ class SimulatedPool:
     def report(self, replica_id: int, rows: Sequence[int], stats: ReplicaStats) -> None:
         if replica_id not in self.members:
             return
-        self._rates.note(replica_id, stats)
-        self._num_unstarted[replica_id] = stats.num_waiting
-        self._stale_reports.discard(replica_id)
+        self._levelling.heard(replica_id, stats, None)
         if rows:
-            is_held = self.queue.finish(replica_id, _BATCH, rows)
+            is_held = self.queue.finish(replica_id, BATCH, rows)
             done = np.asarray(rows)[is_held]
             self._finished[done] += 1
             self._num_left -= len(done)
+            self._levelling.ended(done)
             self._ledger.worked(self.members[replica_id].rank)
             self._kill_at_fractions()
         self._dispatch()
 
-    def move(self, row: int, source_id: int, target_id: int, *, with_kv: bool) -> None:
+    def move(self, move: RowMove, rows: RunningRows | None = None) -> None:
         """Let a running row go on at another replica, once its tokens, and its KV, are there.
 
-        Until then its holder is the source, so that nothing is lost with either of them.
+        Until then its holder is the source, so that nothing is lost with either of them. `rows` are
+        those that the source told, by which it was decided.
         """
-        source = self.members[source_id]
+        source, row = self.members[move.source], move.row_id
+        began_s = self.clock.now
 
         def leave(moved: list[MovedSequence]) -> None:
             for sequence in moved:
                 num_tokens = int(self._rows.prompt[row]) + sequence.num_generated
-                num_bytes = num_tokens * _TOKEN_BYTES
-                num_bytes += int(sequence.num_kv_tokens * self._engine.kv_bytes_per_token)
+                kv_bytes = int(sequence.num_kv_tokens * self._engine.kv_bytes_per_token)
+                num_bytes = num_tokens * _TOKEN_BYTES + kv_bytes
                 at_s = self._networks[source.rank].arrival(self.clock.now, num_bytes)
-                self.clock.at(at_s, partial(self._arrive, sequence, source_id, target_id))
+                self._levelling.view.note_copy(kv_bytes, at_s - began_s)
+                self.clock.at(at_s, partial(self._arrive, sequence, move))
             if not moved:
-                self.queue.end_move(source_id, _BATCH, row)
+                self._end_move(move, has_moved=False)
 
-        if self.queue.begin_move(source_id, _BATCH, row):
-            self.clock.after(
-                self._spec.message_s, lambda: source.move_out(row, with_kv=with_kv, answer=leave)
-            )
+        if self.queue.begin_move(move.source, BATCH, row):
+            if rows is not None:
+                self._levelling.view.begin_move(move, rows)
+            out = partial(source.move_out, row, with_kv=move.with_kv, answer=leave)
+            self.clock.after(self._spec.message_s, out)
 
-    def _arrive(self, moved: MovedSequence, source_id: int, target_id: int) -> None:
+    def _arrive(self, moved: MovedSequence, move: RowMove) -> None:
         has_kv = moved.num_kv_tokens > 0
-        if target_id in self.members and self.queue.commit_move(
-            source_id, target_id, _BATCH, moved.row, with_kv=has_kv
+        if move.target in self.members and self.queue.commit_move(
+            move.source, move.target, BATCH, moved.row, with_kv=has_kv
         ):
             self._num_moved += 1
-            self.members[target_id].take_over(moved)
+            self.members[move.target].take_over(moved)
+            self._end_move(move, has_moved=True)
             return
         # the row waits again, unless its source died and it does so already
         self._begun[moved.row] = moved._replace(num_kv_tokens=0)
-        self.queue.end_move(source_id, _BATCH, moved.row)
-        self.queue.give_back(source_id, [Span(_BATCH, moved.row, moved.row + 1)])
+        self._end_move(move, has_moved=False)
+        self.queue.give_back(move.source, [Span(BATCH, moved.row, moved.row + 1)])
         self._dispatch()
+
+    def _end_move(self, move: RowMove, *, has_moved: bool) -> None:
+        self.queue.end_move(move.source, BATCH, move.row_id)
+        self._levelling.view.end_move(move, has_moved=has_moved)
 
     def _dispatch(self) -> None:
         if not self._pulls or not self._num_left:
             return
         if self.queue.num_waiting():
             num_expected = self._ledger.num_expected(self.clock.now)
-            grants = self.queue.dispatch(self._pulls, num_expected, self._rates.speed)
+            grants = self.queue.dispatch(self._pulls, num_expected, self._levelling.speed)
             for replica_id, spans in grants.items():
                 del self._pulls[replica_id]
                 self._send(replica_id, spans)
@@ -199,29 +201,37 @@ class SimulatedPool:
         if self._dry is None:
             generated = sum(member.engine.num_generated for member in self.members.values())
             self._dry = (self.clock.now, generated)
-        if self._stealing is None and (steal := self._rebalance().steal) is not None:
+        self._level(with_rows=False)
+
+    def _level(self, *, with_rows: bool) -> None:
+        """Let replicas take rows of others, as the plan of the pool says."""
+        if self.queue.has_waiting() or self._stealing is not None:
+            return
+        plan, snapshot = self._levelling.plan(self.members, self._pulls, with_rows=with_rows)
+        if (steal := plan.steal) is not None:
             self._stealing = steal.replica_id
-            self._stale_reports.add(steal.replica_id)
+            self._levelling.view.note_stale(steal.replica_id)
             self._take_back(steal)
+        rows = {replica.replica_id: replica.rows for replica in snapshot.replicas}
+        for move in plan.moves:
+            if self._levelling.may_begin(move):
+                self.move(move, rows[move.source])
 
-    def _rebalance(self) -> PoolPlan:
-        """Return what replicas do for each other where nothing waits; all of that is decided here.
+    def _look(self) -> None:
+        """Ask how far rows are, now and then, where none waits, and let some of them move."""
+        if not self._num_left or self._ledger.is_exhausted():
+            return
+        self.clock.after(_TICK_S, self._look)
+        if self.queue.has_waiting() or not self._levelling.moves_rows:
+            return
+        self._level(with_rows=True)
+        for replica_id, member in self.members.items():
+            if not member.engine.is_idle():
+                member.tell(partial(self._heard_rows, replica_id))
 
-        Rows that run are not shown, so that none of them moves but by `move`.
-        """
-        replicas = tuple(map(self._snapshot_of, self.members))
-        return plan_pool(PoolSnapshot(replicas=replicas, pulling=frozenset(self._pulls)))
-
-    def _snapshot_of(self, replica_id: int) -> ReplicaSnapshot:
-        load = self.queue.load(replica_id)
-        return ReplicaSnapshot(
-            replica_id=replica_id,
-            num_held=load.num_rows,
-            cost=load.cost,
-            num_unstarted=self._num_unstarted.get(replica_id, 0),
-            can_give=replica_id not in self._stale_reports and not load.is_testing,
-            speed=self._rates.speed(replica_id),
-        )
+    def _heard_rows(self, replica_id: int, stats: ReplicaStats, progress: Progress) -> None:
+        if replica_id in self.members:
+            self._levelling.heard(replica_id, stats, progress)
 
     def _send(self, replica_id: int, spans: Sequence[Span]) -> None:
         rows = [row for span in spans for row in range(span.start, span.stop)]
@@ -236,7 +246,7 @@ class SimulatedPool:
         def answer(rows: list[int]) -> None:
             self._stealing = None
             self._num_stolen += len(rows)
-            spans = [Span(_BATCH, row, row + 1) for row in rows]
+            spans = [Span(BATCH, row, row + 1) for row in rows]
             self.queue.give_back(steal.replica_id, spans)
             self._dispatch()
 
@@ -293,9 +303,7 @@ class SimulatedPool:
     def _lose(self, replica: SimulatedReplica) -> None:
         replica_id = replica.replica_id
         self._pulls.pop(replica_id, None)
-        self._num_unstarted.pop(replica_id, None)
-        self._rates.forget(replica_id)
-        self._stale_reports.discard(replica_id)
+        self._levelling.view.forget(replica_id)
         if self._stealing == replica_id:
             self._stealing = None
         loss = self.queue.lose(replica_id)

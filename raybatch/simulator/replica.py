@@ -16,7 +16,7 @@ from raybatch.actors.queue.pulling import (
     room_for,
 )
 from raybatch.actors.queue.stealing import choose_rows
-from raybatch.actors.wire.records import Room
+from raybatch.actors.wire.records import Progress, Room
 from raybatch.policy.pool.snapshot import Steal
 from raybatch.records.arrays import Floats
 from raybatch.records.types import ReplicaStats
@@ -76,6 +76,7 @@ class SimulatedReplica:
         self.engine = SimulatedEngine(rows, spec, slowness=slowness)
         self.num_finished = 0
         self.is_dead = False
+        self.is_ready = True
         # from, to: seconds in which the engine stepped
         self.busy: list[tuple[float, float]] = []
         self._all_rows, self._coordinator, self._clock = rows, coordinator, clock
@@ -91,6 +92,11 @@ class SimulatedReplica:
         self._run: _Run | None = None
         self._is_pulling = False
         self._reported_s, self._report_due_s = -HEARTBEAT_S, float("inf")
+
+    @property
+    def stats(self) -> ReplicaStats:
+        """Return what it last reported."""
+        return self._stats
 
     def start(self) -> None:
         self._pull()
@@ -127,6 +133,18 @@ class SimulatedReplica:
     def give_begun(self, answer: Callable[[list[MovedSequence]], None]) -> None:
         """Answer with the tokens so far of long rows."""
         self._call(lambda: self._answer(answer, self.engine.begun(MIN_NEW_TOKENS)))
+
+    def tell(self, answer: Callable[[ReplicaStats, Progress], None]) -> None:
+        """Answer with how far rows are."""
+
+        def told() -> None:
+            progress = Progress(rows=self.engine.table.progress(), capacity=self.engine.capacity())
+            stats = self.engine.stats()
+            self._clock.after(
+                self._message_s, lambda: None if self.is_dead else answer(stats, progress)
+            )
+
+        self._call(told)
 
     def move_out(
         self, row: int, *, with_kv: bool, answer: Callable[[list[MovedSequence]], None]

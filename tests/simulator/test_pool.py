@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from raybatch.actors.queue.row_states import ALONE
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
+from raybatch.policy.pool.snapshot import RowMove
 from raybatch.simulator.engine import alone_seconds
 from raybatch.simulator.events import Death, PoolSpec
 from raybatch.simulator.links import LinkSpec
@@ -210,7 +211,7 @@ class Moving:
         clock.run(lambda: clock.now > 0.1)
         (source,) = [r for r in self.pool.members if self.pool.queue.load(r).num_rows]
         target = 1 - source
-        clock.at(time_s, lambda: self.pool.move(0, source, target, with_kv=with_kv))
+        clock.at(time_s, lambda: self.pool.move(RowMove(0, source, target, with_kv)))
         return source, target
 
     def run(self):

@@ -20,6 +20,7 @@ from raybatch.records.types import (
     Completion,
     FinishReason,
     Request,
+    RowProgress,
     SequenceState,
     TokenIds,
     TokenLogprobs,
@@ -361,6 +362,16 @@ class SequenceTable:
         stop = int(self.num_tokens[slot] - self.num_prompt[slot])
         token_ids: list[int] = self._generated.between(slot, start, stop).tolist()
         return token_ids
+
+    def progress(self) -> RowProgress:
+        """Return how far the running sequences are, in order of their slots."""
+        slots = np.flatnonzero(self.phase != EMPTY)
+        ids = [self.record(slot).request.request_id for slot in slots.tolist()]
+        return RowProgress(
+            request_ids=np.array(ids, np.int64),
+            num_tokens=self.num_tokens[slots],
+            num_generated=self.num_tokens[slots] - self.num_prompt[slots],
+        )
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         """Return running sequences with at least so many tokens that were not reported yet."""
