@@ -108,8 +108,7 @@ class PhasedEngine:
         except TeamError as error:
             made = self._go_on_alone(error)
         completions, self._left = [*self._left, *made], []
-        if self._teamwork.leads and not self._engine.num_unfinished():
-            self.reunite()
+        self._end_idle_team()
         self._seconds += self._clock() - began
         self._num_steps += 1
         self._seen.note(completions)
@@ -128,12 +127,15 @@ class PhasedEngine:
         wanted = set(request_ids)
         self._left = [c for c in self._left if c.request_id not in wanted]
         self._engine.abort(request_ids)
+        self._end_idle_team()
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         return self._engine.begun(min_new_tokens)
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
-        return self._engine.export(request_ids, with_kv=with_kv)
+        states = self._engine.export(request_ids, with_kv=with_kv)
+        self._end_idle_team()
+        return states
 
     def restore(self, states: Sequence[SequenceState]) -> None:
         self._expect([state.request for state in states])
@@ -165,6 +167,10 @@ class PhasedEngine:
         if self.num_unfinished():
             raise TeamError("an engine that has rows cannot follow another one")
         return self._teamwork.follow(call, self._engine.runner, self._engine.blocks)
+
+    def _end_idle_team(self) -> None:
+        if self._teamwork.leads and not self._engine.num_unfinished():
+            self.reunite()
 
     def _go_on_alone(self, error: TeamError) -> list[Completion]:
         """Run rows in an engine of their own after a rank was lost; return what has ended."""

@@ -264,17 +264,19 @@ class SharedGroup:
     def _await(self, ranks: Iterable[int], number: int) -> None:
         """Wait until others have begun the operation of this number."""
         for rank in ranks:
-            place, num_looks, deadline = rank * _LINE_BYTES // 8, 0, math.inf
-            while (count := self._counts[place]) < number:
-                if count == _LEFT:
-                    raise TeamError(f"rank {rank} has left the team")
+            place, num_looks, deadline = rank * _LINE, 0, math.inf
+            while self._counts[place] < number:
                 num_looks += 1
-                if num_looks > _NUM_SPINS:
-                    # threads of this process run on meanwhile
-                    time.sleep(_SLEEP_S if num_looks > _NUM_SPINS + _NUM_YIELDS else 0)
-                    deadline = min(deadline, time.monotonic() + self._timeout_s)
-                    if time.monotonic() > deadline:
-                        raise TeamError(f"rank {rank} did not answer within {self._timeout_s:g} s")
+                if num_looks <= _NUM_SPINS:
+                    continue
+                # it may have begun the operation before it left
+                if self._counts[place + 1] and self._counts[place] < number:
+                    raise TeamError(f"rank {rank} has left the team")
+                # threads of this process run on meanwhile
+                time.sleep(_SLEEP_S if num_looks > _NUM_SPINS + _NUM_YIELDS else 0)
+                deadline = min(deadline, time.monotonic() + self._timeout_s)
+                if time.monotonic() > deadline:
+                    raise TeamError(f"rank {rank} did not answer within {self._timeout_s:g} s")
 
 
 def shared_bytes(size: int) -> int:

@@ -127,9 +127,8 @@ class TeamLeader:
 
 
 def _pieces(num_blocks: int) -> list[slice]:
-    """Return the pieces in which blocks go over, at least one."""
-    starts = range(0, max(num_blocks, 1), PIECE_BLOCKS)
-    return [slice(start, start + PIECE_BLOCKS) for start in starts]
+    """Return the pieces in which blocks go over."""
+    return [slice(i, i + PIECE_BLOCKS) for i in range(0, num_blocks, PIECE_BLOCKS)]
 
 
 def form_team(

@@ -1,0 +1,1 @@
+"""Decisions about a pool as a whole, over numbers."""
