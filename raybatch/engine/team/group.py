@@ -15,13 +15,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import distributed
+import torch.distributed
 
 from raybatch.errors import TeamError, error_text
 from raybatch.records.team import TeamCall
+
+# its types are not all declared
+_c10d: Any = torch.distributed
 
 _SHARED_FOLDER = Path("/dev/shm")
 # bytes that a rank hands over at once; more goes in several pieces
@@ -62,7 +65,7 @@ class TeamStore:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.host = host
-        self.server = distributed.TCPStore(
+        self.server = _c10d.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, use_libuv=True
         )
 
@@ -91,14 +94,17 @@ class Meeting:
     def __init__(self, call: TeamCall, store: TeamStore | None = None) -> None:
         self._timeout = datetime.timedelta(seconds=call.timeout_s)
         with failing_as("the leader's store cannot be reached"):
-            base = store.server if store is not None else self._client(call)
-            self.store = distributed.PrefixStore(f"team-{call.epoch}", base)
+            base = None if store is None else store.server
+            if base is None:
+                base = _c10d.TCPStore(
+                    call.host,
+                    call.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=self._timeout,
+                )
+            self.store = _c10d.PrefixStore(f"team-{call.epoch}", base)
             self.store.set_timeout(self._timeout)
-
-    def _client(self, call: TeamCall) -> distributed.TCPStore:
-        return distributed.TCPStore(
-            call.host, call.port, is_master=False, wait_for_workers=False, timeout=self._timeout
-        )
 
     def leave(self, name: str, text: str) -> None:
         with failing_as(f"{name} could not be told"):
@@ -140,8 +146,8 @@ class GlooGroup:
         self._rank, self._size = call.rank, call.size
         timeout = datetime.timedelta(seconds=call.timeout_s)
         with failing_as("the ranks of a team could not be connected"):
-            store = distributed.PrefixStore("gloo", meeting.store)
-            self._group = distributed.ProcessGroupGloo(store, call.rank, call.size, timeout)
+            store = _c10d.PrefixStore("gloo", meeting.store)
+            self._group = _c10d.ProcessGroupGloo(store, call.rank, call.size, timeout)
 
     def sum_(self, x: torch.Tensor) -> None:
         self._wait(lambda: self._group.allreduce([x]))
@@ -157,7 +163,7 @@ class GlooGroup:
     def close(self) -> None:
         del self._group
 
-    def _wait(self, begin: Callable[[], distributed.Work]) -> None:
+    def _wait(self, begin: Callable[[], Any]) -> None:
         with failing_as("a rank of the team did not answer"):
             begin().wait()
 
@@ -173,10 +179,10 @@ class NcclGroup:
         self._control = control
         timeout = datetime.timedelta(seconds=call.timeout_s)
         with failing_as("the GPUs of a team could not be connected"), torch.cuda.device(device):
-            store = distributed.PrefixStore("nccl", meeting.store)
-            options = distributed.ProcessGroupNCCL.Options()
+            store = _c10d.PrefixStore("nccl", meeting.store)
+            options = _c10d.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group = distributed.ProcessGroupNCCL(store, call.rank, call.size, options)
+            self._group = _c10d.ProcessGroupNCCL(store, call.rank, call.size, options)
 
     def sum_(self, x: torch.Tensor) -> None:
         with failing_as("a rank of the team did not answer"):

@@ -1,1 +1,1 @@
-"""Decisions about a pool as a whole, over numbers."""
+"""What the engines of a pool do together: who gives rows to whom, which rows move, and where."""

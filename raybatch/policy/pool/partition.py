@@ -1,8 +1,8 @@
 """Whether the last rows of a pool end sooner when idle engines take part in every step of them.
 
-Source: BatchGen (arXiv:2606.21712), PARTITION (section 4.2) and ONLONGTAIL (5.1), with the gain test
-of its design document; that a team's step may be estimated from one measured sum of its ranks is
-this library's.
+Source: BatchGen (arXiv:2606.21712), PARTITION (section 4.2) and ONLONGTAIL (5.1), with the gain
+test of its design document; that a team's step may be estimated from one measured sum of its ranks
+is this library's.
 """
 
 from dataclasses import dataclass
