@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -279,6 +280,31 @@ def test_a_follower_that_is_lost_while_prompts_run_changes_no_token(followers, e
     made = run(engine, {0: lambda: form(engine, followers, path, fault=fault)})
     followers.answers(1)
     assert want == made
+
+
+def test_rows_that_wait_for_a_slot_are_not_lost_with_a_follower(followers, engine_of):
+    engine, path = engine_of("llama")
+    many = requests_of([[i + 1, 7, 9 + i] for i in range(12)], max_tokens=5)
+    want, fault = run(engine, requests=many), Fault(at=15, kind="leave")
+    made = run(engine, {1: lambda: form(engine, followers, path, fault=fault)}, requests=many)
+    followers.answers(1)
+    assert want == made
+
+
+def test_an_engine_that_followed_finds_nothing_of_its_own_in_its_pool(engine_of, expected):
+    engine, path = engine_of("llama")
+    want, follower = expected("llama"), make_engine(path)
+    assert want == run(follower)
+    calls = engine.team_calls(next(_epochs), 2, host="127.0.0.1", timeout_s=PATIENT_S)
+    thread = threading.Thread(target=follower.follow, args=(calls[1],))
+
+    def lead():
+        thread.start()
+        engine.lead(calls[0])
+
+    assert want == run(engine, {5: lead})
+    thread.join()
+    assert want == run(follower)
 
 
 def test_a_follower_that_is_killed_is_survived(followers, engine_of, expected):

@@ -6,7 +6,6 @@ torch's default group. Within a host, shared memory is 30 to 80 times as quick a
 
 import contextlib
 import datetime
-import math
 import mmap
 import os
 import platform
@@ -32,9 +31,9 @@ _AREA_BYTES = 1 << 20
 # a rank has a cache line of its own: the operations that it has begun, and whether it has left
 _LINE_BYTES = 64
 _LINE = _LINE_BYTES // 8
-# looks at a count before the processor is given to others, and before one sleeps between looks
-_NUM_SPINS, _NUM_YIELDS = 2000, 200
-_SLEEP_S = 1e-4
+# looks at a count before the processor is given to others between looks, the seconds before one
+# sleeps between them, as a sleep may take a millisecond, and those of a sleep
+_NUM_SPINS, _AWAKE_S, _SLEEP_S = 2000, 0.05, 1e-3
 
 
 class TeamGroup(Protocol):
@@ -270,7 +269,7 @@ class SharedGroup:
     def _await(self, ranks: Iterable[int], number: int) -> None:
         """Wait until others have begun the operation of this number."""
         for rank in ranks:
-            place, num_looks, deadline = rank * _LINE, 0, math.inf
+            place, num_looks, began = rank * _LINE, 0, 0.0
             while self._counts[place] < number:
                 num_looks += 1
                 if num_looks <= _NUM_SPINS:
@@ -278,11 +277,14 @@ class SharedGroup:
                 # it may have begun the operation before it left
                 if self._counts[place + 1] and self._counts[place] < number:
                     raise TeamError(f"rank {rank} has left the team")
-                # threads of this process run on meanwhile
-                time.sleep(_SLEEP_S if num_looks > _NUM_SPINS + _NUM_YIELDS else 0)
-                deadline = min(deadline, time.monotonic() + self._timeout_s)
-                if time.monotonic() > deadline:
+                began = began or time.monotonic()
+                waited_s = time.monotonic() - began
+                if waited_s > self._timeout_s:
                     raise TeamError(f"rank {rank} did not answer within {self._timeout_s:g} s")
+                if waited_s > _AWAKE_S:
+                    time.sleep(_SLEEP_S)
+                else:
+                    os.sched_yield()
 
 
 def shared_bytes(size: int) -> int:
