@@ -5,7 +5,8 @@ python benchmarks/team.py --models dense-60m --steps 200 --out result.json
 
 One thread each, float32. The row decodes alone and in a team by turns, and a step's time is the
 median of its kind. The gain test is asked twice: with these times, and with an estimate of the
-team's step from one measured sum. Tokens are compared with those of the row alone.
+team's step from one measured sum, for which a model of as many layers that are hardly anything
+tells what of a step every rank does by itself. Tokens are compared with those of the row alone.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 
 from raybatch.backends.native import NativeBackend, create
+from raybatch.bench.checkpoints import Shape, write_checkpoint
 from raybatch.config import EngineConfig
 from raybatch.engine.team.group import GlooGroup, Meeting, TeamGroup, TeamStore, connect
 from raybatch.models.config import read_model_spec
@@ -89,13 +92,7 @@ def measure(name: str, folder: str, *, size: int, prompt_len: int, steps: int) -
     backend, spec = engine_of(folder), read_model_spec(Path(folder))
     for _, pipe in followers:
         pipe.recv()
-    prompt = np.random.default_rng(3).integers(3, spec.vocab_size, prompt_len)
-    request = Request(
-        request_id=0,
-        row_id="0",
-        prompt_token_ids=prompt.astype(np.int32),
-        sampling=Sampling(temperature=0, max_tokens=2 * NUM_TURNS * steps + 8, ignore_eos=True),
-    )
+    request = request_of(spec.vocab_size, prompt_len, max_tokens=2 * NUM_TURNS * steps + 8)
     backend.submit([request])
     expected = tokens_of(backend)
     backend.submit([request])
@@ -138,17 +135,37 @@ def measure(name: str, folder: str, *, size: int, prompt_len: int, steps: int) -
     }
 
 
+def fixed_s(shape: Shape, folder: Path, *, prompt_len: int, steps: int) -> float:
+    """Return the seconds of a step of a model that has hardly any weights to multiply."""
+    small = replace(shape, hidden_size=64, head_dim=16, ffn_size=32, vocab_size=models.VOCAB_SIZE)
+    write_checkpoint(small, folder)
+    backend = engine_of(str(folder))
+    backend.submit([request_of(small.vocab_size, prompt_len, max_tokens=steps + 8)])
+    run_steps(backend, 6)
+    return statistics.median(run_steps(backend, steps))
+
+
+def request_of(vocab_size: int, prompt_len: int, *, max_tokens: int) -> Request:
+    prompt = np.random.default_rng(3).integers(3, vocab_size, prompt_len)
+    return Request(
+        request_id=0,
+        row_id="0",
+        prompt_token_ids=prompt.astype(np.int32),
+        sampling=Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
 def _milliseconds(seconds: list[float]) -> dict[str, float]:
     low, middle, high = statistics.quantiles(seconds, n=4)
     return {"median": round(1e3 * middle, 3), "quartiles": [round(1e3 * x, 3) for x in (low, high)]}
 
 
-def verdicts(found: dict[str, Any], sum_s: float) -> dict[str, Any]:
+def verdicts(found: dict[str, Any], *, sum_s: float, fixed_s: float) -> dict[str, Any]:
     """Return what the gain test says with measured times, and with an estimated step of a team."""
     alone_s, team_s = (found[key]["median"] / 1e3 for key in ("alone_ms", "team_ms"))
     estimate_s = estimated_team_step_s(
         step_s=alone_s,
-        fixed_s=0.0,
+        fixed_s=fixed_s,
         sum_s=sum_s,
         num_layers=found["num_layers"],
         size=found["ranks"],
@@ -233,7 +250,14 @@ def main() -> None:
                 steps=options.steps,
             )
             sum_s = sums[found["group"]]["1 x 512"] / 1e6
-            found |= verdicts(found, sum_s)
+            own_s = fixed_s(
+                models.SHAPES[name],
+                Path(root) / f"{name}-small",
+                prompt_len=prompt_len,
+                steps=steps,
+            )
+            found |= {"fixed_ms": round(1e3 * own_s, 3)}
+            found |= verdicts(found, sum_s=sum_s, fixed_s=own_s)
             print(found, flush=True)
             results.append(found)
     conditions.write_result(options.out, "team.py", sums_us=sums, rows=results)
