@@ -242,20 +242,11 @@ def main() -> None:
         for name in options.models:
             folder = Path(root) / name
             models.write(name, folder)
-            found = measure(
-                name,
-                str(folder),
-                size=options.ranks,
-                prompt_len=options.prompt,
-                steps=options.steps,
-            )
+            size, prompt_len, steps = options.ranks, options.prompt, options.steps
+            found = measure(name, str(folder), size=size, prompt_len=prompt_len, steps=steps)
             sum_s = sums[found["group"]]["1 x 512"] / 1e6
-            own_s = fixed_s(
-                models.SHAPES[name],
-                Path(root) / f"{name}-small",
-                prompt_len=prompt_len,
-                steps=steps,
-            )
+            small = Path(root) / f"{name}-small"
+            own_s = fixed_s(models.SHAPES[name], small, prompt_len=prompt_len, steps=steps)
             found |= {"fixed_ms": round(1e3 * own_s, 3)}
             found |= verdicts(found, sum_s=sum_s, fixed_s=own_s)
             print(found, flush=True)
