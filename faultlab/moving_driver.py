@@ -123,6 +123,7 @@ class _MovingSite(LocalSite):
         super().__init__(loop)
         self.came: list[MoveFault] = []
         self.moving: asyncio.Task[None] | None = None
+        self._ended: set[int] = set()
         self._plan, self._rng = plan, random.Random(plan.seed)
 
     @property
@@ -156,7 +157,8 @@ class _MovingSite(LocalSite):
             return
         move = self._move_of(replica_id, args)
         victim = None if move is None else self._members().get(getattr(move, fault.victim))
-        if victim is None or victim.pid is None:
+        # what has been ended by another fault may not be noticed yet
+        if victim is None or victim.pid is None or victim.pid in self._ended:
             return
         # one that has no rows is not missed, and those that have ended may be on their way
         num_rows = self._coordinator._queue.load(victim.replica_id).num_rows
@@ -165,6 +167,7 @@ class _MovingSite(LocalSite):
             self._end(victim.pid, hangs=fault.hangs)
 
     def _end(self, pid: int, *, hangs: bool) -> None:
+        self._ended.add(pid)
         if hangs and self._plan.hang_dir is not None:
             Path(self._plan.hang_dir, str(pid)).touch()
         else:
