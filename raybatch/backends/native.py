@@ -38,6 +38,11 @@ class NativeBackend:
             raise RuntimeError("the backend is closed")
         return self._open
 
+    @property
+    def runner(self) -> ModelRunner:
+        """Return what computes the steps, as the engine runs now."""
+        return self._engine.runner
+
     def capacity(self) -> Capacity:
         return self._engine.capacity()
 

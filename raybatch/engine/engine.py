@@ -10,7 +10,7 @@ import numpy as np
 
 from raybatch.config import EngineConfig
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
-from raybatch.engine.finish_rules import FinishRules, expected_len
+from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_moves import accept_kv, state_with_kv
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
@@ -18,6 +18,7 @@ from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.profile.layer_bench import clock_of
 from raybatch.engine.row_moves import RowMoves
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
+from raybatch.engine.scheduling.admission import expected_len
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable

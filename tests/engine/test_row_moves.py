@@ -97,8 +97,8 @@ def test_a_row_is_not_reserved_for_where_its_blocks_are_wanted():
     target.add([make_request(1, np.arange(30), max_tokens=20)])
     stepped(target, 2)
     # eight of sixteen blocks are used, and the running row wants more
-    assert not target.moves.reserve(0, 32)
-    assert target.moves.reserve(0, 24)
+    assert not target.moves.reserve(0, 8)
+    assert target.moves.reserve(0, 6)
     target.check()
 
 
