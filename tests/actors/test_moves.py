@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 from typing import get_args
 
 import numpy as np
@@ -154,7 +155,10 @@ class Killer:
     def __call__(self, side, step, when):
         if not self.is_done and (step, when) == (self._step, self._when):
             self.is_done = True
-            self.sides[self.replica_ids[self._victim]].dead.set()
+            self.end(self.sides[self.replica_ids[self._victim]])
+
+    def end(self, side):
+        side.dead.set()
 
 
 @pytest.mark.parametrize(
@@ -177,6 +181,49 @@ def test_a_death_at_any_step_of_a_move_changes_nothing(step, when, victim):
     assert killer.is_done
     for side in pool.site.sides.values():
         side.replica.engine.check() if not side.dead.is_set() else None
+
+
+class Hanger(Killer):
+    """Lets the engine of one side hang at a step of the first move, while its loop answers."""
+
+    def __init__(self, *where):
+        super().__init__(*where)
+        self._is_over = threading.Event()
+        self._engine = None
+
+    def end(self, side):
+        self._engine = side.replica._engine
+        self._engine._call(lambda _: self._is_over.wait())
+
+    async def let_go(self):
+        """Let the thread end while there is a loop to tell."""
+        self._is_over.set()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine._thread.join)
+
+
+@pytest.mark.parametrize(
+    ("step", "when", "victim"),
+    [("depart", "before", "source"), ("depart", "after", "source"), ("begin", "before", "target")],
+)
+def test_an_engine_that_hangs_in_a_move_is_replaced_and_loses_no_row(step, when, victim):
+    hanger = Hanger(step, when, victim)
+    pool = MovingPool(script=hanger, stuck_after_s=2.0)
+    hanger.sides = pool.site.sides
+
+    async def meanwhile(pool):
+        try:
+            await first_move(told=hanger.told)(pool)
+            while True:
+                check_holders(pool)
+                await asyncio.sleep(0.005)
+        finally:
+            await hanger.let_go()
+
+    tokens, _ = run(pool, meanwhile)
+    assert expected(PROMPTS) == tokens
+    assert hanger.is_done
+    assert pool.coordinator._replicas.ledger.num_hung == 1
 
 
 class Refuser:
