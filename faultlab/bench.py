@@ -106,7 +106,7 @@ def _conditions() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
         **installed_versions(),
-        "backend": "fake",
+        "backend": "fake, and native where its rows move",
         "rows": NUM_ROWS,
         "units": NUM_UNITS,
     }

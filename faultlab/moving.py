@@ -17,17 +17,18 @@ from raybatch.demo import CHECKPOINT_PATH
 
 _EVERY_S = 0.03
 _STUCK_AFTER_S = 4.0
-# a move that goes well has all of these, and only one without KV begins with the fourth
+# of a move that goes well; without KV it begins with the fourth
 _STEPS = tuple(step for step in get_args(MoveStep) if step != "stay")
 _UNIT_ROWS = {"moves": 6, "tail": 3, "native moves": 4}
 
 
-def moving_rig(folder: Path, place: str) -> Rig:
+def moving_rig(folder: Path, place: str, *, is_alone: bool = False) -> Rig:
     """Return a job whose rows are long enough to move.
 
     Args:
         folder: empty.
         place: one of those in `chaos.MOVING`.
+        is_alone: for one engine, which is as fast as it can be.
     """
     unit_rows = _UNIT_ROWS[place]
     return Rig(
@@ -36,13 +37,13 @@ def moving_rig(folder: Path, place: str) -> Rig:
         unit_rows=unit_rows,
         executor="local",
         module="faultlab.moving_driver",
-        stage=_stage(folder, place),
+        stage=_stage(folder, place, is_alone),
     )
 
 
 def moving_answers(folder: Path, place: str) -> Answers:
-    """Return the texts of a run in which no row moves and no engine ends."""
-    rig = moving_rig(folder, place)
+    """Return the texts of a run with one engine, so that no row moves."""
+    rig = moving_rig(folder, place, is_alone=True)
     rig.prepare()
     driver = _start(rig, MovePlan(seed=0, every_s=None))
     _wait(driver)
@@ -128,30 +129,27 @@ def _kind(fault: MoveFault) -> str:
     return f"{fault.victim} {'hangs' if fault.hangs else 'killed'}"
 
 
-def _stage(folder: Path, place: str) -> Mapping[str, Any]:
-    pool = {"replicas": 3, "stuck_after_s": _STUCK_AFTER_S, "max_row_crashes": 9}
+def _stage(folder: Path, place: str, is_alone: bool) -> Mapping[str, Any]:
+    limits = {"stuck_after_s": _STUCK_AFTER_S, "max_row_crashes": 9}
     if place == "native moves":
-        sampling = {"max_tokens": 250, "min_tokens": 200, "temperature": 1.0}
-        engine = {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 64 << 20}
-        backend: Mapping[str, Any] = {"kind": "native"}
         return {
             "model": str(CHECKPOINT_PATH),
-            "pool": {**pool, "replicas": 2},
-            "sampling": sampling,
-            "engine": engine,
-            "backend": backend,
+            "pool": {"replicas": 1 if is_alone else 2, **limits},
+            "sampling": {"max_tokens": 250, "min_tokens": 200, "temperature": 1.0},
+            "engine": {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 64 << 20},
+            "backend": {"kind": "native"},
         }
     options = {
-        "step_s": 0.01,
-        # what one row costs more is what moves are for
-        "row_s": 0.001 if place == "tail" else 0.0002,
+        "step_s": 0.0 if is_alone else 0.01,
+        # rows move by themselves where each makes a step longer
+        "row_s": 0.0 if is_alone else 0.001 if place == "tail" else 0.0002,
         "max_num_seqs": 64,
         "lengths": "hash",
         "finished_log": str(folder / "finished"),
         "hang_dir": str(folder),
     }
     return {
-        "pool": pool,
+        "pool": {"replicas": 1 if is_alone else 3, **limits},
         "sampling": {"max_tokens": 300},
         "backend": {"kind": "fake", "options": options},
     }
