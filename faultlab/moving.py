@@ -135,6 +135,7 @@ def _stage(folder: Path, place: str, is_alone: bool) -> Mapping[str, Any]:
         return {
             "model": str(CHECKPOINT_PATH),
             "pool": {"replicas": 1 if is_alone else 2, **limits},
+            # greedy: a draw on a border falls by the last digit, which depends on the company
             "sampling": {"max_tokens": 250, "min_tokens": 200},
             "engine": {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 64 << 20},
             "backend": {"kind": "native"},
