@@ -16,7 +16,7 @@ from raybatch.actors.wire.records import MoveStep
 from raybatch.demo import CHECKPOINT_PATH
 
 _EVERY_S = 0.03
-_STUCK_AFTER_S = 4.0
+_STUCK_AFTER_S = 5.0
 # of a move that goes well; without KV it begins with the fourth
 _STEPS = tuple(step for step in get_args(MoveStep) if step != "stay")
 _UNIT_ROWS = {"moves": 6, "tail": 3, "native moves": 4}

@@ -104,8 +104,8 @@ class Moved:
         num_hangs = sum(fault.hangs for fault in self.faults)
         if not self.num_moved:
             return "no row moved"
-        if self.num_hung < num_hangs:
-            return f"{num_hangs} engines hung, of which {self.num_hung} were replaced"
+        if self.num_hung != num_hangs:
+            return f"{num_hangs} engines hung, and {self.num_hung} were replaced as hanging"
         return ""
 
     @classmethod

@@ -256,6 +256,26 @@ def test_a_target_that_has_no_room_leaves_the_row_where_it_is(step):
     assert [0, 0] == [of_one.num_recomputed_tokens for of_one in stats]
 
 
+class Slow(Refuser):
+    """Lets one step of the first move take longer than a replica may say nothing."""
+
+    @staticmethod
+    def _refused(method):
+        async def slow(*args):
+            await asyncio.sleep(3.5)
+            return await method(*args)
+
+        return slow
+
+
+def test_a_replica_whose_only_row_is_on_its_way_does_not_count_as_one_that_hangs():
+    pool = MovingPool(script=Slow("arrive"), stuck_after_s=2.0)
+    tokens, attempts = run(pool, first_move(), prompts=PROMPTS[:1])
+    assert expected(PROMPTS[:1]) == tokens
+    assert [1] == attempts
+    assert (pool.counters.num_moved, pool.coordinator._replicas.ledger.num_hung) == (1, 0)
+
+
 def test_rows_of_a_cancelled_batch_that_move_are_dropped_at_both_sides():
     pool = MovingPool()
 

@@ -29,7 +29,8 @@ def test_what_a_driver_is_told_and_tells_is_read_as_it_was_written(tmp_path, kep
     [
         ({}, ""),
         ({"num_moved": 0}, "no row moved"),
-        ({"num_hung": 0}, "1 engines hung, of which 0 were replaced"),
+        ({"num_hung": 0}, "1 engines hung, and 0 were replaced as hanging"),
+        ({"num_hung": 2}, "1 engines hung, and 2 were replaced as hanging"),
         ({"num_hung": 0, "faults": ()}, ""),
     ],
 )
