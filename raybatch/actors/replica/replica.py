@@ -157,6 +157,10 @@ class Replica:
             raise RuntimeError("a row was moved before Replica.start")
         return await getattr(self._moving, step)(*args)
 
+    def _has_leaving(self) -> bool:
+        """Return whether rows are this replica's still that its engine has not any more."""
+        return self._moving is not None and self._moving.has_left
+
     def _build(self, num_engines: int) -> Backend:
         obey_log_level()  # before anything is chosen
         spec = self._spec
@@ -211,7 +215,7 @@ class Replica:
             try:
                 await asyncio.wait_for(self._outbox.wait(), HEARTBEAT_S)
             except TimeoutError:
-                if engine.is_idle() and not self._is_fetching:
+                if engine.is_idle() and not self._is_fetching and not self._has_leaving():
                     continue
             self._outbox.clear()
             self._ran_dry.clear()
