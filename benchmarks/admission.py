@@ -17,7 +17,8 @@ from pathlib import Path
 import conditions
 import numpy as np
 from group_order import expected
-from plan_order import CASES, LIMIT, Case, Engine, rows_in_order
+from plan_order import CASES, LIMIT, Case, counts, rows_in_order
+from step_simulator import StepSimulator
 
 # lengths that come with rows
 NUM_SEEN = 32
@@ -40,16 +41,17 @@ def run(
     middles = (np.arange(NUM_SEEN) + 0.5) / NUM_SEEN
     seen = np.quantile(output, middles).astype(int).tolist() if knows == "seen" else []
     limit = max(LIMIT, int(output.max()))
-    return Engine(
+    engine = StepSimulator(
         workload.rows,
         rows_in_order(workload, by, planner, seed),
         workload.device,
-        case.block_size,
+        block_size=case.block_size,
         waits=waits,
         expected=None if known is None else np.rint(np.minimum(known, limit)).astype(np.int64),
         limit=None if knows == "true" else limit,
         likely=tuple(seen),
-    ).run()
+    )
+    return counts(engine.run())
 
 
 def compared(

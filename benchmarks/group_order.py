@@ -1,9 +1,10 @@
 """Orders of groups against each other, on simulated engines: steps, tokens per step, makespan.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/group_order.py [--workloads W1,W2] [--seeds 5]
-Every number is simulated (`step_simulator.py`). Orders come from `orders.py`, which sees the
-expected outputs of the column "knows": nothing, each class's largest output, the means of a probe
-of 1 % of the rows, or the true lengths. Medians over seeds, the worst seed behind them.
+Steps are the scheduler's, and seconds those of a roofline (`step_simulator.py`). Orders come from
+`orders.py`, which sees the expected outputs of the column "knows": nothing, each class's largest
+output, the means of a probe of 1 % of the rows, or the true lengths. Medians over seeds, the worst
+seed behind them.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 import conditions
 import numpy as np
 from orders import order_groups
-from step_simulator import Device, Outcome, Rows, StepSimulator
+from step_simulator import MAX_NUM_SEQS, Device, Outcome, Rows, StepSimulator
 
 from raybatch.planning.probe import choose_probe, estimate_from_probe
 from raybatch.prefix.order import GroupLoad
@@ -52,14 +53,14 @@ def w1(seed: int, members: int = 16) -> Workload:
     return Workload(rows=rows, kind=kind, device=Device(token_budget=256, kv_tokens=24_000))
 
 
-def w2(seed: int, max_rows: int = 1 << 30) -> Workload:
+def w2(seed: int, max_rows: int = MAX_NUM_SEQS) -> Workload:
     """Short and long prefills in turns."""
     rows, kind = classes([(1, 16, 48, 16, 48), (1, 16, 512, 32, 8)] * 20)
     device = Device(token_budget=256, kv_tokens=24_000, max_rows=max_rows)
     return Workload(rows=rows, kind=kind % 2, device=device)
 
 
-def w2_full(seed: int, *, reserves_outputs: bool, max_rows: int = 1 << 30) -> Workload:
+def w2_full(seed: int, *, reserves_outputs: bool, max_rows: int = MAX_NUM_SEQS) -> Workload:
     rows, kind = classes([(1, 16, 400, 100, 400), (1, 16, 4000, 200, 40)] * 100)
     device = Device(
         token_budget=2048, kv_tokens=400_000, max_rows=max_rows, reserves_outputs=reserves_outputs

@@ -1,14 +1,13 @@
 """Orders of groups on the product's own scheduler: its queues, blocks and preemptions, no model.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/plan_order.py [--cases W2,W3] [--seeds 3] [--out FILE]
-Steps are decided by `Scheduler` over `SequenceTable` and `BlockManager` with the default options of
-an engine, counted exactly, and timed by the reference roofline of `step_simulator.Device`; seconds
-are of that roofline, not of a machine. Workloads are those of `group_order.py` at three sizes.
+Steps are decided by the scheduler with the default options of an engine, counted exactly, and timed
+by the roofline of `step_simulator.Device`; seconds are of that, not of a machine. Workloads are
+those of `group_order.py` at three sizes.
 """
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,17 +16,12 @@ import conditions
 import numpy as np
 from group_order import Workload, expected, group_load, w1, w2, w2_full, w3, w4
 from orders import order_groups
-from step_simulator import Device, Rows
+from step_simulator import MAX_NUM_SEQS, Device, Outcome, Rows, StepSimulator
 
 from raybatch.config import EngineConfig
-from raybatch.engine.scheduling.scheduler import Scheduler
-from raybatch.engine.sequences.block_manager import BlockManager
-from raybatch.engine.sequences.table import Sequence, SequenceTable
 from raybatch.prefix.order import Room
 from raybatch.records.arrays import Ints
-from raybatch.records.types import Request, Sampling
 
-MAX_NUM_SEQS = 1024
 # tokens of a row that nobody knows better
 LIMIT = 512
 
@@ -82,103 +76,16 @@ def room_of(device: Device) -> Room:
     return Room.of(engine)
 
 
-class Engine:
-    """The scheduler with sequences that end at known lengths, a step at a time.
-
-    Args:
-        waits: whether rows wait for memory, as they do in an engine on this device.
-        expected: output tokens that the engine expects of each row; None leaves it to learn them.
-        limit: output tokens that it allows each row; None allows no more than it generates.
-        likely: output lengths that come with the rows, as those of a pool that has seen others.
-    """
-
-    def __init__(
-        self,
-        rows: Rows,
-        order: Ints,
-        device: Device,
-        block_size: int,
-        *,
-        waits: bool = True,
-        expected: Ints | None = None,
-        limit: int | None = None,
-        likely: tuple[int, ...] = (),
-    ) -> None:
-        self.device, self.rows = device, rows
-        num_blocks = device.kv_tokens // block_size
-        prompt, num_groups = rows.prefix + rows.distinct, int(rows.group.max()) + 1
-        allowed = rows.output if limit is None else np.full(len(rows.output), limit)
-        longest = int((prompt + allowed).max())
-        # of the row in each slot, prompt and output
-        self.lengths, self.targets = prompt + rows.output, np.zeros(MAX_NUM_SEQS, np.int64)
-        self.table = SequenceTable(
-            max_slots=min(MAX_NUM_SEQS, device.token_budget),
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=longest,
-        )
-        self.scheduler = Scheduler(
-            BlockManager(num_blocks, block_size),
-            self.table,
-            max_batched_tokens=device.token_budget,
-            enable_prefix_caching=True,
-            full_step_tokens=device.full_step_tokens if waits else math.inf,
-        )
-        random = np.random.default_rng(7)
-        widest = int(rows.prefix.max(initial=0))
-        stems = random.integers(1, 1 << 30, (num_groups, widest), np.int32)
-        for arrival, row in enumerate(order.tolist()):
-            prefix, group = int(rows.prefix[row]), int(rows.group[row])
-            own = random.integers(1, 1 << 30, int(rows.distinct[row]), np.int32)
-            request = Request(
-                request_id=row,
-                row_id="",
-                prompt_token_ids=np.concatenate([stems[group, :prefix], own]),
-                sampling=Sampling(max_tokens=int(allowed[row])),
-                group_id=group if prefix else None,
-                prefix_len=prefix // block_size * block_size,
-                likely_output_lens=likely,
-            )
-            self.scheduler.add(
-                Sequence(
-                    request=request,
-                    sample_idx=0,
-                    arrival=arrival,
-                    max_len=int(prompt[row] + allowed[row]),
-                    expected_len=None if expected is None else int(prompt[row] + expected[row]),
-                )
-            )
-
-    def run(self) -> dict[str, float]:
-        table, scheduler, device = self.table, self.scheduler, self.device
-        sums = {"sum_s": 0.0, "overlap_s": 0.0}
-        num_steps = num_tokens = 0
-        while scheduler.num_waiting or table.num_running:
-            step = scheduler.schedule()
-            if step.ended:
-                raise RuntimeError(f"{len(step.ended)} rows do not fit the cache")
-            read = device.read_s(int(table.num_tokens[step.decode_slots].sum()))
-            middle = step.chunk_starts + step.chunk_lens / 2
-            compute = device.compute_s(step.num_tokens, 0)
-            attention = device.compute_s(0, float(step.chunk_lens @ middle))
-            sums["sum_s"] += device.fixed_s + max(device.weights_s, compute) + attention + read
-            hidden = max(device.weights_s + read, compute + attention)
-            sums["overlap_s"] += device.fixed_s + hidden
-            num_steps, num_tokens = num_steps + 1, num_tokens + step.num_tokens
-            for slot in step.admitted:
-                self.targets[slot] = self.lengths[table.record(slot).request.request_id]
-            slots = scheduler.advance(step)
-            table.append_tokens(slots, np.full(len(slots), 7))
-            for slot in slots[table.num_tokens[slots] >= self.targets[slots]].tolist():
-                scheduler.finish(slot)
-        counters = scheduler.counters
-        return sums | {
-            "steps": num_steps,
-            "tokens": num_tokens,
-            "preemptions": counters.num_preemptions,
-            "recomputed": counters.num_recomputed_tokens,
-            "held_steps": counters.num_held_steps,
-        }
+def counts(outcome: Outcome) -> dict[str, float]:
+    return {
+        "sum_s": outcome.sum_s,
+        "overlap_s": outcome.overlap_s,
+        "steps": len(outcome.step_tokens),
+        "tokens": int(outcome.step_tokens.sum()),
+        "preemptions": outcome.preemptions,
+        "recomputed": outcome.recomputed_tokens,
+        "held_steps": outcome.held_steps,
+    }
 
 
 def rows_in_order(workload: Workload, by: str, knows: str, seed: int) -> Ints:
@@ -194,7 +101,8 @@ def rows_in_order(workload: Workload, by: str, knows: str, seed: int) -> Ints:
 def run(case: Case, by: str, knows: str, seed: int) -> dict[str, float]:
     workload = case.make(seed)
     rows = rows_in_order(workload, by, knows, seed)
-    return Engine(workload.rows, rows, workload.device, case.block_size).run()
+    engine = StepSimulator(workload.rows, rows, workload.device, block_size=case.block_size)
+    return counts(engine.run())
 
 
 def main() -> None:

@@ -1,20 +1,37 @@
-"""An engine as a sequence of steps over token counts: what an order of groups does to them.
+"""The product's scheduler over token counts: what an order of groups does to its steps.
 
-Decode first, then running prefills, then new rows in order, under a token budget and a KV size. A
-prefix is computed by the first member that starts and held until the last member has ended, or
-until a row does not fit beside those that nobody uses. When the KV cache is full the youngest row
-gives its own part back and computes it again later. Time per step is a roofline; no figure of it
-is a measurement.
+Steps are those of `raybatch.simulator`; time per step is a roofline, and no figure of it is a
+measurement.
 """
 
-from collections import deque
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 from orders import DensityModel
 
+from raybatch.actors.queue.row_states import ALONE
+from raybatch.policy.cost.cost_model import CostModel, EngineLimits
 from raybatch.policy.step_seconds import full_step_tokens
 from raybatch.records.arrays import Ints
+from raybatch.simulator.engine import EngineSpec, SimulatedEngine
+from raybatch.simulator.rows import SimulatedRows
+
+MAX_NUM_SEQS = 1024
+# steps are counted by the engine, and priced by the roofline
+_FREE = CostModel(
+    step_s=0.0,
+    knots=(),
+    token_s=(0.0,),
+    row_s=0.0,
+    pair_s=0.0,
+    past_pair_s=0.0,
+    context_s=0.0,
+    shared_pair_s=0.0,
+    shared_read_s=0.0,
+    fit_error=0.0,
+    limits=EngineLimits(kv_tokens=1, max_num_seqs=1, block_size=1),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,14 +59,14 @@ class Device:
         token_budget: tokens of one step.
         kv_tokens: size of the cache.
         max_rows: running rows at most.
-        reserves_outputs: admit a row only if the outputs of all running rows fit too; else one
-            token of growth per running row is kept free.
+        reserves_outputs: lengths are known, and a row starts only where the cache holds the
+            outputs of all that run; else as an engine decides, which learns lengths.
         kv_bytes: per token.
     """
 
     token_budget: int
     kv_tokens: int
-    max_rows: int = 1 << 30
+    max_rows: int = MAX_NUM_SEQS
     reserves_outputs: bool = False
     kv_bytes: float = 131_072
     params: float = 8e9
@@ -95,7 +112,9 @@ class Outcome:
     Args:
         step_tokens: int64 [steps].
         prefill_tokens: computed, including again after preemption.
+        recomputed_tokens: of them, those that had been computed before.
         preemptions: rows that gave their cache back.
+        held_steps: in which a row waited for memory that was forecast to run out.
         sum_s: makespan if compute and KV reads of a step add up.
         overlap_s: makespan if the longer of the two hides the other.
         bound_s: no order can be faster: all compute, all memory traffic, or the longest row.
@@ -103,144 +122,88 @@ class Outcome:
 
     step_tokens: Ints
     prefill_tokens: int
+    recomputed_tokens: int
     preemptions: int
+    held_steps: int
     sum_s: float
     overlap_s: float
     bound_s: float
 
 
 class StepSimulator:
-    """One run over `rows` in `order` (row positions)."""
+    """One run over `rows` in `order` (row positions), on the product's own scheduler.
 
-    def __init__(self, rows: Rows, order: Ints, device: Device) -> None:
+    Args:
+        block_size: of the cache.
+        waits: whether rows wait for memory, as they do in an engine on this device.
+        expected: output tokens that the engine expects of each row; None leaves it to learn them.
+        limit: output tokens that it allows each row; None allows no more than it generates.
+        likely: output lengths that come with the rows, as those of a pool that has seen others.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        order: Ints,
+        device: Device,
+        *,
+        block_size: int = 16,
+        waits: bool = True,
+        expected: Ints | None = None,
+        limit: int | None = None,
+        likely: tuple[int, ...] = (),
+    ) -> None:
         self.rows, self.device = rows, device
-        self.waiting: deque[int] = deque(order.tolist())
-        self.running: list[int] = []
-        self.todo = np.zeros(len(rows.group), np.int64)
-        # cache that a row holds beside its group's prefix
-        self.held = np.zeros(len(rows.group), np.int64)
-        self.generated = np.zeros(len(rows.group), np.int64)
-        self.left = np.bincount(rows.group)
-        self.is_live = np.zeros(len(self.left), bool)
-        self.used = self.prefill = self.preemptions = 0
-        self.tokens: list[int] = []
-        self.compute_s = self.memory_s = self.sum_s = self.overlap_s = 0.0
+        simulated = SimulatedRows(
+            prompt=rows.prefix + rows.distinct,
+            output=rows.output,
+            max_tokens=rows.output if limit is None else np.full(len(rows.output), limit),
+            group=np.where(rows.prefix > 0, rows.group, ALONE),
+            prefix=rows.prefix // block_size * block_size,
+            expected=rows.output if device.reserves_outputs else expected,
+            likely=likely,
+        )
+        limits = EngineLimits(
+            kv_tokens=device.kv_tokens // block_size * block_size,
+            max_num_seqs=device.max_rows,
+            block_size=block_size,
+            max_batched_tokens=device.token_budget,
+        )
+        full_step_tokens = device.full_step_tokens if waits else math.inf
+        spec = EngineSpec(
+            cost=replace(_FREE, limits=limits),
+            full_step_tokens=0.0 if device.reserves_outputs else full_step_tokens,
+        )
+        self.engine = SimulatedEngine(simulated, spec)
+        self.engine.add(order.tolist())
 
     def run(self) -> Outcome:
-        while self.running or self.waiting:
-            self._step()
-        longest = int(self.rows.output.max()) * (self.device.fixed_s + self.device.weights_s)
-        fixed = len(self.tokens) * self.device.fixed_s
+        engine, device = self.engine, self.device
+        tokens, sum_s, overlap_s = list[int](), 0.0, 0.0
+        compute_s = memory_s = 0.0
+        while len(engine.begin()):
+            step = engine.counts
+            pairs = step.pairs + step.past_pairs
+            compute, attention = device.compute_s(step.tokens, pairs), device.compute_s(0, pairs)
+            read = device.read_s(step.context_reads + step.shared_pairs)
+            sum_s += max(device.weights_s, compute - attention) + attention + read
+            overlap_s += max(device.weights_s + read, compute)
+            compute_s, memory_s = compute_s + compute, memory_s + read
+            tokens.append(int(step.tokens))
+            engine.compute(1)
+        if engine.num_generated < self.rows.output.sum():
+            raise RuntimeError(f"there are rows that do not fit {device.kv_tokens} tokens")
+        longest = int(self.rows.output.max()) * (device.fixed_s + device.weights_s)
+        fixed, counters = len(tokens) * device.fixed_s, engine.scheduler.counters
         return Outcome(
-            step_tokens=np.array(self.tokens),
-            prefill_tokens=self.prefill,
-            preemptions=self.preemptions,
-            sum_s=self.sum_s + fixed,
-            overlap_s=self.overlap_s + fixed,
-            bound_s=max(self.compute_s, self.memory_s, longest),
+            step_tokens=np.array(tokens),
+            prefill_tokens=counters.prompt_tokens
+            - counters.cached_tokens
+            + counters.num_recomputed_tokens,
+            recomputed_tokens=counters.num_recomputed_tokens,
+            preemptions=counters.num_preemptions,
+            held_steps=counters.num_held_steps,
+            sum_s=sum_s + fixed,
+            overlap_s=overlap_s + fixed,
+            bound_s=max(compute_s, memory_s, longest),
         )
-
-    def _step(self) -> None:
-        running = np.array(self.running, np.int64)
-        decoding = running[self.todo[running] == 0][: self.device.token_budget]
-        while self.used + len(decoding) > self.device.kv_tokens:
-            if len(self.running) == 1 and self._drop_idle_prefixes(self.running[0]):
-                continue
-            self._preempt()
-            decoding = decoding[decoding != self.waiting[0]]
-        context = self._context(decoding)
-        self.used += len(decoding)
-        self.held[decoding] += 1
-        chunks = self._prefill(self.device.token_budget - len(decoding))
-        self.generated[decoding] += 1
-        for row, _, _ in chunks:
-            self.generated[row] += self.todo[row] == 0
-        num_prefill = sum(chunk for _, chunk, _ in chunks)
-        if not num_prefill and not len(decoding):
-            raise RuntimeError(f"row {self.waiting[0]} does not fit {self.device.kv_tokens} tokens")
-        pairs = sum(chunk * (start + chunk / 2) for _, chunk, start in chunks)
-        self._count(len(decoding) + num_prefill, pairs, int(context.sum()))
-        self.prefill += num_prefill
-        self._end(np.array(self.running, np.int64))
-
-    def _context(self, rows: Ints) -> Ints:
-        return self.rows.prefix[rows] + self.rows.distinct[rows] + self.generated[rows]
-
-    def _prefill(self, budget: int) -> list[tuple[int, int, int]]:
-        """Give the budget to running prefills and new rows; return (row, tokens, position)."""
-        chunks = []
-        for row in [r for r in self.running if self.todo[r]]:
-            budget -= self._chunk(row, budget, chunks)
-        growth = int((self.rows.output - self.generated)[self.running].sum())
-        while budget > 0 and self.waiting and len(self.running) < self.device.max_rows:
-            row = self.waiting[0]
-            new = int(self.rows.output[row] - self.generated[row])
-            reserve = growth + new if self.device.reserves_outputs else len(self.running)
-            group = self.rows.group[row]
-            prefix = 0 if self.is_live[group] else int(self.rows.prefix[row])
-            own = int(self.rows.distinct[row] + self.generated[row])
-            if self.used + prefix + own + reserve > self.device.kv_tokens:
-                if not self.running and self._drop_idle_prefixes(row):
-                    continue
-                break
-            growth += new
-            self.waiting.popleft()
-            self.running.append(row)
-            self.is_live[group] = True
-            self.held[row] = own
-            self.todo[row] += prefix + own
-            self.used += prefix + own
-            budget -= self._chunk(row, budget, chunks)
-        return chunks
-
-    def _chunk(self, row: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
-        chunk = min(budget, int(self.todo[row]))
-        if chunk > 0:
-            total = int(self._context(np.array([row]))[0])
-            chunks.append((row, chunk, total - int(self.todo[row])))
-            self.todo[row] -= chunk
-        return max(chunk, 0)
-
-    def _preempt(self) -> None:
-        row = self.running.pop()
-        self.used -= int(self.held[row])
-        # what is left of a prefix stays a debt of the row
-        self.todo[row] = max(int(self.todo[row] - self.held[row]), 0)
-        self.waiting.appendleft(row)
-        self.preemptions += 1
-
-    def _drop_idle_prefixes(self, row: int) -> bool:
-        """Give up the prefixes that no running row uses, but for that of `row`; is there any?"""
-        rows = self.rows
-        is_idle = self.is_live & (self.left > 0)
-        is_idle[rows.group[[row, *self.running]]] = False
-        of_idle = is_idle[rows.group]
-        self.todo[of_idle] = 0
-        prefixes = np.zeros(len(self.left), np.int64)
-        prefixes[rows.group] = rows.prefix
-        self.used -= int(prefixes[is_idle].sum())
-        self.is_live[is_idle] = False
-        return bool(prefixes[is_idle].any())
-
-    def _end(self, running: Ints) -> None:
-        ended = running[self.generated[running] >= self.rows.output[running]]
-        if not len(ended):
-            return
-        gone = set(ended.tolist())
-        self.running = [row for row in self.running if row not in gone]
-        for row in ended.tolist():
-            self.used -= int(self.held[row])
-            group = self.rows.group[row]
-            self.left[group] -= 1
-            if not self.left[group]:
-                self.used -= int(self.rows.prefix[row])
-
-    def _count(self, tokens: int, pairs: float, kv_read: int) -> None:
-        device = self.device
-        compute, read = device.compute_s(tokens, pairs), device.read_s(kv_read)
-        attention = device.compute_s(0, pairs)
-        self.tokens.append(tokens)
-        self.compute_s += compute
-        self.memory_s += read
-        self.sum_s += max(device.weights_s, compute - attention) + attention + read
-        self.overlap_s += max(device.weights_s + read, compute)

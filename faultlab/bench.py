@@ -7,12 +7,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from faultlab.chaos import plan_round, run_round
+from faultlab.chaos import MOVING, plan_round, run_round
 from faultlab.figures import FaultFigures, FaultOptions
 from faultlab.input_runs import try_inputs
+from faultlab.moving import moving_answers, run_moving_round
 from faultlab.mutations import MUTATIONS
 from faultlab.peers import compare
 from faultlab.places import Places
@@ -79,10 +81,14 @@ def _go_through_chaos(root: Path, options: FaultOptions, expected: Answers, add:
         return
     with Places.found(options.moto_python) as places:
         figures = add(missing=places.missing)
+        unmoved = cache(lambda place: moving_answers(root / place, place))
         for number in range(options.first_round, options.first_round + options.rounds):
-            planned = plan_round(options.seed, number, places.names)
+            planned = plan_round(options.seed, number, [*places.names, *MOVING])
             folder, rng = root / f"r{number}", random.Random(number)
-            result = run_round(folder, planned, expected, places, rng)
+            if planned.place in MOVING:
+                result = run_moving_round(folder, planned, unmoved(planned.place), rng)
+            else:
+                result = run_round(folder, planned, expected, places, rng)
             figures = add(rounds=(*figures.rounds, result))
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -100,7 +106,7 @@ def _conditions() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
         **installed_versions(),
-        "backend": "fake",
+        "backend": "fake, and native where its rows move",
         "rows": NUM_ROWS,
         "units": NUM_UNITS,
     }

@@ -12,21 +12,28 @@ from pathlib import Path
 
 from faultlab.drivers import Driver, wait_until
 from faultlab.kills import KILLS, Kills
+from faultlab.moving_driver import Moved
 from faultlab.places import Place, Places
 from faultlab.rig import NUM_UNITS, Answers, Checked, Rig
 
 _TWO = "two drivers"
+_HANG = "hang"
 _FAULTS_PER_ROUND = 3
 _MAX_DRIVERS = 12
+# an engine that hangs is noticed and ended in less
+_REPLACED_S = 60.0
 _NUM_HTTP_ERRORS = 25
+# places of jobs whose rows move: at random or as the pool decides, of fake engines or of real ones
+MOVING = ("moves", "tail", "native moves")
 # where a fault of each kind can happen, and how often such rounds are drawn
 KINDS: Mapping[str, Sequence[str]] = {
-    "local": (*KILLS, _TWO),
+    "local": (*KILLS, _HANG, _TWO),
     "disk": ("disk full", "read-only"),
     "s3": ("s3 errors", "tree", "replica"),
     "nodes": ("node",),
+    **dict.fromkeys(MOVING, ("source killed", "target killed", "source hangs", "target hangs")),
 }
-_WEIGHTS = {"local": 5, "disk": 1, "s3": 2, "nodes": 2}
+_WEIGHTS = {"local": 5, "disk": 1, "s3": 2, "nodes": 2, **dict.fromkeys(MOVING, 2)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +42,8 @@ class Planned:
 
     Args:
         place: where the output and the cluster are.
-        faults: kind, and the number of units in the output at which it comes.
+        faults: kind, and the number of units in the output at which it comes; of `MOVING`, rows
+            that have moved.
     """
 
     place: str
@@ -53,6 +61,7 @@ class RoundResult:
         late_units: commits that came when somebody faster had written the unit, see `Rig`.
         problem: what went wrong with the round itself; "" where nothing did.
         gave_up: last words of drivers that ended with an error although nobody ended them.
+        moved: what moves went through, where rows moved.
     """
 
     planned: Planned
@@ -64,6 +73,7 @@ class RoundResult:
     checked: Checked
     problem: str = ""
     gave_up: tuple[str, ...] = ()
+    moved: Moved | None = None
 
     @property
     def is_right(self) -> bool:
@@ -185,6 +195,7 @@ class _Round:
     def _injections(self) -> Mapping[str, Callable[[Driver], bool]]:
         return {
             **Kills(rng=self.rng).by_kind,
+            _HANG: self._hang,
             _TWO: self._start_second,
             "disk full": self._fill_disk,
             "read-only": self._make_read_only,
@@ -194,6 +205,17 @@ class _Round:
 
     def _start_second(self, driver: Driver) -> bool:
         self._start()
+        return True
+
+    def _hang(self, driver: Driver) -> bool:
+        """Let the thread of an engine hang, and wait until its process is replaced."""
+        engines = driver.workers("Replica")
+        if not engines:
+            return False
+        engine = self.rng.choice(engines)
+        (self.rig.folder / str(engine.pid)).touch()
+        # one that has no rows does not hang
+        wait_until(lambda: not engine.is_running(), driver, timeout_s=_REPLACED_S)
         return True
 
     def _fill_disk(self, driver: Driver) -> bool:

@@ -180,6 +180,7 @@ class FaultFigures:
             f"fault), late commits {sum(each.late_units for each in self.rounds)}"
         ]
         lines += [f"  {kind:<16} {number}" for kind, number in sorted(faults.items())]
+        lines += self._moved()
         lines += [f"  not run: {name}: {why}" for name, why in self.missing.items()]
         if gave_up := sum(len(each.gave_up) for each in self.rounds):
             lines.append(f"  {gave_up} drivers ended with an error of their own and were run again")
@@ -189,6 +190,17 @@ class FaultFigures:
             if not each.is_right
         ]
         return lines
+
+    def _moved(self) -> list[str]:
+        moved = [each.moved for each in self.rounds if each.moved is not None]
+        if not moved:
+            return []
+        return [
+            f"  rows moved       {sum(each.num_moved for each in moved)} in {len(moved)} jobs, "
+            f"{sum(each.num_bytes for each in moved) / 1e6:.0f} MB of KV; "
+            f"{sum(each.num_failed for each in moved)} moves left their row where it was; "
+            f"{sum(each.num_hung for each in moved)} engines that hung were replaced"
+        ]
 
     def _soaked(self) -> list[str]:
         if (soaked := self.soak) is None:

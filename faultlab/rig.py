@@ -27,6 +27,8 @@ NUM_ROWS = 720
 NUM_UNITS = 40
 # of a row
 MAX_TOKENS = 32
+# longer than engines are stopped that go on
+STUCK_AFTER_S = 8.0
 _NUM_FILES = 3
 _POLL_S = 0.2
 
@@ -68,6 +70,9 @@ class Rig:
         source: of the job; None is a folder below.
         max_num_seqs: rows that an engine answers at once.
         step_s: of the engines; a row takes 1 to `MAX_TOKENS` steps, each as often.
+        executor: of the job.
+        module: that runs it.
+        stage: what the stage has in place of what it has otherwise.
     """
 
     folder: Path
@@ -81,6 +86,9 @@ class Rig:
     step_s: float = 0.01
     flush_every_s: float = 0.3
     partition_by: tuple[str, ...] = ()
+    executor: str = "ray"
+    module: str = "faultlab.driver"
+    stage: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sink_uri(self) -> str:
@@ -130,7 +138,7 @@ class Rig:
             variables.pop("RAY_ADDRESS", None)
         if fault is not None:
             variables["RAYBATCH_FAULT"] = fault
-        return Driver.start(self.job_file, self.folder / name, variables)
+        return Driver.start(self.job_file, self.folder / name, variables, module=self.module)
 
     def finish(self, *, timeout_s: float = 120.0) -> tuple[int, float]:
         """Run the job to its end; return the exit code and the seconds of the whole process."""
@@ -226,10 +234,12 @@ class Rig:
             "max_num_seqs": self.max_num_seqs,
             "lengths": "hash",
             "finished_log": str(self.folder / "finished"),
+            "hang_dir": str(self.folder),
         }
         return {
             "source": self.source_uri,
             "sink": self.sink_uri,
+            "executor": self.executor,
             "flush_every_s": self.flush_every_s,
             "partition_by": list(self.partition_by),
             "plan": {"unit_rows": self.unit_rows, "max_unit_rows": self.unit_rows},
@@ -237,7 +247,8 @@ class Rig:
                 "model": "demo",
                 "prompt": "{prompt}",
                 "sampling": {"max_tokens": MAX_TOKENS},
-                "pool": {"replicas": self.replicas},
+                "pool": {"replicas": self.replicas, "stuck_after_s": STUCK_AFTER_S},
                 "backend": {"kind": "fake", "options": options},
+                **self.stage,
             },
         }

@@ -5,6 +5,7 @@
         UnreachableError              what an option names cannot be read now
       CapacityError                   a prompt cannot fit the KV cache or the model's context
       ReplicaError                    an engine actor failed and could not be restarted
+      TeamError                       a rank of a team of engines died, hung or refused
       EndpointError                   an endpoint refuses every request: its key, model or address
         EndpointUnreachable           nothing answers at its address now
       RowError                        raised only where the user asked for on_error="raise"
@@ -65,6 +66,10 @@ class ReplicaError(RaybatchError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.cause)
+
+
+class TeamError(RaybatchError):
+    """A rank of a team died, hung or refused; the leader goes on alone."""
 
 
 class EndpointError(RaybatchError):

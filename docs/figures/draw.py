@@ -168,6 +168,34 @@ def pool() -> Figure:
     return f
 
 
+def moves() -> Figure:
+    """Draw a row that moves: who decides, who holds it when, and where bytes go."""
+    f = Figure(960, 292, "a running row moves from one replica to another")
+    lanes = ((44, "Coordinator"), (124, "Source"), (204, "Target"))
+    for y, name in lanes:
+        f.box(16, y - 24, 110, 48, name, kind="key" if y == 44 else "box")
+    f.box(150, 22, 130, 44, "plan_pool", "measured seconds", kind="key")
+    f.box(690, 22, 120, 44, "commit", "one step", kind="key")
+    f.box(150, 102, 380, 44, "decodes on", "whole blocks are copied between steps", kind="good")
+    f.box(550, 102, 170, 44, "stopped", "keeps all", kind="warm")
+    f.box(830, 102, 100, 44, "frees it")
+    f.box(200, 182, 100, 44, "reserves", "blocks")
+    f.box(320, 182, 210, 44, "writes blocks")
+    f.box(550, 182, 170, 44, "last block, tokens", "checked", kind="warm")
+    f.box(770, 182, 160, 44, "decodes", kind="good")
+    f.arrow("M215 66V98")
+    for x in (360, 430, 500):
+        f.arrow(f"M{x} 146V178")
+    f.arrow("M635 146V178")
+    f.arrow("M700 182C740 150 740 100 746 70")
+    f.arrow("M780 66C800 110 800 150 806 178")
+    f.text(445, 262, "the row is the source's: what dies or hangs here leaves it there")
+    f.arrow("M150 272H748")
+    f.text(860, 262, "the target's")
+    f.arrow("M758 272H940")
+    return f
+
+
 def commit() -> Figure:
     """Draw how a unit becomes a part, and parts a success."""
     f = Figure(960, 240, "a unit is checked, created once, and audited")
@@ -255,6 +283,7 @@ FIGURES = {
     "flow": flow,
     "plan": plan,
     "pool": pool,
+    "moves": moves,
     "commit": commit,
     "engine": engine,
     "window": window,

@@ -59,6 +59,8 @@ class FakeOptions:
     crashes: bool = False  # every prompt ends the process as soon as it runs
     crash_on: int | None = None  # such a prompt does
     hang_on: int | None = None  # the step in which it starts does not end
+    # no step ends of an engine whose process id is the name of a file there
+    hang_dir: str | None = None
     raise_on: int | None = None  # it makes `poll` raise, as a broken engine does
     error_on: int | None = None  # it becomes an error completion
     start_s: float = 0.0
@@ -201,6 +203,9 @@ class FakeBackend(IntakeBackend):
         )
 
     def poll(self) -> list[Completion]:
+        hang_dir = self._options.hang_dir
+        if hang_dir is not None and os.path.exists(f"{hang_dir}/{os.getpid()}"):
+            threading.Event().wait()
         is_due = self._num_open and self._num_finished >= self._options.hold_after
         if is_due and self._options.hold_file and os.path.exists(self._options.hold_file):
             time.sleep(_HELD_S)
@@ -362,7 +367,7 @@ FAKE = BackendType(
     may_end_process=lambda backend: any(
         # 0 is a token
         backend.options.get(name) is not None and backend.options[name] is not False
-        for name in ("crashes", "crash_on", "hang_on")
+        for name in ("crashes", "crash_on", "hang_on", "hang_dir")
     ),
     has_weights=False,
     has_adapters=True,

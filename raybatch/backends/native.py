@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from raybatch.backends.base import BackendType
 from raybatch.config import BackendConfig, EngineConfig
+from raybatch.errors import TeamError
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model
@@ -37,6 +38,11 @@ class NativeBackend:
         if self._open is None:
             raise RuntimeError("the backend is closed")
         return self._open
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Return what computes the steps, as the engine runs now."""
+        return self._engine.runner
 
     def capacity(self) -> Capacity:
         return self._engine.capacity()
@@ -82,6 +88,18 @@ class NativeBackend:
 
     def forget(self, request_id: int) -> None:
         self._engine.moves.forget(request_id)
+
+    @property
+    def teams(self) -> PhasedEngine:
+        """The engine as it leads and follows teams; of the thread that polls.
+
+        Raises TeamError: it is one that `create` has not made.
+        """
+        from raybatch.engine.phases import PhasedEngine
+
+        if not isinstance(self._engine, PhasedEngine):
+            raise TeamError("only an engine with its loaded model can be in a team")
+        return self._engine
 
     def stats(self) -> ReplicaStats:
         return self._engine.stats()

@@ -61,7 +61,7 @@ def faults(
             f"{error.name} is not installed: the fault bench is in the repository of raybatch and "
             "no part of its wheel; in a clone run: pip install ./faultlab"
         ) from error
-    _check_out(out)
+    check_out(out)
     long = SoakOptions(minutes=soak_minutes, fault_every_s=fault_every_s, seed=seed)
     options = FaultOptions(
         seed=seed,
@@ -109,15 +109,7 @@ def plan(
     as_json: Annotated[bool, Option("--json", help="Print JSON, measurements included.")] = False,
 ) -> None:
     """Measure a layer of a model on this host, and say how its engine runs rows, and why."""
-    options = parse_settings(settings or [])
-    for name in options:
-        if not name.startswith("stage.engine."):
-            raise ConfigError(
-                f"--set {name.removeprefix('stage.')}: a plan depends on options of the engine "
-                "alone, such as engine.kv_cache_bytes"
-            )
-    of_engine = {name.removeprefix("stage.engine."): value for name, value in options.items()}
-    engine = from_mapping(EngineConfig, of_engine, where="raybatch bench plan: engine")
+    engine = engine_of(settings or [], command="plan")
     flags = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     of_job = {} if like is None else _mean_tokens(like)
     shape = of_job | {name: tokens for name, tokens in flags.items() if tokens is not None}
@@ -148,7 +140,7 @@ def gpu(
 ) -> None:
     """Check the native engine on a GPU, and measure it beside the device's limits and vLLM."""
     out = out or Path("raybatch-bench-gpu.json")
-    _check_out(out)
+    check_out(out)
     if find_spec("torch") is None:
         raise MissingDependency(
             "raybatch bench gpu needs torch: pip install 'raybatch[gpu]', or 'raybatch[vllm]'"
@@ -167,7 +159,20 @@ def gpu(
     raise typer.Exit(0 if report.is_right else 1)
 
 
-def _check_out(out: Path | None) -> None:
+def engine_of(settings: list[str], *, command: str) -> EngineConfig:
+    """Return the options of an engine; ConfigError for those of anything else."""
+    options = parse_settings(settings)
+    for name in options:
+        if not name.startswith("stage.engine."):
+            raise ConfigError(
+                f"--set {name.removeprefix('stage.')}: a {command} depends on options of the "
+                "engine alone, such as engine.kv_cache_bytes"
+            )
+    of_engine = {name.removeprefix("stage.engine."): value for name, value in options.items()}
+    return from_mapping(EngineConfig, of_engine, where=f"raybatch bench {command}: engine")
+
+
+def check_out(out: Path | None) -> None:
     """Refuse a file that could not be written, before minutes of work."""
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out}: this is a folder; name a file in it")

@@ -10,7 +10,7 @@ import numpy as np
 
 from raybatch.config import EngineConfig
 from raybatch.engine.drafts import LookupDrafter, accepted_rows, slots_to_restart
-from raybatch.engine.finish_rules import FinishRules, expected_len
+from raybatch.engine.finish_rules import FinishRules
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_moves import accept_kv, state_with_kv
 from raybatch.engine.memory.pinned import DeviceQueue, current_device
@@ -18,6 +18,7 @@ from raybatch.engine.memory.swap import LearnedRecovery
 from raybatch.engine.profile.layer_bench import clock_of
 from raybatch.engine.row_moves import RowMoves
 from raybatch.engine.sampling.sampler import Sampler, SampleResult
+from raybatch.engine.scheduling.admission import expected_len
 from raybatch.engine.sequences.block_manager import BlockManager, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
@@ -72,9 +73,9 @@ class Engine:
             block_size=block_size,
             max_model_len=self._max_model_len,
         )
-        self._blocks = BlockManager(runner.num_blocks, block_size)
+        self.blocks = BlockManager(runner.num_blocks, block_size)
         self._recovery = learned_recovery(runner, config) if recovery is None else recovery
-        self._scheduler = make_scheduler(config, runner, self._blocks, self.table, self._recovery)
+        self._scheduler = make_scheduler(config, runner, self.blocks, self.table, self._recovery)
         self.moves = RowMoves(self._scheduler, runner, self.export)
         self._forward = StepForward(runner, self.table)
         self._rules = FinishRules(self._max_slots, spec.eos_token_ids, stop_checker)
@@ -90,10 +91,9 @@ class Engine:
         queue = None if has_copies or self._drafter or runner.num_window_blocks else queue
         self._tokens = StepTokens(sampler, self.table, queue)
         self._num_open: dict[int, int] = {}
-        self._failed: list[Completion] = []
-        self._num_arrivals = self._num_steps = 0
-        self._num_generated_tokens = self._num_accepted_tokens = 0
-        self._engine_s = 0.0
+        self._ended: list[Completion] = []
+        self._num_arrivals = self._num_steps = self._num_generated_tokens = 0
+        self._num_accepted_tokens, self._engine_s = 0, 0.0
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests in this order; a bad one comes back from `step` with an error.
@@ -118,13 +118,13 @@ class Engine:
     def step(self) -> list[Completion]:
         """Run one step and return the samples that finished in it.
 
-        Raises Exception: whatever the runner raises; the engine is not usable after it.
+        Raises Exception: whatever the runner raises; nothing but `leave` may follow.
         """
         began = time.perf_counter()
-        completions, self._failed = self._failed, []
         if self._scheduler.num_waiting or self.table.num_running:
             with current_device(self.runner.device):
-                completions += self._run_step()
+                self._run_step()
+        completions, self._ended = self._ended, []
         for completion in completions:
             self._close(completion.request_id)
         self._engine_s += time.perf_counter() - began
@@ -150,9 +150,8 @@ class Engine:
     def abort(self, request_ids: Collection[int]) -> None:
         """Drop requests, without completions. Unknown ids are ignored."""
         self.export(request_ids)
-        wanted = set(request_ids)
-        self._failed = [c for c in self._failed if c.request_id not in wanted]
-        for request_id in wanted:
+        self._ended = [c for c in self._ended if c.request_id not in request_ids]
+        for request_id in request_ids:
             self._num_open.pop(request_id, None)
             self.moves.forget(request_id)
 
@@ -160,7 +159,7 @@ class Engine:
         self, *, with_kv: bool
     ) -> tuple[list[SequenceState], list[Request], list[Completion]]:
         """Take everything out: what has started, what has not, and what failed."""
-        failed, self._failed = self._failed, []
+        failed, self._ended = self._ended, []
         for completion in failed:
             self._close(completion.request_id)
         unstarted, begun = self.drain(), list(self._num_open)
@@ -216,9 +215,9 @@ class Engine:
         return self._limits.kv_tokens
 
     def capacity(self) -> Capacity:
-        block_size = self._blocks.block_size
+        block_size = self.blocks.block_size
         return Capacity(
-            kv_tokens=self._blocks.num_blocks * block_size,
+            kv_tokens=self.blocks.num_blocks * block_size,
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_slots,
             block_size=block_size,
@@ -228,7 +227,7 @@ class Engine:
 
     def stats(self) -> ReplicaStats:
         return replace(
-            counted(self._scheduler, self.runner, self._blocks),
+            counted(self._scheduler, self.runner, self.blocks),
             num_running=self.table.num_running,
             num_steps=self._num_steps,
             generated_tokens=self._num_generated_tokens,
@@ -244,7 +243,7 @@ class Engine:
         refusal = self._sampler.refusal(request.sampling)
         failure = self._limits.find_failure(state, refusal=refusal)
         if failure is not None:
-            self._failed.append(failure)
+            self._ended.append(failure)
             return
         num_prompt = len(request.prompt_token_ids)
         max_len = min(num_prompt + request.sampling.max_tokens, self._max_model_len)
@@ -270,11 +269,12 @@ class Engine:
             )
         )
 
-    def _run_step(self) -> list[Completion]:
-        completions = list[Completion]()
+    def _run_step(self) -> None:
+        # what ends in a step that fails comes out with `leave`
+        completions = self._ended
         drafts = self._drafter.propose() if self._drafter is not None else {}
         # a sequence that has to yield does so with all its tokens
-        if self._tokens.unread and len(self.table.full_slots()) > self._blocks.num_available:
+        if self._tokens.unread and len(self.table.full_slots()) > self.blocks.num_available:
             completions += self._settle()
         schedule = self._scheduler.schedule(drafts)
         for slot in schedule.preempted:
@@ -284,7 +284,6 @@ class Engine:
         completions += [record.completion("capacity") for record in schedule.ended]
         has_rows = schedule.num_tokens > 0 or len(schedule.forked) > 0
         completions += self._compute(schedule) if has_rows else self._settle()
-        return completions
 
     def _compute(self, schedule: Schedule) -> list[Completion]:
         """Compute a step; the tokens of the step before are taken while a GPU does."""

@@ -6,14 +6,7 @@ import numpy as np
 
 from raybatch.engine.sequences.table import completion_of
 from raybatch.records.arrays import Ints
-from raybatch.records.types import (
-    Completion,
-    FinishReason,
-    Request,
-    Sampling,
-    SequenceState,
-    TokenIds,
-)
+from raybatch.records.types import Completion, FinishReason, Sampling, SequenceState, TokenIds
 from raybatch.text.stopping import StopChecker
 
 Finish = tuple[int, FinishReason, str | int | None]
@@ -140,13 +133,3 @@ class FinishRules:
             elif is_full[i]:
                 finished.append((slot, "length", None))
         return finished
-
-
-def expected_len(request: Request, max_len: int) -> int | None:
-    """Return the tokens at which a sequence is likely to end; None where nothing is known."""
-    sampling = request.sampling
-    if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
-        return max_len
-    if request.expected_output_len is None:
-        return None
-    return min(len(request.prompt_token_ids) + request.expected_output_len, max_len)

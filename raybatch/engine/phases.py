@@ -4,7 +4,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,10 +15,14 @@ from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.profile.layer_bench import clock_of
 from raybatch.engine.row_moves import RowMoves
 from raybatch.engine.rows_seen import RowsSeen
-from raybatch.errors import CapacityError, ConfigError, error_text
+from raybatch.engine.step import summed
+from raybatch.engine.team.group import Connect, connect
+from raybatch.engine.team.teamwork import Teamwork
+from raybatch.errors import CapacityError, ConfigError, TeamError, error_text
 from raybatch.policy.choose_engine import EngineChoice, EngineWay
 from raybatch.policy.layer_plan import RowsAhead, RowShape
 from raybatch.policy.step_drift import step_drift
+from raybatch.records.team import FormingCost, Served, TeamCall
 from raybatch.records.types import Capacity, Completion, ReplicaStats, Request, SequenceState
 
 # steps between two looks at how it goes, and after a change
@@ -27,18 +31,6 @@ _STEPS_OF_LOOK, _STEPS_OF_REST = 64, 512
 _OTHER_LENGTH = 1.25
 # drafts of the last rows, where no option says how many
 _TAIL_DRAFTS, _TAIL_ROWS = 4, 32
-# of `ReplicaStats`, what is of this moment, or of layers that outlive an engine
-_OF_NOW = (
-    "num_running",
-    "num_waiting",
-    "kv_used_fraction",
-    "kv_tokens",
-    "concurrency",
-    "num_weight_copies",
-    "weight_copy_bytes",
-    "num_weight_stalls",
-)
-
 _logger = logging.getLogger(__name__)
 
 
@@ -51,10 +43,18 @@ class PhasedEngine:
 
     Args:
         make: an engine for a runner, which has the options that were chosen.
+        connect: how the ranks of a team reach each other.
     """
 
-    def __init__(self, prepared: PreparedModel, make: Callable[[ModelRunner], Engine]) -> None:
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        make: Callable[[ModelRunner], Engine],
+        *,
+        connect: Connect = connect,
+    ) -> None:
         self._prepared, self._make = prepared, make
+        self._teamwork = Teamwork(prepared, connect=connect)
         self._clock = clock_of(prepared.model.device)
         self._past = ReplicaStats()
         self._left: list[Completion] = []
@@ -109,7 +109,12 @@ class PhasedEngine:
 
     def step(self) -> list[Completion]:
         began = self._clock()
-        completions, self._left = [*self._left, *self._engine.step()], []
+        try:
+            made = self._engine.step()
+        except TeamError as error:
+            made = self._go_on_alone(error)
+        completions, self._left = [*self._left, *made], []
+        self._end_idle_team()
         self._seconds += self._clock() - began
         self._num_steps += 1
         self._seen.note(completions)
@@ -128,24 +133,71 @@ class PhasedEngine:
         wanted = set(request_ids)
         self._left = [c for c in self._left if c.request_id not in wanted]
         self._engine.abort(request_ids)
+        self._end_idle_team()
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         return self._engine.begun(min_new_tokens)
 
     def export(self, request_ids: Collection[int], *, with_kv: bool = False) -> list[SequenceState]:
-        return self._engine.export(request_ids, with_kv=with_kv)
+        states = self._engine.export(request_ids, with_kv=with_kv)
+        self._end_idle_team()
+        return states
 
     def restore(self, states: Sequence[SequenceState]) -> None:
         self._expect([state.request for state in states])
         self._engine.restore(states)
 
+    def team_calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
+        """Return what to tell each rank of a team that this engine is to lead."""
+        return self._teamwork.calls(epoch, size, host=host, timeout_s=timeout_s)
+
+    def lead(self, call: TeamCall) -> FormingCost:
+        """Spread steps over a team from now on; it ends with `reunite`, or with the last row.
+
+        Raises TeamError: it did not come about, and the engine goes on as before.
+        """
+        return self._teamwork.lead(call, self._engine.runner, self._engine.blocks)
+
+    def reunite(self) -> None:
+        """End the team, if there is one; rows go on with their KV, or by their tokens."""
+        try:
+            self._teamwork.reunite(self._engine.runner, self._engine.blocks)
+        except TeamError as error:
+            self._left += self._go_on_alone(error)
+
+    def follow(self, call: TeamCall) -> Served:
+        """Compute a slice of another engine's steps until it ends the team.
+
+        Raises TeamError: this engine has rows, or the leader is gone; it goes on alone.
+        """
+        if self.num_unfinished():
+            raise TeamError("an engine that has rows cannot follow another one")
+        return self._teamwork.follow(call, self._engine.runner, self._engine.blocks)
+
+    def _end_idle_team(self) -> None:
+        if self._teamwork.leads and not self._engine.num_unfinished():
+            self.reunite()
+
+    def _go_on_alone(self, error: TeamError) -> list[Completion]:
+        """Run rows in an engine of their own after a rank was lost; return what has ended."""
+        states, unstarted, ended = self._engine.leave(with_kv=False)
+        runner = self._engine.runner
+        self._teamwork.give_up(runner, error)
+        self._note_past()
+        self._engine = self._make(runner)
+        self._engine.restore(states)
+        self._engine.add(unstarted)
+        self._drafts_tail = False
+        self._looked_at, self._seconds = self._engine.stats(), 0.0
+        return ended
+
     def stats(self) -> ReplicaStats:
         now = self._engine.stats()
-        return replace(_summed(self._past, now), way=self._way)
+        return replace(summed(self._past, now), way=self._way)
 
     @property
     def _may_choose(self) -> bool:
-        return self._prepared.may_choose and not self._is_fixed
+        return self._prepared.may_choose and not self._is_fixed and not self._teamwork.leads
 
     def _expect(self, requests: Sequence[Request]) -> None:
         """Choose for the first rows that come, and for one that the present way would end."""
@@ -289,10 +341,7 @@ class PhasedEngine:
         before, has_memory = self._choice, self._leaving_bytes() <= self._prepared.host_kv_bytes
         states, unstarted, failed = self._engine.leave(with_kv=has_memory)
         self._left += failed
-        stats = self._engine.stats()
-        # without those of layers, which outlive an engine and go on counting
-        num_failed = stats.num_failed_copies - self._engine.runner.weight_counters.num_failures
-        self._past = _summed(self._past, replace(stats, num_failed_copies=num_failed))
+        self._note_past()
         del self._engine
         try:
             self._engine = self._built(choice)
@@ -307,6 +356,13 @@ class PhasedEngine:
         self._engine.add(unstarted)
         self._looked_at, self._seconds = self._engine.stats(), 0.0
         return self._choice is choice
+
+    def _note_past(self) -> None:
+        """Keep the counters of an engine that ends."""
+        stats = self._engine.stats()
+        # without those of layers, which outlive an engine and go on counting
+        num_failed = stats.num_failed_copies - self._engine.runner.weight_counters.num_failures
+        self._past = summed(self._past, replace(stats, num_failed_copies=num_failed))
 
     def _built(self, choice: EngineChoice | None) -> Engine:
         gc.collect()  # of the engine before, whose pool would be there beside the next one
@@ -329,18 +385,3 @@ def _is_alike(way: EngineWay, other: EngineWay) -> bool:
     """Return whether an engine runs in the same way by both."""
     sizes = (way.max_batched_tokens, other.max_batched_tokens)
     return way.kv_offload == other.kv_offload and sizes[0] == sizes[1]
-
-
-def _summed(past: ReplicaStats, now: ReplicaStats) -> ReplicaStats:
-    """Return the counters of engines that followed each other, and the state of the last."""
-    sums = {}
-    for field in fields(ReplicaStats):
-        before, value = getattr(past, field.name), getattr(now, field.name)
-        if field.name in _OF_NOW or isinstance(value, str):
-            continue
-        if isinstance(value, int | float):
-            sums[field.name] = before + value
-        else:
-            keys = {*before, *value}
-            sums[field.name] = {key: before.get(key, 0) + value.get(key, 0) for key in keys}
-    return replace(now, **sums)

@@ -36,15 +36,7 @@ class RowMoves:
         self._table = scheduler.table
 
     def progress(self) -> RowProgress:
-        """Return how far the running sequences are, in order of their slots."""
-        table = self._table
-        slots = np.flatnonzero(table.phase != EMPTY)
-        ids = [table.record(slot).request.request_id for slot in slots.tolist()]
-        return RowProgress(
-            request_ids=np.array(ids, np.int64),
-            num_tokens=table.num_tokens[slots],
-            num_generated=table.num_tokens[slots] - table.num_prompt[slots],
-        )
+        return self._table.progress()
 
     def peek(self, request_id: int, from_block: int, max_blocks: int) -> SequenceState | None:
         """Return a running row with copies of whole blocks; it goes on.

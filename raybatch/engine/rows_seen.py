@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from raybatch.engine.finish_rules import expected_len
+from raybatch.engine.scheduling.admission import expected_len
 from raybatch.policy.cost.work import output_sample
 from raybatch.policy.layer_plan import RowsAhead, RowShape
 from raybatch.records.types import Completion, Request

@@ -1,7 +1,7 @@
 """What a step is made of: who decides it, the forward pass that runs it, and its tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,18 @@ from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.policy.cost.roofline import link
 from raybatch.records.arrays import Ints
 from raybatch.records.types import ReplicaStats
+
+# of `ReplicaStats`, what is of this moment, or of layers that outlive an engine
+_OF_NOW = (
+    "num_running",
+    "num_waiting",
+    "kv_used_fraction",
+    "kv_tokens",
+    "concurrency",
+    "num_weight_copies",
+    "weight_copy_bytes",
+    "num_weight_stalls",
+)
 
 
 def make_scheduler(
@@ -121,6 +133,21 @@ def counted(scheduler: Scheduler, runner: ModelRunner, blocks: BlockManager) -> 
         eager_steps=graphs.eager_steps,
         kv_tokens=blocks.num_blocks * blocks.block_size,
     )
+
+
+def summed(past: ReplicaStats, now: ReplicaStats) -> ReplicaStats:
+    """Return the counters of engines that followed each other, and the state of the last."""
+    sums = {}
+    for field in fields(ReplicaStats):
+        before, value = getattr(past, field.name), getattr(now, field.name)
+        if field.name in _OF_NOW or isinstance(value, str):
+            continue
+        if isinstance(value, int | float):
+            sums[field.name] = before + value
+        else:
+            keys = {*before, *value}
+            sums[field.name] = {key: before.get(key, 0) + value.get(key, 0) for key in keys}
+    return replace(now, **sums)
 
 
 class UnreadTokens(NamedTuple):

@@ -89,7 +89,7 @@ class Side:
         if name == "place":
             return self.place()
         try:
-            answer = await getattr(self.replica, name)(*args)
+            answer = await self._unless_dead(getattr(self.replica, name)(*args))
         except EngineEndedError as error:
             raise PeerError(str(error)) from error
         if name == "move":
@@ -99,12 +99,17 @@ class Side:
         return answer
 
     async def _run(self, coordinator):
-        running = asyncio.create_task(self.replica.run(coordinator))
+        return await self._unless_dead(self.replica.run(coordinator))
+
+    async def _unless_dead(self, work):
+        """Wait for something that this replica does, or for its death."""
+        working = asyncio.create_task(work)
         dead = asyncio.create_task(self.dead.wait())
-        await asyncio.wait({running, dead}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, dead}, return_when=asyncio.FIRST_COMPLETED)
         if not self.dead.is_set():
-            return await running
-        running.cancel()
+            dead.cancel()
+            return await working
+        working.cancel()
         raise PeerDiedError("it was killed")
 
 
@@ -164,10 +169,13 @@ def pool_of_processes(folder, num_replicas):
 class MovingPool:
     """A coordinator and its replicas; `moves` begins one move as the plan of a pool does."""
 
-    def __init__(self, *, num_replicas=2, script=lambda *_: None, site=None, spec=None):
+    def __init__(
+        self, *, num_replicas=2, script=lambda *_: None, site=None, spec=None, stuck_after_s=300.0
+    ):
         self.site = site or MovingSite(script)
         if spec is None:
-            spec = handle_of(pool={"replicas": num_replicas, "max_row_crashes": 9}).spec
+            limits = {"max_row_crashes": 9, "stuck_after_s": stuck_after_s}
+            spec = handle_of(pool={"replicas": num_replicas, **limits}).spec
         self.spec = spec
         plan = Placement(
             num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas

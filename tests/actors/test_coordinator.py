@@ -26,20 +26,21 @@ class Table:
 
 
 class FakeMethod:
-    def __init__(self, error):
-        self._error = error
+    def __init__(self, error, answer=None):
+        self._error, self._answer = error, answer
 
     async def remote(self, *args):
         if self._error is not None:
             raise self._error
+        return self._answer
 
 
 class FakeActor:
     """A replica that does what it is asked, or fails each time in the same way."""
 
-    def __init__(self, error=None):
+    def __init__(self, error=None, rows=()):
         self.abort = FakeMethod(error)
-        self.give_back = FakeMethod(error)
+        self.give_back = FakeMethod(error, rows)
 
 
 class Bench:
@@ -51,11 +52,11 @@ class Bench:
         self.mailbox = self.coordinator._mailbox
         self.queue = self.coordinator._queue
 
-    def join(self, replica_id, error=None):
+    def join(self, replica_id, error=None, rows=()):
         member = Member(
             replica_id=replica_id,
             rank=0,
-            started=Reserved({}, actor=FakeActor(error)),
+            started=Reserved({}, actor=FakeActor(error, rows)),
             place=Place(replica_id),
         )
         member.is_ready = True
@@ -191,3 +192,17 @@ def test_a_return_of_rows_that_fails_in_a_living_replica_fails_the_pool(error, h
         return await bench.coordinator.has_failed()
 
     assert asyncio.run(run()) == has_failed
+
+
+def test_rows_that_are_given_back_go_to_the_idle_replica_and_no_others():
+    async def run():
+        bench, table = Bench(), Table()
+        batch = bench.add(8, table)
+        bench.join(1, rows=[(batch.batch_id, 2), (batch.batch_id, 5)])
+        bench.join(2)
+        await bench.coordinator.pull(1, ROOM)
+        await bench.coordinator.report(1, [], ReplicaStats(num_waiting=4), Pulse())
+        (work,) = await bench.coordinator.pull(2, ROOM)
+        return [row for span in work.spans for row in range(span.start, span.stop)]
+
+    assert asyncio.run(run()) == [2, 5]

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from raybatch.actors.queue.pulling import OpenRows
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.queue.stealing import choose_rows
-from raybatch.actors.replica.engine_thread import OpenRows
 from raybatch.actors.wire.records import Room, Span
 from raybatch.records.types import Request, Sampling
 from tests.actors.queues import add_groups

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 from typing import get_args
 
 import numpy as np
@@ -154,7 +155,10 @@ class Killer:
     def __call__(self, side, step, when):
         if not self.is_done and (step, when) == (self._step, self._when):
             self.is_done = True
-            self.sides[self.replica_ids[self._victim]].dead.set()
+            self.end(self.sides[self.replica_ids[self._victim]])
+
+    def end(self, side):
+        side.dead.set()
 
 
 @pytest.mark.parametrize(
@@ -177,6 +181,49 @@ def test_a_death_at_any_step_of_a_move_changes_nothing(step, when, victim):
     assert killer.is_done
     for side in pool.site.sides.values():
         side.replica.engine.check() if not side.dead.is_set() else None
+
+
+class Hanger(Killer):
+    """Lets the engine of one side hang at a step of the first move, while its loop answers."""
+
+    def __init__(self, *where):
+        super().__init__(*where)
+        self._is_over = threading.Event()
+        self._engine = None
+
+    def end(self, side):
+        self._engine = side.replica._engine
+        self._engine._call(lambda _: self._is_over.wait())
+
+    async def let_go(self):
+        """Let the thread end while there is a loop to tell."""
+        self._is_over.set()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine._thread.join)
+
+
+@pytest.mark.parametrize(
+    ("step", "when", "victim"),
+    [("depart", "before", "source"), ("depart", "after", "source"), ("begin", "before", "target")],
+)
+def test_an_engine_that_hangs_in_a_move_is_replaced_and_loses_no_row(step, when, victim):
+    hanger = Hanger(step, when, victim)
+    pool = MovingPool(script=hanger, stuck_after_s=2.0)
+    hanger.sides = pool.site.sides
+
+    async def meanwhile(pool):
+        try:
+            await first_move(told=hanger.told)(pool)
+            while True:
+                check_holders(pool)
+                await asyncio.sleep(0.005)
+        finally:
+            await hanger.let_go()
+
+    tokens, _ = run(pool, meanwhile)
+    assert expected(PROMPTS) == tokens
+    assert hanger.is_done
+    assert pool.coordinator._replicas.ledger.num_hung == 1
 
 
 class Refuser:
@@ -207,6 +254,26 @@ def test_a_target_that_has_no_room_leaves_the_row_where_it_is(step):
     assert (pool.counters.num_moved, pool.counters.num_failed) == (0, 1)
     stats = [side.replica.engine.stats() for side in pool.site.sides.values()]
     assert [0, 0] == [of_one.num_recomputed_tokens for of_one in stats]
+
+
+class Slow(Refuser):
+    """Lets one step of the first move take longer than a replica may say nothing."""
+
+    @staticmethod
+    def _refused(method):
+        async def slow(*args):
+            await asyncio.sleep(3.5)
+            return await method(*args)
+
+        return slow
+
+
+def test_a_replica_whose_only_row_is_on_its_way_does_not_count_as_one_that_hangs():
+    pool = MovingPool(script=Slow("arrive"), stuck_after_s=2.0)
+    tokens, attempts = run(pool, first_move(), prompts=PROMPTS[:1])
+    assert expected(PROMPTS[:1]) == tokens
+    assert [1] == attempts
+    assert (pool.counters.num_moved, pool.coordinator._replicas.ledger.num_hung) == (1, 0)
 
 
 def test_rows_of_a_cancelled_batch_that_move_are_dropped_at_both_sides():

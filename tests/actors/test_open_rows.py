@@ -2,7 +2,7 @@
 
 import pytest
 
-from raybatch.actors.replica.engine_thread import OpenRows
+from raybatch.actors.queue.pulling import OpenRows
 from tests.actors.test_stealing import rows_of
 
 

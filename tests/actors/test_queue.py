@@ -437,6 +437,19 @@ def test_a_row_that_nobody_waits_for_does_not_move():
     assert 0 == queue.load(1).num_rows
 
 
+def test_no_row_moves_to_or_from_a_replica_that_runs_suspects():
+    queue = two_holders()
+    queue.lose(1)
+    queue.dispatch({3: ROOMY})
+    queue.lose(3)
+    queue.dispatch({4: ROOMY})
+    assert queue.is_held(4, 0, np.array([0])).all()
+    assert not queue.begin_move(4, 0, 0)
+    assert queue.begin_move(2, 0, 7)
+    assert not queue.commit_move(2, 4, 0, 7, with_kv=True)
+    assert [True] == queue.finish(2, 0, [7]).tolist()
+
+
 def test_a_move_with_kv_computes_no_prefix_once_more():
     for with_kv, num_cuts in ((True, 0), (False, 1)):
         queue = grouped_queue([1] * 4)

@@ -1,6 +1,8 @@
 """The backend without a model follows the protocol, and fails when told to."""
 
+import os
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -155,3 +157,17 @@ def test_finished_rows_of_all_engines_are_counted_in_one_file(tmp_path):
         backend.submit([request(i) for i in range(first, first + 10)])
         run(backend)
     assert 20 == log.stat().st_size
+
+
+def test_an_engine_hangs_once_a_file_names_its_process(tmp_path):
+    backend = FakeBackend(FakeOptions(hang_dir=str(tmp_path)))
+    backend.submit([request(1, 2, max_tokens=1)])
+    (tmp_path / "1").touch()
+    assert [expected(request(1, 2, max_tokens=1))] == [c.token_ids.tolist() for c in run(backend)]
+    (tmp_path / str(os.getpid())).touch()
+    backend.submit([request(2, 3, max_tokens=1)])
+    stepping = threading.Thread(target=backend.poll, daemon=True)
+    stepping.start()
+    stepping.join(0.2)
+    assert stepping.is_alive()
+    assert backend.num_unfinished() == 1

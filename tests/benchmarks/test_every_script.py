@@ -170,6 +170,8 @@ TINY = {
             "JOBS": ((50, 2),),
         },
     ),
+    "tail": Tiny(args=("--rows", "32", "--replicas", "2", "--scenarios", "plain", "slow")),
+    "team": Tiny(args=("--models", "dense-4m", "--prompt", "16", "--steps", "8"), marks=(SLOW,)),
     "shared_reads": Tiny(
         args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),

@@ -124,7 +124,7 @@ def test_all_samples_but_the_last_write_into_a_copy(length, max_tokens, num_copi
 def test_a_prompt_is_held_no_longer_than_samples_wait():
     engine, _ = make(num_blocks=8, max_num_seqs=2, enable_prefix_caching=False)
     engine.add([make_request(0, np.arange(40), n=3, max_tokens=2, ignore_eos=True)])
-    used = [engine._blocks.num_used for _ in range(4) if engine.step() is not None]
+    used = [engine.blocks.num_used for _ in range(4) if engine.step() is not None]
     # three blocks of the prompt, and a copy of the last for each of the two that write
     assert used == [3, 3, 3, 0]
 

@@ -65,7 +65,7 @@ def test_samples_that_move_share_their_prompt_again():
     second.restore(stepped(first, 3).export([0], with_kv=True))
     second.step()
     # four blocks of the prompt, and a block of each sample
-    assert second._blocks.num_used == 4 + 8
+    assert second.blocks.num_used == 4 + 8
     assert answers([request]) == tokens_of(run_all(second))
     assert num_prompt_rows(runner) == 0
 
@@ -191,14 +191,14 @@ def test_what_rows_share_is_copied_once_where_all_leave(options, n):
     requests = members(4, n=n, max_tokens=12)
     (first, _), (second, runner) = make(**options), make(**options)
     first.add(requests)
-    num_used = stepped(first, 6)._blocks.num_used
+    num_used = stepped(first, 6).blocks.num_used
     assert first.moves.num_leaving_blocks() == num_used
     states, unstarted, failed = first.leave(with_kv=True)
     assert (len(states), unstarted, failed) == (4 * n, [], [])
     assert num_used == sum(len(state.kv.blocks) for state in states)
     second.restore(states)
     second.step()
-    assert second._blocks.num_used in (num_used, num_used + 1)
+    assert second.blocks.num_used in (num_used, num_used + 1)
     done = run_all(second)
     assert answers(requests) == tokens_of(done)
     assert (num_prompt_rows(runner), second.stats().num_recomputed_tokens) == (0, 0)

@@ -228,7 +228,7 @@ def test_what_rows_share_is_copied_once_and_priced_once(path, rng):
     def stepped():
         if engine._engine.table.num_running == 8 and not used:
             prepared.told = [ON_HOST]
-            used.append(engine._engine._blocks.num_used)
+            used.append(engine._engine.blocks.num_used)
             engine._ask(engine._seen.ahead(), when="of a test")
             assert is_on_host(engine)
         return step()

@@ -97,9 +97,41 @@ def test_a_row_is_not_reserved_for_where_its_blocks_are_wanted():
     target.add([make_request(1, np.arange(30), max_tokens=20)])
     stepped(target, 2)
     # eight of sixteen blocks are used, and the running row wants more
-    assert not target.moves.reserve(0, 32)
-    assert target.moves.reserve(0, 24)
+    assert not target.moves.reserve(0, 8)
+    assert target.moves.reserve(0, 6)
     target.check()
+
+
+def test_a_row_is_reserved_for_once():
+    _, (target, _) = engines()
+    assert target.moves.reserve(0, 8)
+    assert not target.moves.reserve(0, 8)
+    target.moves.forget(0)
+    target.check()
+    assert target.moves.reserve(0, 8)
+
+
+@pytest.mark.parametrize(("num_blocks", "is_received"), [(6, False), (7, True)])
+def test_a_row_that_has_grown_takes_the_last_free_blocks_and_no_more(num_blocks, is_received):
+    (source, _), _ = engines()
+    target, _ = make(block_size=BLOCK, num_blocks=num_blocks)
+    source.add([make_request(0, np.arange(30), max_tokens=9)])
+    stepped(source, 3)
+    state = source.moves.peek(0, 0, 7)
+    assert (len(state.kv.blocks), True) == (7, target.moves.reserve(0, 4))
+    assert is_received == target.moves.receive(state)
+    target.check()
+
+
+def test_a_block_with_a_token_that_is_not_read_yet_is_not_copied():
+    """A GPU may be ahead: it has computed with a token that the host does not know."""
+    (source, _), _ = engines()
+    source.add([make_request(0, np.arange(30), max_tokens=9)])
+    while source.table.num_tokens[0] < 32:
+        source.step()
+    # of the last token
+    source.table.num_computed[0] = 32
+    assert len(source.moves.peek(0, 0, 99).kv.blocks) == 7
 
 
 def test_a_row_is_not_reserved_for_where_others_wait():

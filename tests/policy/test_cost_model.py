@@ -100,3 +100,12 @@ def test_a_cost_that_is_none_is_refused(change):
 def test_slopes_and_knots_must_fit():
     with pytest.raises(ConfigError, match="one more than knots"):
         replace(TRUTH, knots=(4.0,))
+
+
+def test_costs_for_sums_are_nearer_to_the_mean_of_steps_that_disagree():
+    steps = [step(seconds=0.9), step(seconds=1.1)]
+    relative, for_sums = (
+        fit(steps, LIMITS, for_sums=for_sums).predict(step()) for for_sums in (False, True)
+    )
+    assert pytest.approx(0.99) == for_sums
+    assert pytest.approx(0.98, abs=0.001) == relative

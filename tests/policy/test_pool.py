@@ -277,8 +277,8 @@ def test_moves_are_close_to_the_best_of_all(replicas):
     )
     moves, _ = spread_rows(pool)
     got = max(ends_of(pool, moves).values())
-    # no swaps: a quarter more at most, or what is not worth a move at any replica
-    assert got <= max(1.25 * best, best + 0.3 * len(ids))
+    # no swaps: half as much again at most, or what is not worth a move at any replica
+    assert got <= max(1.5 * best, best + 0.3 * len(ids))
 
 
 def test_the_same_snapshot_has_the_same_plan():

@@ -151,7 +151,7 @@ class LearnedLengths:
 
     def note_finished(self, batch_id: int, results: pa.RecordBatch, coverage: Coverage) -> None:
         """Learn from results of an open batch, and count how good the predictions of them were."""
-        batch, is_error = self._batches[batch_id], has_error(results)
+        is_error = has_error(results)
         if is_error.any():
             results = results.filter(pa.array(~is_error))
         rows = to_numpy(results.column("row"), np.int64)
@@ -159,9 +159,14 @@ class LearnedLengths:
         generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
         lengths = to_numpy(generated, np.int64)
         is_cut = pc.equal(results.column("finish_reason"), "length")
-        coverage.note(lengths, batch.predicted[rows])
+        coverage.note(lengths, self._batches[batch_id].predicted[rows])
+        self.note_lengths(batch_id, rows, lengths, to_numpy(is_cut, np.bool_))
+
+    def note_lengths(self, batch_id: int, rows: Ints, lengths: Ints, is_cut: Bools) -> None:
+        """Learn the lengths of samples that have ended, [n] each; their bound cut some off."""
+        batch = self._batches[batch_id]
         self._run(batch, np.unique(rows), 0)
-        self.model.note(batch.kinds.take(rows), lengths, to_numpy(is_cut, np.bool_))
+        self.model.note(batch.kinds.take(rows), lengths, is_cut)
 
     def expected_left(self, batch_id: int, rows: _Rows, num_tokens: _Rows) -> Floats:
         """Return the tokens still to come of one sample of each row of an open batch, float64 [n].

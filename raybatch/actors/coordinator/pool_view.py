@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Progress
 from raybatch.policy.pool.rates import StepRates
 from raybatch.policy.pool.snapshot import PoolSnapshot, ReplicaSnapshot, RowMove, RunningRows
@@ -17,6 +16,19 @@ from raybatch.records.types import ReplicaStats
 
 # of a link between replicas, how much the latest copy counts
 _LATEST = 0.3
+
+
+class Watched(Protocol):
+    """What is known of a replica without asking it."""
+
+    @property
+    def replica_id(self) -> int: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def stats(self) -> ReplicaStats: ...
 
 
 class _Row(NamedTuple):
@@ -80,8 +92,8 @@ class PoolView:
         self._moving[move.row_id] = row
 
     def end_move(self, move: RowMove, *, has_moved: bool) -> None:
-        row = self._moving.pop(move.row_id)
-        if has_moved and (known := self._known.get(move.target)) is not None:
+        row, known = self._moving.pop(move.row_id, None), self._known.get(move.target)
+        if has_moved and row is not None and known is not None:
             known.come[move.row_id] = row
 
     def num_moves(self, replica_id: int) -> int:
@@ -90,7 +102,7 @@ class PoolView:
         return sum(replica_id in (move.source, move.target) for move in moves)
 
     def snapshot(
-        self, members: Iterable[Member], pulling: Collection[int], *, with_rows: bool
+        self, members: Iterable[Watched], pulling: Collection[int], *, with_rows: bool
     ) -> PoolSnapshot:
         """Return the state of the pool; `with_rows` takes a look at each row that runs."""
         return PoolSnapshot(
@@ -100,7 +112,7 @@ class PoolView:
             bytes_per_s=self._bytes_per_s,
         )
 
-    def _replica(self, member: Member, with_rows: bool) -> ReplicaSnapshot:
+    def _replica(self, member: Watched, with_rows: bool) -> ReplicaSnapshot:
         replica_id = member.replica_id
         load = self._queue.load(replica_id)
         known = self._known.get(replica_id, _Known(member.stats))

@@ -7,12 +7,13 @@ room(): how much to pull next       wakes the loop on events
 """
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from raybatch.actors.queue.pulling import Lead, OpenRows, room_for
 from raybatch.actors.queue.stealing import choose_rows
 from raybatch.actors.wire.records import Room
 from raybatch.backends.base import Backend
@@ -27,78 +28,8 @@ from raybatch.records.types import (
 
 _T = TypeVar("_T")
 
-# with a prefix cache that has everything, the tokens to pull would be unbounded
-_MIN_UNCACHED_FRACTION = 1 / 16
 # of an engine that has not started
 NO_CAPACITY = Capacity(kv_tokens=0, max_model_len=0, max_num_seqs=0, block_size=1)
-# short rows: enough for the time of a round trip to the coordinator
-_MIN_LEAD_ROWS = 64
-
-
-class _OpenRow(NamedTuple):
-    num_samples: int
-    group: int | None
-    prompt_tokens: int
-    own_tokens: int
-
-
-class OpenRows:
-    """Unfinished rows by request id, and sums over all rows that came in.
-
-    The own tokens of a row are those beyond the prefix of its group, if the engine had other rows
-    of the group when it came in, else the whole prompt.
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[int, _OpenRow] = {}
-        # unfinished rows of each group
-        self.groups: Counter[int] = Counter()
-        self._num_rows = self._prompt_tokens = self._own_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            prompt = own = len(request.prompt_token_ids)
-            if request.group_id is not None:
-                own -= request.prefix_len if self.groups[request.group_id] else 0
-                self.groups[request.group_id] += 1
-            row = _OpenRow(request.sampling.n, request.group_id, prompt, own)
-            self._rows[request.request_id] = row
-            self._sum(row, 1)
-
-    def close(self, request_id: int) -> None:
-        group = self._rows.pop(request_id).group
-        if group is not None:
-            self.groups[group] -= 1
-            if not self.groups[group]:
-                del self.groups[group]
-
-    def give_back(self, request_id: int) -> None:
-        """Forget a row as if it had never been added."""
-        self._sum(self._rows[request_id], -1)
-        self.close(request_id)
-
-    def num_samples(self, request_id: int) -> int:
-        """Return the samples of an unfinished row, 0 for others."""
-        return self._rows[request_id].num_samples if request_id in self._rows else 0
-
-    def between(self, first_id: int, last_id: int) -> list[int]:
-        """Return the unfinished rows with ids in this range, both ends included."""
-        return [request_id for request_id in self._rows if first_id <= request_id <= last_id]
-
-    def mean_own_tokens(self) -> float:
-        return self._own_tokens / max(1, self._num_rows)
-
-    def own_fraction(self) -> float:
-        """Return the own tokens as a share of the prompts of all rows that came in."""
-        return self._own_tokens / max(1, self._prompt_tokens) if self._own_tokens else 1.0
-
-    def _sum(self, row: _OpenRow, sign: int) -> None:
-        self._num_rows += sign
-        self._prompt_tokens += sign * row.prompt_tokens
-        self._own_tokens += sign * row.own_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +62,8 @@ class EngineThread:
     ) -> None:
         self._build = build
         self._wake = wake
-        self._min_lead_tokens = self._lead_tokens = lead_tokens
-        self._lead_rows = 1
+        self._min_lead_tokens = lead_tokens
+        self._lead = Lead(1, lead_tokens)
         self._changed = threading.Condition()
         self._incoming: list[Request] = []
         self._begun: dict[int, Sequence[SequenceState]] = {}
@@ -228,14 +159,10 @@ class EngineThread:
         """Return how much to pull, or None while enough waits in the engine."""
         with self._changed:
             num_waiting = len(self._incoming) + self._num_in_hand + self.stats.num_waiting
-            # what is cached beyond the prefixes of groups, which count once anyway
-            uncached = (1 - self.stats.cached_fraction) / self._rows.own_fraction()
-            uncached = min(1.0, max(_MIN_UNCACHED_FRACTION, uncached))
-            mean_tokens, lead_tokens = self._rows.mean_own_tokens(), self._lead_tokens
-            tokens = int(lead_tokens / uncached - num_waiting * mean_tokens)
-            rows = self._lead_rows - num_waiting
-            is_hungry = 2 * tokens >= lead_tokens and 2 * rows >= self._lead_rows
-            return Room(tokens=tokens, rows=rows) if is_hungry else None
+            cached_fraction = self.stats.cached_fraction
+            return room_for(
+                self._lead, self._rows, num_waiting=num_waiting, cached_fraction=cached_fraction
+            )
 
     def is_idle(self) -> bool:
         with self._changed:
@@ -302,8 +229,7 @@ class EngineThread:
 
     def _set_lead(self, capacity: Capacity) -> None:
         """Let as much wait in the engine as the steps that it takes now want."""
-        self._lead_rows = max(_MIN_LEAD_ROWS, capacity.max_num_seqs // 4)
-        self._lead_tokens = max(self._min_lead_tokens, 2 * (capacity.max_batched_tokens or 0))
+        self._lead = Lead.of(capacity, min_tokens=self._min_lead_tokens)
 
     def _refuse_calls(self) -> None:
         """Tell those who wait for calls that the thread will not make them."""

@@ -26,6 +26,11 @@ class MovingRows:
         self._left: dict[int, RowStates] = {}
         self._come: dict[int, RowStates] = {}
 
+    @property
+    def has_left(self) -> bool:
+        """Return whether rows have left that are kept, as they may go on here."""
+        return bool(self._left)
+
     async def reserve(self, request_id: int, num_blocks: int) -> bool:
         """Keep KV memory for a row that is to come; False where it has to come without KV."""
         future = self._engine.reserve(request_id, num_blocks)

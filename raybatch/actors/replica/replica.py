@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raybatch.actors.coordinator.counters import ReplicaMetrics
+from raybatch.actors.queue.pulling import HEARTBEAT_S, LEAD_STEPS, MIN_NEW_TOKENS, REPORT_EVERY_S
 from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replica.moving import MovingRows
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
@@ -32,12 +33,6 @@ from raybatch.records.types import Completion, Request, SequenceState
 from raybatch.redaction import redacted
 from raybatch.telemetry.providers import flush
 
-_LEAD_STEPS = 4
-_REPORT_EVERY_S = 0.05
-# counters are sent so often even if no row finished
-_HEARTBEAT_S = 1.0
-# tokens that a sequence has to gain before they are reported
-_MIN_NEW_TOKENS = 256
 # of the first reports of how far rows are, and of later ones: many at first, when little is known
 _PROGRESS_EVERY_S, _PROGRESS_GROWTH = 0.1, 1.1
 # while rows wait in the engine, and where none does and rows may move
@@ -83,7 +78,7 @@ class Replica:
         self._engine = EngineThread(
             lambda: self._build(num_engines_on_host),
             self._wake,
-            lead_tokens=_LEAD_STEPS * self._spec.engine.token_budget,
+            lead_tokens=LEAD_STEPS * self._spec.engine.token_budget,
         )
         try:
             capacity = await asyncio.wrap_future(self._engine.start())
@@ -174,6 +169,10 @@ class Replica:
             raise RuntimeError("a row was moved before Replica.start")
         return await getattr(self._moving, step)(*args)
 
+    def _has_leaving(self) -> bool:
+        """Return whether rows are this replica's still that its engine has not any more."""
+        return self._moving is not None and self._moving.has_left
+
     def _build(self, num_engines: int) -> Backend:
         obey_log_level()  # before anything is chosen
         spec = self._spec
@@ -226,9 +225,9 @@ class Replica:
         """Send finished rows at once, but not more often than needed."""
         while True:
             try:
-                await asyncio.wait_for(self._outbox.wait(), _HEARTBEAT_S)
+                await asyncio.wait_for(self._outbox.wait(), HEARTBEAT_S)
             except TimeoutError:
-                if engine.is_idle() and not self._is_fetching:
+                if engine.is_idle() and not self._is_fetching and not self._has_leaving():
                     continue
             self._outbox.clear()
             self._ran_dry.clear()
@@ -242,7 +241,7 @@ class Replica:
                 await self._give_up(coordinator, failure)
             if not engine.is_idle():
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._ran_dry.wait(), _REPORT_EVERY_S)
+                    await asyncio.wait_for(self._ran_dry.wait(), REPORT_EVERY_S)
 
     async def _report_begun(
         self, engine: EngineThread, coordinator: Handle, every_s: float
@@ -253,7 +252,7 @@ class Replica:
             if engine.is_idle():
                 continue
             of_batch: dict[int, list[SequenceState]] = defaultdict(list)
-            for state in await asyncio.wrap_future(engine.begun(_MIN_NEW_TOKENS)):
+            for state in await asyncio.wrap_future(engine.begun(MIN_NEW_TOKENS)):
                 of_batch[state.request.request_id >> ROW_BITS].append(state)
             progress = [
                 (batch_id, encode_begun([s.request.request_id & ROW_MASK for s in states], states))

@@ -5,6 +5,7 @@ that stop between modules.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,8 @@ class Decoder:
         layers: lends the weights of layers; None takes those of `weights`, all on the device.
         ops: the form of the ops.
         upload: how the index of a step gets to the device; None is a copy that is waited for.
+        sum_ranks: replaces a part of a sum by the whole, where `weights` are those of one rank of a
+            team (`raybatch.engine.team.slices`); None where they are all.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Decoder:
         layers: LayerStore | None = None,
         ops: Ops = REFERENCE,
         upload: Upload | None = None,
+        sum_ranks: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._spec = spec
         self._weights = weights
@@ -56,6 +60,7 @@ class Decoder:
         self.layers = layers or ResidentLayers(weights.layers)
         self.ops = ops
         self._upload = upload
+        self._sum_ranks = sum_ranks
         self._num_projected = spec.num_heads + 2 * spec.num_kv_heads
         self._distinct_windows = tuple(dict.fromkeys(spec.windows))
         device = weights.embed.device
@@ -152,7 +157,9 @@ class Decoder:
             if drops_rows:
                 attended = attended.index_select(0, batch.logits_idx) if last is None else attended
                 x = x.index_select(0, batch.logits_idx)
-            self.ops.add_linear_(x, attended, layer.o)
+            added = self._room_for(x)
+            self.ops.add_linear_(added, attended, layer.o)
+            self._add_of_ranks_(x, added)
         return x
 
     @torch.inference_mode()
@@ -166,13 +173,15 @@ class Decoder:
         with self.layers.use(layer_idx) as layer:
             hidden = self.ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
             if layer.gate_up is not None and layer.down is not None:
-                self.ops.add_mlp_(x, hidden, layer.gate_up, layer.down)
+                added = self._room_for(x)
+                self.ops.add_mlp_(added, hidden, layer.gate_up, layer.down)
+                self._add_of_ranks_(x, added)
                 return
             assert spec.moe is not None, "a layer without gate_up is sparse"
             assert layer.router is not None, "a sparse layer has a router"
             assert layer.experts_gate_up is not None, "a sparse layer has experts"
             assert layer.experts_down is not None, "a sparse layer has experts"
-            x += self.ops.moe_ffn(
+            added = self.ops.moe_ffn(
                 hidden,
                 layer.router,
                 layer.experts_gate_up,
@@ -182,6 +191,7 @@ class Decoder:
                 gate_up_scales=layer.experts_gate_up_scales,
                 down_scales=layer.experts_down_scales,
             )
+            self._add_of_ranks_(x, added)
 
     @torch.inference_mode()
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -193,6 +203,18 @@ class Decoder:
         normed = self.ops.rms_norm(x, weights.norm, self._spec.rms_eps)
         logits = self.ops.linear(normed, weights.head)
         return logits.float() if out is None else out.copy_(logits)
+
+    def _room_for(self, x: torch.Tensor) -> torch.Tensor:
+        """Return where a module adds its outputs: to `x`, or by itself where that is a part."""
+        return x if self._sum_ranks is None else torch.zeros_like(x)
+
+    def _add_of_ranks_(self, x: torch.Tensor, added: torch.Tensor) -> None:
+        """Add a module's outputs to `x`, the hidden states, which every rank has and adds once."""
+        if added is x:
+            return
+        if self._sum_ranks is not None:
+            self._sum_ranks(added)
+        x += added
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         return rotation_table(

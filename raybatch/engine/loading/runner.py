@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -49,12 +49,26 @@ _logger = logging.getLogger(__name__)
 _fingerprint = cache(model_fingerprint)
 
 
+class Partition(Protocol):
+    """A forward pass with its KV that lies elsewhere, in as many blocks as the runner's own."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor: ...
+
+    def copy_blocks(self, source_ids: Ints, target_ids: Ints) -> None: ...
+
+    def read_blocks(self, block_ids: Ints) -> npt.NDArray[Any]: ...
+
+    def write_blocks(self, rows: npt.NDArray[Any], block_ids: Ints) -> None: ...
+
+    def clear_blocks(self, block_ids: Ints) -> None: ...
+
+
 class ModelRunner:
     """A loaded model: `forward` runs one step. Owned by one thread.
 
     KV of all rows is written before any row attends, layer by layer, so a row may attend to blocks
     that another row of the same forward batch fills. Scrap blocks, the last ones of the pool, are
-    no sequence's.
+    no sequence's. While there is a `partition`, steps and blocks are its own, and the pool is idle.
     """
 
     def __init__(
@@ -75,6 +89,7 @@ class ModelRunner:
         self._path, self._dtype, self._weight_bytes = path, dtype, weight_bytes
         self.decoder, self.shared_reads = decoder, shared_reads
         self._graphs = graphs
+        self.partition: Partition | None = None
         self.device = cache.k.device
         self._uploads = IndexUploads(self.device)
         self.num_blocks = int(cache.k.shape[1]) - num_scrap_blocks
@@ -221,6 +236,8 @@ class ModelRunner:
 
         The logits are valid until the next step.
         """
+        if self.partition is not None:
+            return self.partition.forward(batch)
         logits = None if self._graphs is None else self._graphs.run(batch)
         return self.decoder.forward(self._place(batch), self.cache) if logits is None else logits
 
@@ -245,16 +262,27 @@ class ModelRunner:
         return self.cache if self.window is None else self.window.host.kv
 
     def copy_blocks(self, source_ids: Ints, target_ids: Ints) -> None:
+        if self.partition is not None:
+            self.partition.copy_blocks(source_ids, target_ids)
+            return
         copy_blocks(self._pool, source_ids, target_ids)
 
     def read_blocks(self, block_ids: Ints) -> npt.NDArray[Any]:
+        if self.partition is not None:
+            return self.partition.read_blocks(block_ids)
         return read_blocks(self._pool, block_ids)
 
     def write_blocks(self, rows: npt.NDArray[Any], block_ids: Ints) -> None:
+        if self.partition is not None:
+            self.partition.write_blocks(rows, block_ids)
+            return
         write_blocks(self._pool, rows, block_ids)
 
     def clear_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
         """Zero these blocks: masked positions are multiplied, so stale NaN would spread."""
+        if self.partition is not None:
+            self.partition.clear_blocks(block_ids)
+            return
         if self.window is not None:
             self.window.host.clear(block_ids)
             return

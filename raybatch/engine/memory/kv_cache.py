@@ -23,9 +23,6 @@ from raybatch.records.arrays import Ints
 _CPU_FRACTION = 0.5
 GPU_FRACTION = 0.9
 
-# what a copy may raise where memory or the device is short of something
-COPY_ERRORS = (RuntimeError, MemoryError, OSError)
-
 _CGROUP = Path("/sys/fs/cgroup")
 _UNKNOWN_BYTES = 4 << 30
 # copies of a trial, of which the quickest counts

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.sequences.block_manager import SwappedKV
+from raybatch.errors import TeamError, error_text
 from raybatch.records.arrays import Ints
 from raybatch.records.sequence_kv import KVKey, SequenceKV, block_checksums
 from raybatch.records.types import SequenceState, TokenIds
@@ -52,7 +53,11 @@ def state_with_kv(state: SequenceState, place: SwappedKV | None, owner: KVOwner)
         blocks = place.rows[:count]
     else:
         read = owner.read_blocks if place.is_on_device else owner.tiers.read_host_blocks
-        blocks = read(place.host_blocks[:count].astype(np.int64))
+        try:
+            blocks = read(place.host_blocks[:count].astype(np.int64))
+        except TeamError as error:
+            logger.warning("a row leaves without its KV: %s", error_text(error))
+            return state
     checksums = block_checksums(blocks, tokens, first_block=first, block_size=size)
     kv = SequenceKV(
         key=key, first_block=first, num_tokens=len(tokens), blocks=blocks, checksums=checksums

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from raybatch.engine.memory.block_copies import COPY_ERRORS
 from raybatch.engine.memory.host_layers import HostLayers
-from raybatch.engine.memory.kv_cache import COPY_ERRORS, KVCache
+from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.errors import error_text
 from raybatch.records.arrays import Ints
 

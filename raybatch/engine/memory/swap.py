@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.engine.memory.kv_cache import COPY_ERRORS
-from raybatch.engine.memory.kv_tiers import KVTiers
+from raybatch.engine.memory.block_copies import COPY_ERRORS, BlockCopies
 from raybatch.engine.sequences.block_manager import HostBlocks, SwappedKV
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import Sequence, SequenceTable
@@ -99,7 +98,7 @@ class SwapCounters:
 
 
 class _Tier(NamedTuple):
-    copier: KVTiers
+    copier: BlockCopies
     blocks: HostBlocks
 
     def has_room(self, num_blocks: int) -> bool:
@@ -119,10 +118,10 @@ class SwapSpace:
     def __init__(
         self,
         block_size: int,
-        copier: KVTiers | None = None,
+        copier: BlockCopies | None = None,
         choice: LearnedRecovery | None = None,
         *,
-        rounding: KVTiers | None = None,
+        rounding: BlockCopies | None = None,
         write_blocks: Callable[[npt.NDArray[Any], Ints], None] = lambda *_: None,
     ) -> None:
         self.counters = SwapCounters()

@@ -11,7 +11,17 @@ from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.sequences.table import EMPTY, Sequence, SequenceTable
 from raybatch.policy.lengths import LengthDistribution, product_limit
 from raybatch.records.arrays import Bools, Floats, Ints
-from raybatch.records.types import TokenLengths
+from raybatch.records.types import Request, TokenLengths
+
+
+def expected_len(request: Request, max_len: int) -> int | None:
+    """Return the tokens at which a sequence is likely to end; None where nothing is known."""
+    sampling = request.sampling
+    if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
+        return max_len
+    if request.expected_output_len is None:
+        return None
+    return min(len(request.prompt_token_ids) + request.expected_output_len, max_len)
 
 
 class OutputLengths:

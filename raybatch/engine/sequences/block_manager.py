@@ -113,6 +113,17 @@ class BlockManager:
         for block in blocks:
             self._drop_hash(block)
 
+    def used(self) -> npt.NDArray[np.int64]:
+        """Return the blocks with users, ascending."""
+        return np.flatnonzero(self.num_refs)
+
+    def drop_cached(self) -> None:
+        """Free the blocks without a user, whose content is gone."""
+        for block in self._cached:
+            self._drop_hash(block)
+            heapq.heappush(self._free, block)
+        self._cached.clear()
+
     def release(self, blocks: Int32s, *, keep_cached: bool = True) -> None:
         """Remove one user from each of `blocks`, given in order of position.
 

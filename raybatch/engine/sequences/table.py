@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raybatch.engine.sequences.block_manager import SwappedKV, hash_blocks
+from raybatch.engine.sequences.generated import KeptTokens, TokenStore
 from raybatch.engine.sequences.groups import PrefixGroup
 from raybatch.records.arrays import Ints
 from raybatch.records.types import (
@@ -19,6 +20,7 @@ from raybatch.records.types import (
     Completion,
     FinishReason,
     Request,
+    RowProgress,
     SequenceState,
     TokenIds,
     TokenLogprobs,
@@ -201,10 +203,19 @@ class SequenceTable:
 
     `num_tokens` counts the known tokens (prompt and generated), `num_computed` those with KV. A
     decoding sequence has all but its last token computed.
+
+    Args:
+        generated: where generated tokens are; None keeps them.
     """
 
     def __init__(
-        self, *, max_slots: int, num_blocks: int, block_size: int, max_model_len: int
+        self,
+        *,
+        max_slots: int,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        generated: TokenStore | None = None,
     ) -> None:
         max_blocks = min(num_blocks, -(-max_model_len // block_size))
         self.block_size = block_size
@@ -221,7 +232,7 @@ class SequenceTable:
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_slots, max_blocks), np.int32)
         self.records: list[Sequence | None] = [None] * max_slots
         self.users = BlockUsers(num_blocks, max_slots)
-        self._generated: npt.NDArray[np.int32] = np.zeros((max_slots, 64), np.int32)
+        self._generated = KeptTokens(max_slots) if generated is None else generated
         self._free_slots = list(range(max_slots))
 
     @property
@@ -257,11 +268,7 @@ class SequenceTable:
         self.expected_len[slot] = record.expected_len or record.max_len
         self.is_expected[slot] = record.expected_len is not None
         self.block_table[slot, : len(blocks)] = blocks
-        num_columns = self._generated.shape[1]
-        if record.max_len - num_prompt > num_columns:
-            num_more = max(record.max_len - num_prompt - num_columns, num_columns)
-            self._generated = np.pad(self._generated, ((0, 0), (0, num_more)))
-        self._generated[slot, :num_generated] = record.token_ids
+        self._generated.begin(slot, record.token_ids, record.max_len - num_prompt)
         return slot
 
     def remove(self, slot: int) -> Sequence:
@@ -297,12 +304,18 @@ class SequenceTable:
         num_generated = int(self.num_tokens[slot] - self.num_prompt[slot])
         if num_generated and num_computed == self.num_tokens[slot] - 1:
             self.phase[slot] = DECODE
-            self.last_token[slot] = self._generated[slot, num_generated - 1]
+            self.last_token[slot] = self._generated.between(slot, num_generated - 1, num_generated)[
+                0
+            ]
 
     def append_tokens(self, slots: Ints, token_ids: Ints) -> None:
-        self._generated[slots, self.num_tokens[slots] - self.num_prompt[slots]] = token_ids
+        self._generated.append(slots, self.num_tokens[slots] - self.num_prompt[slots], token_ids)
         self.last_token[slots] = token_ids
         self.num_tokens[slots] += 1
+
+    def count_tokens(self, slots: Ints, num_tokens: int) -> None:
+        """Give each of the slots so many more tokens, in a table that merely counts them."""
+        self.num_tokens[slots] += num_tokens
 
     def num_needed_blocks(self, num_steps: int) -> int:
         """Return how many blocks running sequences will need in the `num_steps` after this one.
@@ -342,12 +355,23 @@ class SequenceTable:
         return self.block_table[slot, : self.num_blocks[slot]]
 
     def generated(self, slot: int) -> TokenIds:
-        return self._generated[slot, : self.num_tokens[slot] - self.num_prompt[slot]].copy()
+        num_generated = int(self.num_tokens[slot] - self.num_prompt[slot])
+        return self._generated.between(slot, 0, num_generated).copy()
 
     def generated_since(self, slot: int, start: int) -> list[int]:
-        stop = self.num_tokens[slot] - self.num_prompt[slot]
-        token_ids: list[int] = self._generated[slot, start:stop].tolist()
+        stop = int(self.num_tokens[slot] - self.num_prompt[slot])
+        token_ids: list[int] = self._generated.between(slot, start, stop).tolist()
         return token_ids
+
+    def progress(self) -> RowProgress:
+        """Return how far the running sequences are, in order of their slots."""
+        slots = np.flatnonzero(self.phase != EMPTY)
+        ids = [self.record(slot).request.request_id for slot in slots.tolist()]
+        return RowProgress(
+            request_ids=np.array(ids, np.int64),
+            num_tokens=self.num_tokens[slots],
+            num_generated=self.num_tokens[slots] - self.num_prompt[slots],
+        )
 
     def begun(self, min_new_tokens: int) -> list[SequenceState]:
         """Return running sequences with at least so many tokens that were not reported yet."""
@@ -367,5 +391,5 @@ class SequenceTable:
         num_prompt = len(prompt)
         if stop <= num_prompt:
             return prompt[start:stop]
-        generated = self._generated[slot, max(start - num_prompt, 0) : stop - num_prompt]
+        generated = self._generated.between(slot, max(start - num_prompt, 0), stop - num_prompt)
         return np.concatenate((prompt[start:num_prompt], generated))

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from raybatch.engine.memory.kv_cache import COPY_ERRORS, trial_copy_s
+from raybatch.engine.memory.block_copies import COPY_ERRORS
+from raybatch.engine.memory.kv_cache import trial_copy_s
 from raybatch.engine.memory.pinned import allocate_memory
 from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.loading import LayerWeights

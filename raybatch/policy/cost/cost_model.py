@@ -95,8 +95,12 @@ class CostModel:
         return float((_features([step], self.knots) @ self._costs())[0])
 
 
-def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
+def fit(
+    steps: Sequence[MeasuredStep], limits: EngineLimits, *, for_sums: bool = False
+) -> CostModel:
     """Fit costs to measured steps, with the same weight for the relative error of each.
+
+    With `for_sums` a long step has more weight, by its seconds, as it has in the sum of a run.
 
     A knot is left out where nothing was measured between it and the one before, or beyond it. KV
     before a chunk costs what the chunk's own tokens do where no step had any.
@@ -114,7 +118,8 @@ def fit(steps: Sequence[MeasuredStep], limits: EngineLimits) -> CostModel:
             measured.append(knot)
     knots = tuple(measured[1:])
     features = _features(steps, knots)
-    costs = solve_nonnegative(features / seconds[:, None], np.ones(len(steps)))
+    weights = seconds ** (-0.5 if for_sums else -1.0)
+    costs = solve_nonnegative(features * weights[:, None], seconds * weights)
     error = features @ costs / seconds - 1.0
     num_slopes = len(knots) + 1
     others = dict(zip(_COUNT_OF, costs[1 + num_slopes :].tolist(), strict=True))

@@ -1,0 +1,266 @@
+"""Runs one job without Ray whose rows move between engines, which end or hang at steps of moves.
+
+python -m faultlab.moving_driver JOB.yaml FOLDER
+
+What comes is in FOLDER/moves.json, a `MovePlan`; what came is in FOLDER/moved.json, a `Moved`.
+"""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+from unittest import mock
+
+from raybatch.actors.coordinator.coordinator import Coordinator
+from raybatch.actors.executors import local_pools
+from raybatch.actors.executors.calls import CallHandle, LocalLoop
+from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.replica_set import Member
+from raybatch.actors.replicas.site import Handle, Started
+from raybatch.actors.wire.records import PoolSpec
+from raybatch.errors import RaybatchError
+from raybatch.job.job import Job
+from raybatch.policy.pool.snapshot import PoolPlan, RowMove
+
+PLAN, DONE = "moves.json", "moved.json"
+# of random moves, how many take KV along
+_WITH_KV = 0.7
+_ROWS_OF_HUNG = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoveFault:
+    """The end of one side of a move at one of its steps.
+
+    Args:
+        num_before: rows that have moved before.
+        step: of `MoveStep`.
+        is_after: the step has been taken.
+        victim: "source" or "target".
+        hangs: the engine takes no further step and answers no call, instead of being killed.
+    """
+
+    num_before: int
+    step: str
+    is_after: bool
+    victim: str
+    hangs: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MovePlan:
+    """What rows and engines of a run go through.
+
+    Args:
+        seed: of the moves.
+        every_s: between two random moves; None leaves moves to the pool.
+        faults: in their order.
+        hang_dir: of fake engines, whose thread hangs while their process answers; None stops the
+            process of the engine.
+    """
+
+    seed: int
+    every_s: float | None
+    faults: tuple[MoveFault, ...] = ()
+    hang_dir: str | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read one from a file."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        faults = tuple(MoveFault(**fault) for fault in values.pop("faults"))
+        return cls(faults=faults, **values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """What rows and engines of a run went through.
+
+    Args:
+        num_failed: moves that left their row where it was.
+        num_bytes: of KV.
+        num_hung: engines that were found to hang, and were replaced.
+        faults: that came.
+    """
+
+    num_moved: int
+    num_failed: int
+    num_bytes: int
+    num_hung: int
+    faults: tuple[MoveFault, ...]
+
+    @property
+    def problem(self) -> str:
+        """Return what is wrong with that, whatever became of the rows; "" where nothing is."""
+        num_hangs = sum(fault.hangs for fault in self.faults)
+        if not self.num_moved:
+            return "no row moved"
+        if self.num_hung != num_hangs:
+            return f"{num_hangs} engines hung, and {self.num_hung} were replaced as hanging"
+        return ""
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read one from a file."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        faults = tuple(MoveFault(**fault) for fault in values.pop("faults"))
+        return cls(faults=faults, **values)
+
+
+class _MovingSite(LocalSite):
+    """Where engines run of which the plan says when rows move, and what ends them."""
+
+    def __init__(self, loop: LocalLoop, *, plan: MovePlan) -> None:
+        super().__init__(loop)
+        self.came: list[MoveFault] = []
+        self.moving: asyncio.Task[None] | None = None
+        self._ended: set[int] = set()
+        self._plan, self._rng = plan, random.Random(plan.seed)
+
+    @property
+    def _coordinator(self) -> Coordinator:
+        """Return the coordinator itself."""
+        return cast(Coordinator, self.owner)
+
+    def start(
+        self,
+        spec: PoolSpec,
+        plan: Placement,
+        rank: int,
+        replica_id: int,
+        *,
+        avoid: Collection[str] = (),
+    ) -> Started:
+        if self.moving is None and self._plan.every_s is not None:
+            self.moving = asyncio.create_task(self._move_rows(self._plan.every_s))
+        started = super().start(spec, plan, rank, replica_id, avoid=avoid)
+        return _Watched(started, replica_id, self)
+
+    def reached(self, replica_id: int, step: str, args: tuple[Any, ...], *, is_after: bool) -> None:
+        """End a side of a move if that is what comes next, and the move is there."""
+        num_hung = self._coordinator._replicas.ledger.num_hung
+        is_replaced = num_hung >= sum(fault.hangs for fault in self.came)
+        if not is_replaced or len(self.came) == len(self._plan.faults):
+            return
+        fault = self._plan.faults[len(self.came)]
+        num_moved = self._coordinator._levelling.counters.num_moved
+        if (fault.step, fault.is_after) != (step, is_after) or num_moved < fault.num_before:
+            return
+        move = self._move_of(replica_id, args)
+        victim = None if move is None else self._members().get(getattr(move, fault.victim))
+        # what has been ended by another fault may not be noticed yet
+        if victim is None or victim.pid is None or victim.pid in self._ended:
+            return
+        # one that has no rows is not missed, and those that have ended may be on their way
+        num_rows = self._coordinator._queue.load(victim.replica_id).num_rows
+        if not fault.hangs or num_rows >= _ROWS_OF_HUNG:
+            self.came.append(fault)
+            self._end(victim.pid, hangs=fault.hangs)
+
+    def _end(self, pid: int, *, hangs: bool) -> None:
+        self._ended.add(pid)
+        if hangs and self._plan.hang_dir is not None:
+            Path(self._plan.hang_dir, str(pid)).touch()
+        else:
+            os.kill(pid, signal.SIGSTOP if hangs else signal.SIGKILL)
+
+    def _move_of(self, replica_id: int, args: tuple[Any, ...]) -> RowMove | None:
+        """Return the move that a step is of; the pieces of KV name no row."""
+        for row_id, row in self._coordinator._levelling.view._moving.items():
+            sides = (row.move.source, row.move.target)
+            is_it = args[0] == row_id or not isinstance(args[0], int)
+            if is_it and replica_id in sides:
+                return row.move
+        return None
+
+    def _members(self) -> dict[int, Member]:
+        return self._coordinator._replicas.members
+
+    async def _move_rows(self, every_s: float) -> None:
+        """Begin moves of random running rows, by and by."""
+        while True:
+            await asyncio.sleep(every_s)
+            self._move_one()
+
+    def _move_one(self) -> None:
+        levelling = self._coordinator._levelling
+        snapshot = levelling.view.snapshot(self._members().values(), (), with_rows=True)
+        with_rows = [r for r in snapshot.replicas if r.rows is not None and r.rows.can_move.any()]
+        if not with_rows or len(snapshot.replicas) < 2:
+            return
+        source = self._rng.choice(with_rows)
+        assert source.rows is not None, "these were chosen"
+        row_id = self._rng.choice(source.rows.ids[source.rows.can_move].tolist())
+        others = [r.replica_id for r in snapshot.replicas if r is not source]
+        with_kv = source.kv_token_bytes > 0 and self._rng.random() < _WITH_KV
+        move = RowMove(row_id, source.replica_id, self._rng.choice(others), with_kv)
+        levelling._begin_moves(PoolPlan(moves=(move,)), snapshot)
+
+
+class _Watched:
+    """A replica whose steps of moves the site sees."""
+
+    def __init__(self, started: Started, replica_id: int, site: _MovingSite) -> None:
+        self._started, self._replica_id, self._site = started, replica_id, site
+
+    @property
+    def actor(self) -> Handle:
+        return CallHandle(self._call)
+
+    def end(self) -> None:
+        self._started.end()
+
+    def _call(self, name: str, *args: Any) -> Any:  # noqa: ANN401 - of any method
+        call = getattr(self._started.actor, name).remote
+        return asyncio.create_task(self._move(call, *args)) if name == "move" else call(*args)
+
+    async def _move(self, call: Any, step: str, *args: Any) -> Any:  # noqa: ANN401 - of any step
+        self._site.reached(self._replica_id, step, args, is_after=False)
+        answer = await call(step, *args)
+        self._site.reached(self._replica_id, step, args, is_after=True)
+        return answer
+
+
+def main(job_file: str, folder: str) -> int:
+    """Run a job; return the exit code of `raybatch run`."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("raybatch").setLevel(logging.INFO)
+    sites: list[_MovingSite] = []
+    plan = MovePlan.load(Path(folder, PLAN))
+
+    def make(loop: LocalLoop) -> _MovingSite:
+        sites.append(_MovingSite(loop, plan=plan))
+        return sites[-1]
+
+    with mock.patch.object(local_pools, "LocalSite", make):
+        try:
+            report = Job.from_yaml(job_file).run(progress=lambda *_: None)
+        except RaybatchError as error:
+            logging.getLogger("raybatch").error("%s", error)
+            return 1
+    (site,) = sites
+    if site.moving is not None and site.moving.done():
+        site.moving.result()
+    counters = site._coordinator._levelling.counters
+    moved = Moved(
+        num_moved=counters.num_moved,
+        num_failed=counters.num_failed,
+        num_bytes=counters.num_bytes,
+        num_hung=site._coordinator._replicas.ledger.num_hung,
+        faults=tuple(site.came),
+    )
+    Path(folder, DONE).write_text(json.dumps(dataclasses.asdict(moved)), encoding="utf-8")
+    return report.exit_code()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

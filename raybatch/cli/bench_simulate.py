@@ -1,0 +1,144 @@
+"""The commands about simulated pools: bench calibrate, bench simulate."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from raybatch.cli.bench import check_out, engine_of
+from raybatch.cli.flags import DEMO_MODEL
+from raybatch.errors import ConfigError, MissingDependency
+from raybatch.simulator.events import Death, PoolSpec
+from raybatch.simulator.workloads import make_rows
+
+# no two engines are ready at the same moment, and each leaves its share to those that start
+_LATE_S = 0.01
+_Settings = Annotated[
+    list[str] | None, Option("--set", help="Options of the engine, such as engine.dtype=bfloat16.")
+]
+
+
+def calibrate(
+    model: Annotated[
+        str, Argument(help="Checkpoint folder, hub id or URI; demo by default.")
+    ] = DEMO_MODEL,
+    settings: _Settings = None,
+    seconds: Annotated[float, Option(min=0.1, help="Of each run; there are 30.")] = 1.5,
+    out: Annotated[Path | None, Option(help="JSON file for all errors.")] = None,
+) -> None:
+    """Fit the costs of an engine of this host, and say how far simulations with them are off."""
+    check_out(out)
+    engine = engine_of(settings or [], command="calibrate")
+    if find_spec("torch") is None:
+        raise MissingDependency(
+            "raybatch bench calibrate measures the native engine, which needs torch: "
+            "pip install 'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
+        )
+    from rich.console import Console
+
+    from raybatch.bench.calibrate import calibrate as measure
+    from raybatch.simulator.validation import to_json
+
+    with Console(stderr=True).status("starting") as status:
+        found = measure(model, engine, seconds=seconds, tell=status.update)
+    if out is not None:
+        out.write_text(to_json(found.validation) + "\n", encoding="utf-8")
+    typer.echo(found.to_text())
+    raise typer.Exit(0 if found.is_stored else 1)
+
+
+def simulate(
+    model: Annotated[
+        str, Argument(help="Whose calibrated engine is simulated; demo by default.")
+    ] = DEMO_MODEL,
+    cost_model: Annotated[
+        Path | None, Option(help="File of a calibrated cost model, in place of MODEL.")
+    ] = None,
+    replicas: Annotated[str, Option(help="Numbers of replicas, such as 1,8,64.")] = "1,2,4,8",
+    workload: Annotated[str, Option(help="Lengths of rows: W1 to W8, or W11.")] = "W4",
+    like: Annotated[str | None, Option(help="Output of a job to take the lengths from.")] = None,
+    rows: Annotated[int | None, Option(min=1, help="Rows; default: those of the workload.")] = None,
+    slow: Annotated[
+        list[str] | None, Option(help="RANK:FACTOR, a replica whose steps take longer.")
+    ] = None,
+    kill: Annotated[
+        list[str] | None,
+        Option(help="RANK@FRACTION, a replica that dies when so many rows are done."),
+    ] = None,
+    start_s: Annotated[float, Option(min=0, help="Seconds of a start.")] = 1.0,
+    seed: Annotated[int, Option(min=0, help="Of the lengths.")] = 42,
+    settings: _Settings = None,
+    out: Annotated[Path | None, Option(help="JSON file for all figures.")] = None,
+) -> None:
+    """Simulate pools of a calibrated engine: its scheduler and the queue, on a virtual clock."""
+    check_out(out)
+    numbers = _numbers(replicas)
+    pools = [_pool(number, slow or [], kill or [], start_s) for number in numbers]
+    from raybatch.backends.cost_cache import cost_model_path
+    from raybatch.bench.simulated import rows_like, simulation_report
+    from raybatch.config import BackendConfig
+
+    if cost_model is not None and settings:
+        raise ConfigError("--set has no effect beside --cost-model, which has its own limits")
+    if cost_model is None:
+        engine = engine_of(settings or [], command="simulate")
+        cost_model = cost_model_path(model, BackendConfig(kind="native"), engine)
+    if like is None:
+        simulated = make_rows(workload, num_rows=rows, seed=seed)
+    else:
+        from raybatch.report.rebuild import current_report
+
+        simulated = rows_like(like, current_report(like).output_files)
+        if rows is not None:
+            raise ConfigError("--rows has no effect beside --like, whose rows are all simulated")
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        report = simulation_report(
+            simulated,
+            cost_model,
+            pools,
+            workload=workload if like is None else like,
+            seed=seed,
+            tell=status.update,
+        )
+    if out is not None:
+        out.write_text(report.to_json() + "\n", encoding="utf-8")
+    typer.echo(report.to_text())
+
+
+def _numbers(replicas: str) -> list[int]:
+    try:
+        numbers = sorted({int(number) for number in replicas.split(",")})
+    except ValueError as error:
+        raise ConfigError(
+            f"--replicas {replicas}: must be whole numbers with commas, such as 1,8,64"
+        ) from error
+    if numbers[0] < 1:
+        raise ConfigError(f"--replicas {replicas}: a pool has at least one replica")
+    return numbers
+
+
+def _pool(num_replicas: int, slow: list[str], kill: list[str], start_s: float) -> PoolSpec:
+    slowness = dict(_pair(text, ":", "--slow", "0:2") for text in slow)
+    deaths = tuple(
+        Death(rank=rank, at_fraction=fraction)
+        for rank, fraction in (_pair(text, "@", "--kill", "0@0.5") for text in kill)
+    )
+    return PoolSpec(
+        num_replicas=num_replicas,
+        start_s=start_s,
+        late_s={rank: rank * _LATE_S for rank in range(num_replicas)},
+        slowness=slowness,
+        deaths=deaths,
+    )
+
+
+def _pair(text: str, separator: str, flag: str, example: str) -> tuple[int, float]:
+    rank, _, value = text.partition(separator)
+    try:
+        return int(rank), float(value)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}: must be as in {flag} {example}") from error

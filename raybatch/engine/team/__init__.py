@@ -1,0 +1,1 @@
+"""One model over several engines: what each rank multiplies, and how they compute a step."""

@@ -1,0 +1,90 @@
+"""What an engine has to do with teams: leads one, follows one, or neither."""
+
+import logging
+
+from raybatch.engine.loading.prepared import PreparedModel
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.sequences.block_manager import BlockManager
+from raybatch.engine.team.follower import TeamFollower
+from raybatch.engine.team.group import Connect, TeamStore, connect
+from raybatch.engine.team.leader import TeamLeader, form_team
+from raybatch.errors import TeamError, error_text
+from raybatch.records.team import FormingCost, Served, TeamCall
+
+_logger = logging.getLogger(__name__)
+
+
+class Teamwork:
+    """Forms and ends the teams of one engine, each with an epoch of its own; of one thread.
+
+    Args:
+        connect: makes the group of a call.
+    """
+
+    def __init__(self, prepared: PreparedModel, *, connect: Connect = connect) -> None:
+        self._prepared, self._connect = prepared, connect
+        self._store: TeamStore | None = None
+        self._team: TeamLeader | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self._team is not None
+
+    def calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
+        """Return what to tell each rank of a team that this engine is to lead, itself first.
+
+        `host` is an address of this host that the others reach.
+        """
+        if self._store is None or self._store.host != host:
+            self._store = TeamStore(host)
+        return self._store.calls(epoch, size, timeout_s=timeout_s)
+
+    def lead(self, call: TeamCall, runner: ModelRunner, blocks: BlockManager) -> FormingCost:
+        """Form a team, whose ranks compute the steps of `runner` from then on.
+
+        Raises TeamError: it did not come about, and everything is as it was.
+        """
+        if self._team is not None or self._store is None:
+            raise TeamError("this engine leads a team, or made no call for one")
+        team = form_team(
+            call, self._store, self._prepared, runner, blocks.used(), connect=self._connect
+        )
+        # nobody uses them, and so they were not copied
+        blocks.drop_cached()
+        self._team = runner.partition = team
+        return team.cost
+
+    def reunite(self, runner: ModelRunner, blocks: BlockManager) -> None:
+        """End the team, after the KV of all heads came back; without a team nothing happens.
+
+        Raises TeamError: a rank is gone, and with it its heads.
+        """
+        team = self._team
+        if team is None:
+            return
+        blocks.drop_cached()
+        runner.partition = None
+        team.give_back(runner, blocks.used())
+        self._team = None
+        _logger.info("a team computed %d steps, and its leader goes on alone", team.num_steps)
+
+    def give_up(self, runner: ModelRunner, error: TeamError) -> None:
+        """End a team of which a rank is gone; what its tokens left in the pools is lost."""
+        if self._team is not None:
+            _logger.warning(
+                "a team ends after %d steps, and its rows are computed again by their tokens: %s",
+                self._team.num_steps,
+                error_text(error),
+            )
+            self._team.close()
+        self._team = runner.partition = None
+
+    def follow(self, call: TeamCall, runner: ModelRunner, blocks: BlockManager) -> Served:
+        """Compute a slice of the steps of another engine until that ends the team.
+
+        The engine has no rows; what its pool held is gone. Raises TeamError: the leader is gone, or
+        this engine cannot be in a team; it is free again in any case.
+        """
+        blocks.drop_cached()
+        follower = TeamFollower(call, self._prepared, runner, connect=self._connect)
+        return follower.serve()

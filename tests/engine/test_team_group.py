@@ -1,0 +1,244 @@
+"""Groups of ranks in threads, and the messages between them."""
+
+import threading
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.team.group import GlooGroup, Meeting, TeamStore, connect, shared_bytes
+from raybatch.engine.team.messages import Kind, pack, unpack
+from raybatch.engine.team.wire import Wire
+from raybatch.errors import TeamError
+from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+
+CPU = torch.device("cpu")
+_epochs = count(1)
+
+
+@pytest.fixture(scope="module")
+def store():
+    return TeamStore()
+
+
+def in_threads(store, size, act, *, by_gloo=False, timeout_s=10.0):
+    """Return what `act` returns, or raises, on each rank of a group."""
+    calls = store.calls(next(_epochs), size, timeout_s=timeout_s)
+    made = [None] * size
+
+    def run(call):
+        try:
+            meeting = Meeting(call, store if call.rank == 0 else None)
+            group = GlooGroup(call, meeting) if by_gloo else connect(call, meeting, CPU)
+            try:
+                made[call.rank] = act(group, call)
+            finally:
+                group.close()
+        except TeamError as error:
+            made[call.rank] = error
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+@pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])
+@pytest.mark.parametrize("shape", [(1, 5), (7, 64), (600, 700)])
+def test_a_sum_is_that_of_all_ranks_and_the_same_bits_on_each(by_gloo, shape, store):
+    def parts(rank):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+
+    def act(group, call):
+        x = parts(call.rank)
+        group.sum_(x)
+        return x
+
+    made = in_threads(store, 3, act, by_gloo=by_gloo)
+    torch.testing.assert_close(made[0], parts(0) + parts(1) + parts(2))
+    assert all(torch.equal(made[0], x) for x in made)
+
+
+@pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])
+@pytest.mark.parametrize("size", [3, 400_000])
+def test_what_rank_0_has_comes_to_all(by_gloo, size, store):
+    def act(group, call):
+        x = torch.arange(size) if call.rank == 0 else torch.zeros(size, dtype=torch.int64)
+        group.broadcast_(x)
+        return x
+
+    expected = torch.arange(size)
+    assert all(torch.equal(expected, x) for x in in_threads(store, 3, act, by_gloo=by_gloo))
+
+
+@pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])
+@pytest.mark.parametrize("size", [3, 400_000])
+def test_rank_0_gathers_what_all_have(by_gloo, size, store):
+    def act(group, call):
+        return group.gather(torch.full((size,), float(call.rank)))
+
+    made = in_threads(store, 3, act, by_gloo=by_gloo)
+    assert [0.0, 1.0, 2.0] == [float(x.mean()) for x in made[0]]
+    assert [[], []] == made[1:]
+
+
+def test_many_operations_in_a_row_keep_their_order(store):
+    def act(group, call):
+        found = []
+        for number in range(300):
+            x = torch.tensor([float(number if call.rank == 0 else -1)])
+            group.broadcast_(x)
+            y = torch.tensor([float(number)])
+            group.sum_(y)
+            found.append((int(x), int(y)))
+        return found
+
+    expected = [(number, 2 * number) for number in range(300)]
+    assert [expected, expected] == in_threads(store, 2, act)
+
+
+@pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])
+def test_a_rank_that_leaves_makes_the_calls_of_others_fail(by_gloo, store):
+    def act(group, call):
+        if call.rank == 0:
+            raise TeamError("this rank leaves")
+        group.sum_(torch.zeros(4))
+
+    made = in_threads(store, 3, act, by_gloo=by_gloo)
+    assert [TeamError] * 3 == [type(x) for x in made]
+    assert not any("within" in str(x) for x in made)
+
+
+def test_a_rank_that_hangs_makes_the_calls_of_others_fail_in_time(store):
+    left = threading.Event()
+
+    def act(group, call):
+        if call.rank == 0:
+            left.wait(10)
+            return None
+        try:
+            group.sum_(torch.zeros(4))
+        finally:
+            left.set()
+
+    made = in_threads(store, 2, act, timeout_s=0.3)
+    assert "rank 0 did not answer within 0.3 s" == str(made[1])
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_longer_than_the_timeout(store):
+    (call, _) = store.calls(next(_epochs), 2, timeout_s=0.3)
+    with pytest.raises(TeamError, match="nothing was heard of memory of rank 1"):
+        connect(call, Meeting(call, store), CPU)
+
+
+def test_what_was_handed_over_before_a_rank_left_is_there(store):
+    def act(group, call):
+        x = torch.tensor([7.0 if call.rank == 0 else 0.0])
+        if call.rank == 0:
+            group.broadcast_(x)
+            return float(x)
+        threading.Event().wait(0.1)
+        group.broadcast_(x)
+        return float(x)
+
+    assert [7.0, 7.0] == in_threads(store, 2, act)
+
+
+def test_the_memory_of_a_group_has_no_name_once_all_have_it(store, monkeypatch, tmp_path):
+    monkeypatch.setattr("raybatch.engine.team.group._SHARED_FOLDER", tmp_path)
+    kinds = in_threads(store, 2, lambda group, call: group.kind)
+    assert [["shared memory"] * 2, []] == [kinds, list(tmp_path.iterdir())]
+
+
+def test_ranks_without_a_common_memory_talk_by_gloo(store, monkeypatch, tmp_path):
+    monkeypatch.setattr("raybatch.engine.team.group._SHARED_FOLDER", tmp_path / "missing")
+    assert ["gloo"] * 2 == in_threads(store, 2, lambda group, call: group.kind)
+
+
+@pytest.mark.parametrize("length", [0, 3, 4092, 4093, 20_000])
+def test_a_message_of_any_length_comes_whole(length, store):
+    body = np.arange(length)
+
+    def act(group, call):
+        wire = Wire(group, 5)
+        if call.rank == 0:
+            wire.send(Kind.STEP, body)
+            wire.send(Kind.RELEASE, body[:1])
+            return None
+        kind, found = wire.receive()
+        return kind, found.tolist(), wire.receive()[0]
+
+    assert (Kind.STEP, body.tolist(), Kind.RELEASE) == in_threads(store, 2, act)[1]
+
+
+def test_a_message_of_another_epoch_stops_a_follower(store):
+    def act(group, call):
+        wire = Wire(group, 5 + call.rank)
+        if call.rank == 0:
+            wire.send(Kind.STEP, np.arange(3))
+            return None
+        return wire.receive()
+
+    assert "message 1 of epoch 5 came in place of message 1 of epoch 6" == str(
+        in_threads(store, 2, act)[1]
+    )
+
+
+def plan(*, decode=True, prefill=True, first=True, chunk=1):
+    ids = torch.arange(3)
+    return AttentionPlan(
+        num_decode=2,
+        decode=DecodePart(
+            block_ids=ids + 4,
+            owners=ids % 2,
+            num_valid=ids + 1,
+            is_contiguous=True,
+            first_positions=ids * 4 if first else None,
+        )
+        if decode
+        else None,
+        prefill=PrefillPart(starts=(2, 5), lens=(3, 1)) if prefill else None,
+        contexts=(
+            ContextPart(query_idx=ids, block_ids=ids + 9, num_tokens=11, first_position=8),
+            ContextPart(query_idx=ids[:1], block_ids=ids[:1], num_tokens=2, chunk=chunk),
+        ),
+    )
+
+
+def as_lists(record):
+    """A record as plain values, which can be compared."""
+    if isinstance(record, torch.Tensor):
+        return record.tolist()
+    if isinstance(record, tuple):
+        return [as_lists(item) for item in record]
+    if hasattr(record, "__dataclass_fields__"):
+        return {name: as_lists(getattr(record, name)) for name in record.__dataclass_fields__}
+    return record
+
+
+@pytest.mark.parametrize(
+    ("attention", "last"),
+    [
+        (plan(), None),
+        (plan(decode=False, chunk=0), plan(prefill=False, first=False)),
+        (plan(prefill=False, chunk=None), plan()),
+    ],
+)
+def test_a_batch_comes_out_of_a_message_as_it_went_in(attention, last):
+    batch = ForwardBatch(
+        token_ids=torch.arange(6),
+        positions=torch.arange(6) + 40,
+        slot_mapping=torch.arange(6) * 3,
+        logits_idx=torch.tensor([0, 1, 5]),
+        attention=attention,
+        logits_attention=last,
+    )
+    assert as_lists(batch) == as_lists(unpack(pack(batch)))
+
+
+def test_ranks_share_a_line_and_two_areas_each():
+    assert 3 * (64 + 2 * (1 << 20)) == shared_bytes(3)
