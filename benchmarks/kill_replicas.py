@@ -20,7 +20,7 @@ import pyarrow.dataset as pads
 import raybatch
 from raybatch.demo.dataset import write_dataset
 from raybatch.demo.task import PROMPT
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 
 QUESTIONS_PER_DOCUMENT = 16
 KILL_AT_FRACTIONS = (0.3, 0.6)

@@ -26,7 +26,7 @@ import psutil
 import ray
 
 from raybatch import BackendConfig, Job, LLMStage, PoolConfig
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 
 _MIB = 1 << 20
 

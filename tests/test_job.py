@@ -10,7 +10,7 @@ import pytest
 from raybatch.durable.sink import prepare_sink
 from raybatch.errors import ConfigError, RowError
 from raybatch.job.job import Job
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 from raybatch.report import RunReport, read_report
 from raybatch.rows.schema import OutputSchema
 from raybatch.stages.llm_stage import LLMStage

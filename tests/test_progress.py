@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from raybatch.job.progress import ProgressPrinter, Snapshot, measure, progress_line
-from raybatch.records.types import OpenUnit, PoolStats, ReplicaStats
+from raybatch.records.pool_stats import OpenUnit, PoolStats
+from raybatch.records.types import ReplicaStats
 from raybatch.report.recorder import UnitsSoFar
 from raybatch.stages.quiet_ray import StderrHandler
 

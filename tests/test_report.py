@@ -17,7 +17,7 @@ from raybatch.explanation.record import TimeEstimate
 from raybatch.planning.store import write_plan
 from raybatch.planning.stored import StoredPlan
 from raybatch.prefix.histogram import Histogram
-from raybatch.records.types import QuantileCoverage
+from raybatch.records.pool_stats import QuantileCoverage
 from raybatch.report import ErrorCount, RunReport, read_report, report_of
 from raybatch.report.history import History, RunRecord, Sample, UnitTime
 from raybatch.report.record import report_path

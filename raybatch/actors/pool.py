@@ -25,7 +25,8 @@ from raybatch.actors.wire.columns import RESULT_SCHEMA, combine_results
 from raybatch.actors.wire.records import Answer, PoolSpec, PoolState, RowCrashes
 from raybatch.backends.choice import BackendChoice
 from raybatch.errors import ReplicaError
-from raybatch.records.types import PoolStats, Sampling
+from raybatch.records.pool_stats import PoolStats
+from raybatch.records.types import Sampling
 
 _made: list[Pools] = []
 

@@ -11,7 +11,7 @@ from raybatch.explanation.record import PROBE, Explanation
 from raybatch.pictures.charts import ShareBar, draw_shares
 from raybatch.pictures.document import Figure, Section, Table
 from raybatch.pictures.wording import amount, count, duration, full, percent
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 
 # what differs by less is as planned
 _AS_PLANNED = 0.01

@@ -21,7 +21,7 @@ from raybatch.planning.stored import StoredPlan
 from raybatch.policy.cost.cost_model import CostModel
 from raybatch.policy.deadline import UnitDeadline
 from raybatch.records.arrays import Bools
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 
 logger = logging.getLogger(__name__)
 

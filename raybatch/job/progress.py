@@ -19,7 +19,7 @@ from rich.segment import ControlType
 from rich.table import Table
 
 from raybatch.job.watching import ProgressCallback, is_working
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 from raybatch.report.recorder import UnitsSoFar
 
 WINDOW_S = 60.0

@@ -48,7 +48,7 @@ from raybatch.planning.planned import LargePlan, PlannedInput, PlannedRun
 from raybatch.planning.run import run_planned, store_input_order
 from raybatch.planning.store import read_all_units, read_plans
 from raybatch.planning.stored import StoredPlan
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 from raybatch.redaction import redacted
 from raybatch.report import RunReport, counted_report, installed_versions
 from raybatch.report.history import read_history

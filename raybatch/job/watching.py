@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 from raybatch.config import LimitConfig
 from raybatch.errors import error_text
 from raybatch.policy.limits import Spent, reason_to_stop
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from raybatch.openai_batch.conversion import RECORD, Conversion, FormRows, conve
 from raybatch.openai_batch.files import check_free, check_output, remove_folder
 from raybatch.openai_batch.requests import Refusal, endpoints_of, unexecuted
 from raybatch.openai_batch.writing import BatchCounts, BatchFiles, write_answers
-from raybatch.records.types import PoolStats, Sampling
+from raybatch.records.pool_stats import PoolStats
+from raybatch.records.types import Sampling
 from raybatch.rows.options import StageConfig
 from raybatch.rows.stage_forms import build_stage_config
 from raybatch.rows.stage_model import find_model, max_model_len

@@ -14,7 +14,8 @@ import numpy as np
 
 from raybatch.durable.run_log import read_events, run_ids
 from raybatch.durable.stores import Store
-from raybatch.records.types import QuantileCoverage, TokenCounts
+from raybatch.records.pool_stats import QuantileCoverage
+from raybatch.records.types import TokenCounts
 
 # begins the end of a run that a limit has ended
 STOPPED = "stopped by "

@@ -19,7 +19,8 @@ from raybatch.durable.run_log import BEAT_EVERY_S, RunLog, beat, end_beat, live_
 from raybatch.durable.stores import Store
 from raybatch.errors import ConfigError, ReplicaError, RunStopped, error_text
 from raybatch.planning.stored import StoredPlan
-from raybatch.records.types import PoolStats, ReplicaStats, token_counts
+from raybatch.records.pool_stats import PoolStats
+from raybatch.records.types import ReplicaStats, token_counts
 from raybatch.report.history import STOPPED
 from raybatch.stages.unit_writer import UnitReceipt
 from raybatch.telemetry.run_trace import RunTrace, run_trace

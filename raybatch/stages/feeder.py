@@ -20,7 +20,7 @@ from raybatch.actors.wire.columns import RESULT_SCHEMA
 from raybatch.backends.choice import BackendChoice
 from raybatch.durable.journal import ROW
 from raybatch.errors import ReplicaError, RowError
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 from raybatch.rows.batches import to_table
 from raybatch.rows.finish import finish_rows
 from raybatch.rows.options import StageConfig

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from raybatch.policy.deadline import Pace, UnitDeadline, is_in_time
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 
 # a unit that waits looks so often whether there is time for it
 _LOOK_S = 1.0

@@ -4,7 +4,8 @@ import pytest
 
 from raybatch.durable.units import UnitCounts
 from raybatch.explanation.outcome import actual_of
-from raybatch.records.types import PoolStats, ReplicaStats
+from raybatch.records.pool_stats import PoolStats
+from raybatch.records.types import ReplicaStats
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from raybatch.config import LimitConfig
 from raybatch.job.watching import LimitWatch, WavesSoFar
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 
 
 def watch(**limits):

@@ -16,7 +16,8 @@ from raybatch.actors.wire.columns import RequestReader, combine_results, encode_
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.fake import FakeBackend, FakeOptions
 from raybatch.inputs.source import Source
-from raybatch.records.types import Completion, PoolStats, Sampling
+from raybatch.records.pool_stats import PoolStats
+from raybatch.records.types import Completion, Sampling
 from raybatch.stages.feeder import StageFeeder
 from raybatch.stages.llm_stage import LLMStage
 

@@ -18,7 +18,7 @@ from raybatch.planning.fingerprint import output_schema
 from raybatch.planning.shards import stretches
 from raybatch.planning.store import write_plan
 from raybatch.policy.deadline import UnitDeadline
-from raybatch.records.types import PoolStats
+from raybatch.records.pool_stats import PoolStats
 from raybatch.rows.plan_columns import place_columns, plan_columns, with_columns
 from raybatch.stages.unit_feeder import PlacedRows, UnitFeeder, _calls
 from raybatch.stages.unit_writer import SPECIAL, UnitWatch, UnitWriter

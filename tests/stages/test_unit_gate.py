@@ -3,7 +3,8 @@
 import asyncio
 
 from raybatch.policy.deadline import UnitDeadline
-from raybatch.records.types import PoolStats, ReplicaStats
+from raybatch.records.pool_stats import PoolStats
+from raybatch.records.types import ReplicaStats
 from raybatch.stages.unit_gate import UnitGate
 
 DEADLINE = UnitDeadline(ends_at=100.0, ready_at=0.0, row_s=1.0)

@@ -34,7 +34,8 @@ from raybatch.actors.wire.records import (
     Submission,
 )
 from raybatch.errors import error_text
-from raybatch.records.types import PoolStats, ReplicaStats
+from raybatch.records.pool_stats import PoolStats
+from raybatch.records.types import ReplicaStats
 from raybatch.telemetry.providers import flush
 
 _MAX_WAIT_S = 20.0

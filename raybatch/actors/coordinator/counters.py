@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 from raybatch.actors.coordinator.learned_lengths import Coverage
 from raybatch.actors.wire.records import Submission
 from raybatch.prefix.block_keys import BlockKeys, DistinctKeys
-from raybatch.records.types import TOKEN_COUNTS, OpenUnit, PoolStats, ReplicaStats
+from raybatch.records.pool_stats import OpenUnit, PoolStats
+from raybatch.records.types import TOKEN_COUNTS, ReplicaStats
 
 Rows = npt.NDArray[np.integer[Any]]
 

@@ -18,7 +18,8 @@ from raybatch.actors.wire.columns import has_error, to_numpy
 from raybatch.actors.wire.records import LikelyLengths, Span, Submission
 from raybatch.policy.lengths import LengthModel, RowKinds, bands
 from raybatch.records.arrays import Bools, Floats, Ints
-from raybatch.records.types import QuantileCoverage, TokenLengths
+from raybatch.records.pool_stats import QuantileCoverage
+from raybatch.records.types import TokenLengths
 
 # of the quantiles whose coverage is told
 COVERED_SHARES = (0.1, 0.5, 0.9)
