@@ -43,7 +43,6 @@ POLICIES = {
     "without moves": Policies(moves_rows=False),
     "without lengths": Policies(learns_lengths=False),
     "without speeds": Policies(learns_speeds=False),
-    "without steals": Policies(steals=False),
     "before": Policies(learns_lengths=False, learns_speeds=False, moves_rows=False),
 }
 MAX_NUM_SEQS, KV_TOKENS, BATCH_ROWS = 64, 1 << 19, 64

@@ -84,14 +84,13 @@ class Engine:
         if make_drafter is None and config.num_drafts:
             make_drafter = partial(LookupDrafter, max_tokens=config.num_drafts)
         self._drafter = make_drafter(self.table) if make_drafter is not None else None
-        if queue is None and runner.device.type == "cuda":
-            queue = DeviceQueue(runner.device)
+        is_gpu = runner.device.type == "cuda"
+        queue = DeviceQueue(runner.device) if queue is None and is_gpu else queue
         # drafts and parts want the tokens before them; copies to the host are timed by steps
         has_copies = self._recovery is not None or runner.tiers.num_host_blocks > 0
         queue = None if has_copies or self._drafter or runner.num_window_blocks else queue
         self._tokens = StepTokens(sampler, self.table, queue)
-        self._num_open: dict[int, int] = {}
-        self._ended: list[Completion] = []
+        self._num_open, self._ended = dict[int, int](), list[Completion]()
         self._num_arrivals = self._num_steps = self._num_generated_tokens = 0
         self._num_accepted_tokens, self._engine_s = 0, 0.0
 
@@ -243,6 +242,7 @@ class Engine:
         refusal = self._sampler.refusal(request.sampling)
         failure = self._limits.find_failure(state, refusal=refusal)
         if failure is not None:
+            self.moves.forget(request.request_id)
             self._ended.append(failure)
             return
         num_prompt = len(request.prompt_token_ids)

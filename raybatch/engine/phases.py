@@ -170,7 +170,7 @@ class PhasedEngine:
 
         Raises TeamError: this engine has rows, or the leader is gone; it goes on alone.
         """
-        if self.num_unfinished():
+        if self.num_unfinished() or not self._engine.moves.is_idle:
             raise TeamError("an engine that has rows cannot follow another one")
         return self._teamwork.follow(call, self._engine.runner, self._engine.blocks)
 
@@ -202,7 +202,8 @@ class PhasedEngine:
     def _expect(self, requests: Sequence[Request]) -> None:
         """Choose for the first rows that come, and for one that the present way would end."""
         longest = self._seen.add(requests)
-        if not self._may_choose or not self._seen:
+        # what is kept of rows that move would be lost with the pool
+        if not self._may_choose or not self._seen or not self._engine.moves.is_idle:
             return
         # the last token has no KV
         is_longer = longest > max(self._engine.row_tokens + 1, self._asked.longest_tokens)

@@ -13,10 +13,12 @@ from dataclasses import replace
 import numpy as np
 
 from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.block_copies import COPY_ERRORS
 from raybatch.engine.memory.kv_moves import state_with_kv, tokens_with_kv
 from raybatch.engine.scheduling.scheduler import Scheduler
 from raybatch.engine.sequences.block_manager import SwappedKV
 from raybatch.engine.sequences.table import DECODE, EMPTY
+from raybatch.errors import TeamError
 from raybatch.records.types import RowProgress, SequenceState
 
 _logger = logging.getLogger(__name__)
@@ -59,7 +61,11 @@ class RowMoves:
             num_tokens=stop * table.block_size,
             is_on_device=True,
         )
-        return state_with_kv(state, place, self._runner)
+        try:
+            return state_with_kv(state, place, self._runner)
+        except COPY_ERRORS as error:
+            _logger.warning("the KV of row %s is not copied: %s", record.request.row_id, error)
+            return None
 
     def reserve(self, request_id: int, num_blocks: int) -> bool:
         """Keep so many blocks for a row; False where rows of this engine want them."""
@@ -81,7 +87,11 @@ class RowMoves:
         if kv.num_sound(tokens_with_kv(state)) < len(kv.blocks):
             _logger.warning("the KV of row %s was damaged on its way", request.row_id)
             return False
-        return self._scheduler.arrivals.write(request.request_id, kv.blocks, kv.first_block)
+        try:
+            return self._scheduler.arrivals.write(request.request_id, kv.blocks, kv.first_block)
+        except (*COPY_ERRORS, TeamError) as error:
+            _logger.warning("the KV of row %s is not taken: %s", request.row_id, error)
+            return False
 
     def depart(self, request_id: int, from_block: int | None) -> list[SequenceState]:
         """Take a row out as `export` does, with its KV from a block on; no state if it has ended.
@@ -96,6 +106,11 @@ class RowMoves:
         if from_block is None:
             return self._export([request_id])
         return self._export([request_id], with_kv=True, from_block=from_block)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing is kept for rows that come or have left."""
+        return not self._scheduler.arrivals.tables()
 
     def forget(self, request_id: int) -> None:
         """Free what is kept for a row that has left, or will not come."""

@@ -35,6 +35,7 @@ class RunDeadline:
         read_stats: of the pool of the run.
         forecast: of the plan that runs; None where nothing is predicted.
         has_passed: units at work were asked to end.
+        has_offered: units of a plan before.
     """
 
     deadline_s: float
@@ -43,6 +44,7 @@ class RunDeadline:
     read_stats: Callable[[], PoolStats]
     forecast: RowsInTime | None = None
     has_passed: bool = False
+    has_offered: bool = False
 
     def offered(
         self, stored: StoredPlan, planned: PlannedInput | LargePlan | None, todo: Bools
@@ -66,6 +68,9 @@ class RunDeadline:
             )
             return todo
         forecast = self.forecast = self._forecast(costs, stored, planned, todo)
+        if not forecast.units_in_time and self.has_offered:
+            logger.warning("deadline_s: no unit of the next plan will be done in time")
+            return np.zeros_like(todo)
         if not forecast.units_in_time:
             raise ConfigError(
                 f"deadline_s is {self.deadline_s:g}, and the first unit of "
@@ -79,6 +84,7 @@ class RunDeadline:
         # a run that is quicker than predicted does more, as far as it is likely
         rank = np.cumsum(todo) - 1
         offered: Bools = todo & (rank < forecast.num_possible)
+        self.has_offered = True
         return offered
 
     def _forecast(

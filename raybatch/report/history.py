@@ -37,7 +37,7 @@ class Sample(TokenCounts):
     """The state of a run at the end of a stretch of time; tokens and rows count from its start.
 
     So do cost, restarts of engines, those of engines that hung, rows that moved from one engine to
-    another with their KV, and preemptions; `kv` is the share of the caches that is in use,
+    another, bytes of their KV, and preemptions; `kv` is the share of the caches that is in use,
     `engines` rank, seconds at work and seconds ready of each engine in this stretch,
     `length_coverage` how good predicted output lengths were so far.
     """

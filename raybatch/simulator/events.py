@@ -40,7 +40,6 @@ class Policies:
 
     learns_lengths: bool = True
     learns_speeds: bool = True
-    steals: bool = True
     moves_rows: bool = True
 
 

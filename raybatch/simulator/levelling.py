@@ -70,8 +70,6 @@ class SimulatedLevelling:
     ) -> tuple[PoolPlan, PoolSnapshot]:
         """Return what replicas are to do, with the state that it is decided by."""
         snapshot = self.view.snapshot(members.values(), pulling, with_rows=with_rows)
-        if not self._policies.steals:
-            return PoolPlan(), snapshot
         return plan_pool(snapshot), snapshot
 
     @property

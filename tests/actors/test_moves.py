@@ -1,19 +1,27 @@
 """Rows that move between replicas while they run: one holder, equal tokens, whatever fails when."""
 
 import asyncio
+import logging
 import os
 import random
 import signal
 import threading
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
 import pytest
 
+from raybatch.actors.coordinator.learned_lengths import LearnedLengths
+from raybatch.actors.coordinator.pool_view import PoolView
+from raybatch.actors.replica.engine_thread import NO_CAPACITY
 from raybatch.actors.wire.columns import decode_completions
-from raybatch.actors.wire.records import MoveStep
-from raybatch.records.types import Sampling
+from raybatch.actors.wire.records import MoveStep, Progress
+from raybatch.backends.base import progress_of
+from raybatch.policy.pool.snapshot import RowMove, RunningRows
+from raybatch.records.types import ReplicaStats, Sampling
 from tests.actors.moving_pool import MovingPool, pool_of_processes
+from tests.actors.queues import ROOMY, queue_of
 from tests.engine.fakes import run_all
 from tests.engine.real_engines import Engines, requests_of
 from tests.engine.test_forks import answer, make_request
@@ -135,6 +143,9 @@ def test_random_moves_change_no_token_and_keep_one_holder(seed, num_replicas):
     assert pool.counters.num_moved > 0
     for side in pool.site.sides.values():
         side.replica.engine.check()
+        # no request table is kept for a row that has left
+        assert not side.replica._open
+        assert not side.replica._moving._guests
 
 
 STEPS = get_args(MoveStep)
@@ -377,3 +388,69 @@ def test_a_process_that_gets_sigterm_moves_its_rows_with_their_kv_and_leaves(fol
     assert pool.counters.num_moved > 0
     assert pool.counters.num_bytes > 0
     assert pool.coordinator._replicas.ledger.num_restarts == 0
+
+
+@pytest.mark.parametrize("name", ["read_blocks", "write_blocks"])
+def test_an_engine_that_is_short_of_memory_for_a_copy_goes_on(name):
+    def short_of_memory(side, step, when):
+        def fail(*_):
+            raise MemoryError("there is none")
+
+        setattr(side.replica.engine.runner, name, fail)
+        side.replica.engine._scheduler.arrivals._write_blocks = (
+            fail
+            if name == "write_blocks"
+            else side.replica.engine._scheduler.arrivals._write_blocks
+        )
+
+    pool = MovingPool(script=short_of_memory)
+    tokens, attempts = run(pool, first_move())
+    assert expected(PROMPTS) == tokens
+    assert [1] * NUM_ROWS == attempts
+    assert (pool.counters.num_moved, pool.counters.num_failed) == (0, 1)
+
+
+def test_a_row_that_decodes_faster_than_its_kv_is_copied_stays(monkeypatch, caplog):
+    # a block a copy, in which the source decodes several
+    monkeypatch.setattr("raybatch.actors.replica.moving._PIECE_BYTES", 1)
+
+    def slow_copies(side, step, when):
+        moving = side.replica._moving
+
+        async def peek(request_id, from_block):
+            await asyncio.sleep(0.05)
+            return await type(moving).peek(moving, request_id, from_block)
+
+        moving.peek = peek
+
+    pool, sampling = MovingPool(script=slow_copies), Sampling(max_tokens=400)
+    with caplog.at_level(logging.INFO):
+        tokens, attempts = run(pool, first_move(), prompts=PROMPTS[:2], sampling=sampling)
+    assert expected(PROMPTS[:2], sampling) == tokens
+    assert [1, 1] == attempts
+    assert (pool.counters.num_moved, pool.counters.num_failed) == (0, 1)
+    assert "it decodes faster than its KV is copied" in caplog.text
+
+
+def test_a_row_that_ended_where_it_moved_to_is_not_seen_there_any_more():
+    queue = queue_of(4)
+    queue.dispatch({1: ROOMY})
+    view = PoolView(queue, LearnedLengths())
+    progress = Progress(rows=progress_of(()), capacity=NO_CAPACITY)
+    view.heard(2, ReplicaStats(), progress)
+    move, rows = (
+        RowMove(0, 1, 2, True),
+        RunningRows(**dict.fromkeys(("ids", "tokens", "left", "can_move"), np.array([0]))),
+    )
+    queue.begin_move(1, 0, 0)
+    view.begin_move(move, rows)
+    queue.commit_move(1, 2, 0, 0, with_kv=True)
+    view.end_move(move, has_moved=True)
+    target = SimpleNamespace(replica_id=2, is_ready=True, stats=ReplicaStats())
+
+    def seen():
+        return view.snapshot([target], (), with_rows=True).replicas[0].rows.ids.tolist()
+
+    assert [0] == seen()
+    queue.finish(2, 0, [0])
+    assert [] == seen()

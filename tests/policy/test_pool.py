@@ -211,6 +211,12 @@ def test_a_replica_without_room_gets_nothing(changes):
     assert plan_pool(pool_of(replica(1, **changes), replica(2, [500] * 8))).moves == ()
 
 
+def test_a_replica_gets_no_more_rows_than_its_memory_holds_in_the_end():
+    plan = plan_pool(pool_of(replica(1, free_kv_tokens=1250), replica(2, [500] * 8)))
+    # of 100 tokens now and 500 to come each
+    assert 2 == len(plan.moves)
+
+
 def test_rows_that_cannot_move_stay():
     busy = replica(2, rows=rows_of([500] * 8, can_move=False), num_held=8)
     assert plan_pool(pool_of(replica(1), busy)).moves == ()

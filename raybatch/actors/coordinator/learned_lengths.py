@@ -6,6 +6,7 @@
 Where a plan expects something of a row, that is what is expected before it runs.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,8 @@ _NUM_LIKELY = 32
 _MIN_GROUP_ROWS = 32
 # waiting rows are looked at again when so many times the outputs are known
 _MORE_ROWS = 2.0
+# and after so many outputs at the latest
+_AT_LEAST_EVERY_ROWS = 4096
 
 _Rows = npt.NDArray[np.integer]
 
@@ -87,8 +90,9 @@ class LearnedLengths:
     def __init__(self) -> None:
         self.model = LengthModel()
         self._batches: dict[int, _Batch] = {}
-        # of each client, how many outputs were known when its waiting rows were weighed
-        self._weighed: dict[str, float] = {}
+        # outputs of each client, and how many there are when its waiting rows are weighed again
+        self._num_ended: Counter[str] = Counter()
+        self._due: defaultdict[str, int] = defaultdict(lambda: round(_MORE_ROWS))
 
     def __contains__(self, batch_id: int) -> bool:
         return batch_id in self._batches
@@ -167,6 +171,7 @@ class LearnedLengths:
         """Learn the lengths of samples that have ended, [n] each; their bound cut some off."""
         batch = self._batches[batch_id]
         self._run(batch, np.unique(rows), 0)
+        self._num_ended[batch.kinds.client] += len(rows)
         self.model.note(batch.kinds.take(rows), lengths, is_cut)
 
     def expected_left(self, batch_id: int, rows: _Rows, num_tokens: _Rows) -> Floats:
@@ -188,12 +193,13 @@ class LearnedLengths:
     def reweighed(self, client: str) -> Iterator[tuple[int, Ints]]:
         """Yield the open batches of a client with what is expected of their rows now.
 
-        Nothing is yielded until twice as many of its outputs are known as at the last time.
+        Nothing is yielded until twice as many of its outputs are known as at the last time, or
+        some thousand more.
         """
-        known = self.model.num_rows(client)
-        if known < _MORE_ROWS * self._weighed.get(client, 1.0):
+        num_ended = self._num_ended[client]
+        if num_ended < self._due[client]:
             return
-        self._weighed[client] = known
+        self._due[client] = int(min(_MORE_ROWS * num_ended, num_ended + _AT_LEAST_EVERY_ROWS))
         for batch_id, batch in self._batches.items():
             if batch.kinds.client == client:
                 yield batch_id, self._totals(batch)

@@ -149,6 +149,8 @@ class Moves:
                 break
             num_vain = 0 if least is None or piece.num_missing < least else num_vain + 1
             least = piece.num_missing
+        else:
+            raise _NotMovedError("it decodes faster than its KV is copied")
         return next_block, num_bytes
 
     async def _call(self, replica_id: int, step: MoveStep, *args: object) -> Any:  # noqa: ANN401

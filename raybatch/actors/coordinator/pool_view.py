@@ -159,8 +159,13 @@ class PoolView:
     def _coming(self, replica_id: int, known: _Known) -> list[_Row]:
         under_way = [r for r in self._moving.values() if r.move.target == replica_id]
         told = set() if known.progress is None else set(known.progress.rows.request_ids.tolist())
-        come = [row for row_id, row in known.come.items() if row_id not in told | {*self._moving}]
-        return [*under_way, *come]
+        seen = told | {*self._moving}
+        come = [row for row_id, row in known.come.items() if row_id not in seen]
+        return [*under_way, *(row for row in come if self._is_held(replica_id, row.move.row_id))]
+
+    def _is_held(self, replica_id: int, row_id: int) -> bool:
+        rows = np.array([row_id & ROW_MASK])
+        return bool(self._queue.is_held(replica_id, row_id >> ROW_BITS, rows)[0])
 
     def _left(self, replica_id: int, ids: Ints, num_generated: Ints) -> Floats:
         """Return the tokens that sequences have to come, 0 where a row is not there any more."""

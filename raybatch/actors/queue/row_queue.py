@@ -156,7 +156,10 @@ class RowQueue:
         if open_ids and self._line:
             self._regrouping.refresh()
             rooms = {replica_id: hungry[replica_id] for replica_id in open_ids}
-            shared = share_out(self._line, rooms, self._load, num_expected, speed_of)
+            speeds = {replica_id: speed_of(replica_id) for replica_id in self._replicas}
+            shared = share_out(
+                self._line, rooms, self._load, num_expected, lambda r: speeds.get(r, 1.0)
+            )
             for replica_id, spans in shared:
                 grants[replica_id] = self._hand_out(replica_id, spans)
         return grants

@@ -153,8 +153,9 @@ class RowStates:
         return np.flatnonzero(self._has_holder() & (self.holder == replica_id))
 
     def is_held(self, replica_id: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        is_held = np.isin(self.state[rows], (HELD, MOVING)) & (self.holder[rows] == replica_id)
-        return cast(npt.NDArray[np.bool_], is_held)
+        state = self.state[rows]
+        has_holder = (state == HELD) | (state == MOVING)
+        return cast(npt.NDArray[np.bool_], has_holder & (self.holder[rows] == replica_id))
 
     def holders(self) -> list[int]:
         return cast(list[int], np.unique(self.holder[self._has_holder()]).tolist())

@@ -1,6 +1,7 @@
 """Rows on their way from one replica to another, as each of both sees them; no Ray."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Literal
 
 from raybatch.actors.replica.engine_thread import EngineThread, RowStates
@@ -17,10 +18,18 @@ class MovingRows:
 
     A row that has left is kept until it runs elsewhere (`release`), or goes on here (`stay`); one
     that has come does not start before the coordinator says that it is this replica's (`begin`).
+
+    Args:
+        close_row: called with the batch of a row that was read here and has left.
     """
 
-    def __init__(self, engine: EngineThread, site: ReplicaSite) -> None:
-        self._engine, self._site = engine, site
+    def __init__(
+        self, engine: EngineThread, site: ReplicaSite, close_row: Callable[[int], None]
+    ) -> None:
+        self._engine, self._site, self._close_row = engine, site, close_row
+        # rows that run here and were read elsewhere, and those that are on their way
+        self._guests: set[int] = set()
+        self._coming: set[int] = set()
         # between the question to the engine and its answer
         self._leaving: dict[int, Literal["leaves", "stays"]] = {}
         self._left: dict[int, RowStates] = {}
@@ -84,21 +93,36 @@ class MovingRows:
 
     async def release(self, request_id: int) -> None:
         """Free what a row has here, whether it has left, or was to come and does not."""
-        self._left.pop(request_id, None)
+        if self._left.pop(request_id, None) is not None and not self.forget_guest(request_id):
+            self._close_row(request_id >> ROW_BITS)
         self._come.pop(request_id, None)
+        self._coming.discard(request_id)
         await asyncio.wrap_future(self._engine.forget(request_id))
 
     async def arrive(self, request_id: int, refs: list[object]) -> None:
         """Take a row that has stopped elsewhere; it waits for `begin`."""
-        self._come[request_id] = await self._site.shared(refs[0])
+        self._coming.add(request_id)
+        row = await self._site.shared(refs[0])
+        # who waited may have given up meanwhile
+        if request_id in self._coming:
+            self._come[request_id] = row
 
     async def begin(self, request_id: int) -> None:
+        self._coming.discard(request_id)
         if (row := self._come.pop(request_id, None)) is not None:
+            self._guests.add(request_id)
             self._engine.go_on(row)
+
+    def forget_guest(self, request_id: int) -> bool:
+        """Note the end of a row here; return whether it was read elsewhere."""
+        is_guest = request_id in self._guests
+        self._guests.discard(request_id)
+        return is_guest
 
     async def drop(self, batch_id: int) -> None:
         """Forget the rows of a row batch that nobody waits for."""
         of_batch = {i for i in (*self._left, *self._come) if i >> ROW_BITS == batch_id}
+        self._guests = {i for i in self._guests if i >> ROW_BITS != batch_id}
         self._leaving = {i: w for i, w in self._leaving.items() if i >> ROW_BITS != batch_id}
         for request_id in sorted(of_batch):
             await self.release(request_id)

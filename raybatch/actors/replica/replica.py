@@ -88,7 +88,7 @@ class Replica:
             trace = "" if is_own else redacted("".join(traceback.format_exception(error)))
             cause = one_line(error_text(error))
             return FailedStart(cause=cause, is_final=is_permanent(error), trace=trace)
-        self._moving = MovingRows(self._engine, self._site)
+        self._moving = MovingRows(self._engine, self._site, self._close_row)
         _logger.info("replica %d is ready: %s", self._replica_id, capacity)
         return None
 
@@ -269,8 +269,10 @@ class Replica:
         for batch_id, samples in by_batch.items():
             rows = [completion.request_id & ROW_MASK for completion in samples]
             results.append((batch_id, encode_completions(rows, samples)))
-            for _ in set(rows):
-                self._close_row(batch_id)
+            for row in set(rows):
+                request_id = batch_id << ROW_BITS | row
+                if self._moving is None or not self._moving.forget_guest(request_id):
+                    self._close_row(batch_id)
         stats = engine.stats
         self._metrics.update(stats)
         pulse = self._pulse(engine, stats.num_steps)

@@ -84,7 +84,8 @@ class StepRates:
         pace.seconds = _MEMORY * pace.seconds + seconds
         self._seen.append((replica_id, np.append(counts, seconds)))
         self._num_new += 1
-        if self._num_new >= _NUM_NEW or self._usual is None:
+        # with many replicas a fit would follow the other
+        if self._num_new >= max(_NUM_NEW, len(self._seen) // 2) or self._usual is None:
             self._fit()
 
     def forget(self, replica_id: int) -> None:

@@ -26,8 +26,9 @@ def choose_steal(
 ) -> Steal | None:
     """Choose unstarted rows of the replica that would end last, where another has none.
 
-    At most half of its unstarted rows go, and no more than lets both end together. None where
-    nobody is idle, or nobody has two rows to share.
+    Of its unstarted rows as many go as the speeds of both say, half of them where they are equal,
+    and no more than lets both end together. None where nobody is idle, or nobody has two rows to
+    share.
     """
     takers = list(pulling)
     if all(replica.num_held for replica in takers):
@@ -39,4 +40,4 @@ def choose_steal(
     taker = min(takers, key=lambda replica: replica.cost / replica.speed)
     max_cost = levelling_cost((giver.cost, giver.speed), (taker.cost, taker.speed))
     max_rows = round(giver.num_unstarted * taker.speed / (giver.speed + taker.speed))
-    return Steal(giver.replica_id, max(1, min(max_rows, giver.num_unstarted)), max_cost)
+    return Steal(giver.replica_id, max(1, max_rows), max_cost)

@@ -97,11 +97,15 @@ class _Spread:
         rows, target = better.rows, better.target
         source = int(self._place[rows[0]])
         self._place[rows] = target
-        needed = int(self._tokens[rows].sum())
+        needed = self._needed(rows)
         for place, sign in ((source, 1), (target, -1)):
             self._free_seqs[place] += sign * len(rows)
             self._free_tokens[place] += sign * needed
             self.ends[place] = self._end_s(place)
+
+    def _needed(self, rows: Ints) -> int:
+        """Return the tokens that rows have in the end, whose KV has to fit."""
+        return int((self._tokens[rows] + self._left[rows]).sum())
 
     def moves(self) -> tuple[RowMove, ...]:
         (moved,) = np.nonzero(self._place != self._origin)
@@ -122,7 +126,7 @@ class _Spread:
         while count <= most:
             stride = max(1, len(rows) // count)
             for chosen in (rows[:count], rows[-count:], rows[stride - 1 :: stride][:count]):
-                if self._tokens[chosen].sum() <= self._free_tokens[target]:
+                if self._needed(chosen) <= self._free_tokens[target]:
                     yield chosen
             count += max(1, count // 4)
 
