@@ -53,7 +53,7 @@ def test_a_pool_grows_while_work_is_left_and_idle_engines_stop_beside_the_last_r
     pool, monkeypatch
 ):
     monkeypatch.setattr(crew_policy, "LEAST_IDLE_S", 0.0)
-    handle, prompts = pool(pool=ELASTIC, step_s=0.02, max_num_seqs=4), prompts_of(600)
+    handle, prompts = pool(pool=ELASTIC, step_s=0.02, max_num_seqs=4), prompts_of(1500)
     job = Background(handle, prompts)
     wait_until(lambda: handle.stats().num_ready == 1)
     assert handle.stats().num_replicas == 1
