@@ -179,6 +179,21 @@ def test_the_tokens_so_far_of_rows_that_run_are_reported(run):
     assert run(scene)
 
 
+def test_a_replica_without_rows_tells_once_that_it_has_room(run):
+    async def scene(replica, coordinator):
+        told = []
+
+        async def report(replica_id, results, stats, pulse, progress):
+            told.extend(filter(None, [progress]))
+
+        coordinator.report = Method(report)
+        await asyncio.sleep(0.5)
+        return [(len(progress.rows.request_ids), progress.capacity) for progress in told]
+
+    ((num_rows, capacity),) = run(scene)
+    assert (num_rows, capacity.max_num_seqs > 0) == (0, True)
+
+
 def test_a_replica_goes_on_after_an_abort(run):
     async def scene(replica, coordinator):
         await coordinator.answers.put([work(7)])

@@ -69,9 +69,7 @@ class Leaving:
     async def _ask(self) -> None:
         try:
             hosts = await self._site.leaving_hosts()
-        except (
-            Exception
-        ) as error:  # of what Ray promises nobody; such a host ends as without notice
+        except Exception as error:  # of what Ray promises nobody; such a host ends without notice
             _logger.debug("the cluster does not say which hosts leave", exc_info=error)
             hosts = set()
         self._asking = None

@@ -284,14 +284,19 @@ class Replica:
 
         Those that end first are the short ones; and in the tail of a batch, rows may move.
         """
-        every_s = _PROGRESS_EVERY_S
+        every_s, told_idle = _PROGRESS_EVERY_S, False
         while True:
             await asyncio.sleep(every_s)
             if engine.is_idle():
                 every_s = _PROGRESS_EVERY_S
-                continue
+                if told_idle:
+                    continue
+            told_idle = engine.is_idle()
             rows = await asyncio.wrap_future(engine.progress())
             self._progress = Progress(rows=rows, capacity=engine.capacity)
+            if told_idle:
+                # that it has room is worth a report
+                self._outbox.set()
             is_tail = engine.stats.num_waiting <= 1
             most_s = _PROGRESS_OF_TAIL_EVERY_S if is_tail else _PROGRESS_AT_LEAST_EVERY_S
             every_s = min(_PROGRESS_GROWTH * every_s, most_s)
