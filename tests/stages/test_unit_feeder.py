@@ -151,13 +151,12 @@ class SlowPool(UnitPool):
 def test_a_unit_that_would_not_be_done_in_time_is_not_begun(model, tmp_path):
     feeder = make_feeder(model, tmp_path, [3, 2, 4])
     feeder.pool = SlowPool(feeder.pool.spec)
-    # as predicted there is time for six rows, and as it goes for none but the first unit
+    # as predicted there is time for six rows of nine, whichever units are asked for first
     feeder.deadline = UnitDeadline(ends_at=time.time() + 650, ready_at=0.0, row_s=100.0)
     receipts = feed(feeder, planned(list("abcdefghi"), [3, 2, 4]))
     begun_units = {unit for unit, _ in feeder.pool.notes}
     assert begun_units == {row["unit"] for row in receipts.to_pylist()}
-    assert 0 in begun_units
-    assert 2 not in begun_units
+    assert 1 <= len(begun_units) <= 2
 
 
 def test_a_unit_that_is_written_is_not_asked_again(model, tmp_path):
