@@ -12,8 +12,7 @@ from raybatch.actors.coordinator.pool_view import PoolView
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import Progress, Submission
 from raybatch.policy.pool.plan import plan_pool
-from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, RowMove
-from raybatch.policy.pool.spread import MAX_MOVES
+from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot
 from raybatch.records.arrays import Ints
 from raybatch.records.types import ReplicaStats
 from raybatch.simulator.events import Policies
@@ -75,6 +74,3 @@ class SimulatedLevelling:
     @property
     def moves_rows(self) -> bool:
         return self._policies.moves_rows
-
-    def may_begin(self, move: RowMove) -> bool:
-        return all(self.view.num_moves(r) < MAX_MOVES for r in (move.source, move.target))

@@ -214,7 +214,7 @@ class SimulatedPool:
             self._take_back(steal)
         rows = {replica.replica_id: replica.rows for replica in snapshot.replicas}
         for move in plan.moves:
-            if self._levelling.may_begin(move):
+            if self._levelling.view.may_begin(move):
                 self.move(move, rows[move.source])
 
     def _look(self) -> None:

@@ -392,18 +392,15 @@ def test_a_process_that_gets_sigterm_moves_its_rows_with_their_kv_and_leaves(fol
     assert pool.counters.num_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["read_blocks", "write_blocks"])
+@pytest.mark.parametrize("name", ["read_blocks", "_write_blocks"])
 def test_an_engine_that_is_short_of_memory_for_a_copy_goes_on(name):
     def short_of_memory(side, step, when):
         def fail(*_):
             raise MemoryError("there is none")
 
-        setattr(side.replica.engine.runner, name, fail)
-        side.replica.engine._scheduler.arrivals._write_blocks = (
-            fail
-            if name == "write_blocks"
-            else side.replica.engine._scheduler.arrivals._write_blocks
-        )
+        engine = side.replica.engine
+        owner = engine._scheduler.arrivals if name == "_write_blocks" else engine.runner
+        setattr(owner, name, fail)
 
     pool = MovingPool(script=short_of_memory)
     tokens, attempts = run(pool, first_move())

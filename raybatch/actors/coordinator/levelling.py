@@ -93,7 +93,7 @@ class Levelling:
             of_source = rows[move.source]
             assert of_source is not None, "a row that was seen moves"
             batch_id, row = move.row_id >> ROW_BITS, move.row_id & ROW_MASK
-            if not self._moves.may_begin(move):
+            if not self.view.may_begin(move):
                 continue
             if self._queue.begin_move(move.source, batch_id, row):
                 self.view.begin_move(move, of_source)

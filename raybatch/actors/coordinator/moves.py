@@ -27,7 +27,6 @@ from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, LeftRow, MoveStep, Piece
 from raybatch.errors import error_text
 from raybatch.policy.pool.snapshot import RowMove
-from raybatch.policy.pool.spread import MAX_MOVES
 
 # copies that do not catch up with what is decoded meanwhile end after so many
 _MAX_VAIN_COPIES = 4
@@ -70,10 +69,6 @@ class Moves:
         self._queue, self._mailbox, self._view = queue, mailbox, view
         self._members = members
         self._failed: Errors = (*failed, _NotMovedError, TimeoutError)
-
-    def may_begin(self, move: RowMove) -> bool:
-        """Return whether both replicas have hands free."""
-        return all(self._view.num_moves(r) < MAX_MOVES for r in (move.source, move.target))
 
     async def carry_out(self, move: RowMove, when_done: Callable[[], None]) -> None:
         """Move one row, or leave it as it was; raises nothing of a replica."""

@@ -11,6 +11,7 @@ from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Progress
 from raybatch.policy.pool.rates import StepRates
 from raybatch.policy.pool.snapshot import PoolSnapshot, ReplicaSnapshot, RowMove, RunningRows
+from raybatch.policy.pool.spread import MAX_MOVES
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import ReplicaStats
 
@@ -95,6 +96,10 @@ class PoolView:
         row, known = self._moving.pop(move.row_id, None), self._known.get(move.target)
         if has_moved and row is not None and known is not None:
             known.come[move.row_id] = row
+
+    def may_begin(self, move: RowMove) -> bool:
+        """Return whether both replicas have hands free for a move."""
+        return all(self.num_moves(r) < MAX_MOVES for r in (move.source, move.target))
 
     def num_moves(self, replica_id: int) -> int:
         """Return the rows that are on their way from a replica or to it."""
