@@ -19,7 +19,7 @@ from raybatch.simulator.rows import SimulatedRows
 
 MAX_NUM_SEQS = 1024
 # steps are counted by the engine, and priced by the roofline
-_FREE = CostModel(
+FREE = CostModel(
     step_s=0.0,
     knots=(),
     token_s=(0.0,),
@@ -171,7 +171,7 @@ class StepSimulator:
         )
         full_step_tokens = device.full_step_tokens if waits else math.inf
         spec = EngineSpec(
-            cost=replace(_FREE, limits=limits),
+            cost=replace(FREE, limits=limits),
             full_step_tokens=0.0 if device.reserves_outputs else full_step_tokens,
         )
         self.engine = SimulatedEngine(simulated, spec)

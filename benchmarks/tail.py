@@ -23,8 +23,9 @@ from typing import Any
 
 import conditions
 import numpy as np
+from step_simulator import FREE
 
-from raybatch.policy.cost.cost_model import CostModel, EngineLimits
+from raybatch.policy.cost.cost_model import EngineLimits
 from raybatch.records.arrays import Ints
 from raybatch.simulator.engine import EngineSpec, alone_seconds
 from raybatch.simulator.events import Death, Policies, PoolSpec
@@ -71,19 +72,7 @@ def engine_spec(prices: str) -> EngineSpec:
     limits = EngineLimits(
         kv_tokens=KV_TOKENS, max_num_seqs=MAX_NUM_SEQS, block_size=16, max_batched_tokens=2048
     )
-    cost = CostModel(
-        step_s=step_s,
-        knots=(),
-        token_s=(token_s,),
-        row_s=0.0,
-        pair_s=0.0,
-        past_pair_s=0.0,
-        context_s=0.0,
-        shared_pair_s=0.0,
-        shared_read_s=0.0,
-        fit_error=0.0,
-        limits=limits,
-    )
+    cost = replace(FREE, step_s=step_s, token_s=(token_s,), limits=limits)
     return EngineSpec(cost=cost, kv_bytes_per_token=KV_TOKEN_BYTES)
 
 
