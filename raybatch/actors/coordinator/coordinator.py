@@ -133,8 +133,7 @@ class Coordinator:
 
     async def pull(self, replica_id: int, room: Room) -> list[Assignment] | None:
         """Wait for rows; None tells the replica to end."""
-        member = self._replicas.members.get(replica_id)
-        if member is None or self._is_stopping:
+        if replica_id not in self._replicas.members or self._is_stopping:
             return None
         self._pulls[replica_id] = (room, asyncio.get_running_loop().create_future())
         future = self._pulls[replica_id][1]
