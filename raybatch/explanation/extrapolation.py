@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raybatch.actors.replicas.placement import Placement
 from raybatch.backends.registry import type_of
 from raybatch.explanation.question import Question, core_share_in, cost_model_of, placement_of
 from raybatch.explanation.record import TimeEstimate
 from raybatch.planning.planned import PlannedInput, planned_work
+from raybatch.policy.cost.cost_model import CostModel
 from raybatch.policy.cost.estimate import Band, band, estimate, money
 from raybatch.policy.cost.work import WorkTotals
 from raybatch.records.arrays import Floats
@@ -70,33 +72,8 @@ def extrapolate(
     costs, no_time = cost_model_of(question)
     time = slowest_s = None
     if costs is not None and generated_tokens.any():
-        work = planned_work(
-            planned.keys,
-            np.maximum(generated_tokens[planned.asked], 1.0),
-            planned.arrangement,
-            is_grouped=planned.plan.is_reordered,
-        )
-        least, expected, most = (
-            estimate(
-                costs,
-                _scaled(work, factor, 1 + prompt, 1 + generated),
-                num_replicas,
-                core_share=core_share_in(placement, question.spec),
-            )
-            for prompt, generated in (
-                (-prompt_error, -output_error),
-                (0.0, 0.0),
-                (prompt_error, output_error),
-            )
-        )
-        time = TimeEstimate(
-            engine_s=expected.engine_s.expected,
-            wall_s=expected.wall_s.expected,
-            low_s=least.wall_s.low,
-            high_s=most.wall_s.high,
-            num_replicas=num_replicas,
-            origin="from measured steps of this model",
-        )
+        errors = prompt_error, output_error
+        time = _time(question, planned, costs, placement, generated_tokens, factor, errors)
     sampled_s = 0.0 if type_of(question.spec.backend).is_endpoint else busy_s
     if time is None and sampled_s:
         slowest_s = sampled_s * factor / num_replicas
@@ -115,6 +92,44 @@ def extrapolate(
         sampled_tokens=float(prompt_tokens.sum() + generated_tokens.sum()),
         sampled_s=sampled_s,
         money=price,
+    )
+
+
+def _time(
+    question: Question,
+    planned: PlannedInput,
+    costs: CostModel,
+    placement: Placement,
+    generated_tokens: Floats,
+    factor: float,
+    errors: tuple[float, float],
+) -> TimeEstimate:
+    """Return the time of `factor` times the rows of a sample, with bounds by its errors.
+
+    The errors are relative, of prompt tokens and of generated ones.
+    """
+    work = planned_work(
+        planned.keys,
+        np.maximum(generated_tokens[planned.asked], 1.0),
+        planned.arrangement,
+        is_grouped=planned.plan.is_reordered,
+    )
+    least, expected, most = (
+        estimate(
+            costs,
+            _scaled(work, factor, *(1 + sign * error for error in errors)),
+            placement.num_replicas,
+            core_share=core_share_in(placement, question.spec),
+        )
+        for sign in (-1, 0, 1)
+    )
+    return TimeEstimate(
+        engine_s=expected.engine_s.expected,
+        wall_s=expected.wall_s.expected,
+        low_s=least.wall_s.low,
+        high_s=most.wall_s.high,
+        num_replicas=placement.num_replicas,
+        origin="from measured steps of this model",
     )
 
 
