@@ -170,18 +170,16 @@ class SimulatedPool:
 
     def _arrive(self, moved: MovedSequence, move: RowMove) -> None:
         has_kv = moved.num_kv_tokens > 0
-        if move.target in self.members and self.queue.commit_move(
+        has_moved = move.target in self.members and self.queue.commit_move(
             move.source, move.target, BATCH, moved.row, with_kv=has_kv
-        ):
+        )
+        self._end_move(move, has_moved=has_moved)
+        if has_moved:
             self._num_moved += 1
             self.members[move.target].take_over(moved)
-            self._end_move(move, has_moved=True)
-            return
-        # the row waits again, unless its source died and it does so already
-        self._begun[moved.row] = moved._replace(num_kv_tokens=0)
-        self._end_move(move, has_moved=False)
-        self.queue.give_back(move.source, [Span(BATCH, moved.row, moved.row + 1)])
-        self._dispatch()
+        elif (source := self.members.get(move.source)) is not None:
+            # it goes on with what it kept; a row whose source died waits again by that
+            self.clock.after(self._spec.message_s, partial(source.take_over, moved))
 
     def _end_move(self, move: RowMove, *, has_moved: bool) -> None:
         self.queue.end_move(move.source, BATCH, move.row_id)

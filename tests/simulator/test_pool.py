@@ -267,12 +267,15 @@ def test_a_death_during_a_move_loses_no_row(dead):
     assert outcome.num_deaths == 1
 
 
-def test_the_tokens_of_a_row_that_comes_too_late_are_kept():
+def test_a_row_that_comes_too_late_goes_on_at_its_source_with_its_kv():
     moving = Moving(bytes_per_s=100.0)
-    _, target = moving.move_at(5.0)
+    source, target = moving.move_at(5.0)
     moving.pool.clock.at(5.5, lambda: moving.pool.kill(target))
-    outcome, _ = moving.run()
+    outcome, replicas = moving.run()
     assert sum(replica.stats.generated_tokens for replica in outcome.replicas) == 1000
+    assert replicas[source].num_rows == 1
+    assert replicas[source].stats.num_recomputed_tokens == 0
+    assert outcome.num_moved == 0
 
 
 def test_thousands_of_rows_on_many_replicas_finish():
