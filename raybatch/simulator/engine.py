@@ -17,6 +17,7 @@ from raybatch.engine.sequences.generated import CountedTokens
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, SequenceTable
 from raybatch.policy.cost.cost_model import CostModel, MeasuredStep
+from raybatch.policy.stages.heterogeneity import FLAT, MixCurve, variation
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import Capacity, ReplicaStats
 from raybatch.simulator.rows import SimulatedRows
@@ -31,12 +32,14 @@ class EngineSpec:
         cost: of a step, and the limits of its batch.
         full_step_tokens: see `raybatch.policy.step_seconds.full_step_tokens`.
         kv_bytes_per_token: of a sequence that moves with its KV.
+        curve: how much longer attention takes for a batch of unlike lengths.
     """
 
     cost: CostModel
     full_step_tokens: float = math.inf
     enable_prefix_caching: bool = True
     kv_bytes_per_token: float = 0.0
+    curve: MixCurve = FLAT
 
     @property
     def token_budget(self) -> int:
@@ -176,7 +179,8 @@ class SimulatedEngine:
         if num_quiet:
             self.counts = _count_decodes(table, slots, self._group)
             # each row reads one token more with every step
-            more_s = cost.context_s * len(slots) * np.arange(num_quiet)
+            steps = np.arange(num_quiet)
+            more_s = cost.context_s * len(slots) * steps + self._mix_seconds(slots, steps)
             self._ends = (self._slowness * (cost.predict(self.counts) + more_s)).cumsum()
             return self._ends
         self._schedule = schedule = self.scheduler.schedule()
@@ -186,7 +190,8 @@ class SimulatedEngine:
             self._group[slot] = self._rows.group[row]
         self.counts = count_step(table, schedule, self._group)
         seconds = cost.predict(self.counts) if schedule.num_tokens else 0.0
-        self._ends = np.array([self._slowness * seconds])
+        mix_s = self._mix_seconds(schedule.decode_slots, np.zeros(1))
+        self._ends = self._slowness * (seconds + mix_s)
         return self._ends
 
     def compute(self, num_steps: int) -> list[int]:
@@ -205,6 +210,19 @@ class SimulatedEngine:
         for slot in slots[table.num_tokens[slots] >= self._end_len[slots]].tolist():
             ended.append(self.scheduler.finish(slot).request.request_id)
         return ended
+
+    def _mix_seconds(self, slots: Ints, steps: Floats | Ints) -> Floats:
+        """Return what unlike lengths add to steps from here on, by their numbers from 0, [N]."""
+        if self._spec.curve is FLAT or not len(slots):
+            return np.zeros(len(steps))
+        lens = self.table.num_tokens[slots].astype(float)
+        num_rows, total, squares = np.full(len(steps), len(lens)), lens.sum(), (lens**2).sum()
+        totals = total + num_rows * steps
+        mix = variation(num_rows, totals, squares + 2 * total * steps + num_rows * steps**2)
+        # what others read as well is read once, whatever the mix
+        reads = self.counts.context_reads + num_rows * steps
+        more_s: Floats = self._spec.cost.context_s * (self._spec.curve.at(mix) - 1.0) * reads
+        return more_s
 
     def _queue(self, moved: MovedSequence, *, has_started: bool) -> None:
         request = self._rows.request(moved.row)

@@ -1,0 +1,316 @@
+"""Replicas for ranges of lengths beside one pool for all, simulated: when do they pay?
+
+Run: python benchmarks/simulated_stages.py --out result.json
+
+Engines are H100s as computed from their data sheet; nothing is measured on one. Attention of a
+batch takes longer by a factor, from 1 where its rows are of one length to the one given where their
+deviation equals the mean (CascadeInfer measured 1.1 to 2.1 on an H100; `length_mix.py` at most 1.04
+on this CPU). Scheduler, blocks and traders are those of the product, on a virtual clock. Layouts:
+
+none       one stage
+4 x 4      four stages of as many replicas and equal work, as in CascadeInfer's figure 16
+chain      each replica a stage, of equal work, as in its figure 14
+latency    stages by its program: the sum of latencies of all rows, cuts at powers of two
+makespan   stages by ours: the slowest stage, the factor included
+
+`batch` has all rows at the beginning, of known lengths, longest first; beside it `pool`, which is
+today's with learnt lengths and moves in the tail. `stream` has arrivals (Poisson) and knows no
+lengths, as CascadeInfer has it. Moves cost the computation nothing here, which favours stages.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import conditions
+import numpy as np
+from step_simulator import FREE
+
+from raybatch.policy.cost.cost_model import EngineLimits
+from raybatch.policy.stages.heterogeneity import FLAT, MixCurve, MixPoint
+from raybatch.policy.stages.lengths import RangeWork, RowLengths
+from raybatch.policy.stages.plan import Stage, StagePlan, length_cuts
+from raybatch.policy.stages.program import plan_exactly
+from raybatch.policy.stages.quality import StepQuality
+from raybatch.policy.stages.replica_seconds import MoveCosts, StagePool, batch_rows, work_seconds
+from raybatch.records.arrays import Floats, Ints
+from raybatch.simulator.engine import EngineSpec
+from raybatch.simulator.events import PoolSpec
+from raybatch.simulator.links import LinkSpec
+from raybatch.simulator.pool import SimulatedPool
+from raybatch.simulator.rows import SimulatedRows
+from raybatch.simulator.staged import StagedOutcome, StagedPool, StagedSpec
+
+FACTORS = (1.0, 1.04, 1.3, 1.7, 2.5)
+# Llama-3.2-3B in bfloat16 on an H100, computed: 6.4 GB of weights, 112 KiB of KV a token at
+# 3 TB/s, prompts at 500 TFLOP/s, 0.5 ms of a step on the host; NVLink
+H100 = StepQuality(
+    step_s=2.6e-3, row_s=2e-6, prompt_token_s=1.3e-5, prompt_pair_s=6e-10, context_s=3.8e-8
+)
+H100_LIMITS = EngineLimits(
+    kv_tokens=550_000, max_num_seqs=512, block_size=16, max_batched_tokens=8192
+)
+H100_MOVES = MoveCosts(kv_bytes_per_token=114_688, bytes_per_s=50e9)
+# tokens of a step that hide behind the reading of the weights
+HIDDEN_TOKENS = 256.0
+# deviations of the logarithms of prompts and outputs
+SPREADS = {"narrow": (0.4, 0.3), "W7": (1.3, 1.0), "long outputs": (0.0, 1.95)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Stages of a pool, as it is printed."""
+
+    name: str
+    plan: StagePlan
+
+    def __str__(self) -> str:
+        stages = self.plan.stages
+        parts = [f"{stage.num_replicas}:<={stage.up_to}" for stage in stages[:-1]]
+        return " ".join([*parts, f"{stages[-1].num_replicas}:rest"])
+
+
+def curve_of(factor: float) -> MixCurve:
+    if factor == 1:
+        return FLAT
+    return MixCurve(
+        points=(MixPoint(variation=0.0, factor=1.0), MixPoint(variation=1.0, factor=factor))
+    )
+
+
+def make_rows(spread: str, num_rows: int) -> SimulatedRows:
+    """Return rows with log-normal prompts (median 403) and outputs (median 245)."""
+    prompt_sigma, output_sigma = SPREADS[spread]
+    rng = np.random.default_rng(0)
+    prompt = np.clip(rng.lognormal(6, prompt_sigma, num_rows), 1, 120_000).astype(np.int64)
+    output = np.clip(rng.lognormal(5.5, output_sigma, num_rows), 1, 8192).astype(np.int64)
+    return SimulatedRows.of(prompt, output)
+
+
+def engine_of(curve: MixCurve) -> EngineSpec:
+    cost = replace(
+        FREE,
+        step_s=H100.step_s,
+        knots=(HIDDEN_TOKENS,),
+        token_s=(0.0, H100.prompt_token_s),
+        row_s=H100.row_s,
+        pair_s=H100.prompt_pair_s,
+        past_pair_s=H100.prompt_pair_s,
+        context_s=H100.context_s,
+        limits=H100_LIMITS,
+    )
+    return EngineSpec(cost=cost, kv_bytes_per_token=H100_MOVES.kv_bytes_per_token, curve=curve)
+
+
+def pool_of(curve: MixCurve, num_replicas: int) -> StagePool:
+    return StagePool(
+        num_replicas=num_replicas, quality=H100, curve=curve, limits=H100_LIMITS, moves=H100_MOVES
+    )
+
+
+def of_bounds(bounds: Sequence[int], counts: Sequence[int]) -> StagePlan:
+    """Return stages with these bounds, the first 0, and numbers of replicas."""
+    pairs = zip(pairwise(bounds), counts, strict=True)
+    stages = [Stage(above=low, up_to=high, num_replicas=n) for (low, high), n in pairs]
+    return StagePlan(stages=tuple(stages), seconds=0.0)
+
+
+def equal_work(pool: StagePool, lengths: RowLengths, counts: Sequence[int]) -> StagePlan:
+    """Return stages whose work goes with their replicas, for lengths that do not matter."""
+    ends = np.arange(1, lengths.longest + 1)
+    work = RangeWork.of_sums(lengths.below(ends))
+    seconds = work_seconds(replace(pool, curve=FLAT), work, len(lengths), pool.num_replicas)
+    shares = np.cumsum(counts)[:-1] / sum(counts)
+    inner = ends[np.searchsorted(seconds, shares * seconds[-1])]
+    # each range has a length at least
+    for i in range(1, len(inner)):
+        inner[i] = max(inner[i], inner[i - 1] + 1)
+    return of_bounds([0, *inner.tolist(), max(lengths.longest, int(inner.max()) + 1)], counts)
+
+
+def least_latency(pool: StagePool, lengths: RowLengths) -> StagePlan:
+    """Return the stages of CascadeInfer's program (section 4.2) for the rows that run at once.
+
+    A row counts where it ends, Q is its equation 1, and a move is charged as it takes the link.
+    """
+    cuts, num_replicas = length_cuts(lengths.longest), pool.num_replicas
+    whole = RangeWork.of_sums(lengths.below(lengths.longest))
+    at_once = float(batch_rows(pool, whole, len(lengths), num_replicas)) * num_replicas
+    quality_s = _qualities(lengths, cuts, at_once / len(lengths), num_replicas)
+    moves_s = pool.moves.seconds(cuts, lengths.crossing(cuts)) * at_once / len(lengths)
+    least = np.full((len(cuts), num_replicas + 1), np.inf)
+    least[0, 0] = 0.0
+    before: dict[tuple[int, int], tuple[int, int]] = {}
+    for high in range(1, len(cuts)):
+        for used in range(1, num_replicas + 1):
+            for low in range(high):
+                for count in range(1, used + 1):
+                    found = least[low, used - count] + quality_s[low, high, count] + moves_s[low]
+                    if found < least[high, used]:
+                        least[high, used] = found
+                        before[high, used] = low, count
+    bounds, counts, high, left = [int(cuts[-1])], list[int](), len(cuts) - 1, num_replicas
+    while high:
+        high, count = before[high, left]
+        left -= count
+        bounds.insert(0, int(cuts[high]))
+        counts.insert(0, count)
+    return of_bounds(bounds, counts)
+
+
+def _qualities(lengths: RowLengths, cuts: Ints, share: float, num_replicas: int) -> Floats:
+    """Return [K, K, E + 1]: Q of the rows that end between two cuts, times the replicas."""
+    finals = lengths.final_lens
+    place = np.searchsorted(cuts, finals, side="left")
+    prompts = lengths.prompt_lens.astype(float)
+    sums = np.stack(
+        [
+            np.cumsum(np.bincount(place, weights, len(cuts)))
+            for weights in (np.ones(len(finals)), prompts, prompts**2, finals.astype(float))
+        ]
+    )
+    rows, prompt_sums, squares, totals = share * (sums[:, None, :] - sums[:, :, None])
+    counts = np.maximum(1, np.arange(num_replicas + 1))
+    each = rows[..., None] / counts
+    per_row = (
+        H100.step_s
+        + H100.row_s * each
+        + H100.prompt_token_s * prompt_sums[..., None] / counts
+        + H100.prompt_pair_s * squares[..., None] / counts
+        + H100.context_s * totals[..., None] / counts
+    )
+    return np.asarray(counts * each * per_row, float)
+
+
+def layouts_of(pool: StagePool, lengths: RowLengths) -> list[Layout]:
+    """Return the layouts in which rows of these lengths are run."""
+    n = pool.num_replicas
+    none = of_bounds([0, lengths.longest], [n])
+    layouts = [Layout(name="none", plan=none)]
+    if n % 4 == 0:
+        plan = equal_work(pool, lengths, [n // 4] * 4)
+        layouts.append(Layout(name=f"4 x {n // 4}", plan=plan))
+    layouts.append(Layout(name="chain", plan=equal_work(pool, lengths, [1] * n)))
+    layouts.append(Layout(name="latency", plan=least_latency(pool, lengths)))
+    layouts.append(Layout(name="makespan", plan=plan_exactly(pool, lengths)))
+    return layouts
+
+
+def figures_of(
+    outcome: StagedOutcome, rows: SimulatedRows, arrivals_s: Floats | None
+) -> dict[str, Any]:
+    """Return what is printed and stored of one run.
+
+    `busy_s` is what completion would be if the work were levelled to the last step. The rate of a
+    stream is that of the rows which end before the last one arrives.
+    """
+    begun_s = np.zeros(len(rows)) if arrivals_s is None else arrivals_s
+    end_s = outcome.completion_s if arrivals_s is None else float(arrivals_s[-1])
+    per_token_ms = (outcome.ended_s - begun_s) / rows.output * 1e3
+    return {
+        "completion_s": round(outcome.completion_s, 2),
+        "busy_s": round(float(outcome.busy_s.mean()), 2),
+        "tokens_per_s": round(float(rows.output[outcome.ended_s <= end_s].sum()) / end_s),
+        "ms_per_token": round(float(per_token_ms.mean()), 1),
+        "p95_ms_per_token": round(float(np.quantile(per_token_ms, 0.95)), 1),
+        "handed_over": outcome.num_handed_over,
+        "busy": [round(float(each), 3) for each in outcome.busy_s / outcome.completion_s],
+    }
+
+
+def run_case(
+    rows: SimulatedRows, factor: float, num_replicas: int, arrivals_s: Floats | None
+) -> list[dict[str, Any]]:
+    """Return one entry for each layout, and for the pool of today where nothing arrives."""
+    curve = curve_of(factor)
+    engine, pool = engine_of(curve), pool_of(curve, num_replicas)
+    lengths = RowLengths(rows.prompt, rows.output)
+    is_batch = arrivals_s is None
+    found = []
+    if is_batch:
+        spec = PoolSpec(num_replicas=num_replicas)
+        outcome = SimulatedPool(rows, engine, spec).run()
+        busy_s = sum(b - a for replica in outcome.replicas for a, b in replica.busy) / num_replicas
+        found.append(
+            {
+                "layout": "pool",
+                "completion_s": round(outcome.completion_s, 2),
+                "busy_s": round(busy_s, 2),
+                "tokens_per_s": round(float(rows.output.sum()) / outcome.completion_s),
+            }
+        )
+    for layout in layouts_of(pool, lengths):
+        staged = StagedSpec(
+            plan=layout.plan,
+            is_sorted=is_batch,
+            arrivals_s=arrivals_s,
+            levels=len(layout.plan.stages) > 1,
+            network=LinkSpec(bytes_per_s=H100_MOVES.bytes_per_s),
+        )
+        known = rows.with_oracle() if is_batch else rows
+        figures = figures_of(StagedPool(known, engine, staged).run(), rows, arrivals_s)
+        found.append({"layout": layout.name, "stages": str(layout), **figures})
+    return found
+
+
+def ideal_rows_per_s(rows: SimulatedRows, num_replicas: int) -> float:
+    """Return the rows that end each second where lengths do not matter and no replica idles."""
+    pool, lengths = pool_of(FLAT, num_replicas), RowLengths(rows.prompt, rows.output)
+    work = RangeWork.of_sums(lengths.below(lengths.longest))
+    return len(rows) / float(work_seconds(pool, work, len(rows), num_replicas))
+
+
+def arrivals_of(num_rows: int, rows_per_s: float) -> Floats:
+    gaps = np.random.default_rng(1).exponential(1 / rows_per_s, num_rows)
+    return np.cumsum(gaps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=8000)
+    parser.add_argument("--replicas", type=int, default=16)
+    parser.add_argument("--factors", type=float, nargs="+", default=list(FACTORS))
+    parser.add_argument("--spreads", choices=SPREADS, nargs="+", default=list(SPREADS))
+    parser.add_argument("--loads", type=float, nargs="*", default=[0.7, 1.1])
+    parser.add_argument("--out", type=Path, help="write conditions and results")
+    options = parser.parse_args()
+    cases = []
+    for spread in options.spreads:
+        rows = make_rows(spread, options.rows)
+        for factor in options.factors:
+            began = time.perf_counter()
+            batch = run_case(rows, factor, options.replicas, None)
+            cases.append({"spread": spread, "factor": factor, "arrivals": "batch", "runs": batch})
+            print_case(cases[-1])
+            for load in options.loads:
+                rate = load * ideal_rows_per_s(rows, options.replicas)
+                runs = run_case(rows, factor, options.replicas, arrivals_of(len(rows), rate))
+                stream = {"spread": spread, "factor": factor, "arrivals": f"stream at {load:.0%}"}
+                cases.append({**stream, "rows_per_s": round(rate, 1), "runs": runs})
+                print_case(cases[-1])
+            print(f"# {time.perf_counter() - began:.0f} s", flush=True)
+    conditions.write_result(
+        options.out,
+        "simulated_stages.py",
+        is_simulated=True,
+        engine={**asdict(H100), **asdict(H100_LIMITS), **asdict(H100_MOVES)},
+        spreads=SPREADS,
+        cases=cases,
+    )
+
+
+def print_case(case: dict[str, Any]) -> None:
+    print(f"\n{case['spread']}, factor {case['factor']}, {case['arrivals']}; simulated")
+    names = ("completion_s", "busy_s", "tokens_per_s", "ms_per_token", "handed_over")
+    print(f"{'layout':10}" + "".join(f"{name:>14}" for name in names))
+    for run in case["runs"]:
+        cells = "".join(f"{run.get(name, '-'):>14}" for name in names)
+        print(f"{run['layout']:10}{cells}  {run.get('stages', '')}")
+
+
+if __name__ == "__main__":
+    main()
