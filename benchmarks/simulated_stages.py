@@ -248,7 +248,8 @@ def run_case(
             plan=layout.plan,
             is_sorted=is_batch,
             arrivals_s=arrivals_s,
-            levels=len(layout.plan.stages) > 1,
+            # without stages a batch has no moves, and a stream only those
+            levels=not is_batch or len(layout.plan.stages) > 1,
             network=LinkSpec(bytes_per_s=H100_MOVES.bytes_per_s),
         )
         known = rows.with_oracle() if is_batch else rows

@@ -15,11 +15,10 @@ import numpy as np
 from raybatch.actors.wire.records import Progress, Room
 from raybatch.errors import ConfigError
 from raybatch.policy.stages.messages import Deal, Message, TradeRules
-from raybatch.policy.stages.overload import is_overloaded
 from raybatch.policy.stages.plan import StagePlan
 from raybatch.policy.stages.quality import StepQuality
 from raybatch.policy.stages.refinement import refine_bounds
-from raybatch.policy.stages.routing import next_stage, stage_for
+from raybatch.policy.stages.routing import is_overloaded, next_stage, stage_for
 from raybatch.policy.stages.trader import Trader
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import ReplicaStats
