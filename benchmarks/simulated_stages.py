@@ -8,6 +8,8 @@ deviation equals the mean (CascadeInfer measured 1.1 to 2.1 on an H100; `length_
 on this CPU). Scheduler, blocks and traders are those of the product, on a virtual clock. Layouts:
 
 none       one stage
+shards     each replica begins rows of a range of final lengths, and keeps them; it takes others
+           when its own are out
 4 x 4      four stages of as many replicas and equal work, as in CascadeInfer's figure 16
 chain      each replica a stage, of equal work, as in its figure 14
 latency    stages by its program: the sum of latencies of all rows, cuts at powers of two
@@ -31,6 +33,7 @@ import numpy as np
 from step_simulator import FREE
 
 from raybatch.policy.cost.cost_model import EngineLimits
+from raybatch.policy.stages.choice import choose_stages
 from raybatch.policy.stages.heterogeneity import FLAT, MixCurve, MixPoint
 from raybatch.policy.stages.lengths import RangeWork, RowLengths
 from raybatch.policy.stages.plan import Stage, StagePlan, length_cuts
@@ -67,6 +70,7 @@ class Layout:
 
     name: str
     plan: StagePlan
+    moves: bool = True
 
     def __str__(self) -> str:
         stages = self.plan.stages
@@ -103,7 +107,13 @@ def engine_of(curve: MixCurve) -> EngineSpec:
         context_s=H100.context_s,
         limits=H100_LIMITS,
     )
-    return EngineSpec(cost=cost, kv_bytes_per_token=H100_MOVES.kv_bytes_per_token, curve=curve)
+    # rows share nothing
+    return EngineSpec(
+        enable_prefix_caching=False,
+        cost=cost,
+        kv_bytes_per_token=H100_MOVES.kv_bytes_per_token,
+        curve=curve,
+    )
 
 
 def pool_of(curve: MixCurve, num_replicas: int) -> StagePool:
@@ -130,6 +140,28 @@ def equal_work(pool: StagePool, lengths: RowLengths, counts: Sequence[int]) -> S
     for i in range(1, len(inner)):
         inner[i] = max(inner[i], inner[i - 1] + 1)
     return of_bounds([0, *inner.tolist(), max(lengths.longest, int(inner.max()) + 1)], counts)
+
+
+def shards_of(lengths: RowLengths, num_replicas: int) -> StagePlan:
+    """Return ranges of final lengths whose rows take equally long, for one replica each."""
+    order = np.argsort(lengths.final_lens, kind="stable")
+    prompts, finals = lengths.prompt_lens[order].astype(float), lengths.final_lens[order]
+    outputs, contexts = finals - prompts, (finals * (finals + 1.0) - prompts * (prompts + 1)) / 2
+    # a token of a row with so much context has this part of its step for itself
+    share = np.maximum(1 / H100_LIMITS.max_num_seqs, finals / H100_LIMITS.kv_tokens)
+    work_s = (
+        (H100.row_s + H100.step_s * share) * outputs
+        + H100.context_s * contexts
+        + H100.prompt_token_s * prompts
+        + H100.prompt_pair_s * prompts**2 / 2
+    )
+    total_s = np.cumsum(work_s)
+    places = np.searchsorted(total_s, np.arange(1, num_replicas) / num_replicas * total_s[-1])
+    inner = finals[places]
+    for i in range(1, len(inner)):
+        inner[i] = max(inner[i], inner[i - 1] + 1)
+    last = max(lengths.longest, int(inner.max(initial=0)) + 1)
+    return of_bounds([0, *inner.tolist(), last], [1] * num_replicas)
 
 
 def least_latency(pool: StagePool, lengths: RowLengths) -> StagePlan:
@@ -190,7 +222,8 @@ def layouts_of(pool: StagePool, lengths: RowLengths) -> list[Layout]:
     """Return the layouts in which rows of these lengths are run."""
     n = pool.num_replicas
     none = of_bounds([0, lengths.longest], [n])
-    layouts = [Layout(name="none", plan=none)]
+    layouts = [Layout(name="none", plan=none, moves=False)]
+    layouts.append(Layout(name="shards", plan=shards_of(lengths, n), moves=False))
     if n % 4 == 0:
         plan = equal_work(pool, lengths, [n // 4] * 4)
         layouts.append(Layout(name=f"4 x {n // 4}", plan=plan))
@@ -222,40 +255,67 @@ def figures_of(
     }
 
 
-def run_case(
-    rows: SimulatedRows, factor: float, num_replicas: int, arrivals_s: Floats | None
-) -> list[dict[str, Any]]:
-    """Return one entry for each layout, and for the pool of today where nothing arrives."""
-    curve = curve_of(factor)
-    engine, pool = engine_of(curve), pool_of(curve, num_replicas)
+def run_batch(rows: SimulatedRows, factor: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the runs of all layouts, of today's pool, and what is forecast of the last one."""
+    pool = pool_of(curve_of(factor), options.replicas)
     lengths = RowLengths(rows.prompt, rows.output)
-    is_batch = arrivals_s is None
-    found = []
-    if is_batch:
-        spec = PoolSpec(num_replicas=num_replicas)
-        outcome = SimulatedPool(rows, engine, spec).run()
-        busy_s = sum(b - a for replica in outcome.replicas for a, b in replica.busy) / num_replicas
-        found.append(
+    runs = []
+    if _is_wanted("pool", options):
+        spec = PoolSpec(num_replicas=options.replicas)
+        outcome = SimulatedPool(rows, engine_of(pool.curve), spec).run()
+        busy_s = sum(b - a for replica in outcome.replicas for a, b in replica.busy)
+        runs.append(
             {
                 "layout": "pool",
                 "completion_s": round(outcome.completion_s, 2),
-                "busy_s": round(busy_s, 2),
+                "busy_s": round(busy_s / options.replicas, 2),
                 "tokens_per_s": round(float(rows.output.sum()) / outcome.completion_s),
             }
         )
     for layout in layouts_of(pool, lengths):
-        staged = StagedSpec(
-            plan=layout.plan,
-            is_sorted=is_batch,
-            arrivals_s=arrivals_s,
-            # without stages a batch has no moves, and a stream only those
-            levels=not is_batch or len(layout.plan.stages) > 1,
-            network=LinkSpec(bytes_per_s=H100_MOVES.bytes_per_s),
-        )
-        known = rows.with_oracle() if is_batch else rows
-        figures = figures_of(StagedPool(known, engine, staged).run(), rows, arrivals_s)
-        found.append({"layout": layout.name, "stages": str(layout), **figures})
-    return found
+        if _is_wanted(layout.name, options):
+            spec_of = StagedSpec(
+                plan=layout.plan,
+                by_final_len=layout.name == "shards",
+                levels=layout.moves,
+                network=LinkSpec(bytes_per_s=H100_MOVES.bytes_per_s),
+            )
+            outcome_of = StagedPool(rows.with_oracle(), engine_of(pool.curve), spec_of).run()
+            runs.append(_entry(layout, figures_of(outcome_of, rows, None)))
+    choice = choose_stages(pool, lengths)
+    forecast = {"none_s": round(choice.sorted_s, 2), "reason": choice.reason}
+    if choice.staged_s is not None:
+        forecast["makespan_s"] = round(choice.staged_s, 2)
+    return {"arrivals": "batch", "forecast": forecast, "runs": runs}
+
+
+def run_stream(
+    rows: SimulatedRows, factor: float, load: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the runs of all layouts for rows that arrive at a share of what a pool can do."""
+    pool = pool_of(curve_of(factor), options.replicas)
+    rate = load * ideal_rows_per_s(rows, options.replicas)
+    gaps = np.random.default_rng(1).exponential(1 / rate, len(rows))
+    arrivals_s, runs = np.cumsum(gaps), []
+    for layout in layouts_of(pool, RowLengths(rows.prompt, rows.output)):
+        if _is_wanted(layout.name, options) and layout.name != "shards":
+            spec = StagedSpec(
+                plan=layout.plan,
+                is_sorted=False,
+                arrivals_s=arrivals_s,
+                network=LinkSpec(bytes_per_s=H100_MOVES.bytes_per_s),
+            )
+            outcome = StagedPool(rows, engine_of(pool.curve), spec).run()
+            runs.append(_entry(layout, figures_of(outcome, rows, arrivals_s)))
+    return {"arrivals": f"stream at {load:.0%}", "rows_per_s": round(rate, 1), "runs": runs}
+
+
+def _is_wanted(layout: str, options: argparse.Namespace) -> bool:
+    return not options.layouts or layout in options.layouts
+
+
+def _entry(layout: Layout, figures: dict[str, Any]) -> dict[str, Any]:
+    return {"layout": layout.name, "stages": str(layout), **figures}
 
 
 def ideal_rows_per_s(rows: SimulatedRows, num_replicas: int) -> float:
@@ -265,47 +325,68 @@ def ideal_rows_per_s(rows: SimulatedRows, num_replicas: int) -> float:
     return len(rows) / float(work_seconds(pool, work, len(rows), num_replicas))
 
 
-def arrivals_of(num_rows: int, rows_per_s: float) -> Floats:
-    gaps = np.random.default_rng(1).exponential(1 / rows_per_s, num_rows)
-    return np.cumsum(gaps)
+def layout_table(spread: str, num_rows: int, factors: Sequence[float]) -> list[dict[str, Any]]:
+    """Return the layouts of both programs for pools of 8 and 16 replicas; nothing is run."""
+    rows = make_rows(spread, num_rows)
+    lengths, found = RowLengths(rows.prompt, rows.output), []
+    for num_replicas in (8, 16):
+        plans = {"latency": least_latency(pool_of(FLAT, num_replicas), lengths)}
+        for factor in factors:
+            pool = pool_of(curve_of(factor), num_replicas)
+            plans[f"makespan at {factor}"] = plan_exactly(pool, lengths)
+        found += [
+            {
+                "spread": spread,
+                "replicas": num_replicas,
+                "layout": name,
+                "stages": str(Layout(name=name, plan=plan)),
+            }
+            for name, plan in plans.items()
+        ]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8000)
-    parser.add_argument("--replicas", type=int, default=16)
+    parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--factors", type=float, nargs="+", default=list(FACTORS))
     parser.add_argument("--spreads", choices=SPREADS, nargs="+", default=list(SPREADS))
-    parser.add_argument("--loads", type=float, nargs="*", default=[0.7, 1.1])
+    parser.add_argument("--loads", type=float, nargs="*", default=[1.0])
+    parser.add_argument("--streams", choices=SPREADS, nargs="*", default=["W7"])
+    parser.add_argument("--layouts", nargs="*", help="those that are run; all by default")
     parser.add_argument("--out", type=Path, help="write conditions and results")
     options = parser.parse_args()
-    cases = []
+    cases, layouts = list[dict[str, Any]](), list[dict[str, Any]]()
     for spread in options.spreads:
+        layouts += layout_table(spread, options.rows, options.factors)
         rows = make_rows(spread, options.rows)
         for factor in options.factors:
             began = time.perf_counter()
-            batch = run_case(rows, factor, options.replicas, None)
-            cases.append({"spread": spread, "factor": factor, "arrivals": "batch", "runs": batch})
-            print_case(cases[-1])
-            for load in options.loads:
-                rate = load * ideal_rows_per_s(rows, options.replicas)
-                runs = run_case(rows, factor, options.replicas, arrivals_of(len(rows), rate))
-                stream = {"spread": spread, "factor": factor, "arrivals": f"stream at {load:.0%}"}
-                cases.append({**stream, "rows_per_s": round(rate, 1), "runs": runs})
-                print_case(cases[-1])
+            found = [run_batch(rows, factor, options)]
+            if spread in options.streams:
+                found += [run_stream(rows, factor, load, options) for load in options.loads]
+            cases += [{"spread": spread, "factor": factor, **case} for case in found]
+            for case in cases[-len(found) :]:
+                print_case(case)
             print(f"# {time.perf_counter() - began:.0f} s", flush=True)
+    for row in layouts:
+        print("{spread:14}{replicas:4} {layout:18} {stages}".format(**row))
     conditions.write_result(
         options.out,
         "simulated_stages.py",
         is_simulated=True,
         engine={**asdict(H100), **asdict(H100_LIMITS), **asdict(H100_MOVES)},
         spreads=SPREADS,
+        layouts=layouts,
         cases=cases,
     )
 
 
 def print_case(case: dict[str, Any]) -> None:
     print(f"\n{case['spread']}, factor {case['factor']}, {case['arrivals']}; simulated")
+    if "forecast" in case:
+        print(f"forecast: {case['forecast']}")
     names = ("completion_s", "busy_s", "tokens_per_s", "ms_per_token", "handed_over")
     print(f"{'layout':10}" + "".join(f"{name:>14}" for name in names))
     for run in case["runs"]:

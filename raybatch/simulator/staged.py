@@ -34,7 +34,10 @@ class StagedSpec:
     """What a pool with stages is like.
 
     Args:
-        is_sorted: waiting rows go out by expected length, the longest first; else as they arrive.
+        by_final_len: rows begin where they are expected to end, and stay there; a replica whose
+            own range has no more takes those of the range with the most work.
+        is_sorted: waiting rows go out by expected final length, the longest first; else as they
+            arrive.
         arrivals_s: of each row, ascending; None where all are there at the beginning.
         look_every_s: how often replicas look for rows that have outgrown their stage.
         refine_every_s: how often bounds follow the lengths that run; None leaves them.
@@ -47,6 +50,7 @@ class StagedSpec:
     """
 
     plan: StagePlan
+    by_final_len: bool = False
     is_sorted: bool = True
     arrivals_s: Floats | None = None
     look_every_s: float = 0.25
@@ -85,19 +89,23 @@ class StagedOutcome:
 
 
 class _Waiting:
-    """Rows of one stage that no replica has."""
+    """Rows of one stage that no replica has, and the tokens that they will come to."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int]] = []
+        self.work = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, row: int, rank: int) -> None:
+    def add(self, row: int, rank: int, cost: int) -> None:
         heapq.heappush(self._heap, (rank, row))
+        self.work += cost
 
-    def take(self) -> int:
-        return heapq.heappop(self._heap)[1]
+    def take(self, costs: Ints) -> int:
+        _, row = heapq.heappop(self._heap)
+        self.work -= int(costs[row])
+        return row
 
 
 class StagedPool:
@@ -108,6 +116,8 @@ class StagedPool:
         self._rows, self._engine, self._spec = rows, engine, spec
         self._stage_of = spec.plan.stage_of_replica
         self._bounds: Floats = np.array(spec.plan.bounds, float)
+        # in whose range a row begins
+        self._first_len: Ints = rows.prompt + (rows.new_tokens if spec.by_final_len else 0)
         num_replicas = len(self._stage_of)
         of_stage = [self._rows_of(stage.up_to) for stage in spec.plan.stages[:-1]] + [rows]
         self.members = [
@@ -183,6 +193,8 @@ class StagedPool:
     def _rows_of(self, up_to: int) -> SimulatedRows:
         """Return the rows as a stage sees them, which none of them leaves with more tokens."""
         rows = self._rows
+        if self._spec.by_final_len:
+            return rows
         expected = np.clip(up_to - rows.prompt, 1, rows.new_tokens)
         return replace(rows, expected=expected)
 
@@ -196,9 +208,9 @@ class StagedPool:
 
     def _arrive(self, rows: Iterable[int]) -> None:
         for row in rows:
-            stage = int(stage_for(self._bounds, self._rows.prompt[row]))
+            stage = int(stage_for(self._bounds, self._first_len[row]))
             rank = -int(self._cost[row]) if self._spec.is_sorted else row
-            self._waiting[stage].add(row, rank)
+            self._waiting[stage].add(row, rank, int(self._cost[row]))
         self._dispatch_soon()
 
     def _dispatch_soon(self) -> None:
@@ -213,24 +225,30 @@ class StagedPool:
         given: dict[int, list[int]] = {}
         for stage, waiting in enumerate(self._waiting):
             hungry = [rank for rank in self._pulls if self._stage_of[rank] == stage]
-            room = {rank: [self._pulls[rank].rows, self._pulls[rank].tokens] for rank in hungry}
-            heap = [(float(self._work[rank]), rank) for rank in hungry]
-            heapq.heapify(heap)
-            while heap and len(waiting):
-                _, rank = heapq.heappop(heap)
-                row = waiting.take()
-                given.setdefault(rank, []).append(row)
-                self._work[rank] += self._cost[row]
-                room[rank][0] -= 1
-                room[rank][1] -= int(self._rows.prompt[row])
-                if min(room[rank]) > 0:
-                    heapq.heappush(heap, (float(self._work[rank]), rank))
+            self._deal(hungry, waiting, given)
+        if self._spec.by_final_len:
+            for rank in sorted(self._pulls.keys() - given.keys()):
+                self._deal([rank], max(self._waiting, key=lambda line: line.work), given)
         for rank, rows in given.items():
             del self._pulls[rank]
             for row in rows:
                 self.traders[rank].add(row)
             submit = partial(self.members[rank].submit, rows, [])
             self.clock.after(self._spec.message_s, submit)
+
+    def _deal(self, hungry: list[int], waiting: _Waiting, given: dict[int, list[int]]) -> None:
+        room = {rank: [self._pulls[rank].rows, self._pulls[rank].tokens] for rank in hungry}
+        heap = [(float(self._work[rank]), rank) for rank in hungry]
+        heapq.heapify(heap)
+        while heap and len(waiting):
+            _, rank = heapq.heappop(heap)
+            row = waiting.take(self._cost)
+            given.setdefault(rank, []).append(row)
+            self._work[rank] += self._cost[row]
+            room[rank][0] -= 1
+            room[rank][1] -= int(self._rows.prompt[row])
+            if min(room[rank]) > 0:
+                heapq.heappush(heap, (float(self._work[rank]), rank))
 
     def _every(self, seconds: float, action: Callable[[], None]) -> None:
         def again() -> None:
@@ -252,6 +270,8 @@ class StagedPool:
         """Offer the rows of a replica that have outgrown it, or one where it has too many."""
         lengths, ids = progress.rows.num_tokens, progress.rows.request_ids
         self._note(rank, lengths)
+        if self._spec.by_final_len:
+            return
         stage = int(self._stage_of[rank])
         stages = next_stage(self._bounds, lengths, np.full(len(lengths), stage))
         outgrown = np.flatnonzero(stages > stage)

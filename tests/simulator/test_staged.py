@@ -91,6 +91,18 @@ def test_a_row_that_outgrows_its_stage_goes_on_in_the_next():
     assert pool.members[1].engine.stats().num_recomputed_tokens == 0
 
 
+def test_rows_may_begin_where_they_will_end_and_stay():
+    rows = fixed_rows(4, prompt=8, output=200).with_oracle()
+    outcome, pool = run(rows, plan_of(58), by_final_len=True)
+    assert (outcome.num_handed_over, generated(pool)) == (0, [0, 800])
+
+
+def test_a_replica_whose_range_is_empty_takes_rows_of_another():
+    rows = fixed_rows(200, prompt=8, output=100).with_oracle()
+    _, pool = run(rows, plan_of(58), by_final_len=True)
+    assert min(generated(pool)) > 0.3 * max(generated(pool))
+
+
 def test_a_row_stays_where_the_next_stage_has_no_room():
     rows = fixed_rows(4, prompt=8, output=200)
     outcome, pool = run(rows, plan_of(58), max_standing=0)
