@@ -10,14 +10,14 @@ on this CPU). Scheduler, blocks and traders are those of the product, on a virtu
 none       one stage
 shards     each replica begins rows of a range of final lengths, and keeps them; it takes others
            when its own are out
-4 x 4      four stages of as many replicas and equal work, as in CascadeInfer's figure 16
+4 x n      four stages of as many replicas and equal work, as in CascadeInfer's figure 16
 chain      each replica a stage, of equal work, as in its figure 14
 latency    stages by its program: the sum of latencies of all rows, cuts at powers of two
 makespan   stages by ours: the slowest stage, the factor included
 
 `batch` has all rows at the beginning, of known lengths, longest first; beside it `pool`, which is
 today's with learnt lengths and moves in the tail. `stream` has arrivals (Poisson) and knows no
-lengths, as CascadeInfer has it. Moves cost the computation nothing here, which favours stages.
+lengths, as CascadeInfer has it. Bounds follow what runs. Moves cost the computation nothing here, which favours stages.
 """
 
 import argparse
@@ -60,6 +60,7 @@ H100_LIMITS = EngineLimits(
 H100_MOVES = MoveCosts(kv_bytes_per_token=114_688, bytes_per_s=50e9)
 # tokens of a step that hide behind the reading of the weights
 HIDDEN_TOKENS = 256.0
+REFINE_EVERY_S = 2.0
 # deviations of the logarithms of prompts and outputs
 SPREADS = {"narrow": (0.4, 0.3), "W7": (1.3, 1.0), "long outputs": (0.0, 1.95)}
 
@@ -224,7 +225,7 @@ def layouts_of(pool: StagePool, lengths: RowLengths) -> list[Layout]:
     none = of_bounds([0, lengths.longest], [n])
     layouts = [Layout(name="none", plan=none, moves=False)]
     layouts.append(Layout(name="shards", plan=shards_of(lengths, n), moves=False))
-    if n % 4 == 0:
+    if n > 4 and n % 4 == 0:
         plan = equal_work(pool, lengths, [n // 4] * 4)
         layouts.append(Layout(name=f"4 x {n // 4}", plan=plan))
     layouts.append(Layout(name="chain", plan=equal_work(pool, lengths, [1] * n)))
@@ -278,6 +279,8 @@ def run_batch(rows: SimulatedRows, factor: float, options: argparse.Namespace) -
                 plan=layout.plan,
                 by_final_len=layout.name == "shards",
                 levels=layout.moves,
+                refine_every_s=REFINE_EVERY_S if layout.moves else None,
+                quality=H100,
                 network=LinkSpec(bytes_per_s=H100_MOVES.bytes_per_s),
             )
             outcome_of = StagedPool(rows.with_oracle(), engine_of(pool.curve), spec_of).run()
@@ -303,6 +306,8 @@ def run_stream(
                 plan=layout.plan,
                 is_sorted=False,
                 arrivals_s=arrivals_s,
+                refine_every_s=REFINE_EVERY_S,
+                quality=H100,
                 network=LinkSpec(bytes_per_s=H100_MOVES.bytes_per_s),
             )
             outcome = StagedPool(rows, engine_of(pool.curve), spec).run()
@@ -348,8 +353,8 @@ def layout_table(spread: str, num_rows: int, factors: Sequence[float]) -> list[d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=8000)
-    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=4000)
+    parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--factors", type=float, nargs="+", default=list(FACTORS))
     parser.add_argument("--spreads", choices=SPREADS, nargs="+", default=list(SPREADS))
     parser.add_argument("--loads", type=float, nargs="*", default=[1.0])
