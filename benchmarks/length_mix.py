@@ -24,7 +24,7 @@ import length_mix_picture
 import models
 import numpy as np
 import torch
-from simulated_stages import H100, H100_LIMITS, H100_MOVES
+from stage_layouts import H100, H100_LIMITS, H100_MOVES
 
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
