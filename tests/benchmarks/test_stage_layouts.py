@@ -4,15 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from stage_layouts import (
-    H100,
-    H100_MOVES,
-    curve_of,
-    equal_work,
-    least_latency,
-    pool_of,
-    shards_of,
-)
+from stage_layouts import H100, H100_MOVES, curve_of, equal_work, least_latency, pool_of, shards_of
 
 from raybatch.policy.stages.lengths import RowLengths
 from raybatch.policy.stages.plan import length_cuts
