@@ -77,6 +77,7 @@ class Coordinator:
             self._mailbox,
             self._replicas.members,
             site,
+            stuck_after_s=spec.pool.stuck_after_s,
             spawn=self._spawn,
             kill=self._replicas.kill,
             on_change=self._dispatch,

@@ -13,6 +13,7 @@ end a team, as its followers get none (mechanisms B6, B13, B14).
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,8 +29,10 @@ from raybatch.policy.pool.partition import Agreement
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, TeamPace, TeamPlan
 from raybatch.records.team import FormingCost, Served, TeamCall
 
-# that a rank waits for another one, and how much longer a follower of a team that is over may take
-_TIMEOUT_S, _GRACE_S = 15.0, 5.0
+# that a rank waits for another one, at most
+_TIMEOUT_S = 15.0
+# a leader that waits for a rank takes no step, and must not count as one that hangs for that
+_OF_STUCK = 1 / 4
 # after which a kind of team that did not pay, or did not come about, is tried again
 _RETRY_S = 300.0
 
@@ -66,6 +69,7 @@ class Teams:
     Args:
         members: replicas by id, that come and go.
         failed: what a call of a replica raises.
+        stuck_after_s: see `PoolConfig`.
         kill: ends a replica that hangs, told why.
         on_change: called when replicas are free again.
     """
@@ -76,6 +80,7 @@ class Teams:
         view: PoolView,
         failed: Errors,
         *,
+        stuck_after_s: float | None,
         spawn: Spawn,
         kill: Callable[[int, str], None],
         on_change: Callable[[], None],
@@ -84,6 +89,8 @@ class Teams:
         self._members, self._view = members, view
         self._failed: Errors = (*failed, TeamError)
         self._spawn, self._kill, self._on_change = spawn, kill, on_change
+        # that a rank waits for another one
+        self._timeout_s = min(_TIMEOUT_S, _OF_STUCK * (stuck_after_s or math.inf))
         self._teams: dict[int, _Team] = {}
         self._epoch = 0
         self._forming, self._ending = Agreement(), dict[int, Agreement]()
@@ -167,7 +174,7 @@ class Teams:
         try:
             address = self._address(leader_id)
             calls: list[TeamCall] = await self._call(
-                leader_id, "team_calls", epoch, plan.kind.size, address, _TIMEOUT_S
+                leader_id, "team_calls", epoch, plan.kind.size, address, self._timeout_s
             )
             for replica_id, call in zip(plan.followers, calls[1:], strict=True):
                 serving.append(self._spawn(self._follow(team, replica_id, call)))
@@ -202,7 +209,7 @@ class Teams:
     async def _free(self, team: _Team, serving: list[asyncio.Task[None]]) -> None:
         """Wait until followers are free, and end those that hang."""
         if serving:
-            _, busy = await asyncio.wait(serving, timeout=_TIMEOUT_S + _GRACE_S)
+            _, busy = await asyncio.wait(serving, timeout=2 * self._timeout_s)
             if busy:
                 for replica_id in team.plan.followers:
                     member = self._members.get(replica_id)
