@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raybatch.actors.coordinator.pool_view import PoolView
+from raybatch.actors.coordinator.team_book import TeamBook
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.site import Errors, Spawn
 from raybatch.actors.wire.records import TeamStep
 from raybatch.errors import TeamError, error_text
-from raybatch.policy.pool.partition import Agreement
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, TeamPace, TeamPlan
 from raybatch.records.team import FormingCost, Served, TeamCall
 
@@ -33,8 +33,6 @@ from raybatch.records.team import FormingCost, Served, TeamCall
 _TIMEOUT_S = 15.0
 # a leader that waits for a rank takes no step, and must not count as one that hangs for that
 _OF_STUCK = 1 / 4
-# after which a kind of team that did not pay, or did not come about, is tried again
-_RETRY_S = 300.0
 
 _logger = logging.getLogger(__name__)
 
@@ -55,12 +53,16 @@ class _Team:
 
     plan: TeamPlan
     alone_s: float
-    is_formed: bool = False
     # why it is to end, "" while it is wanted
     ends: str = ""
+    # once it has formed
     cost: FormingCost | None = None
     num_steps: int = 0
     over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_formed(self) -> bool:
+        return self.cost is not None
 
 
 class Teams:
@@ -93,9 +95,7 @@ class Teams:
         self._timeout_s = min(_TIMEOUT_S, _OF_STUCK * (stuck_after_s or math.inf))
         self._teams: dict[int, _Team] = {}
         self._epoch = 0
-        self._forming, self._ending = Agreement(), dict[int, Agreement]()
-        # when paces are not believed any more
-        self._stale_s: dict[object, float] = {}
+        self._book = TeamBook(view.team_paces)
 
     def __bool__(self) -> bool:
         """Return whether there is a team, or one that forms."""
@@ -103,25 +103,21 @@ class Teams:
 
     def look(self, plan: PoolPlan, snapshot: PoolSnapshot) -> None:
         """Begin and end what two boundaries in a row want."""
-        replicas = {replica.replica_id: replica for replica in snapshot.replicas}
-        self._forget_paces(time.monotonic())
-        for leader_id, team in list(self._teams.items()):
-            leader = replicas.get(leader_id)
-            if not team.is_formed or leader is None:
+        self._book.look(time.monotonic())
+        for leader in snapshot.replicas:
+            team = self._teams.get(leader.replica_id)
+            if team is None or team.cost is None:
                 continue
-            if leader.team_ratio is not None and team.cost is not None:
+            if leader.team_ratio is not None:
                 self._note_pace(team, TeamPace(leader.team_ratio, team.cost.seconds))
-            why, agreement = plan.ends.get(leader_id), self._ending[leader_id]
-            if agreement.look(why and leader_id, self._num_steps(leader_id)) and why:
+            if why := self._book.to_end(leader.replica_id, plan, snapshot):
                 self._end(team, why)
             elif not leader.num_held:
                 # an engine without rows ends its team by itself
                 team.over.set()
-        team_plan = plan.team
-        place = -1 if team_plan is None else self._num_steps(team_plan.leader)
-        wanted = None if team_plan is None else (team_plan.leader, team_plan.followers)
-        if self._forming.look(wanted, place) and team_plan is not None:
-            alone_s = replicas[team_plan.leader].token_s
+        team_plan = self._book.to_begin(plan, snapshot)
+        if team_plan is not None:
+            alone_s = snapshot.replica(team_plan.leader).token_s
             assert alone_s is not None, "a leader was measured"
             self._begin(team_plan, alone_s)
 
@@ -138,15 +134,11 @@ class Teams:
                 if member is None or member.is_leaving:
                     self._end(team, f"replica {replica_id} leaves")
 
-    def _num_steps(self, replica_id: int) -> int:
-        return self._members[replica_id].stats.num_steps
-
     def _begin(self, plan: TeamPlan, alone_s: float) -> None:
         some = [self._members.get(r) for r in (plan.leader, *plan.followers)]
         if any(member is None or not member.takes_rows for member in some):
             return
         team = self._teams[plan.leader] = _Team(plan, alone_s)
-        self._ending[plan.leader] = Agreement()
         self._members[plan.leader].is_leading = True
         for replica_id in plan.followers:
             self._members[replica_id].is_following = True
@@ -197,7 +189,7 @@ class Teams:
         """Wait for the end of a team that has formed: of its rows, or of one of its ranks."""
         leader = self._members.get(team.plan.leader)
         self.counters.num_formed += 1
-        team.is_formed, team.cost = True, cost
+        team.cost = cost
         if leader is not None:
             self._view.begin_team(leader, team.plan.kind.size, team.alone_s)
         if team.ends:
@@ -220,7 +212,7 @@ class Teams:
             self._release(replica_id)
         leader_id = team.plan.leader
         del self._teams[leader_id]
-        del self._ending[leader_id]
+        self._book.ended(leader_id)
         if (leader := self._members.get(leader_id)) is not None:
             leader.is_leading = False
             self._view.end_team(leader)
@@ -254,10 +246,4 @@ class Teams:
         return await member.actor.team.remote(step, *args)
 
     def _note_pace(self, team: _Team, pace: TeamPace) -> None:
-        self._view.team_paces[team.plan.kind] = pace
-        self._stale_s[team.plan.kind] = time.monotonic() + _RETRY_S
-
-    def _forget_paces(self, now: float) -> None:
-        """Let kinds of teams be tried again after some time, as hosts are not always as busy."""
-        for kind in [k for k in self._view.team_paces if self._stale_s[k] < now]:
-            del self._view.team_paces[kind], self._stale_s[kind]
+        self._book.note_pace(team.plan.kind, pace, time.monotonic())
