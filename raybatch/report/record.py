@@ -116,6 +116,8 @@ class RunReport(TokenCounts):
     hung: int = 0
     moved: int = 0
     moved_kv_bytes: int = 0
+    teams: int = 0
+    team_steps: int = 0
     executor: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     output_files: tuple[str, ...] = ()
@@ -284,7 +286,7 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
         *idle_facts(lanes_of(report.history)),
         *coverage_facts(report.history),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
-        ("replicas", f"{report.replicas}{where}, {_restarts(report)}{_moves(report)}"),
+        ("replicas", f"{report.replicas}{where}, {_restarts(report)}{_shared_work(report)}"),
         *(("engine", line) for line in ([] if last is None else _ways_of(last))),
     ]
 
@@ -302,11 +304,15 @@ def _restarts(report: RunReport) -> str:
     return _count(report.restarts, "restart") + hung
 
 
-def _moves(report: RunReport) -> str:
-    if not report.moved:
-        return ""
-    kv = f" with {amount(report.moved_kv_bytes)}B of KV" if report.moved_kv_bytes else ""
-    return f", {_count(report.moved, 'running row')} moved between them{kv}"
+def _shared_work(report: RunReport) -> str:
+    moves = teams = ""
+    if report.moved:
+        kv = f" with {amount(report.moved_kv_bytes)}B of KV" if report.moved_kv_bytes else ""
+        moves = f", {_count(report.moved, 'running row')} moved between them{kv}"
+    if report.teams:
+        formed, steps = _count(report.teams, "team"), _count(report.team_steps, "step")
+        teams = f", {formed} of them computed {steps} of last rows together"
+    return moves + teams
 
 
 def _audit_section(report: RunReport) -> Section:

@@ -1,11 +1,12 @@
 """An engine that schedules as a real one does, and prices its steps in place of computing them."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.actors.queue.row_states import ALONE
 from raybatch.engine.scheduling.admission import expected_len
@@ -33,6 +34,9 @@ class EngineSpec:
         full_step_tokens: see `raybatch.policy.step_seconds.full_step_tokens`.
         kv_bytes_per_token: of a sequence that moves with its KV.
         curve: how much longer attention takes for a batch of unlike lengths.
+        team_ratios: by number of ranks, seconds of a step of a team beside those of its leader
+            alone; empty where engines form none.
+        team_switch_s: of forming a team, and of ending it; in that time its leader takes no step.
     """
 
     cost: CostModel
@@ -40,6 +44,8 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     kv_bytes_per_token: float = 0.0
     curve: MixCurve = FLAT
+    team_ratios: Mapping[int, float] = field(default_factory=dict)
+    team_switch_s: float = 0.0
 
     @property
     def token_budget(self) -> int:
@@ -86,6 +92,8 @@ class SimulatedEngine:
             full_step_tokens=spec.full_step_tokens,
         )
         self._rows, self._spec, self._slowness = rows, spec, slowness
+        # of its steps now, beside those that it takes alone; and seconds before the next one
+        self._pace, self._pause_s = 1.0, 0.0
         self._end_len: Ints = np.zeros(max_slots, np.int64)
         self._group: Ints = np.full(max_slots, ALONE, np.int64)
         self._num_arrivals = self.num_steps = self.num_generated = 0
@@ -106,6 +114,7 @@ class SimulatedEngine:
             block_size=limits.block_size,
             max_batched_tokens=limits.max_batched_tokens,
             kv_token_bytes=round(self._spec.kv_bytes_per_token),
+            team_sizes=tuple(sorted(self._spec.team_ratios)),
         )
 
     def stats(self) -> ReplicaStats:
@@ -124,6 +133,10 @@ class SimulatedEngine:
             engine_s=self._engine_s,
             kv_used_fraction=self.scheduler.kv_used_fraction,
         )
+
+    def change_pace(self, pace: float, pause_s: float) -> None:
+        """Take so much of the seconds of a step from now on, after a pause."""
+        self._pace, self._pause_s = pace, self._pause_s + pause_s
 
     def is_idle(self) -> bool:
         return not self.scheduler.num_waiting and not self.table.num_running
@@ -164,6 +177,12 @@ class SimulatedEngine:
             moved.append(MovedSequence(row, len(record.token_ids), num_kv_tokens))
         return moved
 
+    def recompute(self) -> None:
+        """Go on with the tokens of what runs alone, as its KV is lost."""
+        slots = np.flatnonzero(self.table.phase != EMPTY).tolist()
+        rows = [self.table.record(slot).request.request_id for slot in slots]
+        self.restore(self.export(rows, with_kv=False))
+
     def begin(self) -> Floats:
         """Decide the next steps; return when each of them ends, in seconds from now.
 
@@ -181,8 +200,7 @@ class SimulatedEngine:
             # each row reads one token more with every step
             steps = np.arange(num_quiet)
             more_s = cost.context_s * len(slots) * steps + self._mix_seconds(slots, steps)
-            self._ends = (self._slowness * (cost.predict(self.counts) + more_s)).cumsum()
-            return self._ends
+            return self._timed(cost.predict(self.counts) + more_s)
         self._schedule = schedule = self.scheduler.schedule()
         for slot in schedule.admitted:
             row = table.record(slot).request.request_id
@@ -191,7 +209,14 @@ class SimulatedEngine:
         self.counts = count_step(table, schedule, self._group)
         seconds = cost.predict(self.counts) if schedule.num_tokens else 0.0
         mix_s = self._mix_seconds(schedule.decode_slots, np.zeros(1))
-        self._ends = self._slowness * (seconds + mix_s)
+        return self._timed(seconds + mix_s)
+
+    def _timed(self, seconds: npt.ArrayLike) -> Floats:
+        """Note when steps end that would take so long alone on a usual device."""
+        self._ends = self._pause_s + np.cumsum(
+            self._slowness * self._pace * np.asarray(seconds, float)
+        )
+        self._pause_s = 0.0
         return self._ends
 
     def compute(self, num_steps: int) -> list[int]:

@@ -13,7 +13,7 @@ from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.policy.pool.snapshot import RowMove
 from raybatch.simulator.engine import alone_seconds
-from raybatch.simulator.events import Death, PoolSpec
+from raybatch.simulator.events import Death, Policies, PoolSpec
 from raybatch.simulator.links import LinkSpec
 from raybatch.simulator.pool import SimulatedPool
 from raybatch.simulator.rows import SimulatedRows
@@ -202,7 +202,8 @@ class Moving:
     def __init__(self, *, kv_bytes_per_token=0.0, deaths=(), **network):
         self.rows = fixed_rows(1, prompt=64, output=1000)
         spec = replace(engine_spec(), kv_bytes_per_token=kv_bytes_per_token)
-        pool = PoolSpec(num_replicas=2, network=LinkSpec(**network), deaths=deaths, start_s=0.0)
+        still = {"policies": Policies(moves_rows=False), "start_s": 0.0}
+        pool = PoolSpec(num_replicas=2, network=LinkSpec(**network), deaths=deaths, **still)
         self.pool = SimulatedPool(self.rows, spec, pool)
         self.pool.begin()
 

@@ -77,7 +77,9 @@ class Coordinator:
             self._mailbox,
             self._replicas.members,
             site,
+            stuck_after_s=spec.pool.stuck_after_s,
             spawn=self._spawn,
+            kill=self._replicas.kill,
             on_change=self._dispatch,
         )
         self._leaving = Leaving(
@@ -210,8 +212,7 @@ class Coordinator:
             num_given_up=ledger.num_retired(),
             num_restarts=ledger.num_restarts,
             num_hung=ledger.num_hung,
-            num_moved_rows=self._levelling.counters.num_moved,
-            moved_kv_bytes=self._levelling.counters.num_bytes,
+            **self._levelling.stats(),
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._replicas.busy_s(),
@@ -287,6 +288,7 @@ class Coordinator:
         pulls, members = self._pulls.items(), self._replicas.members
         hungry = {r: room for r, (room, f) in pulls if not f.done() and members[r].takes_rows}
         if not hungry:
+            self._levelling.free_teams()
             return
         num_expected = self._replicas.ledger.num_expected(time.monotonic())
         speed_of = self._levelling.view.rates.speed
