@@ -184,6 +184,8 @@ class SimulatedPool:
         self._end_move(move, has_moved=has_moved)
         if has_moved:
             self._num_moved += 1
+            # the tokens that came along outlive the target
+            self._begun[moved.row] = moved._replace(num_kv_tokens=0)
             self.members[move.target].take_over(moved)
         elif (source := self.members.get(move.source)) is not None:
             # it goes on with what it kept; a row whose source died waits again by that

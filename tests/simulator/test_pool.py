@@ -268,6 +268,16 @@ def test_a_death_during_a_move_loses_no_row(dead):
     assert outcome.num_deaths == 1
 
 
+def test_the_tokens_of_a_row_that_moved_outlive_its_target():
+    moving = Moving()
+    _, target = moving.move_at(5.0)
+    moving.pool.clock.at(6.0, lambda: moving.pool.kill(target))
+    outcome, _ = moving.run()
+    # what the target generated in a second, at 11 ms a token, is generated again
+    lost = sum(replica.stats.generated_tokens for replica in outcome.replicas) - 1000
+    assert 80 < lost < 100
+
+
 def test_a_row_that_comes_too_late_goes_on_at_its_source_with_its_kv():
     moving = Moving(bytes_per_s=100.0)
     source, target = moving.move_at(5.0)
