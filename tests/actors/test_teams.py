@@ -9,12 +9,13 @@ import signal
 import numpy as np
 import pytest
 
+from raybatch.actors.coordinator.team_book import TeamBook
 from raybatch.actors.coordinator.teams import Teams
 from raybatch.actors.executors.calls import CallHandle
 from raybatch.actors.executors.local_site import LocalSite
 from raybatch.actors.wire.columns import decode_completions
 from raybatch.policy.pool import partition
-from raybatch.policy.pool.snapshot import TeamKind, TeamPlan
+from raybatch.policy.pool.snapshot import TeamKind, TeamPace, TeamPlan
 from raybatch.records.types import Sampling
 from tests.actors.moving_pool import OnThisLoop, pool_of_processes
 from tests.actors.test_moves import check_holders, running, until
@@ -170,6 +171,8 @@ def test_rows_that_come_free_the_replicas_of_a_team(folder, alone):
         others.append(asyncio.create_task(pool.answers([as_array(PROMPTS[1])], (SAMPLING,))))
         await until(lambda: not teams_of(pool)._teams)
         assert "rows wait" == team.ends
+        # long before its row would have ended it
+        assert team.num_steps < MAX_TOKENS - 200
 
     async def then(pool):
         others.append(await others.pop())
@@ -316,3 +319,15 @@ def test_a_pool_forms_a_team_by_itself_and_judges_it_by_its_steps(folder, alone,
     ((kind, pace),) = pool.levelling.view.team_paces.items()
     assert TeamKind(2, True) == kind
     assert pace.ratio > 0
+
+
+def test_the_latest_pace_of_a_kind_counts_and_is_forgotten_after_some_time():
+    paces, kind = {}, TeamKind(2, True)
+    book = TeamBook(paces)
+    for ratio in (1.4, 0.7):
+        book.note_pace(kind, TeamPace(ratio, 0.1), 10.0)
+    assert {kind: TeamPace(0.7, 0.1)} == paces
+    book.look(309.0)
+    assert paces
+    book.look(311.0)
+    assert not paces
