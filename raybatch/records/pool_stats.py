@@ -53,6 +53,10 @@ class PoolStats(TokenCounts):
     num_moved_rows: int = 0
     """Running rows that went from one replica to another."""
     moved_kv_bytes: int = 0
+    num_duplicates: int = 0
+    """Running rows that a second replica has begun as well."""
+    num_won_duplicates: int = 0
+    """Of these, rows that it has finished first."""
     num_group_cuts: int = 0
     """Times that a replica got rows of a prefix group that was live at another."""
     cut_tokens: int = 0

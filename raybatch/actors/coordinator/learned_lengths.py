@@ -174,6 +174,11 @@ class LearnedLengths:
         self._num_ended[batch.kinds.client] += len(rows)
         self.model.note(batch.kinds.take(rows), lengths, is_cut)
 
+    def so_far(self, batch_id: int, rows: _Rows) -> tuple[Ints, Floats]:
+        """Return the tokens that rows had when last heard of, and those still to come, [n] each."""
+        num_tokens = self._batches[batch_id].tokens[rows]
+        return num_tokens, self.expected_left(batch_id, rows, num_tokens)
+
     def expected_left(self, batch_id: int, rows: _Rows, num_tokens: _Rows) -> Floats:
         """Return the tokens still to come of one sample of each row of an open batch, float64 [n].
 

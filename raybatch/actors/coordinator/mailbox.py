@@ -31,6 +31,7 @@ from raybatch.actors.wire.records import (
     Span,
     Submission,
 )
+from raybatch.records.arrays import Ints
 from raybatch.records.types import Completion, RowProgress
 
 # cancelled before they arrived; more calls than feeders may have in flight
@@ -254,6 +255,10 @@ class Mailbox:
         if batch_id in self._open:
             is_left = np.isin(tokens.column("row").to_numpy(), self.queue.rows_left(batch_id))
             self._open[batch_id].begun.add(tokens.filter(pa.array(is_left)))
+
+    def num_begun(self, batch_id: int, rows: Iterable[int]) -> Ints:
+        """Return how many tokens rows of an open batch would begin with."""
+        return self._open[batch_id].begun.num_tokens(rows)
 
     def assign(self, spans: Sequence[Span]) -> list[Assignment]:
         """Return the spans by row batch; rows that nobody waits for are taken out."""

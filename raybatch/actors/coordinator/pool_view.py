@@ -1,6 +1,6 @@
 """What the coordinator knows of its replicas, as `plan_pool` takes it; no Ray, no clock."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from raybatch.policy.pool.rates import StepRates
 from raybatch.policy.pool.snapshot import PoolSnapshot, ReplicaSnapshot, RowMove, RunningRows
 from raybatch.policy.pool.spread import MAX_MOVES
 from raybatch.records.arrays import Floats, Ints
-from raybatch.records.types import ReplicaStats
+from raybatch.records.types import Capacity, ReplicaStats
 
 # of a link between replicas, how much the latest copy counts
 _LATEST = 0.3
@@ -57,6 +57,8 @@ class PoolView:
 
     def __init__(self, queue: RowQueue, lengths: LearnedLengths) -> None:
         self.rates = StepRates()
+        # replicas that may hang, which give no rows and get none
+        self.silent: Set[int] = frozenset()
         self._queue, self._lengths = queue, lengths
         self._known: dict[int, _Known] = {}
         self._moving: dict[int, _Row] = {}
@@ -97,6 +99,14 @@ class PoolView:
         if has_moved and row is not None and known is not None:
             known.come[move.row_id] = row
 
+    def is_moving(self, row_id: int) -> bool:
+        return row_id in self._moving
+
+    def capacity(self, replica_id: int) -> Capacity | None:
+        """Return what a replica can hold, None where it has not told."""
+        known = self._known.get(replica_id)
+        return None if known is None or known.progress is None else known.progress.capacity
+
     def may_begin(self, move: RowMove) -> bool:
         """Return whether both replicas have hands free for a move."""
         return all(self.num_moves(r) < MAX_MOVES for r in (move.source, move.target))
@@ -126,7 +136,7 @@ class PoolView:
             num_held=load.num_rows,
             cost=load.cost,
             num_unstarted=known.stats.num_waiting,
-            can_give=not known.is_stale and not load.is_testing,
+            can_give=not (known.is_stale or load.is_testing or replica_id in self.silent),
             speed=self.rates.speed(replica_id),
         )
         if not with_rows or known.progress is None:
@@ -153,6 +163,7 @@ class PoolView:
         is_here = (left > 0) & ~is_leaving
         _, first, counts = np.unique(told.request_ids, return_inverse=True, return_counts=True)
         can_move = (counts[first] == 1) & (told.num_generated > 0)
+        can_move &= ~np.isin(told.request_ids, self._queue.copies.row_ids())
         coming = self._coming(replica_id, known)
         return RunningRows(
             ids=np.append(told.request_ids[is_here], [r.move.row_id for r in coming]).astype("i8"),
@@ -178,7 +189,8 @@ class PoolView:
         batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
         for batch_id in np.unique(batch_ids).tolist():
             (places,) = np.nonzero(batch_ids == batch_id)
-            places = places[self._queue.is_held(replica_id, batch_id, rows[places])]
+            is_here = self._queue.is_held(replica_id, batch_id, rows[places])
+            places = places[is_here | np.isin(ids[places], self._queue.copies.of(replica_id))]
             if batch_id in self._lengths and len(places):
                 more = self._lengths.expected_left(batch_id, rows[places], num_generated[places])
                 left[places] = np.maximum(1.0, more)

@@ -192,6 +192,10 @@ def spans_of(batch_id: int, rows: Rows) -> list[Span]:
     return [Span(batch_id, int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
 
 
+def one_by_one(batch_id: int, rows: Rows) -> list[Span]:
+    return [Span(batch_id, row, row + 1) for row in rows.tolist()]
+
+
 @dataclass(slots=True)
 class ReplicaLoad:
     """Sums over the rows that a replica runs, those of dropped batches included.
