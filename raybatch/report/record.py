@@ -77,6 +77,8 @@ class RunReport(TokenCounts):
         rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
         statuses: row status (see `raybatch.rows.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
+        duplicates: rows that two engines ran, see `pool.duplicate_last_rows`; `won_duplicates` of
+            them the second one finished first.
         cost: of the answers of all runs, thrown away or not, where they have prices of their own.
         startup_s: from the call to the first row handed to a ready engine; like the other times
             the sum over all runs.
@@ -116,6 +118,8 @@ class RunReport(TokenCounts):
     hung: int = 0
     moved: int = 0
     moved_kv_bytes: int = 0
+    duplicates: int = 0
+    won_duplicates: int = 0
     executor: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     output_files: tuple[str, ...] = ()
@@ -303,10 +307,14 @@ def _restarts(report: RunReport) -> str:
 
 
 def _moves(report: RunReport) -> str:
-    if not report.moved:
-        return ""
-    kv = f" with {amount(report.moved_kv_bytes)}B of KV" if report.moved_kv_bytes else ""
-    return f", {_count(report.moved, 'running row')} moved between them{kv}"
+    moves = copies = ""
+    if report.moved:
+        kv = f" with {amount(report.moved_kv_bytes)}B of KV" if report.moved_kv_bytes else ""
+        moves = f", {_count(report.moved, 'running row')} moved between them{kv}"
+    if report.duplicates:
+        rows = _count(report.duplicates, "row")
+        copies = f", {rows} run by two of them ({report.won_duplicates} ended at the second first)"
+    return moves + copies
 
 
 def _audit_section(report: RunReport) -> Section:

@@ -171,9 +171,7 @@ def pool_of_processes(folder, num_replicas):
 class MovingPool:
     """A coordinator and its replicas; `moves` begins one move as the plan of a pool does."""
 
-    def __init__(
-        self, *, num_replicas=2, script=lambda *_: None, site=None, spec=None, **options
-    ):
+    def __init__(self, *, num_replicas=2, script=lambda *_: None, site=None, spec=None, **options):
         self.site = site or MovingSite(script)
         if spec is None:
             options = {"max_row_crashes": 9, "stuck_after_s": 300.0} | options

@@ -5,13 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.policy.pool.duplicates import (
-    HeldRows,
-    Owner,
-    Spare,
-    choose_duplicates,
-    row_ends_s,
-)
+from raybatch.policy.pool.duplicates import HeldRows, Owner, Spare, choose_duplicates, row_ends_s
 from raybatch.policy.pool.rates import StepSeconds
 from raybatch.policy.pool.spread import end_s
 
