@@ -19,6 +19,7 @@ from unittest import mock
 
 import conditions
 import numpy as np
+import pyarrow as pa
 
 from raybatch.actors.coordinator import levelling
 from raybatch.actors.pool import PoolHandle
@@ -95,8 +96,8 @@ def run(num_rows: int, scenario: str, *, duplicates: bool) -> dict[str, Any]:
 
 
 async def _whole(
-    pool: PoolHandle, table: Any, sampling: Sampling, scenario: str, folder: str, num_rows: int
-) -> Any:
+    pool: PoolHandle, table: pa.Table, sampling: Sampling, scenario: str, folder: str, num_rows: int
+) -> pa.RecordBatch | pa.Table:
     rows = asyncio.create_task(pool.generate(table, (sampling,)))
     while pool.stats().rows_done < num_rows / 2:
         await asyncio.sleep(0.05)

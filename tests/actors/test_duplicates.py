@@ -101,8 +101,14 @@ def test_random_copies_change_no_token_and_give_one_result_per_row(seed, moves):
     check_empty(pool)
 
 
+def check_open(pool, replica_id):
+    """A replica keeps the request table of a batch for as many rows as it runs."""
+    num_open = sum(batch.num_rows for batch in pool.site.sides[replica_id].replica._open.values())
+    assert pool.queue.load(replica_id).num_rows == num_open
+
+
 def test_a_copy_that_is_faster_gives_the_result_and_the_owner_drops_its_run():
-    pool = MovingPool()
+    pool, aborted = MovingPool(), []
 
     async def meanwhile(pool):
         await until(lambda: held_rows(pool))
@@ -110,11 +116,17 @@ def test_a_copy_that_is_faster_gives_the_result_and_the_owner_drops_its_run():
         pool.site.sides[owner].replica.backend.pace_s = 0.2
         await until(lambda: pool.copy(row_id, 3 - owner))
         await until(lambda: pool.queue.copies.counters.num_won_duplicates)
-        # rows of the slow one that have none would take half a minute
+        # the run that lost ends long before it would by itself
+        await until(lambda: not pool.queue.copies._ending)
+        aborted.append(row_id)
+        assert await pool.site.sides[owner].replica.abort_row(row_id) is None
+        check_open(pool, owner)
+        # rows of the slow one that have no copy would take half a minute
         pool.site.sides[owner].replica.backend.pace_s = 0.0
         await asyncio.Event().wait()
 
     tokens, attempts = run(pool, meanwhile)
+    assert aborted
     assert expected(PROMPTS) == tokens
     assert [1] * NUM_ROWS == attempts
     check_empty(pool)
@@ -172,29 +184,33 @@ def test_deaths_among_random_copies_lose_no_row(seed):
 
 
 def test_a_copy_that_lost_before_its_rows_were_fetched_is_not_begun():
-    pool = MovingPool()
+    pool, submitted = MovingPool(), []
 
     async def meanwhile(pool):
         await until(lambda: held_rows(pool))
         owner, row_id = held_rows(pool)[0]
         other, backend = pool.site.sides[3 - owner], pool.site.sides[owner].replica.backend
-        has_lost, backend.pace_s = asyncio.Event(), 0.2
+        engine, submit = other.replica._engine, other.replica._engine.submit
+
+        def submitting(requests, begun):
+            submitted.append([request.request_id for request in requests])
+            submit(requests, begun)
+
+        backend.pace_s = 0.2
         # its request table is one that it has to fetch
         await until(lambda: not other.replica._open and 3 - owner in pool.coordinator._hungry())
 
         async def fetch(ref):
-            await has_lost.wait()
+            await until(lambda: row_id in other.replica._dropped_rows)
             return ref
 
-        other.fetch = fetch
+        other.fetch, engine.submit = fetch, submitting
         assert pool.copy(row_id, 3 - owner)
         backend.pace_s = 0.002
-        await until(lambda: not pool.queue.copies.row_ids())
-        await until(lambda: row_id in other.replica._dropped_rows)
-        has_lost.set()
         await asyncio.Event().wait()
 
     tokens, attempts = run(pool, meanwhile)
+    assert [[]] == submitted
     assert expected(PROMPTS) == tokens
     assert [1] * NUM_ROWS == attempts
     check_empty(pool)
@@ -223,7 +239,7 @@ def test_copies_of_a_cancelled_batch_are_dropped_at_both_sides():
 
 def test_rows_of_an_engine_that_hangs_are_computed_by_one_that_is_idle():
     """Nothing ends a replica that hangs here: without copies the rows would never end."""
-    pool = MovingPool(duplicate_last_rows=True, stuck_after_s=None)
+    pool, seen = MovingPool(duplicate_last_rows=True, stuck_after_s=None), []
     is_over = threading.Event()
 
     async def meanwhile(pool):
@@ -236,6 +252,10 @@ def test_rows_of_an_engine_that_hangs_are_computed_by_one_that_is_idle():
         num_hung = pool.queue.load(owner).num_rows
         pool.site.sides[owner].replica._engine._call(lambda _: is_over.wait())
         try:
+            await until(lambda: owner in pool.levelling.view.silent)
+            # no row moves to or from it
+            seen.append([r.replica_id for r in pool.snapshot().replicas if not r.can_give])
+            seen.append([owner])
             await until(lambda: pool.queue.copies.counters.num_won_duplicates == num_hung)
         finally:
             is_over.set()
@@ -244,6 +264,7 @@ def test_rows_of_an_engine_that_hangs_are_computed_by_one_that_is_idle():
     assert expected(PROMPTS) == tokens
     assert [1] * NUM_ROWS == attempts
     assert pool.coordinator._replicas.ledger.num_restarts == 0
+    assert seen[0] == seen[1]
 
 
 def test_the_death_of_a_copy_is_no_strike_and_the_row_has_no_other():

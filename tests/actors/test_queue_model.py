@@ -223,7 +223,7 @@ class Model:
         held = {row for rows in self.held.values() for row in rows}
         if batch_id not in self.dropped and num_rows > 0:
             all_rows = len(self.queue._batches[batch_id].output)
-            self.queue.reweigh([(batch_id, np.full(all_rows, new))])
+            self.queue.reweigh([(batch_id, lambda rows: np.full(len(rows), new))])
             waiting = {(batch_id, row) for row in range(all_rows)} - held
             self.new |= dict.fromkeys(waiting, new)
 

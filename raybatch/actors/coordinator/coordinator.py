@@ -375,7 +375,7 @@ class Coordinator:
                 self._mailbox.drop(batch)
             self._dispatch()
             self._levelling.look(self._pulls, with_rows=True)
-            self._duplicates.look(self._hungry())
+            self._duplicates.look(self._hungry(), is_settled=self._levelling.is_settled)
             self._update_metrics()
             was_busy, is_busy = is_busy, len(self._mailbox) > 0
             if was_busy and not is_busy:

@@ -40,11 +40,12 @@ class Duplicates:
         # of replicas that may hang, seconds without a step
         self._silent_s: dict[int, float] = {}
 
-    def look(self, pulling: Collection[int]) -> None:
+    def look(self, pulling: Collection[int], *, is_settled: bool) -> None:
         """Begin the copies that are worth it now, and keep moves off replicas that may hang.
 
         Args:
             pulling: the replicas that ask for rows and may get some.
+            is_settled: no rows are to move, which is better than a copy unless their owner hangs.
         """
         if not self._is_on:
             return
@@ -56,7 +57,7 @@ class Duplicates:
         if not spares:
             return
         begun: dict[int, list[Duplicate]] = {}
-        for each in choose_duplicates(self._owners(), spares):
+        for each in choose_duplicates(self._owners(is_settled), spares):
             if self._copies.begin(each.target, each.row_id):
                 begun.setdefault(each.target, []).append(each)
         for replica_id, copies in begun.items():
@@ -79,7 +80,7 @@ class Duplicates:
             return None
         return Spare(replica_id, seconds, capacity.max_num_seqs, capacity.kv_tokens)
 
-    def _owners(self) -> list[Owner]:
+    def _owners(self, is_settled: bool) -> list[Owner]:
         held: dict[int, list[HeldRows]] = {}
         for of_batch in self._copies.held():
             if of_batch.batch_id in self._mailbox.lengths:
@@ -94,6 +95,7 @@ class Duplicates:
             )
             for replica_id, of_batches in held.items()
             if (seconds := self._view.rates.seconds(replica_id)) is not None
+            and (is_settled or replica_id in self._silent_s)
         ]
 
     def _rows_of(self, replica_id: int, held: OwnedRows) -> HeldRows:

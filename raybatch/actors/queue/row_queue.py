@@ -9,8 +9,7 @@ Rows are the unit of work. A row is waiting, held by one replica, or done:
 
 A row that is held back is in no line until it is opened, or closed because another one like it ran.
 
-Rows of one prefix group wait together and go to the replica that has the prefix, see
-`raybatch.actors.queue.grant`.
+Rows of one prefix group wait together and go to the replica that has the prefix (`grant.py`).
 
 `lose` strikes every row that its replica held. Rows with two strikes, or with one that they got
 alone, are suspects: they are handed out as a set that a replica runs alone, in halves, until the
@@ -33,6 +32,7 @@ from raybatch.actors.queue.row_states import (
     HELD,
     MOVING,
     ReplicaLoad,
+    Rows,
     RowStates,
     Share,
     Tokens,
@@ -48,7 +48,6 @@ _SUSPECT_STRIKES = 2
 # of a replica that has got nothing; read only
 _NO_LOAD = ReplicaLoad()
 _NO_ROWS = np.empty(0, np.intp)
-_NO_TOKENS = Tokens(0, 0, 0)
 
 
 class RowQueue:
@@ -145,8 +144,10 @@ class RowQueue:
             speed_of: a replica, beside one of usual speed.
         """
         grants: dict[int, list[Span]] = {}
-        open_ids = []
-        for replica_id in sorted(hungry, key=lambda r: (self._load(r).cost / speed_of(r), r)):
+        open_ids, order = [], list(hungry)
+        if self._line or self._isolation:
+            order.sort(key=lambda r: (self._load(r).cost / speed_of(r), r))
+        for replica_id in order:
             replica = self._load(replica_id)
             if replica.num_rows == 0:
                 replica.has_control = self._isolation.control is not None
@@ -169,8 +170,7 @@ class RowQueue:
 
     def finish(self, replica_id: int, batch_id: int, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Note that a replica is done with rows; return which of them it really held."""
-        batch = self._batches.get(batch_id)
-        replica = self._replicas.get(replica_id)
+        batch, replica = self._batches.get(batch_id), self._replicas.get(replica_id)
         index = np.asarray(rows, np.intp)
         if batch is None or replica is None:
             return np.zeros(len(index), np.bool_)
@@ -313,8 +313,8 @@ class RowQueue:
             share = replica.aborting.pop(batch_id, Share(0, 0))
             self._affinity.end(replica_id, replica.remove(share))
 
-    def reweigh(self, new_tokens: Iterable[tuple[int, Ints]]) -> None:
-        """Expect other outputs of the waiting rows of some batches, each with those of all rows.
+    def reweigh(self, new_tokens: Iterable[tuple[int, Callable[[Rows], Ints]]]) -> None:
+        """Expect other outputs of the waiting rows of some batches, each with what tells them.
 
         What replicas hold costs them what it did. Complexity: O(rows of these batches + spans in
         the line).
@@ -365,7 +365,7 @@ class RowQueue:
     def tokens_left(self, *, is_held: bool) -> Tokens:
         """Return what the rows of replicas take from their beginning, or all others; O(rows)."""
         sums = [batch.tokens_left(is_held=is_held) for batch in self._batches.values()]
-        return Tokens(*(sum(of_all) for of_all in zip(*sums, strict=True))) if sums else _NO_TOKENS
+        return Tokens(*np.sum([(0, 0, 0), *sums], axis=0).tolist())
 
     def has_waiting(self) -> bool:
         """Return whether any row waits that is not reserved for the replica with its prefix."""
