@@ -107,7 +107,13 @@ def look_us(*, is_one_idle: bool, num_looks: int = 200) -> float:
     }
     site = SimpleNamespace(died=(), failed=())
     levelling = Levelling(
-        mailbox.queue, mailbox, members, site, spawn=lambda _: None, on_change=lambda: None
+        mailbox.queue,
+        mailbox,
+        members,
+        site,
+        spawn=lambda _: None,
+        kill=lambda *_: None,
+        on_change=lambda: None,
     )
     rows = BATCH_ROWS // (NUM_WATCHED - is_one_idle)
     working = ids[is_one_idle:]

@@ -4,12 +4,11 @@ python benchmarks/team.py                                 # moe-100m and dense-6
 python benchmarks/team.py --models dense-60m --steps 200 --out result.json
 
 One thread each, float32. The row decodes alone and in a team by turns, and a step's time is the
-median of its kind. The gain test is asked twice: with these times, and with an estimate of the
-team's step from one measured sum, for which a model of as many layers that are hardly anything
-tells what of a step every rank does by itself. Tokens are compared with those of the row alone;
-logits differ by some 3e-6, and where a router nearly ties another expert, and so token, may follow.
-Ranks wait for each other awake: on a host whose cores others use as well, a team's steps tell of
-those others.
+median of its kind. The pool's policy is asked what it does for a row of 4,000 tokens to come:
+before there was such a team (it may try one), and with these times (it forms again, it ends).
+Tokens are compared with those of the row alone; logits differ by some 3e-6, and where a router
+nearly ties another expert, and so token, may follow. Ranks wait for each other awake: on a host
+whose cores others use as well, a team's steps tell of those others.
 """
 
 import argparse
@@ -27,17 +26,18 @@ import models
 import numpy as np
 import torch
 
+from raybatch.backends.base import TeamEngine
 from raybatch.backends.native import NativeBackend, create
-from raybatch.bench.checkpoints import Shape, write_checkpoint
 from raybatch.config import EngineConfig
 from raybatch.engine.team.group import GlooGroup, Meeting, TeamGroup, TeamStore, connect
 from raybatch.models.config import read_model_spec
-from raybatch.policy.pool.partition import (
-    NO_VERDICT,
-    SwitchTimes,
-    TailFacts,
-    estimated_team_step_s,
-    look,
+from raybatch.policy.pool.partition import choose_team, teams_to_end
+from raybatch.policy.pool.snapshot import (
+    PoolSnapshot,
+    ReplicaSnapshot,
+    RunningRows,
+    TeamKind,
+    TeamPace,
 )
 from raybatch.records.team import FormingCost, TeamCall
 from raybatch.records.types import Request, Sampling
@@ -51,6 +51,11 @@ SUMS = ((1, 512), (1, 4096), (64, 512), (64, 4096))
 CPU = torch.device("cpu")
 
 
+def teams_of(backend: NativeBackend) -> TeamEngine:
+    assert backend.teams is not None, "an engine with its loaded model"
+    return backend.teams
+
+
 def engine_of(folder: str) -> NativeBackend:
     config = EngineConfig(
         device="cpu", dtype="float32", kv_cache_bytes=256 << 20, speculative_tokens=0
@@ -62,7 +67,7 @@ def follow(folder: str, pipe: Connection) -> None:
     backend = engine_of(folder)
     pipe.send("ready")
     while (call := pipe.recv()) is not None:
-        pipe.send(backend.teams.follow(call))
+        pipe.send(teams_of(backend).follow(call))
 
 
 def run_steps(backend: NativeBackend, steps: int) -> list[float]:
@@ -104,17 +109,17 @@ def measure(name: str, folder: str, *, size: int, prompt_len: int, steps: int) -
     alone, together, costs, reunited = list[float](), list[float](), list[FormingCost](), []
     for turn in range(NUM_TURNS):
         alone += run_steps(backend, steps)
-        calls = backend.teams.team_calls(turn + 1, size, host="127.0.0.1", timeout_s=TIMEOUT_S)
+        calls = teams_of(backend).team_calls(turn + 1, size, host="127.0.0.1", timeout_s=TIMEOUT_S)
         for (_, pipe), call in zip(followers, calls[1:], strict=True):
             pipe.send(call)
-        costs.append(backend.teams.lead(calls[0]))
+        costs.append(teams_of(backend).lead(calls[0]))
         together += run_steps(backend, steps)
         began = time.perf_counter()
-        backend.teams.reunite()
+        teams_of(backend).reunite()
         reunited.append(time.perf_counter() - began)
         for _, pipe in followers:
             pipe.recv()
-    is_equal = expected == tokens_of(backend)
+    is_equal, capacity = expected == tokens_of(backend), backend.capacity()
     for process, pipe in followers:
         pipe.send(None)
         process.join()
@@ -135,17 +140,8 @@ def measure(name: str, folder: str, *, size: int, prompt_len: int, steps: int) -
         "reunite_s": round(statistics.median(reunited), 3),
         "num_layers": spec.num_layers,
         "model_dim": spec.model_dim,
+        "bytes": (capacity.weight_bytes, capacity.kv_token_bytes),
     }
-
-
-def fixed_s(shape: Shape, folder: Path, *, prompt_len: int, steps: int) -> float:
-    """Return the seconds of a step of a model that has hardly any weights to multiply."""
-    small = replace(shape, hidden_size=64, head_dim=16, ffn_size=32, vocab_size=models.VOCAB_SIZE)
-    write_checkpoint(small, folder)
-    backend = engine_of(str(folder))
-    backend.submit([request_of(small.vocab_size, prompt_len, max_tokens=steps + 8)])
-    run_steps(backend, 6)
-    return statistics.median(run_steps(backend, steps))
 
 
 def request_of(vocab_size: int, prompt_len: int, *, max_tokens: int) -> Request:
@@ -163,36 +159,38 @@ def _milliseconds(seconds: list[float]) -> dict[str, float]:
     return {"median": round(1e3 * middle, 3), "quartiles": [round(1e3 * x, 3) for x in (low, high)]}
 
 
-def verdicts(found: dict[str, Any], *, sum_s: float, fixed_s: float) -> dict[str, Any]:
-    """Return what the gain test says with measured times, and with an estimated step of a team."""
+def verdicts(found: dict[str, Any], *, weight_bytes: int, kv_token_bytes: int) -> dict[str, Any]:
+    """Return what the pool decides: before there was such a team, and by the steps it measured."""
     alone_s, team_s = (found[key]["median"] / 1e3 for key in ("alone_ms", "team_ms"))
-    estimate_s = estimated_team_step_s(
-        step_s=alone_s,
-        fixed_s=fixed_s,
-        sum_s=sum_s,
-        num_layers=found["num_layers"],
-        size=found["ranks"],
-    )
-    facts = TailFacts(
-        num_active=1,
-        num_engines=found["ranks"],
-        num_open=0,
-        is_sealed=True,
-        leads_rows=1,
-        used_blocks=1,
-        next_blocks=1,
-        room_blocks=(100,) * found["ranks"],
-    )
     switch_s = found["form_s"] + found["reunite_s"]
-    said = {}
-    for kind, step_s in (("measured", team_s), ("estimated", estimate_s)):
-        times = SwitchTimes(
-            alone_s=alone_s, team_s=step_s, switch_s=switch_s, steps_left=STEPS_LEFT
+    tokens = sum(found["context_tokens"]) // 2
+    rows = RunningRows(
+        ids=np.array([0]),
+        tokens=np.array([tokens]),
+        left=np.array([float(STEPS_LEFT)]),
+        can_move=np.array([True]),
+    )
+    idle = [
+        ReplicaSnapshot(
+            replica_id=rank, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes, free_seqs=8
         )
-        verdict = look(look(NO_VERDICT, facts, times), facts, times)
-        said[kind] = {"switches": verdict.switches, "reason": verdict.reason}
-    is_quicker = STEPS_LEFT * (alone_s - team_s) > switch_s
-    return {"estimated_team_ms": round(1e3 * estimate_s, 3), "is_quicker": is_quicker} | said
+        for rank in range(1, found["ranks"])
+    ]
+    leader = replace(
+        idle[0], replica_id=0, num_held=1, rows=rows, token_s=alone_s, team_sizes=(found["ranks"],)
+    )
+    pulling = frozenset(replica.replica_id for replica in idle)
+    pool = PoolSnapshot(replicas=(leader, *idle), pulling=pulling)
+    tried = choose_team(pool)
+    kind = TeamKind(found["ranks"], True)
+    paces = {kind: TeamPace(team_s / alone_s, switch_s)}
+    led = replace(leader, team_size=found["ranks"], team_ratio=team_s / alone_s)
+    return {
+        "saved_s": round(STEPS_LEFT * (alone_s - team_s) - switch_s, 2),
+        "is_tried": None if tried is None else tried.reason,
+        "forms_again": choose_team(replace(pool, team_paces=paces)) is not None,
+        "ends": teams_to_end(PoolSnapshot(replicas=(led,))).get(0),
+    }
 
 
 def sum_in(call: TeamCall, by_gloo: bool, store: TeamStore | None) -> dict[str, float]:
@@ -247,11 +245,8 @@ def main() -> None:
             models.write(name, folder)
             size, prompt_len, steps = options.ranks, options.prompt, options.steps
             found = measure(name, str(folder), size=size, prompt_len=prompt_len, steps=steps)
-            sum_s = sums[found["group"]]["1 x 512"] / 1e6
-            small = Path(root) / f"{name}-small"
-            own_s = fixed_s(models.SHAPES[name], small, prompt_len=prompt_len, steps=steps)
-            found |= {"fixed_ms": round(1e3 * own_s, 3)}
-            found |= verdicts(found, sum_s=sum_s, fixed_s=own_s)
+            weight_bytes, kv_token_bytes = found.pop("bytes")
+            found |= verdicts(found, weight_bytes=weight_bytes, kv_token_bytes=kv_token_bytes)
             print(found, flush=True)
             results.append(found)
     conditions.write_result(options.out, "team.py", sums_us=sums, rows=results)

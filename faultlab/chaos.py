@@ -23,8 +23,9 @@ _MAX_DRIVERS = 12
 # an engine that hangs is noticed and ended in less
 _REPLACED_S = 60.0
 _NUM_HTTP_ERRORS = 25
-# places of jobs whose rows move: at random or as the pool decides, of fake engines or of real ones
-MOVING = ("moves", "tail", "native moves")
+# places of jobs whose rows move: at random or as the pool decides, of fake engines or of real ones;
+# and of jobs whose real engines form teams
+MOVING = ("moves", "tail", "native moves", "teams")
 # where a fault of each kind can happen, and how often such rounds are drawn
 KINDS: Mapping[str, Sequence[str]] = {
     "local": (*KILLS, _HANG, _TWO),
@@ -32,6 +33,7 @@ KINDS: Mapping[str, Sequence[str]] = {
     "s3": ("s3 errors", "tree", "replica"),
     "nodes": ("node",),
     **dict.fromkeys(MOVING, ("source killed", "target killed", "source hangs", "target hangs")),
+    "teams": ("leader killed", "follower killed", "follower hangs"),
 }
 _WEIGHTS = {"local": 5, "disk": 1, "s3": 2, "nodes": 2, **dict.fromkeys(MOVING, 2)}
 

@@ -1,4 +1,4 @@
-"""Whole jobs whose rows move between engines, which end or hang while they do."""
+"""Whole jobs whose rows move between engines or have teams, which end or hang while they do."""
 
 import dataclasses
 import json
@@ -12,14 +12,17 @@ from faultlab.chaos import Planned, RoundResult
 from faultlab.drivers import Driver, wait_until
 from faultlab.moving_driver import DONE, PLAN, Moved, MoveFault, MovePlan
 from faultlab.rig import NUM_UNITS, Answers, Rig
-from raybatch.actors.wire.records import MoveStep
+from raybatch.actors.wire.records import MoveStep, TeamStep
 from raybatch.demo import CHECKPOINT_PATH
 
 _EVERY_S = 0.03
+_NATIVE = ("native moves", "teams")
 _STUCK_AFTER_S = 5.0
 # of a move that goes well; without KV it begins with the fourth
 _STEPS = tuple(step for step in get_args(MoveStep) if step != "stay")
-_UNIT_ROWS = {"moves": 6, "tail": 3, "native moves": 4}
+_UNIT_ROWS = {"moves": 6, "tail": 3, "native moves": 4, "teams": 1}
+# of a team, at which an engine may be killed; and those at which a follower that hangs is noticed
+_TEAM_STEPS, _NOTICED = get_args(TeamStep), (("follow", False), ("lead", False), ("lead", True))
 
 
 def moving_rig(folder: Path, place: str, *, is_alone: bool = False) -> Rig:
@@ -101,18 +104,23 @@ def _wait(driver: Driver) -> None:
 
 
 def _plan(planned: Planned, rig: Rig, rng: random.Random) -> MovePlan:
-    is_tail, is_fake = planned.place == "tail", planned.place != "native moves"
-    faults = []
+    is_tail, is_fake = planned.place == "tail", not planned.place.startswith(_NATIVE)
+    forms_teams, faults = planned.place == "teams", []
     for kind, at in planned.faults:
         victim, _, how = kind.partition(" ")
-        # few rows move by themselves
-        num_before = at // 10 if is_tail else at
+        # few rows move by themselves, and few teams form
+        num_before = 0 if forms_teams else at // 10 if is_tail else at
+        # fake engines have no KV
+        step, is_after = rng.choice(_STEPS[3:] if is_fake else _STEPS), rng.random() < 0.5
+        if forms_teams:
+            step = rng.choice(_TEAM_STEPS)
+            if how == "hangs":
+                step, is_after = rng.choice(_NOTICED)
         faults.append(
             MoveFault(
                 num_before=num_before,
-                # fake engines have no KV
-                step=rng.choice(_STEPS[3:] if is_fake else _STEPS),
-                is_after=rng.random() < 0.5,
+                step=step,
+                is_after=is_after,
                 victim=victim,
                 hangs=how == "hangs",
             )
@@ -120,6 +128,7 @@ def _plan(planned: Planned, rig: Rig, rng: random.Random) -> MovePlan:
     return MovePlan(
         seed=rng.getrandbits(32),
         every_s=None if is_tail else _EVERY_S,
+        forms_teams=forms_teams,
         faults=tuple(faults),
         hang_dir=str(rig.folder) if is_fake else None,
     )
@@ -131,12 +140,15 @@ def _kind(fault: MoveFault) -> str:
 
 def _stage(folder: Path, place: str, is_alone: bool) -> Mapping[str, Any]:
     limits = {"stuck_after_s": _STUCK_AFTER_S, "max_row_crashes": 9}
-    if place == "native moves":
+    if place.startswith(_NATIVE):
+        # the last rows of engines are to be long where idle ones take part in their steps
+        lengths = (100, 700) if place == "teams" else (200, 250)
+        num_replicas = 3 if place == "teams" else 2
         return {
             "model": str(CHECKPOINT_PATH),
-            "pool": {"replicas": 1 if is_alone else 2, **limits},
+            "pool": {"replicas": 1 if is_alone else num_replicas, **limits},
             # greedy: a draw on a border falls by the last digit, which depends on the company
-            "sampling": {"max_tokens": 250, "min_tokens": 200},
+            "sampling": {"min_tokens": lengths[0], "max_tokens": lengths[1]},
             "engine": {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 64 << 20},
             "backend": {"kind": "native"},
         }

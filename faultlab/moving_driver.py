@@ -1,4 +1,4 @@
-"""Runs one job without Ray whose rows move between engines, which end or hang at steps of moves.
+"""Runs one job without Ray whose rows move or have teams, whose engines end or hang at steps of it.
 
 python -m faultlab.moving_driver JOB.yaml FOLDER
 
@@ -13,13 +13,14 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 from unittest import mock
 
 from raybatch.actors.coordinator.coordinator import Coordinator
+from raybatch.actors.coordinator.teams import Teams
 from raybatch.actors.executors import local_pools
 from raybatch.actors.executors.calls import CallHandle, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
@@ -29,23 +30,25 @@ from raybatch.actors.replicas.site import Handle, Started
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.errors import RaybatchError
 from raybatch.job.job import Job
-from raybatch.policy.pool.snapshot import PoolPlan, RowMove
+from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, RowMove, TeamKind, TeamPlan
 
 PLAN, DONE = "moves.json", "moved.json"
 # of random moves, how many take KV along
 _WITH_KV = 0.7
+# of the looks at a team, how many end it
+_ENDS = 0.1
 _ROWS_OF_HUNG = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveFault:
-    """The end of one side of a move at one of its steps.
+    """The end of one side of a move, or of a rank of a team, at one of its steps.
 
     Args:
-        num_before: rows that have moved before.
-        step: of `MoveStep`.
+        num_before: rows that have moved before, or teams.
+        step: of `MoveStep` or `TeamStep`.
         is_after: the step has been taken.
-        victim: "source" or "target".
+        victim: "source" or "target", "leader" or "follower".
         hangs: the engine takes no further step and answers no call, instead of being killed.
     """
 
@@ -63,6 +66,7 @@ class MovePlan:
     Args:
         seed: of the moves.
         every_s: between two random moves; None leaves moves to the pool.
+        forms_teams: of engines, once one of them is idle, in place of random moves.
         faults: in their order.
         hang_dir: of fake engines, whose thread hangs while their process answers; None stops the
             process of the engine.
@@ -70,6 +74,7 @@ class MovePlan:
 
     seed: int
     every_s: float | None
+    forms_teams: bool = False
     faults: tuple[MoveFault, ...] = ()
     hang_dir: str | None = None
 
@@ -89,6 +94,7 @@ class Moved:
         num_failed: moves that left their row where it was.
         num_bytes: of KV.
         num_hung: engines that were found to hang, and were replaced.
+        num_teams: of engines; None where none was to form.
         faults: that came.
     """
 
@@ -97,13 +103,16 @@ class Moved:
     num_bytes: int
     num_hung: int
     faults: tuple[MoveFault, ...]
+    num_teams: int | None = None
 
     @property
     def problem(self) -> str:
         """Return what is wrong with that, whatever became of the rows; "" where nothing is."""
         num_hangs = sum(fault.hangs for fault in self.faults)
-        if not self.num_moved:
+        if self.num_teams is None and not self.num_moved:
             return "no row moved"
+        if self.num_teams == 0:
+            return "no team formed"
         if self.num_hung != num_hangs:
             return f"{num_hangs} engines hung, and {self.num_hung} were replaced as hanging"
         return ""
@@ -152,17 +161,16 @@ class _MovingSite(LocalSite):
         if not is_replaced or len(self.came) == len(self._plan.faults):
             return
         fault = self._plan.faults[len(self.came)]
-        num_moved = self._coordinator._levelling.counters.num_moved
-        if (fault.step, fault.is_after) != (step, is_after) or num_moved < fault.num_before:
+        if (fault.step, fault.is_after) != (step, is_after) or self._num_done < fault.num_before:
             return
-        move = self._move_of(replica_id, args)
-        victim = None if move is None else self._members().get(getattr(move, fault.victim))
+        sides = self._sides(replica_id, args)
+        victim = None if sides is None else self._members().get(sides.get(fault.victim, 0))
         # what has been ended by another fault may not be noticed yet
         if victim is None or victim.pid is None or victim.pid in self._ended:
             return
         # one that has no rows is not missed, and those that have ended may be on their way
         num_rows = self._coordinator._queue.load(victim.replica_id).num_rows
-        if not fault.hangs or num_rows >= _ROWS_OF_HUNG:
+        if not fault.hangs or victim.is_following or num_rows >= _ROWS_OF_HUNG:
             self.came.append(fault)
             self._end(victim.pid, hangs=fault.hangs)
 
@@ -173,27 +181,66 @@ class _MovingSite(LocalSite):
         else:
             os.kill(pid, signal.SIGSTOP if hangs else signal.SIGKILL)
 
-    def _move_of(self, replica_id: int, args: tuple[Any, ...]) -> RowMove | None:
-        """Return the move that a step is of; the pieces of KV name no row."""
+    @property
+    def _teams(self) -> Teams:
+        return self._coordinator._levelling._teams
+
+    @property
+    def _num_done(self) -> int:
+        if self._plan.forms_teams:
+            return self._teams.counters.num_formed
+        return self._coordinator._levelling.counters.num_moved
+
+    def _sides(self, replica_id: int, args: tuple[Any, ...]) -> Mapping[str, int] | None:
+        """Return who takes part in the move that a step is of, or in the team."""
+        for team in self._teams._teams.values():
+            leader, (follower,) = team.plan.leader, team.plan.followers
+            if replica_id in (leader, follower):
+                return {"leader": leader, "follower": follower}
         for row_id, row in self._coordinator._levelling.view._moving.items():
-            sides = (row.move.source, row.move.target)
+            source, target = row.move.source, row.move.target
+            # the pieces of KV name no row
             is_it = args[0] == row_id or not isinstance(args[0], int)
-            if is_it and replica_id in sides:
-                return row.move
+            if is_it and replica_id in (source, target):
+                return {"source": source, "target": target}
         return None
 
     def _members(self) -> dict[int, Member]:
         return self._coordinator._replicas.members
 
     async def _move_rows(self, every_s: float) -> None:
-        """Begin moves of random running rows, by and by."""
+        """Begin moves of random running rows, or teams, by and by."""
         while True:
             await asyncio.sleep(every_s)
-            self._move_one()
+            if self._plan.forms_teams:
+                self._form_or_end()
+            else:
+                self._move_one()
+
+    def _form_or_end(self) -> None:
+        """Let an idle engine follow one that has rows; or end a team, now and then."""
+        working = [team for team in self._teams._teams.values() if team.is_formed]
+        if working and self._rng.random() < _ENDS:
+            self._teams._end(self._rng.choice(working), "its time is over")
+        free = {r for r, member in self._members().items() if member.takes_rows}
+        idle = sorted(r for r in free if not self._coordinator._queue.load(r).num_rows)
+        snapshot = self._snapshot()
+        busy = [
+            r.replica_id
+            for r in snapshot.replicas
+            if r.replica_id in free and r.rows is not None and r.rows.can_move.any()
+        ]
+        if idle and busy:
+            leader, followers = self._rng.choice(busy), (self._rng.choice(idle),)
+            team = TeamPlan(leader, followers, TeamKind(2, True), "of chance")
+            self._teams._begin(team, 1.0)
+
+    def _snapshot(self) -> PoolSnapshot:
+        view = self._coordinator._levelling.view
+        return view.snapshot(self._members().values(), (), with_rows=True)
 
     def _move_one(self) -> None:
-        levelling = self._coordinator._levelling
-        snapshot = levelling.view.snapshot(self._members().values(), (), with_rows=True)
+        levelling, snapshot = self._coordinator._levelling, self._snapshot()
         with_rows = [r for r in snapshot.replicas if r.rows is not None and r.rows.can_move.any()]
         if not with_rows or len(snapshot.replicas) < 2:
             return
@@ -207,7 +254,7 @@ class _MovingSite(LocalSite):
 
 
 class _Watched:
-    """A replica whose steps of moves the site sees."""
+    """A replica whose steps of moves and teams the site sees."""
 
     def __init__(self, started: Started, replica_id: int, site: _MovingSite) -> None:
         self._started, self._replica_id, self._site = started, replica_id, site
@@ -221,9 +268,10 @@ class _Watched:
 
     def _call(self, name: str, *args: Any) -> Any:  # noqa: ANN401 - of any method
         call = getattr(self._started.actor, name).remote
-        return asyncio.create_task(self._move(call, *args)) if name == "move" else call(*args)
+        is_seen = name in ("move", "team")
+        return asyncio.create_task(self._step(call, *args)) if is_seen else call(*args)
 
-    async def _move(self, call: Any, step: str, *args: Any) -> Any:  # noqa: ANN401 - of any step
+    async def _step(self, call: Any, step: str, *args: Any) -> Any:  # noqa: ANN401 - of any step
         self._site.reached(self._replica_id, step, args, is_after=False)
         answer = await call(step, *args)
         self._site.reached(self._replica_id, step, args, is_after=True)
@@ -256,6 +304,7 @@ def main(job_file: str, folder: str) -> int:
         num_failed=counters.num_failed,
         num_bytes=counters.num_bytes,
         num_hung=site._coordinator._replicas.ledger.num_hung,
+        num_teams=site._teams.counters.num_formed if plan.forms_teams else None,
         faults=tuple(site.came),
     )
     Path(folder, DONE).write_text(json.dumps(dataclasses.asdict(moved)), encoding="utf-8")

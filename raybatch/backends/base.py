@@ -17,6 +17,7 @@ from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import check_tensors, stored_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.json_files import read_json
+from raybatch.records.team import FormingCost, Served, TeamCall
 from raybatch.records.types import (
     Capacity,
     Completion,
@@ -29,6 +30,28 @@ from raybatch.records.types import (
 
 # a query and a document as one sequence with a border, as one without, or as two sequences
 ScoreForm = Literal["pair", "joined", "apart"]
+
+
+class TeamEngine(Protocol):
+    """An engine that computes steps together with others; of the thread that polls.
+
+    What raises TeamError leaves the engine as it was, or alone with its rows.
+    """
+
+    def team_calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
+        """Return what to tell each rank of a team that this engine is to lead, itself first.
+
+        `host` is an address of this host that the others reach.
+        """
+
+    def lead(self, call: TeamCall) -> FormingCost:
+        """Spread steps over a team from now on; it ends with `reunite`, or with the last row."""
+
+    def reunite(self) -> None:
+        """End the team, if there is one; rows go on with their KV, or by their tokens."""
+
+    def follow(self, call: TeamCall) -> Served:
+        """Compute a slice of another engine's steps until that ends the team."""
 
 
 class Backend(Protocol):
@@ -103,6 +126,10 @@ class Backend(Protocol):
     def forget(self, request_id: int) -> None:
         """Free what is kept for a row that has left, or will not come."""
 
+    @property
+    def teams(self) -> TeamEngine | None:
+        """The engine as it leads and follows teams; None where it cannot."""
+
     def stats(self) -> ReplicaStats:
         """Return the counters."""
 
@@ -113,8 +140,10 @@ class Backend(Protocol):
 class RecomputingBackend(ABC):
     """The part of the `Backend` protocol about moves, for engines that neither give nor take KV.
 
-    A row that moves is computed again from its tokens.
+    A row that moves is computed again from its tokens; and they are in no team.
     """
+
+    teams: None = None
 
     @abstractmethod
     def export(

@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raybatch.backends.base import BackendType
+from raybatch.backends.base import BackendType, TeamEngine
 from raybatch.config import BackendConfig, EngineConfig
-from raybatch.errors import TeamError
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model
@@ -90,16 +89,11 @@ class NativeBackend:
         self._engine.moves.forget(request_id)
 
     @property
-    def teams(self) -> PhasedEngine:
-        """The engine as it leads and follows teams; of the thread that polls.
-
-        Raises TeamError: it is one that `create` has not made.
-        """
+    def teams(self) -> TeamEngine | None:
+        """The engine as it leads and follows teams; None for one that `create` has not made."""
         from raybatch.engine.phases import PhasedEngine
 
-        if not isinstance(self._engine, PhasedEngine):
-            raise TeamError("only an engine with its loaded model can be in a team")
-        return self._engine
+        return self._engine if isinstance(self._engine, PhasedEngine) else None
 
     def stats(self) -> ReplicaStats:
         return self._engine.stats()

@@ -17,7 +17,7 @@ from raybatch.engine.row_moves import RowMoves
 from raybatch.engine.rows_seen import RowsSeen
 from raybatch.engine.step import summed
 from raybatch.engine.team.group import Connect, connect
-from raybatch.engine.team.teamwork import Teamwork
+from raybatch.engine.team.teamwork import Teamwork, team_sizes
 from raybatch.errors import CapacityError, ConfigError, TeamError, error_text
 from raybatch.policy.choose_engine import EngineChoice, EngineWay
 from raybatch.policy.layer_plan import RowsAhead, RowShape
@@ -101,7 +101,8 @@ class PhasedEngine:
         return self._engine.moves
 
     def capacity(self) -> Capacity:
-        return self._engine.capacity()
+        found, num_bytes = self._engine.capacity(), self._prepared.weight_bytes
+        return replace(found, team_sizes=self._team_sizes, weight_bytes=num_bytes)
 
     def add(self, requests: Sequence[Request]) -> None:
         self._expect(requests)
@@ -148,8 +149,14 @@ class PhasedEngine:
         self._engine.restore(states)
 
     def team_calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
-        """Return what to tell each rank of a team that this engine is to lead."""
-        return self._teamwork.calls(epoch, size, host=host, timeout_s=timeout_s)
+        """Return what to tell each rank of a team that this engine is to lead.
+
+        Raises TeamError: it cannot lead one now.
+        """
+        engine = self._engine
+        return self._teamwork.calls(
+            epoch, size, engine.runner, engine.blocks, host=host, timeout_s=timeout_s
+        )
 
     def lead(self, call: TeamCall) -> FormingCost:
         """Spread steps over a team from now on; it ends with `reunite`, or with the last row.
@@ -170,9 +177,9 @@ class PhasedEngine:
 
         Raises TeamError: this engine has rows, or the leader is gone; it goes on alone.
         """
-        if self.num_unfinished() or not self._engine.moves.is_idle:
-            raise TeamError("an engine that has rows cannot follow another one")
-        return self._teamwork.follow(call, self._engine.runner, self._engine.blocks)
+        engine, has_rows = self._engine, self.num_unfinished() or not self._engine.moves.is_idle
+        refusal = "an engine that has rows cannot follow another one" if has_rows else ""
+        return self._teamwork.follow(call, engine.runner, engine.blocks, refusal=refusal)
 
     def _end_idle_team(self) -> None:
         if self._teamwork.leads and not self._engine.num_unfinished():
@@ -369,7 +376,9 @@ class PhasedEngine:
         gc.collect()  # of the engine before, whose pool would be there beside the next one
         give_back_freed_memory(self._prepared.model.device)
         self._copied_s = 0.0
-        return self._make(ModelRunner.of(self._prepared, choice))
+        runner = ModelRunner.of(self._prepared, choice)
+        self._team_sizes = team_sizes(runner)
+        return self._make(runner)
 
 
 def _is_other(rows: RowsAhead, asked: RowsAhead) -> bool:

@@ -53,6 +53,10 @@ class PoolStats(TokenCounts):
     num_moved_rows: int = 0
     """Running rows that went from one replica to another."""
     moved_kv_bytes: int = 0
+    num_teams: int = 0
+    """Times that idle replicas took part in the steps of another one."""
+    num_team_steps: int = 0
+    """That these computed."""
     num_duplicates: int = 0
     """Running rows that a second replica has begun as well."""
     num_won_duplicates: int = 0

@@ -280,6 +280,10 @@ class Capacity:
     """Token budget of one step; None where it is that of `EngineConfig`, or where there is none."""
     kv_token_bytes: int = 0
     """KV bytes of a token that can be moved to another engine; 0 where none can."""
+    team_sizes: tuple[int, ...] = ()
+    """How many engines may compute its steps together, itself included; () where none may."""
+    weight_bytes: int = 0
+    """That ranks of a team divide among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

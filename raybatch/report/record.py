@@ -118,6 +118,8 @@ class RunReport(TokenCounts):
     hung: int = 0
     moved: int = 0
     moved_kv_bytes: int = 0
+    teams: int = 0
+    team_steps: int = 0
     duplicates: int = 0
     won_duplicates: int = 0
     executor: str = ""
@@ -288,7 +290,7 @@ def _measured_facts(report: RunReport) -> list[tuple[str, str]]:
         *idle_facts(lanes_of(report.history)),
         *coverage_facts(report.history),
         *(("  run", f"{duration(run.seconds)}, {end_of(run)}") for run in runs),
-        ("replicas", f"{report.replicas}{where}, {_restarts(report)}{_moves(report)}"),
+        ("replicas", f"{report.replicas}{where}, {_restarts(report)}{_shared_work(report)}"),
         *(("engine", line) for line in ([] if last is None else _ways_of(last))),
     ]
 
@@ -306,15 +308,18 @@ def _restarts(report: RunReport) -> str:
     return _count(report.restarts, "restart") + hung
 
 
-def _moves(report: RunReport) -> str:
-    moves = copies = ""
+def _shared_work(report: RunReport) -> str:
+    moves = teams = copies = ""
     if report.moved:
         kv = f" with {amount(report.moved_kv_bytes)}B of KV" if report.moved_kv_bytes else ""
         moves = f", {_count(report.moved, 'running row')} moved between them{kv}"
+    if report.teams:
+        formed, steps = _count(report.teams, "team"), _count(report.team_steps, "step")
+        teams = f", {formed} of them computed {steps} of last rows together"
     if report.duplicates:
         rows = _count(report.duplicates, "row")
         copies = f", {rows} run by two of them ({report.won_duplicates} ended at the second first)"
-    return moves + copies
+    return moves + teams + copies
 
 
 def _audit_section(report: RunReport) -> Section:

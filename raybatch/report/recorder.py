@@ -101,6 +101,8 @@ class Sampler:
             "hung": max(0, stats.num_hung - first.num_hung),
             "moved": max(0, stats.num_moved_rows - first.num_moved_rows),
             "moved_kv_bytes": max(0, stats.moved_kv_bytes - first.moved_kv_bytes),
+            "teams": max(0, stats.num_teams - first.num_teams),
+            "team_steps": max(0, stats.num_team_steps - first.num_team_steps),
             "duplicates": max(0, stats.num_duplicates - first.num_duplicates),
             "won_duplicates": max(0, stats.num_won_duplicates - first.num_won_duplicates),
             "preemptions": self._preemptions,

@@ -72,7 +72,7 @@ class SimulatedReplica:
         slowness: float,
         message_s: float,
     ) -> None:
-        self.replica_id, self.rank = replica_id, rank
+        self.replica_id, self.rank, self.host_id = replica_id, rank, ""
         self.engine = SimulatedEngine(rows, spec, slowness=slowness)
         self.num_finished = 0
         self.is_dead = False

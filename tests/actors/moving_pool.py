@@ -155,7 +155,7 @@ class OnThisLoop:
         return CallHandle(lambda name, *args: asyncio.create_task(getattr(target, name)(*args)))
 
 
-def pool_of_processes(folder, num_replicas):
+def pool_of_processes(folder, num_replicas, *, site=None):
     """Return a pool of native engines, each in a process of its own."""
     spec = PoolSpec(
         model=str(folder),
@@ -165,7 +165,8 @@ def pool_of_processes(folder, num_replicas):
         ),
         pool=PoolConfig(replicas=num_replicas, max_row_crashes=9),
     )
-    return MovingPool(num_replicas=num_replicas, site=LocalSite(OnThisLoop()), spec=spec)
+    site = site or LocalSite(OnThisLoop())
+    return MovingPool(num_replicas=num_replicas, site=site, spec=spec)
 
 
 class MovingPool:
@@ -223,18 +224,28 @@ class MovingPool:
         target = generator.choice([i for i in ids if i != source.replica_id])
         self.move(row_id, source.replica_id, target, with_kv=generator.random() < 0.7)
 
-    async def generate(self, prompts, samplings, meanwhile):
-        """Run rows to their end, and `meanwhile` beside them; return completions by row."""
-        seeds = np.zeros(len(prompts), np.uint64)
-        table = request_table([str(i) for i in range(len(prompts))], prompts, seeds=seeds)
-        submission = make_submission(table, samplings, "c", self.spec.engine)
+    async def generate(self, prompts, samplings, meanwhile, then=None):
+        """Run rows to their end, and `meanwhile` beside them; return completions by row.
+
+        Replicas are there still when `then` runs.
+        """
         doing = asyncio.create_task(meanwhile(self))
-        answer = await self.coordinator.generate(submission, (table, samplings))
-        while answer.status == "pending":
-            answer = await self.coordinator.collect(submission.token)
+        results = await self.answers(prompts, samplings)
         doing.cancel()
         with suppress(asyncio.CancelledError):
             await doing
-        assert answer.status == "done", answer.cause
+        if then is not None:
+            await then(self)
         await self.coordinator.shutdown()
+        return results
+
+    async def answers(self, prompts, samplings):
+        """Run rows to their end; return completions by row."""
+        seeds = np.zeros(len(prompts), np.uint64)
+        table = request_table([str(i) for i in range(len(prompts))], prompts, seeds=seeds)
+        submission = make_submission(table, samplings, "c", self.spec.engine)
+        answer = await self.coordinator.generate(submission, (table, samplings))
+        while answer.status == "pending":
+            answer = await self.coordinator.collect(submission.token)
+        assert answer.status == "done", answer.cause
         return combine_results(answer.results, answer.attempts)

@@ -445,7 +445,7 @@ def test_a_row_that_ended_where_it_moved_to_is_not_seen_there_any_more():
     view.begin_move(move, rows)
     queue.commit_move(1, 2, 0, 0, with_kv=True)
     view.end_move(move, has_moved=True)
-    target = SimpleNamespace(replica_id=2, is_ready=True, stats=ReplicaStats())
+    target = SimpleNamespace(replica_id=2, is_ready=True, stats=ReplicaStats(), host_id="")
 
     def seen():
         return view.snapshot([target], (), with_rows=True).replicas[0].rows.ids.tolist()

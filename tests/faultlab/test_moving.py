@@ -32,6 +32,8 @@ def test_what_a_driver_is_told_and_tells_is_read_as_it_was_written(tmp_path, kep
         ({"num_hung": 0}, "1 engines hung, and 0 were replaced as hanging"),
         ({"num_hung": 2}, "1 engines hung, and 2 were replaced as hanging"),
         ({"num_hung": 0, "faults": ()}, ""),
+        ({"num_moved": 0, "num_teams": 0}, "no team formed"),
+        ({"num_moved": 0, "num_teams": 1}, ""),
     ],
 )
 def test_a_run_without_moves_or_with_an_engine_that_hung_for_good_is_a_problem(changes, problem):
@@ -47,10 +49,12 @@ def test_the_table_tells_how_many_rows_moved():
 
 
 @pytest.mark.parametrize("place", MOVING)
-def test_engines_end_at_every_side_of_moves(place):
+def test_engines_end_at_every_side_of_moves_and_teams(place):
     planned = [plan_round(0, number, [place]) for number in range(20)]
     kinds = {kind for each in planned for kind, _ in each.faults}
-    assert {"source killed", "target killed", "source hangs", "target hangs"} == kinds
+    of_moves = {"source killed", "target killed", "source hangs", "target hangs"}
+    of_teams = {"leader killed", "follower killed", "follower hangs"}
+    assert (of_teams if place == "teams" else of_moves) == kinds
 
 
 @pytest.mark.slow
@@ -65,3 +69,16 @@ def test_a_job_whose_rows_move_survives_engines_that_end_and_hang():
     assert found.injected == ("target killed", "source hangs")
     assert found.is_right
     assert (found.moved.num_hung, found.moved.num_moved > 8) == (1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_whose_engines_form_teams_survives_their_ends():
+    with tempfile.TemporaryDirectory(prefix="rbf-", ignore_cleanup_errors=True) as name:
+        still = moving_answers(Path(name) / "still", "teams")
+        faults = (("follower killed", 4), ("leader killed", 8))
+        planned = Planned(place="teams", faults=faults)
+        found = run_moving_round(Path(name) / "round", planned, still, random.Random(0))
+    assert found.problem == ""
+    assert found.is_right
+    assert found.moved.num_teams > 0

@@ -1,34 +1,47 @@
-"""When the last rows of a pool are spread over idle engines: the truth table of the gain test."""
+"""When idle engines take part in the steps of the last rows: the truth table of the gain test."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.policy.pool.partition import (
-    NO_VERDICT,
+    Agreement,
     SwitchTimes,
-    TailFacts,
-    estimated_switch_s,
-    estimated_team_step_s,
-    gain_s,
-    look,
+    choose_team,
+    teams_to_end,
     why_not_eligible,
 )
+from raybatch.policy.pool.plan import plan_pool
+from raybatch.policy.pool.rates import TokenPace
+from raybatch.policy.pool.snapshot import PoolSnapshot, TeamKind, TeamPace
+from raybatch.records.types import ReplicaStats
+from tests.policy.test_pool import replica, rows_of
 
 WORLD = 8
-TAIL = TailFacts(
-    num_active=1,
-    num_engines=WORLD,
-    num_open=0,
-    is_sealed=True,
-    leads_rows=1,
-    used_blocks=50,
-    next_blocks=1,
-    room_blocks=(100, 60),
-)
-TIMES = SwitchTimes(alone_s=0.010, team_s=0.006, switch_s=0.5, steps_left=1000)
+ALIKE = {"weight_bytes": 10**9, "team_sizes": (2, 4), "token_s": 0.010}
+ONE_HOST = TeamKind(2, True)
+
+
+def busy(replica_id, left, **changes):
+    return replica(replica_id, left, **ALIKE | changes)
+
+
+def idle(replica_id, **changes):
+    return replica(replica_id, **ALIKE | {"token_s": None} | changes)
+
+
+def pool_of(*replicas, **changes):
+    pulling = frozenset(r.replica_id for r in replicas if not r.num_held)
+    return PoolSnapshot(replicas=replicas, **{"pulling": pulling} | changes)
+
+
+def tail(num_active, **changes):
+    """Return a pool of eight engines, some of which have a row each."""
+    with_rows = [busy(i, [1000.0]) for i in range(num_active)]
+    return pool_of(*with_rows, *(idle(i) for i in range(num_active, WORLD)), **changes)
 
 
 @pytest.mark.parametrize(
@@ -36,93 +49,164 @@ TIMES = SwitchTimes(alone_s=0.010, team_s=0.006, switch_s=0.5, steps_left=1000)
     [(0, False), (1, True), (WORLD // 2, True), (WORLD - 1, True), (WORLD, False)],
 )
 def test_only_fewer_rows_than_engines_are_eligible(num_active, expected):
-    assert expected == (not why_not_eligible(replace(TAIL, num_active=num_active)))
+    assert expected == (not why_not_eligible(tail(num_active)))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"is_sealed": False},
-        {"num_open": 1},
-        {"leads_rows": 0},
-        {"room_blocks": (100,)},
-        {"why_not": "5 query heads cannot be cut for 2 ranks"},
-        # 50 and the two spare ones and the next make 53, and nine tenths of 58 are fewer
-        {"room_blocks": (100, 58)},
-        {"used_blocks": 52},
+        {"rows": None},
+        {"num_held": 2},
+        {"num_unstarted": 1},
+        {"num_moves": 1},
+        {"token_s": None},
+        {"team_sizes": ()},
+        {"team_sizes": (4, 8)},
+        # 50 steps of 10 ms
+        {"rows": rows_of([50.0])},
+        {"kv_token_bytes": 999},
+        {"weight_bytes": 1},
+        {"team_size": 2},
     ],
+    ids=lambda change: next(iter(change)),
 )
 def test_one_condition_that_does_not_hold_is_enough_for_no(change):
-    assert why_not_eligible(replace(TAIL, **change))
+    leader = busy(0, [1000.0])
+    assert choose_team(pool_of(leader, idle(1))) is not None
+    assert choose_team(pool_of(replace(leader, **change), idle(1))) is None
 
 
-def test_a_pool_that_just_holds_the_rows_is_eligible():
-    assert "" == why_not_eligible(replace(TAIL, room_blocks=(59, 100)))
+@pytest.mark.parametrize("change", [{"has_waiting": True}, {"pulling": frozenset()}])
+def test_no_team_forms_while_rows_wait_or_of_engines_that_ask_for_none(change):
+    assert choose_team(tail(1, **change)) is None
+
+
+def test_the_engine_that_ends_last_leads_and_those_of_its_host_follow():
+    pool = pool_of(
+        busy(1, [2000.0], host="a"),
+        busy(2, [3000.0], host="b"),
+        idle(3, host="a"),
+        idle(4, host="b", speed=0.9),
+        idle(5, host="b"),
+    )
+    team = choose_team(pool)
+    # four engines would have to be of two hosts, for which there is no other reason
+    assert (2, (5, 4, 3)) == (team.leader, team.followers)
+    two = choose_team(
+        replace(pool, replicas=(replace(pool.replicas[1], team_sizes=(2,)), *pool.replicas[2:]))
+    )
+    assert (2, (5,), ONE_HOST) == (two.leader, two.followers, two.kind)
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("times", "expected"),
     [
-        ({}, True),
-        # a tenth has to be gained: 1000 steps of 8.5 ms and half a second make 9 s
-        ({"team_s": 0.0084}, True),
-        ({"team_s": 0.0085}, False),
-        ({"switch_s": 2.9}, True),
-        ({"switch_s": 3.0}, False),
-        ({"team_s": 0.010}, False),
-        ({"steps_left": 128, "switch_s": 0.1}, True),
-        ({"steps_left": 127, "switch_s": 0.1}, False),
+        (SwitchTimes(0.010, 0.006, 0.5, 1000), True),
+        # it would have to save a second, and saves that
+        (SwitchTimes(0.010, 0.006, 3.0, 1000), False),
+        (SwitchTimes(0.010, 0.0091, 0.0, 1000), False),
+        (SwitchTimes(0.010, 0.011, 0.0, 1000), False),
+        (SwitchTimes(0.010, 0.001, 0.0, 127), False),
+        (SwitchTimes(0.010, 0.001, 0.0, 128), True),
+        # a tenth of little is nothing that anybody waits for
+        (SwitchTimes(0.001, 0.0005, 0.0, 900), False),
     ],
 )
-def test_a_switch_must_gain_a_tenth_over_enough_steps(change, expected):
-    assert expected == bool(look(NO_VERDICT, TAIL, replace(TIMES, **change)).num_yes)
+def test_a_switch_must_gain_a_tenth_over_enough_steps(times, expected):
+    assert expected == times.pays
 
 
-def test_one_boundary_is_not_enough():
-    first = look(NO_VERDICT, TAIL, TIMES)
-    assert (False, True) == (first.switches, look(first, TAIL, TIMES).switches)
-
-
-def test_boundaries_that_say_yes_must_follow_each_other():
-    first = look(NO_VERDICT, TAIL, TIMES)
-    between = look(first, replace(TAIL, num_open=1), TIMES)
-    assert "1 rows wait" == between.reason
-    assert not look(between, TAIL, TIMES).switches
-
-
-def test_a_verdict_of_no_says_the_times():
-    verdict = look(NO_VERDICT, TAIL, replace(TIMES, team_s=0.02))
-    expected = "1000 steps of 10.00 ms alone, or of 20.00 ms in a team after a switch of 0.50 s"
-    assert expected == verdict.reason
-
-
-def test_a_team_step_has_its_part_of_the_work_and_all_sums():
-    made = estimated_team_step_s(step_s=0.010, fixed_s=0.002, sum_s=0.0001, num_layers=4, size=2)
-    assert pytest.approx(0.002 + 0.004 + 10 * 0.0001) == made
-
-
-def test_slow_sums_make_a_team_slower_than_one_engine():
-    team_s = estimated_team_step_s(step_s=0.010, fixed_s=0.001, sum_s=0.0009, num_layers=5, size=2)
-    assert not look(NO_VERDICT, TAIL, replace(TIMES, team_s=team_s)).num_yes
-
-
-def test_a_switch_copies_kv_there_reads_it_and_copies_it_back():
-    made = estimated_switch_s(
-        slice_bytes=400, kv_bytes=100, copy_bytes_per_s=1000.0, connect_s=0.25
+def test_what_was_measured_takes_the_place_of_hope():
+    pool = tail(1)
+    assert "to be seen" in choose_team(pool).reason
+    slow = {TeamKind(size, True): TeamPace(ratio=0.95, switch_s=0.1) for size in (2, 4)}
+    assert choose_team(replace(pool, team_paces=slow)) is None
+    quick = slow | {ONE_HOST: TeamPace(ratio=0.6, switch_s=0.1)}
+    team = choose_team(replace(pool, team_paces=quick))
+    assert (ONE_HOST, "2 engines end 3.9 s sooner as earlier ones were measured") == (
+        team.kind,
+        team.reason,
     )
-    assert pytest.approx(0.25 + 0.7) == made
+
+
+def test_a_slow_follower_holds_up_all_ranks():
+    pool = pool_of(busy(1, [1000.0]), idle(2, speed=0.5))
+    assert choose_team(pool) is None
+    assert choose_team(pool_of(busy(1, [1000.0]), idle(2, speed=0.9))) is not None
 
 
 @given(
-    st.builds(
-        SwitchTimes,
-        alone_s=st.floats(1e-4, 1),
-        team_s=st.floats(1e-4, 1),
-        switch_s=st.floats(0, 100),
-        steps_left=st.integers(1, 10**6),
-    )
+    alone_s=st.floats(1e-4, 1.0),
+    team_s=st.floats(1e-4, 1.0),
+    switch_s=st.floats(0.0, 10.0),
+    steps_left=st.floats(1, 10**5),
 )
-def test_a_switch_that_gains_never_takes_longer_than_going_on(times):
-    in_team = times.switch_s + times.steps_left * times.team_s
-    if gain_s(times) > 0:
-        assert in_team < times.steps_left * times.alone_s
+def test_a_switch_that_pays_never_takes_longer_than_going_on(alone_s, team_s, switch_s, steps_left):
+    times = SwitchTimes(alone_s, team_s, switch_s, steps_left)
+    if times.pays:
+        assert switch_s + steps_left * team_s < steps_left * alone_s
+
+
+# teams that work
+
+
+def leading(**changes):
+    return busy(1, [1000.0], **{"team_size": 2, "team_ratio": 0.7} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_pool", "expected"),
+    [
+        ({}, {}, {}),
+        ({"team_ratio": None}, {}, {}),
+        ({"team_ratio": 1.2}, {}, {1: "its steps take 1.20 times those of its leader alone"}),
+        ({}, {"has_waiting": True}, {1: "rows wait for its engines"}),
+        ({"team_size": 0, "team_ratio": None}, {"has_waiting": True}, {}),
+    ],
+)
+def test_a_team_ends_where_its_steps_are_slower_or_rows_wait(changes, in_pool, expected):
+    pool = pool_of(leading(**changes), idle(3), **in_pool)
+    assert expected == teams_to_end(pool)
+    assert expected == plan_pool(pool).ends
+
+
+def test_no_row_moves_to_a_team_or_from_it():
+    many = rows_of([5000.0] * 40)
+    led = leading(rows=many, num_held=40)
+    assert plan_pool(pool_of(replace(led, team_size=0, team_ratio=None), idle(2))).moves
+    assert () == plan_pool(pool_of(led, idle(2))).moves
+
+
+def test_a_row_that_can_move_to_a_faster_engine_moves_and_forms_no_team():
+    plan = plan_pool(pool_of(busy(1, [3000.0, 3000.0]), idle(2)))
+    assert plan.moves
+    assert plan.team is None
+
+
+# boundaries
+
+
+def test_two_boundaries_in_a_row_have_to_want_the_same():
+    agreement = Agreement()
+    looks = [("a", 1), ("a", 1), ("b", 2), ("a", 3), (None, 4), ("a", 5), ("a", 6)]
+    assert [False] * 6 + [True] == [agreement.look(*look) for look in looks]
+
+
+def test_the_pace_of_rows_is_that_of_the_latest_steps_of_the_same_rows():
+    def stats(num_steps, seconds, *, rows=2):
+        return ReplicaStats(
+            num_running=rows, num_steps=num_steps, generated_tokens=2 * num_steps, engine_s=seconds
+        )
+
+    pace = TokenPace(stats(0, 0.0))
+    pace.note(stats(10, 5.0))
+    assert pace.token_s is None
+    pace.note(stats(20, 0.2))
+    assert 0.01 == pytest.approx(pace.token_s)
+    pace.note(stats(40, 0.6))
+    assert 0.02 == pytest.approx(pace.token_s)
+    pace.note(stats(60, 0.8, rows=1))
+    assert pace.token_s is None
+    pace.begin(stats(60, 0.8, rows=1))
+    pace.note(stats(80, 1.0, rows=1))
+    assert np.isclose(0.005, pace.token_s)

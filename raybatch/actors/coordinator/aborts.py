@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from raybatch.actors.coordinator.levelling import Spawn
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.replicas.site import Site
+from raybatch.actors.replicas.site import Site, Spawn
 
 
 class Aborts:

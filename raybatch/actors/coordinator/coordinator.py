@@ -81,6 +81,7 @@ class Coordinator:
             self._replicas.members,
             site,
             spawn=self._spawn,
+            kill=self._replicas.kill,
             on_change=self._dispatch,
         )
         members, view = self._replicas.members, self._levelling.view
@@ -216,8 +217,7 @@ class Coordinator:
             num_given_up=ledger.num_retired(),
             num_restarts=ledger.num_restarts,
             num_hung=ledger.num_hung,
-            num_moved_rows=self._levelling.counters.num_moved,
-            moved_kv_bytes=self._levelling.counters.num_bytes,
+            **self._levelling.stats(),
             **asdict(self._queue.copies.counters),
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
@@ -301,6 +301,7 @@ class Coordinator:
     def _dispatch(self) -> None:
         self._aborts.begin_losers()
         if not (hungry := self._hungry()):
+            self._levelling.free_teams()
             return
         num_expected = self._replicas.ledger.num_expected(time.monotonic())
         speed_of = self._levelling.view.rates.speed

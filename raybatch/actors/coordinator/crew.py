@@ -78,11 +78,14 @@ class Crew:
         idle = [
             r
             for r, num_rows in held.items()
-            if not (num_rows or members[r].is_leaving or self._view.num_moves(r)) and r in pulling
+            if not num_rows
+            and members[r].takes_rows
+            and not self._view.num_moves(r)
+            and r in pulling
         ]
         self._idle_since = {r: self._idle_since.get(r, now) for r in idle}
         num_replicas = len(ledger.to_start())
-        staying = [m for m in members.values() if m.takes_rows]
+        staying = [m for m in members.values() if m.stays]
         in_sight = self._view.snapshot(staying, (), with_rows=True).replicas
         known = [r for r in in_sight if r.rows is not None and r.seconds is not None]
         unplaced = [r for r, m in members.items() if m.pid is None and not m.is_leaving]

@@ -13,10 +13,10 @@ import logging
 import time
 from collections.abc import Callable
 
-from raybatch.actors.coordinator.levelling import Levelling, Spawn
+from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.replica_set import Member, ReplicaSet
-from raybatch.actors.replicas.site import Site
+from raybatch.actors.replicas.site import Site, Spawn
 from raybatch.actors.wire.records import Span
 
 # between two looks at what is left in a replica
@@ -54,6 +54,7 @@ class Leaving:
         if member is None or member.is_leaving:
             return
         member.is_leaving = True
+        self._levelling.note_leaving()
         _logger.warning("replica %d will end: %s; its rows go to others", replica_id, why)
         if member.is_ready:
             self._spawn(self._empty(member))
@@ -74,11 +75,12 @@ class Leaving:
             hosts = set()
         self._asking = None
         for member in list(self._replicas.members.values()):
-            if member.place is not None and member.place.host_id in hosts and member.takes_rows:
+            place = member.place
+            if member.stays and place is not None and place.host_id in hosts:
                 # Ray gives another host to the next one, which need not wait for the end of this
                 self._replicas.ledger.release(member.rank)
                 self._replicas.ledger.grow(1)
-                self.begin(member.replica_id, f"{member.place.host} is taken away")
+                self.begin(member.replica_id, f"{place.host} is taken away")
 
     async def _empty(self, member: Member) -> None:
         replica_id = member.replica_id

@@ -1,18 +1,18 @@
-"""Lets replicas that have little take rows of others: as `plan_pool` decides; no Ray."""
+"""Lets replicas that have little take rows or steps of others: as `plan_pool` decides; no Ray."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.coordinator.moves import Moves
 from raybatch.actors.coordinator.pool_view import PoolView
+from raybatch.actors.coordinator.teams import Teams
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.replica_set import Member
-from raybatch.actors.replicas.site import Site
+from raybatch.actors.replicas.site import Site, Spawn
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Span
 from raybatch.policy.pool.leaving import leave_moves
 from raybatch.policy.pool.plan import plan_pool
@@ -23,16 +23,14 @@ _PLAN_SHARE = 0.05
 
 _logger = logging.getLogger(__name__)
 
-Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-
 
 class Levelling:
-    """Rows that are given back, and rows that move, of one pool.
+    """Rows that are given back, rows that move, and teams of one pool.
 
     Args:
         members: replicas by id, that come and go.
-        spawn: runs a coroutine beside others.
-        on_change: called when rows have changed their place.
+        kill: ends a replica that hangs, told why.
+        on_change: called when rows have changed their place, or replicas are free.
     """
 
     def __init__(
@@ -43,10 +41,14 @@ class Levelling:
         site: Site,
         *,
         spawn: Spawn,
+        kill: Callable[[int, str], None],
         on_change: Callable[[], None],
     ) -> None:
         self.view = PoolView(queue, mailbox.lengths)
         self._moves = Moves(queue, mailbox, self.view, members, site.failed)
+        self._teams = Teams(
+            members, self.view, site.failed, spawn=spawn, kill=kill, on_change=on_change
+        )
         self.counters = self._moves.counters
         self._queue, self._members, self._died = queue, members, site.died
         self._spawn, self._on_change = spawn, on_change
@@ -61,6 +63,7 @@ class Levelling:
         Args:
             pulling: the replicas that ask for rows, by id.
         """
+        self.free_teams()
         if self._queue.has_waiting() or self._stealing is not None:
             self.is_settled = False
             return
@@ -69,7 +72,8 @@ class Levelling:
         began = time.monotonic()
         if with_rows and began < self._not_before:
             return
-        staying = [member for member in self._members.values() if member.takes_rows]
+        members = self._members.values()
+        staying = [member for member in members if member.stays and not member.is_following]
         snapshot = self.view.snapshot(staying, pulling, with_rows=with_rows)
         plan = plan_pool(snapshot)
         if with_rows:
@@ -77,12 +81,32 @@ class Levelling:
             now = time.monotonic()
             self._not_before = now + (now - began) / _PLAN_SHARE
             self.is_settled = plan == PoolPlan()
+            self._teams.look(plan, snapshot)
         if plan.steal is not None:
             self.view.note_stale(plan.steal.replica_id)
             victim = self._members[plan.steal.replica_id]
             self._stealing = self._spawn(self._take_back(victim, plan.steal))
         if self._begin_moves(plan, snapshot):
             _logger.info("rows that run move: the pool ends %.1f s sooner by that", plan.saved_s)
+
+    def stats(self) -> dict[str, int]:
+        """Return what there was of it so far, as `PoolStats` names it."""
+        moves, teams = self._moves.counters, self._teams.counters
+        return {
+            "num_moved_rows": moves.num_moved,
+            "moved_kv_bytes": moves.num_bytes,
+            "num_teams": teams.num_formed,
+            "num_team_steps": teams.num_steps,
+        }
+
+    def free_teams(self) -> None:
+        """End teams where rows wait, as their replicas take none."""
+        if self._teams and self._queue.has_waiting():
+            self._teams.end_all("rows wait")
+
+    def note_leaving(self) -> None:
+        """Note that a replica is to leave, and free those that compute with it."""
+        self._teams.end_leaving()
 
     def move_away(self, replica_id: int) -> None:
         """Begin to move the running rows of a replica that will end soon."""

@@ -9,8 +9,15 @@ import numpy as np
 from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Progress
-from raybatch.policy.pool.rates import StepRates
-from raybatch.policy.pool.snapshot import PoolSnapshot, ReplicaSnapshot, RowMove, RunningRows
+from raybatch.policy.pool.rates import StepRates, TokenPace
+from raybatch.policy.pool.snapshot import (
+    PoolSnapshot,
+    ReplicaSnapshot,
+    RowMove,
+    RunningRows,
+    TeamKind,
+    TeamPace,
+)
 from raybatch.policy.pool.spread import MAX_MOVES
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import Capacity, ReplicaStats
@@ -30,6 +37,9 @@ class Watched(Protocol):
 
     @property
     def stats(self) -> ReplicaStats: ...
+
+    @property
+    def host_id(self) -> str: ...
 
 
 class _Row(NamedTuple):
@@ -52,6 +62,13 @@ class _Known:
     come: dict[int, _Row] = field(default_factory=dict)
 
 
+class _Led(NamedTuple):
+    """A team, with what its leader took for a token of each of its rows before."""
+
+    size: int
+    alone_s: float
+
+
 class PoolView:
     """Follows the reports of all replicas and the moves between them, and makes snapshots."""
 
@@ -63,6 +80,10 @@ class PoolView:
         self._known: dict[int, _Known] = {}
         self._moving: dict[int, _Row] = {}
         self._bytes_per_s: float | None = None
+        self._paces: dict[int, TokenPace] = {}
+        self._led: dict[int, _Led] = {}
+        # of kinds of teams that there were; whoever forms them keeps this
+        self.team_paces: dict[TeamKind, TeamPace] = {}
 
     def heard(self, replica_id: int, stats: ReplicaStats, progress: Progress | None) -> None:
         """Take a report; what was said of rows holds until they are told anew."""
@@ -73,7 +94,8 @@ class PoolView:
             known.progress, known.come = before.progress, before.come
 
     def forget(self, replica_id: int) -> None:
-        self._known.pop(replica_id, None)
+        for found in (self._known, self._paces, self._led):
+            found.pop(replica_id, None)
         self.rates.forget(replica_id)
 
     def note_stale(self, replica_id: int) -> None:
@@ -98,6 +120,15 @@ class PoolView:
         row, known = self._moving.pop(move.row_id, None), self._known.get(move.target)
         if has_moved and row is not None and known is not None:
             known.come[move.row_id] = row
+
+    def begin_team(self, leader: Watched, size: int, alone_s: float) -> None:
+        """Note that steps of a replica are from now on those of a team."""
+        self._led[leader.replica_id] = _Led(size, alone_s)
+        self._pace(leader).begin(leader.stats)
+
+    def end_team(self, leader: Watched) -> None:
+        if self._led.pop(leader.replica_id, None) is not None:
+            self._pace(leader).begin(leader.stats)
 
     def is_moving(self, row_id: int) -> bool:
         return row_id in self._moving
@@ -125,6 +156,7 @@ class PoolView:
             pulling=frozenset(pulling),
             has_waiting=self._queue.has_waiting(),
             bytes_per_s=self._bytes_per_s,
+            team_paces=self.team_paces,
         )
 
     def _replica(self, member: Watched, with_rows: bool) -> ReplicaSnapshot:
@@ -144,6 +176,9 @@ class PoolView:
         rows, capacity = self._rows(replica_id, known), known.progress.capacity
         num_tokens = sum(row.num_tokens for row in self._coming(replica_id, known))
         num_used = round(known.stats.kv_used_fraction * capacity.kv_tokens) + num_tokens
+        pace, led = self._pace(member), self._led.get(replica_id)
+        pace.note(member.stats)
+        ratio = None if led is None or pace.token_s is None else pace.token_s / led.alone_s
         return replace(
             plain,
             seconds=self.rates.seconds(replica_id),
@@ -152,7 +187,19 @@ class PoolView:
             free_seqs=max(0, capacity.max_num_seqs - len(rows)),
             kv_token_bytes=capacity.kv_token_bytes,
             num_moves=self.num_moves(replica_id),
+            host=member.host_id,
+            token_s=pace.token_s,
+            weight_bytes=capacity.weight_bytes,
+            team_sizes=capacity.team_sizes,
+            team_size=0 if led is None else led.size,
+            team_ratio=ratio,
         )
+
+    def _pace(self, member: Watched) -> TokenPace:
+        pace = self._paces.get(member.replica_id)
+        if pace is None:
+            pace = self._paces[member.replica_id] = TokenPace(member.stats)
+        return pace
 
     def _rows(self, replica_id: int, known: _Known) -> RunningRows:
         """Return what a replica decodes as far as it is its own still, and what comes to it."""

@@ -2,10 +2,9 @@
 
 import logging
 
-from raybatch.actors.coordinator.levelling import Spawn
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import ReplicaSet
-from raybatch.actors.replicas.site import Site
+from raybatch.actors.replicas.site import Site, Spawn
 from raybatch.actors.replicas.waiting import WaitForRay
 from raybatch.config import PoolConfig
 

@@ -181,7 +181,8 @@ class RaySite:
         context = ray.get_runtime_context()
         kind = context.get_node_labels().get(KIND_LABEL, "")
         host = f"host {socket.gethostname()}" + (f" ({kind})" if kind else "")
-        return Place(pid=os.getpid(), host=host, host_id=context.get_node_id())
+        address = ray.util.get_node_ip_address()
+        return Place(pid=os.getpid(), host=host, host_id=context.get_node_id(), address=address)
 
     settle = staticmethod(use_threads)
 

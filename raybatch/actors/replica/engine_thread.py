@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from raybatch.actors.queue.pulling import Lead, OpenRows, room_for
 from raybatch.actors.queue.stealing import choose_rows
 from raybatch.actors.wire.records import Room
-from raybatch.backends.base import Backend
+from raybatch.backends.base import Backend, TeamEngine
+from raybatch.errors import TeamError
+from raybatch.records.team import FormingCost, Served, TeamCall
 from raybatch.records.types import (
     Capacity,
     Completion,
@@ -42,6 +44,12 @@ class RowStates:
     @property
     def request(self) -> Request:
         return self.states[0].request
+
+
+def _teams_of(backend: Backend) -> TeamEngine:
+    if backend.teams is None:
+        raise TeamError("this engine can be in no team")
+    return backend.teams
 
 
 class EngineEndedError(RuntimeError):
@@ -137,6 +145,26 @@ class EngineThread:
     def forget(self, request_id: int) -> Future[None]:
         return self._call(lambda backend: backend.forget(request_id))
 
+    def team_calls(
+        self, epoch: int, size: int, host: str, timeout_s: float
+    ) -> Future[list[TeamCall]]:
+        """Return what to tell each rank of a team, itself first; see `TeamEngine`."""
+        return self._call(
+            lambda backend: _teams_of(backend).team_calls(
+                epoch, size, host=host, timeout_s=timeout_s
+            )
+        )
+
+    def lead(self, call: TeamCall) -> Future[FormingCost]:
+        return self._call(lambda backend: _teams_of(backend).lead(call))
+
+    def follow(self, call: TeamCall) -> Future[Served]:
+        """Compute for another engine; the thread does nothing else until that team is over."""
+        return self._call(lambda backend: _teams_of(backend).follow(call))
+
+    def reunite(self) -> Future[None]:
+        return self._call(lambda backend: _teams_of(backend).reunite())
+
     def go_on(self, row: RowStates) -> None:
         """Go on with a row that has left an engine, this one or another."""
         request_id = row.request.request_id
@@ -180,14 +208,19 @@ class EngineThread:
     def _call(self, work: Callable[[Backend], _T]) -> Future[_T]:
         """Run `work` in the thread, after the requests that were submitted before.
 
-        The future raises `EngineEndedError` where the thread ends before.
+        The future raises `EngineEndedError` where the thread ends before, and TeamError, which the
+        engine survives.
         """
         future: Future[_T] = Future()
 
         def call(backend: Backend) -> None:
             # who asked may have been cancelled, and the future with it
-            if future.set_running_or_notify_cancel():
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
                 future.set_result(work(backend))
+            except TeamError as error:
+                future.set_exception(error)
 
         with self._changed:
             self._calls.append((call, future))

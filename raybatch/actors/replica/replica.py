@@ -25,6 +25,7 @@ from raybatch.actors.wire.records import (
     PoolSpec,
     Progress,
     Pulse,
+    TeamStep,
 )
 from raybatch.backends.base import Backend
 from raybatch.backends.registry import create_backend, type_of
@@ -180,6 +181,12 @@ class Replica:
         if self._moving is None:
             raise RuntimeError("a row was moved before Replica.start")
         return await getattr(self._moving, step)(*args)
+
+    async def team(self, step: TeamStep, *args: Any) -> Any:  # noqa: ANN401 - of each step
+        """Take one step of a team, a method of `EngineThread`."""
+        if self._engine is None:
+            raise RuntimeError("a team was formed before Replica.start")
+        return await asyncio.wrap_future(getattr(self._engine, step)(*args))
 
     def _has_leaving(self) -> bool:
         """Return whether rows are this replica's still that its engine has not any more."""

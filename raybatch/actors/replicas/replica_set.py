@@ -34,6 +34,9 @@ class Member:
     is_killed: bool = False
     # it gets no rows any more, and its end is no death
     is_leaving: bool = False
+    # its engine computes steps with others, and gets no rows meanwhile
+    is_leading: bool = False
+    is_following: bool = False
     made_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -42,8 +45,16 @@ class Member:
         return None if self.place is None else self.place.pid
 
     @property
-    def takes_rows(self) -> bool:
+    def host_id(self) -> str:
+        return "" if self.place is None else self.place.host_id
+
+    @property
+    def stays(self) -> bool:
         return self.is_ready and not self.is_leaving
+
+    @property
+    def takes_rows(self) -> bool:
+        return self.stays and not (self.is_leading or self.is_following)
 
     @property
     def actor(self) -> Handle:
@@ -104,8 +115,8 @@ class ReplicaSet:
 
     def kill(self, replica_id: int, why: str) -> None:
         """End a replica that hangs, whatever it does; it is replaced like one that died."""
-        member = self.members[replica_id]
-        if not member.is_killed:
+        member = self.members.get(replica_id)
+        if member is not None and not member.is_killed:
             member.is_killed = True
             self.ledger.num_hung += 1
             member.cause = why

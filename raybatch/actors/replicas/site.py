@@ -4,9 +4,10 @@ A handle stands for an object in another actor, process or thread: `handle.metho
 begins a call, and what it returns can be awaited.
 """
 
+import asyncio
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol
 
 from raybatch.actors.replicas.placement import Placement
@@ -18,6 +19,8 @@ from raybatch.redaction import DiscreetFormatter
 # Ray's have no types
 Handle = Any
 Errors = tuple[type[Exception], ...]
+# runs a coroutine beside others
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Started(Protocol):

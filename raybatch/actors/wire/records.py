@@ -15,7 +15,9 @@ from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.types import Capacity, RowProgress, Sampling, TokenLengths
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
-# what a replica is asked to do about a row that moves, a method of `MovingRows`
+# what a replica is asked to do about a team, a method of `EngineThread`
+TeamStep = Literal["team_calls", "lead", "follow", "reunite"]
+# what it is asked to do about a row that moves, a method of `MovingRows`
 MoveStep = Literal["peek", "reserve", "receive", "depart", "arrive", "begin", "stay", "release"]
 Activity = Literal["nothing", "fetching", "steps", "endpoint"]
 # a table of `columns.REQUEST_SCHEMA`, and what its column `sampling` points into
@@ -205,11 +207,15 @@ class FailedStart:
 
 
 class Place(NamedTuple):
-    """Where a replica runs: its process, its host for the user and for Ray; "" without Ray."""
+    """Where a replica runs: its process, its host for the user and for Ray; "" without Ray.
+
+    Others reach it at its address.
+    """
 
     pid: int
     host: str = ""
     host_id: str = ""
+    address: str = "127.0.0.1"
 
 
 class Pulse(NamedTuple):

@@ -26,6 +26,7 @@ from raybatch.engine.memory.pinned import IndexUploads, current_device
 from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile, measured_profile, profile_layer
 from raybatch.engine.profile.shared_read_times import timed_reads
+from raybatch.engine.weights.layout import tensors_of
 from raybatch.errors import CapacityError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.policy.choice_scope import ChoiceScope
@@ -108,6 +109,10 @@ class PreparedModel:
             reserved_bytes=reserved_bytes,
             host_bytes=host_memory_bytes(),
         )
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in tensors_of(self.model.weights))
 
     @cached_property
     def profile(self) -> ModuleProfile | None:

@@ -29,6 +29,9 @@ class TeamFollower:
     """Follows one call, from its vote to its release; of the thread of its engine.
 
     The pool of `runner`, which must be idle, becomes the team's: what it held is gone.
+
+    Args:
+        refusal: why this engine cannot follow now, "" where it can.
     """
 
     def __init__(
@@ -37,9 +40,11 @@ class TeamFollower:
         prepared: PreparedModel,
         runner: ModelRunner,
         *,
+        refusal: str = "",
         connect: Connect = connect,
     ) -> None:
         self._call, self._prepared, self._runner = call, prepared, runner
+        self._refusal = refusal or why_not_partitioned(runner, call.size) or ""
         self._connect = connect
         self._is_committed, self._num_steps = False, 0
 
@@ -50,6 +55,9 @@ class TeamFollower:
         The engine is free in any case.
         """
         device, meeting = self._prepared.model.device, Meeting(self._call)
+        meeting.come(self._call.rank, self._refusal)
+        if self._refusal:
+            raise TeamError(self._refusal)
         with current_device(device):
             group = self._connect(self._call, meeting, device)
             try:
@@ -65,10 +73,7 @@ class TeamFollower:
     def _vote(self, meeting: Meeting, group: TeamGroup) -> TeamRank:
         """Make the slices and tell the leader; raises TeamError where that is a no."""
         call, runner, place = self._call, self._runner, f"vote of rank {self._call.rank}"
-        refusal = why_not_partitioned(runner, call.size)
         try:
-            if refusal is not None:
-                raise TeamError(refusal)
             parts = cut_model(call, group, self._prepared)
         except (TeamError, RuntimeError, MemoryError) as error:
             meeting.leave(place, Vote(refusal=error_text(error)).to_text())

@@ -6,6 +6,7 @@ torch's default group. Within a host, shared memory is 30 to 80 times as quick a
 
 import contextlib
 import datetime
+import math
 import mmap
 import os
 import platform
@@ -25,12 +26,16 @@ from raybatch.records.team import TeamCall
 # its types are not all declared
 _c10d: Any = torch.distributed
 
+# what a rank says that will take part, and how long idle engines may take for it
+_COMES, _ROLL_CALL_S = "comes", 5.0
 _SHARED_FOLDER = Path("/dev/shm")
 # bytes that a rank hands over at once; more goes in several pieces
 _AREA_BYTES = 1 << 20
-# a rank has a cache line of its own: the operations that it has begun, and whether it has left
+# a rank has a cache line of its own: the operations that it has begun, whether it has left, its
+# process and where the number of that is valid
 _LINE_BYTES = 64
 _LINE = _LINE_BYTES // 8
+_BEGUN, _HAS_LEFT, _PID, _PID_NAMESPACE = range(4)
 # looks at a count before the processor is given to others between looks, the seconds before one
 # sleeps between them, as a sleep may take a millisecond, and those of a sleep
 _NUM_SPINS, _AWAKE_S, _SLEEP_S = 2000, 0.05, 1e-3
@@ -109,11 +114,23 @@ class Meeting:
         with failing_as(f"{name} could not be told"):
             self.store.set(name, text)
 
-    def find(self, name: str) -> str:
+    def find(self, name: str, *, most_s: float = math.inf) -> str:
         """Return the text of a name, once there is one."""
+        timeout = min(self._timeout.total_seconds(), most_s)
         with failing_as(f"nothing was heard of {name}"):
-            self.store.wait([name], self._timeout)
+            self.store.wait([name], datetime.timedelta(seconds=timeout))
             return str(self.store.get(name).decode())
+
+    def come(self, rank: int, refusal: str) -> None:
+        """Tell the leader that this rank is there, or why it will not be."""
+        self.leave(f"rank {rank}", refusal or _COMES)
+
+    def await_all(self, size: int) -> None:
+        """Wait until all followers are there; raises TeamError where one is not, or will not be."""
+        for rank in range(1, size):
+            text = self.find(f"rank {rank}", most_s=_ROLL_CALL_S)
+            if text != _COMES:
+                raise TeamError(f"rank {rank} refuses: {text}")
 
 
 # of a call, where its ranks meet, and the device of the engine
@@ -220,6 +237,9 @@ class SharedGroup:
         buffer = torch.frombuffer(memory, dtype=torch.uint8)[offset:stop]
         self._areas = buffer.view(2, call.size, _AREA_BYTES)
         self._number = 0
+        self._namespace = _pid_namespace()
+        self._tell(_PID_NAMESPACE, self._namespace)
+        self._tell(_PID, os.getpid())
 
     def sum_(self, x: torch.Tensor) -> None:
         flat = x.view(-1)
@@ -253,7 +273,7 @@ class SharedGroup:
 
     def close(self) -> None:
         # what it has handed over before is there for others all the same
-        self._counts[self._rank * _LINE + 1] = True
+        self._tell(_HAS_LEFT, True)
 
     def _hand_over(self, piece: torch.Tensor | None) -> torch.Tensor:
         """Begin the next operation with what is this rank's of it; return the areas of all."""
@@ -263,8 +283,11 @@ class SharedGroup:
         if piece is not None:
             data = piece.view(torch.uint8)
             areas[self._rank, : len(data)].copy_(data)
-        self._counts[self._rank * _LINE] = self._number
+        self._tell(_BEGUN, self._number)
         return areas
+
+    def _tell(self, what: int, number: int) -> None:
+        self._counts[self._rank * _LINE + what] = number
 
     def _await(self, ranks: Iterable[int], number: int) -> None:
         """Wait until others have begun the operation of this number."""
@@ -275,16 +298,38 @@ class SharedGroup:
                 if num_looks <= _NUM_SPINS:
                     continue
                 # it may have begun the operation before it left
-                if self._counts[place + 1] and self._counts[place] < number:
+                if self._counts[place + _HAS_LEFT] and self._counts[place] < number:
                     raise TeamError(f"rank {rank} has left the team")
                 began = began or time.monotonic()
                 waited_s = time.monotonic() - began
                 if waited_s > self._timeout_s:
                     raise TeamError(f"rank {rank} did not answer within {self._timeout_s:g} s")
-                if waited_s > _AWAKE_S:
-                    time.sleep(_SLEEP_S)
-                else:
+                if waited_s <= _AWAKE_S:
                     os.sched_yield()
+                    continue
+                if not self._is_there(place):
+                    raise TeamError(f"the process of rank {rank} has ended")
+                time.sleep(_SLEEP_S)
+
+    def _is_there(self, place: int) -> bool:
+        """Return whether a process runs, as far as its number says that here."""
+        pid = self._counts[place + _PID]
+        if not pid or self._counts[place + _PID_NAMESPACE] != self._namespace:
+            return True
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+
+def _pid_namespace() -> int:
+    """Return what tells processes that see each other's numbers; 0 where nothing does."""
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
 
 
 def shared_bytes(size: int) -> int:

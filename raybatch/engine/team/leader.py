@@ -145,10 +145,11 @@ def form_team(
     Raises TeamError: a rank is missing, has no room, says no, or has other KV than was sent. The
     runner, its pool and its blocks are as they were, also where this returns.
     """
-    refusal = why_not_partitioned(runner, call.size) or _room_refusal(runner, call, used_blocks)
+    refusal = why_not_led(runner, call.size, used_blocks)
     if refusal is not None:
         raise TeamError(f"this engine cannot lead a team: {refusal}")
     meeting = Meeting(call, store)
+    meeting.await_all(call.size)
     group = connect(call, meeting, runner.device)
     try:
         return _form(call, meeting, group, prepared, runner, used_blocks)
@@ -245,13 +246,18 @@ def _hand_over(
     return num_bytes
 
 
-def _room_refusal(runner: ModelRunner, call: TeamCall, used_blocks: Ints) -> str | None:
+def why_not_led(runner: ModelRunner, size: int, used_blocks: Ints) -> str | None:
+    """Return why an engine cannot lead a team of so many ranks now; None where it can."""
+    return why_not_partitioned(runner, size) or _room_refusal(runner, size, used_blocks)
+
+
+def _room_refusal(runner: ModelRunner, size: int, used_blocks: Ints) -> str | None:
     """Return why a leader has no memory for a second pool; pages are taken when first used."""
     num_blocks = runner.num_blocks
     if runner.device.type == "cpu":
         num_blocks = min(num_blocks, len(used_blocks) + _SPARE_BLOCKS)
     pool = runner.cache.k
-    needed = 2 * num_blocks * pool[:, 0].numel() * pool.element_size() // call.size
+    needed = 2 * num_blocks * pool[:, 0].numel() * pool.element_size() // size
     free = int(_FULL_FRACTION * free_memory_bytes(runner.device))
     if needed > free:
         return f"KV of its rank takes {needed} bytes, and {free} are free"

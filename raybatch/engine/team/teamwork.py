@@ -7,11 +7,21 @@ from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.team.follower import TeamFollower
 from raybatch.engine.team.group import Connect, TeamStore, connect
-from raybatch.engine.team.leader import TeamLeader, form_team
+from raybatch.engine.team.leader import TeamLeader, form_team, why_not_led
+from raybatch.engine.team.rank import why_not_partitioned
 from raybatch.errors import TeamError, error_text
 from raybatch.records.team import FormingCost, Served, TeamCall
 
+# ranks of a team, at most
+_MAX_SIZE = 8
+
 _logger = logging.getLogger(__name__)
+
+
+def team_sizes(runner: ModelRunner) -> tuple[int, ...]:
+    """Return how many ranks a team of an engine may have, itself included."""
+    sizes = range(2, _MAX_SIZE + 1)
+    return tuple(size for size in sizes if why_not_partitioned(runner, size) is None)
 
 
 class Teamwork:
@@ -30,11 +40,23 @@ class Teamwork:
     def leads(self) -> bool:
         return self._team is not None
 
-    def calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
+    def calls(
+        self,
+        epoch: int,
+        size: int,
+        runner: ModelRunner,
+        blocks: BlockManager,
+        *,
+        host: str,
+        timeout_s: float,
+    ) -> list[TeamCall]:
         """Return what to tell each rank of a team that this engine is to lead, itself first.
 
-        `host` is an address of this host that the others reach.
+        `host` is an address of this host that the others reach. Raises TeamError: it cannot lead.
         """
+        refusal = why_not_led(runner, size, blocks.used())
+        if self._team is not None or refusal is not None:
+            raise TeamError(f"this engine cannot lead a team: {refusal or 'it leads one'}")
         if self._store is None or self._store.host != host:
             self._store = TeamStore(host)
         return self._store.calls(epoch, size, timeout_s=timeout_s)
@@ -79,12 +101,17 @@ class Teamwork:
             self._team.close()
         self._team = runner.partition = None
 
-    def follow(self, call: TeamCall, runner: ModelRunner, blocks: BlockManager) -> Served:
+    def follow(
+        self, call: TeamCall, runner: ModelRunner, blocks: BlockManager, *, refusal: str
+    ) -> Served:
         """Compute a slice of the steps of another engine until that ends the team.
 
         The engine has no rows; what its pool held is gone. Raises TeamError: the leader is gone, or
-        this engine cannot be in a team; it is free again in any case.
+        this engine cannot be in a team, as with a refusal; it is free again in any case.
         """
-        blocks.drop_cached()
-        follower = TeamFollower(call, self._prepared, runner, connect=self._connect)
+        if not refusal:
+            blocks.drop_cached()
+        follower = TeamFollower(
+            call, self._prepared, runner, refusal=refusal, connect=self._connect
+        )
         return follower.serve()

@@ -1,134 +1,177 @@
 """Whether the last rows of a pool end sooner when idle engines take part in every step of them.
 
-Source: BatchGen (arXiv:2606.21712), PARTITION (section 4.2) and ONLONGTAIL (5.1), with the gain
-test of its design document; that a team's step may be estimated from one measured sum of its ranks
-is this library's.
+What a step of a team takes hangs on how quickly its ranks reach each other, and on what they share
+of a host's memory: nobody knows that ahead. So the first team of a kind forms where it would pay if
+its ranks shared all work evenly, its measured steps say whether it stays, and later ones form by
+those. Source: BatchGen (arXiv:2606.21712), PARTITION (section 4.2) and ONLONGTAIL (5.1), with the
+gain test of its design document; the trial is this library's.
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
 
-# of the room that the smallest pool has, and blocks that a row may grow by meanwhile
-_FULL_FRACTION, _SPARE_BLOCKS = 0.9, 2
-# what a switch has to gain, and steps over which it has to
-_GAIN_FRACTION, _MIN_STEPS = 0.10, 128
+from raybatch.policy.pool.snapshot import (
+    PoolSnapshot,
+    ReplicaSnapshot,
+    RunningRows,
+    TeamKind,
+    TeamPace,
+    TeamPlan,
+)
+
+# what a switch has to gain, and steps and seconds over which it has to
+_GAIN_FRACTION, _MIN_STEPS, _LEAST_S = 0.10, 128, 0.5
 _NUM_BOUNDARIES = 2
-# collectives of a step beside the two sums of every layer: its message, and its logits
-_SUMS_OF_LAYER, _OTHER_CALLS = 2, 2
+# until a team was formed: copies within memory, and how long ranks take to find each other
+_COPY_BYTES_PER_S, _CONNECT_S = 2e9, 0.1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TailFacts:
-    """A pool at a boundary between steps, with a team that might take its last rows.
-
-    Args:
-        num_active: rows that run in the whole pool.
-        num_engines: of the pool; each idle one could take a row of its own.
-        num_open: rows that are queued, in their prompt, on hold or loading, anywhere.
-        is_sealed: no more rows will come.
-        leads_rows: rows of the engine that would lead.
-        used_blocks, next_blocks: KV that its rows have, and what their next extension takes.
-        room_blocks: of each rank, with the heads of its part.
-        why_not: of the model and the engines, "" where they can form a team.
-    """
-
-    num_active: int
-    num_engines: int
-    num_open: int
-    is_sealed: bool
-    leads_rows: int
-    used_blocks: int
-    next_blocks: int
-    room_blocks: tuple[int, ...]
-    why_not: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SwitchTimes:
+class SwitchTimes(NamedTuple):
     """Seconds of a step alone and in a team, those of the switch, and the steps that are left."""
 
     alone_s: float
     team_s: float
     switch_s: float
-    steps_left: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """What a boundary said, and at how many in a row it was yes."""
-
-    reason: str
-    num_yes: int = 0
+    steps_left: float
 
     @property
-    def switches(self) -> bool:
-        return self.num_yes >= _NUM_BOUNDARIES
+    def saved_s(self) -> float:
+        """Return by how much sooner the rows end."""
+        return self.steps_left * (self.alone_s - self.team_s) - self.switch_s
+
+    @property
+    def pays(self) -> bool:
+        wanted_s = max(_LEAST_S, _GAIN_FRACTION * self.steps_left * self.alone_s)
+        return self.steps_left >= _MIN_STEPS and self.saved_s > wanted_s
 
 
-NO_VERDICT = Verdict(reason="no boundary was looked at")
+class Agreement:
+    """Counts the boundaries in a row that want the same, each once."""
+
+    def __init__(self) -> None:
+        self._wanted: Hashable = None
+        self._place, self._num_yes = -1, 0
+
+    def look(self, wanted: Hashable, place: int) -> bool:
+        """Return whether enough boundaries want this by now; None wants nothing.
+
+        Args:
+            place: of the boundary, such as the steps so far; one that was looked at before does not
+                count again.
+        """
+        if wanted is None or wanted != self._wanted:
+            self._num_yes = 0
+        if wanted is not None and (place > self._place or not self._num_yes):
+            self._num_yes += 1
+        self._wanted, self._place = wanted, place
+        return self._num_yes >= _NUM_BOUNDARIES
 
 
-def why_not_eligible(facts: TailFacts) -> str:
-    """Return why these rows cannot be partitioned now, "" where they can."""
-    if facts.why_not:
-        return facts.why_not
-    if not 0 < facts.num_active < facts.num_engines:
-        return f"{facts.num_active} rows run on {facts.num_engines} engines"
-    if not facts.is_sealed or facts.num_open:
-        return "more rows will come" if not facts.is_sealed else f"{facts.num_open} rows wait"
-    if facts.leads_rows < 1 or len(facts.room_blocks) < 2:
-        return "there is no row to lead, or no engine to follow"
-    needed = facts.used_blocks + _SPARE_BLOCKS + facts.next_blocks
-    room = _FULL_FRACTION * min(facts.room_blocks)
-    if needed > room:
-        return f"{needed} blocks are needed, and a rank has room for {room:.0f}"
+def why_not_eligible(pool: PoolSnapshot) -> str:
+    """Return why no row of this pool can be partitioned now, "" where some can."""
+    if pool.has_waiting or any(replica.num_unstarted for replica in pool.replicas):
+        return "rows wait"
+    num_rows = 0
+    for replica in pool.replicas:
+        if not replica.num_held:
+            continue
+        # in their prompt, on their way, or not told of yet
+        if replica.rows is None or replica.num_held > len(replica.rows) or replica.num_moves:
+            return "rows begin or move"
+        num_rows += len(replica.rows)
+    num_followers = sum(r.team_size - 1 for r in pool.replicas if r.team_size)
+    num_engines = len(pool.replicas) + num_followers
+    if not 0 < num_rows < num_engines:
+        return f"{num_rows} rows run on {num_engines} engines"
     return ""
 
 
-def gain_s(times: SwitchTimes) -> float:
-    """Return the seconds that a switch saves beyond the tenth that it has to; negative: none."""
-    wanted = times.steps_left * times.alone_s * (1 - _GAIN_FRACTION)
-    return wanted - times.switch_s - times.steps_left * times.team_s
+def choose_team(pool: PoolSnapshot) -> TeamPlan | None:
+    """Return the team by which the row that ends last ends soonest, None where none pays.
 
-
-def look(before: Verdict, facts: TailFacts, times: SwitchTimes) -> Verdict:
-    """Return the verdict of a boundary that follows the one of `before`.
-
-    A team is formed where `Verdict.switches` is true: after two boundaries in a row that said yes.
+    Several rows at as many engines are spread one by one before (`spread_rows`); those that cannot
+    be spread further are led by the engine that would end last.
     """
-    reason = why_not_eligible(facts)
-    if not reason and times.steps_left < _MIN_STEPS:
-        reason = f"{times.steps_left} steps are left, fewer than {_MIN_STEPS}"
-    if not reason and gain_s(times) <= 0:
-        alone_ms, team_ms = 1e3 * times.alone_s, 1e3 * times.team_s
-        reason = (
-            f"{times.steps_left} steps of {alone_ms:.2f} ms alone, or of {team_ms:.2f} ms in a "
-            f"team after a switch of {times.switch_s:.2f} s"
-        )
-    if reason:
-        return Verdict(reason=reason)
-    saved = times.steps_left * (times.alone_s - times.team_s) - times.switch_s
-    return Verdict(reason=f"a team saves {saved:.2f} s", num_yes=before.num_yes + 1)
+    if why_not_eligible(pool):
+        return None
+    able = [r for r in pool.replicas if r.num_held and not r.team_size]
+    leaders = [_Leader(r, r.rows, r.token_s) for r in able if r.rows is not None and r.token_s]
+    leader = max(leaders, key=lambda each: (each.left_s, -each.replica.replica_id), default=None)
+    if leader is None:
+        return None
+    ranked = [(times, plan) for times, plan in _teams(pool, leader) if times.pays]
+    if not ranked:
+        return None
+    return max(ranked, key=lambda each: (each[0].saved_s, -each[1].kind.size))[1]
 
 
-def estimated_team_step_s(
-    *, step_s: float, fixed_s: float, sum_s: float, num_layers: int, size: int
-) -> float:
-    """Return the seconds of a team's step that nobody has measured.
+def teams_to_end(pool: PoolSnapshot) -> dict[int, str]:
+    """Return the leaders whose teams are to end now, and why."""
+    found = {}
+    for replica in pool.replicas:
+        if not replica.team_size:
+            continue
+        if pool.has_waiting:
+            found[replica.replica_id] = "rows wait for its engines"
+        elif (replica.team_ratio or 0.0) > 1:
+            ratio = f"{replica.team_ratio:.2f}"
+            found[replica.replica_id] = f"its steps take {ratio} times those of its leader alone"
+    return found
 
-    Args:
-        step_s, fixed_s: of a step alone with as many rows, and what of it is no product of weights
-            or KV, which every rank does by itself.
-        sum_s: measured, of one sum over the ranks of the hidden states of those rows.
-    """
-    num_calls = _SUMS_OF_LAYER * num_layers + _OTHER_CALLS
-    return fixed_s + max(0.0, step_s - fixed_s) / size + num_calls * sum_s
+
+class _Leader(NamedTuple):
+    """A replica whose rows and pace are known."""
+
+    replica: ReplicaSnapshot
+    rows: RunningRows
+    token_s: float
+
+    @property
+    def steps_left(self) -> float:
+        return float(self.rows.left.max(initial=0.0))
+
+    @property
+    def left_s(self) -> float:
+        return self.steps_left * self.token_s
 
 
-def estimated_switch_s(
-    *, slice_bytes: int, kv_bytes: int, copy_bytes_per_s: float, connect_s: float
-) -> float:
-    """Return the seconds of forming a team, from what each rank copies and a measured link.
+def _teams(pool: PoolSnapshot, leading: _Leader) -> Iterator[tuple[SwitchTimes, TeamPlan]]:
+    """Yield the teams that this engine could lead, one of each size."""
+    leader = leading.replica
+    idle = [
+        r
+        for r in pool.replicas
+        if r.replica_id in pool.pulling
+        and not (r.num_held or r.num_moves)
+        and r.is_like(leader)
+        and r.weight_bytes == leader.weight_bytes
+    ]
+    # ranks of one host share memory; and the slowest of all decides
+    idle.sort(key=lambda r: (r.host != leader.host, -r.speed, r.replica_id))
+    for size in leader.team_sizes:
+        followers = idle[: size - 1]
+        if len(followers) < size - 1:
+            continue
+        kind = TeamKind(size, all(r.host == leader.host for r in followers))
+        known = pool.team_paces.get(kind)
+        pace = known or _hoped_pace(leading, followers)
+        alone_s = leading.token_s
+        times = SwitchTimes(alone_s, pace.ratio * alone_s, pace.switch_s, leading.steps_left)
+        basis = "as earlier ones were measured" if known else "if they share all work, to be seen"
+        reason = f"{size} engines end {times.saved_s:.1f} s sooner {basis}"
+        ids = tuple(r.replica_id for r in followers)
+        yield times, TeamPlan(leader.replica_id, ids, kind, reason)
+
+
+def _hoped_pace(leading: _Leader, followers: list[ReplicaSnapshot]) -> TeamPace:
+    """Return what a team takes at best: its ranks share the work evenly, and nothing else is to do.
 
     KV is copied there and back, and read once more for its checksums.
     """
-    return connect_s + (slice_bytes + 3 * kv_bytes) / copy_bytes_per_s
+    leader = leading.replica
+    size = len(followers) + 1
+    slowest = min(r.speed for r in (leader, *followers))
+    kv_bytes = float(leading.rows.tokens.sum()) * leader.kv_token_bytes
+    num_bytes = leader.weight_bytes / size + 3 * kv_bytes
+    switch_s = _CONNECT_S + num_bytes / _COPY_BYTES_PER_S
+    return TeamPace(ratio=leader.speed / slowest / size, switch_s=switch_s)

@@ -16,6 +16,8 @@ _MIN_KEPT = 8
 _MEMORY = 0.9
 # seconds of work from which on a replica's own pace counts
 _MIN_SEEN_S = 0.5
+# steps over which the pace of a replica's present rows is measured
+_MIN_STEPS = 16
 # costs and paces are fitted in turns
 _NUM_TURNS = 4
 
@@ -117,6 +119,30 @@ class StepRates:
             seconds = seen[:, 3] / (paces / paces.mean())
             costs = solve_nonnegative(seen[:, :3] / seconds[:, None], np.ones(len(seen)))
             self._usual = StepSeconds(*costs.tolist())
+
+
+class TokenPace:
+    """Seconds of the next token of each row of a replica, by its latest steps alone."""
+
+    def __init__(self, stats: ReplicaStats) -> None:
+        self._base = stats
+        self.token_s: float | None = None
+
+    def begin(self, stats: ReplicaStats) -> None:
+        """Begin anew, as what comes is of other steps."""
+        self._base, self.token_s = stats, None
+
+    def note(self, stats: ReplicaStats) -> None:
+        """Take its counters, where it has taken some steps since it was asked last."""
+        before, num_rows = self._base, stats.num_running
+        if num_rows != before.num_running or not num_rows:
+            self.begin(stats)
+        elif stats.num_steps - before.num_steps >= _MIN_STEPS:
+            num_tokens = stats.generated_tokens - before.generated_tokens
+            seconds = stats.engine_s - before.engine_s
+            self._base = stats
+            # counters of an engine that was built anew may fall
+            self.token_s = seconds * num_rows / num_tokens if min(seconds, num_tokens) > 0 else None
 
 
 def _computed(stats: ReplicaStats) -> int:

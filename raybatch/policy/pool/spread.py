@@ -41,7 +41,7 @@ def spread_rows(pool: PoolSnapshot) -> tuple[tuple[RowMove, ...], float]:
     They come in the order in which they are to be made: long rows first.
     """
     known = [r for r in pool.replicas if r.rows is not None and r.seconds is not None]
-    known = [replica for replica in known if replica.can_give]
+    known = [replica for replica in known if replica.can_give and not replica.team_size]
     if len(known) < 2:
         return (), 0.0
     spread = _Spread(known, pool.bytes_per_s or _USUAL_BYTES_PER_S)

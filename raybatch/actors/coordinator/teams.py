@@ -1,0 +1,256 @@
+"""Forms and ends teams of replicas, as `plan_pool` decides; no Ray.
+
+```
+leader:     steps alone | makes slices, hands KV over, commits | steps of the team | KV comes back
+followers:  idle        | make slices, take their heads of KV  | compute for it    | idle
+rows:       held by the leader from beginning to end
+```
+
+A failure before the commit leaves the leader as it was. A follower that dies or hangs later ends
+the team, and rows go on by their tokens; the death of a leader is like any other. Rows that wait
+end a team, as its followers get none (mechanisms B6, B13, B14).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from raybatch.actors.coordinator.pool_view import PoolView
+from raybatch.actors.replicas.replica_set import Member
+from raybatch.actors.replicas.site import Errors, Spawn
+from raybatch.actors.wire.records import TeamStep
+from raybatch.errors import TeamError, error_text
+from raybatch.policy.pool.partition import Agreement
+from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, TeamPace, TeamPlan
+from raybatch.records.team import FormingCost, Served, TeamCall
+
+# that a rank waits for another one, and how much longer a follower of a team that is over may take
+_TIMEOUT_S, _GRACE_S = 15.0, 5.0
+# after which a kind of team that did not pay, or did not come about, is tried again
+_RETRY_S = 300.0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TeamCounters:
+    """Teams since the start of the pool."""
+
+    num_formed: int = 0
+    num_failed: int = 0
+    num_steps: int = 0
+    """That they computed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Team:
+    """A team from the first call to the last."""
+
+    plan: TeamPlan
+    alone_s: float
+    is_formed: bool = False
+    # why it is to end, "" while it is wanted
+    ends: str = ""
+    cost: FormingCost | None = None
+    num_steps: int = 0
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Teams:
+    """The teams of one pool; each is a coroutine that the coordinator runs beside others.
+
+    Args:
+        members: replicas by id, that come and go.
+        failed: what a call of a replica raises.
+        kill: ends a replica that hangs, told why.
+        on_change: called when replicas are free again.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[int, Member],
+        view: PoolView,
+        failed: Errors,
+        *,
+        spawn: Spawn,
+        kill: Callable[[int, str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.counters = TeamCounters()
+        self._members, self._view = members, view
+        self._failed: Errors = (*failed, TeamError)
+        self._spawn, self._kill, self._on_change = spawn, kill, on_change
+        self._teams: dict[int, _Team] = {}
+        self._epoch = 0
+        self._forming, self._ending = Agreement(), dict[int, Agreement]()
+        # when paces are not believed any more
+        self._stale_s: dict[object, float] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether there is a team, or one that forms."""
+        return bool(self._teams)
+
+    def look(self, plan: PoolPlan, snapshot: PoolSnapshot) -> None:
+        """Begin and end what two boundaries in a row want."""
+        replicas = {replica.replica_id: replica for replica in snapshot.replicas}
+        self._forget_paces(time.monotonic())
+        for leader_id, team in list(self._teams.items()):
+            leader = replicas.get(leader_id)
+            if not team.is_formed or leader is None:
+                continue
+            if leader.team_ratio is not None and team.cost is not None:
+                self._note_pace(team, TeamPace(leader.team_ratio, team.cost.seconds))
+            why, agreement = plan.ends.get(leader_id), self._ending[leader_id]
+            if agreement.look(why and leader_id, self._num_steps(leader_id)) and why:
+                self._end(team, why)
+            elif not leader.num_held:
+                # an engine without rows ends its team by itself
+                team.over.set()
+        team_plan = plan.team
+        place = -1 if team_plan is None else self._num_steps(team_plan.leader)
+        wanted = None if team_plan is None else (team_plan.leader, team_plan.followers)
+        if self._forming.look(wanted, place) and team_plan is not None:
+            alone_s = replicas[team_plan.leader].token_s
+            assert alone_s is not None, "a leader was measured"
+            self._begin(team_plan, alone_s)
+
+    def end_all(self, why: str) -> None:
+        """End all teams, as soon as their leaders can."""
+        for team in self._teams.values():
+            self._end(team, why)
+
+    def end_leaving(self) -> None:
+        """End teams of which a replica is to leave."""
+        for team in self._teams.values():
+            for replica_id in (team.plan.leader, *team.plan.followers):
+                member = self._members.get(replica_id)
+                if member is None or member.is_leaving:
+                    self._end(team, f"replica {replica_id} leaves")
+
+    def _num_steps(self, replica_id: int) -> int:
+        return self._members[replica_id].stats.num_steps
+
+    def _begin(self, plan: TeamPlan, alone_s: float) -> None:
+        some = [self._members.get(r) for r in (plan.leader, *plan.followers)]
+        if any(member is None or not member.takes_rows for member in some):
+            return
+        team = self._teams[plan.leader] = _Team(plan, alone_s)
+        self._ending[plan.leader] = Agreement()
+        self._members[plan.leader].is_leading = True
+        for replica_id in plan.followers:
+            self._members[replica_id].is_following = True
+        self._spawn(self._carry_out(team))
+
+    def _end(self, team: _Team, why: str) -> None:
+        if team.ends:
+            return
+        team.ends = why
+        if team.is_formed:
+            self._spawn(self._reunite(team))
+
+    async def _carry_out(self, team: _Team) -> None:
+        """Form a team, and wait until all are free again; raises nothing of a replica."""
+        plan, leader_id = team.plan, team.plan.leader
+        self._epoch += 1
+        epoch, serving = self._epoch, list[asyncio.Task[None]]()
+        _logger.info(
+            "replicas %s join the steps of replica %d as team %d: %s",
+            ", ".join(map(str, plan.followers)),
+            leader_id,
+            epoch,
+            plan.reason,
+        )
+        try:
+            address = self._address(leader_id)
+            calls: list[TeamCall] = await self._call(
+                leader_id, "team_calls", epoch, plan.kind.size, address, _TIMEOUT_S
+            )
+            for replica_id, call in zip(plan.followers, calls[1:], strict=True):
+                serving.append(self._spawn(self._follow(team, replica_id, call)))
+            cost: FormingCost = await self._call(leader_id, "lead", calls[0])
+        except self._failed as error:
+            self.counters.num_failed += 1
+            _logger.info("team %d does not come about: %s", epoch, error_text(error))
+            self._note_pace(team, TeamPace(ratio=1.0, switch_s=0.0))
+        else:
+            await self._compute(team, cost, serving)
+        await self._free(team, serving)
+        if team.is_formed:
+            self.counters.num_steps += team.num_steps
+            why = team.ends or "its rows or one of its engines have ended"
+            _logger.info("team %d ends after %d steps: %s", epoch, team.num_steps, why)
+
+    async def _compute(
+        self, team: _Team, cost: FormingCost, serving: list[asyncio.Task[None]]
+    ) -> None:
+        """Wait for the end of a team that has formed: of its rows, or of one of its ranks."""
+        leader = self._members.get(team.plan.leader)
+        self.counters.num_formed += 1
+        team.is_formed, team.cost = True, cost
+        if leader is not None:
+            self._view.begin_team(leader, team.plan.kind.size, team.alone_s)
+        if team.ends:
+            await self._reunite(team)
+        over = asyncio.create_task(team.over.wait())
+        await asyncio.wait({over, *serving}, return_when=asyncio.FIRST_COMPLETED)
+        over.cancel()
+
+    async def _free(self, team: _Team, serving: list[asyncio.Task[None]]) -> None:
+        """Wait until followers are free, and end those that hang."""
+        if serving:
+            _, busy = await asyncio.wait(serving, timeout=_TIMEOUT_S + _GRACE_S)
+            if busy:
+                for replica_id in team.plan.followers:
+                    member = self._members.get(replica_id)
+                    if member is not None and member.is_following:
+                        self._kill(replica_id, "the engine hung: it follows a team that is over")
+                await asyncio.wait(busy)
+        for replica_id in team.plan.followers:
+            self._release(replica_id)
+        leader_id = team.plan.leader
+        del self._teams[leader_id]
+        del self._ending[leader_id]
+        if (leader := self._members.get(leader_id)) is not None:
+            leader.is_leading = False
+            self._view.end_team(leader)
+        self._on_change()
+
+    async def _follow(self, team: _Team, replica_id: int, call: TeamCall) -> None:
+        try:
+            served: Served = await self._call(replica_id, "follow", call)
+            team.num_steps = max(team.num_steps, served.num_steps)
+        except self._failed as error:
+            _logger.info("replica %d follows no more: %s", replica_id, error_text(error))
+        self._release(replica_id)
+
+    async def _reunite(self, team: _Team) -> None:
+        with suppress(*self._failed):
+            await self._call(team.plan.leader, "reunite")
+        team.over.set()
+
+    def _release(self, replica_id: int) -> None:
+        if (member := self._members.get(replica_id)) is not None:
+            member.is_following = False
+
+    def _address(self, replica_id: int) -> str:
+        member = self._members.get(replica_id)
+        return "" if member is None or member.place is None else member.place.address
+
+    async def _call(self, replica_id: int, step: TeamStep, *args: object) -> Any:  # noqa: ANN401
+        member = self._members.get(replica_id)
+        if member is None:
+            raise TeamError(f"replica {replica_id} has ended")
+        return await member.actor.team.remote(step, *args)
+
+    def _note_pace(self, team: _Team, pace: TeamPace) -> None:
+        self._view.team_paces[team.plan.kind] = pace
+        self._stale_s[team.plan.kind] = time.monotonic() + _RETRY_S
+
+    def _forget_paces(self, now: float) -> None:
+        """Let kinds of teams be tried again after some time, as hosts are not always as busy."""
+        for kind in [k for k in self._view.team_paces if self._stale_s[k] < now]:
+            del self._view.team_paces[kind], self._stale_s[kind]

@@ -1,0 +1,312 @@
+"""Replicas that compute the steps of one together: equal tokens, whatever fails when."""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+
+from raybatch.actors.coordinator.teams import Teams
+from raybatch.actors.executors.calls import CallHandle
+from raybatch.actors.executors.local_site import LocalSite
+from raybatch.actors.wire.columns import decode_completions
+from raybatch.policy.pool import partition
+from raybatch.policy.pool.snapshot import TeamKind, TeamPlan
+from raybatch.records.types import Sampling
+from tests.actors.moving_pool import OnThisLoop, pool_of_processes
+from tests.actors.test_moves import check_holders, running, until
+from tests.engine.fakes import run_all
+from tests.engine.real_engines import Engines, requests_of
+from tests.engine.tiny_models import build
+from tests.tiers import pairs
+
+MAX_TOKENS = 700
+PROMPTS = [list(range(3 + i, 40 + 9 * i)) for i in range(2)]
+SAMPLING = Sampling(max_tokens=MAX_TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def told_often(monkeypatch):
+    """Rows of these engines live for a second or two."""
+    monkeypatch.setattr("raybatch.actors.replica.replica._PROGRESS_EVERY_S", 0.01)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3")
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
+    build("qwen3", max_position_embeddings=1024, **heads).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Tokens of rows that one engine computes."""
+    engine = Engines(folder)
+    made = engine.make(engine.config(block_size_tokens=8))
+    made.add(requests_of(PROMPTS, max_tokens=MAX_TOKENS))
+    done = run_all(made, check=False)
+    return [completion.token_ids.tolist() for _, completion in sorted(done.items())]
+
+
+class ScriptedSite(LocalSite):
+    """Lets a script see every step of a team, before it and after it."""
+
+    def __init__(self, script):
+        super().__init__(OnThisLoop())
+        self._script = script
+
+    def start(self, spec, plan, rank, replica_id, *, avoid=()):
+        return Scripted(super().start(spec, plan, rank, replica_id), replica_id, self._script)
+
+
+class Scripted:
+    def __init__(self, started, replica_id, script):
+        self._started, self._replica_id, self._script = started, replica_id, script
+        self.end = started.end
+
+    @property
+    def actor(self):
+        def call(name, *args):
+            if name != "team":
+                return getattr(self._started.actor, name).remote(*args)
+            return asyncio.create_task(self._step(*args))
+
+        return CallHandle(call)
+
+    async def _step(self, step, *args):
+        await self._script(self._replica_id, step, "before")
+        answer = await self._started.actor.team.remote(step, *args)
+        await self._script(self._replica_id, step, "after")
+        return answer
+
+
+async def no_script(replica_id, step, when):
+    pass
+
+
+def run(folder, meanwhile, *, num_replicas=2, script=no_script, prompts=PROMPTS[:1], then=None):
+    """Run rows to their end; return the pool, and tokens and attempts by row."""
+    pool = pool_of_processes(folder, num_replicas, site=ScriptedSite(script))
+    arrays = [as_array(prompt) for prompt in prompts]
+
+    async def whole():
+        async with asyncio.timeout(100):
+            return await pool.generate(arrays, (SAMPLING,), meanwhile, then)
+
+    results = asyncio.run(whole())
+    return pool, tokens_of(results), results["attempts"].to_pylist()
+
+
+def as_array(prompt):
+    return np.array(prompt, np.int32)
+
+
+def tokens_of(results):
+    return [c.token_ids.tolist() for c in decode_completions(results)]
+
+
+def teams_of(pool) -> Teams:
+    return pool.levelling._teams
+
+
+def members_of(pool):
+    return pool.coordinator._replicas.members
+
+
+def begin_team(pool, leader, followers):
+    plan = TeamPlan(leader, tuple(followers), TeamKind(len(followers) + 1, True), "of a test")
+    teams_of(pool)._begin(plan, 1.0)
+
+
+async def some_leader(pool, num_replicas):
+    """Return a replica whose row decodes, and those that have none."""
+    await until(lambda: sum(m.is_ready for m in members_of(pool).values()) == num_replicas)
+    ids = sorted(members_of(pool))
+    await until(lambda: any(running(pool, r) for r in ids))
+    leader = next(r for r in ids if running(pool, r))
+    return leader, [r for r in ids if not pool.queue.load(r).num_rows]
+
+
+async def form(pool, num_replicas):
+    """Form a team of all replicas, and return it once it works."""
+    leader, idle = await some_leader(pool, num_replicas)
+    begin_team(pool, leader, idle)
+    team = teams_of(pool)._teams[leader]
+    await until(lambda: team.is_formed or leader not in teams_of(pool)._teams)
+    return team
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_row_whose_steps_are_those_of_a_team_has_its_tokens(folder, alone, num_replicas):
+    async def meanwhile(pool):
+        await form(pool, num_replicas)
+
+    pool, tokens, attempts = run(folder, meanwhile, num_replicas=num_replicas, then=all_free)
+    assert alone[:1] == tokens
+    assert [1] == attempts
+    assert (1, 0) == (teams_of(pool).counters.num_formed, teams_of(pool).counters.num_failed)
+
+
+async def all_free(pool):
+    """Wait until no replica follows another one, and none is in a team."""
+    members = members_of(pool)
+    await until(lambda: not teams_of(pool)._teams)
+    assert not any(member.is_following for member in members.values())
+
+
+def test_rows_that_come_free_the_replicas_of_a_team(folder, alone):
+    async def meanwhile(pool):
+        team = await form(pool, 2)
+        assert members_of(pool)[team.plan.followers[0]].is_following
+        await asyncio.sleep(0.05)
+        others.append(asyncio.create_task(pool.answers([as_array(PROMPTS[1])], (SAMPLING,))))
+        await until(lambda: not teams_of(pool)._teams)
+        assert "rows wait" == team.ends
+
+    async def then(pool):
+        others.append(await others.pop())
+
+    others = []
+    pool, tokens, attempts = run(folder, meanwhile, then=then)
+    assert (alone[:1], [1]) == (tokens, attempts)
+    assert alone[1:] == tokens_of(others[0])
+    assert teams_of(pool).counters.num_steps > 0
+
+
+class Killer:
+    """Kills a rank at one step of the first team, of itself or of the other one."""
+
+    def __init__(self, step, when, victim):
+        self._where, self._victim = (step, when), victim
+        self.pool, self.is_done = None, False
+        self._ids = {}
+
+    async def __call__(self, replica_id, step, when):
+        for team in teams_of(self.pool)._teams.values():
+            self._ids = {"leader": team.plan.leader, "follower": team.plan.followers[0]}
+        if not self.is_done and (step, when) == self._where:
+            self.is_done = True
+            kill(self.pool, self._ids[self._victim])
+
+
+def kill(pool, replica_id, how=signal.SIGKILL):
+    os.kill(members_of(pool)[replica_id].pid, how)
+
+
+STEPS = [("reunite", "before"), ("reunite", "after")]
+STEPS += [(step, when) for step in ("team_calls", "follow", "lead") for when in ("before", "after")]
+# a follow that returns is the end of a team
+STEPS.remove(("follow", "after"))
+
+
+@pytest.mark.parametrize(("place", "victim"), pairs(STEPS, ["leader", "follower"]))
+def test_a_death_at_any_step_of_a_team_changes_no_token(folder, alone, place, victim):
+    killer = Killer(*place, victim)
+
+    async def meanwhile(pool):
+        killer.pool = pool
+        team = await form(pool, 2)
+        for _ in range(10):
+            check_holders(pool)
+            await asyncio.sleep(0.01)
+        teams_of(pool)._end(team, "the test ends it")
+        while True:
+            check_holders(pool)
+            await asyncio.sleep(0.005)
+
+    _, tokens, _ = run(folder, meanwhile, script=killer)
+    assert alone[:1] == tokens
+    assert killer.is_done
+
+
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+def test_a_death_between_steps_of_a_team_changes_no_token(folder, alone, victim):
+    async def meanwhile(pool):
+        team = await form(pool, 3)
+        assert team.is_formed
+        await asyncio.sleep(0.05)
+        kill(pool, team.plan.leader if victim == "leader" else team.plan.followers[1])
+        while True:
+            check_holders(pool)
+            await asyncio.sleep(0.005)
+
+    pool, tokens, _ = run(folder, meanwhile, num_replicas=3, then=all_free)
+    assert alone[:1] == tokens
+    assert 1 == teams_of(pool).counters.num_formed
+
+
+def test_a_follower_that_hangs_is_killed_and_the_row_goes_on(folder, alone, monkeypatch):
+    monkeypatch.setattr("raybatch.actors.coordinator.teams._TIMEOUT_S", 1.0)
+    monkeypatch.setattr("raybatch.actors.coordinator.teams._GRACE_S", 0.2)
+
+    async def meanwhile(pool):
+        team = await form(pool, 2)
+        kill(pool, team.plan.followers[0], signal.SIGSTOP)
+        await asyncio.Event().wait()
+
+    async def then(pool):
+        await all_free(pool)
+        await until(lambda: pool.coordinator._replicas.ledger.num_hung)
+
+    _, tokens, attempts = run(folder, meanwhile, then=then)
+    assert (alone[:1], [1]) == (tokens, attempts)
+
+
+def test_a_follower_that_leaves_ends_its_team(folder, alone, caplog):
+    async def meanwhile(pool):
+        team = await form(pool, 2)
+        (follower,) = team.plan.followers
+        kill(pool, follower, signal.SIGTERM)
+        await until(lambda: follower not in members_of(pool))
+
+    with caplog.at_level(logging.INFO):
+        pool, tokens, attempts = run(folder, meanwhile)
+    assert (alone[:1], [1]) == (tokens, attempts)
+    assert 0 == pool.coordinator._replicas.ledger.num_restarts
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_teams_and_moves_change_no_token_and_keep_one_holder(folder, alone, seed):
+    async def meanwhile(pool):
+        generator = random.Random(seed)
+        await some_leader(pool, 3)
+        while True:
+            await asyncio.sleep(0.02)
+            check_holders(pool)
+            teams, members = teams_of(pool)._teams, members_of(pool)
+            busy = [r for r in members if running(pool, r) and r not in teams]
+            free = [m.replica_id for m in members.values() if m.takes_rows and m not in busy]
+            idle = [r for r in free if not pool.queue.load(r).num_rows]
+            if teams and generator.random() < 0.3:
+                teams_of(pool)._end(generator.choice(list(teams.values())), "of a test")
+            elif busy and idle and generator.random() < 0.5:
+                begin_team(pool, generator.choice(busy), generator.sample(idle, 1))
+            elif not teams:
+                pool.move_at_random(generator)
+
+    pool, tokens, attempts = run(folder, meanwhile, num_replicas=3, prompts=PROMPTS)
+    assert (alone, [1, 1]) == (tokens, attempts)
+    assert teams_of(pool).counters.num_formed > 0
+
+
+def test_a_pool_forms_a_team_by_itself_and_judges_it_by_its_steps(folder, alone, monkeypatch):
+    """The thresholds are low, as these rows live for two seconds; the decision is the real one."""
+    monkeypatch.setattr(partition, "_LEAST_S", 0.0)
+    monkeypatch.setattr(partition, "_MIN_STEPS", 8)
+    monkeypatch.setattr(partition, "_CONNECT_S", 0.0)
+    monkeypatch.setattr("raybatch.actors.queue.pulling.HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("raybatch.actors.coordinator.coordinator._TICK_S", 0.02)
+
+    async def meanwhile(pool):
+        await until(lambda: teams_of(pool).counters.num_formed)
+        await until(lambda: pool.levelling.view.team_paces)
+
+    pool, tokens, attempts = run(folder, meanwhile)
+    assert (alone[:1], [1]) == (tokens, attempts)
+    ((kind, pace),) = pool.levelling.view.team_paces.items()
+    assert TeamKind(2, True) == kind
+    assert pace.ratio > 0
