@@ -1,6 +1,6 @@
 """What a finished row costs the coordinator, in one process and without an engine.
 
-Run: python benchmarks/mailbox.py --out FILE [--rows 200000] [--repeats 5]
+Run: python benchmarks/mailbox.py --out FILE [--before FILE] [--rows 200000] [--repeats 5]
 
 Rows of one client in batches, as feeders hand them over, held by some replicas. Each report of a
 replica brings the results of so many rows of one batch; what is timed is all that the coordinator
@@ -11,6 +11,7 @@ After a report, once no row waits: a dispatch that hands out nothing, and `Level
 """
 
 import argparse
+import json
 import statistics
 import time
 from pathlib import Path
@@ -133,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--before", type=Path, help="result of another commit, to go along")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sides = []

@@ -67,8 +67,8 @@ class Levelling:
         if self._queue.has_waiting() or self._stealing is not None:
             self.is_settled = False
             return
-        if not with_rows and all(self._queue.load(r).num_rows for r in pulling):
-            return  # rows that wait in an engine go to one that is idle
+        if not with_rows and not self.view.may_steal(pulling):
+            return
         began = time.monotonic()
         if with_rows and began < self._not_before:
             return

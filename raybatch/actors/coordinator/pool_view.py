@@ -138,6 +138,14 @@ class PoolView:
         known = self._known.get(replica_id)
         return None if known is None or known.progress is None else known.progress.capacity
 
+    def may_steal(self, pulling: Iterable[int]) -> bool:
+        """Return whether one of these is idle, and any replica has told of rows to give.
+
+        After each report of many replicas that is all there is time for.
+        """
+        is_one_idle = not all(self._queue.load(r).num_rows for r in pulling)
+        return is_one_idle and any(known.stats.num_waiting > 1 for known in self._known.values())
+
     def may_begin(self, move: RowMove) -> bool:
         """Return whether both replicas have hands free for a move."""
         return all(self.num_moves(r) < MAX_MOVES for r in (move.source, move.target))
