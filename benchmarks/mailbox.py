@@ -25,6 +25,7 @@ import pyarrow as pa
 from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.queue.row_queue import RowQueue
+from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.wire.columns import encode_completions
 from raybatch.actors.wire.records import Room, RowGroups, Submission
 from raybatch.records.types import Completion, ReplicaStats
@@ -89,11 +90,14 @@ def finish_all(num_rows: int, report_rows: int, *, has_groups: bool) -> dict[str
             rows = np.concatenate([np.arange(s.start, s.stop) for s in assignment.spans])
             # as replicas tell now and then how far their rows are
             mailbox.lengths.note_running(assignment.batch_id, rows, (tokens[rows] + 1) // 2)
-            for start in range(0, len(rows), report_rows):
-                results = whole.take(pa.array(rng.permutation(rows[start : start + report_rows])))
-                began = time.thread_time()
+            reports = [
+                whole.take(pa.array(rng.permutation(rows[start : start + report_rows])))
+                for start in range(0, len(rows), report_rows)
+            ]
+            began = time.thread_time()
+            for results in reports:
                 num_done += mailbox.take(replica_id, assignment.batch_id, results)
-                take_s += time.thread_time() - began
+            take_s += time.thread_time() - began
     assert num_done == num_rows // BATCH_ROWS * BATCH_ROWS, num_done
     return {"take_us": 1e6 * take_s / num_done, "dispatch_us": 1e6 * dispatch_s / num_done}
 
@@ -102,10 +106,8 @@ def look_us(*, is_one_idle: bool, num_looks: int = 200) -> float:
     """Return the time of what follows each report of many replicas, where no row waits."""
     mailbox, ids = Mailbox(RowQueue(3), on_drop=lambda *_: None), range(1, NUM_WATCHED + 1)
     mailbox.add(submission_of(0, BATCH_ROWS, has_groups=False))
-    members = {
-        r: SimpleNamespace(replica_id=r, is_ready=True, takes_rows=True, stats=ReplicaStats())
-        for r in ids
-    }
+    nothing = SimpleNamespace(actor=None, end=lambda: None)
+    members = {r: Member(replica_id=r, rank=r, started=nothing, is_ready=True) for r in ids}
     site = SimpleNamespace(died=(), failed=())
     levelling = Levelling(
         mailbox.queue,
@@ -155,9 +157,10 @@ def main() -> None:
         values = sorted(round(look_us(is_one_idle=is_one_idle), 1) for _ in range(options.repeats))
         looks[name] = {"median": statistics.median(values), "all": values}
         print(f"after a report, {NUM_WATCHED} replicas, {name}: {looks[name]['median']} us")
-    conditions.write_result(
-        options.out, "mailbox.py", per_finished_row=sides, after_a_report_of_128_replicas_us=looks
-    )
+    parts: dict[str, Any] = {"per_finished_row": sides, "after_a_report_of_128_replicas_us": looks}
+    if options.before is not None:
+        parts["before"] = json.loads(options.before.read_text(encoding="utf-8"))
+    conditions.write_result(options.out, "mailbox.py", **parts)
 
 
 if __name__ == "__main__":
