@@ -218,7 +218,8 @@ class PoolView:
         is_here = (left > 0) & ~is_leaving
         _, first, counts = np.unique(told.request_ids, return_inverse=True, return_counts=True)
         can_move = (counts[first] == 1) & (told.num_generated > 0)
-        can_move &= ~np.isin(told.request_ids, self._queue.copies.row_ids())
+        if with_copies := self._queue.copies.row_ids():
+            can_move &= ~np.isin(told.request_ids, with_copies)
         coming = self._coming(replica_id, known)
         return RunningRows(
             ids=np.append(told.request_ids[is_here], [r.move.row_id for r in coming]).astype("i8"),
@@ -240,12 +241,12 @@ class PoolView:
 
     def _left(self, replica_id: int, ids: Ints, num_generated: Ints) -> Floats:
         """Return the tokens that sequences have to come, 0 where a row is not there any more."""
-        left = np.zeros(len(ids))
+        left, copies = np.zeros(len(ids)), self._queue.copies.of(replica_id)
         batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
         for batch_id in np.unique(batch_ids).tolist():
             (places,) = np.nonzero(batch_ids == batch_id)
             is_here = self._queue.is_held(replica_id, batch_id, rows[places])
-            places = places[is_here | np.isin(ids[places], self._queue.copies.of(replica_id))]
+            places = places[is_here | np.isin(ids[places], copies) if copies else is_here]
             if batch_id in self._lengths and len(places):
                 more = self._lengths.expected_left(batch_id, rows[places], num_generated[places])
                 left[places] = np.maximum(1.0, more)
