@@ -24,6 +24,7 @@ import length_mix_picture
 import models
 import numpy as np
 import torch
+from stage_layouts import H100, H100_LIMITS, H100_MOVES
 
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
@@ -31,12 +32,12 @@ from raybatch.config.environment import kernel_vectors
 from raybatch.kernels.attention import TORCH_DECODE
 from raybatch.kernels.attention_plan import DecodeForm, DecodePart
 from raybatch.kernels.native.decode_attention import decode_form
-from raybatch.policy.cost.cost_model import EngineLimits, MeasuredStep, prompt_pairs
+from raybatch.policy.cost.cost_model import MeasuredStep, prompt_pairs
 from raybatch.policy.stages.choice import choose_stages
 from raybatch.policy.stages.heterogeneity import FLAT, MixCurve, MixPoint
 from raybatch.policy.stages.lengths import RowLengths
-from raybatch.policy.stages.quality import StepQuality, fit_quality
-from raybatch.policy.stages.replica_seconds import MoveCosts, StagePool
+from raybatch.policy.stages.quality import fit_quality
+from raybatch.policy.stages.replica_seconds import StagePool
 from raybatch.records.types import Request, Sampling
 
 VARIATIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
@@ -54,13 +55,6 @@ CHUNK = 256
 FACTORS = (1.1, 1.3, 1.5, 1.7, 1.9, 2.1, 3.0)
 # rows in all, and replicas
 JOBS = ((2000, 16), (20_000, 16), (20_000, 4))
-# Llama-3.2-3B in bfloat16 on an H100, computed: 6.4 GB of weights, 112 KiB of KV a token at
-# 3 TB/s, prompts at 500 TFLOP/s, 0.5 ms of a step on the host; NVLink
-H100 = StepQuality(
-    step_s=2.6e-3, row_s=2e-6, prompt_token_s=1.3e-5, prompt_pair_s=6e-10, context_s=3.8e-8
-)
-H100_LIMITS = EngineLimits(kv_tokens=550_000, max_num_seqs=512, block_size=16)
-H100_MOVES = MoveCosts(kv_bytes_per_token=114_688, bytes_per_s=50e9)
 
 
 def lengths_of(num_rows: int, mean: int, variation: float) -> np.ndarray:

@@ -94,7 +94,7 @@ class Moved:
         num_failed: moves that left their row where it was.
         num_bytes: of KV.
         num_hung: engines that were found to hang, and were replaced.
-        num_teams: of engines; None where none was to form.
+        num_teams: of engines, those included that did not come about; None where none was to form.
         faults: that came.
     """
 
@@ -113,6 +113,9 @@ class Moved:
             return "no row moved"
         if self.num_teams == 0:
             return "no team formed"
+        # one that follows is not missed where the job ends soon
+        if self.num_teams is not None:
+            num_hangs = min(num_hangs, self.num_hung)
         if self.num_hung != num_hangs:
             return f"{num_hangs} engines hung, and {self.num_hung} were replaced as hanging"
         return ""
@@ -184,6 +187,11 @@ class _MovingSite(LocalSite):
     @property
     def _teams(self) -> Teams:
         return self._coordinator._levelling._teams
+
+    def _num_teams(self) -> tuple[int, int]:
+        """Return how many teams came about, and how many did not."""
+        counters = self._teams.counters
+        return counters.num_formed, counters.num_failed
 
     @property
     def _num_done(self) -> int:
@@ -304,7 +312,7 @@ def main(job_file: str, folder: str) -> int:
         num_failed=counters.num_failed,
         num_bytes=counters.num_bytes,
         num_hung=site._coordinator._replicas.ledger.num_hung,
-        num_teams=site._teams.counters.num_formed if plan.forms_teams else None,
+        num_teams=sum(site._num_teams()) if plan.forms_teams else None,
         faults=tuple(site.came),
     )
     Path(folder, DONE).write_text(json.dumps(dataclasses.asdict(moved)), encoding="utf-8")

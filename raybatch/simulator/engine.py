@@ -1,11 +1,12 @@
 """An engine that schedules as a real one does, and prices its steps in place of computing them."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.actors.queue.row_states import ALONE
 from raybatch.engine.scheduling.admission import expected_len
@@ -17,6 +18,7 @@ from raybatch.engine.sequences.generated import CountedTokens
 from raybatch.engine.sequences.schedule import Schedule
 from raybatch.engine.sequences.table import EMPTY, SequenceTable
 from raybatch.policy.cost.cost_model import CostModel, MeasuredStep
+from raybatch.policy.stages.heterogeneity import FLAT, MixCurve, variation
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import Capacity, ReplicaStats
 from raybatch.simulator.rows import SimulatedRows
@@ -31,12 +33,19 @@ class EngineSpec:
         cost: of a step, and the limits of its batch.
         full_step_tokens: see `raybatch.policy.step_seconds.full_step_tokens`.
         kv_bytes_per_token: of a sequence that moves with its KV.
+        curve: how much longer attention takes for a batch of unlike lengths.
+        team_ratios: by number of ranks, seconds of a step of a team beside those of its leader
+            alone; empty where engines form none.
+        team_switch_s: of forming a team, and of ending it; in that time its leader takes no step.
     """
 
     cost: CostModel
     full_step_tokens: float = math.inf
     enable_prefix_caching: bool = True
     kv_bytes_per_token: float = 0.0
+    curve: MixCurve = FLAT
+    team_ratios: Mapping[int, float] = field(default_factory=dict)
+    team_switch_s: float = 0.0
 
     @property
     def token_budget(self) -> int:
@@ -83,6 +92,8 @@ class SimulatedEngine:
             full_step_tokens=spec.full_step_tokens,
         )
         self._rows, self._spec, self._slowness = rows, spec, slowness
+        # of its steps now, beside those that it takes alone; and seconds before the next one
+        self._pace, self._pause_s = 1.0, 0.0
         self._end_len: Ints = np.zeros(max_slots, np.int64)
         self._group: Ints = np.full(max_slots, ALONE, np.int64)
         self._num_arrivals = self.num_steps = self.num_generated = 0
@@ -103,6 +114,7 @@ class SimulatedEngine:
             block_size=limits.block_size,
             max_batched_tokens=limits.max_batched_tokens,
             kv_token_bytes=round(self._spec.kv_bytes_per_token),
+            team_sizes=tuple(sorted(self._spec.team_ratios)),
         )
 
     def stats(self) -> ReplicaStats:
@@ -121,6 +133,10 @@ class SimulatedEngine:
             engine_s=self._engine_s,
             kv_used_fraction=self.scheduler.kv_used_fraction,
         )
+
+    def change_pace(self, pace: float, pause_s: float) -> None:
+        """Take so much of the seconds of a step from now on, after a pause."""
+        self._pace, self._pause_s = pace, self._pause_s + pause_s
 
     def is_idle(self) -> bool:
         return not self.scheduler.num_waiting and not self.table.num_running
@@ -161,6 +177,12 @@ class SimulatedEngine:
             moved.append(MovedSequence(row, len(record.token_ids), num_kv_tokens))
         return moved
 
+    def recompute(self) -> None:
+        """Go on with the tokens of what runs alone, as its KV is lost."""
+        slots = np.flatnonzero(self.table.phase != EMPTY).tolist()
+        rows = [self.table.record(slot).request.request_id for slot in slots]
+        self.restore(self.export(rows, with_kv=False))
+
     def begin(self) -> Floats:
         """Decide the next steps; return when each of them ends, in seconds from now.
 
@@ -176,9 +198,9 @@ class SimulatedEngine:
         if num_quiet:
             self.counts = _count_decodes(table, slots, self._group)
             # each row reads one token more with every step
-            more_s = cost.context_s * len(slots) * np.arange(num_quiet)
-            self._ends = (self._slowness * (cost.predict(self.counts) + more_s)).cumsum()
-            return self._ends
+            steps = np.arange(num_quiet)
+            more_s = cost.context_s * len(slots) * steps + self._mix_seconds(slots, steps)
+            return self._timed(cost.predict(self.counts) + more_s)
         self._schedule = schedule = self.scheduler.schedule()
         for slot in schedule.admitted:
             row = table.record(slot).request.request_id
@@ -186,7 +208,15 @@ class SimulatedEngine:
             self._group[slot] = self._rows.group[row]
         self.counts = count_step(table, schedule, self._group)
         seconds = cost.predict(self.counts) if schedule.num_tokens else 0.0
-        self._ends = np.array([self._slowness * seconds])
+        mix_s = self._mix_seconds(schedule.decode_slots, np.zeros(1))
+        return self._timed(seconds + mix_s)
+
+    def _timed(self, seconds: npt.ArrayLike) -> Floats:
+        """Note when steps end that would take so long alone on a usual device."""
+        self._ends = self._pause_s + np.cumsum(
+            self._slowness * self._pace * np.asarray(seconds, float)
+        )
+        self._pause_s = 0.0
         return self._ends
 
     def compute(self, num_steps: int) -> list[int]:
@@ -205,6 +235,19 @@ class SimulatedEngine:
         for slot in slots[table.num_tokens[slots] >= self._end_len[slots]].tolist():
             ended.append(self.scheduler.finish(slot).request.request_id)
         return ended
+
+    def _mix_seconds(self, slots: Ints, steps: Floats | Ints) -> Floats:
+        """Return what unlike lengths add to steps from here on, by their numbers from 0, [N]."""
+        if self._spec.curve is FLAT or not len(slots):
+            return np.zeros(len(steps))
+        lens = self.table.num_tokens[slots].astype(float)
+        num_rows, total, squares = np.full(len(steps), len(lens)), lens.sum(), (lens**2).sum()
+        totals = total + num_rows * steps
+        mix = variation(num_rows, totals, squares + 2 * total * steps + num_rows * steps**2)
+        # what others read as well is read once, whatever the mix
+        reads = self.counts.context_reads + num_rows * steps
+        more_s: Floats = self._spec.cost.context_s * (self._spec.curve.at(mix) - 1.0) * reads
+        return more_s
 
     def _queue(self, moved: MovedSequence, *, has_started: bool) -> None:
         request = self._rows.request(moved.row)

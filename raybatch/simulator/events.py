@@ -41,6 +41,7 @@ class Policies:
     learns_lengths: bool = True
     learns_speeds: bool = True
     moves_rows: bool = True
+    forms_teams: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,6 +41,7 @@ class PoolFigures:
         idle_share: of the replicas' time in the last tenth of the run.
         num_stolen: rows given back by one replica and run by another.
         num_moved: rows that went on elsewhere with their tokens.
+        num_teams: that replicas formed.
         num_deaths: of replicas.
         num_given_up: rows that ended their replica too often.
     """
@@ -52,6 +53,7 @@ class PoolFigures:
     idle_share: float
     num_stolen: int
     num_moved: int
+    num_teams: int = 0
     num_deaths: int
     num_given_up: int
 
@@ -89,6 +91,7 @@ def simulate(rows: SimulatedRows, engine: EngineSpec, pool: PoolSpec, ideal: Ide
         idle_share=idle_share(outcome, pool.num_replicas),
         num_stolen=outcome.num_stolen,
         num_moved=outcome.num_moved,
+        num_teams=outcome.num_teams,
         num_deaths=outcome.num_deaths,
         num_given_up=outcome.num_given_up,
     )

@@ -91,6 +91,8 @@ class SimulatedReplica:
         self._num_in_hand = self._told_waiting = 0
         self._run: _Run | None = None
         self._is_pulling = False
+        # that it has room is told once
+        self.has_told_idle = False
         self._reported_s, self._report_due_s = -HEARTBEAT_S, float("inf")
 
     @property
@@ -139,12 +141,20 @@ class SimulatedReplica:
 
         def told() -> None:
             progress = Progress(rows=self.engine.table.progress(), capacity=self.engine.capacity())
-            stats = self.engine.stats()
+            stats, self.has_told_idle = self.engine.stats(), self.engine.is_idle()
             self._clock.after(
                 self._message_s, lambda: None if self.is_dead else answer(stats, progress)
             )
 
         self._call(told)
+
+    def change_pace(self, pace: float, pause_s: float) -> None:
+        """Take so much of the seconds of a step, from the next step on and after a pause."""
+        self._call(lambda: self.engine.change_pace(pace, pause_s))
+
+    def recompute(self) -> None:
+        """Compute what runs again, as its KV is lost."""
+        self._call(self.engine.recompute)
 
     def move_out(
         self, row: int, *, with_kv: bool, answer: Callable[[list[MovedSequence]], None]

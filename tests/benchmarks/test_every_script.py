@@ -175,6 +175,9 @@ TINY = {
     "shared_reads": Tiny(
         args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),
+    "simulated_stages": Tiny(
+        args=("--rows", "40", "--replicas", "2", "--factors", "1.7", "--spreads", "W7")
+    ),
     "swap": Tiny(args=("--rows", "8", "--share", "0.6", "--repetitions", "1")),
     "weights": Tiny(args=("--rows", "2", "--repetitions", "1"), values={"OUTPUT_LEN": 2}),
 }

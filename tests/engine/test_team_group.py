@@ -1,5 +1,7 @@
 """Groups of ranks in threads, and the messages between them."""
 
+import multiprocessing
+import os
 import threading
 from itertools import count
 
@@ -127,6 +129,36 @@ def test_a_rank_that_hangs_makes_the_calls_of_others_fail_in_time(store):
 
     made = in_threads(store, 2, act, timeout_s=0.3)
     assert "rank 0 did not answer within 0.3 s" == str(made[1])
+
+
+def die_in_group(call):
+    connect(call, Meeting(call), CPU)
+    os._exit(9)
+
+
+def test_a_rank_whose_process_ends_is_missed_long_before_the_timeout(store):
+    calls = store.calls(next(_epochs), 2, timeout_s=100.0)
+    process = multiprocessing.get_context("spawn").Process(target=die_in_group, args=(calls[1],))
+    process.start()
+    group = connect(calls[0], Meeting(calls[0], store), CPU)
+    process.join()
+    with pytest.raises(TeamError, match="the process of rank 1 has ended"):
+        group.sum_(torch.zeros(4))
+
+
+@pytest.mark.parametrize("text", ["it has rows", ""])
+def test_a_leader_hears_that_a_rank_will_not_come_before_it_connects(text, store):
+    calls = store.calls(next(_epochs), 3, timeout_s=0.5)
+    Meeting(calls[2]).come(2, "")
+    Meeting(calls[1]).come(1, text)
+    leader = Meeting(calls[0], store)
+    if text:
+        with pytest.raises(TeamError, match="rank 1 refuses: it has rows"):
+            leader.await_all(3)
+        return
+    leader.await_all(3)
+    with pytest.raises(TeamError, match="nothing was heard of rank 3"):
+        leader.await_all(4)
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_longer_than_the_timeout(store):

@@ -13,7 +13,7 @@ from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.policy.pool.snapshot import RowMove
 from raybatch.simulator.engine import alone_seconds
-from raybatch.simulator.events import Death, PoolSpec
+from raybatch.simulator.events import Death, Policies, PoolSpec
 from raybatch.simulator.links import LinkSpec
 from raybatch.simulator.pool import SimulatedPool
 from raybatch.simulator.rows import SimulatedRows
@@ -202,7 +202,8 @@ class Moving:
     def __init__(self, *, kv_bytes_per_token=0.0, deaths=(), **network):
         self.rows = fixed_rows(1, prompt=64, output=1000)
         spec = replace(engine_spec(), kv_bytes_per_token=kv_bytes_per_token)
-        pool = PoolSpec(num_replicas=2, network=LinkSpec(**network), deaths=deaths, start_s=0.0)
+        still = {"policies": Policies(moves_rows=False), "start_s": 0.0}
+        pool = PoolSpec(num_replicas=2, network=LinkSpec(**network), deaths=deaths, **still)
         self.pool = SimulatedPool(self.rows, spec, pool)
         self.pool.begin()
 
@@ -267,12 +268,25 @@ def test_a_death_during_a_move_loses_no_row(dead):
     assert outcome.num_deaths == 1
 
 
-def test_the_tokens_of_a_row_that_comes_too_late_are_kept():
-    moving = Moving(bytes_per_s=100.0)
+def test_the_tokens_of_a_row_that_moved_outlive_its_target():
+    moving = Moving()
     _, target = moving.move_at(5.0)
-    moving.pool.clock.at(5.5, lambda: moving.pool.kill(target))
+    moving.pool.clock.at(6.0, lambda: moving.pool.kill(target))
     outcome, _ = moving.run()
+    # what the target generated in a second, at 11 ms a token, is generated again
+    lost = sum(replica.stats.generated_tokens for replica in outcome.replicas) - 1000
+    assert 80 < lost < 100
+
+
+def test_a_row_that_comes_too_late_goes_on_at_its_source_with_its_kv():
+    moving = Moving(bytes_per_s=100.0)
+    source, target = moving.move_at(5.0)
+    moving.pool.clock.at(5.5, lambda: moving.pool.kill(target))
+    outcome, replicas = moving.run()
     assert sum(replica.stats.generated_tokens for replica in outcome.replicas) == 1000
+    assert replicas[source].num_rows == 1
+    assert replicas[source].stats.num_recomputed_tokens == 0
+    assert outcome.num_moved == 0
 
 
 def test_thousands_of_rows_on_many_replicas_finish():

@@ -80,6 +80,7 @@ class Coordinator:
             self._mailbox,
             self._replicas.members,
             site,
+            stuck_after_s=spec.pool.stuck_after_s,
             spawn=self._spawn,
             kill=self._replicas.kill,
             on_change=self._dispatch,
@@ -311,9 +312,8 @@ class Coordinator:
 
     def _let_go(self, replica_id: int) -> None:
         """Let a replica end where it asks for rows."""
-        _, future = self._pulls.pop(replica_id, (None, None))
-        if future is not None:
-            _answer_pull(future, None)
+        if (pull := self._pulls.pop(replica_id, None)) is not None:
+            _answer_pull(pull[1], None)
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Queue the rows of a replica that ended again; return whether its death cost any."""

@@ -29,6 +29,7 @@ class Levelling:
 
     Args:
         members: replicas by id, that come and go.
+        stuck_after_s: see `PoolConfig`.
         kill: ends a replica that hangs, told why.
         on_change: called when rows have changed their place, or replicas are free.
     """
@@ -40,6 +41,7 @@ class Levelling:
         members: Mapping[int, Member],
         site: Site,
         *,
+        stuck_after_s: float | None,
         spawn: Spawn,
         kill: Callable[[int, str], None],
         on_change: Callable[[], None],
@@ -47,7 +49,13 @@ class Levelling:
         self.view = PoolView(queue, mailbox.lengths)
         self._moves = Moves(queue, mailbox, self.view, members, site.failed)
         self._teams = Teams(
-            members, self.view, site.failed, spawn=spawn, kill=kill, on_change=on_change
+            members,
+            self.view,
+            site.failed,
+            stuck_after_s=stuck_after_s,
+            spawn=spawn,
+            kill=kill,
+            on_change=on_change,
         )
         self.counters = self._moves.counters
         self._queue, self._members, self._died = queue, members, site.died

@@ -195,6 +195,7 @@ class PoolView:
             free_seqs=max(0, capacity.max_num_seqs - len(rows)),
             kv_token_bytes=capacity.kv_token_bytes,
             num_moves=self.num_moves(replica_id),
+            num_steps=member.stats.num_steps,
             host=member.host_id,
             token_s=pace.token_s,
             weight_bytes=capacity.weight_bytes,

@@ -13,6 +13,7 @@ end a team, as its followers get none (mechanisms B6, B13, B14).
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,18 +21,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raybatch.actors.coordinator.pool_view import PoolView
+from raybatch.actors.coordinator.team_book import TeamBook
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.site import Errors, Spawn
 from raybatch.actors.wire.records import TeamStep
 from raybatch.errors import TeamError, error_text
-from raybatch.policy.pool.partition import Agreement
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, TeamPace, TeamPlan
 from raybatch.records.team import FormingCost, Served, TeamCall
 
-# that a rank waits for another one, and how much longer a follower of a team that is over may take
-_TIMEOUT_S, _GRACE_S = 15.0, 5.0
-# after which a kind of team that did not pay, or did not come about, is tried again
-_RETRY_S = 300.0
+# that a rank waits for another one, at most
+_TIMEOUT_S = 15.0
+# a leader that waits for a rank takes no step, and must not count as one that hangs for that
+_OF_STUCK = 1 / 4
 
 _logger = logging.getLogger(__name__)
 
@@ -52,12 +53,16 @@ class _Team:
 
     plan: TeamPlan
     alone_s: float
-    is_formed: bool = False
     # why it is to end, "" while it is wanted
     ends: str = ""
+    # once it has formed
     cost: FormingCost | None = None
     num_steps: int = 0
     over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_formed(self) -> bool:
+        return self.cost is not None
 
 
 class Teams:
@@ -66,6 +71,7 @@ class Teams:
     Args:
         members: replicas by id, that come and go.
         failed: what a call of a replica raises.
+        stuck_after_s: see `PoolConfig`.
         kill: ends a replica that hangs, told why.
         on_change: called when replicas are free again.
     """
@@ -76,6 +82,7 @@ class Teams:
         view: PoolView,
         failed: Errors,
         *,
+        stuck_after_s: float | None,
         spawn: Spawn,
         kill: Callable[[int, str], None],
         on_change: Callable[[], None],
@@ -84,11 +91,11 @@ class Teams:
         self._members, self._view = members, view
         self._failed: Errors = (*failed, TeamError)
         self._spawn, self._kill, self._on_change = spawn, kill, on_change
+        # that a rank waits for another one
+        self._timeout_s = min(_TIMEOUT_S, _OF_STUCK * (stuck_after_s or math.inf))
         self._teams: dict[int, _Team] = {}
         self._epoch = 0
-        self._forming, self._ending = Agreement(), dict[int, Agreement]()
-        # when paces are not believed any more
-        self._stale_s: dict[object, float] = {}
+        self._book = TeamBook(view.team_paces)
 
     def __bool__(self) -> bool:
         """Return whether there is a team, or one that forms."""
@@ -96,25 +103,21 @@ class Teams:
 
     def look(self, plan: PoolPlan, snapshot: PoolSnapshot) -> None:
         """Begin and end what two boundaries in a row want."""
-        replicas = {replica.replica_id: replica for replica in snapshot.replicas}
-        self._forget_paces(time.monotonic())
-        for leader_id, team in list(self._teams.items()):
-            leader = replicas.get(leader_id)
-            if not team.is_formed or leader is None:
+        self._book.look(time.monotonic())
+        for leader in snapshot.replicas:
+            team = self._teams.get(leader.replica_id)
+            if team is None or team.cost is None:
                 continue
-            if leader.team_ratio is not None and team.cost is not None:
+            if leader.team_ratio is not None:
                 self._note_pace(team, TeamPace(leader.team_ratio, team.cost.seconds))
-            why, agreement = plan.ends.get(leader_id), self._ending[leader_id]
-            if agreement.look(why and leader_id, self._num_steps(leader_id)) and why:
+            if why := self._book.to_end(leader.replica_id, plan, snapshot):
                 self._end(team, why)
             elif not leader.num_held:
                 # an engine without rows ends its team by itself
                 team.over.set()
-        team_plan = plan.team
-        place = -1 if team_plan is None else self._num_steps(team_plan.leader)
-        wanted = None if team_plan is None else (team_plan.leader, team_plan.followers)
-        if self._forming.look(wanted, place) and team_plan is not None:
-            alone_s = replicas[team_plan.leader].token_s
+        team_plan = self._book.to_begin(plan, snapshot)
+        if team_plan is not None:
+            alone_s = snapshot.replica(team_plan.leader).token_s
             assert alone_s is not None, "a leader was measured"
             self._begin(team_plan, alone_s)
 
@@ -131,15 +134,11 @@ class Teams:
                 if member is None or member.is_leaving:
                     self._end(team, f"replica {replica_id} leaves")
 
-    def _num_steps(self, replica_id: int) -> int:
-        return self._members[replica_id].stats.num_steps
-
     def _begin(self, plan: TeamPlan, alone_s: float) -> None:
         some = [self._members.get(r) for r in (plan.leader, *plan.followers)]
         if any(member is None or not member.takes_rows for member in some):
             return
         team = self._teams[plan.leader] = _Team(plan, alone_s)
-        self._ending[plan.leader] = Agreement()
         self._members[plan.leader].is_leading = True
         for replica_id in plan.followers:
             self._members[replica_id].is_following = True
@@ -167,7 +166,7 @@ class Teams:
         try:
             address = self._address(leader_id)
             calls: list[TeamCall] = await self._call(
-                leader_id, "team_calls", epoch, plan.kind.size, address, _TIMEOUT_S
+                leader_id, "team_calls", epoch, plan.kind.size, address, self._timeout_s
             )
             for replica_id, call in zip(plan.followers, calls[1:], strict=True):
                 serving.append(self._spawn(self._follow(team, replica_id, call)))
@@ -190,7 +189,7 @@ class Teams:
         """Wait for the end of a team that has formed: of its rows, or of one of its ranks."""
         leader = self._members.get(team.plan.leader)
         self.counters.num_formed += 1
-        team.is_formed, team.cost = True, cost
+        team.cost = cost
         if leader is not None:
             self._view.begin_team(leader, team.plan.kind.size, team.alone_s)
         if team.ends:
@@ -202,7 +201,7 @@ class Teams:
     async def _free(self, team: _Team, serving: list[asyncio.Task[None]]) -> None:
         """Wait until followers are free, and end those that hang."""
         if serving:
-            _, busy = await asyncio.wait(serving, timeout=_TIMEOUT_S + _GRACE_S)
+            _, busy = await asyncio.wait(serving, timeout=2 * self._timeout_s)
             if busy:
                 for replica_id in team.plan.followers:
                     member = self._members.get(replica_id)
@@ -213,7 +212,7 @@ class Teams:
             self._release(replica_id)
         leader_id = team.plan.leader
         del self._teams[leader_id]
-        del self._ending[leader_id]
+        self._book.ended(leader_id)
         if (leader := self._members.get(leader_id)) is not None:
             leader.is_leading = False
             self._view.end_team(leader)
@@ -247,10 +246,4 @@ class Teams:
         return await member.actor.team.remote(step, *args)
 
     def _note_pace(self, team: _Team, pace: TeamPace) -> None:
-        self._view.team_paces[team.plan.kind] = pace
-        self._stale_s[team.plan.kind] = time.monotonic() + _RETRY_S
-
-    def _forget_paces(self, now: float) -> None:
-        """Let kinds of teams be tried again after some time, as hosts are not always as busy."""
-        for kind in [k for k in self._view.team_paces if self._stale_s[k] < now]:
-            del self._view.team_paces[kind], self._stale_s[kind]
+        self._book.note_pace(team.plan.kind, pace, time.monotonic())

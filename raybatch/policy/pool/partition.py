@@ -53,15 +53,15 @@ class Agreement:
         self._place, self._num_yes = -1, 0
 
     def look(self, wanted: Hashable, place: int) -> bool:
-        """Return whether enough boundaries want this by now; None wants nothing.
+        """Return whether enough boundaries want this by now; what is false wants nothing.
 
         Args:
             place: of the boundary, such as the steps so far; one that was looked at before does not
                 count again.
         """
-        if wanted is None or wanted != self._wanted:
+        if not wanted or wanted != self._wanted:
             self._num_yes = 0
-        if wanted is not None and (place > self._place or not self._num_yes):
+        if wanted and (place > self._place or not self._num_yes):
             self._num_yes += 1
         self._wanted, self._place = wanted, place
         return self._num_yes >= _NUM_BOUNDARIES

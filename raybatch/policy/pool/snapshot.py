@@ -49,6 +49,8 @@ class ReplicaSnapshot:
     """Of a token that moves; 0 where its engine gives no KV and takes none."""
     num_moves: int = 0
     """Rows that are on their way to it or from it."""
+    num_steps: int = 0
+    """That its engine has finished, as it last reported."""
     host: str = ""
     token_s: float | None = None
     """Seconds of the next token of each of its rows, as lately measured; None where it was not."""
@@ -92,6 +94,10 @@ class PoolSnapshot:
     """At which KV went from one replica to another; None until some did."""
     team_paces: Mapping[TeamKind, TeamPace] = field(default_factory=dict)
     """Of kinds of teams that there were."""
+
+    def replica(self, replica_id: int) -> ReplicaSnapshot:
+        """Return a replica that is in it."""
+        return next(r for r in self.replicas if r.replica_id == replica_id)
 
 
 class Steal(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raybatch.policy.stages.even_split import even_part
+from raybatch.errors import ConfigError
 from raybatch.policy.stages.heterogeneity import MixCurve
 from raybatch.policy.stages.quality import StepQuality, decode_seconds
 from raybatch.records.arrays import Floats, Ints
@@ -62,6 +62,22 @@ def best_split(lengths: Ints, quality: StepQuality, curve: MixCurve) -> int:
         decode_seconds(first, quality, curve), decode_seconds(rest[:, None] - first, quality, curve)
     )
     return int(slower.argmin())
+
+
+def even_part(lengths: Ints, num_parts: int) -> Ints:
+    """Return one of so many even parts: of the sorted values every n-th, from the n/2-th on.
+
+    Of fewer values than parts it has one if they are more than half as many, and none otherwise.
+
+    Example:
+        >>> even_part(np.array([5, 1, 4, 2, 3, 6]), 3).tolist()
+        [2, 5]
+
+    Source: CascadeInfer, section 4.2.
+    """
+    if num_parts < 1:
+        raise ConfigError(f"a set is divided into {num_parts} parts; it must be at least 1")
+    return np.sort(lengths)[num_parts // 2 :: num_parts]
 
 
 def _running(lengths: Ints) -> Floats:

@@ -1,9 +1,11 @@
-"""In which stage a sequence belongs: the earliest whose range covers its length."""
+"""Where a sequence runs: in the earliest stage that covers its length; and when it leaves it."""
 
 import numpy as np
 import numpy.typing as npt
 
-from raybatch.records.arrays import Ints
+from raybatch.records.arrays import Bools, Floats, Ints
+
+_OVERLOAD = 1.25
 
 
 def stage_for(bounds: npt.ArrayLike, lengths: Ints) -> Ints:
@@ -24,3 +26,16 @@ def next_stage(bounds: npt.ArrayLike, lengths: Ints, stages: Ints) -> Ints:
     Bounds that were moved up after a sequence had outgrown them leave it where it is.
     """
     return np.maximum(stages, stage_for(bounds, lengths))
+
+
+def is_overloaded(loads: Floats) -> Bools:
+    """Return which replicas of one stage hold at least a quarter more than their average.
+
+    Args:
+        loads: KV tokens that the rows of each replica need, [E].
+
+    Source: CascadeInfer, section 4.4.
+    """
+    if not loads.sum() > 0:
+        return np.zeros(len(loads), bool)
+    return np.asarray(loads >= _OVERLOAD * loads.mean())

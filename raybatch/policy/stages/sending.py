@@ -1,11 +1,13 @@
 """The side that gives rows away: asks, awards, and sends one row at a time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from raybatch.policy.stages.bids import best_bidder
 from raybatch.policy.stages.messages import Ask, Award, Bid, Deal, Message, TradeRules, Word
+
+# of those with a low load, bidders that may begin soonest
+_MAX_EARLIEST = 3
 
 
 class Phase(Enum):
@@ -187,3 +189,25 @@ class Sending:
 
     def _to(self, receiver: int, deal: Deal, says: Ask | Award | Word) -> Message:
         return Message(deal=deal, sender=self._replica, receiver=receiver, says=says)
+
+
+def best_bidder(bids: Mapping[int, Bid]) -> int:
+    """Return the bidder that gets the row.
+
+    The half with the higher load is left out (of an odd number the smaller half), then all but the
+    three with the earliest start; of these the first to answer is taken. Earlier answers and lower
+    numbers win ties.
+
+    Args:
+        bids: by bidder, in order of arrival; at least one.
+
+    Source: CascadeInfer, section 4.4.
+    """
+    # sorting is stable, so what arrived first stays first
+    by_load = sorted(bids, key=lambda bidder: bids[bidder].load)
+    lower = set(by_load[: (len(by_load) + 1) // 2])
+    by_start = sorted(
+        (bidder for bidder in bids if bidder in lower), key=lambda bidder: bids[bidder].start_s
+    )
+    earliest = set(by_start[:_MAX_EARLIEST])
+    return next(bidder for bidder in bids if bidder in earliest)

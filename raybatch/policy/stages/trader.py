@@ -46,6 +46,11 @@ class Trader:
         """Return whether no row is on its way from here or to here."""
         return not self._sending.outgoing and not self._receiving.won
 
+    @property
+    def num_won(self) -> int:
+        """Return how many rows are to come here."""
+        return len(self._receiving.won)
+
     def note_load(self, kv_tokens: float, tokens_per_s: float) -> None:
         """Note what bids will say: KV tokens held, and how fast rows come in, above 0."""
         self._load, self._tokens_per_s = kv_tokens, tokens_per_s

@@ -1,13 +1,25 @@
-"""When stages are taken, and when not."""
+"""When stages are taken, and when not; and the forecast beside a run of every step."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.policy.stages.choice import choose_stages
+from raybatch.policy.stages.choice import (
+    choose_stages,
+    like_seconds,
+    sorted_seconds,
+    staged_seconds,
+)
+from raybatch.policy.stages.plan import plan_exactly
 from tests.policy.stages.pools import pool, uniform
 from tests.policy.stages.step_run import run
 from tests.tiers import examples
+
+CASES = {
+    "equal outputs": ((1, 400), (60, 62)),
+    "short prompts": ((1, 40), (20, 400)),
+    "long prompts": ((1, 600), (20, 100)),
+}
 
 
 def all_at_once(num_replicas=8):
@@ -68,3 +80,32 @@ def test_stages_that_are_taken_save_as_much_step_by_step(factor):
     plan = choose_stages(given_pool, lengths).plan
     rows = lengths.prompt_lens, lengths.final_lens
     assert run(given_pool, *rows, plan) <= 0.95 * run(given_pool, *rows)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.1])
+@pytest.mark.parametrize("case", CASES)
+def test_sorted_rows_take_what_their_steps_take(case, factor):
+    lengths, given_pool = uniform(700, *CASES[case]), pool(4, factor)
+    expected = run(given_pool, lengths.prompt_lens, lengths.final_lens)
+    assert sorted_seconds(given_pool, lengths) == pytest.approx(expected, rel=0.07)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stages_take_no_more_than_is_said_and_not_much_less(case):
+    lengths, given_pool = uniform(700, *CASES[case]), pool(4, 4.0)
+    plan = plan_exactly(given_pool, lengths)
+    assert len(plan.stages) > 1
+    expected = run(given_pool, lengths.prompt_lens, lengths.final_lens, plan)
+    assert 0.95 * expected < staged_seconds(given_pool, lengths, plan) < 1.35 * expected
+
+
+def test_rows_of_one_length_gain_nothing_from_batches_of_one_length():
+    lengths, given_pool = uniform(256, (50, 51), (100, 101)), pool(4, 9.0)
+    assert sorted_seconds(given_pool, lengths) == pytest.approx(like_seconds(given_pool, lengths))
+
+
+def test_a_stage_waits_until_rows_have_grown_into_it():
+    lengths, given_pool = uniform(64, (1, 2), (300, 301)), pool(4, 30.0, bytes_per_s=1e12)
+    plan = plan_exactly(given_pool, lengths)
+    assert len(plan.stages) > 1
+    assert staged_seconds(given_pool, lengths, plan) > plan.seconds

@@ -1,10 +1,11 @@
-"""Where a sequence runs as it grows."""
+"""Where a sequence runs as it grows, and when a replica has too much."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raybatch.policy.stages.routing import next_stage, stage_for
+from raybatch.policy.stages.routing import is_overloaded, next_stage, stage_for
 
 BOUNDS = st.lists(st.integers(1, 100), min_size=1, max_size=5, unique=True).map(sorted)
 
@@ -34,3 +35,20 @@ def test_a_row_never_goes_back_where_bounds_move(bounds, lengths):
         later = next_stage(found, np.array([length]), stage)
         assert later[0] >= stage[0]
         stage = later
+
+
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        ((124.0, 76.0), (False, False)),
+        ((125.0, 75.0), (True, False)),
+        ((126.0, 74.0), (True, False)),
+        ((100.0, 100.0, 100.0), (False, False, False)),
+        ((0.0, 0.0), (False, False)),
+        ((500.0,), (False,)),
+        ((), ()),
+    ],
+    ids=["below", "at", "above", "level", "empty", "alone", "none"],
+)
+def test_a_quarter_above_the_average_is_too_much(loads, expected):
+    assert expected == tuple(is_overloaded(np.array(loads)).tolist())

@@ -1,4 +1,4 @@
-"""The exact program, beside all plans there are."""
+"""Stages, and the exact program beside all plans there are."""
 
 import itertools
 
@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from raybatch.errors import ConfigError
 from raybatch.policy.stages.lengths import RowLengths
-from raybatch.policy.stages.plan import Stage, StagePlan, length_cuts
-from raybatch.policy.stages.program import plan_exactly
+from raybatch.policy.stages.plan import Stage, StagePlan, length_cuts, plan_exactly
 from raybatch.policy.stages.replica_seconds import stage_seconds
 from tests.policy.stages.pools import pool, uniform
 from tests.tiers import examples
