@@ -124,6 +124,11 @@ def gpus_of_replica(
 def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -> None:
     """Raise ConfigError where options of a pool do not fit the engines that run in it."""
     check_share(pool.num_gpus_per_replica or 0, backend, engine)
+    if pool.duplicate_last_rows and type_of(backend).is_endpoint:
+        raise ConfigError(
+            "pool.duplicate_last_rows is for engines that answer a row alike wherever it runs, "
+            "and an endpoint promises no such thing; leave it out"
+        )
     num_ranks = type_of(backend).num_actors(backend, engine)
     if pool.bundles is not None and not num_ranks:
         raise ConfigError(

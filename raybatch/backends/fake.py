@@ -61,6 +61,9 @@ class FakeOptions:
     hang_on: int | None = None  # the step in which it starts does not end
     # no step ends of an engine whose process id is the name of a file there
     hang_dir: str | None = None
+    # engines whose process ids are names of files there take `slowness` times as long per step
+    slow_dir: str | None = None
+    slowness: float = 10.0
     raise_on: int | None = None  # it makes `poll` raise, as a broken engine does
     error_on: int | None = None  # it becomes an error completion
     start_s: float = 0.0
@@ -265,7 +268,7 @@ class FakeBackend(IntakeBackend):
         for _ in range(min(num_free, self._num_waiting())):
             self._start(*self._take_next())
         if self._step_s or self._row_s:
-            time.sleep(self._step_s + self._row_s * len(self._running))
+            time.sleep(self._slowness() * (self._step_s + self._row_s * len(self._running)))
         if self._task == "generate":
             self._counters.generated_tokens += len(self._running)
         ended = self._ending.pop(self._counters.num_steps, [])
@@ -279,6 +282,11 @@ class FakeBackend(IntakeBackend):
             replace(completion, token_ids=NO_TOKENS, finish_reason="stop", vector=vector)
             for completion, vector in zip(finished, vectors, strict=True)
         ]
+
+    def _slowness(self) -> float:
+        slow_dir = self._options.slow_dir
+        is_slow = slow_dir is not None and os.path.exists(f"{slow_dir}/{os.getpid()}")
+        return self._options.slowness if is_slow else 1.0
 
     def _start(self, state: SequenceState, has_started: bool) -> None:
         request, options = state.request, self._options

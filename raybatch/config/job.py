@@ -63,6 +63,9 @@ class PoolConfig:
     """An engine that has rows and finishes no step for so long, or does not answer, is started
     again, as after a death; its first step may take as long as a start, others twice the longest so
     far. None waits for ever."""
+    duplicate_last_rows: Speed[bool] = False
+    """Idle engines compute some of the last rows of one that hangs or is slow as well; the first
+    result counts. Not for endpoints."""
     feeder_timeout_s: Speed[Annotated[float, Ge(0.1)]] = 120.0
     """Rows of a feeder (a Ray Data task of the stage) silent for this long are dropped."""
     idle_release_s: Speed[NonNegativeFloat | None] = 600.0

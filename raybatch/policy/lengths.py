@@ -9,7 +9,7 @@ a limit of what a row may generate.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from raybatch.records.types import TokenLengths
 _EXACT, _PER_DOUBLING = 32, 16
 # longer outputs share the last bin; 2 ** 20 tokens
 _NUM_BINS = _EXACT + 15 * _PER_DOUBLING
+# rows of counts
+_CUT, _RUNNING = 3, 4
 # lengths that stand for a bin, each of an equal share of it
 _PER_BIN = 4
 # that a sketch has to know before it is believed
@@ -104,6 +106,63 @@ class LengthDistribution:
         return tuple(of_all.astype(int).tolist())
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Outputs:
+    """What outputs add to the counts of a sketch: places in it, and numbers, a row for each output.
+
+    Several sketches count the same outputs, whose bins are found once.
+    """
+
+    _places: Ints  # [n, k]
+    _numbers: Floats  # [n, k]
+    _changes: Ints  # [n]
+
+    @classmethod
+    def ended(cls, lengths: Ints, is_cut: Bools, before: Ints) -> Self:
+        """Return outputs that ended, [n].
+
+        Args:
+            is_cut: a bound cut them off.
+            before: tokens that were known of them while they ran, 0 for none.
+        """
+        bins, ran = _bins(np.stack((lengths, before)))
+        more = np.where(is_cut, 0, lengths - _FIRST[bins])
+        # what is cut off counts in the row of its own alone
+        first = bins + _NUM_BINS * np.where(is_cut, _CUT, 0)
+        others = (bins + _NUM_BINS, bins + 2 * _NUM_BINS, ran + _RUNNING * _NUM_BINS)
+        has_run = before > 0
+        numbers = (np.ones(len(bins)), more, more * more, np.where(has_run, -1.0, 0.0))
+        return cls(np.stack((first, *others), axis=1), np.stack(numbers, axis=1), 1 + has_run)
+
+    @classmethod
+    def running(cls, before: Ints, now: Ints) -> Self:
+        """Return outputs that run on, [n], whose tokens were others before; 0 is of none known."""
+        bins = _bins(np.stack((now, before), axis=1))
+        is_known = np.stack((now > 0, before > 0), axis=1)
+        return cls(
+            bins + _RUNNING * _NUM_BINS,
+            np.where(is_known, np.array([1.0, -1.0]), 0.0),
+            np.ones(len(now), np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def num_changes(self) -> int:
+        return int(self._changes.sum())
+
+    def take(self, at: npt.NDArray[np.integer[Any]]) -> "Outputs":
+        """Return those at some places, each once."""
+        if len(at) == len(self):
+            return self
+        return Outputs(self._places[at], self._numbers[at], self._changes[at])
+
+    def add_to(self, counts: npt.NDArray[np.float64]) -> None:
+        """Add them to the counts of a sketch, [5, bins], modified in place."""
+        np.add.at(counts.reshape(-1), self._places.ravel(), self._numbers.ravel())
+
+
 class LengthSketch:
     """Output lengths in a fixed number of bins, so that memory is bounded and sketches add up.
 
@@ -116,38 +175,34 @@ class LengthSketch:
     def __init__(self) -> None:
         # in each bin: outputs that ended, the sums of their tokens beyond the first of the bin and
         # of the squares of these, outputs that a bound cut off, outputs that run
-        self._ended, self._more, self._squares, self._cut, self._running = np.zeros((5, _NUM_BINS))
+        self._counts = np.zeros((5, _NUM_BINS))
+        self._ended, self._more, self._squares, self._cut, self._running = self._counts
+        self._num_rows = 0.0
         # rows noted since the distribution was made
         self._num_new, self._made = 0, LengthDistribution(np.zeros(0), np.ones(1))
 
     @property
     def num_rows(self) -> float:
         """Outputs that ended or were cut off by their bounds; older ones may count as a part."""
-        return float(self._ended.sum() + self._cut.sum())
+        return self._num_rows
 
-    def note(self, lengths: Ints, is_cut: Bools) -> None:
+    def note(self, outputs: "Outputs") -> None:
         """Count outputs that ended; those that a bound cut off would have been longer."""
-        bins = _bins(lengths)
-        ended, more = bins[~is_cut], (lengths - _FIRST[bins])[~is_cut]
-        self._ended += np.bincount(ended, minlength=_NUM_BINS)
-        self._more += np.bincount(ended, more, _NUM_BINS)
-        self._squares += np.bincount(ended, more * more, _NUM_BINS)
-        self._cut += np.bincount(bins[is_cut], minlength=_NUM_BINS)
-        self._num_new += len(lengths)
-        if self.num_rows > _MAX_ROWS:
-            for counts in (self._ended, self._more, self._squares, self._cut):
-                counts /= 2
+        self.note_running(outputs)
+        self._num_rows += len(outputs)
+        if self._num_rows > _MAX_ROWS:
+            self._counts[:_RUNNING] /= 2
+            self._num_rows = float(self._ended.sum() + self._cut.sum())
 
-    def note_running(self, before: Ints, now: Ints) -> None:
-        """Replace tokens of running outputs; 0 is one of which nothing is known, or none."""
-        self._running += np.bincount(_bins(now[now > 0]), minlength=_NUM_BINS)
-        self._running -= np.bincount(_bins(before[before > 0]), minlength=_NUM_BINS)
-        self._num_new += len(now)
+    def note_running(self, outputs: "Outputs") -> None:
+        """Replace tokens of running outputs."""
+        outputs.add_to(self._counts)
+        self._num_new += outputs.num_changes
 
     def merge(self, other: "LengthSketch") -> None:
         """Add all that another sketch has counted."""
-        for name in ("_ended", "_more", "_squares", "_cut", "_running"):
-            getattr(self, name).__iadd__(getattr(other, name))
+        self._counts += other._counts
+        self._num_rows += other._num_rows
         self._num_new += 1 + int(self.num_rows)
 
     def distribution(self) -> LengthDistribution:
@@ -224,22 +279,24 @@ class LengthModel:
         sketch = self._sketches.get((client, "all", 0))
         return 0.0 if sketch is None else sketch.num_rows
 
-    def note(self, rows: RowKinds, lengths: Ints, is_cut: Bools) -> None:
-        """Count outputs that ended, see `LengthSketch.note`."""
+    def note(self, rows: RowKinds, lengths: Ints, is_cut: Bools, before: Ints) -> None:
+        """Count outputs that ended, see `Outputs.ended`."""
+        outputs = Outputs.ended(lengths, is_cut, before)
         for key, at in rows.by_key:
-            self._sketch(key).note(lengths[at], is_cut[at])
+            self._sketch(key).note(outputs.take(at))
 
     def note_running(self, rows: RowKinds, before: Ints, now: Ints) -> None:
-        """Replace tokens of running outputs, see `LengthSketch.note_running`."""
+        """Replace tokens of running outputs, see `Outputs.running`."""
+        outputs = Outputs.running(before, now)
         for key, at in rows.by_key:
-            self._sketch(key).note_running(before[at], now[at])
+            self._sketch(key).note_running(outputs.take(at))
 
     def distributions(self, rows: RowKinds) -> Iterator[tuple[LengthDistribution, Ints]]:
         """Yield what is known, each with the places of the rows that it is about, none of others.
 
         Complexity: O(rows log rows + distributions).
         """
-        is_open = np.ones(len(rows.bands), np.bool_)
+        is_open, num_open = np.ones(len(rows.bands), np.bool_), len(rows.bands)
         for key, at in rows.by_key:
             sketch = self._sketches.get(key)
             if sketch is None or sketch.num_rows < _MIN_ROWS:
@@ -247,13 +304,25 @@ class LengthModel:
             its = at[is_open[at]]
             if len(its):
                 is_open[its] = False
+                num_open -= len(its)
                 yield sketch.distribution(), its
+            if not num_open:
+                return
 
     def expect(self, rows: RowKinds, num_tokens: Ints, max_tokens: Ints) -> Floats:
         """Return the final length to expect of each row, float64 [n]; NaN where none is known."""
         expected = np.full(len(max_tokens), np.nan)
         for distribution, at in self.distributions(rows):
             expected[at] = distribution.expect(num_tokens[at], max_tokens[at])
+        return expected
+
+    def expect_unbegun(self, rows: RowKinds, max_tokens: Ints) -> Floats:
+        """Return what `expect` does of rows that have no tokens; most have one bound."""
+        expected = np.full(len(max_tokens), np.nan)
+        for distribution, at in self.distributions(rows):
+            bounds = max_tokens[at]
+            bounds = bounds[:1] if (bounds == bounds[0]).all() else bounds
+            expected[at] = distribution.expect(np.zeros(len(bounds)), bounds)
         return expected
 
     def _sketch(self, key: _Key) -> LengthSketch:

@@ -57,6 +57,10 @@ class PoolStats(TokenCounts):
     """Times that idle replicas took part in the steps of another one."""
     num_team_steps: int = 0
     """That these computed."""
+    num_duplicates: int = 0
+    """Running rows that a second replica has begun as well."""
+    num_won_duplicates: int = 0
+    """Of these, rows that it has finished first."""
     num_group_cuts: int = 0
     """Times that a replica got rows of a prefix group that was live at another."""
     cut_tokens: int = 0

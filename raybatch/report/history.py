@@ -37,9 +37,10 @@ class Sample(TokenCounts):
     """The state of a run at the end of a stretch of time; tokens and rows count from its start.
 
     So do cost, restarts of engines, those of engines that hung, rows that moved from one engine to
-    another, bytes of their KV, teams of engines and their steps, and preemptions; `kv` is the share
-    of the caches that is in use, `engines` rank, seconds at work and seconds ready of each engine
-    in this stretch, `length_coverage` how good predicted output lengths were so far.
+    another, bytes of their KV, teams of engines and their steps, rows that two engines ran and
+    those of them that the second finished first, and preemptions; `kv` is the share of the caches
+    that is in use, `engines` rank, seconds at work and seconds ready of each engine in this
+    stretch, `length_coverage` how good predicted output lengths were so far.
     """
 
     end_s: float
@@ -56,6 +57,8 @@ class Sample(TokenCounts):
     moved_kv_bytes: int = 0
     teams: int = 0
     team_steps: int = 0
+    duplicates: int = 0
+    won_duplicates: int = 0
     preemptions: int = 0
     engines: tuple[tuple[int, float, float], ...] = ()
     length_coverage: tuple[QuantileCoverage, ...] = ()

@@ -187,6 +187,8 @@ def counted_report(
         moved_kv_bytes=sum(run.last.moved_kv_bytes for run in history.runs),
         teams=sum(run.last.teams for run in history.runs),
         team_steps=sum(run.last.team_steps for run in history.runs),
+        duplicates=sum(run.last.duplicates for run in history.runs),
+        won_duplicates=sum(run.last.won_duplicates for run in history.runs),
         executor=last.executor,
         versions=last.versions,
         output_files=_part_names(sink),

@@ -77,6 +77,8 @@ class RunReport(TokenCounts):
         rows_todo: source rows of units that no run has written yet; not lost, a run goes on there.
         statuses: row status (see `raybatch.rows.schema.row_status`) to number of rows.
         errors: by class, the most frequent first.
+        duplicates: rows that two engines ran, see `pool.duplicate_last_rows`; `won_duplicates` of
+            them the second one finished first.
         cost: of the answers of all runs, thrown away or not, where they have prices of their own.
         startup_s: from the call to the first row handed to a ready engine; like the other times
             the sum over all runs.
@@ -118,6 +120,8 @@ class RunReport(TokenCounts):
     moved_kv_bytes: int = 0
     teams: int = 0
     team_steps: int = 0
+    duplicates: int = 0
+    won_duplicates: int = 0
     executor: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     output_files: tuple[str, ...] = ()
@@ -305,14 +309,17 @@ def _restarts(report: RunReport) -> str:
 
 
 def _shared_work(report: RunReport) -> str:
-    moves = teams = ""
+    moves = teams = copies = ""
     if report.moved:
         kv = f" with {amount(report.moved_kv_bytes)}B of KV" if report.moved_kv_bytes else ""
         moves = f", {_count(report.moved, 'running row')} moved between them{kv}"
     if report.teams:
         formed, steps = _count(report.teams, "team"), _count(report.team_steps, "step")
         teams = f", {formed} of them computed {steps} of last rows together"
-    return moves + teams
+    if report.duplicates:
+        rows = _count(report.duplicates, "row")
+        copies = f", {rows} run by two of them ({report.won_duplicates} ended at the second first)"
+    return moves + teams + copies
 
 
 def _audit_section(report: RunReport) -> Section:

@@ -103,6 +103,8 @@ class Sampler:
             "moved_kv_bytes": max(0, stats.moved_kv_bytes - first.moved_kv_bytes),
             "teams": max(0, stats.num_teams - first.num_teams),
             "team_steps": max(0, stats.num_team_steps - first.num_team_steps),
+            "duplicates": max(0, stats.num_duplicates - first.num_duplicates),
+            "won_duplicates": max(0, stats.num_won_duplicates - first.num_won_duplicates),
             "preemptions": self._preemptions,
             "length_coverage": [asdict(one) for one in stats.length_coverage],
             "engines": [

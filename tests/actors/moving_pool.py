@@ -14,7 +14,7 @@ from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.submitting import make_submission
 from raybatch.actors.wire.columns import combine_results, request_table
-from raybatch.actors.wire.records import Place, PoolSpec
+from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Place, PoolSpec, Span
 from raybatch.backends.native import NativeBackend
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.policy.pool.snapshot import PoolPlan, RowMove
@@ -28,8 +28,10 @@ BLOCK = 4
 class PacedBackend(NativeBackend):
     """Steps no faster than the loop of the test can follow."""
 
+    pace_s = 0.002
+
     def poll(self):
-        time.sleep(0.002)
+        time.sleep(self.pace_s)
         return super().poll()
 
 
@@ -38,8 +40,8 @@ class MovingReplica(Replica):
 
     def _build(self, num_engines):
         engine, _ = make(block_size=BLOCK, max_num_seqs=16, num_blocks=900)
-        self.engine = engine
-        return PacedBackend(engine)
+        self.engine, self.backend = engine, PacedBackend(engine)
+        return self.backend
 
 
 class Side:
@@ -170,13 +172,11 @@ def pool_of_processes(folder, num_replicas, *, site=None):
 class MovingPool:
     """A coordinator and its replicas; `moves` begins one move as the plan of a pool does."""
 
-    def __init__(
-        self, *, num_replicas=2, script=lambda *_: None, site=None, spec=None, stuck_after_s=300.0
-    ):
+    def __init__(self, *, num_replicas=2, script=lambda *_: None, site=None, spec=None, **options):
         self.site = site or MovingSite(script)
         if spec is None:
-            limits = {"max_row_crashes": 9, "stuck_after_s": stuck_after_s}
-            spec = handle_of(pool={"replicas": num_replicas, **limits}).spec
+            options = {"max_row_crashes": 9, "stuck_after_s": 300.0} | options
+            spec = handle_of(pool={"replicas": num_replicas, **options}).spec
         self.spec = spec
         plan = Placement(
             num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
@@ -198,6 +198,14 @@ class MovingPool:
             return
         plan = PoolPlan(moves=(RowMove(row_id, source, target, with_kv),))
         self.levelling._begin_moves(plan, snapshot)
+
+    def copy(self, row_id, target):
+        """Let another replica compute a row as well, where it asks for rows; return whether."""
+        if target not in self.coordinator._hungry() or not self.queue.copies.begin(target, row_id):
+            return False
+        batch_id, row = row_id >> ROW_BITS, row_id & ROW_MASK
+        self.coordinator._hand_out(target, [Span(batch_id, row, row + 1)])
+        return True
 
     def snapshot(self):
         members = self.coordinator._replicas.members

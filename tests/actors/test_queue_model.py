@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raybatch.actors.queue.row_queue import RowQueue
-from raybatch.actors.wire.records import Room, Span
+from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Room, Span
 from tests.actors.queues import add_groups, add_plain, held_rows
 
 CONTROL_ROW = 1
@@ -37,6 +37,10 @@ class Model:
         # by row, the replica that it is to leave; and all moves that have not ended
         self.moving = {}
         self.moves = []
+        # by row, the replica with a copy; rows that had one; replicas and rows that are to end
+        self.copies = {}
+        self.copied = set()
+        self.ending = set()
         # what is expected of rows that were weighed anew
         self.new = {}
 
@@ -63,7 +67,7 @@ class Model:
 
     def pull(self, replica_id, rows):
         is_control_next = self.queue.has_control() and not self.controls
-        was_empty = not self.held[replica_id]
+        was_empty = not self.runs(replica_id)
         grants = self.queue.dispatch({replica_id: Room(tokens=10 * rows, rows=rows)})
         self.held[replica_id] += held_rows(grants.get(replica_id, []))
         if was_empty and is_control_next:
@@ -76,13 +80,61 @@ class Model:
             if is_wanted:
                 self.held[replica_id].remove((batch_id, row))
                 self.moving.pop((batch_id, row), None)
+                if (loser := self.copies.pop((batch_id, row), None)) is not None:
+                    self.ending.add((loser, (batch_id, row)))
                 self._end(batch_id, row)
 
+    def copy(self, replica_id, number):
+        """Begin a copy of some row of another replica, where it may have one."""
+        held = [(r, row) for r, rows in sorted(self.held.items()) for row in rows]
+        others = [(r, row) for r, row in held if r != replica_id]
+        if not others:
+            return
+        owner, row = others[number % len(others)]
+        is_free = row not in {*self.moving, *self.copied} and row[0] not in self.dropped
+        tests = [self.queue.load(r).is_testing for r in (owner, replica_id)]
+        may_begin = is_free and not any(tests)
+        assert may_begin == self.queue.copies.begin(replica_id, row_id_of(row))
+        if may_begin:
+            self.copies[row] = replica_id
+            self.copied.add(row)
+
+    def finish_copy(self, number):
+        """Let a copy end before its row; what the owner sends later is of no use."""
+        if not self.copies:
+            return
+        row = sorted(self.copies)[number % len(self.copies)]
+        owner = next(r for r, rows in self.held.items() if row in rows)
+        assert self.queue.finish(self.copies.pop(row), row[0], [row[1]]).tolist() == [True]
+        assert self.queue.finish(owner, row[0], [row[1]]).tolist() == [False]
+        self.held[owner].remove(row)
+        self.ending.add((owner, row))
+        self._end(*row)
+
+    def copy_and(self, replica_id, number):
+        """Begin a copy where there is one to begin, and let one of both sides end."""
+        self.pull(replica_id, 3)
+        other = next(r for r in sorted(self.held) if r != replica_id)
+        self.copy(other, number)
+        ends = (self.die, self.stop, self.give_back, lambda _: self.finish_copy(number))
+        ends[number % 4]((replica_id, other)[number // 4 % 2])
+
+    def note_aborted(self):
+        losers = {(r, row_of(row_id)) for r, row_id in self.queue.copies.take_losers()}
+        assert {loser for loser in losers if loser[0] in self.held} <= self.ending
+        if self.ending:
+            replica_id, row = self.ending.pop()
+            self.queue.copies.note_aborted(replica_id, row_id_of(row))
+
     def die(self, replica_id):
-        poison = self.queue.lose(replica_id).given_up()
-        assert not poison or len(self.held[replica_id]) == 1
-        for batch_id, crashes in poison:
+        alone = len(self.runs(replica_id)) == 1
+        loss = self.queue.lose(replica_id)
+        assert not loss.given_up() or alone
+        for batch_id, crashes in loss.given_up():
             self._end(batch_id, crashes.row)
+        # the death of a copy is no strike
+        struck = {(b, one.row) for b, crashes in loss.crashes.items() for one in crashes}
+        assert struck == {row for row in self.held[replica_id] if row[0] not in self.dropped}
         self._replace(replica_id)
 
     def stop_test(self):
@@ -104,12 +156,20 @@ class Model:
             self._check_control_waits(replica_id)
             if batch_id not in self.dropped:
                 self.moving.pop(self.held[replica_id].pop(), None)
+                self._inherit([(batch_id, row)])
+        for row in [row for row, at in self.copies.items() if at == replica_id][-1:]:
+            self.queue.give_back(replica_id, [Span(row[0], row[1], row[1] + 1)])
+            del self.copies[row]
 
     def drop(self, batch_id):
         if batch_id not in self.dropped:
-            holders = [r for r, rows in self.held.items() if any(b == batch_id for b, _ in rows)]
+            holders = {r for r, rows in self.held.items() if any(b == batch_id for b, _ in rows)}
+            holders |= {r for row, r in self.copies.items() if row[0] == batch_id}
             assert sorted(holders) == sorted(self.queue.drop(batch_id))
             self.dropped.add(batch_id)
+            for row in [row for row in self.copies if row[0] == batch_id]:
+                # it runs there until all rows of the batch are confirmed to end
+                self.held[self.copies.pop(row)].append(row)
             self.moving = {row: r for row, r in self.moving.items() if row[0] != batch_id}
             self.unconfirmed |= {(replica_id, batch_id) for replica_id in holders}
 
@@ -123,7 +183,7 @@ class Model:
     def begin_move(self, replica_id, number):
         if rows := self.held[replica_id]:
             moved = rows[number % len(rows)]
-            is_free = moved not in self.moving and moved[0] not in self.dropped
+            is_free = moved not in {*self.moving, *self.copies} and moved[0] not in self.dropped
             may_move = is_free and not self.queue.load(replica_id).is_testing
             assert may_move == self.queue.begin_move(replica_id, *moved)
             if may_move:
@@ -163,7 +223,7 @@ class Model:
         held = {row for rows in self.held.values() for row in rows}
         if batch_id not in self.dropped and num_rows > 0:
             all_rows = len(self.queue._batches[batch_id].output)
-            self.queue.reweigh([(batch_id, np.full(all_rows, new))])
+            self.queue.reweigh([(batch_id, lambda rows: np.full(len(rows), new))])
             waiting = {(batch_id, row) for row in range(all_rows)} - held
             self.new |= dict.fromkeys(waiting, new)
 
@@ -175,17 +235,33 @@ class Model:
             self.groups[batch_id, CONTROL_ROW] = "control"
             self.batch_ids.append(batch_id)
 
+    def runs(self, replica_id):
+        """Return what a replica runs: rows, copies, and runs that are to end."""
+        copies = [row for row, at in self.copies.items() if at == replica_id]
+        return [*self.held[replica_id], *copies, *(r for at, r in self.ending if at == replica_id)]
+
     def check(self):
-        assert {r: len(rows) for r, rows in self.held.items()} == {
+        assert {r: len(self.runs(r)) for r in self.held} == {
             r: self.queue.load(r).num_rows for r in self.held
         }
+        self._check_copies()
         self.controls = {r: c for r, c in self.controls.items() if c in self.held.get(r, ())}
         assert self.queue.has_control() or not self.controls
-        for replica_id, rows in self.held.items():
-            self._check_cost(replica_id, rows)
+        for replica_id in self.held:
+            self._check_cost(replica_id, self.runs(replica_id))
         line = self.queue._line
         for each in (line.fresh, *line._own.values()):
             self._check_line(each)
+
+    def _check_copies(self):
+        """A row has one owner, who is not the replica with its copy."""
+        assert {row_id_of(row) for row in self.copies} == set(self.queue.copies.row_ids())
+        for row, at in self.copies.items():
+            assert row_id_of(row) in self.queue.copies.of(at)
+            owners = [r for r, rows in self.held.items() if row in rows]
+            assert len(owners) == 1
+            assert owners != [at]
+            assert self.queue.is_held(owners[0], row[0], np.array([row[1]]))[0]
 
     def _check_cost(self, replica_id, rows):
         """The cost is what the rows have for themselves, and the prefix of each group once."""
@@ -231,7 +307,16 @@ class Model:
         elif control is not None:
             assert self.queue.has_control()
 
+    def _inherit(self, rows):
+        """Let the replicas with copies own rows that their owner has left."""
+        for row in rows:
+            if row in self.copies:
+                self.held[self.copies.pop(row)].append(row)
+
     def _replace(self, replica_id):
+        self.copies = {row: r for row, r in self.copies.items() if r != replica_id}
+        self.ending = {(r, row) for r, row in self.ending if r != replica_id}
+        self._inherit(self.held[replica_id])
         self.moving = {row: r for row, r in self.moving.items() if r != replica_id}
         self.held[max(self.held) + 1] = []
         del self.held[replica_id]
@@ -239,6 +324,14 @@ class Model:
 
     def _end(self, batch_id, row):
         self.outcomes[batch_id, row] = self.outcomes.get((batch_id, row), 0) + 1
+
+
+def row_id_of(row):
+    return row[0] << ROW_BITS | row[1]
+
+
+def row_of(row_id):
+    return row_id >> ROW_BITS, row_id & ROW_MASK
 
 
 def play(model, kind, number):
@@ -260,6 +353,10 @@ def play(model, kind, number):
         lambda: model.end_move(number, is_commit=False),
         lambda: model.move(replica_id, number),
         lambda: model.reweigh(model.batch_ids[number % len(model.batch_ids)], (3, 24)[number % 2]),
+        lambda: model.copy(replica_id, number),
+        lambda: model.finish_copy(number),
+        lambda: model.copy_and(replica_id, number),
+        model.note_aborted,
     ]
     moves[kind]()
     model.check()
@@ -272,7 +369,7 @@ def histories(draw):
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=4, max_size=4))
     poison = draw(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=2))
     # without a least size most histories are five moves long
-    move = st.tuples(st.integers(0, 15), st.integers(0, 99))
+    move = st.tuples(st.integers(0, 19), st.integers(0, 99))
     moves = draw(st.lists(move, min_size=20, max_size=60))
     return (kinds, batches), poison, moves
 
@@ -288,6 +385,8 @@ def test_random_ends_and_drops_never_lose_or_double_a_row(history):
         model.add_batch()
     while model.unconfirmed:
         model.confirm()
+    while model.ending:
+        model.note_aborted()
     model.check()
     kept = model.kept_rows()
     for _ in range(2000):
@@ -299,6 +398,8 @@ def test_random_ends_and_drops_never_lose_or_double_a_row(history):
                 model.die(replica_id)
             else:
                 model.finish(replica_id, 99)
+        while model.ending:
+            model.note_aborted()
         model.check()
     finished = {row: count for row, count in model.outcomes.items() if row in kept}
     assert finished == dict.fromkeys(kept, 1)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from raybatch.actors.wire.columns import (
@@ -18,8 +19,8 @@ from raybatch.actors.wire.columns import (
     max_new_tokens,
     prompt_lengths,
     request_table,
-    row_numbers,
 )
+from raybatch.actors.wire.outcomes import generated_lengths, has_error, row_numbers, total
 from raybatch.actors.wire.records import RowGroups
 from raybatch.errors import ConfigError
 from raybatch.records.parsed_text import ParsedText
@@ -184,3 +185,21 @@ def test_a_missing_column_is_named():
 def test_a_sampling_index_out_of_range_is_refused():
     with pytest.raises(ConfigError, match=r"\[0, 1\)"):
         check_requests(small_table(), 1)
+
+
+def test_what_is_read_of_results_is_what_arrow_computes():
+    counted = [None, 7, None, 2]
+    completions = [
+        Completion(request_id=0, token_ids=np.arange(n, dtype=np.int32), num_generated_tokens=c)
+        for n, c in zip((3, 0, 5, 1), counted, strict=True)
+    ]
+    completions[3] = replace(completions[3], error="Odd: row")
+    whole = encode_completions([5, 4, 5, 2], completions)
+    for results in (whole, whole.slice(1, 2), whole.slice(2), whole.slice(0, 0)):
+        lengths = pc.list_value_length(results["token_ids"])
+        expected = pc.coalesce(results["num_generated_tokens"], lengths)
+        assert expected.to_pylist() == generated_lengths(results).tolist()
+        assert pc.not_equal(results["error"], "").to_pylist() == has_error(results).tolist()
+        assert sorted(set(results["row"].to_pylist())) == row_numbers(results).tolist()
+        for name in ("cost", "num_cached_tokens", "num_generated_tokens"):
+            assert (pc.sum(results[name]).as_py() or 0) == total(results[name])

@@ -5,19 +5,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raybatch.policy.lengths import LengthModel, LengthSketch, RowKinds, bands
+from raybatch.policy.lengths import LengthModel, LengthSketch, Outputs, RowKinds, bands
 
 UNBOUNDED = 1 << 30
 LENGTHS = st.lists(st.integers(1, 200_000), min_size=1, max_size=200)
 SHARES = (0.1, 0.5, 0.9)
 
 
+def ended_of(lengths, is_cut, before=None):
+    """Return outputs that ended; of none anything was known before, unless that is given."""
+    return Outputs.ended(lengths, is_cut, np.zeros_like(lengths) if before is None else before)
+
+
 def sketch_of(ended, *, cut=(), running=()):
     sketch = LengthSketch()
     lengths = np.array([*ended, *cut], np.int64)
-    sketch.note(lengths, np.arange(len(lengths)) >= len(ended))
+    sketch.note(ended_of(lengths, np.arange(len(lengths)) >= len(ended)))
     now = np.array(running, np.int64)
-    sketch.note_running(np.zeros_like(now), now)
+    sketch.note_running(Outputs.running(np.zeros_like(now), now))
     return sketch
 
 
@@ -114,8 +119,8 @@ def test_outputs_that_run_in_a_wide_bin_are_at_risk_in_half_of_it():
 
 def test_outputs_that_ended_run_no_more():
     sketch = sketch_of([10] * 20, running=[20] * 20)
-    sketch.note_running(np.full(20, 20), np.zeros(20, np.int64))
-    sketch.note(np.full(20, 10), np.zeros(20, np.bool_))
+    sketch.note_running(Outputs.running(np.full(20, 20), np.zeros(20, np.int64)))
+    sketch.note(ended_of(np.full(20, 10), np.zeros(20, np.bool_)))
     assert expect(sketch) == 10
 
 
@@ -132,7 +137,7 @@ def test_the_first_outputs_to_end_do_not_make_all_of_them_short(seed):
 def test_later_outputs_count_more_than_much_earlier_ones():
     sketch = LengthSketch()
     for length in [10] * 20 + [30] * 20:
-        sketch.note(np.full(1000, length), np.zeros(1000, np.bool_))
+        sketch.note(ended_of(np.full(1000, length), np.zeros(1000, np.bool_)))
     assert quantile(sketch, 0.5) == 30
     assert sketch.num_rows <= 8192
 
@@ -143,7 +148,33 @@ def kinds(num_rows, *, client="c", band=7, group=-1):
 
 
 def learn(model, lengths, **known):
-    model.note(kinds(len(lengths), **known), np.array(lengths), np.zeros(len(lengths), np.bool_))
+    none = np.zeros(len(lengths), np.int64)
+    model.note(kinds(len(lengths), **known), np.array(lengths), none > 0, none)
+
+
+OUTPUTS = st.tuples(
+    st.integers(1, 2000), st.booleans(), st.integers(0, 500), st.integers(-1, 3), st.integers(5, 7)
+)
+
+
+@given(st.lists(OUTPUTS, min_size=1, max_size=60))
+def test_outputs_of_several_sketches_count_in_each_as_if_they_came_one_by_one(outputs):
+    lengths, cut, before, groups, of_bands = (np.array(each) for each in zip(*outputs, strict=True))
+    model = LengthModel()
+    rows = RowKinds(client="c", bands=of_bands, groups=groups)
+    model.note_running(rows, np.zeros_like(before), before)
+    model.note(rows, lengths, cut, before)
+    for key, at in rows.by_key:
+        sketch = model._sketches[key]
+        assert len(at) == sketch.num_rows
+        # each ran and has ended
+        assert not sketch._running.any()
+        ended = [(int(lengths[i]), bool(cut[i])) for i in at.tolist()]
+        parts = [
+            sketch_of(() if is_cut else (length,), cut=(length,) if is_cut else ())
+            for length, is_cut in ended
+        ]
+        assert (sum(part._counts for part in parts) == sketch._counts).all()
 
 
 def expected_of(model, **known):

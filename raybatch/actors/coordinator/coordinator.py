@@ -5,13 +5,15 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
 
+from raybatch.actors.coordinator.aborts import Aborts
 from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics
 from raybatch.actors.coordinator.crew import Crew
+from raybatch.actors.coordinator.duplicates import Duplicates
 from raybatch.actors.coordinator.leaving import Leaving
 from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
@@ -31,6 +33,7 @@ from raybatch.actors.wire.records import (
     Pulse,
     Requests,
     Room,
+    Span,
     Submission,
 )
 from raybatch.errors import error_text
@@ -59,7 +62,7 @@ class Coordinator:
         self._pool = spec.pool
         self._plan = plan
         self._queue = RowQueue(spec.pool.max_row_crashes)
-        self._mailbox = Mailbox(self._queue, on_drop=self._abort_rows)
+        self._mailbox = Mailbox(self._queue, on_drop=lambda *args: self._aborts.begin(*args))
         self._metrics = PoolMetrics(site.metrics)
         self._pulls: dict[int, _Pull] = {}
         self._replicas = ReplicaSet(
@@ -82,10 +85,13 @@ class Coordinator:
             kill=self._replicas.kill,
             on_change=self._dispatch,
         )
+        members, view = self._replicas.members, self._levelling.view
+        self._aborts = Aborts(self._queue, members, site, self._spawn, self._dispatch)
+        self._duplicates = Duplicates(spec.pool, self._mailbox, view, self._stuck, self._hand_out)
         self._leaving = Leaving(
             self._queue, self._replicas, self._levelling, site, self._spawn, self._let_go
         )
-        self._crew = Crew(plan, self._replicas, self._queue, self._levelling.view)
+        self._crew = Crew(plan, self._replicas, self._queue, view)
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
 
@@ -213,6 +219,7 @@ class Coordinator:
             num_restarts=ledger.num_restarts,
             num_hung=ledger.num_hung,
             **self._levelling.stats(),
+            **asdict(self._queue.copies.counters),
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._replicas.busy_s(),
@@ -283,38 +290,30 @@ class Coordinator:
             self._mailbox.forget_good_row()
             self._is_stopping = False
 
-    def _dispatch(self) -> None:
+    def _hand_out(self, replica_id: int, spans: list[Span]) -> None:
+        _, future = self._pulls.pop(replica_id)
+        _answer_pull(future, self._mailbox.assign(spans))
+
+    def _hungry(self) -> dict[int, Room]:
         # Ray cancels the call of a replica that died
         pulls, members = self._pulls.items(), self._replicas.members
-        hungry = {r: room for r, (room, f) in pulls if not f.done() and members[r].takes_rows}
-        if not hungry:
+        return {r: room for r, (room, f) in pulls if not f.done() and members[r].takes_rows}
+
+    def _dispatch(self) -> None:
+        self._aborts.begin_losers()
+        if not (hungry := self._hungry()):
             self._levelling.free_teams()
             return
         num_expected = self._replicas.ledger.num_expected(time.monotonic())
         speed_of = self._levelling.view.rates.speed
         for replica_id, spans in self._queue.dispatch(hungry, num_expected, speed_of).items():
-            _, future = self._pulls.pop(replica_id)
-            _answer_pull(future, self._mailbox.assign(spans))
+            self._hand_out(replica_id, spans)
         self._levelling.look(self._pulls, with_rows=False)
 
     def _let_go(self, replica_id: int) -> None:
         """Let a replica end where it asks for rows."""
-        _, future = self._pulls.pop(replica_id, (None, None))
-        if future is not None:
-            _answer_pull(future, None)
-
-    def _abort_rows(self, replica_id: int, batch_id: int) -> None:
-        if (member := self._replicas.members.get(replica_id)) is not None:
-            self._spawn(self._abort(member, batch_id))
-
-    async def _abort(self, member: Member, batch_id: int) -> None:
-        try:
-            await member.actor.abort.remote(batch_id)
-        except self._site.died:
-            # its death is noticed, and its load forgotten, where it is awaited
-            return
-        self._queue.note_aborted(member.replica_id, batch_id)
-        self._dispatch()
+        if (pull := self._pulls.pop(replica_id, None)) is not None:
+            _answer_pull(pull[1], None)
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Queue the rows of a replica that ended again; return whether its death cost any."""
@@ -377,6 +376,7 @@ class Coordinator:
                 self._mailbox.drop(batch)
             self._dispatch()
             self._levelling.look(self._pulls, with_rows=True)
+            self._duplicates.look(self._hungry(), is_settled=self._levelling.is_settled)
             self._update_metrics()
             was_busy, is_busy = is_busy, len(self._mailbox) > 0
             if was_busy and not is_busy:

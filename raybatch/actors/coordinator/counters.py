@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raybatch.actors.coordinator.learned_lengths import Coverage
+from raybatch.actors.wire.outcomes import generated_lengths, has_error, total
 from raybatch.actors.wire.records import Submission
 from raybatch.prefix.block_keys import BlockKeys, DistinctKeys
 from raybatch.records.pool_stats import OpenUnit, PoolStats
@@ -102,12 +102,12 @@ class ClientCounters:
         self.rows_done += _num_rows(submission, rows)
         self.prompt_tokens += _prompt_tokens(submission, rows, results)
         self.max_tokens_left -= int(submission.max_new_tokens[rows].sum())
-        counted = results.column("num_generated_tokens")
-        generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
-        self.generated_tokens += pc.sum(generated).as_py() or 0
-        self.cost += pc.sum(results.column("cost")).as_py() or 0.0
-        self.cached_tokens += pc.sum(results.column("num_cached_tokens")).as_py() or 0
-        failed = results.filter(pc.not_equal(results.column("error"), ""))
+        self.generated_tokens += int(generated_lengths(results).sum())
+        self.cost += total(results.column("cost"))
+        self.cached_tokens += int(total(results.column("num_cached_tokens")))
+        if not (is_error := has_error(results)).any():
+            return
+        failed = results.filter(pa.array(is_error))
         texts = failed.column("error").to_pylist()
         for row, text in zip(failed.column("row").to_numpy(), texts, strict=True):
             self.errors[text.partition(":")[0]] += _num_rows(submission, np.array([row]))

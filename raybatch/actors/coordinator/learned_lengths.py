@@ -7,15 +7,17 @@ Where a plan expects something of a row, that is what is expected before it runs
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raybatch.actors.wire.columns import has_error, to_numpy
+from raybatch.actors.wire.columns import to_numpy
+from raybatch.actors.wire.outcomes import generated_lengths, has_error
 from raybatch.actors.wire.records import LikelyLengths, Span, Submission
 from raybatch.policy.lengths import LengthModel, RowKinds, bands
 from raybatch.records.arrays import Bools, Floats, Ints
@@ -41,6 +43,7 @@ class _Batch:
     """Rows of one open batch.
 
     Args:
+        has_samples: some rows have more than one.
         max_tokens: of each sample of a row, int64 [rows].
         planned: total over samples that a plan expects, where `is_planned`.
         tokens: as last heard of the longest running sample; 0 while nothing is known.
@@ -49,6 +52,7 @@ class _Batch:
 
     kinds: RowKinds
     num_samples: Ints
+    has_samples: bool
     max_tokens: Ints
     planned: Ints
     is_planned: Bools
@@ -113,13 +117,14 @@ class LearnedLengths:
         self._batches[batch_id] = batch = _Batch(
             kinds=RowKinds(client=submission.client, bands=of_plan, groups=groups),
             num_samples=samples,
+            has_samples=submission.num_samples is not None,
             max_tokens=bound // samples,
             planned=planned,
             is_planned=is_planned,
             tokens=np.zeros(num_rows, np.int64),
             predicted=np.full((num_rows, len(COVERED_SHARES)), np.nan, np.float32),
         )
-        return self._totals(batch)
+        return self._totals(batch, np.arange(num_rows))
 
     def close(self, batch_id: int) -> None:
         """Forget a batch; its rows do not run any more."""
@@ -160,9 +165,7 @@ class LearnedLengths:
         if is_error.any():
             results = results.filter(pa.array(~is_error))
         rows = to_numpy(results.column("row"), np.int64)
-        counted = results.column("num_generated_tokens")
-        generated = pc.coalesce(counted, pc.list_value_length(results.column("token_ids")))
-        lengths = to_numpy(generated, np.int64)
+        lengths = generated_lengths(results)
         is_cut = pc.equal(results.column("finish_reason"), "length")
         coverage.note(lengths, self._batches[batch_id].predicted[rows])
         self.note_lengths(batch_id, rows, lengths, to_numpy(is_cut, np.bool_))
@@ -170,9 +173,20 @@ class LearnedLengths:
     def note_lengths(self, batch_id: int, rows: Ints, lengths: Ints, is_cut: Bools) -> None:
         """Learn the lengths of samples that have ended, [n] each; their bound cut some off."""
         batch = self._batches[batch_id]
-        self._run(batch, np.unique(rows), 0)
+        before = batch.tokens[rows]
+        if batch.has_samples:
+            # those of a row were counted as one while they ran
+            is_first = np.zeros(len(rows), np.bool_)
+            is_first[np.unique(rows, return_index=True)[1]] = True
+            before = np.where(is_first, before, 0)
+        batch.tokens[rows] = 0
         self._num_ended[batch.kinds.client] += len(rows)
-        self.model.note(batch.kinds.take(rows), lengths, is_cut)
+        self.model.note(batch.kinds.take(rows), lengths, is_cut, before)
+
+    def so_far(self, batch_id: int, rows: _Rows) -> tuple[Ints, Floats]:
+        """Return the tokens that rows had when last heard of, and those still to come, [n] each."""
+        num_tokens = self._batches[batch_id].tokens[rows]
+        return num_tokens, self.expected_left(batch_id, rows, num_tokens)
 
     def expected_left(self, batch_id: int, rows: _Rows, num_tokens: _Rows) -> Floats:
         """Return the tokens still to come of one sample of each row of an open batch, float64 [n].
@@ -190,8 +204,8 @@ class LearnedLengths:
         unknown = np.where(np.isnan(learned), bound, learned)
         return np.maximum(np.where(batch.is_planned[rows], known, unknown) - now, 0.0)
 
-    def reweighed(self, client: str) -> Iterator[tuple[int, Ints]]:
-        """Yield the open batches of a client with what is expected of their rows now.
+    def reweighed(self, client: str) -> Iterator[tuple[int, Callable[[_Rows], Ints]]]:
+        """Yield the open batches of a client with what tells the tokens to expect of some rows.
 
         Nothing is yielded until twice as many of its outputs are known as at the last time, or
         some thousand more.
@@ -202,15 +216,19 @@ class LearnedLengths:
         self._due[client] = int(min(_MORE_ROWS * num_ended, num_ended + _AT_LEAST_EVERY_ROWS))
         for batch_id, batch in self._batches.items():
             if batch.kinds.client == client:
-                yield batch_id, self._totals(batch)
+                yield batch_id, partial(self._totals, batch)
 
-    def _totals(self, batch: _Batch) -> Ints:
-        """Return the tokens to expect of each row before it runs, over its samples."""
-        none = np.zeros(len(batch.max_tokens), np.int64)
-        learned = self.model.expect(batch.kinds, none, batch.max_tokens)
-        each = np.where(np.isnan(learned), batch.max_tokens, np.ceil(learned))
-        totals = each.astype(np.int64) * batch.num_samples
-        return np.where(batch.is_planned, batch.planned, totals)
+    def _totals(self, batch: _Batch, rows: _Rows) -> Ints:
+        """Return the tokens to expect of rows before they run, over their samples."""
+        is_all = len(rows) == len(batch.max_tokens)
+        kinds, max_tokens = (
+            batch.kinds if is_all else batch.kinds.take(rows),
+            batch.max_tokens[rows],
+        )
+        learned = self.model.expect_unbegun(kinds, max_tokens)
+        each = np.where(np.isnan(learned), max_tokens, np.ceil(learned))
+        totals = each.astype(np.int64) * batch.num_samples[rows]
+        return np.where(batch.is_planned[rows], batch.planned[rows], totals)
 
     def _run(self, batch: _Batch, rows: _Rows, num_tokens: _Rows | int) -> None:
         before, now = batch.tokens[rows], np.broadcast_to(num_tokens, len(rows))

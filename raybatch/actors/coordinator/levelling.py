@@ -62,6 +62,8 @@ class Levelling:
         self._spawn, self._on_change = spawn, on_change
         self._stealing: asyncio.Task[None] | None = None
         self._not_before = 0.0
+        # the last look at rows that run found nothing to do
+        self.is_settled = False
 
     def look(self, pulling: Mapping[int, object], *, with_rows: bool) -> None:
         """Begin what is worth it now; rows that run move only `with_rows`.
@@ -71,6 +73,9 @@ class Levelling:
         """
         self.free_teams()
         if self._queue.has_waiting() or self._stealing is not None:
+            self.is_settled = False
+            return
+        if not with_rows and not self.view.may_steal(pulling):
             return
         began = time.monotonic()
         if with_rows and began < self._not_before:
@@ -83,6 +88,7 @@ class Levelling:
             # a plan for many replicas takes a while, in which no other call is served
             now = time.monotonic()
             self._not_before = now + (now - began) / _PLAN_SHARE
+            self.is_settled = plan == PoolPlan()
             self._teams.look(plan, snapshot)
         if plan.steal is not None:
             self.view.note_stale(plan.steal.replica_id)

@@ -20,7 +20,8 @@ from raybatch.actors.coordinator.twins import Twins, copied_results
 from raybatch.actors.queue.probation import Probation
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.begun import Begun
-from raybatch.actors.wire.columns import crash_error, encode_completions, has_error, row_numbers
+from raybatch.actors.wire.columns import crash_error, encode_completions
+from raybatch.actors.wire.outcomes import has_error, row_numbers
 from raybatch.actors.wire.records import (
     ROW_BITS,
     ROW_MASK,
@@ -31,6 +32,7 @@ from raybatch.actors.wire.records import (
     Span,
     Submission,
 )
+from raybatch.records.arrays import Ints
 from raybatch.records.types import Completion, RowProgress
 
 # cancelled before they arrived; more calls than feeders may have in flight
@@ -254,6 +256,10 @@ class Mailbox:
         if batch_id in self._open:
             is_left = np.isin(tokens.column("row").to_numpy(), self.queue.rows_left(batch_id))
             self._open[batch_id].begun.add(tokens.filter(pa.array(is_left)))
+
+    def num_begun(self, batch_id: int, rows: Iterable[int]) -> Ints:
+        """Return how many tokens rows of an open batch would begin with."""
+        return self._open[batch_id].begun.num_tokens(rows)
 
     def assign(self, spans: Sequence[Span]) -> list[Assignment]:
         """Return the spans by row batch; rows that nobody waits for are taken out."""

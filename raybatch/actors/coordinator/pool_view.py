@@ -1,6 +1,6 @@
 """What the coordinator knows of its replicas, as `plan_pool` takes it; no Ray, no clock."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from raybatch.policy.pool.snapshot import (
 )
 from raybatch.policy.pool.spread import MAX_MOVES
 from raybatch.records.arrays import Floats, Ints
-from raybatch.records.types import ReplicaStats
+from raybatch.records.types import Capacity, ReplicaStats
 
 # of a link between replicas, how much the latest copy counts
 _LATEST = 0.3
@@ -74,6 +74,8 @@ class PoolView:
 
     def __init__(self, queue: RowQueue, lengths: LearnedLengths) -> None:
         self.rates = StepRates()
+        # replicas that may hang, which give no rows and get none
+        self.silent: Set[int] = frozenset()
         self._queue, self._lengths = queue, lengths
         self._known: dict[int, _Known] = {}
         self._moving: dict[int, _Row] = {}
@@ -128,6 +130,22 @@ class PoolView:
         if self._led.pop(leader.replica_id, None) is not None:
             self._pace(leader).begin(leader.stats)
 
+    def is_moving(self, row_id: int) -> bool:
+        return row_id in self._moving
+
+    def capacity(self, replica_id: int) -> Capacity | None:
+        """Return what a replica can hold, None where it has not told."""
+        known = self._known.get(replica_id)
+        return None if known is None or known.progress is None else known.progress.capacity
+
+    def may_steal(self, pulling: Iterable[int]) -> bool:
+        """Return whether one of these is idle, and any replica has told of rows to give.
+
+        After each report of many replicas that is all there is time for.
+        """
+        is_one_idle = not all(self._queue.load(r).num_rows for r in pulling)
+        return is_one_idle and any(known.stats.num_waiting > 1 for known in self._known.values())
+
     def may_begin(self, move: RowMove) -> bool:
         """Return whether both replicas have hands free for a move."""
         return all(self.num_moves(r) < MAX_MOVES for r in (move.source, move.target))
@@ -158,7 +176,7 @@ class PoolView:
             num_held=load.num_rows,
             cost=load.cost,
             num_unstarted=known.stats.num_waiting,
-            can_give=not known.is_stale and not load.is_testing,
+            can_give=not (known.is_stale or load.is_testing or replica_id in self.silent),
             speed=self.rates.speed(replica_id),
         )
         if not with_rows or known.progress is None:
@@ -201,6 +219,8 @@ class PoolView:
         is_here = (left > 0) & ~is_leaving
         _, first, counts = np.unique(told.request_ids, return_inverse=True, return_counts=True)
         can_move = (counts[first] == 1) & (told.num_generated > 0)
+        if with_copies := self._queue.copies.row_ids():
+            can_move &= ~np.isin(told.request_ids, with_copies)
         coming = self._coming(replica_id, known)
         return RunningRows(
             ids=np.append(told.request_ids[is_here], [r.move.row_id for r in coming]).astype("i8"),
@@ -222,11 +242,12 @@ class PoolView:
 
     def _left(self, replica_id: int, ids: Ints, num_generated: Ints) -> Floats:
         """Return the tokens that sequences have to come, 0 where a row is not there any more."""
-        left = np.zeros(len(ids))
+        left, copies = np.zeros(len(ids)), self._queue.copies.of(replica_id)
         batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
         for batch_id in np.unique(batch_ids).tolist():
             (places,) = np.nonzero(batch_ids == batch_id)
-            places = places[self._queue.is_held(replica_id, batch_id, rows[places])]
+            is_here = self._queue.is_held(replica_id, batch_id, rows[places])
+            places = places[is_here | np.isin(ids[places], copies) if copies else is_here]
             if batch_id in self._lengths and len(places):
                 more = self._lengths.expected_left(batch_id, rows[places], num_generated[places])
                 left[places] = np.maximum(1.0, more)

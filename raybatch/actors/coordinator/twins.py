@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raybatch.actors.wire.columns import RESULT_SCHEMA, has_error, to_numpy
+from raybatch.actors.wire.columns import RESULT_SCHEMA, to_numpy
+from raybatch.actors.wire.outcomes import has_error
 from raybatch.actors.wire.records import TWIN_KEY_BYTES, Submission
 
 # of the last results, and of those that some later row has taken
@@ -69,6 +70,8 @@ class Twins:
         self, batch_id: int, of: Submission, rows: Iterable[int], results: pa.RecordBatch
     ) -> list[tuple[int, int, pa.RecordBatch]]:
         """Note results of some rows; return batch and row of those that waited, with theirs."""
+        if not of.twin_keys:
+            return []
         keys = dict(_keys(of, rows))
         keys = {row: key for row, key in keys.items() if self._running.get(key) == (batch_id, row)}
         served = []

@@ -9,8 +9,7 @@ Rows are the unit of work. A row is waiting, held by one replica, or done:
 
 A row that is held back is in no line until it is opened, or closed because another one like it ran.
 
-Rows of one prefix group wait together and go to the replica that has the prefix, see
-`raybatch.actors.queue.grant`.
+Rows of one prefix group wait together and go to the replica that has the prefix (`grant.py`).
 
 `lose` strikes every row that its replica held. Rows with two strikes, or with one that they got
 alone, are suspects: they are handed out as a set that a replica runs alone, in halves, until the
@@ -26,19 +25,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from raybatch.actors.queue.copies import Copies
 from raybatch.actors.queue.grant import share_out
 from raybatch.actors.queue.regroup import Regrouping
 from raybatch.actors.queue.row_states import (
     HELD,
     MOVING,
     ReplicaLoad,
+    Rows,
     RowStates,
     Share,
     Tokens,
+    one_by_one,
     spans_of,
 )
 from raybatch.actors.queue.waiting_line import Isolation, PrefixAffinity, WaitingLine
-from raybatch.actors.wire.records import Loss, Room, RowCrashes, RowGroups, Span
+from raybatch.actors.wire.records import ROW_BITS, Loss, Room, RowCrashes, RowGroups, Span
 from raybatch.prefix.block_keys import BlockKeys
 from raybatch.records.arrays import Ints
 
@@ -46,7 +48,6 @@ _SUSPECT_STRIKES = 2
 # of a replica that has got nothing; read only
 _NO_LOAD = ReplicaLoad()
 _NO_ROWS = np.empty(0, np.intp)
-_NO_TOKENS = Tokens(0, 0, 0)
 
 
 class RowQueue:
@@ -61,6 +62,7 @@ class RowQueue:
         self._batches: dict[int, RowStates] = {}
         self._replicas: dict[int, ReplicaLoad] = {}
         self._affinity = PrefixAffinity()
+        self.copies = Copies(self._batches, self._replicas, self._affinity)
         self._line = WaitingLine(self._batches, self._affinity)
         self._regrouping = Regrouping(self._batches, self._line, self._affinity)
         self._isolation = Isolation()
@@ -90,7 +92,7 @@ class RowQueue:
         rows = np.delete(np.arange(batch.num_left), held_back)
         is_suspect = self._is_suspect(batch, rows)
         self._regrouping.add(batch_id, rows[~is_suspect])
-        self._isolation.add_suspects(_one_by_one(batch_id, rows[is_suspect]))
+        self._isolation.add_suspects(one_by_one(batch_id, rows[is_suspect]))
 
     def open(self, batch_id: int, row: int) -> None:
         """Queue a row that was held back, before all others: it has waited."""
@@ -142,8 +144,10 @@ class RowQueue:
             speed_of: a replica, beside one of usual speed.
         """
         grants: dict[int, list[Span]] = {}
-        open_ids = []
-        for replica_id in sorted(hungry, key=lambda r: (self._load(r).cost / speed_of(r), r)):
+        open_ids, order = [], list(hungry)
+        if self._line or self._isolation:
+            order.sort(key=lambda r: (self._load(r).cost / speed_of(r), r))
+        for replica_id in order:
             replica = self._load(replica_id)
             if replica.num_rows == 0:
                 replica.has_control = self._isolation.control is not None
@@ -166,11 +170,11 @@ class RowQueue:
 
     def finish(self, replica_id: int, batch_id: int, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Note that a replica is done with rows; return which of them it really held."""
-        batch = self._batches.get(batch_id)
-        replica = self._replicas.get(replica_id)
+        batch, replica = self._batches.get(batch_id), self._replicas.get(replica_id)
         index = np.asarray(rows, np.intp)
         if batch is None or replica is None:
             return np.zeros(len(index), np.bool_)
+        self.copies.settle(replica_id, batch_id, index)
         is_held = batch.is_held(replica_id, index)
         done = index[is_held]
         batch.close(done)
@@ -188,11 +192,13 @@ class RowQueue:
             rows = batch.held_by(replica_id)
             batch.strikes[rows] += 1
             batch.reopen(rows)
-            is_suspect = self._is_suspect(batch, rows) | was_alone
-            is_poison = (batch.strikes[rows] >= self._max_row_crashes) & was_alone
+            # one whose copy goes on elsewhere waits for what becomes of that
+            is_out = ~self.copies.inherit(batch_id, rows)
+            is_suspect = (self._is_suspect(batch, rows) | was_alone) & is_out
+            is_poison = (batch.strikes[rows] >= self._max_row_crashes) & was_alone & is_out
             batch.close(rows[is_poison])
-            innocent += spans_of(batch_id, rows[~is_suspect])
-            suspects += _one_by_one(batch_id, rows[is_suspect & ~is_poison])
+            innocent += spans_of(batch_id, rows[~is_suspect & is_out])
+            suspects += one_by_one(batch_id, rows[is_suspect & ~is_poison])
             struck = zip(rows, batch.strikes[rows], is_poison, strict=True)
             if len(rows):
                 crashes[batch_id] = [RowCrashes(int(r), int(n), bool(bad)) for r, n, bad in struck]
@@ -215,10 +221,12 @@ class RowQueue:
             if (batch := self._batches.get(span.batch_id)) is None:
                 continue
             rows = np.arange(span.start, span.stop)
+            left += self.copies.give_back(replica_id, span.batch_id, rows)
             rows = rows[batch.is_held(replica_id, rows)]
             batch.reopen(rows)
             batch.attempts[rows] -= 1
             left += replica.remove(batch.share(rows))
+            rows = rows[~self.copies.inherit(span.batch_id, rows)]
             for piece in spans_of(span.batch_id, rows):
                 runs = batch.runs(piece.start, piece.stop)
                 returned += [Span(span.batch_id, start, stop) for start, stop in runs]
@@ -232,12 +240,13 @@ class RowQueue:
     def begin_move(self, replica_id: int, batch_id: int, row: int) -> bool:
         """Note that a row is to leave its replica; False where it cannot.
 
-        It is not there any more, or moves already, or runs alone as a suspect or control.
+        It is not there any more, moves already, has a copy, or runs alone as suspect or control.
         """
         batch, replica = self._batches.get(batch_id), self._replicas.get(replica_id)
         if batch is None or replica is None or replica.is_testing:
             return False
-        if batch.state[row] != HELD or batch.holder[row] != replica_id:
+        is_here = batch.state[row] == HELD and batch.holder[row] == replica_id
+        if not is_here or batch_id << ROW_BITS | row in self.copies:
             return False
         batch.state[row] = MOVING
         return True
@@ -288,9 +297,11 @@ class RowQueue:
         """
         if (batch := self._batches.get(batch_id)) is None:
             return []
-        holders = batch.holders()
+        copies = self.copies.drop(batch_id)
+        holders = sorted({*batch.holders(), *copies})
         for replica_id in holders:
-            self._replicas[replica_id].aborting[batch_id] = batch.share(batch.held_by(replica_id))
+            rows = np.append(batch.held_by(replica_id), copies.get(replica_id, _NO_ROWS))
+            self._replicas[replica_id].aborting[batch_id] = batch.share(rows)
         self._line.remove_batch(batch_id)
         self._isolation.drop(batch_id)
         del self._batches[batch_id]
@@ -298,13 +309,12 @@ class RowQueue:
 
     def note_aborted(self, replica_id: int, batch_id: int) -> None:
         """Note that a replica runs no row of a dropped batch any more."""
-        if replica_id in self._replicas:
-            replica = self._replicas[replica_id]
+        if (replica := self._replicas.get(replica_id)) is not None:
             share = replica.aborting.pop(batch_id, Share(0, 0))
             self._affinity.end(replica_id, replica.remove(share))
 
-    def reweigh(self, new_tokens: Iterable[tuple[int, Ints]]) -> None:
-        """Expect other outputs of the waiting rows of some batches, each with those of all rows.
+    def reweigh(self, new_tokens: Iterable[tuple[int, Callable[[Rows], Ints]]]) -> None:
+        """Expect other outputs of the waiting rows of some batches, each with what tells them.
 
         What replicas hold costs them what it did. Complexity: O(rows of these batches + spans in
         the line).
@@ -320,8 +330,7 @@ class RowQueue:
         self, replica_id: int, batch_id: int, rows: npt.NDArray[np.integer[Any]]
     ) -> npt.NDArray[np.bool_]:
         """Return which rows of a batch a replica holds; none of one that is not in the queue."""
-        batch = self._batches.get(batch_id)
-        if batch is None:
+        if (batch := self._batches.get(batch_id)) is None:
             return np.zeros(len(rows), np.bool_)
         return batch.is_held(replica_id, rows.astype(np.intp))
 
@@ -331,7 +340,7 @@ class RowQueue:
     def rows_left(self, batch_id: int) -> npt.NDArray[np.intp]:
         """Return the rows of the batch that are not done; none when it is not in the queue."""
         batch = self._batches.get(batch_id)
-        return np.empty(0, np.intp) if batch is None else batch.left()
+        return _NO_ROWS if batch is None else batch.left()
 
     def attempts(self, batch_id: int) -> npt.NDArray[np.int16]:
         """Return how often each row of the batch was handed out, int16 [rows]."""
@@ -356,7 +365,7 @@ class RowQueue:
     def tokens_left(self, *, is_held: bool) -> Tokens:
         """Return what the rows of replicas take from their beginning, or all others; O(rows)."""
         sums = [batch.tokens_left(is_held=is_held) for batch in self._batches.values()]
-        return Tokens(*(sum(of_all) for of_all in zip(*sums, strict=True))) if sums else _NO_TOKENS
+        return Tokens(*np.sum([(0, 0, 0), *sums], axis=0).tolist())
 
     def has_waiting(self) -> bool:
         """Return whether any row waits that is not reserved for the replica with its prefix."""
@@ -385,10 +394,7 @@ class RowQueue:
     def _forget(self, replica_id: int) -> ReplicaLoad:
         """Take a replica out; rows reserved for it may go anywhere."""
         replica = self._replicas.pop(replica_id, ReplicaLoad())
+        self.copies.forget(replica_id)
         self._affinity.forget(replica_id, list(replica.groups))
         self._line.release(replica_id)
         return replica
-
-
-def _one_by_one(batch_id: int, rows: npt.NDArray[np.intp]) -> list[Span]:
-    return [Span(batch_id, row, row + 1) for row in rows.tolist()]

@@ -1,5 +1,6 @@
 """The state of each row of a row batch, as arrays, and the sums over what one replica runs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, cast
@@ -96,23 +97,28 @@ class RowStates:
         self.token_ends = start_offsets(self.prompt - self.prefix)
         self.cost_ends = start_offsets(self.prompt - self.prefix + self.output)
 
-    def reweigh(self, new_tokens: Ints) -> int:
+    def reweigh(self, new_tokens: Callable[[Rows], Ints]) -> int:
         """Expect other outputs of the rows that wait; return of how many.
 
         Those that a replica holds keep theirs, so that what is taken off its load is what was put
         on. Where all are off by less than a quarter, nothing changes.
         """
-        is_waiting = self.state == WAITING
-        before, now = self.output[is_waiting], new_tokens[is_waiting]
+        waiting = np.flatnonzero(self.state == WAITING)
+        if not len(waiting):
+            return 0
+        before, now = self.output[waiting], new_tokens(waiting)
         ratio = np.maximum(now, 1) / np.maximum(before, 1)
         if not ((ratio > MIN_CHANGE) | (ratio < 1 / MIN_CHANGE)).any():
             return 0
-        self.output = np.where(is_waiting, new_tokens, self.output)
+        self.output = self.output.copy()
+        self.output[waiting] = now
         self.cost_ends = start_offsets(self.prompt - self.prefix + self.output)
         return int(np.count_nonzero(before != now))
 
     def share(self, rows: Rows) -> Share:
         cost = int((self.cost_ends[rows + 1] - self.cost_ends[rows]).sum())
+        if (self.group[rows] == ALONE).all():
+            return Share(len(rows), cost)
         ids, first, counts = np.unique(self.group[rows], return_index=True, return_counts=True)
         prefix = self.prefix[rows[first]]
         groups = zip(ids.tolist(), prefix.tolist(), counts.tolist(), strict=True)
@@ -190,6 +196,10 @@ def spans_of(batch_id: int, rows: Rows) -> list[Span]:
         return []
     pieces = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
     return [Span(batch_id, int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
+
+
+def one_by_one(batch_id: int, rows: Rows) -> list[Span]:
+    return [Span(batch_id, row, row + 1) for row in rows.tolist()]
 
 
 @dataclass(slots=True)

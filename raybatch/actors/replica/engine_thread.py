@@ -176,10 +176,10 @@ class EngineThread:
                 self._samples[request_id] = list(row.finished)
             self._changed.notify()
 
-    def abort(self, first_id: int, last_id: int) -> Future[None]:
+    def abort(self, first_id: int, last_id: int) -> Future[int]:
         """Drop the requests with ids in this range, both ends included, wherever they are.
 
-        Nothing of them is collected once the future is done.
+        Nothing of them is collected once the future is done, which tells how many there were.
         """
         return self._call(lambda backend: self._drop(backend, first_id, last_id))
 
@@ -334,14 +334,16 @@ class EngineThread:
             self._rows.close(request_id)
         return RowStates(tuple(states), tuple(finished))
 
-    def _drop(self, backend: Backend, first_id: int, last_id: int) -> None:
+    def _drop(self, backend: Backend, first_id: int, last_id: int) -> int:
         with self._changed:
             dropped = self._rows.between(first_id, last_id)
             for request_id in dropped:
                 self._rows.close(request_id)
                 self._samples.pop(request_id, None)
-            self._finished = [c for c in self._finished if not first_id <= c.request_id <= last_id]
+            ended = {c.request_id for c in self._finished if first_id <= c.request_id <= last_id}
+            self._finished = [c for c in self._finished if c.request_id not in ended]
         backend.abort(dropped)
+        return len(dropped) + len(ended)
 
     def _gather(self, completion: Completion) -> None:
         """Pass a row on when it is whole; an error ends its row, whatever its other samples do."""

@@ -68,6 +68,8 @@ class Replica:
         self._open: dict[int, _OpenBatch] = {}
         # batches that were dropped since the last pull, whose answer may still carry their rows
         self._dropped: set[int] = set()
+        # and rows, which never come again
+        self._dropped_rows: set[int] = set()
         self._engine: EngineThread | None = None
         self._moving: MovingRows | None = None
         self._is_fetching = False
@@ -115,6 +117,7 @@ class Replica:
                     self._has_events.clear()
                 # batches that were dropped before a pull are not in its answer
                 self._dropped.clear()
+                self._dropped_rows.clear()
                 work = await coordinator.pull.remote(self._replica_id, room)
                 if work is None:
                     break
@@ -163,6 +166,15 @@ class Replica:
             await self._moving.drop(batch_id)
             first_id = batch_id << ROW_BITS
             await asyncio.wrap_future(self._engine.abort(first_id, first_id + ROW_MASK))
+
+    async def abort_row(self, request_id: int) -> None:
+        """Drop a row that another replica has finished; return when it does not run."""
+        self._dropped_rows.add(request_id)
+        if self._engine is None or self._moving is None:
+            return
+        is_here = await asyncio.wrap_future(self._engine.abort(request_id, request_id))
+        if is_here and not self._moving.forget_guest(request_id):
+            self._close_row(request_id >> ROW_BITS)
 
     async def move(self, step: MoveStep, *args: Any) -> Any:  # noqa: ANN401 - of each step
         """Take one step of a move, a method of `MovingRows`."""
@@ -217,7 +229,11 @@ class Replica:
                     by_row = {r.request_id & ROW_MASK: r for _, of_span in spans for r in of_span}
                     begun |= sequence_states(by_row, assignment.begun)
         requests.sort(key=lambda of_span: of_span[0])
-        engine.submit([request for _, of_span in requests for request in of_span], begun)
+        wanted = [request for _, of_span in requests for request in of_span]
+        for request_id in self._dropped_rows.intersection(r.request_id for r in wanted):
+            begun.pop(request_id, None)
+            self._close_row(request_id >> ROW_BITS)
+        engine.submit([r for r in wanted if r.request_id not in self._dropped_rows], begun)
 
     async def _open_batch(self, coordinator: Handle, work: Assignment) -> _OpenBatch | None:
         if work.batch_id in self._open:

@@ -46,12 +46,14 @@ class StuckWatch:
     def forget(self, replica_id: int) -> None:
         self._seen.pop(replica_id, None)
 
+    def still_s(self) -> dict[int, float]:
+        """Return for how long each replica with rows has ended no step, as far as is known."""
+        return {r: max(seen.silent_s, seen.still_s) for r, seen in self._seen.items()}
+
     def tick(self, elapsed_s: float, with_rows: Iterable[int]) -> dict[int, str]:
         """Return the replicas that hang and why, after so many seconds; those have rows."""
         after_s, busy = self._stuck_after_s, set(with_rows)
-        if after_s is None:
-            return {}
-        found, limit_s = {}, self._step_limit_s(after_s)
+        found, limit_s = {}, None if after_s is None else self._step_limit_s(after_s)
         for replica_id in self._seen.keys() - busy:
             self._seen[replica_id].silent_s = self._seen[replica_id].still_s = 0.0
         for replica_id in sorted(busy):
@@ -59,6 +61,8 @@ class StuckWatch:
             seen.silent_s += elapsed_s
             if seen.pulse.busy_with == "steps":
                 seen.still_s += elapsed_s
+            if after_s is None:
+                continue
             if seen.silent_s > after_s:
                 found[replica_id] = (
                     f"the engine hung: its process has not answered for {after_s:g} s "

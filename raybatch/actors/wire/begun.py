@@ -4,7 +4,7 @@ Another engine goes on from them with the tokens of an undisturbed run, so only 
 a sample is kept.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +16,7 @@ from raybatch.actors.wire.columns import (
     split_lists,
     token_lists,
 )
+from raybatch.records.arrays import Ints
 from raybatch.records.types import Request, SequenceState
 
 BEGUN_SCHEMA = pa.schema(
@@ -58,6 +59,14 @@ class Begun:
     def of(self, rows: Collection[int]) -> pa.RecordBatch | None:
         """Return the tokens of some rows; None where there are none."""
         return self._joined([key for key in sorted(self._samples) if key[0] in rows])
+
+    def num_tokens(self, rows: Iterable[int]) -> Ints:
+        """Return the tokens of each row, of the sample with the fewest; 0 of others."""
+        fewest: dict[int, int] = {}
+        for (row, _), known in self._samples.items():
+            length = len(known.column("token_ids")[0])
+            fewest[row] = min(length, fewest.get(row, length))
+        return np.array([fewest.get(row, 0) for row in rows], np.int64)
 
     def take_new(self) -> pa.RecordBatch | None:
         """Return what was added since the last call; None for nothing."""

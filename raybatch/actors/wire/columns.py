@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raybatch.actors.wire.records import RowGroups
 from raybatch.errors import ConfigError
@@ -273,17 +272,6 @@ def crash_error(num_crashes: int, cause: str = "") -> str:
     """Return the error of a row that is given up; `cause` is what the last engine reported."""
     message = f"ReplicaCrash: the engine died {num_crashes} times with this row"
     return f"{message}; the last time: {' '.join(cause.split())}" if cause else message
-
-
-def row_numbers(results: pa.RecordBatch) -> npt.NDArray[np.int32]:
-    """Return the distinct row indexes of a result batch, ascending."""
-    return np.unique(to_numpy(results.column("row"), np.int32))
-
-
-def has_error(results: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return which rows of a result batch carry an error."""
-    is_error = pc.not_equal(results.column("error"), "")
-    return cast(npt.NDArray[np.bool_], is_error.to_numpy(zero_copy_only=False))
 
 
 def logprobs_array(values: Sequence[_Logprobs | None]) -> pa.Array:
