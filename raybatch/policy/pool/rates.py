@@ -73,7 +73,7 @@ class StepRates:
             [
                 stats.num_steps - before.num_steps,
                 stats.generated_tokens - before.generated_tokens,
-                _computed(stats) - _computed(before),
+                stats.num_prefilled_tokens - before.num_prefilled_tokens,
             ],
             float,
         )
@@ -117,8 +117,3 @@ class StepRates:
             seconds = seen[:, 3] / (paces / paces.mean())
             costs = solve_nonnegative(seen[:, :3] / seconds[:, None], np.ones(len(seen)))
             self._usual = StepSeconds(*costs.tolist())
-
-
-def _computed(stats: ReplicaStats) -> int:
-    """Return the prompt tokens that an engine computed, those of another time included."""
-    return stats.prompt_tokens - stats.cached_tokens + stats.num_recomputed_tokens
