@@ -1,6 +1,6 @@
 """How full a pool is to its last row: heavy tails, a slow replica, a death; simulated.
 
-Run: python benchmarks/tail.py --out benchmarks/results [--rows 16384 1024] [--seeds 42 43 44]
+Run: python benchmarks/tail.py --out RESULT.json [--rows 16384 1024] [--seeds 42 43 44]
 
 Queue, scheduler, learnt lengths and plan of the pool are those of the product, on a virtual clock;
 a step has a price in place of a computation. The prices are set, not measured: `flat` steps all
@@ -55,6 +55,7 @@ KV_TOKEN_BYTES = 131_072.0
 class Outcome:
     """One run of one side; seconds are virtual."""
 
+    workload: str
     rows: int
     seed: int
     replicas: int
@@ -93,6 +94,9 @@ def longest_first(rows: SimulatedRows, num_replicas: int) -> list[Ints]:
     return [np.array(shard, np.int64) for shard in shards]
 
 
+SHARDS = {"bound": dealt, "lpt": longest_first}
+
+
 def sharded_s(
     rows: SimulatedRows, engine: EngineSpec, shards: Sequence[Ints], pool: PoolSpec
 ) -> float:
@@ -105,20 +109,26 @@ def sharded_s(
 
 
 def run_case(
-    rows: SimulatedRows, engine: EngineSpec, ideal: Ideal, scenario: str, num_replicas: int
+    rows: SimulatedRows,
+    engine: EngineSpec,
+    ideal: Ideal,
+    scenario: str,
+    num_replicas: int,
+    sides: Sequence[str],
 ) -> list[tuple[str, float, Any]]:
-    """Return side, seconds and figures of each side."""
+    """Return side, seconds and figures of each of these sides; the oracle is always one."""
     late = {rank: 0.01 * rank for rank in range(num_replicas)}
     pool = PoolSpec(num_replicas=num_replicas, late_s=late, **SCENARIOS[scenario])
     found: list[tuple[str, float, Any]] = []
-    for side, policies in POLICIES.items():
-        figures = simulate(rows, engine, replace(pool, policies=policies), ideal)
+    for side in [side for side in POLICIES if side in sides]:
+        figures = simulate(rows, engine, replace(pool, policies=POLICIES[side]), ideal)
         found.append((side, figures.completion_s, figures))
     order = np.argsort(-rows.output, kind="stable")
     figures = simulate(rows.take(order).with_oracle(), engine, pool, ideal)
     found.append(("oracle", figures.completion_s, figures))
     if not pool.deaths:
-        for side, shards in (("bound", dealt), ("lpt", longest_first)):
+        for side in [side for side in SHARDS if side in sides]:
+            shards = SHARDS[side]
             seconds = sharded_s(rows, engine, shards(rows, num_replicas), pool)
             found.append((side, seconds, None))
     return found
@@ -132,6 +142,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--prices", choices=PRICES, default="mixed")
     parser.add_argument("--scenarios", choices=SCENARIOS, nargs="+", default=list(SCENARIOS))
+    parser.add_argument("--sides", nargs="+", default=[*POLICIES, *SHARDS])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     engine, outcomes = engine_spec(options.prices), list[Outcome]()
@@ -146,10 +157,11 @@ def main() -> None:
                     speed = PoolSpec(num_replicas=num_replicas, **SCENARIOS[scenario]).speed
                     began = time.perf_counter()
                     for side, seconds, figures in run_case(
-                        rows, engine, ideal, scenario, num_replicas
+                        rows, engine, ideal, scenario, num_replicas, options.sides
                     ):
                         outcomes.append(
                             Outcome(
+                                workload=options.workload,
                                 rows=num_rows,
                                 seed=seed,
                                 replicas=num_replicas,

@@ -114,6 +114,7 @@ def counted(scheduler: Scheduler, runner: ModelRunner, blocks: BlockManager) -> 
         cached_tokens=counters.cached_tokens,
         num_preemptions=counters.num_preemptions,
         num_recomputed_tokens=counters.num_recomputed_tokens,
+        num_chunk_tokens=counters.num_chunk_tokens,
         num_carried_tokens=swapped.num_carried_tokens + scheduler.arrivals.num_tokens,
         num_swapped_tokens=swapped.num_tokens,
         num_rounded_tokens=swapped.num_rounded_tokens,

@@ -43,8 +43,8 @@ def step_drift(
     num_steps = now.num_steps - before.num_steps
     if not num_steps or seconds <= 0:
         return StepDrift()
-    computed, decoded = _computed(now) - _computed(before), now.generated_tokens
-    decoded -= before.generated_tokens
+    computed = now.num_prefilled_tokens - before.num_prefilled_tokens
+    decoded = now.generated_tokens - before.generated_tokens
     counts = StepCounts.of(
         facts.rows, np.array([decoded / num_steps]), np.array([max(0, computed) / num_steps])
     )
@@ -62,7 +62,3 @@ def step_drift(
     return StepDrift(
         modules=(seconds - copy_s) / max(all_s - links_s, 1e-9), links=copy_s / max(links_s, 1e-9)
     )
-
-
-def _computed(stats: ReplicaStats) -> int:
-    return stats.prompt_tokens - stats.cached_tokens + stats.num_recomputed_tokens

@@ -298,6 +298,8 @@ class ReplicaStats(TokenCounts):
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     """After a preemption or a move."""
+    num_chunk_tokens: int = 0
+    """Of prompts, that steps have computed; 0 where an engine counts them when rows start."""
     num_carried_tokens: int = 0
     """Whose KV came along from another engine."""
     num_swapped_tokens: int = 0
@@ -339,3 +341,9 @@ class ReplicaStats(TokenCounts):
     """Seconds in steps."""
     way: str = ""
     """How it runs, where it chose, and why."""
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Prompt tokens that were computed, those of another time included."""
+        started = self.prompt_tokens - self.cached_tokens + self.num_recomputed_tokens
+        return self.num_chunk_tokens or started

@@ -129,6 +129,7 @@ class SimulatedEngine:
             generated_tokens=self.num_generated,
             num_preemptions=counters.num_preemptions,
             num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_chunk_tokens=counters.num_chunk_tokens,
             num_carried_tokens=self.scheduler.moves.num_carried_tokens,
             engine_s=self._engine_s,
             kv_used_fraction=self.scheduler.kv_used_fraction,

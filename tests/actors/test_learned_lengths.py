@@ -218,6 +218,21 @@ def test_what_is_left_follows_from_the_tokens_so_far(mailbox):
     assert [50, 80, 1, 35] == left.tolist()
 
 
+def test_what_shares_of_rows_have_left_is_known_with_their_lengths(mailbox):
+    taught(mailbox, [10] * 16 + [90] * 8 + [200] * 8)
+    batch = mailbox.add(submission(4, expected_new_tokens=np.array([BOUND, BOUND, 40, 40])))
+    now, shares = np.array([0, 10, 5, 45]), (0.25, 0.75)
+    left = mailbox.lengths.quantiles_left(batch.batch_id, np.arange(4), now, shares)
+    # by the outputs so far, by a plan, and by the outputs again once a plan is outgrown
+    assert [[10, 90], [80, 190], [35, 35], [45, 155]] == left.tolist()
+
+
+def test_nothing_but_the_bound_is_known_of_lengths_at_first(mailbox):
+    batch = mailbox.add(submission(1))
+    left = mailbox.lengths.quantiles_left(batch.batch_id, np.array([0]), np.array([7]), (0.1, 0.9))
+    assert [[BOUND - 7] * 2] == left.tolist()
+
+
 def test_a_row_that_outgrew_its_plan_is_taken_to_go_on_for_a_while(mailbox):
     batch = mailbox.add(submission(1, expected_new_tokens=np.array([40])))
     left = mailbox.lengths.expected_left(batch.batch_id, np.array([0]), np.array([80]))

@@ -58,6 +58,20 @@ def test_a_step_takes_decodes_then_started_prompts_then_new_ones():
     ]
 
 
+def test_chunks_count_when_they_are_computed_and_again_after_a_preemption():
+    scheduler = make_scheduler()
+    add(scheduler, 0, 20)
+    counters = scheduler.counters
+    step(scheduler)
+    assert (20, 16) == (counters.prompt_tokens, counters.num_chunk_tokens)
+    step(scheduler)
+    assert 20 == counters.num_chunk_tokens
+    scheduler.restart(0)
+    _steps(scheduler, 3)
+    # its generated token as well
+    assert 20 + 21 == counters.num_chunk_tokens
+
+
 def test_a_step_is_full_while_prefill_waits():
     scheduler = make_scheduler(num_blocks=100)
     for arrival in range(6):

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from raybatch.policy.pool.plan import plan_pool
 from raybatch.policy.pool.rates import StepRates, StepSeconds
 from raybatch.policy.pool.shares import choose_steal, levelling_cost, share_of
-from raybatch.policy.pool.snapshot import PoolSnapshot, ReplicaSnapshot, RowMove, RunningRows, Steal
-from raybatch.policy.pool.spread import end_s, spread_rows
+from raybatch.policy.pool.snapshot import (
+    LEFT_SHARES,
+    PoolSnapshot,
+    ReplicaSnapshot,
+    RowMove,
+    RunningRows,
+    Steal,
+)
+from raybatch.policy.pool.spread import end_s, longest, spread_rows
 from raybatch.records.types import ReplicaStats
 from tests.tiers import examples
 
@@ -155,6 +162,55 @@ def test_a_steal_never_leaves_the_giver_with_less_time_than_the_idle_one(replica
 def test_rows_end_when_the_longest_does_and_each_step_costs_its_rows():
     # ten steps of three rows, ten of two, ten of one
     assert 10 * (0.04 + 0.03 + 0.02) == pytest.approx(end_s(np.array([30.0, 10, 20]), STEP))
+
+
+def test_the_longest_of_some_rows_is_the_mean_over_all_their_lengths():
+    below = (np.array(LEFT_SHARES[1:]) + np.array(LEFT_SHARES[:-1])) / 2
+    weights = np.diff([0.0, *below, 1.0])
+    rows = np.array([[1, 2, 3, 5, 8, 13, 21], [4, 4, 4, 4, 4, 4, 4], [2, 2, 6, 6, 7, 7, 90.0]])
+    places = list(itertools.product(range(len(weights)), repeat=len(rows)))
+    chances = weights[places].prod(axis=1)
+    lengths = np.array([[row[i] for row, i in zip(rows, place, strict=True)] for place in places])
+    assert chances @ lengths.max(axis=1) == pytest.approx(longest(rows))
+
+
+@given(st.lists(st.integers(1, 500), max_size=9))
+def test_the_longest_of_rows_that_are_certain_is_the_longest(left):
+    rows = np.repeat(np.array(left, float)[:, None], len(LEFT_SHARES), axis=1)
+    assert longest(rows) == pytest.approx(max(left, default=0))
+
+
+def test_rows_of_unknown_length_last_longer_than_any_is_expected_to():
+    left = np.full(30, 100.0)
+    quantiles = np.tile([0.0, 10, 30, 60, 200, 400, 900], (30, 1))
+    # a step for each token of the longest, and the rows of each step
+    expected = 0.01 * longest(quantiles) + 0.01 * 30 * 100
+    assert expected == pytest.approx(end_s(left, STEP, quantiles))
+    assert longest(quantiles) > 600
+
+
+def test_short_rows_leave_a_long_one_to_itself_even_for_a_slow_replica():
+    flat = StepSeconds(step_s=0.0128, row_s=0.0002, token_s=0.0002)
+    long_row, short = 30_000, [6_000] * 8
+    fast = replica(2, [long_row, *short], seconds=flat)
+    plan = plan_pool(pool_of(replica(1, seconds=flat.times(2.0)), fast))
+    # eight rows less in 6,000 steps of the one that is left
+    assert {2000 + i for i in range(1, 9)} == {move.row_id for move in plan.moves}
+    assert plan.saved_s == pytest.approx(8 * 6_000 * 0.0002)
+
+
+def test_what_may_be_long_leaves_the_slow_replica():
+    flat = StepSeconds(step_s=0.0128, row_s=0.0002, token_s=0.0002)
+    slow = replica(1, [1000] * 4, seconds=flat.times(2.0))
+    fast = replica(2, [1100] * 4, seconds=flat)
+    # all alike for the mean, but two of the rows may go on for long
+    quantiles = np.tile(slow.rows.left[:, None], len(LEFT_SHARES))
+    quantiles[:2, -1] = 60_000
+    slow = replace(slow, rows=replace(slow.rows, quantiles=quantiles))
+    assert {(move.row_id, move.target) for move in plan_pool(pool_of(slow, fast)).moves} >= {
+        (1000, 2),
+        (1001, 2),
+    }
 
 
 def test_nothing_moves_while_rows_wait():
@@ -327,6 +383,25 @@ def test_costs_of_steps_are_learnt_from_counters():
     rates = StepRates()
     assert rates.seconds(1) is None
     reported(rates, {1: 1.0})
+    assert STEP == pytest.approx(rates.seconds(1), rel=1e-6)
+
+
+def test_prompts_count_in_the_steps_that_compute_them_not_when_their_row_starts():
+    rates, stats, generator = StepRates(), ReplicaStats(), np.random.default_rng(0)
+    for turn in range(80):
+        chunk = 200 if turn % 8 < 5 else 0
+        before = stats
+        stats = stats_after(
+            int(generator.integers(1, 4)),
+            int(generator.integers(1, 64)),
+            prompts=chunk,
+            before=before,
+        )
+        # a prompt of five chunks is noted with the first of them
+        started = before.prompt_tokens + (1000 if turn % 8 == 0 else 0)
+        chunks = before.num_chunk_tokens + chunk
+        stats = replace(stats, prompt_tokens=started, num_chunk_tokens=chunks)
+        rates.note(1, stats)
     assert STEP == pytest.approx(rates.seconds(1), rel=1e-6)
 
 

@@ -204,6 +204,25 @@ class LearnedLengths:
         unknown = np.where(np.isnan(learned), bound, learned)
         return np.maximum(np.where(batch.is_planned[rows], known, unknown) - now, 0.0)
 
+    def quantiles_left(
+        self, batch_id: int, rows: _Rows, num_tokens: _Rows, shares: Sequence[float]
+    ) -> Floats:
+        """Return the tokens still to come that these shares of such samples do not exceed.
+
+        Arguments as of `expected_left`; float64 [n, shares], equal ones where a plan expects what
+        is to come, or nothing is known.
+        """
+        batch, now = self._batches[batch_id], np.asarray(num_tokens, np.int64)
+        expected = now + self.expected_left(batch_id, rows, num_tokens)
+        lengths = np.repeat(expected[:, None], len(shares), axis=1)
+        planned = batch.planned[rows] // batch.num_samples[rows]
+        is_open = ~batch.is_planned[rows] | (now >= planned)
+        for distribution, at in self.model.distributions(batch.kinds.take(rows)):
+            its = at[is_open[at]]
+            bound = batch.max_tokens[rows[its]]
+            lengths[its] = distribution.quantiles(shares, now[its], bound)
+        return lengths - now[:, None]
+
     def reweighed(self, client: str) -> Iterator[tuple[int, Callable[[_Rows], Ints]]]:
         """Yield the open batches of a client with what tells the tokens to expect of some rows.
 

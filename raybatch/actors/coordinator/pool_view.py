@@ -11,6 +11,7 @@ from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.wire.records import ROW_BITS, ROW_MASK, Progress
 from raybatch.policy.pool.rates import StepRates, TokenPace
 from raybatch.policy.pool.snapshot import (
+    LEFT_SHARES,
     PoolSnapshot,
     ReplicaSnapshot,
     RowMove,
@@ -43,11 +44,12 @@ class Watched(Protocol):
 
 
 class _Row(NamedTuple):
-    """A row that moves, with its tokens when that was planned."""
+    """A row that moves, with its tokens when that was planned, and those to come."""
 
     move: RowMove
     num_tokens: int
     left: float
+    quantiles: Floats
 
 
 @dataclass(slots=True)
@@ -113,7 +115,11 @@ class PoolView:
     def begin_move(self, move: RowMove, rows: RunningRows) -> None:
         """Count a row at the replica that it goes to."""
         (place,) = np.flatnonzero(rows.ids == move.row_id)
-        row = _Row(move, int(rows.tokens[place]), float(rows.left[place]))
+        left = float(rows.left[place])
+        quantiles = np.full(len(LEFT_SHARES), left)
+        if rows.quantiles is not None:
+            quantiles = rows.quantiles[place]
+        row = _Row(move, int(rows.tokens[place]), left, quantiles)
         self._moving[move.row_id] = row
 
     def end_move(self, move: RowMove, *, has_moved: bool) -> None:
@@ -214,7 +220,7 @@ class PoolView:
         """Return what a replica decodes as far as it is its own still, and what comes to it."""
         assert known.progress is not None, "a replica that tells its rows"
         told = known.progress.rows
-        left = self._left(replica_id, told.request_ids, told.num_generated)
+        left, quantiles = self._left(replica_id, told.request_ids, told.num_generated)
         is_leaving = np.isin(told.request_ids, list(self._moving))
         is_here = (left > 0) & ~is_leaving
         _, first, counts = np.unique(told.request_ids, return_inverse=True, return_counts=True)
@@ -227,6 +233,7 @@ class PoolView:
             tokens=np.append(told.num_tokens[is_here], [r.num_tokens for r in coming]).astype("i8"),
             left=np.append(left[is_here], [r.left for r in coming]).astype("f8"),
             can_move=np.append(can_move[is_here], np.zeros(len(coming))).astype(bool),
+            quantiles=np.concatenate([quantiles[is_here], *(r.quantiles[None] for r in coming)]),
         )
 
     def _coming(self, replica_id: int, known: _Known) -> list[_Row]:
@@ -240,15 +247,21 @@ class PoolView:
         rows = np.array([row_id & ROW_MASK])
         return bool(self._queue.is_held(replica_id, row_id >> ROW_BITS, rows)[0])
 
-    def _left(self, replica_id: int, ids: Ints, num_generated: Ints) -> Floats:
-        """Return the tokens that sequences have to come, 0 where a row is not there any more."""
-        left, copies = np.zeros(len(ids)), self._queue.copies.of(replica_id)
+    def _left(self, replica_id: int, ids: Ints, num_generated: Ints) -> tuple[Floats, Floats]:
+        """Return the tokens that sequences have to come, and their quantiles.
+
+        They are 0 where a row is not there any more.
+        """
+        left, quantiles = np.zeros(len(ids)), np.zeros((len(ids), len(LEFT_SHARES)))
+        copies = self._queue.copies.of(replica_id)
         batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
         for batch_id in np.unique(batch_ids).tolist():
             (places,) = np.nonzero(batch_ids == batch_id)
             is_here = self._queue.is_held(replica_id, batch_id, rows[places])
             places = places[is_here | np.isin(ids[places], copies) if copies else is_here]
             if batch_id in self._lengths and len(places):
-                more = self._lengths.expected_left(batch_id, rows[places], num_generated[places])
-                left[places] = np.maximum(1.0, more)
-        return left
+                of = batch_id, rows[places], num_generated[places]
+                left[places] = np.maximum(1.0, self._lengths.expected_left(*of))
+                more = self._lengths.quantiles_left(*of, LEFT_SHARES)
+                quantiles[places] = np.maximum(1.0, more)
+        return left, quantiles

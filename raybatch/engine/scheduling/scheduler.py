@@ -175,6 +175,7 @@ class Scheduler:
         )
 
     def advance(self, schedule: Schedule) -> Ints:
+        self.counters.num_chunk_tokens += int(schedule.chunk_lens.sum())
         return note_computed(self.table, schedule)
 
     def finish(self, slot: int) -> Sequence:

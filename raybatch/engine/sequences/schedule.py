@@ -85,6 +85,7 @@ class SchedulerCounters:
     cached_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_chunk_tokens: int = 0
     num_held_steps: int = 0
     num_drafted_tokens: int = 0
     num_copied_blocks: int = 0

@@ -75,7 +75,7 @@ class StepRates:
             [
                 stats.num_steps - before.num_steps,
                 stats.generated_tokens - before.generated_tokens,
-                _computed(stats) - _computed(before),
+                stats.num_prefilled_tokens - before.num_prefilled_tokens,
             ],
             float,
         )
@@ -143,8 +143,3 @@ class TokenPace:
             self._base = stats
             # counters of an engine that was built anew may fall
             self.token_s = seconds * num_rows / num_tokens if min(seconds, num_tokens) > 0 else None
-
-
-def _computed(stats: ReplicaStats) -> int:
-    """Return the prompt tokens that an engine computed, those of another time included."""
-    return stats.prompt_tokens - stats.cached_tokens + stats.num_recomputed_tokens

@@ -7,6 +7,9 @@ from typing import NamedTuple
 from raybatch.policy.pool.rates import StepSeconds
 from raybatch.records.arrays import Bools, Floats, Ints
 
+# of rows alike, closer together where the longest of a batch are
+LEFT_SHARES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.98)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunningRows:
@@ -18,6 +21,9 @@ class RunningRows:
     left: Floats
     """Tokens that are expected to come, at least 1."""
     can_move: Bools
+    quantiles: Floats | None = None
+    """Tokens to come that `LEFT_SHARES` of such rows do not exceed, [S, shares], ascending; None
+    where `left` is certain."""
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -12,27 +12,49 @@ from typing import NamedTuple
 import numpy as np
 
 from raybatch.policy.pool.rates import StepSeconds
-from raybatch.policy.pool.snapshot import PoolSnapshot, ReplicaSnapshot, RowMove
-from raybatch.records.arrays import Floats, Ints
+from raybatch.policy.pool.snapshot import (
+    LEFT_SHARES,
+    PoolSnapshot,
+    ReplicaSnapshot,
+    RowMove,
+    RunningRows,
+)
+from raybatch.records.arrays import Bools, Floats, Ints
 
 # moves of a replica at once, to and from it (CascadeInfer, section 5)
 MAX_MOVES = 3
 # a forecast that is better by less is not worth a move
-_LEAST_GAIN, _LEAST_S = 0.05, 0.25
+_LEAST_GAIN, _LEAST_S = 0.02, 0.25
 # of a link that was not measured: a network of 10 Gbit
 _USUAL_BYTES_PER_S = 1e9
+# the shares up to the middle between two neighbours, and their ratios
+_BELOW = np.append((np.array(LEFT_SHARES[:-1]) + np.array(LEFT_SHARES[1:])) / 2, 1.0)
+_LOG_STEPS = np.diff(np.log(_BELOW), prepend=0.0)
 # replicas that are looked at as places for rows, those that end first
 _NUM_TARGETS = 4
 
 
-def end_s(left: Floats, seconds: StepSeconds) -> float:
-    """Return the seconds until rows with so many tokens to come have ended, [S]."""
-    if not len(left):
+def longest(quantiles: Floats) -> float:
+    """Return the tokens to expect of the longest of some rows, given as in `RunningRows`."""
+    num_rows, num_shares = quantiles.shape
+    if not num_rows:
         return 0.0
-    lengths = np.sort(left)
-    steps = np.diff(lengths, prepend=0.0)
-    num_rows = np.arange(len(lengths), 0, -1)
-    return float(steps @ (seconds.step_s + seconds.row_s * num_rows))
+    order = quantiles.argsort(axis=None, kind="stable")
+    share = order % num_shares
+    # each row is at most this long by its own share, and all of them by the product
+    is_known = np.cumsum(share == 0) == num_rows
+    all_at_most = np.where(is_known, np.exp(np.cumsum(_LOG_STEPS[share])), 0.0)
+    return float(quantiles.ravel()[order] @ np.diff(all_at_most, prepend=0.0))
+
+
+def end_s(left: Floats, seconds: StepSeconds, quantiles: Floats | None = None) -> float:
+    """Return the seconds until rows with so many tokens to come have ended, [S].
+
+    A step is taken for each token of the longest row; what a row adds to a step, for each of its
+    own. Without `quantiles` the rows are as long as they are expected to be.
+    """
+    most = left.max(initial=0.0) if quantiles is None else longest(quantiles)
+    return float(seconds.step_s * most + seconds.row_s * left.sum())
 
 
 def spread_rows(pool: PoolSnapshot) -> tuple[tuple[RowMove, ...], float]:
@@ -73,6 +95,7 @@ class _Spread:
             np.concatenate([getattr(of_one, name) for of_one in rows])
             for name in ("ids", "tokens", "left", "can_move")
         )
+        self._quantiles = np.concatenate([_quantiles(of_one) for of_one in rows])
         self._origin: Ints = np.repeat(np.arange(len(rows)), [len(of_one) for of_one in rows])
         self._place = self._origin.copy()
         self._free_seqs = np.array([r.free_seqs for r in replicas])
@@ -134,10 +157,10 @@ class _Spread:
         """Return when the later of both places ends if these rows move."""
         stays = self._place == source
         stays[rows] = False
-        joins = np.concatenate((self._left[self._place == target], self._left[rows]))
+        joins = self._place == target
+        joins[rows] = True
         move_s, _ = self._move_s(rows, source, target)
-        target_s = end_s(joins, self._seconds[target]) + move_s
-        return max(end_s(self._left[stays], self._seconds[source]), target_s)
+        return max(self._end_of(stays, source), self._end_of(joins, target) + move_s)
 
     def _move_s(self, rows: Ints, source: int, target: int) -> tuple[float, bool]:
         """Return what the cheaper way to move rows costs, and whether it takes KV along."""
@@ -151,7 +174,16 @@ class _Spread:
         return (copy_s, True) if with_kv else (recompute_s, False)
 
     def _end_s(self, place: int) -> float:
-        return end_s(self._left[self._place == place], self._seconds[place])
+        return self._end_of(self._place == place, place)
+
+    def _end_of(self, rows: Bools, place: int) -> float:
+        return end_s(self._left[rows], self._seconds[place], self._quantiles[rows])
+
+
+def _quantiles(rows: RunningRows) -> Floats:
+    if rows.quantiles is not None:
+        return rows.quantiles
+    return np.repeat(rows.left[:, None], len(LEFT_SHARES), axis=1)
 
 
 def _least_s(end_s: float) -> float:
