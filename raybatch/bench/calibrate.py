@@ -60,10 +60,10 @@ class Calibration:
     """
 
     model: str
+    cost: CostModel
     cost_model: Path
     is_stored: bool
     num_steps: int
-    fit_error: float
     validation: Validation
 
     def _apart(self) -> float:
@@ -74,7 +74,7 @@ class Calibration:
     def to_text(self) -> str:
         found = self.validation
         facts = (
-            ("fitted to", f"{full(self.num_steps)} steps, within {percent(self.fit_error)}"),
+            ("fitted to", f"{full(self.num_steps)} steps, within {percent(self.cost.fit_error)}"),
             ("a step is off by", f"{percent(found.step_error)} (median of held-out runs)"),
             ("a completion", f"{percent(found.completion_error)} (worst run)"),
             ("the ratio of two orders", f"{percent(found.ratio_error)} (worst workload)"),
@@ -154,10 +154,10 @@ def calibrate(
         write_cached(validation_path(path), to_json(validation), what="validation")
     return Calibration(
         model=model,
+        cost=cost,
         cost_model=path,
         is_stored=is_stored,
         num_steps=len(steps),
-        fit_error=cost.fit_error,
         validation=validation,
     )
 

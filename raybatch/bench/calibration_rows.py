@@ -46,7 +46,8 @@ def training_rows(max_tokens: int) -> Iterator[tuple[str, str, SimulatedRows]]:
     yield "long outputs", longest, scaled(rng.integers(4, 64, num_rows), output)
     output = np.minimum(rng.geometric(1 / 12, num_rows), 200)
     yield "spread", shortest, scaled(rng.integers(4, 200, num_rows), output)
-    yield "thin waves", longest, scaled(np.full(num_rows, 20), np.full(num_rows, 48))
+    output = np.where(rng.random(num_rows) < 1 / 8, rng.integers(120, 220, num_rows), 5)
+    yield "stragglers", longest, scaled(np.full(num_rows, 48), output)
 
 
 def held_out_rows(max_tokens: int) -> Iterator[tuple[str, SimulatedRows]]:

@@ -27,10 +27,9 @@ class VllmScheduler(Scheduler):
 
     def _vacate(self, slot: int) -> Sequence:
         num_full = int(self.table.num_computed[slot]) // self.table.block_size
+        blocks = self.table.blocks(slot)[:num_full].tolist()
+        # nobody else has asked for those of its output until now; without a cache there are none
         hashes = self.table.record(slot).block_hashes or []
-        # nobody else has asked for those of its output until now
-        for block, block_hash in zip(
-            self.table.blocks(slot)[:num_full].tolist(), hashes[:num_full], strict=True
-        ):
+        for block, block_hash in zip(blocks, hashes, strict=False):
             self.blocks.register(block, block_hash)
         return super()._vacate(slot)
