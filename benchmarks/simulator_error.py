@@ -34,6 +34,7 @@ from raybatch.bench.calibrate import calibrate
 from raybatch.bench.calibrated_engines import Engines, engines_of
 from raybatch.bench.calibration_rows import training_rows
 from raybatch.bench.measured_runs import Run
+from raybatch.cli.flags import DEMO_MODEL
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.records.arrays import Floats
 from raybatch.records.types import Request, Sampling, SequenceState
@@ -42,7 +43,7 @@ from raybatch.simulator.events import Policies, PoolSpec
 from raybatch.simulator.pool import PoolOutcome, SimulatedPool
 from raybatch.simulator.rows import SimulatedRows
 
-MODEL, BACKEND = "demo", BackendConfig(kind="native")
+BACKEND = BackendConfig(kind="native")
 REPLICAS, MAX_NUM_SEQS = 2, 16
 PROMPT_TOKENS, MEDIAN_OUTPUT, SIGMA, LONGEST = 32, 6, 1.95, 400
 # order of rows, and what the pool does beside handing them out
@@ -305,9 +306,11 @@ def rounded(run: Measured) -> dict[str, float]:
     }
 
 
-def calibrated(engine: EngineConfig, seconds: float) -> tuple[EngineSpec, dict[str, float]]:
+def calibrated(
+    model: str, engine: EngineConfig, seconds: float
+) -> tuple[EngineSpec, dict[str, float]]:
     """Return what simulates an engine, and how far that is off on held-out runs of one engine."""
-    found = calibrate(MODEL, engine, seconds=seconds)
+    found = calibrate(model, engine, seconds=seconds)
     print(found.to_text(), flush=True)
     known = found.validation.full_step_tokens
     names = ("step_error", "completion_error", "ratio_error", "cpu_share")
@@ -317,6 +320,7 @@ def calibrated(engine: EngineConfig, seconds: float) -> tuple[EngineSpec, dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=DEMO_MODEL)
     parser.add_argument("--rows", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
@@ -327,9 +331,9 @@ def main() -> None:
         device="cpu", max_num_seqs=MAX_NUM_SEQS, max_model_len=512, speculative_tokens=None
     )
     machine_s, own_s, began = meters.machine_cpu_s(), time.process_time(), time.perf_counter()
-    spec, errors = calibrated(engine, options.seconds)
+    spec, errors = calibrated(options.model, engine, options.seconds)
     with ExitStack() as stack:
-        bench = Bench(engines_of(MODEL, BACKEND, engine), spec, options.rows, stack)
+        bench = Bench(engines_of(options.model, BACKEND, engine), spec, options.rows, stack)
         results = [measure(bench, seed, options.rounds) for seed in options.seeds]
     own_s = time.process_time() - own_s
     foreign_s = meters.machine_cpu_s() - machine_s - own_s

@@ -1,5 +1,7 @@
 """The commands about simulated pools: bench calibrate, bench simulate."""
 
+import logging
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +46,11 @@ def calibrate(
     from raybatch.bench.calibrate import calibrate as measure
     from raybatch.simulator.validation import to_json
 
-    with Console(stderr=True).status("starting") as status:
+    logger = logging.getLogger("raybatch")
+    with ExitStack() as stack, Console(stderr=True).status("starting") as status:
+        # of many engines each would say the same
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.WARNING)
         kind = BackendConfig(kind=backend)
         found = measure(model, engine, backend=kind, seconds=seconds, tell=status.update)
     if out is not None:

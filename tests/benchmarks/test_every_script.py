@@ -175,6 +175,10 @@ TINY = {
     "shared_reads": Tiny(
         args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),
+    "simulator_error": Tiny(
+        args=("--model", "{model}", "--rows", "12", "--rounds", "1", "--seconds", "0.1"),
+        marks=(SLOW,),
+    ),
     "swap": Tiny(args=("--rows", "8", "--share", "0.6", "--repetitions", "1")),
     "weights": Tiny(args=("--rows", "2", "--repetitions", "1"), values={"OUTPUT_LEN": 2}),
 }
