@@ -6,6 +6,7 @@ to the next. One run after the other would be compared with other moments of the
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Run:
     seconds: list[list[float]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, workload: str, policy: str, rows: SimulatedRows, spec: EngineSpec) -> "Run":
+    def of(cls, workload: str, policy: str, rows: SimulatedRows, spec: EngineSpec) -> Self:
         counts, stats = simulate_steps(rows, spec)
         predicted = np.cumsum([spec.cost.predict(step) for step in counts])
         return cls(
