@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 
@@ -13,9 +14,6 @@ from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.policy.cost.cost_model import CostModel, EngineLimits
 from raybatch.simulator.engine import EngineSpec
-
-# whose schedulers are simulated
-KINDS = ("native", "vllm")
 
 
 class Engines(ABC):
@@ -71,7 +69,7 @@ class Engines(ABC):
 class _NativeEngines(Engines):
     """They share the weights."""
 
-    def __init__(self, model: str, engine: EngineConfig) -> None:
+    def __init__(self, model: str, _: BackendConfig, engine: EngineConfig) -> None:
         self._make = load_once(model, engine)
         self._token_bytes = 0
         super().__init__(engine)
@@ -112,12 +110,18 @@ class _VllmEngines(Engines):
         return replace(limits, kv_tokens=limits.kv_tokens - limits.block_size)
 
 
+# by the kind of their backend: those whose schedulers are simulated
+_KINDS: Mapping[str, Callable[[str, BackendConfig, EngineConfig], Engines]] = {
+    "native": _NativeEngines,
+    "vllm": _VllmEngines,
+}
+
+
 def engines_of(model: str, backend: BackendConfig, engine: EngineConfig) -> Engines:
     """Return what starts engines of a kind that can be simulated, or raise ConfigError."""
-    if backend.kind == "native":
-        return _NativeEngines(model, engine)
-    if backend.kind == "vllm":
-        return _VllmEngines(model, backend, engine)
-    raise ConfigError(
-        f"how the {backend.kind} backend schedules is not simulated; take {' or '.join(KINDS)}"
-    )
+    make = _KINDS.get(backend.kind)
+    if make is None:
+        raise ConfigError(
+            f"how the {backend.kind} backend schedules is not simulated; take {' or '.join(_KINDS)}"
+        )
+    return make(model, backend, engine)
