@@ -7,8 +7,9 @@ Queue, plan and messages are those of the simulator on both sides. Beside simula
 price their steps, there are native ones, which compute them; a step then takes its CPU seconds on
 the virtual clock. So other work on the host, which has fewer cores than a pool, delays nothing.
 What the host is like from one second to the next is seen by a reference: an engine with rows that
-costs were fitted to, which steps in turns with the pool. The seconds of both are divided by how far
-it is off. The counters of both sides must be equal, or the run fails.
+costs were fitted to, of each kind some, which steps in turns with the pool. The seconds of the pool
+are divided by how far it is off. The counters of both sides must be equal, or the run fails. Two
+policies that decide alike, as where no row moves, say what measuring alone comes to.
 
 Rows have a heavy tail, as W4 has: prompts of 32 tokens, outputs log-normal with a median of 6.
 """
@@ -19,7 +20,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from raybatch.bench.calibrate import calibrate
 from raybatch.bench.calibrated_engines import Engines, engines_of
 from raybatch.bench.calibration_rows import training_rows
 from raybatch.bench.measured_runs import Run
+from raybatch.bench.simulated import validated_spec
 from raybatch.cli.flags import DEMO_MODEL
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.records.arrays import Floats
@@ -55,6 +57,7 @@ POLICIES = {
 }
 # between two turns of the reference, which has as long
 TURN_S = 0.02
+REFERENCE_ROWS = 24
 COUNTED = ("num_steps", "generated_tokens", "num_preemptions")
 
 
@@ -85,11 +88,16 @@ class Reference:
     """Steps now and then; says how long steps take now, in units of their prices."""
 
     def __init__(self, backend: Backend, spec: EngineSpec, max_len: int) -> None:
-        name, order, rows = next(training_rows(max_len))
-        self._run = Run.of(name, order, rows.take(np.arange(64)), spec)
-        self._prices = [spec.cost.predict(step) for step in self._run.counts]
+        # of all workloads, as costs are right for their sum and not for each
+        runs = [
+            Run.of(name, order, rows.take(np.arange(REFERENCE_ROWS)), spec)
+            for name, order, rows in training_rows(max_len)
+        ]
+        self._work = itertools.cycle(
+            (run.rows, [spec.cost.predict(step) for step in run.counts]) for run in runs
+        )
         self._backend, self._seeds = backend, itertools.count(1)
-        self._place = 0
+        self._prices: Iterator[float] = iter(())
         self.reset()
 
     @property
@@ -107,14 +115,14 @@ class Reference:
         end_s = time.process_time() + TURN_S
         while (began := time.process_time()) < end_s:
             if not self._backend.num_unfinished():
+                rows, prices = next(self._work)
                 random = np.random.default_rng(next(self._seeds))
-                self._backend.submit(requests_of(self._run.rows, random))
-                self._place = 0
+                self._backend.submit(requests_of(rows, random))
+                self._prices = iter(prices)
                 continue
             self._backend.poll()
             self._measured_s += time.process_time() - began
-            self._priced_s += self._prices[self._place]
-            self._place += 1
+            self._priced_s += next(self._prices)
         self._next_s = time.process_time() + TURN_S
 
 
@@ -307,15 +315,19 @@ def rounded(run: Measured) -> dict[str, float]:
 
 
 def calibrated(
-    model: str, engine: EngineConfig, seconds: float
+    model: str, engine: EngineConfig, seconds: float, cost_model: Path | None
 ) -> tuple[EngineSpec, dict[str, float]]:
     """Return what simulates an engine, and how far that is off on held-out runs of one engine."""
-    found = calibrate(model, engine, seconds=seconds)
-    print(found.to_text(), flush=True)
-    known = found.validation.full_step_tokens
+    if cost_model is not None:
+        spec, validation = validated_spec(cost_model)
+    else:
+        found = calibrate(model, engine, seconds=seconds)
+        print(found.to_text(), flush=True)
+        validation = found.validation
+        known = validation.full_step_tokens
+        spec = EngineSpec(cost=found.cost, full_step_tokens=math.inf if known is None else known)
     names = ("step_error", "completion_error", "ratio_error", "cpu_share")
-    spec = EngineSpec(cost=found.cost, full_step_tokens=math.inf if known is None else known)
-    return spec, {name: round(getattr(found.validation, name), 4) for name in names}
+    return spec, {name: round(getattr(validation, name), 4) for name in names}
 
 
 def main() -> None:
@@ -325,13 +337,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--seconds", type=float, default=1.0, help="of each run of a calibration")
+    parser.add_argument("--cost-model", type=Path, help="stored by a calibration of this engine")
     parser.add_argument("--out", type=Path, help="write conditions and results to this file")
     options = parser.parse_args()
     engine = EngineConfig(
         device="cpu", max_num_seqs=MAX_NUM_SEQS, max_model_len=512, speculative_tokens=None
     )
     machine_s, own_s, began = meters.machine_cpu_s(), time.process_time(), time.perf_counter()
-    spec, errors = calibrated(options.model, engine, options.seconds)
+    spec, errors = calibrated(options.model, engine, options.seconds, options.cost_model)
     with ExitStack() as stack:
         bench = Bench(engines_of(options.model, BACKEND, engine), spec, options.rows, stack)
         results = [measure(bench, seed, options.rounds) for seed in options.seeds]
