@@ -334,7 +334,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=DEMO_MODEL)
     parser.add_argument("--rows", type=int, default=384)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--seconds", type=float, default=1.0, help="of each run of a calibration")
     parser.add_argument("--cost-model", type=Path, help="stored by a calibration of this engine")
