@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from raybatch.records.types import (
 
 if TYPE_CHECKING:
     from raybatch.engine.engine import Engine
+    from raybatch.engine.loading.prepared import PreparedModel
     from raybatch.engine.loading.runner import ModelRunner
     from raybatch.engine.phases import PhasedEngine
 
@@ -104,17 +105,41 @@ class NativeBackend:
 
 def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) -> NativeBackend:
     """Load a model and return a backend that is ready for `submit`, or raise ConfigError."""
-    from raybatch.engine.engine import Engine
     from raybatch.engine.loading.prepared import PreparedModel
+
+    path = resolve_model(model)
+    prepared = PreparedModel.load(str(path), engine, num_engines_on_host=num_engines_on_host)
+    return _backend_of(prepared)
+
+
+def load_once(model: str, engine: EngineConfig) -> Callable[[EngineConfig], NativeBackend]:
+    """Load a model, and return what makes backends that share its weights.
+
+    Their options may differ from `engine` in KV memory and batches. Of one thread, as each of them.
+    Raises ConfigError.
+    """
+    from raybatch.engine.loading.loaded_model import load_model
+    from raybatch.engine.loading.prepared import PreparedModel
+    from raybatch.engine.memory.pinned import current_device
+
+    loaded = load_model(str(resolve_model(model)), engine)
+
+    def make(options: EngineConfig) -> NativeBackend:
+        with current_device(loaded.device):
+            return _backend_of(PreparedModel.of(loaded, options))
+
+    return make
+
+
+def _backend_of(prepared: PreparedModel) -> NativeBackend:
+    from raybatch.engine.engine import Engine
     from raybatch.engine.memory.pinned import IndexUploads
     from raybatch.engine.phases import PhasedEngine
     from raybatch.engine.sampling.grammars import GrammarSlots
     from raybatch.engine.sampling.sampler import Sampler
     from raybatch.text.stopping import LazyTokenizer, StopChecker
 
-    path = resolve_model(model)
-    prepared = PreparedModel.load(str(path), engine, num_engines_on_host=num_engines_on_host)
-    spec, tokenizer = prepared.model.spec, LazyTokenizer(path)
+    spec, tokenizer = prepared.model.spec, LazyTokenizer(prepared.model.path)
     stops = StopChecker(tokenizer)
 
     def make(runner: ModelRunner) -> Engine:

@@ -103,7 +103,12 @@ def validated_spec(cost_model: Path) -> tuple[EngineSpec, Validation]:
             f"{'; '.join(failures)}. Run raybatch bench calibrate MODEL on a quiet host"
         )
     known = validation.full_step_tokens
-    return EngineSpec(cost=cost, full_step_tokens=math.inf if known is None else known), validation
+    spec = EngineSpec(
+        cost=cost,
+        full_step_tokens=math.inf if known is None else known,
+        is_vllm=validation.backend == "vllm",
+    )
+    return spec, validation
 
 
 def simulation_report(

@@ -1,5 +1,7 @@
 """The commands about simulated pools: bench calibrate, bench simulate."""
 
+import logging
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -9,12 +11,14 @@ from typer import Argument, Option
 
 from raybatch.cli.bench import check_out, engine_of
 from raybatch.cli.flags import DEMO_MODEL
+from raybatch.config import BackendConfig
 from raybatch.errors import ConfigError, MissingDependency
 from raybatch.simulator.events import Death, PoolSpec
 from raybatch.simulator.workloads import make_rows
 
 # no two engines are ready at the same moment, and each leaves its share to those that start
 _LATE_S = 0.01
+_Backend = Annotated[str, Option(help="Whose engine: native, or vllm where it is installed.")]
 _Settings = Annotated[
     list[str] | None, Option("--set", help="Options of the engine, such as engine.dtype=bfloat16.")
 ]
@@ -24,8 +28,9 @@ def calibrate(
     model: Annotated[
         str, Argument(help="Checkpoint folder, hub id or URI; demo by default.")
     ] = DEMO_MODEL,
+    backend: _Backend = "native",
     settings: _Settings = None,
-    seconds: Annotated[float, Option(min=0.1, help="Of each run; there are 30.")] = 1.5,
+    seconds: Annotated[float, Option(min=0.1, help="Of each run; there are 112.")] = 1.0,
     out: Annotated[Path | None, Option(help="JSON file for all errors.")] = None,
 ) -> None:
     """Fit the costs of an engine of this host, and say how far simulations with them are off."""
@@ -33,7 +38,7 @@ def calibrate(
     engine = engine_of(settings or [], command="calibrate")
     if find_spec("torch") is None:
         raise MissingDependency(
-            "raybatch bench calibrate measures the native engine, which needs torch: "
+            "raybatch bench calibrate measures an engine, which needs torch: "
             "pip install 'raybatch[cpu]', or 'raybatch[gpu]' on a host with GPUs"
         )
     from rich.console import Console
@@ -41,8 +46,13 @@ def calibrate(
     from raybatch.bench.calibrate import calibrate as measure
     from raybatch.simulator.validation import to_json
 
-    with Console(stderr=True).status("starting") as status:
-        found = measure(model, engine, seconds=seconds, tell=status.update)
+    logger = logging.getLogger("raybatch")
+    with ExitStack() as stack, Console(stderr=True).status("starting") as status:
+        # of many engines each would say the same
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.WARNING)
+        kind = BackendConfig(kind=backend)
+        found = measure(model, engine, backend=kind, seconds=seconds, tell=status.update)
     if out is not None:
         out.write_text(to_json(found.validation) + "\n", encoding="utf-8")
     typer.echo(found.to_text())
@@ -53,6 +63,7 @@ def simulate(
     model: Annotated[
         str, Argument(help="Whose calibrated engine is simulated; demo by default.")
     ] = DEMO_MODEL,
+    backend: _Backend = "native",
     cost_model: Annotated[
         Path | None, Option(help="File of a calibrated cost model, in place of MODEL.")
     ] = None,
@@ -78,13 +89,12 @@ def simulate(
     pools = [_pool(number, slow or [], kill or [], start_s) for number in numbers]
     from raybatch.backends.cost_cache import cost_model_path
     from raybatch.bench.simulated import rows_like, simulation_report
-    from raybatch.config import BackendConfig
 
     if cost_model is not None and settings:
         raise ConfigError("--set has no effect beside --cost-model, which has its own limits")
     if cost_model is None:
         engine = engine_of(settings or [], command="simulate")
-        cost_model = cost_model_path(model, BackendConfig(kind="native"), engine)
+        cost_model = cost_model_path(model, BackendConfig(kind=backend), engine)
     if like is None:
         simulated = make_rows(workload, num_rows=rows, seed=seed)
     else:

@@ -23,6 +23,7 @@ from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import Capacity, ReplicaStats
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.step_counts import count_step, decode_reads
+from raybatch.simulator.vllm_scheduler import VllmScheduler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,7 @@ class EngineSpec:
         cost: of a step, and the limits of its batch.
         full_step_tokens: see `raybatch.policy.step_seconds.full_step_tokens`.
         kv_bytes_per_token: of a sequence that moves with its KV.
+        is_vllm: it schedules as vLLM does, see `VllmScheduler`.
         curve: how much longer attention takes for a batch of unlike lengths.
         team_ratios: by number of ranks, seconds of a step of a team beside those of its leader
             alone; empty where engines form none.
@@ -41,6 +43,7 @@ class EngineSpec:
 
     cost: CostModel
     full_step_tokens: float = math.inf
+    is_vllm: bool = False
     enable_prefix_caching: bool = True
     kv_bytes_per_token: float = 0.0
     curve: MixCurve = FLAT
@@ -84,7 +87,8 @@ class SimulatedEngine:
             max_model_len=rows.longest_tokens,
             generated=CountedTokens(),
         )
-        self.scheduler = Scheduler(
+        make = VllmScheduler if spec.is_vllm else Scheduler
+        self.scheduler = make(
             BlockManager(num_blocks, limits.block_size),
             self.table,
             max_batched_tokens=spec.token_budget,
@@ -206,7 +210,8 @@ class SimulatedEngine:
         for slot in schedule.admitted:
             row = table.record(slot).request.request_id
             self._end_len[slot] = self._rows.prompt[row] + self._rows.output[row]
-            self._group[slot] = self._rows.group[row]
+            # each row of vLLM reads for itself what it shares
+            self._group[slot] = ALONE if self._spec.is_vllm else self._rows.group[row]
         self.counts = count_step(table, schedule, self._group)
         seconds = cost.predict(self.counts) if schedule.num_tokens else 0.0
         mix_s = self._mix_seconds(schedule.decode_slots, np.zeros(1))

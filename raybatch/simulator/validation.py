@@ -67,6 +67,7 @@ class Validation:
         step_error: median over runs.
         completion_error: the worst run.
         ratio_error: the worst workload: of one policy's completion over the other's.
+        backend: kind of the engine, whose scheduler is simulated.
         full_step_tokens: of the engine that was measured, see `EngineSpec`; None where no step is
             full.
         cpu_share: of a core that it got meanwhile.
@@ -78,10 +79,16 @@ class Validation:
     full_step_tokens: float | None
     cpu_share: float
     runs: tuple[RunErrors, ...]
+    backend: str = "native"
 
     @classmethod
     def of(
-        cls, runs: Sequence[HeldOutRun], *, full_step_tokens: float | None, cpu_share: float
+        cls,
+        runs: Sequence[HeldOutRun],
+        *,
+        full_step_tokens: float | None,
+        cpu_share: float,
+        backend: str = "native",
     ) -> Self:
         """Return the errors of runs, two or more policies of each workload."""
         ratio_errors = []
@@ -97,6 +104,7 @@ class Validation:
             ratio_error=max(ratio_errors),
             full_step_tokens=full_step_tokens,
             cpu_share=cpu_share,
+            backend=backend,
             runs=tuple(
                 RunErrors(
                     workload=run.workload,

@@ -236,6 +236,15 @@ def test_computed_and_cached_tokens_are_counted_once_per_row(backend):
     assert stats.generated_tokens == 2 * 3 + 4
 
 
+def test_tokens_count_as_they_are_generated(backend):
+    backend.submit([request(1, max_tokens=4), request(2, max_tokens=2)])
+    generated = []
+    while backend.num_unfinished():
+        backend.poll()
+        generated.append(backend.stats().generated_tokens)
+    assert generated == [2, 4, 5, 6]
+
+
 def test_every_option_has_its_name_in_vllm():
     sampling = Sampling(
         temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, stop=("a",), stop_token_ids=(4,), logprobs=2

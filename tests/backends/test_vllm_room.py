@@ -11,7 +11,7 @@ BLOCK = 16
 
 @pytest.mark.parametrize(
     ("num_tokens", "max_tokens", "blocks"),
-    [(16, 100, 1), (12, 100, 0), (13, 100, 1), (13, 16, 0), (16, 16, 0), (31, 32, 0)],
+    [(16, 100, 1), (12, 100, 0), (13, 100, 1), (13, 16, 0), (16, 16, 0), (31, 32, 0), (15, 17, 0)],
 )
 def test_a_request_grows_by_the_tokens_that_it_may_still_make(num_tokens, max_tokens, blocks):
     assert blocks_to_grow(num_tokens, max_tokens, BLOCK) == blocks

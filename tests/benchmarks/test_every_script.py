@@ -178,6 +178,10 @@ TINY = {
     "simulated_stages": Tiny(
         args=("--rows", "40", "--replicas", "2", "--factors", "1.7", "--spreads", "W7")
     ),
+    "simulator_error": Tiny(
+        args=("--model", "{model}", "--rows", "12", "--rounds", "1", "--seconds", "0.1"),
+        marks=(SLOW,),
+    ),
     "swap": Tiny(args=("--rows", "8", "--share", "0.6", "--repetitions", "1")),
     "weights": Tiny(args=("--rows", "2", "--repetitions", "1"), values={"OUTPUT_LEN": 2}),
 }

@@ -18,6 +18,7 @@ from raybatch.policy.cost.cost_model import (
 LIMITS = EngineLimits(kv_tokens=4096, max_num_seqs=64, block_size=16, max_batched_tokens=512)
 TRUTH = CostModel(
     step_s=2e-3,
+    prompt_step_s=7e-4,
     knots=(4.0, 8.0, 16.0, 32.0, 64.0, 256.0),
     token_s=(5e-4, 4e-4, 3e-4, 2e-4, 1e-4, 5e-5, 6e-5),
     row_s=2e-5,
@@ -55,7 +56,7 @@ def steps_of(truth):
 
 def test_the_costs_behind_exact_steps_are_found():
     found = fit(steps_of(TRUTH), LIMITS)
-    for name in ("step_s", "token_s", *_COUNT_OF):
+    for name in ("step_s", "prompt_step_s", "token_s", *_COUNT_OF):
         assert pytest.approx(getattr(TRUTH, name), rel=1e-6) == getattr(found, name)
     assert found.fit_error < 1e-9
 

@@ -35,6 +35,11 @@ def test_steps_cost_their_fixed_time():
     assert pytest.approx(10.0) == estimate(MODEL, WORK).engine_s.expected
 
 
+def test_steps_with_prompts_cost_more():
+    # each wave computes its prompts in its first step
+    assert pytest.approx(2.0) == expected_s(prompt_step_s=1.0)
+
+
 def test_every_token_of_a_forward_batch_costs():
     assert pytest.approx(8 * 10 + 8 * 4) == expected_s(token_s=(1.0,))
 

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from raybatch.bench.calibrate import calibrate, held_out_rows, training_rows
-from raybatch.bench.simulated import rows_like
+from raybatch.bench.calibrate import calibrate
+from raybatch.bench.calibration_rows import held_out_rows, training_rows
+from raybatch.bench.simulated import rows_like, validated_spec
 from raybatch.cli.app import app
 from raybatch.config import EngineConfig
 from raybatch.errors import ConfigError
@@ -107,6 +108,18 @@ def test_what_cannot_be_simulated_is_told(cost_model, options, message):
     assert message in str(result.exception)
 
 
+def test_a_scheduler_that_is_not_simulated_is_told():
+    result = CliRunner().invoke(app, ["bench", "calibrate", "--backend", "fake"])
+    assert isinstance(result.exception, ConfigError)
+    assert "not simulated" in str(result.exception)
+
+
+def test_pools_of_vllm_schedule_as_it_does(cost_model):
+    validation_path(cost_model).write_text(to_json(replace(ERRORS, backend="vllm")))
+    assert validated_spec(cost_model)[0].is_vllm
+    assert simulate(cost_model).exit_code == 0
+
+
 def test_a_missing_cost_model_is_told(tmp_path):
     result = simulate(tmp_path / "none.json")
     assert isinstance(result.exception, ConfigError)
@@ -139,7 +152,7 @@ def test_an_output_of_several_samples_is_refused(tmp_path):
 @pytest.mark.parametrize("max_tokens", [64, 512, 4096])
 @pytest.mark.parametrize("workloads", [training_rows, held_out_rows])
 def test_calibrating_rows_fit_the_model(workloads, max_tokens):
-    for _, rows in workloads(max_tokens):
+    for _, *_, rows in workloads(max_tokens):
         assert rows.longest_tokens <= max_tokens
         assert np.array_equal(rows.new_tokens, rows.output)
 

@@ -121,8 +121,11 @@ class VllmBackend(IntakeBackend):
 
     def stats(self) -> ReplicaStats:
         num_running = self._engine.num_running()
+        counted = asdict(self._counters)
+        # those of requests that are inside are counted when they leave
+        counted["generated_tokens"] += sum(map(self._engine.num_tokens, self._inside))
         return ReplicaStats(
-            **asdict(self._counters),
+            **counted,
             num_running=num_running,
             num_waiting=len(self._inside) - num_running + self._num_waiting(),
             kv_used_fraction=self._engine.kv_used_fraction(),

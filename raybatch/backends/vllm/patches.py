@@ -19,9 +19,10 @@ def blocks_to_grow(
 ) -> int:
     """Return the blocks that a request will need beyond those of its tokens within some steps.
 
-    It has `num_tokens` of prompt and output, and can come to `max_tokens`; a step makes one.
+    It has `num_tokens` of prompt and output, and can come to `max_tokens`, of which the last has no
+    KV; a step makes one.
     """
-    grown = min(num_tokens + num_steps, max_tokens)
+    grown = min(num_tokens + num_steps, max_tokens - 1)
     return max(0, -(-grown // block_size) - -(-num_tokens // block_size))
 
 

@@ -1,8 +1,9 @@
 """What one step of an engine costs, by what it computes; fitted to measured steps.
 
-A step costs a fixed time, a time for the tokens of its forward batch, and times for sampled rows
-and for attention. The time of tokens bends: a few share the reading of the weights, many do not,
-and a mixture of experts reads more of them with each. So it is a chain of slopes between knots.
+A step costs a fixed time, another one where it computes prompts, a time for the tokens of its
+forward batch, and times for sampled rows and for attention. The time of tokens bends: a few share
+the reading of the weights, many do not, and a mixture of experts reads more of them with each. So
+it is a chain of slopes between knots.
 """
 
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ class CostModel:
     shared_read_s: float  # per shared KV token and step
     fit_error: float  # root mean square of the relative errors over the measured steps
     limits: EngineLimits
+    # of a step that computes prompts, beside `step_s`: their attention runs apart
+    prompt_step_s: float = 0.0
     start_s: float = 0.0  # of an engine in a process that is there; 0 where it was not measured
 
     def __post_init__(self) -> None:
@@ -84,7 +87,7 @@ class CostModel:
 
     def _costs(self) -> Floats:
         others = [getattr(self, name) for name in _COUNT_OF]
-        return np.array([self.step_s, *self.token_s, *others])
+        return np.array([self.step_s, self.prompt_step_s, *self.token_s, *others])
 
     def tokens_s(self, tokens: npt.ArrayLike) -> Floats:
         """Return the seconds that forward batches of so many tokens take, without `step_s`."""
@@ -122,13 +125,14 @@ def fit(
     costs = solve_nonnegative(features * weights[:, None], seconds * weights)
     error = features @ costs / seconds - 1.0
     num_slopes = len(knots) + 1
-    others = dict(zip(_COUNT_OF, costs[1 + num_slopes :].tolist(), strict=True))
+    others = dict(zip(_COUNT_OF, costs[2 + num_slopes :].tolist(), strict=True))
     if not any(step.past_pairs for step in steps):
         others["past_pair_s"] = others["pair_s"]
     return CostModel(
         step_s=float(costs[0]),
+        prompt_step_s=float(costs[1]),
         knots=knots,
-        token_s=tuple(costs[1 : 1 + num_slopes].tolist()),
+        token_s=tuple(costs[2 : 2 + num_slopes].tolist()),
         **others,
         fit_error=float(np.sqrt(np.mean(error**2))),
         limits=limits,
@@ -149,8 +153,9 @@ def prompt_pairs(lens: Floats | Ints, starts: npt.ArrayLike = 0) -> dict[str, fl
 
 def _features(steps: Sequence[MeasuredStep], knots: tuple[float, ...]) -> Floats:
     tokens = np.array([step.tokens for step in steps], float)
+    has_prompts = np.array([step.pairs + step.past_pairs > 0 for step in steps], float)
     others = np.array([[getattr(step, name) for name in _COUNT_OF.values()] for step in steps])
-    return np.column_stack((np.ones(len(steps)), _segments(tokens, knots), others))
+    return np.column_stack((np.ones(len(steps)), has_prompts, _segments(tokens, knots), others))
 
 
 def _segments(tokens: Floats, knots: tuple[float, ...]) -> Floats:

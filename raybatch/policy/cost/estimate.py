@@ -70,6 +70,7 @@ def estimate(
     # a token that is computed again attends to as much as any other
     again = 1 + forecast.recomputed_tokens / max(1.0, share.computed_tokens)
     prefill_s = float(tokens_s @ of_prefill) + again * _prompts_s(model, share)
+    prefill_s += model.prompt_step_s * float(forecast.weight @ (prefill > 0))
     # members of a large group cannot all run at once
     reads = share.shared_pairs / max(1.0, forecast.mean_decode_rows)
     decode_s = (

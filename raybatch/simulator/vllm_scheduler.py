@@ -1,0 +1,35 @@
+"""vLLM's scheduler in what it does otherwise than ours."""
+
+from dataclasses import replace
+
+from raybatch.engine.scheduling.scheduler import Scheduler
+from raybatch.engine.sequences.table import Sequence
+
+
+class VllmScheduler(Scheduler):
+    """First come, first served, and KV of outputs is found again as that of prompts is.
+
+    So a preempted sequence computes again only what others have overwritten meanwhile. Who starts,
+    who yields and how prompts are cut is as in ours without a forecast of memory. A prompt that
+    more than one step computes has all its blocks from the first on, which vLLM takes one by one.
+    """
+
+    def add(self, record: Sequence) -> None:
+        block_size, request = self.table.block_size, record.request
+        num_shared = request.prefix_len // block_size if request.group_id is not None else 0
+        owners = [-1 - (request.group_id or 0)] * num_shared
+        owners += [request.request_id] * (record.max_len // block_size - num_shared)
+        if self._has_cache:
+            record.block_hashes = [f"{owner} {i}".encode() for i, owner in enumerate(owners)]
+        # it knows no groups
+        record.request = replace(request, group_id=None)
+        super().add(record)
+
+    def _vacate(self, slot: int) -> Sequence:
+        num_full = int(self.table.num_computed[slot]) // self.table.block_size
+        blocks = self.table.blocks(slot)[:num_full].tolist()
+        # nobody else has asked for those of its output until now; without a cache there are none
+        hashes = self.table.record(slot).block_hashes or []
+        for block, block_hash in zip(blocks, hashes, strict=False):
+            self.blocks.register(block, block_hash)
+        return super()._vacate(slot)
