@@ -48,9 +48,9 @@ from raybatch.policy.stages.lengths import RangeWork, RowLengths
 from raybatch.policy.stages.plan import plan_exactly
 from raybatch.policy.stages.replica_seconds import work_seconds
 from raybatch.records.arrays import Floats
+from raybatch.simulator.clock import LinkSpec
 from raybatch.simulator.engine import EngineSpec
 from raybatch.simulator.events import PoolSpec
-from raybatch.simulator.links import LinkSpec
 from raybatch.simulator.pool import SimulatedPool
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.staged import StagedOutcome, StagedPool, StagedSpec

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
-from raybatch.simulator.links import LinkSpec
+from raybatch.simulator.clock import LinkSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

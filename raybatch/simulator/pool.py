@@ -17,11 +17,10 @@ from raybatch.errors import ConfigError
 from raybatch.policy.pool.snapshot import RowMove, RunningRows, Steal
 from raybatch.records.arrays import Ints
 from raybatch.records.types import ReplicaStats
-from raybatch.simulator.clock import VirtualClock
+from raybatch.simulator.clock import Link, VirtualClock
 from raybatch.simulator.engine import EngineSpec, MovedSequence
 from raybatch.simulator.events import Death, PoolSpec
 from raybatch.simulator.levelling import BATCH, SimulatedLevelling
-from raybatch.simulator.links import Link
 from raybatch.simulator.replica import SimulatedReplica
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.teams import SimulatedTeams

@@ -15,16 +15,14 @@ import numpy as np
 from raybatch.actors.wire.records import Progress, Room
 from raybatch.errors import ConfigError
 from raybatch.policy.stages.messages import Deal, Message, TradeRules
-from raybatch.policy.stages.plan import StagePlan
+from raybatch.policy.stages.plan import StagePlan, is_overloaded, next_stage, stage_for
 from raybatch.policy.stages.quality import StepQuality
 from raybatch.policy.stages.refinement import refine_bounds
-from raybatch.policy.stages.routing import is_overloaded, next_stage, stage_for
 from raybatch.policy.stages.trader import Trader
 from raybatch.records.arrays import Floats, Ints
 from raybatch.records.types import ReplicaStats
-from raybatch.simulator.clock import VirtualClock
+from raybatch.simulator.clock import Link, LinkSpec, VirtualClock
 from raybatch.simulator.engine import EngineSpec, MovedSequence
-from raybatch.simulator.links import Link, LinkSpec
 from raybatch.simulator.replica import SimulatedReplica
 from raybatch.simulator.rows import SimulatedRows
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.coordinator.team_book import TeamBook
+from raybatch.policy.pool.partition import TeamBook
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, TeamPace, TeamPlan
 from raybatch.simulator.clock import VirtualClock
 from raybatch.simulator.engine import EngineSpec

@@ -9,12 +9,12 @@ import signal
 import numpy as np
 import pytest
 
-from raybatch.actors.coordinator.team_book import TeamBook
 from raybatch.actors.coordinator.teams import Teams
 from raybatch.actors.executors.calls import CallHandle
 from raybatch.actors.executors.local_site import LocalSite
 from raybatch.actors.wire.columns import decode_completions
 from raybatch.policy.pool import partition
+from raybatch.policy.pool.partition import TeamBook
 from raybatch.policy.pool.snapshot import TeamKind, TeamPace, TeamPlan
 from raybatch.records.types import Sampling
 from tests.actors.moving_pool import OnThisLoop, pool_of_processes

@@ -8,10 +8,9 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.records.types import ReplicaStats
-from raybatch.simulator.clock import VirtualClock
+from raybatch.simulator.clock import Link, LinkSpec, VirtualClock
 from raybatch.simulator.events import PoolSpec
 from raybatch.simulator.figures import Ideal, ideal_of, idle_share, simulate
-from raybatch.simulator.links import Link, LinkSpec
 from raybatch.simulator.pool import PoolOutcome, ReplicaOutcome
 from raybatch.simulator.validation import (
     HeldOutRun,

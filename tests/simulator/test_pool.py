@@ -12,9 +12,9 @@ from raybatch.actors.queue.row_states import ALONE
 from raybatch.config import PoolConfig
 from raybatch.errors import ConfigError
 from raybatch.policy.pool.snapshot import RowMove
+from raybatch.simulator.clock import LinkSpec
 from raybatch.simulator.engine import alone_seconds
 from raybatch.simulator.events import Death, Policies, PoolSpec
-from raybatch.simulator.links import LinkSpec
 from raybatch.simulator.pool import SimulatedPool
 from raybatch.simulator.rows import SimulatedRows
 from tests.simulator.pools import MESSAGE_S, costs, engine_spec, fixed_rows, run_pool

@@ -12,8 +12,8 @@ from raybatch.errors import ConfigError
 from raybatch.policy.stages.heterogeneity import MixCurve, MixPoint
 from raybatch.policy.stages.plan import Stage, StagePlan
 from raybatch.policy.stages.quality import StepQuality
+from raybatch.simulator.clock import LinkSpec
 from raybatch.simulator.engine import alone_seconds
-from raybatch.simulator.links import LinkSpec
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.staged import StagedPool, StagedSpec
 from tests.simulator.pools import engine_spec, fixed_rows, run_pool

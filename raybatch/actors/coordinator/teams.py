@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.coordinator.team_book import TeamBook
 from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.site import Errors, Spawn
 from raybatch.actors.wire.records import TeamStep
 from raybatch.errors import TeamError, error_text
+from raybatch.policy.pool.partition import TeamBook
 from raybatch.policy.pool.snapshot import PoolPlan, PoolSnapshot, TeamPace, TeamPlan
 from raybatch.records.team import FormingCost, Served, TeamCall
 

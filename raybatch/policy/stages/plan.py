@@ -1,13 +1,17 @@
-"""Stages: ranges of lengths with the replicas for each, and those with the least makespan."""
+"""Stages: ranges of lengths with the replicas for each, those that end first, and who goes where."""
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from raybatch.errors import ConfigError
 from raybatch.policy.stages.lengths import RowLengths
 from raybatch.policy.stages.replica_seconds import StagePool, stage_seconds
-from raybatch.records.arrays import Ints
+from raybatch.records.arrays import Bools, Floats, Ints
+
+# of the average of its stage, from which on a replica sends rows to others of it
+_OVERLOAD = 1.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,3 +106,36 @@ def plan_exactly(pool: StagePool, lengths: RowLengths, cuts: Ints | None = None)
         stages.append(Stage(above=int(cuts[a]), up_to=int(cuts[b]), num_replicas=fewer + 1))
         b, left = a, left - fewer - 1
     return StagePlan(stages=tuple(reversed(stages)), seconds=float(least[-1, num_replicas]))
+
+
+def stage_for(bounds: npt.ArrayLike, lengths: Ints) -> Ints:
+    """Return the stage of each sequence that no replica runs.
+
+    Args:
+        bounds: ascending; the range of a stage ends with its bound, the last has none.
+        lengths: tokens so far, [N].
+
+    Source: CascadeInfer, section 3.2.
+    """
+    return np.searchsorted(np.asarray(bounds, float), lengths, side="left")
+
+
+def next_stage(bounds: npt.ArrayLike, lengths: Ints, stages: Ints) -> Ints:
+    """Return where sequences that run in `stages` go on; never an earlier stage.
+
+    Bounds that were moved up after a sequence had outgrown them leave it where it is.
+    """
+    return np.maximum(stages, stage_for(bounds, lengths))
+
+
+def is_overloaded(loads: Floats) -> Bools:
+    """Return which replicas of one stage hold at least a quarter more than their average.
+
+    Args:
+        loads: KV tokens that the rows of each replica need, [E].
+
+    Source: CascadeInfer, section 4.4.
+    """
+    if not loads.sum() > 0:
+        return np.zeros(len(loads), bool)
+    return np.asarray(loads >= _OVERLOAD * loads.mean())

@@ -5,9 +5,8 @@ import itertools
 
 import numpy as np
 
-from raybatch.policy.stages.plan import StagePlan
+from raybatch.policy.stages.plan import StagePlan, stage_for
 from raybatch.policy.stages.replica_seconds import StagePool
-from raybatch.policy.stages.routing import stage_for
 
 
 class Replica:
