@@ -54,13 +54,21 @@ def write_result(out: Path | None, script: str, **parts: object) -> None:
     """Write the conditions of a run and its results as JSON, where a file was asked for.
 
     Args:
-        out: file; None writes nothing.
+        out: file, or a folder, in which the name tells the day, the script and the processor; None
+            writes nothing.
         script: in this folder, that the command line started.
         parts: what else the file holds, by name.
     """
     if out is None:
         return
     described = gather(Path(__file__).parent.parent, sys.argv[1:], script=script)
+    if out.is_dir():
+        vectors = [
+            name for name in ("avx512", "avx2") if name in "".join(described["cpu_features"])
+        ]
+        day, stem = described["date"].partition(" ")[0], Path(script).stem.replace("_", "-")
+        processor = "-".join([f"{described['cores']}core", *vectors[:1]])
+        out /= f"{day}-{stem}-{processor}.json"
     text = json.dumps({"conditions": described, **parts}, indent=1)
     out.write_text(text + "\n", encoding="utf-8")
 

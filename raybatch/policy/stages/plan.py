@@ -1,4 +1,4 @@
-"""Stages: ranges of lengths with the replicas for each, those that end first, and who goes where."""
+"""Stages: ranges of lengths with the replicas for each; those that end first; who runs where."""
 
 from dataclasses import dataclass
 
