@@ -181,6 +181,7 @@ class MovingPool:
         plan = Placement(
             num_replicas=num_replicas, num_cpus=0, num_gpus=0, num_engines_on_host=num_replicas
         )
+        self._num_replicas = num_replicas
         self.coordinator = Coordinator(self.spec, plan, self.site)
         self.site.owner = self.coordinator
         self.queue = self.coordinator._queue
@@ -227,8 +228,12 @@ class MovingPool:
     async def generate(self, prompts, samplings, meanwhile, then=None):
         """Run rows to their end, and `meanwhile` beside them; return completions by row.
 
-        Replicas are there still when `then` runs.
+        All replicas are there when the rows come, which are short, and still when `then` runs.
         """
+        await self.coordinator.start()
+        members = self.coordinator._replicas.members
+        while sum(member.is_ready for member in members.values()) < self._num_replicas:
+            await asyncio.sleep(0.002)
         doing = asyncio.create_task(meanwhile(self))
         results = await self.answers(prompts, samplings)
         doing.cancel()

@@ -96,10 +96,6 @@ def run(folder, meanwhile, *, num_replicas=2, script=no_script, prompts=PROMPTS[
 
     async def whole():
         async with asyncio.timeout(200):
-            # a row must not have ended before the last engine has started
-            await pool.coordinator.start()
-            members = members_of(pool)
-            await until(lambda: sum(m.is_ready for m in members.values()) == num_replicas)
             return await pool.generate(arrays, (SAMPLING,), meanwhile, then)
 
     results = asyncio.run(whole())
