@@ -114,6 +114,7 @@ def look_us(*, is_one_idle: bool, num_looks: int = 200) -> float:
         mailbox,
         members,
         site,
+        stuck_after_s=None,
         spawn=lambda _: None,
         kill=lambda *_: None,
         on_change=lambda: None,

@@ -102,7 +102,7 @@ class SimulatedEngine:
         self._group: Ints = np.full(max_slots, ALONE, np.int64)
         self._num_arrivals = self.num_steps = self.num_generated = 0
         self._engine_s = 0.0
-        # when the steps end that `begin` decided
+        # when the steps end that `begin` decided, without a pause before them
         self._ends: Floats = np.zeros(0)
         # of the first step that `begin` decided last; seconds are 0
         self.counts = MeasuredStep(seconds=0.0, tokens=0.0, rows=0.0)
@@ -141,7 +141,9 @@ class SimulatedEngine:
 
     def change_pace(self, pace: float, pause_s: float) -> None:
         """Take so much of the seconds of a step from now on, after a pause."""
-        self._pace, self._pause_s = pace, self._pause_s + pause_s
+        self._pace = pace
+        if not self.is_idle():
+            self._pause_s += pause_s
 
     def is_idle(self) -> bool:
         return not self.scheduler.num_waiting and not self.table.num_running
@@ -219,11 +221,10 @@ class SimulatedEngine:
 
     def _timed(self, seconds: npt.ArrayLike) -> Floats:
         """Note when steps end that would take so long alone on a usual device."""
-        self._ends = self._pause_s + np.cumsum(
-            self._slowness * self._pace * np.asarray(seconds, float)
-        )
-        self._pause_s = 0.0
-        return self._ends
+        self._ends = np.cumsum(self._slowness * self._pace * np.asarray(seconds, float))
+        # a pause is no step
+        ends, self._pause_s = self._pause_s + self._ends, 0.0
+        return ends
 
     def compute(self, num_steps: int) -> list[int]:
         """Do so many of the steps that `begin` decided; return the rows that end with them."""

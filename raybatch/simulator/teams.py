@@ -89,6 +89,7 @@ class SimulatedTeams:
         leader.change_pace(self._engine.team_ratios[plan.kind.size], self._engine.team_switch_s)
         self._teams[plan.leader] = _Team(plan, self._clock.now)
         self._view.begin_team(leader, plan.kind.size, alone_s)
+        self._view.restart_pace(leader)
         self.num_formed += 1
 
     def _end(self, team: _Team, *, has_kv: bool = True) -> None:

@@ -271,6 +271,7 @@ def test_a_follower_that_leaves_ends_its_team(folder, alone, caplog):
     with caplog.at_level(logging.INFO):
         pool, tokens, attempts = run(folder, meanwhile)
     assert (alone[:1], [1]) == (tokens, attempts)
+    assert " leaves" in caplog.text
     assert 0 == pool.coordinator._replicas.ledger.num_restarts
 
 
@@ -290,7 +291,7 @@ def test_random_teams_and_moves_change_no_token_and_keep_one_holder(folder, alon
                 teams_of(pool)._end(generator.choice(list(teams.values())), "of a test")
             elif busy and idle and generator.random() < 0.5:
                 begin_team(pool, generator.choice(busy), generator.sample(idle, 1))
-            elif not teams:
+            else:
                 pool.move_at_random(generator)
 
     pool, tokens, attempts = run(folder, meanwhile, num_replicas=3, prompts=PROMPTS)

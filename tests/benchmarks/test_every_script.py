@@ -170,8 +170,12 @@ TINY = {
             "JOBS": ((50, 2),),
         },
     ),
-    "tail": Tiny(args=("--rows", "32", "--replicas", "2", "--scenarios", "plain", "slow")),
+    "tail": Tiny(args=("--rows", "32", "--replicas", "2", "--scenarios", "none", "slow")),
     "team": Tiny(args=("--models", "dense-4m", "--prompt", "16", "--steps", "8"), marks=(SLOW,)),
+    "mailbox": Tiny(args=("--rows", "4096", "--repeats", "1")),
+    "duplicates": Tiny(
+        args=("--rows", "24", "--repeats", "1", "--scenarios", "none"), marks=(SLOW,)
+    ),
     "shared_reads": Tiny(
         args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),

@@ -207,6 +207,10 @@ def test_the_pace_of_rows_is_that_of_the_latest_steps_of_the_same_rows():
     assert 0.02 == pytest.approx(pace.token_s)
     pace.note(stats(60, 0.8, rows=1))
     assert pace.token_s is None
-    pace.begin(stats(60, 0.8, rows=1))
-    pace.note(stats(80, 1.0, rows=1))
+    assert 2 == pace.num_measured
+    # of what was reported before, nothing counts
+    pace.restart(stats(60, 0.8, rows=1))
+    pace.note(stats(60, 0.8, rows=1))
+    pace.note(stats(80, 9.0, rows=1))
+    pace.note(stats(100, 9.2, rows=1))
     assert np.isclose(0.005, pace.token_s)

@@ -23,8 +23,8 @@ def spec_of(ratios, *, switch_s=0.5, **prices):
     return replace(spec, team_ratios=ratios, team_switch_s=switch_s)
 
 
-def run(ratios, **options):
-    return run_pool(ROWS, 4, spec=spec_of(ratios), **options)
+def run(ratios, *, rows=ROWS, **options):
+    return run_pool(rows, 4, spec=spec_of(ratios), **options)
 
 
 def test_a_last_row_ends_sooner_by_what_a_step_of_the_team_takes():
@@ -40,8 +40,10 @@ def test_the_size_that_saves_most_is_taken_once_both_were_seen():
     assert run({2: 0.6, 4: 0.3}).completion_s < run({2: 0.6}).completion_s
 
 
-def test_a_team_that_is_slower_ends_and_forms_no_more():
-    alone, together = run({}), run({2: 1.4})
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_team_that_is_slower_ends_and_forms_no_more(is_first):
+    rows = ROWS.take(np.arange(len(OUTPUTS))[:: -1 if is_first else 1])
+    alone, together = run({}, rows=rows), run({2: 1.4}, rows=rows)
     assert 1 == together.num_teams
     assert together.completion_s < alone.completion_s + 4.0
 

@@ -328,7 +328,7 @@ class Coordinator:
         if verdict:
             self._mailbox.fail(member.rank, f"{verdict}; the last death: {cause}")
         self._dispatch()
-        return loss.num_rows > 0
+        return loss.num_rows > 0 or member.is_following
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

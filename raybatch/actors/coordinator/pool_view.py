@@ -128,13 +128,16 @@ class PoolView:
             known.come[move.row_id] = row
 
     def begin_team(self, leader: Watched, size: int, alone_s: float) -> None:
-        """Note that steps of a replica are from now on those of a team."""
+        """Note that a replica leads a team, or that this forms: its rows stay where they are."""
         self._led[leader.replica_id] = _Led(size, alone_s)
-        self._pace(leader).begin(leader.stats)
 
     def end_team(self, leader: Watched) -> None:
         if self._led.pop(leader.replica_id, None) is not None:
-            self._pace(leader).begin(leader.stats)
+            self.restart_pace(leader)
+
+    def restart_pace(self, leader: Watched) -> None:
+        """Note that its steps are others from now on: those of a team, or its own again."""
+        self._pace(leader).restart(leader.stats)
 
     def is_moving(self, row_id: int) -> bool:
         return row_id in self._moving
@@ -164,7 +167,7 @@ class PoolView:
     def snapshot(
         self, members: Iterable[Watched], pulling: Collection[int], *, with_rows: bool
     ) -> PoolSnapshot:
-        """Return the state of the pool; `with_rows` takes a look at each row that runs."""
+        """Return the state of the pool; `with_rows` looks at each row that runs, and its pace."""
         return PoolSnapshot(
             replicas=tuple(self._replica(m, with_rows) for m in members if m.is_ready),
             pulling=frozenset(pulling),
@@ -201,9 +204,9 @@ class PoolView:
             free_seqs=max(0, capacity.max_num_seqs - len(rows)),
             kv_token_bytes=capacity.kv_token_bytes,
             num_moves=self.num_moves(replica_id),
-            num_steps=member.stats.num_steps,
             host=member.host_id,
             token_s=pace.token_s,
+            num_paces=pace.num_measured,
             weight_bytes=capacity.weight_bytes,
             team_sizes=capacity.team_sizes,
             team_size=0 if led is None else led.size,

@@ -52,7 +52,8 @@ class _Team:
     """A team from the first call to the last."""
 
     plan: TeamPlan
-    alone_s: float
+    # a follower could not go on
+    is_broken: bool = False
     # why it is to end, "" while it is wanted
     ends: str = ""
     # once it has formed
@@ -113,8 +114,7 @@ class Teams:
             if why := self._book.to_end(leader.replica_id, plan, snapshot):
                 self._end(team, why)
             elif not leader.num_held:
-                # an engine without rows ends its team by itself
-                team.over.set()
+                self._end(team, "its rows have ended")
         team_plan = self._book.to_begin(plan, snapshot)
         if team_plan is not None:
             alone_s = snapshot.replica(team_plan.leader).token_s
@@ -138,8 +138,10 @@ class Teams:
         some = [self._members.get(r) for r in (plan.leader, *plan.followers)]
         if any(member is None or not member.takes_rows for member in some):
             return
-        team = self._teams[plan.leader] = _Team(plan, alone_s)
-        self._members[plan.leader].is_leading = True
+        team = self._teams[plan.leader] = _Team(plan)
+        leader = self._members[plan.leader]
+        leader.is_leading = True
+        self._view.begin_team(leader, plan.kind.size, alone_s)
         for replica_id in plan.followers:
             self._members[replica_id].is_following = True
         self._spawn(self._carry_out(team))
@@ -174,12 +176,14 @@ class Teams:
         except self._failed as error:
             self.counters.num_failed += 1
             _logger.info("team %d does not come about: %s", epoch, error_text(error))
-            self._note_pace(team, TeamPace(ratio=1.0, switch_s=0.0))
+            self._give_up(team)
         else:
             await self._compute(team, cost, serving)
         await self._free(team, serving)
         if team.is_formed:
             self.counters.num_steps += team.num_steps
+            if team.is_broken and plan.kind not in self._view.team_paces:
+                self._give_up(team)
             why = team.ends or "its rows or one of its engines have ended"
             _logger.info("team %d ends after %d steps: %s", epoch, team.num_steps, why)
 
@@ -191,7 +195,7 @@ class Teams:
         self.counters.num_formed += 1
         team.cost = cost
         if leader is not None:
-            self._view.begin_team(leader, team.plan.kind.size, team.alone_s)
+            self._view.restart_pace(leader)
         if team.ends:
             await self._reunite(team)
         over = asyncio.create_task(team.over.wait())
@@ -208,8 +212,9 @@ class Teams:
                     if member is not None and member.is_following:
                         self._kill(replica_id, "the engine hung: it follows a team that is over")
                 await asyncio.wait(busy)
-        for replica_id in team.plan.followers:
-            self._release(replica_id)
+        else:
+            for replica_id in team.plan.followers:
+                self._release(replica_id)
         leader_id = team.plan.leader
         del self._teams[leader_id]
         self._book.ended(leader_id)
@@ -223,6 +228,7 @@ class Teams:
             served: Served = await self._call(replica_id, "follow", call)
             team.num_steps = max(team.num_steps, served.num_steps)
         except self._failed as error:
+            team.is_broken = True
             _logger.info("replica %d follows no more: %s", replica_id, error_text(error))
         self._release(replica_id)
 
@@ -244,6 +250,12 @@ class Teams:
         if member is None:
             raise TeamError(f"replica {replica_id} has ended")
         return await member.actor.team.remote(step, *args)
+
+    def _give_up(self, team: _Team) -> None:
+        """Let no such team form for some time, where its engines are all there and it broke."""
+        ids = (team.plan.leader, *team.plan.followers)
+        if all(replica_id in self._members for replica_id in ids):
+            self._note_pace(team, TeamPace(ratio=1.0, switch_s=0.0))
 
     def _note_pace(self, team: _Team, pace: TeamPace) -> None:
         self._book.note_pace(team.plan.kind, pace, time.monotonic())

@@ -78,7 +78,10 @@ def choose_duplicates(owners: Iterable[Owner], spares: Iterable[Spare]) -> tuple
     late.sort(key=lambda row: (-row.end_s, row.row_id))
     rooms = [_Room(spare) for spare in spares]
     chosen = []
-    for row in late:
+    # no more rows are asked for than all spares may take: those behind them end sooner
+    for row in late[: _MAX_COPIES * len(rooms)]:
+        if row.end_s <= _LEAST_S:
+            break
         able = [room for room in rooms if room.fits(row)]
         if not able:
             continue

@@ -16,7 +16,8 @@ def leave_moves(pool: PoolSnapshot, source_id: int) -> tuple[RowMove, ...]:
     source = next((r for r in pool.replicas if r.replica_id == source_id), None)
     if source is None or source.rows is None:
         return ()
-    others = [r for r in pool.replicas if r.replica_id != source_id and not r.team_size]
+    others = [r for r in pool.replicas if r.replica_id != source_id]
+    others = [r for r in others if r.can_give and not r.team_size]
     rooms = [_Room(r, source) for r in others]
     rows, moves = source.rows, list[RowMove]()
     (movable,) = np.nonzero(rows.can_move)

@@ -59,8 +59,8 @@ class Agreement:
         """Return whether enough boundaries want this by now; what is false wants nothing.
 
         Args:
-            place: of the boundary, such as the steps so far; one that was looked at before does not
-                count again.
+            place: of the boundary, such as the number of a measurement; one that was looked at
+                before does not count again.
         """
         if not wanted or wanted != self._wanted:
             self._num_yes = 0
@@ -92,14 +92,14 @@ class TeamBook:
         """Return the team that two boundaries in a row wanted."""
         team = plan.team
         wanted = None if team is None else (team.leader, team.followers)
-        place = -1 if team is None else snapshot.replica(team.leader).num_steps
+        place = -1 if team is None else snapshot.replica(team.leader).num_paces
         return team if self._forming.look(wanted, place) else None
 
     def to_end(self, leader_id: int, plan: PoolPlan, snapshot: PoolSnapshot) -> str:
         """Return why two boundaries in a row want a team to end, "" where they do not."""
         why = plan.ends.get(leader_id, "")
         agreement = self._ending.setdefault(leader_id, Agreement())
-        agrees = agreement.look(why and leader_id, snapshot.replica(leader_id).num_steps)
+        agrees = agreement.look(bool(why), snapshot.replica(leader_id).num_paces)
         return why if agrees else ""
 
     def ended(self, leader_id: int) -> None:

@@ -126,20 +126,25 @@ class TokenPace:
 
     def __init__(self, stats: ReplicaStats) -> None:
         self._base = stats
+        self._is_stale = False
         self.token_s: float | None = None
+        self.num_measured = 0
 
-    def begin(self, stats: ReplicaStats) -> None:
-        """Begin anew, as what comes is of other steps."""
-        self._base, self.token_s = stats, None
+    def restart(self, stats: ReplicaStats) -> None:
+        """Begin anew with the first report after this one, as what comes is of other steps."""
+        self._base, self._is_stale, self.token_s = stats, True, None
 
     def note(self, stats: ReplicaStats) -> None:
         """Take its counters, where it has taken some steps since it was asked last."""
         before, num_rows = self._base, stats.num_running
-        if num_rows != before.num_running or not num_rows:
-            self.begin(stats)
+        if self._is_stale:
+            self._is_stale = stats.num_steps == before.num_steps
+            self._base = stats
+        elif num_rows != before.num_running or not num_rows:
+            self._base, self.token_s = stats, None
         elif stats.num_steps - before.num_steps >= _MIN_STEPS:
             num_tokens = stats.generated_tokens - before.generated_tokens
             seconds = stats.engine_s - before.engine_s
-            self._base = stats
+            self._base, self.num_measured = stats, self.num_measured + 1
             # counters of an engine that was built anew may fall
             self.token_s = seconds * num_rows / num_tokens if min(seconds, num_tokens) > 0 else None

@@ -55,11 +55,11 @@ class ReplicaSnapshot:
     """Of a token that moves; 0 where its engine gives no KV and takes none."""
     num_moves: int = 0
     """Rows that are on their way to it or from it."""
-    num_steps: int = 0
-    """That its engine has finished, as it last reported."""
     host: str = ""
     token_s: float | None = None
     """Seconds of the next token of each of its rows, as lately measured; None where it was not."""
+    num_paces: int = 0
+    """Measurements of that so far."""
     weight_bytes: int = 0
     team_sizes: tuple[int, ...] = ()
     """How many engines may compute its steps together, itself included."""

@@ -30,8 +30,10 @@ _USUAL_BYTES_PER_S = 1e9
 # the shares up to the middle between two neighbours, and their ratios
 _BELOW = np.append((np.array(LEFT_SHARES[:-1]) + np.array(LEFT_SHARES[1:])) / 2, 1.0)
 _LOG_STEPS = np.diff(np.log(_BELOW), prepend=0.0)
-# replicas that are looked at as places for rows, those that end first
-_NUM_TARGETS = 4
+# replicas that are looked at as places for rows, those that end first, and by which part numbers of
+# rows grow; in a large pool fewer, so that a plan takes no seconds
+_NUM_TARGETS, _GROWTH = 4, 4
+_LARGE_POOL, _NUM_TARGETS_OF_LARGE, _GROWTH_OF_LARGE = 32, 2, 1
 
 
 def longest(quantiles: Floats) -> float:
@@ -90,6 +92,9 @@ class _Spread:
     def __init__(self, replicas: Sequence[ReplicaSnapshot], bytes_per_s: float) -> None:
         rows = [r.rows for r in replicas if r.rows is not None]
         self._replicas, self._bytes_per_s = replicas, bytes_per_s
+        self._num_targets, self._growth = _NUM_TARGETS, _GROWTH
+        if len(replicas) > _LARGE_POOL:
+            self._num_targets, self._growth = _NUM_TARGETS_OF_LARGE, _GROWTH_OF_LARGE
         self._seconds = [r.seconds for r in replicas if r.seconds is not None]
         self._ids, self._tokens, self._left, self._can_move = (
             np.concatenate([getattr(of_one, name) for of_one in rows])
@@ -106,7 +111,7 @@ class _Spread:
         """Return what to move from the place that ends last, None where nothing is worth it."""
         source = int(self.ends.argmax())
         targets = np.flatnonzero((self._free_seqs > 0) & (self.ends < self.ends[source]))
-        targets = targets[np.argsort(self.ends[targets], kind="stable")][:_NUM_TARGETS]
+        targets = targets[np.argsort(self.ends[targets], kind="stable")][: self._num_targets]
         limit_s = float(self.ends[source] - _least_s(self.ends[source]))
         best: _Better | None = None
         for target in targets.tolist():
@@ -151,7 +156,7 @@ class _Spread:
             for chosen in (rows[:count], rows[-count:], rows[stride - 1 :: stride][:count]):
                 if self._needed(chosen) <= self._free_tokens[target]:
                     yield chosen
-            count += max(1, count // 4)
+            count += max(1, count // self._growth)
 
     def _end_after(self, rows: Ints, source: int, target: int) -> float:
         """Return when the later of both places ends if these rows move."""
