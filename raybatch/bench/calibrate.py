@@ -147,6 +147,7 @@ def calibrate(
         backend=backend.kind,
         full_step_tokens=known if math.isfinite(known := engines.full_step_tokens) else None,
         cpu_share=cpu_share,
+        kv_token_bytes=engines.kv_token_bytes,
     )
     is_stored = not validation.failures()
     if is_stored:

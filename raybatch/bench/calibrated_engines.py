@@ -23,18 +23,21 @@ class Engines(ABC):
         limits: of an engine with the options that were given.
         full_step_tokens: of that engine, see `EngineSpec`.
         max_len: tokens of a row that it takes.
+        kv_token_bytes: of a row that moves; 0 where it is computed again.
     """
 
     limits: EngineLimits
     full_step_tokens: float
     max_len: int
+    kv_token_bytes: int
 
     def __init__(self, engine: EngineConfig) -> None:
         self._engine = engine
         with closing(self._start(engine, None)) as backend:
             self.limits = self.limits_of(backend)
             self.full_step_tokens = self._full_step_tokens(backend)
-            self.max_len = backend.capacity().max_model_len
+            capacity = backend.capacity()
+            self.max_len, self.kv_token_bytes = capacity.max_model_len, capacity.kv_token_bytes
 
     def start(self, kv_tokens: int, *, max_num_seqs: int, max_len: int) -> Backend:
         """Start an engine with KV memory for about so many tokens, at least one row.

@@ -94,7 +94,8 @@ def validated_spec(cost_model: Path) -> tuple[EngineSpec, Validation]:
     cost = load_cost_model(cost_model)
     if cost is None:
         raise ConfigError(
-            f"{cost_model}: there is no cost model; run: raybatch bench calibrate MODEL"
+            f"{cost_model}: there is no cost model for this model, backend and options; run "
+            "raybatch bench calibrate with the same MODEL, --backend and --set"
         )
     validation = read_validation(cost_model)
     if failures := validation.failures():
@@ -107,6 +108,7 @@ def validated_spec(cost_model: Path) -> tuple[EngineSpec, Validation]:
         cost=cost,
         full_step_tokens=math.inf if known is None else known,
         is_vllm=validation.backend == "vllm",
+        kv_bytes_per_token=validation.kv_token_bytes,
     )
     return spec, validation
 

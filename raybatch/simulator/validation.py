@@ -71,6 +71,7 @@ class Validation:
         full_step_tokens: of the engine that was measured, see `EngineSpec`; None where no step is
             full.
         cpu_share: of a core that it got meanwhile.
+        kv_token_bytes: of a row that moves with its KV; 0 where it is computed again.
     """
 
     step_error: float
@@ -80,6 +81,7 @@ class Validation:
     cpu_share: float
     runs: tuple[RunErrors, ...]
     backend: str = "native"
+    kv_token_bytes: int = 0
 
     @classmethod
     def of(
@@ -89,6 +91,7 @@ class Validation:
         full_step_tokens: float | None,
         cpu_share: float,
         backend: str = "native",
+        kv_token_bytes: int = 0,
     ) -> Self:
         """Return the errors of runs, two or more policies of each workload."""
         ratio_errors = []
@@ -105,6 +108,7 @@ class Validation:
             full_step_tokens=full_step_tokens,
             cpu_share=cpu_share,
             backend=backend,
+            kv_token_bytes=kv_token_bytes,
             runs=tuple(
                 RunErrors(
                     workload=run.workload,

@@ -21,7 +21,7 @@ from raybatch.records.types import ReplicaStats
 from tests.policy.test_pool import replica, rows_of
 
 WORLD = 8
-ALIKE = {"weight_bytes": 10**9, "team_sizes": (2, 4), "token_s": 0.010}
+ALIKE = {"weight_bytes": 10**9, "team_sizes": (2, 4), "token_s": 0.010, "num_paces": 3}
 ONE_HOST = TeamKind(2, True)
 
 
@@ -60,6 +60,7 @@ def test_only_fewer_rows_than_engines_are_eligible(num_active, expected):
         {"num_unstarted": 1},
         {"num_moves": 1},
         {"token_s": None},
+        {"num_paces": 2},
         {"team_sizes": ()},
         {"team_sizes": (4, 8)},
         # 50 steps of 10 ms
@@ -204,13 +205,17 @@ def test_the_pace_of_rows_is_that_of_the_latest_steps_of_the_same_rows():
     pace.note(stats(20, 0.2))
     assert 0.01 == pytest.approx(pace.token_s)
     pace.note(stats(40, 0.6))
+    # a host that others use as well only adds
+    assert 0.01 == pytest.approx(pace.token_s)
+    for num_steps in (60, 80):
+        pace.note(stats(num_steps, 0.6 + 0.02 * (num_steps - 40)))
     assert 0.02 == pytest.approx(pace.token_s)
-    pace.note(stats(60, 0.8, rows=1))
+    pace.note(stats(100, 2.0, rows=1))
     assert pace.token_s is None
-    assert 2 == pace.num_measured
+    assert 4 == pace.num_measured
     # of what was reported before, nothing counts
-    pace.restart(stats(60, 0.8, rows=1))
-    pace.note(stats(60, 0.8, rows=1))
-    pace.note(stats(80, 9.0, rows=1))
-    pace.note(stats(100, 9.2, rows=1))
+    pace.restart(stats(100, 2.0, rows=1))
+    pace.note(stats(100, 2.0, rows=1))
+    pace.note(stats(120, 9.0, rows=1))
+    pace.note(stats(140, 9.2, rows=1))
     assert np.isclose(0.005, pace.token_s)

@@ -273,6 +273,14 @@ def test_a_replica_gets_no_more_rows_than_its_memory_holds_in_the_end():
     assert 2 == len(plan.moves)
 
 
+def test_a_row_that_has_moved_twice_stays():
+    pool = pool_of(replica(1, [500.0] * 4), replica(2))
+    assert plan_pool(pool).moves
+    rows = replace(pool.replicas[0].rows, times_moved=np.array([2, 2, 2, 2]))
+    still = replace(pool, replicas=(replace(pool.replicas[0], rows=rows), pool.replicas[1]))
+    assert () == plan_pool(still).moves
+
+
 def test_rows_that_cannot_move_stay():
     busy = replica(2, rows=rows_of([500] * 8, can_move=False), num_held=8)
     assert plan_pool(pool_of(replica(1), busy)).moves == ()

@@ -1,5 +1,6 @@
 """What the coordinator knows of its replicas, as `plan_pool` takes it; no Ray, no clock."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
@@ -81,6 +82,8 @@ class PoolView:
         self._queue, self._lengths = queue, lengths
         self._known: dict[int, _Known] = {}
         self._moving: dict[int, _Row] = {}
+        # of rows that have moved, which are few
+        self._times_moved: Counter[int] = Counter()
         self._bytes_per_s: float | None = None
         self._paces: dict[int, TokenPace] = {}
         self._led: dict[int, _Led] = {}
@@ -124,6 +127,8 @@ class PoolView:
 
     def end_move(self, move: RowMove, *, has_moved: bool) -> None:
         row, known = self._moving.pop(move.row_id, None), self._known.get(move.target)
+        if has_moved:
+            self._times_moved[move.row_id] += 1
         if has_moved and row is not None and known is not None:
             known.come[move.row_id] = row
 
@@ -231,8 +236,11 @@ class PoolView:
         if with_copies := self._queue.copies.row_ids():
             can_move &= ~np.isin(told.request_ids, with_copies)
         coming = self._coming(replica_id, known)
+        ids = np.append(told.request_ids[is_here], [r.move.row_id for r in coming]).astype("i8")
+        times = self._times_moved
         return RunningRows(
-            ids=np.append(told.request_ids[is_here], [r.move.row_id for r in coming]).astype("i8"),
+            ids=ids,
+            times_moved=np.array([times[i] for i in ids.tolist()], "i8") if times else None,
             tokens=np.append(told.num_tokens[is_here], [r.num_tokens for r in coming]).astype("i8"),
             left=np.append(left[is_here], [r.left for r in coming]).astype("f8"),
             can_move=np.append(can_move[is_here], np.zeros(len(coming))).astype(bool),

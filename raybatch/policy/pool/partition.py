@@ -23,6 +23,8 @@ from raybatch.policy.pool.snapshot import (
 # what a switch has to gain, and steps and seconds over which it has to
 _GAIN_FRACTION, _MIN_STEPS, _LEAST_S = 0.10, 128, 0.5
 _NUM_BOUNDARIES = 2
+# of the pace of a leader alone: it is not measured again while the team works
+_MIN_PACES = 3
 # until a team was formed: copies within memory, and how long ranks take to find each other
 _COPY_BYTES_PER_S, _CONNECT_S = 2e9, 0.1
 # after which a kind of team that was measured, or did not come about, is tried again
@@ -139,6 +141,7 @@ def choose_team(pool: PoolSnapshot) -> TeamPlan | None:
     if why_not_eligible(pool):
         return None
     able = [r for r in pool.replicas if r.num_held and not r.team_size]
+    able = [r for r in able if r.num_paces >= _MIN_PACES]
     leaders = [_Leader(r, r.rows, r.token_s) for r in able if r.rows is not None and r.token_s]
     leader = max(leaders, key=lambda each: (each.left_s, -each.replica.replica_id), default=None)
     if leader is None:

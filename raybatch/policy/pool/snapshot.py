@@ -21,6 +21,8 @@ class RunningRows:
     left: Floats
     """Tokens that are expected to come, at least 1."""
     can_move: Bools
+    times_moved: Ints | None = None
+    """How often each has moved so far; None where none has."""
     quantiles: Floats | None = None
     """Tokens to come that `LEFT_SHARES` of such rows do not exceed, [S, shares], ascending; None
     where `left` is certain."""

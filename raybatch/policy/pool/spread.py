@@ -23,6 +23,8 @@ from raybatch.records.arrays import Bools, Floats, Ints
 
 # moves of a replica at once, to and from it (CascadeInfer, section 5)
 MAX_MOVES = 3
+# that a row moves, but away from an engine that ends
+_MAX_TIMES = 2
 # a forecast that is better by less is not worth a move
 _LEAST_GAIN, _LEAST_S = 0.02, 0.25
 # of a link that was not measured: a network of 10 Gbit
@@ -78,6 +80,13 @@ def spread_rows(pool: PoolSnapshot) -> tuple[tuple[RowMove, ...], float]:
     return spread.moves(), saved_s
 
 
+def _may_move(rows: RunningRows) -> Bools:
+    """Return which rows have not moved too often: forecasts go up and down, and rows with them."""
+    if rows.times_moved is None:
+        return np.ones(len(rows), bool)
+    return rows.times_moved < _MAX_TIMES
+
+
 class _Better(NamedTuple):
     """Rows that go to a place, by their positions, and when the later of both places ends."""
 
@@ -100,6 +109,7 @@ class _Spread:
             np.concatenate([getattr(of_one, name) for of_one in rows])
             for name in ("ids", "tokens", "left", "can_move")
         )
+        self._can_move = self._can_move & np.concatenate([_may_move(of_one) for of_one in rows])
         self._quantiles = np.concatenate([_quantiles(of_one) for of_one in rows])
         self._origin: Ints = np.repeat(np.arange(len(rows)), [len(of_one) for of_one in rows])
         self._place = self._origin.copy()
