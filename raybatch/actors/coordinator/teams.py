@@ -157,12 +157,12 @@ class Teams:
         """Form a team, and wait until all are free again; raises nothing of a replica."""
         plan, leader_id = team.plan, team.plan.leader
         self._epoch += 1
-        epoch, serving = self._epoch, list[asyncio.Task[None]]()
+        epoch, serving = self._epoch, dict[asyncio.Task[None], int]()
         _logger.info(
-            "replicas %s join the steps of replica %d as team %d: %s",
-            ", ".join(map(str, plan.followers)),
-            leader_id,
+            "team %d: steps of replica %d are now shared by %s: %s",
             epoch,
+            leader_id,
+            ", ".join(map(str, plan.followers)),
             plan.reason,
         )
         try:
@@ -171,7 +171,7 @@ class Teams:
                 leader_id, "team_calls", epoch, plan.kind.size, address, self._timeout_s
             )
             for replica_id, call in zip(plan.followers, calls[1:], strict=True):
-                serving.append(self._spawn(self._follow(team, replica_id, call)))
+                serving[self._spawn(self._follow(team, replica_id, call))] = replica_id
             cost: FormingCost = await self._call(leader_id, "lead", calls[0])
         except self._failed as error:
             self.counters.num_failed += 1
@@ -188,7 +188,7 @@ class Teams:
             _logger.info("team %d ends after %d steps: %s", epoch, team.num_steps, why)
 
     async def _compute(
-        self, team: _Team, cost: FormingCost, serving: list[asyncio.Task[None]]
+        self, team: _Team, cost: FormingCost, serving: Mapping[asyncio.Task[None], int]
     ) -> None:
         """Wait for the end of a team that has formed: of its rows, or of one of its ranks."""
         leader = self._members.get(team.plan.leader)
@@ -202,15 +202,13 @@ class Teams:
         await asyncio.wait({over, *serving}, return_when=asyncio.FIRST_COMPLETED)
         over.cancel()
 
-    async def _free(self, team: _Team, serving: list[asyncio.Task[None]]) -> None:
+    async def _free(self, team: _Team, serving: Mapping[asyncio.Task[None], int]) -> None:
         """Wait until followers are free, and end those that hang."""
         if serving:
             _, busy = await asyncio.wait(serving, timeout=2 * self._timeout_s)
+            for task in busy:
+                self._kill(serving[task], "the engine hung: it follows a team that is over")
             if busy:
-                for replica_id in team.plan.followers:
-                    member = self._members.get(replica_id)
-                    if member is not None and member.is_following:
-                        self._kill(replica_id, "the engine hung: it follows a team that is over")
                 await asyncio.wait(busy)
         else:
             for replica_id in team.plan.followers:

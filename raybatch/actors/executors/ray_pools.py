@@ -43,7 +43,7 @@ from raybatch.actors.replicas.placement import (
     plan_placement,
     settled,
 )
-from raybatch.actors.replicas.site import Errors, Handle, use_threads
+from raybatch.actors.replicas.site import Errors, Handle, obey_log_level, use_threads
 from raybatch.actors.replicas.waiting import shortage
 from raybatch.actors.wire.records import Place, PoolSpec, Requests, digest_of
 from raybatch.backends.choice import BackendChoice, vllm_build
@@ -142,6 +142,7 @@ class RaySite:
         return metrics_of_process(metrics)
 
     def coordinator(self) -> ActorHandle:
+        obey_log_level()  # of this process, before its first replica
         return ray.get_runtime_context().current_actor
 
     def keep(self, requests: Requests) -> ray.ObjectRef:

@@ -204,8 +204,8 @@ def _teams(pool: PoolSnapshot, leading: _Leader) -> Iterator[tuple[SwitchTimes, 
         pace = known or _hoped_pace(leading, followers)
         alone_s = leading.token_s
         times = SwitchTimes(alone_s, pace.ratio * alone_s, pace.switch_s, leading.steps_left)
-        basis = "as earlier ones were measured" if known else "if they share all work, to be seen"
-        reason = f"{size} engines end {times.saved_s:.1f} s sooner {basis}"
+        ends = f"{size} engines end {times.saved_s:.1f} s sooner"
+        reason = f"{ends}, as measured before" if known else f"a trial, as {ends} at best"
         ids = tuple(r.replica_id for r in followers)
         yield times, TeamPlan(leader.replica_id, ids, kind, reason)
 
