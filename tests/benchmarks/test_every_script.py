@@ -170,7 +170,7 @@ TINY = {
             "JOBS": ((50, 2),),
         },
     ),
-    "tail": Tiny(args=("--rows", "32", "--replicas", "2", "--scenarios", "none", "slow")),
+    "tail": Tiny(args=("--rows", "32", "--replicas", "2", "--scenarios", "plain", "slow")),
     "team": Tiny(args=("--models", "dense-4m", "--prompt", "16", "--steps", "8"), marks=(SLOW,)),
     "mailbox": Tiny(args=("--rows", "4096", "--repeats", "1")),
     "duplicates": Tiny(

@@ -26,7 +26,7 @@ class Aborts:
         on_change: Callable[[], None],
     ) -> None:
         self._queue, self._members = queue, members
-        self._failed = site.failed
+        self._died, self._failed = site.died, site.failed
         self._spawn, self._on_change = spawn, on_change
 
     def begin(self, replica_id: int, batch_id: int) -> None:
@@ -42,7 +42,7 @@ class Aborts:
 
     async def _abort(self, member: Member, batch_id: int) -> None:
         # its death is noticed, and its load forgotten, where it is awaited
-        with suppress(*self._failed):
+        with suppress(*self._died):
             await member.actor.abort.remote(batch_id)
             self._queue.note_aborted(member.replica_id, batch_id)
             self._on_change()

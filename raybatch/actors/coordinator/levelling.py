@@ -58,7 +58,7 @@ class Levelling:
             on_change=on_change,
         )
         self.counters = self._moves.counters
-        self._queue, self._members, self._failed = queue, members, site.failed
+        self._queue, self._members, self._died = queue, members, site.died
         self._spawn, self._on_change = spawn, on_change
         self._stealing: asyncio.Task[None] | None = None
         self._not_before = 0.0
@@ -143,7 +143,7 @@ class Levelling:
     async def _take_back(self, victim: Member, steal: Steal) -> None:
         rows: list[tuple[int, int]] = []
         # its death is noticed, and its rows are queued again, where it is awaited
-        with suppress(*self._failed):
+        with suppress(*self._died):
             rows = await victim.actor.give_back.remote(steal.max_rows, steal.max_cost)
         self._stealing = None
         self._queue.give_back(steal.replica_id, [Span(b, row, row + 1) for b, row in rows])
