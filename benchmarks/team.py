@@ -177,7 +177,13 @@ def verdicts(found: dict[str, Any], *, weight_bytes: int, kv_token_bytes: int) -
         for rank in range(1, found["ranks"])
     ]
     leader = replace(
-        idle[0], replica_id=0, num_held=1, rows=rows, token_s=alone_s, team_sizes=(found["ranks"],)
+        idle[0],
+        replica_id=0,
+        num_held=1,
+        rows=rows,
+        token_s=alone_s,
+        num_paces=3,
+        team_sizes=(found["ranks"],),
     )
     pulling = frozenset(replica.replica_id for replica in idle)
     pool = PoolSnapshot(replicas=(leader, *idle), pulling=pulling)
