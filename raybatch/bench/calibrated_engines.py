@@ -74,7 +74,6 @@ class _NativeEngines(Engines):
 
     def __init__(self, model: str, _: BackendConfig, engine: EngineConfig) -> None:
         self._make = load_once(model, engine)
-        self._token_bytes = 0
         super().__init__(engine)
 
     def _full_step_tokens(self, backend: Backend) -> float:
@@ -83,10 +82,8 @@ class _NativeEngines(Engines):
 
     def _start(self, engine: EngineConfig, kv_tokens: int | None) -> Backend:
         if kv_tokens is not None:
-            engine = replace(engine, kv_cache_bytes=kv_tokens * self._token_bytes)
-        backend = self._make(engine)
-        self._token_bytes = backend.capacity().kv_token_bytes
-        return backend
+            engine = replace(engine, kv_cache_bytes=kv_tokens * self.kv_token_bytes)
+        return self._make(engine)
 
 
 class _VllmEngines(Engines):
