@@ -216,7 +216,7 @@ class SimulatedPool:
         """Let replicas take rows of others, as the plan of the pool says."""
         if self.queue.has_waiting() or self._stealing is not None:
             return
-        members = {r: m for r, m in self.members.items() if not self._teams.follows(r)}
+        members = {r: m for r, m in self.members.items() if r not in self._teams.followers}
         plan, snapshot = self._levelling.plan(members, self._pulls, with_rows=with_rows)
         if with_rows:
             self._teams.look(plan, snapshot)

@@ -43,15 +43,13 @@ class SimulatedTeams:
         self._engine, self._members, self._view = engine, members, view
         self._clock, self._on_change = clock, on_change
         self._book = TeamBook(view.team_paces)
+        # by their leaders
         self._teams: dict[int, _Team] = {}
+        self.followers: set[int] = set()
 
     def takes_rows(self, replica_id: int) -> bool:
         """Return whether a replica is in no team."""
-        ids = {i for team in self._teams.values() for i in (team.plan.leader, *team.plan.followers)}
-        return replica_id not in ids
-
-    def follows(self, replica_id: int) -> bool:
-        return any(replica_id in team.plan.followers for team in self._teams.values())
+        return replica_id not in self.followers and replica_id not in self._teams
 
     def look(self, plan: PoolPlan, snapshot: PoolSnapshot) -> None:
         """Begin and end what two boundaries in a row want."""
@@ -88,6 +86,7 @@ class SimulatedTeams:
         leader = self._members[plan.leader]
         leader.change_pace(self._engine.team_ratios[plan.kind.size], self._engine.team_switch_s)
         self._teams[plan.leader] = _Team(plan, self._clock.now)
+        self.followers.update(plan.followers)
         self._view.begin_team(leader, plan.kind.size, alone_s)
         self._view.restart_pace(leader)
         self.num_formed += 1
@@ -95,6 +94,7 @@ class SimulatedTeams:
     def _end(self, team: _Team, *, has_kv: bool = True) -> None:
         del self._teams[team.plan.leader]
         self._book.ended(team.plan.leader)
+        self.followers.difference_update(team.plan.followers)
         for replica_id in team.plan.followers:
             self.busy.setdefault(replica_id, []).append((team.began_s, self._clock.now))
         if (leader := self._members.get(team.plan.leader)) is not None:

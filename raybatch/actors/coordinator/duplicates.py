@@ -84,8 +84,9 @@ class Duplicates:
         held: dict[int, list[HeldRows]] = {}
         for of_batch in self._copies.held():
             if of_batch.batch_id in self._mailbox.lengths:
-                for replica_id in np.unique(of_batch.owners).tolist():
-                    held.setdefault(replica_id, []).append(self._rows_of(replica_id, of_batch))
+                rows, owners = self._rows_of(of_batch), of_batch.owners
+                for replica_id in np.unique(owners).tolist():
+                    held.setdefault(replica_id, []).append(rows.take(owners == replica_id))
         return [
             Owner(
                 replica_id=replica_id,
@@ -98,16 +99,15 @@ class Duplicates:
             and (is_settled or replica_id in self._silent_s)
         ]
 
-    def _rows_of(self, replica_id: int, held: OwnedRows) -> HeldRows:
-        is_its, batch_id = held.owners == replica_id, held.batch_id
-        rows = held.rows[is_its]
+    def _rows_of(self, held: OwnedRows) -> HeldRows:
+        batch_id, rows = held.batch_id, held.rows
         generated, left = self._mailbox.lengths.so_far(batch_id, rows)
         num_begun = self._mailbox.num_begun(batch_id, rows.tolist())
         ids = rows.astype(np.int64) | batch_id << ROW_BITS
         may_copy = [self._copies.may_begin(i) and not self._view.is_moving(i) for i in ids.tolist()]
         return HeldRows(
             ids=ids,
-            prompt=held.prompts[is_its],
+            prompt=held.prompts,
             generated=generated,
             kept=np.minimum(num_begun, generated),
             left=np.maximum(1.0, left),

@@ -36,6 +36,10 @@ class HeldRows:
     """Tokens that are expected to come, at least 1."""
     may_copy: Bools
 
+    def take(self, where: Bools) -> "HeldRows":
+        """Return some of the rows."""
+        return HeldRows(**{field.name: getattr(self, field.name)[where] for field in fields(self)})
+
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Return the rows of all parts."""
