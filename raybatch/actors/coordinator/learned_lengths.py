@@ -205,15 +205,22 @@ class LearnedLengths:
         return np.maximum(np.where(batch.is_planned[rows], known, unknown) - now, 0.0)
 
     def quantiles_left(
-        self, batch_id: int, rows: _Rows, num_tokens: _Rows, shares: Sequence[float]
+        self,
+        batch_id: int,
+        rows: _Rows,
+        num_tokens: _Rows,
+        shares: Sequence[float],
+        *,
+        left: Floats | None = None,
     ) -> Floats:
         """Return the tokens still to come that these shares of such samples do not exceed.
 
-        Arguments as of `expected_left`; float64 [n, shares], equal ones where a plan expects what
-        is to come, or nothing is known.
+        Arguments as of `expected_left`, and `left` is what that returns, where it is known;
+        float64 [n, shares], equal ones where a plan expects what is to come, or nothing is known.
         """
         batch, now = self._batches[batch_id], np.asarray(num_tokens, np.int64)
-        expected = now + self.expected_left(batch_id, rows, num_tokens)
+        left = self.expected_left(batch_id, rows, num_tokens) if left is None else left
+        expected = now + left
         lengths = np.repeat(expected[:, None], len(shares), axis=1)
         planned = batch.planned[rows] // batch.num_samples[rows]
         is_open = ~batch.is_planned[rows] | (now >= planned)

@@ -272,7 +272,8 @@ class PoolView:
             places = places[is_here | np.isin(ids[places], copies) if copies else is_here]
             if batch_id in self._lengths and len(places):
                 of = batch_id, rows[places], num_generated[places]
-                left[places] = np.maximum(1.0, self._lengths.expected_left(*of))
-                more = self._lengths.quantiles_left(*of, LEFT_SHARES)
+                expected = self._lengths.expected_left(*of)
+                left[places] = np.maximum(1.0, expected)
+                more = self._lengths.quantiles_left(*of, LEFT_SHARES, left=expected)
                 quantiles[places] = np.maximum(1.0, more)
         return left, quantiles
