@@ -65,57 +65,72 @@ def submit(
     raise typer.Exit(code)
 
 
+_Image = Annotated[str | None, Option(help="Container image with Ray, raybatch and its engine.")]
+_Replicas = Annotated[
+    int | None, Option(min=1, help="Engines, each in its own pod or --gpus-per-pod.")
+]
+_GpuType = Annotated[
+    str | None, Option(help="NVIDIA-L4 or LABEL=VALUE for KubeRay, L4 for Anyscale.")
+]
+_ComputeConfig = Annotated[str | None, Option(help="Compute config of Anyscale, by name.")]
+_ServiceAccount = Annotated[
+    str | None, Option(help="Kubernetes service account with access to the data.")
+]
+_GpusPerPod = Annotated[
+    int | None, Option(min=1, help="GPUs of a worker pod; its engines share the model files.")
+]
+_CpusPerPod = Annotated[int | None, Option(min=1, help="CPUs of a worker pod; default: 12 a GPU.")]
+_MemoryPerPod = Annotated[
+    str | None, Option(metavar="SIZE", help="Of a worker pod; default: 96Gi a GPU.")
+]
+_HeadCpus = Annotated[int, Option(min=1, help="CPUs of the head pod.")]
+_HeadMemory = Annotated[str, Option(metavar="SIZE", help="Memory of the head pod.")]
+_Secret = Annotated[
+    list[str] | None,
+    Option(metavar="VARIABLE=NAME:KEY", help="Variable from a Kubernetes secret; repeatable."),
+]
+_ModelVolume = Annotated[
+    str | None, Option(metavar="CLAIM[:PATH]", help="Volume claim that keeps models.")
+]
+_SpillSize = Annotated[
+    str | None, Option(metavar="SIZE", help="Disk of a worker; default: from the input.")
+]
+_ImagePullSecret = Annotated[
+    str | None, Option(help="Kubernetes secret of a private image registry.")
+]
+_Queue = Annotated[str | None, Option(help="Queue of Kueue that starts the job.")]
+_NodeSelector = Annotated[
+    list[str] | None, Option(metavar="LABEL=VALUE", help="Of worker hosts; repeatable.")
+]
+_Toleration = Annotated[
+    list[str] | None, Option(metavar="KEY[=VALUE][:EFFECT]", help="Of worker pods; repeatable.")
+]
+_MaxRetries = Annotated[int, Option(min=0, help="Most retries of the whole job.")]
+_TimeoutS = Annotated[int, Option(min=1, help="Seconds until it is stopped.")]
+
+
 def manifest(
     kind: Annotated[Literal["anyscale", "kuberay", "ray"], Argument(help="The job system.")],
     job_file: Annotated[str, Argument(help="YAML job file.", callback=check_path)],
-    image: Annotated[
-        str | None, Option(help="Container image with Ray, raybatch and its engine.")
-    ] = None,
-    replicas: Annotated[
-        int | None, Option(min=1, help="Engines, each in its own pod or --gpus-per-pod.")
-    ] = None,
-    gpu_type: Annotated[
-        str | None, Option(help="NVIDIA-L4 or LABEL=VALUE for KubeRay, L4 for Anyscale.")
-    ] = None,
-    compute_config: Annotated[
-        str | None, Option(help="Compute config of Anyscale, by name.")
-    ] = None,
-    service_account: Annotated[
-        str | None, Option(help="Kubernetes service account with access to the data.")
-    ] = None,
-    gpus_per_pod: Annotated[
-        int | None, Option(min=1, help="GPUs of a worker pod; its engines share the model files.")
-    ] = None,
-    cpus_per_pod: Annotated[
-        int | None, Option(min=1, help="CPUs of a worker pod; default: 12 a GPU.")
-    ] = None,
-    memory_per_pod: Annotated[
-        str | None, Option(metavar="SIZE", help="Of a worker pod; default: 96Gi a GPU.")
-    ] = None,
-    head_cpus: Annotated[int, Option(min=1, help="CPUs of the head pod.")] = 4,
-    head_memory: Annotated[str, Option(metavar="SIZE", help="Memory of the head pod.")] = "16Gi",
-    secret: Annotated[
-        list[str] | None,
-        Option(metavar="VARIABLE=NAME:KEY", help="Variable from a Kubernetes secret; repeatable."),
-    ] = None,
-    model_volume: Annotated[
-        str | None, Option(metavar="CLAIM[:PATH]", help="Volume claim that keeps models.")
-    ] = None,
-    spill_size: Annotated[
-        str | None, Option(metavar="SIZE", help="Disk of a worker; default: from the input.")
-    ] = None,
-    image_pull_secret: Annotated[
-        str | None, Option(help="Kubernetes secret of a private image registry.")
-    ] = None,
-    queue: Annotated[str | None, Option(help="Queue of Kueue that starts the job.")] = None,
-    node_selector: Annotated[
-        list[str] | None, Option(metavar="LABEL=VALUE", help="Of worker hosts; repeatable.")
-    ] = None,
-    toleration: Annotated[
-        list[str] | None, Option(metavar="KEY[=VALUE][:EFFECT]", help="Of worker pods; repeatable.")
-    ] = None,
-    max_retries: Annotated[int, Option(min=0, help="Most retries of the whole job.")] = 3,
-    timeout_s: Annotated[int, Option(min=1, help="Seconds until it is stopped.")] = 172_800,
+    image: _Image = None,
+    replicas: _Replicas = None,
+    gpu_type: _GpuType = None,
+    compute_config: _ComputeConfig = None,
+    service_account: _ServiceAccount = None,
+    gpus_per_pod: _GpusPerPod = None,
+    cpus_per_pod: _CpusPerPod = None,
+    memory_per_pod: _MemoryPerPod = None,
+    head_cpus: _HeadCpus = 4,
+    head_memory: _HeadMemory = "16Gi",
+    secret: _Secret = None,
+    model_volume: _ModelVolume = None,
+    spill_size: _SpillSize = None,
+    image_pull_secret: _ImagePullSecret = None,
+    queue: _Queue = None,
+    node_selector: _NodeSelector = None,
+    toleration: _Toleration = None,
+    max_retries: _MaxRetries = 3,
+    timeout_s: _TimeoutS = 172_800,
     env: Annotated[list[str] | None, _ENV] = None,
     output: Annotated[Path | None, Option(help="Write to this file.")] = None,
 ) -> None:
@@ -155,6 +170,10 @@ def manifest(
     text, notes = render_manifest(kind, job_file, options)
     for note in notes:
         _note(note)
+    _write_file(text, output)
+
+
+def _write_file(text: str, output: Path | None) -> None:
     if output is None:
         _write(text)
         return
