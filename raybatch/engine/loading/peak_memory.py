@@ -101,14 +101,7 @@ def pick_residence(
         torch.cuda.empty_cache()
     if costs is None:
         return plan(device_weight_bytes=None)
-    kv_offload = None if config.kv_offload == "auto" else config.kv_offload
-    if config.num_drafts or config.cuda_graphs is True or config.host_kv_dtype != "auto":
-        kv_offload = False
-    host_kv_bytes = config.given_host_kv_bytes
-    if config.host_kv_bytes == "auto" and kv_offload is not False:
-        # half of it, and no more than any layers leave
-        host_bytes = memory.host_bytes
-        host_kv_bytes = max(0, min(host_bytes // 2, host_bytes - sizes.total_bytes))
+    kv_offload, host_kv_bytes = _kv_in_host(config, sizes, memory.host_bytes)
     facts = EngineFacts(
         model=shape,
         costs=costs,
@@ -120,14 +113,32 @@ def pick_residence(
         block_size=config.block_size_tokens,
         kv_offload=kv_offload,
     )
+    return _chosen(facts, memory)
+
+
+def _kv_in_host(
+    config: EngineConfig, sizes: WeightSizes, host_bytes: int
+) -> tuple[bool | None, int]:
+    """Return whether KV lives in host memory, None where that is to be chosen, and its bytes."""
+    kv_offload = None if config.kv_offload == "auto" else config.kv_offload
+    if config.num_drafts or config.cuda_graphs is True or config.host_kv_dtype != "auto":
+        kv_offload = False
+    if config.host_kv_bytes != "auto" or kv_offload is False:
+        return kv_offload, config.given_host_kv_bytes
+    # half of it, and no more than any layers leave
+    return kv_offload, max(0, min(host_bytes // 2, host_bytes - sizes.total_bytes))
+
+
+def _chosen(facts: EngineFacts, memory: WeightMemory) -> Residence:
+    """Return the residence that is best by the facts; the log says why."""
     choice = choose_residence(facts, memory)
     assert choice.residence is not None, "no residence was chosen"
     _logger.info(
         "engine.device_weight_bytes: %d, as %.2f GB of weights and KV of a few rows do not fit "
         "%.2f GB of free memory: %s",
         choice.residence.device_bytes,
-        sizes.total_bytes / 1e9,
-        free_bytes / 1e9,
+        memory.sizes.total_bytes / 1e9,
+        memory.device_bytes / 1e9,
         choice.reason,
     )
     return choice.residence
