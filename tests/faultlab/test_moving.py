@@ -57,14 +57,18 @@ def test_engines_end_at_every_side_of_moves_and_teams(place):
     assert (of_teams if place == "teams" else of_moves) == kinds
 
 
+def go_through(place, *faults):
+    """Return what became of a round with these faults."""
+    with tempfile.TemporaryDirectory(prefix="rbf-", ignore_cleanup_errors=True) as name:
+        still = moving_answers(Path(name) / "still", place)
+        planned = Planned(place=place, faults=faults)
+        return run_moving_round(Path(name) / "round", planned, still, random.Random(0))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_whose_rows_move_survives_engines_that_end_and_hang():
-    with tempfile.TemporaryDirectory(prefix="rbf-", ignore_cleanup_errors=True) as name:
-        still = moving_answers(Path(name) / "still", "moves")
-        faults = (("target killed", 4), ("source hangs", 8))
-        planned = Planned(place="moves", faults=faults)
-        found = run_moving_round(Path(name) / "round", planned, still, random.Random(0))
+    found = go_through("moves", ("target killed", 4), ("source hangs", 8))
     assert found.problem == ""
     assert found.injected == ("target killed", "source hangs")
     assert found.is_right
@@ -74,11 +78,7 @@ def test_a_job_whose_rows_move_survives_engines_that_end_and_hang():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_whose_engines_form_teams_survives_their_ends():
-    with tempfile.TemporaryDirectory(prefix="rbf-", ignore_cleanup_errors=True) as name:
-        still = moving_answers(Path(name) / "still", "teams")
-        faults = (("follower killed", 4), ("leader killed", 8))
-        planned = Planned(place="teams", faults=faults)
-        found = run_moving_round(Path(name) / "round", planned, still, random.Random(0))
+    found = go_through("teams", ("follower killed", 4), ("leader killed", 8))
     assert found.problem == ""
     assert found.is_right
     assert found.moved.num_teams > 0
