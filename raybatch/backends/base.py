@@ -47,6 +47,9 @@ class TeamEngine(Protocol):
     def lead(self, call: TeamCall) -> FormingCost:
         """Spread steps over a team from now on; it ends with `reunite`, or with the last row."""
 
+    def call_off(self, epoch: int, why: str) -> None:
+        """Let `lead` fail soon, which waits for ranks; of any thread, and nothing after `lead`."""
+
     def reunite(self) -> None:
         """End the team, if there is one; rows go on with their KV, or by their tokens."""
 

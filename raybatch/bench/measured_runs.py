@@ -18,8 +18,8 @@ from raybatch.records.types import ReplicaStats, Request, Sampling
 from raybatch.simulator.engine import EngineSpec, SimulatedEngine
 from raybatch.simulator.rows import SimulatedRows
 
-# of one run, before another one goes on
-_TURN_S = 0.02
+# of one run, before another one goes on: the first step finds nothing of it in any cache
+_TURN_S = 0.05
 _COUNTED = ("generated_tokens", "cached_tokens", "num_preemptions")
 
 Clock = Callable[[], float]
@@ -86,6 +86,8 @@ def run_round(
         _Lane(run, backend, np.random.default_rng((seed, number)))
         for number, (run, backend) in enumerate(pairs)
     ]
+    # who comes first of those that are as far, and finds the caches of the host as others left them
+    np.random.default_rng(seed).shuffle(lanes)
     while waiting := [lane for lane in lanes if lane.backend.num_unfinished()]:
         min(waiting, key=lambda lane: lane.done).take_turn(clock)
     for lane in lanes:

@@ -149,10 +149,7 @@ class PhasedEngine:
         self._engine.restore(states)
 
     def team_calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
-        """Return what to tell each rank of a team that this engine is to lead.
-
-        Raises TeamError: it cannot lead one now.
-        """
+        """Return what to tell each rank; raises TeamError where this engine cannot lead now."""
         engine = self._engine
         return self._teamwork.calls(
             epoch, size, engine.runner, engine.blocks, host=host, timeout_s=timeout_s
@@ -164,6 +161,9 @@ class PhasedEngine:
         Raises TeamError: it did not come about, and the engine goes on as before.
         """
         return self._teamwork.lead(call, self._engine.runner, self._engine.blocks)
+
+    def call_off(self, epoch: int, why: str) -> None:
+        self._teamwork.call_off(epoch, why)
 
     def reunite(self) -> None:
         """End the team, if there is one; rows go on with their KV, or by their tokens."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -108,6 +108,8 @@ class SimulatedEngine:
         self.counts = MeasuredStep(seconds=0.0, tokens=0.0, rows=0.0)
         # a step that is scheduled and not computed yet, None where the next ones are quiet
         self._schedule: Schedule | None = None
+        # the batch of the next step is not that of the one before, which may have computed prompts
+        self._is_new_batch = False
 
     def capacity(self) -> Capacity:
         limits = self._spec.cost.limits
@@ -203,11 +205,13 @@ class SimulatedEngine:
         left = int((self._end_len[slots] - table.num_tokens[slots]).min(initial=1 << 30))
         num_quiet = count_quiet_steps(self.scheduler, left) if len(slots) else 0
         if num_quiet:
-            self.counts = _count_decodes(table, slots, self._group)
+            counts = _count_decodes(table, slots, self._group)
+            self.counts = replace(counts, changed_rows=self._is_new_batch * len(slots))
             # each row reads one token more with every step
             steps = np.arange(num_quiet)
             more_s = cost.context_s * len(slots) * steps + self._mix_seconds(slots, steps)
-            return self._timed(cost.predict(self.counts) + more_s)
+            more_s[0] += cost.changed_row_s * self.counts.changed_rows
+            return self._timed(cost.predict(counts) + more_s)
         self._schedule = schedule = self.scheduler.schedule()
         for slot in schedule.admitted:
             row = table.record(slot).request.request_id
@@ -215,6 +219,8 @@ class SimulatedEngine:
             # each row of vLLM reads for itself what it shares
             self._group[slot] = ALONE if self._spec.is_vllm else self._rows.group[row]
         self.counts = count_step(table, schedule, self._group)
+        if self._is_new_batch and not len(schedule.chunk_slots):
+            self.counts = replace(self.counts, changed_rows=len(schedule.decode_slots))
         seconds = cost.predict(self.counts) if schedule.num_tokens else 0.0
         mix_s = self._mix_seconds(schedule.decode_slots, np.zeros(1))
         return self._timed(seconds + mix_s)
@@ -241,6 +247,7 @@ class SimulatedEngine:
         ended = [] if schedule is None else [r.request.request_id for r in schedule.ended]
         for slot in slots[table.num_tokens[slots] >= self._end_len[slots]].tolist():
             ended.append(self.scheduler.finish(slot).request.request_id)
+        self._is_new_batch = bool(ended) or (schedule is not None and len(schedule.chunk_slots) > 0)
         return ended
 
     def _mix_seconds(self, slots: Ints, steps: Floats | Ints) -> Floats:

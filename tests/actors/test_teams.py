@@ -228,6 +228,27 @@ def test_a_death_at_any_step_of_a_team_changes_no_token(folder, alone, place, vi
     assert killer.is_done
 
 
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_follower_that_dies_while_a_team_forms_lets_it_be_called_off(
+    folder, alone, caplog, monkeypatch, num_replicas
+):
+    """Those who wait for it do not wait until they have waited for too long."""
+    monkeypatch.setattr("raybatch.actors.coordinator.teams._TIMEOUT_S", 1000.0)
+    killer = Killer("follow", "before", "follower")
+
+    async def meanwhile(pool):
+        killer.pool = pool
+        await form(pool)
+
+    with caplog.at_level(logging.INFO):
+        pool, tokens, attempts = run(
+            folder, meanwhile, num_replicas=num_replicas, script=killer, then=all_free
+        )
+    assert (alone[:1], [1]) == (tokens, attempts)
+    assert "called off: replica" in caplog.text
+    assert not pool.coordinator._replicas.ledger.num_hung
+
+
 @pytest.mark.parametrize("victim", ["leader", "follower"])
 def test_a_death_between_steps_of_a_team_changes_no_token(folder, alone, victim):
     async def meanwhile(pool):

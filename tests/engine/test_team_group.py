@@ -49,6 +49,29 @@ def in_threads(store, size, act, *, by_gloo=False, timeout_s=10.0):
     return made
 
 
+def test_whoever_waits_for_a_text_hears_that_the_team_is_called_off(store):
+    calls = store.calls(next(_epochs), 3, timeout_s=1000.0)
+    meetings = [Meeting(call, store if call.rank == 0 else None) for call in calls]
+    heard = []
+
+    def wait(meeting):
+        with pytest.raises(TeamError, match="called off: rank 2 is gone") as raised:
+            meeting.find("vote of rank 2")
+        heard.append(raised)
+
+    threads = [threading.Thread(target=wait, args=(meeting,)) for meeting in meetings[:2]]
+    for thread in threads:
+        thread.start()
+    store.call_off(calls[0].epoch, "rank 2 is gone")
+    for thread in threads:
+        thread.join()
+    assert len(heard) == 2
+    # those of other epochs do not
+    others = Meeting(store.calls(next(_epochs), 2)[0], store)
+    others.leave("memory", "none")
+    assert "none" == others.find("memory")
+
+
 @pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])
 @pytest.mark.parametrize("shape", [(1, 5), (7, 64), (600, 700)])
 def test_a_sum_is_that_of_all_ranks_and_the_same_bits_on_each(by_gloo, shape, store):

@@ -153,17 +153,15 @@ def leading(**changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "in_pool", "expected"),
+    ("changes", "expected"),
     [
-        ({}, {}, {}),
-        ({"team_ratio": None}, {}, {}),
-        ({"team_ratio": 1.2}, {}, {1: "its steps take 1.20 times those of its leader alone"}),
-        ({}, {"has_waiting": True}, {1: "rows wait for its engines"}),
-        ({"team_size": 0, "team_ratio": None}, {"has_waiting": True}, {}),
+        ({}, {}),
+        ({"team_ratio": None}, {}),
+        ({"team_ratio": 1.2}, {1: "its steps take 1.20 times those of its leader alone"}),
     ],
 )
-def test_a_team_ends_where_its_steps_are_slower_or_rows_wait(changes, in_pool, expected):
-    pool = pool_of(leading(**changes), idle(3), **in_pool)
+def test_a_team_ends_where_its_steps_are_slower(changes, expected):
+    pool = pool_of(leading(**changes), idle(3))
     assert expected == teams_to_end(pool)
     assert expected == plan_pool(pool).ends
 

@@ -6,12 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from raybatch.bench.measured_runs import simulate_steps
 from raybatch.errors import ConfigError
 from raybatch.records.types import ReplicaStats
 from raybatch.simulator.clock import Link, LinkSpec, VirtualClock
+from raybatch.simulator.engine import EngineSpec, alone_seconds
 from raybatch.simulator.events import PoolSpec
 from raybatch.simulator.figures import Ideal, ideal_of, idle_share, simulate
 from raybatch.simulator.pool import PoolOutcome, ReplicaOutcome
+from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.validation import (
     HeldOutRun,
     Validation,
@@ -20,7 +23,7 @@ from raybatch.simulator.validation import (
     validation_path,
 )
 from raybatch.simulator.workloads import make_rows
-from tests.simulator.pools import engine_spec, fixed_rows
+from tests.simulator.pools import costs, engine_spec, fixed_rows
 
 NAMES = ("W1", "W2", "W3", "W4", "W5", "W6", "W7", "W8", "W11")
 
@@ -209,3 +212,12 @@ def test_a_cost_model_without_a_validation_is_told(tmp_path, text):
         validation_path(tmp_path / "model.json").write_text(text)
     with pytest.raises(ConfigError, match="bench calibrate"):
         read_validation(tmp_path / "model.json")
+
+
+def test_a_batch_that_is_new_costs_once_however_many_steps_it_takes():
+    cost = replace(costs(step_s=0.0, token_s=0.0), changed_row_s=1.0)
+    rows, spec = SimulatedRows.of(np.array([8, 8]), np.array([3, 6])), EngineSpec(cost=cost)
+    # two rows after their prompts, and one after the end of the other
+    assert pytest.approx(3.0) == alone_seconds(rows, spec)
+    one_by_one, _ = simulate_steps(rows, spec)
+    assert [0, 2, 0, 1, 0, 0] == [step.changed_rows for step in one_by_one]

@@ -172,7 +172,7 @@ class Teams:
             )
             for replica_id, call in zip(plan.followers, calls[1:], strict=True):
                 serving[self._spawn(self._follow(team, replica_id, call))] = replica_id
-            cost: FormingCost = await self._call(leader_id, "lead", calls[0])
+            cost: FormingCost = await self._lead(leader_id, calls[0], serving)
         except self._failed as error:
             self.counters.num_failed += 1
             _logger.info("team %d does not come about: %s", epoch, error_text(error))
@@ -186,6 +186,19 @@ class Teams:
                 self._give_up(team)
             why = team.ends or "its rows or one of its engines have ended"
             _logger.info("team %d ends after %d steps: %s", epoch, team.num_steps, why)
+
+    async def _lead(
+        self, leader_id: int, call: TeamCall, serving: Mapping[asyncio.Task[None], int]
+    ) -> FormingCost:
+        """Let a leader form its team; where a follower has ended, it waits for nobody longer."""
+        leading = asyncio.ensure_future(self._call(leader_id, "lead", call))
+        await asyncio.wait({leading, *serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not leading.done():
+            ended = next(serving[task] for task in serving if task.done())
+            with suppress(*self._failed):
+                await self._call(leader_id, "call_off", call.epoch, f"replica {ended} is gone")
+        cost: FormingCost = await leading
+        return cost
 
     async def _compute(
         self, team: _Team, cost: FormingCost, serving: Mapping[asyncio.Task[None], int]

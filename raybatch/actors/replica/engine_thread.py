@@ -79,6 +79,7 @@ class EngineThread:
         self._finished: list[Completion] = []
         self._samples: dict[int, list[Completion]] = {}
         self._rows = OpenRows()
+        self._teams: TeamEngine | None = None
         # as the thread has read them last
         self.stats = ReplicaStats()
         self.capacity = NO_CAPACITY
@@ -161,6 +162,17 @@ class EngineThread:
     def follow(self, call: TeamCall) -> Future[Served]:
         """Compute for another engine; the thread does nothing else until that team is over."""
         return self._call(lambda backend: _teams_of(backend).follow(call))
+
+    def call_off(self, epoch: int, why: str) -> Future[None]:
+        """Let `lead` give up, which the thread is at; done when this returns."""
+        future: Future[None] = Future()
+        try:
+            if self._teams is not None:
+                self._teams.call_off(epoch, why)
+            future.set_result(None)
+        except TeamError as error:
+            future.set_exception(error)
+        return future
 
     def reunite(self) -> Future[None]:
         return self._call(lambda backend: _teams_of(backend).reunite())
@@ -250,7 +262,7 @@ class EngineThread:
             self._started.set_exception(error)
             return
         self._set_lead(capacity)
-        self.capacity = capacity
+        self.capacity, self._teams = capacity, backend.teams
         self._started.set_result(capacity)
         try:
             while self._step(backend):

@@ -16,7 +16,7 @@ from raybatch.records.types import Capacity, RowProgress, Sampling, TokenLengths
 
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
 # what a replica is asked to do about a team, a method of `EngineThread`
-TeamStep = Literal["team_calls", "lead", "follow", "reunite"]
+TeamStep = Literal["team_calls", "lead", "call_off", "follow", "reunite"]
 # what it is asked to do about a row that moves, a method of `MovingRows`
 MoveStep = Literal["peek", "reserve", "receive", "depart", "arrive", "begin", "stay", "release"]
 Activity = Literal["nothing", "fetching", "steps", "endpoint"]

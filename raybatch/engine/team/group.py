@@ -5,7 +5,6 @@ torch's default group. Within a host, shared memory is 30 to 80 times as quick a
 """
 
 import contextlib
-import datetime
 import math
 import mmap
 import os
@@ -14,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,8 @@ _c10d: Any = torch.distributed
 
 # what a rank says that will take part, and how long idle engines may take for it
 _COMES, _ROLL_CALL_S = "comes", 5.0
+# what is left where a team is not to come about, and the seconds between two looks
+_CALLED_OFF, _LOOK_S = "called off", 2e-3
 _SHARED_FOLDER = Path("/dev/shm")
 # bytes that a rank hands over at once; more goes in several pieces
 _AREA_BYTES = 1 << 20
@@ -77,6 +79,11 @@ class TeamStore:
     def port(self) -> int:
         return int(self.server.port)
 
+    def call_off(self, epoch: int, why: str) -> None:
+        """Let all ranks of a team give up that wait for each other's texts; of any thread."""
+        with failing_as("a team could not be called off"):
+            _c10d.PrefixStore(_prefix(epoch), self.server).set(_CALLED_OFF, why)
+
     def calls(self, epoch: int, size: int, *, timeout_s: float = 30.0) -> list[TeamCall]:
         """Return what each rank of a new team is told, the leader first."""
         return [
@@ -92,34 +99,45 @@ class TeamStore:
         ]
 
 
+def _prefix(epoch: int) -> str:
+    return f"team-{epoch}"
+
+
 class Meeting:
     """Short texts that the ranks of one epoch leave for each other, by name."""
 
     def __init__(self, call: TeamCall, store: TeamStore | None = None) -> None:
-        self._timeout = datetime.timedelta(seconds=call.timeout_s)
+        self._timeout_s, timeout = call.timeout_s, timedelta(seconds=call.timeout_s)
         with failing_as("the leader's store cannot be reached"):
             base = None if store is None else store.server
             if base is None:
                 base = _c10d.TCPStore(
-                    call.host,
-                    call.port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=self._timeout,
+                    call.host, call.port, is_master=False, wait_for_workers=False, timeout=timeout
                 )
-            self.store = _c10d.PrefixStore(f"team-{call.epoch}", base)
-            self.store.set_timeout(self._timeout)
+            self.store = _c10d.PrefixStore(_prefix(call.epoch), base)
+            self.store.set_timeout(timeout)
 
     def leave(self, name: str, text: str) -> None:
         with failing_as(f"{name} could not be told"):
             self.store.set(name, text)
 
     def find(self, name: str, *, most_s: float = math.inf) -> str:
-        """Return the text of a name, once there is one."""
-        timeout = min(self._timeout.total_seconds(), most_s)
+        """Return the text of a name, once there is one.
+
+        Raises TeamError: there is none in time, or the team is called off.
+        """
+        end_s = time.monotonic() + min(self._timeout_s, most_s)
         with failing_as(f"nothing was heard of {name}"):
-            self.store.wait([name], datetime.timedelta(seconds=timeout))
-            return str(self.store.get(name).decode())
+            while not self.store.check([name]):
+                if self.store.check([_CALLED_OFF]):
+                    raise TeamError(f"the team was called off: {self._get(_CALLED_OFF)}")
+                if time.monotonic() > end_s:
+                    raise TeamError(f"nothing was heard of {name}")
+                time.sleep(_LOOK_S)
+            return self._get(name)
+
+    def _get(self, name: str) -> str:
+        return str(self.store.get(name).decode())
 
     def come(self, rank: int, refusal: str) -> None:
         """Tell the leader that this rank is there, or why it will not be."""
@@ -160,7 +178,7 @@ class GlooGroup:
 
     def __init__(self, call: TeamCall, meeting: Meeting) -> None:
         self._rank, self._size = call.rank, call.size
-        timeout = datetime.timedelta(seconds=call.timeout_s)
+        timeout = timedelta(seconds=call.timeout_s)
         with failing_as("the ranks of a team could not be connected"):
             store = _c10d.PrefixStore("gloo", meeting.store)
             self._group = _c10d.ProcessGroupGloo(store, call.rank, call.size, timeout)
@@ -193,7 +211,7 @@ class NcclGroup:
         self, call: TeamCall, meeting: Meeting, control: TeamGroup, device: torch.device
     ) -> None:
         self._control = control
-        timeout = datetime.timedelta(seconds=call.timeout_s)
+        timeout = timedelta(seconds=call.timeout_s)
         with failing_as("the GPUs of a team could not be connected"), torch.cuda.device(device):
             store = _c10d.PrefixStore("nccl", meeting.store)
             options = _c10d.ProcessGroupNCCL.Options()

@@ -148,13 +148,16 @@ def form_team(
     refusal = why_not_led(runner, call.size, used_blocks)
     if refusal is not None:
         raise TeamError(f"this engine cannot lead a team: {refusal}")
-    meeting = Meeting(call, store)
-    meeting.await_all(call.size)
-    group = connect(call, meeting, runner.device)
+    meeting, group = Meeting(call, store), None
     try:
+        meeting.await_all(call.size)
+        group = connect(call, meeting, runner.device)
         return _form(call, meeting, group, prepared, runner, used_blocks)
     except (TeamError, RuntimeError, MemoryError) as error:
-        group.close()
+        # followers wait for texts, or for messages
+        store.call_off(call.epoch, error_text(error))
+        if group is not None:
+            group.close()
         raise TeamError(f"team {call.epoch} did not come about: {error_text(error)}") from error
 
 

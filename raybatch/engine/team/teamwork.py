@@ -76,6 +76,11 @@ class Teamwork:
         self._team = runner.partition = team
         return team.cost
 
+    def call_off(self, epoch: int, why: str) -> None:
+        """Let a team that forms give up, while the thread of the engine waits for its ranks."""
+        if self._store is not None:
+            self._store.call_off(epoch, why)
+
     def reunite(self, runner: ModelRunner, blocks: BlockManager) -> None:
         """End the team, after the KV of all heads came back; without a team nothing happens.
 

@@ -153,14 +153,10 @@ def choose_team(pool: PoolSnapshot) -> TeamPlan | None:
 
 
 def teams_to_end(pool: PoolSnapshot) -> dict[int, str]:
-    """Return the leaders whose teams are to end now, and why."""
+    """Return the leaders whose teams are to end, and why; where rows wait, all do at once."""
     found = {}
     for replica in pool.replicas:
-        if not replica.team_size:
-            continue
-        if pool.has_waiting:
-            found[replica.replica_id] = "rows wait for its engines"
-        elif (replica.team_ratio or 0.0) > 1:
+        if replica.team_size and (replica.team_ratio or 0.0) > 1:
             ratio = f"{replica.team_ratio:.2f}"
             found[replica.replica_id] = f"its steps take {ratio} times those of its leader alone"
     return found
