@@ -146,6 +146,23 @@ ROWS = (
         ),
     ),
     Row(
+        "The last rows",
+        (
+            Panel(
+                "Rows that move, and rows that run twice",
+                (
+                    Query(_total("moved_rows_total", ""), "moved"),
+                    Query(_total("duplicated_rows_total", ""), "run twice"),
+                    Query(_total("won_duplicates_total", ""), "of these, the second was first"),
+                ),
+                text="From an engine that would end last to one with room.",
+            ),
+            Panel("KV that moves", (Query(_rate("moved_kv_bytes_total", ""), "copied"),), "Bps"),
+            Panel("Steps of teams per second", (Query(_rate("team_steps_total", ""), "steps"),)),
+            Panel("Teams so far", (Query(_total("teams_total", ""), "teams"),)),
+        ),
+    ),
+    Row(
         "Steps",
         (
             Panel(

@@ -7,7 +7,12 @@ import pytest
 import ray
 from ray.util import metrics
 
-from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics, ReplicaMetrics
+from raybatch.actors.coordinator.counters import (
+    _POOL_COUNTERS,
+    ClientCounters,
+    PoolMetrics,
+    ReplicaMetrics,
+)
 from raybatch.records.types import ReplicaStats
 from tests.actors.pools import SAMPLING, generate, prompts_of, table_of, wait_until
 
@@ -31,9 +36,19 @@ COUNTERS = {
     "raybatch_eager_steps_total",
     "raybatch_replica_hung_total",
     "raybatch_replica_restarts_total",
+    "raybatch_moved_rows_total",
+    "raybatch_moved_kv_bytes_total",
+    "raybatch_teams_total",
+    "raybatch_team_steps_total",
+    "raybatch_duplicated_rows_total",
+    "raybatch_won_duplicates_total",
     "raybatch_endpoint_retries_total",
     "raybatch_cost_total",
 }
+
+
+# of a pool, as its coordinator counts
+NO_COUNTS = dict.fromkeys((name for name, *_ in _POOL_COUNTERS), 0)
 
 
 class Registry:
@@ -97,9 +112,9 @@ def test_rows_and_tokens_are_counted_once(registry):
     found = counters(rows_done=5, prompt_tokens=50, cached_tokens=20, generated_tokens=10)
     found.errors["InvalidPrompt"] = 2
     for _ in range(2):
-        pool.update({"s": found}, num_restarts=1, num_hung=0)
+        pool.update({"s": found}, NO_COUNTS | {"num_restarts": 1})
     found.rows_done = 7
-    pool.update({"s": found}, num_restarts=1, num_hung=0)
+    pool.update({"s": found}, NO_COUNTS | {"num_restarts": 1, "num_moved_rows": 3})
     assert registry.values == {
         ("raybatch_rows_total", "s", "ok"): 5,
         ("raybatch_rows_total", "s", "error"): 2,
@@ -107,14 +122,15 @@ def test_rows_and_tokens_are_counted_once(registry):
         ("raybatch_cached_tokens_total", "s"): 20,
         ("raybatch_generated_tokens_total", "s"): 10,
         ("raybatch_replica_restarts_total",): 1,
+        ("raybatch_moved_rows_total",): 3,
     }
 
 
 def test_an_error_found_later_takes_nothing_back(registry):
     pool, found = PoolMetrics(registry), counters(rows_done=5)
-    pool.update({"s": found}, 0, 0)
+    pool.update({"s": found}, NO_COUNTS)
     found.errors["X"] = 1
-    pool.update({"s": found}, 0, 0)
+    pool.update({"s": found}, NO_COUNTS)
     assert 5 == registry.values["raybatch_rows_total", "s", "ok"]
 
 
@@ -207,7 +223,7 @@ def test_the_oldest_of_the_open_units_is_told():
 
 def test_ray_takes_what_is_counted():
     pool, engine, found = PoolMetrics(metrics), ReplicaMetrics(1, metrics), counters(rows_done=5)
-    pool.update({"s": found}, 1, 0)
+    pool.update({"s": found}, NO_COUNTS | {"num_restarts": 1})
     pool.unit("written", 2.0)
     engine.update(ReplicaStats(num_preemptions=1))
 

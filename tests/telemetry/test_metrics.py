@@ -11,7 +11,7 @@ from raybatch.records.types import ReplicaStats
 from raybatch.telemetry import metrics as metrics_module
 from raybatch.telemetry import providers
 from raybatch.telemetry.metrics import NoMetrics, OtelMetrics, metrics_of_process
-from tests.actors.test_metrics import Registry, counters
+from tests.actors.test_metrics import NO_COUNTS, Registry, counters
 from tests.jobs import local_job
 from tests.stages.support import fake_stage, write_parquet
 from tests.telemetry.conftest import SWITCH
@@ -50,7 +50,7 @@ def test_every_series_of_ray_is_there_with_its_value(meter, reader):
     found = counters(rows_done=5, prompt_tokens=50)
     found.errors["InvalidPrompt"] = 2
     for _ in range(2):
-        pool.update({"s": found}, num_restarts=1, num_hung=1)
+        pool.update({"s": found}, NO_COUNTS | {"num_restarts": 1, "num_hung": 1, "num_teams": 2})
     pool.unit("written", 7.0)
     engine.update(ReplicaStats(kv_used_fraction=0.25, num_running=4, num_preemptions=2))
     exported = points(reader)

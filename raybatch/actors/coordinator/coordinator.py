@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -216,10 +216,7 @@ class Coordinator:
             num_ready=ledger.num_ready(),
             num_restarting=ledger.num_restarting(),
             num_given_up=ledger.num_retired(),
-            num_restarts=ledger.num_restarts,
-            num_hung=ledger.num_hung,
-            **self._levelling.stats(),
-            **asdict(self._queue.copies.counters),
+            **self._counts(),
             num_group_cuts=num_group_cuts,
             cut_tokens=cut_tokens,
             busy_s=self._replicas.busy_s(),
@@ -351,8 +348,10 @@ class Coordinator:
         await self._start_replicas()
 
     def _update_metrics(self) -> None:
-        ledger = self._replicas.ledger
-        self._metrics.update(self._mailbox.clients, ledger.num_restarts, ledger.num_hung)
+        self._metrics.update(self._mailbox.clients, self._counts())
+
+    def _counts(self) -> dict[str, int]:
+        return self._replicas.ledger.counts() | self._levelling.stats()
 
     def _end_hung(self, elapsed_s: float) -> None:
         """Kill replicas that hang; their ends are noticed where they are awaited, as of others."""

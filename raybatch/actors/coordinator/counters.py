@@ -193,6 +193,16 @@ _REPLICA_COUNTERS = (
     ("num_accepted_tokens", "accepted_tokens", "Of these, the right ones."),
     ("num_graph_steps", "graph_steps", "Steps that were repeated from a CUDA graph."),
 )
+_POOL_COUNTERS = (
+    ("num_restarts", "replica_restarts", "Engines started again after a death."),
+    ("num_hung", "replica_hung", "Of these, engines that hung."),
+    ("num_moved_rows", "moved_rows", "Running rows that went to another engine."),
+    ("moved_kv_bytes", "moved_kv_bytes", "KV that went with them."),
+    ("num_teams", "teams", "Times that idle engines took part in the steps of another one."),
+    ("num_team_steps", "team_steps", "Steps that these computed."),
+    ("num_duplicates", "duplicated_rows", "Running rows that a second engine began as well."),
+    ("num_won_duplicates", "won_duplicates", "Of these, rows that it finished first."),
+)
 _CLIENT_TOKENS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of the rows that are back."),
     ("cached_tokens", "cached_tokens", "Prompt tokens with KV from another request."),
@@ -225,10 +235,10 @@ class PoolMetrics:
             name: _Rising(registry, f"raybatch_{metric}_total", text, "stage")
             for name, metric, text in _CLIENT_TOKENS
         }
-        restarts = "raybatch_replica_restarts_total"
-        self._restarts = _Rising(registry, restarts, "Engines started again after a death.")
-        hung = "raybatch_replica_hung_total"
-        self._hung = _Rising(registry, hung, "Of these, engines that hung.")
+        self._counts = {
+            name: _Rising(registry, f"raybatch_{metric}_total", text)
+            for name, metric, text in _POOL_COUNTERS
+        }
         self._units = registry.Counter(
             "raybatch_units_total", description="Units of commit.", tag_keys=("state",)
         )
@@ -239,17 +249,16 @@ class PoolMetrics:
             tag_keys=(),
         )
 
-    def update(
-        self, clients: Mapping[str, ClientCounters], num_restarts: int, num_hung: int
-    ) -> None:
+    def update(self, clients: Mapping[str, ClientCounters], counts: Mapping[str, int]) -> None:
+        """Follow what clients got, and counts of the pool as `PoolStats` names them."""
         for stage, counters in clients.items():
             failed = sum(counters.errors.values())
             self._rows.follow(counters.rows_done - failed, stage=stage, status="ok")
             self._rows.follow(failed, stage=stage, status="error")
             for name, counter in self._tokens.items():
                 counter.follow(getattr(counters, name), stage=stage)
-        self._restarts.follow(num_restarts)
-        self._hung.follow(num_hung)
+        for name, counter in self._counts.items():
+            counter.follow(counts[name])
 
     def unit(self, state: str, seconds: float | None) -> None:
         self._units.inc(1, tags={"state": state})

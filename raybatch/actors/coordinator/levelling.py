@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 
 from raybatch.actors.coordinator.mailbox import Mailbox
 from raybatch.actors.coordinator.moves import Moves
@@ -106,6 +107,7 @@ class Levelling:
             "moved_kv_bytes": moves.num_bytes,
             "num_teams": teams.num_formed,
             "num_team_steps": teams.num_steps,
+            **asdict(self._queue.copies.counters),
         }
 
     def free_teams(self) -> None:

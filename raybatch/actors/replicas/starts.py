@@ -42,6 +42,10 @@ class StartLedger:
         self.ranks = [_Rank() for _ in range(self.num_replicas)]
         self.most_wanted = self.num_replicas
 
+    def counts(self) -> dict[str, int]:
+        """Return what happened so far, as `PoolStats` names it."""
+        return {"num_restarts": self.num_restarts, "num_hung": self.num_hung}
+
     def grow(self, num_more: int) -> None:
         """Want more replicas: of ranks that were stopped first, then of further ones."""
         stopped = [s for s in self.ranks if not (s.is_wanted or s.is_retired or s.is_ready)]
