@@ -200,7 +200,8 @@ class FaultFigures:
             f"{sum(each.num_bytes for each in moved) / 1e6:.0f} MB of KV; "
             f"{sum(each.num_failed for each in moved)} moves left their row where it was; "
             f"{sum(each.num_hung for each in moved)} engines that hung were replaced; "
-            f"{sum(each.num_teams or 0 for each in moved)} teams of engines formed"
+            f"{sum(each.num_teams or 0 for each in moved)} teams of engines formed; "
+            f"{sum(each.num_duplicates for each in moved)} rows ran on two engines"
         ]
 
     def _soaked(self) -> list[str]:

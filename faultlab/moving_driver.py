@@ -95,6 +95,7 @@ class Moved:
         num_bytes: of KV.
         num_hung: engines that were found to hang, and were replaced.
         num_teams: of engines, those included that did not come about; None where none was to form.
+        num_duplicates: rows that a second engine has begun as well.
         faults: that came.
     """
 
@@ -104,6 +105,7 @@ class Moved:
     num_hung: int
     faults: tuple[MoveFault, ...]
     num_teams: int | None = None
+    num_duplicates: int = 0
 
     @property
     def problem(self) -> str:
@@ -113,8 +115,8 @@ class Moved:
             return "no row moved"
         if self.num_teams == 0:
             return "no team formed"
-        # one that follows is not missed where the job ends soon
-        if self.num_teams is not None:
+        # one that follows, or whose rows others have as well, is not missed where the job ends soon
+        if self.num_teams is not None or self.num_duplicates:
             num_hangs = min(num_hangs, self.num_hung)
         if self.num_hung != num_hangs:
             return f"{num_hangs} engines hung, and {self.num_hung} were replaced as hanging"
@@ -313,6 +315,7 @@ def main(job_file: str, folder: str) -> int:
         num_bytes=counters.num_bytes,
         num_hung=site._coordinator._replicas.ledger.num_hung,
         num_teams=sum(site._num_teams()) if plan.forms_teams else None,
+        num_duplicates=site._coordinator._queue.copies.counters.num_duplicates,
         faults=tuple(site.came),
     )
     Path(folder, DONE).write_text(json.dumps(dataclasses.asdict(moved)), encoding="utf-8")

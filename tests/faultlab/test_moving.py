@@ -32,6 +32,8 @@ def test_what_a_driver_is_told_and_tells_is_read_as_it_was_written(tmp_path, kep
         ({"num_hung": 0}, "1 engines hung, and 0 were replaced as hanging"),
         ({"num_hung": 2}, "1 engines hung, and 2 were replaced as hanging"),
         ({"num_hung": 0, "faults": ()}, ""),
+        ({"num_hung": 0, "num_duplicates": 4}, ""),
+        ({"num_hung": 2, "num_duplicates": 4}, "1 engines hung, and 2 were replaced as hanging"),
         ({"num_moved": 0, "num_teams": 0}, "no team formed"),
         ({"num_moved": 0, "num_teams": 1}, ""),
     ],
@@ -82,3 +84,12 @@ def test_a_job_whose_engines_form_teams_survives_their_ends():
     assert found.problem == ""
     assert found.is_right
     assert found.moved.num_teams > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_whose_last_rows_run_twice_survives_an_engine_that_hangs():
+    found = go_through("tail", ("source hangs", 20))
+    assert found.problem == ""
+    assert found.is_right
+    assert found.moved.num_duplicates > 0
