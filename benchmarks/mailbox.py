@@ -89,7 +89,7 @@ def finish_all(num_rows: int, report_rows: int, *, has_groups: bool) -> dict[str
         for replica_id, assignment in granted:
             rows = np.concatenate([np.arange(s.start, s.stop) for s in assignment.spans])
             # as replicas tell now and then how far their rows are
-            mailbox.lengths.note_running(assignment.batch_id, rows, (tokens[rows] + 1) // 2)
+            mailbox.lengths.note_running([(assignment.batch_id, rows, (tokens[rows] + 1) // 2)])
             reports = [
                 whole.take(pa.array(rng.permutation(rows[start : start + report_rows])))
                 for start in range(0, len(rows), report_rows)

@@ -6,7 +6,7 @@ survival analysis, Kaplan and Meier 1958). An estimate orders work and predicts 
 a limit of what a row may generate.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -247,6 +247,14 @@ class RowKinds:
 
     def take(self, at: npt.NDArray[np.integer[Any]]) -> "RowKinds":
         return RowKinds(client=self.client, bands=self.bands[at], groups=self.groups[at])
+
+    @classmethod
+    def joined(cls, kinds: Sequence[Self]) -> Self:
+        """Return rows of one client one after the other; there must be some."""
+        bands, groups = (
+            np.concatenate([getattr(of, name) for of in kinds]) for name in ("bands", "groups")
+        )
+        return cls(client=kinds[0].client, bands=bands, groups=groups)
 
     @cached_property
     def by_key(self) -> list[tuple[_Key, Ints]]:

@@ -62,7 +62,7 @@ class SimulatedLevelling:
             rows = progress.rows
             is_held = self._queue.is_held(replica_id, BATCH, rows.request_ids)
             held, num_generated = rows.request_ids[is_held], rows.num_generated[is_held]
-            self._lengths.note_running(BATCH, held, num_generated)
+            self._lengths.note_running([(BATCH, held, num_generated)])
 
     def plan(
         self, members: Mapping[int, SimulatedReplica], pulling: Collection[int], *, with_rows: bool

@@ -89,6 +89,15 @@ def test_a_finished_row_is_forgotten():
     assert {1: 4} == lengths_of(begun.of({0, 1})) == lengths_of(begun.take_new())
 
 
+def test_a_row_begins_with_what_its_shortest_sample_has():
+    begun = Begun(found({0: 4}))
+    begun.add(encode_begun([7, 7, 8], [state(5), state(3, sample_idx=1), state(9)]))
+    assert [4, 0, 3, 9] == begun.num_tokens([0, 1, 7, 8]).tolist()
+    begun.add(encode_begun([7], [state(6, sample_idx=1)]))
+    begun.drop({8, 9})
+    assert [5, 0] == begun.num_tokens([7, 8]).tolist()
+
+
 def test_what_is_sent_on_is_no_larger_than_its_own_rows():
     begun = Begun(found({0: 100_000, 1: 4}))
     sent = begun.of({1})

@@ -264,6 +264,41 @@ def test_tokens_of_rows_that_a_replica_does_not_hold_are_not_noted(mailbox):
     assert waiting_cost(mailbox) == 32 * (PROMPT + 10)
 
 
+def after_running(mailbox, *, at_once):
+    """Return what rows of three batches have to come, once a half has ended and a half has run."""
+    kinds = [("a", 500), ("a", 4000), ("b", 500)]
+    batches = [mailbox.add(submission(64, client=of, bound=bound)) for of, bound in kinds]
+    pull(mailbox, 3 * 64)
+    told = [
+        running(batch.batch_id, {row: 7 + 30 * i + row for row in range(32, 64)})
+        for i, batch in enumerate(batches)
+    ]
+    if at_once:
+        names = ("request_ids", "num_tokens", "num_generated")
+        joined = {name: np.concatenate([getattr(of, name) for of in told]) for name in names}
+        told = [RowProgress(**joined)]
+    for progress in told:
+        mailbox.note_running(1, progress)
+    for i, batch in enumerate(batches):
+        end(mailbox, batch.batch_id, {row: 10 + 5 * i + row for row in range(32)})
+    rows = np.arange(32, 64)
+    return [mailbox.lengths.so_far(batch.batch_id, rows)[1].tolist() for batch in batches]
+
+
+def test_rows_of_several_batches_are_learnt_as_if_told_one_by_one(mailbox, monkeypatch):
+    other = Mailbox(RowQueue(3), on_drop=lambda *_: None)
+    expected, clients = after_running(other, at_once=False), []
+    model, note = mailbox.lengths.model, mailbox.lengths.model.note_running
+
+    def counting(rows, before, now):
+        clients.append(rows.client)
+        note(rows, before, now)
+
+    monkeypatch.setattr(model, "note_running", counting)
+    assert expected == after_running(mailbox, at_once=True)
+    assert ["a", "b"] == clients
+
+
 def test_rows_of_a_dropped_batch_do_not_count_as_running(mailbox):
     batch = mailbox.add(submission(64))
     pull(mailbox, 64)

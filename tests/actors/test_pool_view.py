@@ -2,15 +2,16 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.coordinator.pool_view import PoolView
-from raybatch.actors.wire.records import Room
+from raybatch.actors.wire.records import ROW_BITS, Progress, Room, Submission
 from raybatch.policy.pool.plan import plan_pool
-from raybatch.records.types import ReplicaStats
-from tests.actors.queues import queue_of
+from raybatch.records.types import Capacity, ReplicaStats, RowProgress
+from tests.actors.queues import held_rows, queue_of
 
 # rows that a replica holds, rows that it has told to wait in its engine, whether it asks for more
 REPLICAS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=6)
@@ -30,3 +31,51 @@ def test_where_a_glance_finds_nothing_to_steal_no_plan_would(replicas):
     steal = plan_pool(view.snapshot(members, pulling, with_rows=False)).steal
     assert steal is None or view.may_steal(pulling)
     assert not view.may_steal(r for r in pulling if replicas[r][0])
+
+
+class CountingLengths(LearnedLengths):
+    """Counts how often it is asked."""
+
+    num_asked = 0
+
+    def expected_left(self, batch_id, rows, num_tokens):
+        self.num_asked += 1
+        return super().expected_left(batch_id, rows, num_tokens)
+
+
+def told(ids):
+    """Return what a replica says of rows that have as many tokens as their places."""
+    num_generated = np.arange(1, len(ids) + 1)
+    rows = RowProgress(
+        request_ids=np.array(ids), num_tokens=10 + num_generated, num_generated=num_generated
+    )
+    capacity = Capacity(kv_tokens=10_000, max_model_len=100, max_num_seqs=9, block_size=16)
+    return Progress(rows=rows, capacity=capacity)
+
+
+def test_rows_of_a_batch_are_looked_at_together_wherever_they_run():
+    queue, lengths, held = queue_of(8, 8, 8), CountingLengths(), {r: [] for r in range(4)}
+    for batch_id in range(3):
+        prompts, bounds = np.full(8, 10, np.int32), np.arange(20, 28)
+        lengths.open(
+            batch_id, Submission(token="", client="c", prompt_tokens=prompts, max_new_tokens=bounds)
+        )
+    for turn in range(24):
+        for replica_id, spans in queue.dispatch({turn % 4: Room(tokens=10, rows=1)}).items():
+            held[replica_id] += held_rows(spans)
+    view = PoolView(queue, lengths)
+    members = [SimpleNamespace(replica_id=r, is_ready=True, stats=ReplicaStats()) for r in held]
+    for member in members:
+        member.host_id = "host"
+        # the last row of each is told by the next replica, which does not have it
+        ids = [batch_id << ROW_BITS | row for batch_id, row in held[member.replica_id][:-1]]
+        ids += [b << ROW_BITS | row for b, row in held[(member.replica_id + 1) % 4][-1:]]
+        view.heard(member.replica_id, ReplicaStats(), told(ids))
+    found = view.snapshot(members, (), with_rows=True)
+    assert lengths.num_asked == 3
+    for replica in found.replicas:
+        its = held[replica.replica_id][:-1]
+        assert [b << ROW_BITS | row for b, row in its] == replica.rows.ids.tolist()
+        left = [20 + row - num_tokens for num_tokens, (_, row) in enumerate(its, 1)]
+        assert left == replica.rows.left.tolist()
+        assert [left] == np.unique(replica.rows.quantiles.T, axis=0).tolist()

@@ -43,6 +43,8 @@ def tell(folder):
     told["ranks"] = [sent.get(i) for i in range(4 * len(GROUPS))]
     ended |= run(backend)
     told["tokens"] = {i: c.token_ids.tolist() for i, c in ended.items()}
+    stats = backend.stats()
+    told["counted"] = [stats.generated_tokens, stats.num_running, stats.num_waiting]
     told["cached"] = [ended[i].num_cached_tokens for i in sorted(ended)]
 
     backend.submit(rows()[:1])

@@ -21,6 +21,7 @@ class ToldEngine:
     def __init__(self):
         self.asked = []
         self.requests = {}
+        self.num_generated = 0
         self.refuses = None
         self.reason = "length"
         self.stop = None
@@ -47,6 +48,7 @@ class ToldEngine:
         ended = []
         for key, (max_tokens, tokens) in list(self.requests.items())[:MAX_NUM_SEQS]:
             tokens.append(len(tokens))
+            self.num_generated += 1
             if len(tokens) == max_tokens:
                 ended.append(Answer(key, self.progress(key), self.reason, self.stop, True))
                 del self.requests[key]
@@ -63,6 +65,9 @@ class ToldEngine:
 
     def has_started(self, key):
         return bool(self.requests[key][1])
+
+    def generated_tokens(self):
+        return self.num_generated
 
     def num_running(self):
         return sum(map(self.has_started, self.requests))
@@ -243,6 +248,13 @@ def test_tokens_count_as_they_are_generated(backend):
         backend.poll()
         generated.append(backend.stats().generated_tokens)
     assert generated == [2, 4, 5, 6]
+
+
+def test_stats_ask_for_no_row(engine, backend, monkeypatch):
+    backend.submit([request(1), request(2)])
+    backend.poll()
+    monkeypatch.setattr(engine, "num_tokens", None)
+    assert (backend.stats().num_running, backend.stats().generated_tokens) == (2, 2)
 
 
 def test_every_option_has_its_name_in_vllm():

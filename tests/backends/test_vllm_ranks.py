@@ -152,6 +152,13 @@ def test_two_ranks_give_the_tokens_of_the_native_engine(folder, told):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_tokens_of_all_ranks_are_counted(told):
+    assert told["counted"] == [sum(map(len, told["tokens"].values())), 0, 0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_rows_of_a_group_are_computed_by_one_rank(told):
     # the first of each group computes the blocks of all
     assert told["cached"] == [0, *[2 * BLOCK] * 3] * len(GROUPS)

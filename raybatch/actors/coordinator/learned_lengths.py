@@ -7,9 +7,10 @@ Where a plan expects something of a row, that is what is expected before it runs
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,14 @@ class _Batch:
     is_planned: Bools
     tokens: Ints
     predicted: npt.NDArray[np.float32]
+
+
+class _Run(NamedTuple):
+    """Rows of a batch whose tokens are others than before, [n] each."""
+
+    kinds: RowKinds
+    before: Ints
+    now: Ints
 
 
 @dataclass(slots=True)
@@ -129,7 +138,8 @@ class LearnedLengths:
     def close(self, batch_id: int) -> None:
         """Forget a batch; its rows do not run any more."""
         if (batch := self._batches.pop(batch_id, None)) is not None:
-            self._run(batch, np.flatnonzero(batch.tokens), 0)
+            rows = np.flatnonzero(batch.tokens)
+            self._note_runs([self._run(batch, rows, np.zeros(len(rows), np.int64))])
 
     def likely(self, batch_id: int, spans: Sequence[Span]) -> LikelyLengths | None:
         """Return the lengths that an engine is told of rows that it gets; None for nothing.
@@ -154,10 +164,15 @@ class LearnedLengths:
                 lengths.append(distribution.sample(_NUM_LIKELY, longest))
         return LikelyLengths(kinds=kinds, lengths=tuple(lengths)) if len(lengths) > 1 else None
 
-    def note_running(self, batch_id: int, rows: _Rows, num_tokens: _Rows) -> None:
-        """Note the tokens so far of rows that run."""
-        if (batch := self._batches.get(batch_id)) is not None and len(rows):
-            self._run(batch, rows, num_tokens)
+    def note_running(self, heard: Iterable[tuple[int, _Rows, _Rows]]) -> None:
+        """Note the tokens so far of rows that run, by batch; together, as batches are alike."""
+        self._note_runs(
+            [
+                self._run(batch, rows, num_tokens)
+                for batch_id, rows, num_tokens in heard
+                if (batch := self._batches.get(batch_id)) is not None
+            ]
+        )
 
     def note_finished(self, batch_id: int, results: pa.RecordBatch, coverage: Coverage) -> None:
         """Learn from results of an open batch, and count how good the predictions of them were."""
@@ -256,13 +271,21 @@ class LearnedLengths:
         totals = each.astype(np.int64) * batch.num_samples[rows]
         return np.where(batch.is_planned[rows], batch.planned[rows], totals)
 
-    def _run(self, batch: _Batch, rows: _Rows, num_tokens: _Rows | int) -> None:
-        before, now = batch.tokens[rows], np.broadcast_to(num_tokens, len(rows))
-        batch.tokens[rows] = now
-        is_other = before != now
-        if is_other.any():
-            kinds = batch.kinds.take(rows[is_other])
-            self.model.note_running(kinds, before[is_other], now[is_other])
+    def _run(self, batch: _Batch, rows: _Rows, num_tokens: _Rows) -> _Run:
+        before, batch.tokens[rows] = batch.tokens[rows], num_tokens
+        is_other = before != num_tokens
+        kinds = batch.kinds.take(rows[is_other])
+        return _Run(kinds, before[is_other], num_tokens[is_other])
+
+    def _note_runs(self, runs: Sequence[_Run]) -> None:
+        by_client: defaultdict[str, list[_Run]] = defaultdict(list)
+        for run in runs:
+            by_client[run.kinds.client].append(run)
+        for of_client in by_client.values():
+            before = np.concatenate([run.before for run in of_client])
+            if len(before):
+                kinds = RowKinds.joined([run.kinds for run in of_client])
+                self.model.note_running(kinds, before, np.concatenate([r.now for r in of_client]))
 
 
 def _large_groups(submission: Submission, num_rows: int) -> Ints:

@@ -246,10 +246,9 @@ class Mailbox:
         num_tokens = np.zeros(len(ids), np.int64)
         np.maximum.at(num_tokens, places, progress.num_generated)
         batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
-        for batch_id in np.unique(batch_ids).tolist():
-            of_batch = np.flatnonzero(batch_ids == batch_id)
-            of_batch = of_batch[self.queue.is_held(replica_id, batch_id, rows[of_batch])]
-            self.lengths.note_running(batch_id, rows[of_batch], num_tokens[of_batch])
+        told = [(b, np.flatnonzero(batch_ids == b)) for b in np.unique(batch_ids).tolist()]
+        held = [(b, at[self.queue.is_held(replica_id, b, rows[at])]) for b, at in told]
+        self.lengths.note_running((b, rows[at], num_tokens[at]) for b, at in held)
 
     def note_begun(self, batch_id: int, tokens: pa.RecordBatch) -> None:
         """Keep tokens of rows that are not finished, for the next answer and the next replica."""

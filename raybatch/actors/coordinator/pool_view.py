@@ -1,7 +1,7 @@
 """What the coordinator knows of its replicas, as `plan_pool` takes it; no Ray, no clock."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Set
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -21,8 +21,8 @@ from raybatch.policy.pool.snapshot import (
     TeamPace,
 )
 from raybatch.policy.pool.spread import MAX_MOVES
-from raybatch.records.arrays import Floats, Ints
-from raybatch.records.types import Capacity, ReplicaStats
+from raybatch.records.arrays import Floats
+from raybatch.records.types import Capacity, ReplicaStats, RowProgress
 
 # of a link between replicas, how much the latest copy counts
 _LATEST = 0.3
@@ -51,6 +51,13 @@ class _Row(NamedTuple):
     num_tokens: int
     left: float
     quantiles: Floats
+
+
+class _Left(NamedTuple):
+    """Tokens that the sequences of a replica have to come; 0 where one is not there any more."""
+
+    expected: Floats  # [S]
+    quantiles: Floats  # [S, shares]
 
 
 @dataclass(slots=True)
@@ -82,6 +89,8 @@ class PoolView:
         self._queue, self._lengths = queue, lengths
         self._known: dict[int, _Known] = {}
         self._moving: dict[int, _Row] = {}
+        # the same for each replica that they leave or go to
+        self._moving_at: defaultdict[int, dict[int, _Row]] = defaultdict(dict)
         # of rows that have moved, which are few
         self._times_moved: Counter[int] = Counter()
         self._bytes_per_s: float | None = None
@@ -123,10 +132,13 @@ class PoolView:
         if rows.quantiles is not None:
             quantiles = rows.quantiles[place]
         row = _Row(move, int(rows.tokens[place]), left, quantiles)
-        self._moving[move.row_id] = row
+        for moving in self._moving_of(move):
+            moving[move.row_id] = row
 
     def end_move(self, move: RowMove, *, has_moved: bool) -> None:
-        row, known = self._moving.pop(move.row_id, None), self._known.get(move.target)
+        row, known = self._moving.get(move.row_id), self._known.get(move.target)
+        for moving in self._moving_of(move):
+            moving.pop(move.row_id, None)
         if has_moved:
             self._times_moved[move.row_id] += 1
         if has_moved and row is not None and known is not None:
@@ -166,22 +178,26 @@ class PoolView:
 
     def num_moves(self, replica_id: int) -> int:
         """Return the rows that are on their way from a replica or to it."""
-        moves = [row.move for row in self._moving.values()]
-        return sum(replica_id in (move.source, move.target) for move in moves)
+        return len(self._moving_at.get(replica_id, ()))
+
+    def _moving_of(self, move: RowMove) -> tuple[dict[int, _Row], ...]:
+        return self._moving, self._moving_at[move.source], self._moving_at[move.target]
 
     def snapshot(
         self, members: Iterable[Watched], pulling: Collection[int], *, with_rows: bool
     ) -> PoolSnapshot:
         """Return the state of the pool; `with_rows` looks at each row that runs, and its pace."""
+        ready = [member for member in members if member.is_ready]
+        left = self._left([member.replica_id for member in ready]) if with_rows else {}
         return PoolSnapshot(
-            replicas=tuple(self._replica(m, with_rows) for m in members if m.is_ready),
+            replicas=tuple(self._replica(m, left.get(m.replica_id)) for m in ready),
             pulling=frozenset(pulling),
             has_waiting=self._queue.has_waiting(),
             bytes_per_s=self._bytes_per_s,
             team_paces=self.team_paces,
         )
 
-    def _replica(self, member: Watched, with_rows: bool) -> ReplicaSnapshot:
+    def _replica(self, member: Watched, left: _Left | None) -> ReplicaSnapshot:
         replica_id = member.replica_id
         load = self._queue.load(replica_id)
         known = self._known.get(replica_id, _Known(member.stats))
@@ -193,10 +209,12 @@ class PoolView:
             can_give=not (known.is_stale or load.is_testing or replica_id in self.silent),
             speed=self.rates.speed(replica_id),
         )
-        if not with_rows or known.progress is None:
+        if left is None or known.progress is None:
             return plain
-        rows, capacity = self._rows(replica_id, known), known.progress.capacity
-        num_tokens = sum(row.num_tokens for row in self._coming(replica_id, known))
+        coming = self._coming(replica_id, known)
+        rows = self._rows(replica_id, known.progress.rows, left, coming)
+        capacity = known.progress.capacity
+        num_tokens = sum(row.num_tokens for row in coming)
         num_used = round(known.stats.kv_used_fraction * capacity.kv_tokens) + num_tokens
         pace, led = self._pace(member), self._led.get(replica_id)
         pace.note(member.stats)
@@ -224,56 +242,73 @@ class PoolView:
             pace = self._paces[member.replica_id] = TokenPace(member.stats)
         return pace
 
-    def _rows(self, replica_id: int, known: _Known) -> RunningRows:
+    def _rows(
+        self, replica_id: int, told: RowProgress, left: _Left, coming: Sequence[_Row]
+    ) -> RunningRows:
         """Return what a replica decodes as far as it is its own still, and what comes to it."""
-        assert known.progress is not None, "a replica that tells its rows"
-        told = known.progress.rows
-        left, quantiles = self._left(replica_id, told.request_ids, told.num_generated)
-        is_leaving = np.isin(told.request_ids, list(self._moving))
-        is_here = (left > 0) & ~is_leaving
+        is_leaving = np.isin(told.request_ids, list(self._moving_at.get(replica_id, ())))
+        is_here = (left.expected > 0) & ~is_leaving
         _, first, counts = np.unique(told.request_ids, return_inverse=True, return_counts=True)
         can_move = (counts[first] == 1) & (told.num_generated > 0)
         if with_copies := self._queue.copies.row_ids():
             can_move &= ~np.isin(told.request_ids, with_copies)
-        coming = self._coming(replica_id, known)
         ids = np.append(told.request_ids[is_here], [r.move.row_id for r in coming]).astype("i8")
         times = self._times_moved
         return RunningRows(
             ids=ids,
             times_moved=np.array([times[i] for i in ids.tolist()], "i8") if times else None,
             tokens=np.append(told.num_tokens[is_here], [r.num_tokens for r in coming]).astype("i8"),
-            left=np.append(left[is_here], [r.left for r in coming]).astype("f8"),
+            left=np.append(left.expected[is_here], [r.left for r in coming]).astype("f8"),
             can_move=np.append(can_move[is_here], np.zeros(len(coming))).astype(bool),
-            quantiles=np.concatenate([quantiles[is_here], *(r.quantiles[None] for r in coming)]),
+            quantiles=np.vstack([left.quantiles[is_here], *(r.quantiles for r in coming)]),
         )
 
     def _coming(self, replica_id: int, known: _Known) -> list[_Row]:
-        under_way = [r for r in self._moving.values() if r.move.target == replica_id]
+        moving = self._moving_at.get(replica_id, {}).values()
+        under_way = [row for row in moving if row.move.target == replica_id]
         told = set() if known.progress is None else set(known.progress.rows.request_ids.tolist())
-        seen = told | {*self._moving}
-        come = [row for row_id, row in known.come.items() if row_id not in seen]
-        return [*under_way, *(row for row in come if self._is_held(replica_id, row.move.row_id))]
+        come = [
+            row
+            for row_id, row in known.come.items()
+            if not (row_id in told or row_id in self._moving) and self._is_held(replica_id, row_id)
+        ]
+        return [*under_way, *come]
 
     def _is_held(self, replica_id: int, row_id: int) -> bool:
         rows = np.array([row_id & ROW_MASK])
         return bool(self._queue.is_held(replica_id, row_id >> ROW_BITS, rows)[0])
 
-    def _left(self, replica_id: int, ids: Ints, num_generated: Ints) -> tuple[Floats, Floats]:
-        """Return the tokens that sequences have to come, and their quantiles.
+    def _left(self, replica_ids: Iterable[int]) -> dict[int, _Left]:
+        """Return what sequences have to come, of each replica that has told of them.
 
-        They are 0 where a row is not there any more.
+        All are looked at together, as the rows of one batch are at many replicas.
         """
-        left, quantiles = np.zeros(len(ids)), np.zeros((len(ids), len(LEFT_SHARES)))
-        copies = self._queue.copies.of(replica_id)
+        found = ((r, self._known.get(r)) for r in replica_ids)
+        told = {r: known.progress.rows for r, known in found if known and known.progress}
+        if not told:
+            return {}
+        ids, num_generated = (
+            np.concatenate([getattr(rows, name) for rows in told.values()])
+            for name in ("request_ids", "num_generated")
+        )
+        sizes = [len(rows.request_ids) for rows in told.values()]
+        holders, copies = np.repeat(list(told), sizes), self._queue.copies
+        is_copy = np.concatenate(
+            [np.isin(rows.request_ids, copies.of(r)) for r, rows in told.items()]
+        )
+        expected, quantiles = np.zeros(len(ids)), np.zeros((len(ids), len(LEFT_SHARES)))
         batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
         for batch_id in np.unique(batch_ids).tolist():
             (places,) = np.nonzero(batch_ids == batch_id)
-            is_here = self._queue.is_held(replica_id, batch_id, rows[places])
-            places = places[is_here | np.isin(ids[places], copies) if copies else is_here]
+            is_here = self._queue.is_held(holders[places], batch_id, rows[places])
+            places = places[is_here | is_copy[places]]
             if batch_id in self._lengths and len(places):
                 of = batch_id, rows[places], num_generated[places]
-                expected = self._lengths.expected_left(*of)
-                left[places] = np.maximum(1.0, expected)
-                more = self._lengths.quantiles_left(*of, LEFT_SHARES, left=expected)
+                left = self._lengths.expected_left(*of)
+                expected[places] = np.maximum(1.0, left)
+                more = self._lengths.quantiles_left(*of, LEFT_SHARES, left=left)
                 quantiles[places] = np.maximum(1.0, more)
-        return left, quantiles
+        ends = np.cumsum(sizes)[:-1]
+        return dict(
+            zip(told, map(_Left, np.split(expected, ends), np.split(quantiles, ends)), strict=True)
+        )

@@ -327,9 +327,9 @@ class RowQueue:
             self._line.reweigh()
 
     def is_held(
-        self, replica_id: int, batch_id: int, rows: npt.NDArray[np.integer[Any]]
+        self, replica_id: int | Ints, batch_id: int, rows: npt.NDArray[np.integer[Any]]
     ) -> npt.NDArray[np.bool_]:
-        """Return which rows of a batch a replica holds; none of one that is not in the queue."""
+        """Return which rows a replica holds, or that of each; none of a batch that is not here."""
         if (batch := self._batches.get(batch_id)) is None:
             return np.zeros(len(rows), np.bool_)
         return batch.is_held(replica_id, rows.astype(np.intp))

@@ -158,7 +158,7 @@ class RowStates:
         """Return the rows that a replica holds, ascending."""
         return np.flatnonzero(self._has_holder() & (self.holder == replica_id))
 
-    def is_held(self, replica_id: int, rows: Rows) -> npt.NDArray[np.bool_]:
+    def is_held(self, replica_id: int | Ints, rows: Rows) -> npt.NDArray[np.bool_]:
         state = self.state[rows]
         has_holder = (state == HELD) | (state == MOVING)
         return cast(npt.NDArray[np.bool_], has_holder & (self.holder[rows] == replica_id))

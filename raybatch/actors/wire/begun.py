@@ -4,7 +4,9 @@ Another engine goes on from them with the tokens of an undisturbed run, so only 
 a sample is kept.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,11 +32,19 @@ BEGUN_SCHEMA = pa.schema(
 )
 
 
+class _Sample(NamedTuple):
+    """What is known of one sample, as a record batch of one row."""
+
+    num_tokens: int
+    tokens: pa.RecordBatch
+
+
 class Begun:
-    """The longest known state of each sample of some rows; one record batch row each."""
+    """The longest known state of each sample of some rows."""
 
     def __init__(self, known: pa.RecordBatch | None = None) -> None:
-        self._samples: dict[tuple[int, int], pa.RecordBatch] = {}
+        # of each row, by the index of the sample
+        self._rows: defaultdict[int, dict[int, _Sample]] = defaultdict(dict)
         self._new: set[tuple[int, int]] = set()
         if known is not None:
             self.add(known)
@@ -42,41 +52,41 @@ class Begun:
 
     def add(self, tokens: pa.RecordBatch) -> None:
         """Keep these tokens, unless more are known of their samples."""
-        keys = _pairs(tokens)
         lengths = tokens.column("token_ids").value_lengths().to_pylist()
-        for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
-            known = self._samples.get(key)
-            if known is None or len(known.column("token_ids")[0]) < length:
-                self._samples[key] = tokens.slice(i, 1)
-                self._new.add(key)
+        for i, ((row, sample_idx), length) in enumerate(zip(_pairs(tokens), lengths, strict=True)):
+            known = self._rows[row].get(sample_idx)
+            if known is None or known.num_tokens < length:
+                self._rows[row][sample_idx] = _Sample(length, tokens.slice(i, 1))
+                self._new.add((row, sample_idx))
 
     def drop(self, rows: Collection[int]) -> None:
-        gone = {key for key in self._samples if key[0] in rows}
-        self._new -= gone
-        for key in gone:
-            del self._samples[key]
+        self._new.difference_update(self._keys(rows))
+        for row in rows:
+            self._rows.pop(row, None)
 
     def of(self, rows: Collection[int]) -> pa.RecordBatch | None:
         """Return the tokens of some rows; None where there are none."""
-        return self._joined([key for key in sorted(self._samples) if key[0] in rows])
+        return self._joined(self._keys(rows))
 
     def num_tokens(self, rows: Iterable[int]) -> Ints:
         """Return the tokens of each row, of the sample with the fewest; 0 of others."""
-        fewest: dict[int, int] = {}
-        for (row, _), known in self._samples.items():
-            length = len(known.column("token_ids")[0])
-            fewest[row] = min(length, fewest.get(row, length))
-        return np.array([fewest.get(row, 0) for row in rows], np.int64)
+        known = (self._rows.get(row, {}).values() for row in rows)
+        fewest = [min((sample.num_tokens for sample in of_row), default=0) for of_row in known]
+        return np.array(fewest, np.int64)
 
     def take_new(self) -> pa.RecordBatch | None:
         """Return what was added since the last call; None for nothing."""
         new, self._new = sorted(self._new), set()
         return self._joined(new)
 
+    def _keys(self, rows: Collection[int]) -> list[tuple[int, int]]:
+        known = sorted(self._rows.keys() & rows)
+        return [(row, sample_idx) for row in known for sample_idx in sorted(self._rows[row])]
+
     def _joined(self, keys: Sequence[tuple[int, int]]) -> pa.RecordBatch | None:
         if not keys:
             return None
-        table = pa.Table.from_batches([self._samples[key] for key in keys])
+        table = pa.Table.from_batches([self._rows[row][i].tokens for row, i in keys])
         # taken, because a slice would travel with everything that it was cut from
         return table.take(np.arange(len(keys))).combine_chunks().to_batches()[0]
 

@@ -121,11 +121,8 @@ class VllmBackend(IntakeBackend):
 
     def stats(self) -> ReplicaStats:
         num_running = self._engine.num_running()
-        counted = asdict(self._counters)
-        # those of requests that are inside are counted when they leave
-        counted["generated_tokens"] += sum(map(self._engine.num_tokens, self._inside))
         return ReplicaStats(
-            **counted,
+            **asdict(self._counters),
             num_running=num_running,
             num_waiting=len(self._inside) - num_running + self._num_waiting(),
             kv_used_fraction=self._engine.kv_used_fraction(),
@@ -145,6 +142,7 @@ class VllmBackend(IntakeBackend):
         if self._inside:
             completions += [self._finish(answer) for answer in self._engine.step()]
             self._counters.num_steps = self._engine.num_steps()
+            self._counters.generated_tokens = self._engine.generated_tokens()
         return completions
 
     def _hand_over(self) -> list[Completion]:
@@ -213,7 +211,6 @@ class VllmBackend(IntakeBackend):
         return completion if self._parse is None else self._parse(sequence.request, completion)
 
     def _count(self, sequence: VllmSequence, progress: Progress) -> None:
-        self._counters.generated_tokens += len(progress.token_ids)
         num_prompt = len(sequence.request.prompt_token_ids)
         if sequence.has_started:
             num_known = num_prompt + len(sequence.tokens_before)

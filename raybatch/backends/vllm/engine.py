@@ -36,8 +36,7 @@ class VllmEngine:
         self._is_checked = False
         self._num_preemptions = self._num_steps = 0
         leave_room(self._scheduler, self.capacity().block_size)
-        if check_logits:
-            self._watch_logits()
+        self._watch_outputs(checks_logits=check_logits)
 
     def pool_for(self, task: Task, form: ScoreForm) -> None:
         """Take requests of a pooling task from here on, or raise ConfigError."""
@@ -115,6 +114,10 @@ class VllmEngine:
         _, request = self._requests[key]
         return bool(request.status.name == "RUNNING" or request.num_preemptions)
 
+    def generated_tokens(self) -> int:
+        """Return the tokens of all requests, also of those that are gone."""
+        return self._frontend.generated_tokens
+
     def num_running(self) -> int:
         """Return the requests that have room now."""
         return len(self._scheduler.running)
@@ -132,20 +135,23 @@ class VllmEngine:
         return float(self._scheduler.kv_cache_manager.usage)
 
     def reset(self) -> None:
-        """Drop all requests and forget the prefixes that are cached."""
+        """Drop all requests, forget the prefixes that are cached, and count tokens from 0."""
         self.take(list(self._requests))
         self._engine.reset_prefix_cache()
+        self._frontend.generated_tokens = 0
 
     def close(self) -> None:
         """End the engine with the processes that it has started."""
         self._client.shutdown()
 
-    def _watch_logits(self) -> None:
+    def _watch_outputs(self, *, checks_logits: bool) -> None:
         get_output = self._client.get_output
 
         def watched() -> Any:  # noqa: ANN401 - vLLM's own type
             outputs = get_output()
-            self._frontend.note_not_finite(outputs)
+            self._frontend.count_tokens(outputs)
+            if checks_logits:
+                self._frontend.note_not_finite(outputs)
             return outputs
 
         self._client.get_output = watched

@@ -42,6 +42,8 @@ class Frontend:
         self._pooling_task: str | None = None
         # keys of requests whose logits are not numbers
         self.not_finite: set[str] = set()
+        # of all requests, also of those that are gone
+        self.generated_tokens = 0
         # what vLLM raises where it does not take one request
         self.refusals = (
             self._vllm.VLLMClientError,
@@ -176,6 +178,13 @@ class Frontend:
             made = ("detokenizer.", "logprobs_processor.")
             paths = " ".join(p for p in paths.split() if not p.startswith(made))
         self._adapter.check(state, paths, "its record of an output")
+
+    def count_tokens(self, outputs: Any) -> None:  # noqa: ANN401
+        """Count the tokens of a step, but those of requests that were taken out meanwhile."""
+        known = self._engine.output_processor.request_states
+        self.generated_tokens += sum(
+            len(output.new_token_ids) for output in outputs.outputs if output.request_id in known
+        )
 
     def note_not_finite(self, outputs: Any) -> None:  # noqa: ANN401
         """Note the requests for which the model gave NaN, which vLLM counts and does not report."""

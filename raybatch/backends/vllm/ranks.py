@@ -92,6 +92,8 @@ class VllmRanks:
             block_size=capacity.block_size,
         )
         self._requests: dict[str, _Sent] = {}
+        # inner ids of requests that nothing was heard of
+        self._unstarted: set[str] = set()
         self._is_checked = False
         self._ended: dict[str, Answer] = {}
         self._failure: BaseException | None = None
@@ -128,6 +130,7 @@ class VllmRanks:
             raise RequestRefused(str(error)) from error
         waiting = self._loop.create_task(self._wait_for(key, outputs))
         self._requests[key] = _Sent(outputs.request_id, rank, waiting)
+        self._unstarted.add(outputs.request_id)
         if not self._is_checked:
             self._frontend.check_request(outputs.request_id)
             self._is_checked = True
@@ -142,7 +145,9 @@ class VllmRanks:
             raise self._failure
         ended, self._ended = self._ended, {}
         for key in ended:
-            self._router.end(self._requests.pop(key).rank)
+            sent = self._requests.pop(key)
+            self._router.end(sent.rank)
+            self._unstarted.discard(sent.inner_id)
         bad = [key for key in self._frontend.not_finite if key in self._requests]
         answers = [Answer(k, p, "error", None, is_finite=False) for k, p in self.take(bad).items()]
         # those that have just ended are told by the next step
@@ -156,6 +161,7 @@ class VllmRanks:
         for each in sent:
             each.outputs.cancel()
             self._router.end(each.rank)
+        self._unstarted.difference_update(each.inner_id for each in sent)
         for key in keys:
             self._ended.pop(key, None)
         if sent:
@@ -176,11 +182,15 @@ class VllmRanks:
 
     def has_started(self, key: str) -> bool:
         """Return whether a request has tokens; what its prompt has come to nobody tells here."""
-        return self._has_output(key) or self.num_tokens(key) > 0
+        return self._requests[key].inner_id not in self._unstarted
+
+    def generated_tokens(self) -> int:
+        """Return the tokens of all requests, also of those that are gone."""
+        return self._frontend.generated_tokens
 
     def num_running(self) -> int:
         """Return the requests that have tokens."""
-        return sum(map(self.has_started, self._requests))
+        return len(self._requests) - len(self._unstarted)
 
     def num_steps(self) -> int:
         """Return how many steps of ranks have ended; `step` returns also where none has."""
@@ -194,9 +204,10 @@ class VllmRanks:
         return float(np.mean([used for _, _, used in self._client.lb_engines]))
 
     def reset(self) -> None:
-        """Drop all requests and forget the prefixes that are cached."""
+        """Drop all requests, forget the prefixes that are cached, and count tokens from 0."""
         self.take(list(self._requests))
         self._run(self._engine.reset_prefix_cache())
+        self._frontend.generated_tokens = 0
 
     def close(self) -> None:
         """End the engine with the processes that it has started."""
@@ -238,6 +249,8 @@ class VllmRanks:
         async def watched() -> Any:  # noqa: ANN401 - vLLM's own type
             outputs = await get_output()
             self._num_steps += 1
+            self._unstarted.difference_update(output.request_id for output in outputs.outputs)
+            self._frontend.count_tokens(outputs)
             if checks_logits:
                 self._frontend.note_not_finite(outputs)
             return outputs

@@ -6,7 +6,7 @@ sooner by more than the move costs. Source: BatchGen, section 5.3 (data-parallel
 Llumnix (arXiv:2406.03243); what moves follows from measured steps here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,22 +33,37 @@ _USUAL_BYTES_PER_S = 1e9
 _BELOW = np.append((np.array(LEFT_SHARES[:-1]) + np.array(LEFT_SHARES[1:])) / 2, 1.0)
 _LOG_STEPS = np.diff(np.log(_BELOW), prepend=0.0)
 # replicas that are looked at as places for rows, those that end first, and by which part numbers of
-# rows grow; in a large pool fewer, so that a plan takes no seconds
+# rows grow
 _NUM_TARGETS, _GROWTH = 4, 4
-_LARGE_POOL, _NUM_TARGETS_OF_LARGE, _GROWTH_OF_LARGE = 32, 2, 1
+# of seconds: rows alike make ends alike, in whatever order they are summed up
+_DECIMALS = 9
 
 
 def longest(quantiles: Floats) -> float:
     """Return the tokens to expect of the longest of some rows, given as in `RunningRows`."""
+    return float(longest_of_each(quantiles, np.ones((1, len(quantiles)), bool))[0])
+
+
+def longest_of_each(quantiles: Floats, is_in: Bools) -> Floats:
+    """Return what `longest` does for each of several sets of rows, [C].
+
+    Args:
+        quantiles: of all rows, [S, shares].
+        is_in: which of them are in a set, [C, S].
+    """
     num_rows, num_shares = quantiles.shape
     if not num_rows:
-        return 0.0
+        return np.zeros(len(is_in))
     order = quantiles.argsort(axis=None, kind="stable")
-    share = order % num_shares
+    values, (row, share) = quantiles.ravel()[order], np.divmod(order, num_shares)
     # each row is at most this long by its own share, and all of them by the product
-    is_known = np.cumsum(share == 0) == num_rows
-    all_at_most = np.where(is_known, np.exp(np.cumsum(_LOG_STEPS[share])), 0.0)
-    return float(quantiles.ravel()[order] @ np.diff(all_at_most, prepend=0.0))
+    at_most = np.exp(np.cumsum(is_in[:, row] * _LOG_STEPS[share], axis=1))
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    known_from = (is_in * place[::num_shares]).max(axis=1)
+    at_most[np.arange(len(order)) < known_from[:, None]] = 0.0
+    expected = values[0] + (1 - at_most[:, :-1]) @ np.diff(values)
+    return np.where(is_in.any(axis=1), expected, 0.0)
 
 
 def end_s(left: Floats, seconds: StepSeconds, quantiles: Floats | None = None) -> float:
@@ -87,6 +102,18 @@ def _may_move(rows: RunningRows) -> Bools:
     return rows.times_moved < _MAX_TIMES
 
 
+class _Choices(NamedTuple):
+    """Sets of rows that may leave a place, C of them, and what comes of it."""
+
+    rows: Ints  # [R], by their positions, the longest first
+    is_in: Bools  # [C, R]
+    counts: Ints  # [C]
+    tokens: Floats  # [C]
+    left: Floats  # [C]
+    longest: Floats  # [C], the tokens to expect of the longest row
+    stay_s: Floats  # [C], when the place ends without them
+
+
 class _Better(NamedTuple):
     """Rows that go to a place, by their positions, and when the later of both places ends."""
 
@@ -101,9 +128,6 @@ class _Spread:
     def __init__(self, replicas: Sequence[ReplicaSnapshot], bytes_per_s: float) -> None:
         rows = [r.rows for r in replicas if r.rows is not None]
         self._replicas, self._bytes_per_s = replicas, bytes_per_s
-        self._num_targets, self._growth = _NUM_TARGETS, _GROWTH
-        if len(replicas) > _LARGE_POOL:
-            self._num_targets, self._growth = _NUM_TARGETS_OF_LARGE, _GROWTH_OF_LARGE
         self._seconds = [r.seconds for r in replicas if r.seconds is not None]
         self._ids, self._tokens, self._left, self._can_move = (
             np.concatenate([getattr(of_one, name) for of_one in rows])
@@ -113,37 +137,88 @@ class _Spread:
         self._quantiles = np.concatenate([_quantiles(of_one) for of_one in rows])
         self._origin: Ints = np.repeat(np.arange(len(rows)), [len(of_one) for of_one in rows])
         self._place = self._origin.copy()
+        # the rows at each place, ascending
+        self._rows_at = [np.flatnonzero(self._origin == place) for place in range(len(rows))]
+        self._longest = [longest(self._quantiles[at]) for at in self._rows_at]
         self._free_seqs = np.array([r.free_seqs for r in replicas])
         self._free_tokens = np.array([r.free_kv_tokens for r in replicas])
-        self.ends: Floats = np.array([self._end_s(place) for place in range(len(replicas))])
+        self.ends: Floats = np.array([self._end_s(place) for place in range(len(rows))])
 
     def best(self) -> _Better | None:
         """Return what to move from the place that ends last, None where nothing is worth it."""
         source = int(self.ends.argmax())
         targets = np.flatnonzero((self._free_seqs > 0) & (self.ends < self.ends[source]))
-        targets = targets[np.argsort(self.ends[targets], kind="stable")][: self._num_targets]
-        limit_s = float(self.ends[source] - _least_s(self.ends[source]))
+        targets = targets[np.argsort(self.ends[targets], kind="stable")][:_NUM_TARGETS]
+        if not len(targets):
+            return None
+        choices = self._choices(source)
+        limit_s = round(float(self.ends[source] - _least_s(self.ends[source])), _DECIMALS)
         best: _Better | None = None
         for target in targets.tolist():
-            for rows in self._candidates(source, target):
-                ends = self._end_after(rows, source, target)
-                if ends < (limit_s if best is None else best.end_s):
-                    best = _Better(rows, target, ends)
+            best = self._best_at(target, source, choices, limit_s) or best
+            limit_s = limit_s if best is None else best.end_s
         return best
+
+    def _best_at(
+        self, target: int, source: int, choices: _Choices, limit_s: float
+    ) -> _Better | None:
+        """Return the first of the best choices for a place, None where none ends by the limit."""
+        seconds, here = self._seconds[target], self._rows_at[target]
+        others_s = seconds.row_s * (self._left[here].sum() + choices.left)
+        others_s += choices.tokens * self._token_move_s(source, target)[0]
+        # of rows here and rows that come, the longest is at least what it is of either
+        most = np.maximum(choices.longest, self._longest[target])
+        ends = np.maximum(choices.stay_s, seconds.step_s * most + others_s)
+        needed = (choices.tokens + choices.left).astype(int)
+        has_room = choices.counts <= self._free_seqs[target]
+        has_room &= needed <= self._free_tokens[target]
+        able = np.flatnonzero(has_room & (ends < limit_s))
+        if not len(able):
+            return None
+        comes = choices.is_in[able]
+        is_there = np.hstack((np.ones((len(able), len(here)), bool), comes))
+        most = longest_of_each(self._quantiles[np.append(here, choices.rows)], is_there)
+        ends = np.maximum(choices.stay_s[able], seconds.step_s * most + others_s[able])
+        ends = ends.round(_DECIMALS)
+        first = int(ends.argmin())
+        if ends[first] >= limit_s:
+            return None
+        return _Better(choices.rows[comes[first]], target, float(ends[first]))
+
+    def _choices(self, source: int) -> _Choices:
+        """Return sets of rows of a place: the longest, the shortest, every n-th one."""
+        here, seconds = self._rows_at[source], self._seconds[source]
+        can_move = self._can_move[here]
+        rows, others = here[can_move], here[~can_move]
+        rows = rows[np.lexsort((self._ids[rows], -self._left[rows]))]
+        is_in = _chosen(len(rows))
+        left = is_in @ self._left[rows]
+        everywhere = np.append(rows, others)
+        stays = np.ones((len(is_in), len(everywhere)), bool)
+        stays[:, : len(rows)] = ~is_in
+        most = longest_of_each(self._quantiles[everywhere], stays)
+        return _Choices(
+            rows=rows,
+            is_in=is_in,
+            counts=is_in.sum(axis=1),
+            tokens=is_in @ self._tokens[rows],
+            left=left,
+            longest=longest_of_each(self._quantiles[rows], is_in),
+            stay_s=seconds.step_s * most + seconds.row_s * (self._left[here].sum() - left),
+        )
 
     def apply(self, better: _Better) -> None:
         rows, target = better.rows, better.target
         source = int(self._place[rows[0]])
         self._place[rows] = target
-        needed = self._needed(rows)
+        needed = int((self._tokens[rows] + self._left[rows]).sum())
+        self._rows_at[source] = np.setdiff1d(self._rows_at[source], rows, assume_unique=True)
+        self._rows_at[target] = np.union1d(self._rows_at[target], rows)
         for place, sign in ((source, 1), (target, -1)):
             self._free_seqs[place] += sign * len(rows)
             self._free_tokens[place] += sign * needed
+            self._longest[place] = longest(self._quantiles[self._rows_at[place]])
             self.ends[place] = self._end_s(place)
-
-    def _needed(self, rows: Ints) -> int:
-        """Return the tokens that rows have in the end, whose KV has to fit."""
-        return int((self._tokens[rows] + self._left[rows]).sum())
 
     def moves(self) -> tuple[RowMove, ...]:
         (moved,) = np.nonzero(self._place != self._origin)
@@ -152,47 +227,35 @@ class _Spread:
 
     def _move(self, row: int) -> RowMove:
         source, target = int(self._origin[row]), int(self._place[row])
-        _, with_kv = self._move_s(np.array([row]), source, target)
+        _, with_kv = self._token_move_s(source, target)
         leaves, comes = (self._replicas[place].replica_id for place in (source, target))
         return RowMove(int(self._ids[row]), leaves, comes, with_kv)
 
-    def _candidates(self, source: int, target: int) -> Iterator[Ints]:
-        """Yield sets of rows that there is room for: the longest, the shortest, every n-th one."""
-        (rows,) = np.nonzero((self._place == source) & self._can_move)
-        rows = rows[np.lexsort((self._ids[rows], -self._left[rows]))]
-        count, most = 1, min(len(rows), int(self._free_seqs[target]))
-        while count <= most:
-            stride = max(1, len(rows) // count)
-            for chosen in (rows[:count], rows[-count:], rows[stride - 1 :: stride][:count]):
-                if self._needed(chosen) <= self._free_tokens[target]:
-                    yield chosen
-            count += max(1, count // self._growth)
-
-    def _end_after(self, rows: Ints, source: int, target: int) -> float:
-        """Return when the later of both places ends if these rows move."""
-        stays = self._place == source
-        stays[rows] = False
-        joins = self._place == target
-        joins[rows] = True
-        move_s, _ = self._move_s(rows, source, target)
-        return max(self._end_of(stays, source), self._end_of(joins, target) + move_s)
-
-    def _move_s(self, rows: Ints, source: int, target: int) -> tuple[float, bool]:
-        """Return what the cheaper way to move rows costs, and whether it takes KV along."""
-        tokens = float(self._tokens[rows].sum())
-        recompute_s = tokens * self._seconds[target].token_s
+    def _token_move_s(self, source: int, target: int) -> tuple[float, bool]:
+        """Return what the cheaper way to move costs for each token, and whether it takes KV."""
+        recompute_s = self._seconds[target].token_s
         if not self._replicas[source].is_like(self._replicas[target]):
             return recompute_s, False
-        copy_s = tokens * self._replicas[source].kv_token_bytes / self._bytes_per_s
+        copy_s = self._replicas[source].kv_token_bytes / self._bytes_per_s
         # the cost of prompts is not known before some were computed
         with_kv = copy_s <= recompute_s or not recompute_s
         return (copy_s, True) if with_kv else (recompute_s, False)
 
     def _end_s(self, place: int) -> float:
-        return self._end_of(self._place == place, place)
+        seconds, left = self._seconds[place], self._left[self._rows_at[place]]
+        return float(seconds.step_s * self._longest[place] + seconds.row_s * left.sum())
 
-    def _end_of(self, rows: Bools, place: int) -> float:
-        return end_s(self._left[rows], self._seconds[place], self._quantiles[rows])
+
+def _chosen(num_rows: int) -> Bools:
+    """Return sets of so many rows in their order, [C, R]: the first, the last, every n-th one."""
+    chosen, count = [], 1
+    while count <= num_rows:
+        stride, is_in = num_rows // count, np.zeros((3, num_rows), bool)
+        is_in[0, :count] = is_in[1, num_rows - count :] = True
+        is_in[2, stride - 1 :: stride][:count] = True
+        chosen.append(is_in)
+        count += max(1, count // _GROWTH)
+    return np.concatenate(chosen) if chosen else np.zeros((0, 0), bool)
 
 
 def _quantiles(rows: RunningRows) -> Floats:
