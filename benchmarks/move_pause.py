@@ -18,9 +18,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import conditions
 import models
@@ -50,9 +50,8 @@ TOKENS_OF_MOVE = 400
 _NO_BLOCK = 1 << 30
 
 
-@dataclass(frozen=True)
-class Call:
-    """One step of a move, as the coordinator takes it; for `first` the answer is that of a look."""
+class Call(NamedTuple):
+    """One step of a move as the coordinator takes it; `first` is the look that found the row."""
 
     step: str
     began: float
@@ -210,7 +209,6 @@ def told(calls: Sequence[Call], step_s: float, prompt_len: int) -> dict[str, Any
         "copied_ahead_mb": round(sum(call.answer.num_bytes for call in pieces) / 1e6, 2),
         "copied_ahead_s": round(sum(call.ended - call.began for call in copies), 4),
         "num_blocks_left": 0 if kv is None else len(kv.blocks),
-        "left_kb": 0 if kv is None else round(kv.blocks.nbytes / 1e3, 1),
         "step_ms": round(1e3 * step_s, 3),
         "pause_ms": round(1e3 * pause_s, 2),
         "parts_ms": {step: round(1e3 * seconds, 2) for step, seconds in parts.items()},
@@ -267,9 +265,9 @@ async def without_kv(pool: Pool, num_tokens: int, num_rows: int) -> list[dict[st
 def show(name: str, num_tokens: int, side: dict[str, Any]) -> None:
     low, high = side["pause_ms_range"]
     print(
-        f"{num_tokens:>7} {name:<11} {side['copied_ahead_mb']:>8.1f} {side['copied_ahead_s']:>8.2f}"
+        f"{num_tokens:>7} {name:<10} {side['copied_ahead_mb']:>8.1f} {side['copied_ahead_s']:>6.2f}"
         f" {side['num_blocks_left']!s:>7} {side['step_ms']:>8.2f} {side['pause_ms']:>9.1f}"
-        f" {f'{low:.0f} to {high:.0f}':>14} {side['idle_ms']:>9.1f} {side['pause_per_block']:>8.3f}",
+        f" {f'{low:.0f} to {high:.0f}':>13} {side['idle_ms']:>8.1f} {side['pause_per_block']:>9.3f}",
         flush=True,
     )
 
@@ -278,8 +276,7 @@ async def measure(spec: PoolSpec, loop: LocalLoop, options: argparse.Namespace) 
     pool, rows = Pool(spec, loop), []
     await pool.start()
     print(
-        f"{'tokens':>7} {'moved':<11} {'ahead MB':>8} {'in s':>8} {'blocks':>8} {'step ms':>8}"
-        f" {'pause ms':>9} {'range':>14} {'idle ms':>9} {'of block':>7}"
+        " tokens moved      ahead MB   in s  blocks  step ms  pause ms   least, most  idle ms  of block"
     )
     for num_tokens in options.tokens:
         ways = {"with KV": with_kv(pool, prompt_of(num_tokens, 0), options.moves)}
