@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,28 +101,25 @@ class Pool:
 
     def __init__(self, spec: PoolSpec, loop: LocalLoop) -> None:
         self._spec, self._site = spec, TimedSite(loop)
-        self._coordinator = Coordinator(spec, plan_local_placement(spec), self._site)
-        self._site.owner = self._coordinator
-        self._members = self._coordinator._replicas.members
+        self.coordinator = Coordinator(spec, plan_local_placement(spec), self._site)
+        self._site.owner = self.coordinator
+        self._members = self.coordinator._replicas.members
 
     async def start(self) -> None:
-        await self._coordinator.start()
+        await self.coordinator.start()
         while sum(member.is_ready for member in self._members.values()) < 2:
             await asyncio.sleep(0.01)
         # which would begin moves and teams of its own
-        self._coordinator._ticking.cancel()
-
-    async def end(self) -> None:
-        await self._coordinator.shutdown()
+        self.coordinator._ticking.cancel()
 
     async def run(self, prompt: np.ndarray, num_tokens: int) -> list[int]:
         """Return the tokens of one row."""
         table = request_table(["0"], [prompt], seeds=np.zeros(1, np.uint64))
         samplings = (Sampling(temperature=0, max_tokens=num_tokens, ignore_eos=True),)
         submission = make_submission(table, samplings, "c", self._spec.engine)
-        answer = await self._coordinator.generate(submission, (table, samplings))
+        answer = await self.coordinator.generate(submission, (table, samplings))
         while answer.status == "pending":
-            answer = await self._coordinator.collect(submission.token)
+            answer = await self.coordinator.collect(submission.token)
         assert answer.status == "done", answer.cause
         (completion,) = decode_completions(combine_results(answer.results, answer.attempts))
         assert not completion.error, completion.error
@@ -142,7 +140,7 @@ class Pool:
 
     async def move(self, move: RowMove) -> list[Call]:
         """Move a row, and return the calls for it."""
-        levelling, calls = self._coordinator._levelling, self._site.calls
+        levelling, calls = self.coordinator._levelling, self._site.calls
         calls.clear()
         num_moved = levelling.counters.num_moved
         levelling._begin_moves(PoolPlan(moves=(move,)), self._snapshot())
@@ -163,7 +161,7 @@ class Pool:
         return member.stats
 
     def _snapshot(self) -> Any:  # noqa: ANN401
-        view = self._coordinator._levelling.view
+        view = self.coordinator._levelling.view
         return view.snapshot(self._members.values(), (), with_rows=True)
 
     def _place(self) -> tuple[int, int] | None:
@@ -224,8 +222,7 @@ def summary(moves: Sequence[dict[str, Any]]) -> dict[str, Any]:
         values = sorted(move[name] for move in moves)
         found[name] = statistics.median(values)
         found[f"{name}_range"] = [values[0], values[-1]]
-    blocks = [move["num_blocks_left"] for move in moves]
-    found["num_blocks_left"] = sorted(set(blocks))
+    found["num_blocks_left"] = sorted({move["num_blocks_left"] for move in moves})
     found["pause_per_block"] = statistics.median(move["pause_per_block"] for move in moves)
     return found
 
@@ -263,11 +260,13 @@ async def without_kv(pool: Pool, num_tokens: int, num_rows: int) -> list[dict[st
 
 
 def show(name: str, num_tokens: int, side: dict[str, Any]) -> None:
-    low, high = side["pause_ms_range"]
+    least, most = side["pause_ms_range"]
+    pauses = f"{side['pause_ms']:.0f} ({least:.0f} to {most:.0f})"
     print(
-        f"{num_tokens:>7} {name:<10} {side['copied_ahead_mb']:>8.1f} {side['copied_ahead_s']:>6.2f}"
-        f" {side['num_blocks_left']!s:>7} {side['step_ms']:>8.2f} {side['pause_ms']:>9.1f}"
-        f" {f'{low:.0f} to {high:.0f}':>13} {side['idle_ms']:>8.1f} {side['pause_per_block']:>9.3f}",
+        f"{num_tokens:,} tokens, {name}: {side['copied_ahead_mb']:.1f} MB ahead in"
+        f" {side['copied_ahead_s']:.2f} s, then {side['num_blocks_left']} blocks; pause {pauses} ms,"
+        f" {side['pause_per_block']:.3f} of a block; {side['idle_ms']:.0f} ms without steps,"
+        f" of {side['step_ms']:.2f} ms each",
         flush=True,
     )
 
@@ -275,9 +274,6 @@ def show(name: str, num_tokens: int, side: dict[str, Any]) -> None:
 async def measure(spec: PoolSpec, loop: LocalLoop, options: argparse.Namespace) -> list[Any]:
     pool, rows = Pool(spec, loop), []
     await pool.start()
-    print(
-        " tokens moved      ahead MB   in s  blocks  step ms  pause ms   least, most  idle ms  of block"
-    )
     for num_tokens in options.tokens:
         ways = {"with KV": with_kv(pool, prompt_of(num_tokens, 0), options.moves)}
         if num_tokens <= MAX_RECOMPUTED:
@@ -287,7 +283,7 @@ async def measure(spec: PoolSpec, loop: LocalLoop, options: argparse.Namespace) 
             side = summary(moves)
             show(name, num_tokens, side)
             rows.append({"prompt_tokens": num_tokens, "moved": name, **side, "moves": moves})
-    await pool.end()
+    await pool.coordinator.shutdown()
     return rows
 
 
@@ -297,12 +293,10 @@ def main() -> None:
     parser.add_argument("--moves", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    loop = LocalLoop("move-pause")
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as root, closing(LocalLoop("move-pause")) as loop:
         models.write_checkpoint(SHAPE, Path(root), tokenizer=models.build_tokenizer())
         spec = spec_of(root, max(options.tokens), options.moves)
         rows = loop.begin(measure(spec, loop, options)).result()
-    loop.close()
     shape = {"num_layers": SHAPE.num_layers, "num_kv_heads": SHAPE.num_kv_heads, "block": BLOCK}
     conditions.write_result(options.out, "move_pause.py", model=shape, rows=rows)
 
