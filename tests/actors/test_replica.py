@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -233,6 +235,37 @@ def test_a_start_is_tried_again_only_where_it_may_succeed(model, is_final, monke
     assert failed.cause
     # a trace says nothing that the message does not
     assert failed.trace == ""
+
+
+STOPS_A_ROW = """
+import asyncio, sys
+import numpy as np
+from raybatch.actors.executors.engine_process import _OwnProcess
+from raybatch.actors.replica.replica import Replica
+from raybatch.actors.wire.begun import encode_begun
+from raybatch.actors.wire.records import PoolSpec
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.records.types import Request, Sampling, SequenceState
+
+spec = PoolSpec(
+    model="none",
+    backend=BackendConfig(kind="fake"),
+    engine=EngineConfig(),
+    pool=PoolConfig(replicas=1),
+)
+assert asyncio.run(Replica(spec, 1, _OwnProcess(None)).start(1)) is None
+prompt = np.arange(9, dtype=np.int32)
+request = Request(request_id=0, row_id="0", prompt_token_ids=prompt, sampling=Sampling())
+state = SequenceState(request=request, sample_idx=0, token_ids=prompt)
+before = set(sys.modules)
+encode_begun([0], [state])
+print(len(set(sys.modules) - before))
+"""
+
+
+def test_the_first_row_that_a_process_stops_waits_for_no_module_to_be_loaded():
+    ended = subprocess.run([sys.executable, "-c", STOPS_A_ROW], capture_output=True, check=True)
+    assert ended.stdout == b"0\n"
 
 
 class BreakingEngine:

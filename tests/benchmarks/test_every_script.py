@@ -172,6 +172,7 @@ TINY = {
     ),
     "tail": Tiny(args=("--rows", "32", "--replicas", "2", "--scenarios", "plain", "slow")),
     "team": Tiny(args=("--models", "dense-4m", "--prompt", "16", "--steps", "8"), marks=(SLOW,)),
+    "move_pause": Tiny(args=("--tokens", "96", "--moves", "1"), marks=(SLOW,)),
     "mailbox": Tiny(args=("--rows", "4096", "--repeats", "1")),
     "duplicates": Tiny(
         args=("--rows", "24", "--repeats", "1", "--scenarios", "none"), marks=(SLOW,)

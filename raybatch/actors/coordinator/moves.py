@@ -89,10 +89,11 @@ class Moves:
     async def _move(self, move: RowMove, batch_id: int, row: int) -> bool:
         began = time.perf_counter()
         next_block, num_bytes = await self._copy_ahead(move) if move.with_kv else (None, 0)
+        # it stops once the step has ended that the source is at
+        stopped = time.perf_counter()
         left: LeftRow | None = await self._call(move.source, "depart", move.row_id, next_block)
         if left is None:
             raise _NotMovedError("it has ended")
-        stopped = time.perf_counter()
         await self._call(move.target, "arrive", move.row_id, left.refs)
         if move.target not in self._members:
             raise _NotMovedError("the other replica has ended")
@@ -107,7 +108,7 @@ class Moves:
         await self._try(move.target, "begin", move.row_id)
         _logger.info(
             "row %d of batch %d moved from replica %d to %d with %d tokens of its own, %s, in "
-            "%.3f s, of which it stood %.3f s",
+            "%.3f s, of which it stood at most %.3f s",
             row,
             batch_id,
             move.source,

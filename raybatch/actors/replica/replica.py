@@ -83,8 +83,11 @@ class Replica:
             self._wake,
             lead_tokens=LEAD_STEPS * self._spec.engine.token_budget,
         )
+        started = self._engine.start()
+        # pyarrow looks for pandas at its first array: a row that moves would stand still meanwhile
+        await asyncio.to_thread(encode_begun, [], [])
         try:
-            capacity = await asyncio.wrap_future(self._engine.start())
+            capacity = await asyncio.wrap_future(started)
         except Exception as error:
             _logger.debug("the engine could not be built", exc_info=error)
             is_own = isinstance(error, RaybatchError)
