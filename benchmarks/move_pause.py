@@ -183,12 +183,8 @@ def spec_of(folder: str, most_tokens: int, moves: int) -> PoolSpec:
         kv_cache_bytes=num_tokens * token_bytes,
         speculative_tokens=0,
     )
-    return PoolSpec(
-        model=folder,
-        backend=BackendConfig(kind="native"),
-        engine=engine,
-        pool=PoolConfig(replicas=2),
-    )
+    backend, pool = BackendConfig(kind="native"), PoolConfig(replicas=2)
+    return PoolSpec(model=folder, backend=backend, engine=engine, pool=pool)
 
 
 def told(calls: Sequence[Call], step_s: float, prompt_len: int) -> dict[str, Any]:
@@ -261,10 +257,10 @@ async def without_kv(pool: Pool, num_tokens: int, num_rows: int) -> list[dict[st
 
 def show(name: str, num_tokens: int, side: dict[str, Any]) -> None:
     least, most = side["pause_ms_range"]
-    pauses = f"{side['pause_ms']:.0f} ({least:.0f} to {most:.0f})"
+    pauses = f"{side['pause_ms']:.0f} ({least:.0f} to {most:.0f}) ms"
     print(
         f"{num_tokens:,} tokens, {name}: {side['copied_ahead_mb']:.1f} MB ahead in"
-        f" {side['copied_ahead_s']:.2f} s, then {side['num_blocks_left']} blocks; pause {pauses} ms,"
+        f" {side['copied_ahead_s']:.2f} s, then {side['num_blocks_left']} blocks; pause {pauses},"
         f" {side['pause_per_block']:.3f} of a block; {side['idle_ms']:.0f} ms without steps,"
         f" of {side['step_ms']:.2f} ms each",
         flush=True,
