@@ -29,7 +29,8 @@ import torch
 from raybatch.backends.base import TeamEngine
 from raybatch.backends.native import NativeBackend, create
 from raybatch.config import EngineConfig
-from raybatch.engine.team.group import GlooGroup, Meeting, TeamGroup, TeamStore, connect
+from raybatch.engine.team.group import GlooGroup, TeamGroup, connect
+from raybatch.engine.team.meeting import Meeting, TeamStore
 from raybatch.models.config import read_model_spec
 from raybatch.policy.pool.partition import choose_team, teams_to_end
 from raybatch.policy.pool.snapshot import (

@@ -245,8 +245,33 @@ def test_a_follower_that_dies_while_a_team_forms_lets_it_be_called_off(
             folder, meanwhile, num_replicas=num_replicas, script=killer, then=all_free
         )
     assert (alone[:1], [1]) == (tokens, attempts)
+    assert "follows no more" in caplog.text
     assert "called off: replica" in caplog.text
     assert not pool.coordinator._replicas.ledger.num_hung
+
+
+def test_a_team_that_forms_while_rows_come_to_wait_is_called_off(folder, alone, caplog):
+    """Without blame: such a team may form again."""
+
+    async def script(replica_id, step, when):
+        if (step, when) == ("follow", "before") and not formed:
+            (team,) = formed.extend(teams_of(pools[0])._teams.values()) or formed
+            teams_of(pools[0])._end(team, "rows wait")
+
+    async def meanwhile(pool):
+        pools.append(pool)
+        await form(pool)
+
+    async def then(pool):
+        await all_free(pool)
+        assert not pool.levelling.view.team_paces
+
+    pools, formed = [], []
+    with caplog.at_level(logging.INFO):
+        pool, tokens, attempts = run(folder, meanwhile, script=script, then=then)
+    assert (alone[:1], [1]) == (tokens, attempts)
+    assert "called off: rows wait" in caplog.text
+    assert (0, 0) == (teams_of(pool).counters.num_formed, teams_of(pool).counters.num_failed)
 
 
 @pytest.mark.parametrize("victim", ["leader", "follower"])

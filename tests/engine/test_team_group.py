@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.team.group import GlooGroup, Meeting, TeamStore, connect, shared_bytes
-from raybatch.engine.team.messages import Kind, pack, unpack
-from raybatch.engine.team.wire import Wire
+from raybatch.engine.team.group import GlooGroup, connect, shared_bytes
+from raybatch.engine.team.meeting import Meeting, TeamStore
+from raybatch.engine.team.messages import Kind, Wire, pack, unpack
 from raybatch.errors import TeamError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 

@@ -52,6 +52,7 @@ class _Team:
     """A team from the first call to the last."""
 
     plan: TeamPlan
+    epoch: int
     # a follower could not go on
     is_broken: bool = False
     # why it is to end, "" while it is wanted
@@ -138,7 +139,8 @@ class Teams:
         some = [self._members.get(r) for r in (plan.leader, *plan.followers)]
         if any(member is None or not member.takes_rows for member in some):
             return
-        team = self._teams[plan.leader] = _Team(plan)
+        self._epoch += 1
+        team = self._teams[plan.leader] = _Team(plan, self._epoch)
         leader = self._members[plan.leader]
         leader.is_leading = True
         self._view.begin_team(leader, plan.kind.size, alone_s)
@@ -150,14 +152,12 @@ class Teams:
         if team.ends:
             return
         team.ends = why
-        if team.is_formed:
-            self._spawn(self._reunite(team))
+        self._spawn(self._reunite(team) if team.is_formed else self._call_off(team, why))
 
     async def _carry_out(self, team: _Team) -> None:
         """Form a team, and wait until all are free again; raises nothing of a replica."""
-        plan, leader_id = team.plan, team.plan.leader
-        self._epoch += 1
-        epoch, serving = self._epoch, dict[asyncio.Task[None], int]()
+        plan, leader_id, epoch = team.plan, team.plan.leader, team.epoch
+        serving = dict[asyncio.Task[None], int]()
         _logger.info(
             "team %d: steps of replica %d are now shared by %s: %s",
             epoch,
@@ -172,11 +172,14 @@ class Teams:
             )
             for replica_id, call in zip(plan.followers, calls[1:], strict=True):
                 serving[self._spawn(self._follow(team, replica_id, call))] = replica_id
-            cost: FormingCost = await self._lead(leader_id, calls[0], serving)
+            cost: FormingCost = await self._lead(team, calls[0], serving)
         except self._failed as error:
-            self.counters.num_failed += 1
             _logger.info("team %d does not come about: %s", epoch, error_text(error))
-            self._give_up(team)
+            if not team.ends:
+                self.counters.num_failed += 1
+                # followers may wait for it still
+                await self._call_off(team, error_text(error))
+                self._give_up(team)
         else:
             await self._compute(team, cost, serving)
         await self._free(team, serving)
@@ -188,17 +191,24 @@ class Teams:
             _logger.info("team %d ends after %d steps: %s", epoch, team.num_steps, why)
 
     async def _lead(
-        self, leader_id: int, call: TeamCall, serving: Mapping[asyncio.Task[None], int]
+        self, team: _Team, call: TeamCall, serving: Mapping[asyncio.Task[None], int]
     ) -> FormingCost:
         """Let a leader form its team; where a follower has ended, it waits for nobody longer."""
-        leading = asyncio.ensure_future(self._call(leader_id, "lead", call))
-        await asyncio.wait({leading, *serving}, return_when=asyncio.FIRST_COMPLETED)
-        if not leading.done():
-            ended = next(serving[task] for task in serving if task.done())
-            with suppress(*self._failed):
-                await self._call(leader_id, "call_off", call.epoch, f"replica {ended} is gone")
-        cost: FormingCost = await leading
-        return cost
+        leading = asyncio.ensure_future(self._call(team.plan.leader, "lead", call))
+        try:
+            await asyncio.wait({leading, *serving}, return_when=asyncio.FIRST_COMPLETED)
+            if not leading.done():
+                ended = next(serving[task] for task in serving if task.done())
+                await self._call_off(team, f"replica {ended} follows no more")
+            cost: FormingCost = await leading
+            return cost
+        finally:
+            leading.cancel()
+
+    async def _call_off(self, team: _Team, why: str) -> None:
+        """Let the ranks of a team give up that wait for each other while it forms."""
+        with suppress(*self._failed):
+            await self._call(team.plan.leader, "call_off", team.epoch, why)
 
     async def _compute(
         self, team: _Team, cost: FormingCost, serving: Mapping[asyncio.Task[None], int]

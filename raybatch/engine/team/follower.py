@@ -7,8 +7,9 @@ import numpy as np
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.pinned import current_device
-from raybatch.engine.team.group import Connect, Meeting, TeamGroup, connect
-from raybatch.engine.team.messages import Kind, unpack
+from raybatch.engine.team.group import Connect, TeamGroup, connect
+from raybatch.engine.team.meeting import Meeting
+from raybatch.engine.team.messages import Kind, Wire, unpack
 from raybatch.engine.team.rank import (
     TeamRank,
     Vote,
@@ -17,7 +18,6 @@ from raybatch.engine.team.rank import (
     view_of_heads,
     why_not_partitioned,
 )
-from raybatch.engine.team.wire import Wire
 from raybatch.errors import TeamError, error_text
 from raybatch.records.arrays import Ints
 from raybatch.records.team import Served, TeamCall

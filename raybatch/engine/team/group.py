@@ -5,14 +5,13 @@ torch's default group. Within a host, shared memory is 30 to 80 times as quick a
 """
 
 import contextlib
-import math
 import mmap
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,16 +19,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed
 
-from raybatch.errors import TeamError, error_text
+from raybatch.engine.team.meeting import Meeting, failing_as
+from raybatch.errors import TeamError
 from raybatch.records.team import TeamCall
 
 # its types are not all declared
 _c10d: Any = torch.distributed
 
-# what a rank says that will take part, and how long idle engines may take for it
-_COMES, _ROLL_CALL_S = "comes", 5.0
-# what is left where a team is not to come about, and the seconds between two looks
-_CALLED_OFF, _LOOK_S = "called off", 2e-3
 _SHARED_FOLDER = Path("/dev/shm")
 # bytes that a rank hands over at once; more goes in several pieces
 _AREA_BYTES = 1 << 20
@@ -66,108 +62,17 @@ class TeamGroup(Protocol):
         """Leave; what the others wait for from then on fails."""
 
 
-class TeamStore:
-    """A store of a leader, which teams of all epochs meet at; `host` is where others find it."""
-
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self.host = host
-        self.server = _c10d.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, use_libuv=True
-        )
-
-    @property
-    def port(self) -> int:
-        return int(self.server.port)
-
-    def call_off(self, epoch: int, why: str) -> None:
-        """Let all ranks of a team give up that wait for each other's texts; of any thread."""
-        with failing_as("a team could not be called off"):
-            _c10d.PrefixStore(_prefix(epoch), self.server).set(_CALLED_OFF, why)
-
-    def calls(self, epoch: int, size: int, *, timeout_s: float = 30.0) -> list[TeamCall]:
-        """Return what each rank of a new team is told, the leader first."""
-        return [
-            TeamCall(
-                epoch=epoch,
-                rank=rank,
-                size=size,
-                host=self.host,
-                port=self.port,
-                timeout_s=timeout_s,
-            )
-            for rank in range(size)
-        ]
-
-
-def _prefix(epoch: int) -> str:
-    return f"team-{epoch}"
-
-
-class Meeting:
-    """Short texts that the ranks of one epoch leave for each other, by name."""
-
-    def __init__(self, call: TeamCall, store: TeamStore | None = None) -> None:
-        self._timeout_s, timeout = call.timeout_s, timedelta(seconds=call.timeout_s)
-        with failing_as("the leader's store cannot be reached"):
-            base = None if store is None else store.server
-            if base is None:
-                base = _c10d.TCPStore(
-                    call.host, call.port, is_master=False, wait_for_workers=False, timeout=timeout
-                )
-            self.store = _c10d.PrefixStore(_prefix(call.epoch), base)
-            self.store.set_timeout(timeout)
-
-    def leave(self, name: str, text: str) -> None:
-        with failing_as(f"{name} could not be told"):
-            self.store.set(name, text)
-
-    def find(self, name: str, *, most_s: float = math.inf) -> str:
-        """Return the text of a name, once there is one.
-
-        Raises TeamError: there is none in time, or the team is called off.
-        """
-        end_s = time.monotonic() + min(self._timeout_s, most_s)
-        with failing_as(f"nothing was heard of {name}"):
-            while not self.store.check([name]):
-                if self.store.check([_CALLED_OFF]):
-                    raise TeamError(f"the team was called off: {self._get(_CALLED_OFF)}")
-                if time.monotonic() > end_s:
-                    raise TeamError(f"nothing was heard of {name}")
-                time.sleep(_LOOK_S)
-            return self._get(name)
-
-    def _get(self, name: str) -> str:
-        return str(self.store.get(name).decode())
-
-    def come(self, rank: int, refusal: str) -> None:
-        """Tell the leader that this rank is there, or why it will not be."""
-        self.leave(f"rank {rank}", refusal or _COMES)
-
-    def await_all(self, size: int) -> None:
-        """Wait until all followers are there; raises TeamError where one is not, or will not be."""
-        for rank in range(1, size):
-            text = self.find(f"rank {rank}", most_s=_ROLL_CALL_S)
-            if text != _COMES:
-                raise TeamError(f"rank {rank} refuses: {text}")
-
-
 # of a call, where its ranks meet, and the device of the engine
 Connect = Callable[[TeamCall, Meeting, torch.device], TeamGroup]
 
 
-@contextlib.contextmanager
-def failing_as(what: str) -> Iterator[None]:
-    """Raise what torch raises of connections and timeouts as a TeamError."""
-    try:
-        yield
-    except (RuntimeError, OSError, ValueError) as error:
-        raise TeamError(f"{what}: {error_text(error)}") from error
-
-
 def connect(call: TeamCall, meeting: Meeting, device: torch.device) -> TeamGroup:
     """Return the group of a team, once all its ranks are there."""
-    shared = _shared_memory(call, meeting)
-    group: TeamGroup = shared or GlooGroup(call, meeting)
+    group: TeamGroup | None = _shared_memory(call, meeting)
+    if group is None:
+        # whoever connects waits for the others, and hears nothing until they are there
+        meeting.pass_together("the roll of gloo", call)
+        group = GlooGroup(call, meeting)
     return NcclGroup(call, meeting, group, device) if device.type == "cuda" else group
 
 
@@ -378,7 +283,8 @@ def _shared_memory(call: TeamCall, meeting: Meeting) -> SharedGroup | None:
         meeting.leave("memory is shared", str(is_shared))
         if not is_shared or descriptor is None:
             return None
-        return SharedGroup(mmap.mmap(descriptor, shared_bytes(call.size)), call)
+        with failing_as("the memory of a team cannot be mapped"):
+            return SharedGroup(mmap.mmap(descriptor, shared_bytes(call.size)), call)
     finally:
         if descriptor is not None:
             os.close(descriptor)

@@ -26,8 +26,9 @@ from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, free_memory_bytes
-from raybatch.engine.team.group import Connect, Meeting, TeamGroup, TeamStore, connect
-from raybatch.engine.team.messages import Kind, pack
+from raybatch.engine.team.group import Connect, TeamGroup, connect
+from raybatch.engine.team.meeting import Meeting, TeamStore
+from raybatch.engine.team.messages import Kind, Wire, pack
 from raybatch.engine.team.rank import (
     PIECE_BLOCKS,
     TeamRank,
@@ -37,7 +38,6 @@ from raybatch.engine.team.rank import (
     likeness_of,
     why_not_partitioned,
 )
-from raybatch.engine.team.wire import Wire
 from raybatch.errors import TeamError, error_text
 from raybatch.records.arrays import Ints
 from raybatch.records.team import FormingCost, TeamCall
@@ -148,16 +148,13 @@ def form_team(
     refusal = why_not_led(runner, call.size, used_blocks)
     if refusal is not None:
         raise TeamError(f"this engine cannot lead a team: {refusal}")
-    meeting, group = Meeting(call, store), None
+    meeting = Meeting(call, store)
+    meeting.await_all(call.size)
+    group = connect(call, meeting, runner.device)
     try:
-        meeting.await_all(call.size)
-        group = connect(call, meeting, runner.device)
         return _form(call, meeting, group, prepared, runner, used_blocks)
     except (TeamError, RuntimeError, MemoryError) as error:
-        # followers wait for texts, or for messages
-        store.call_off(call.epoch, error_text(error))
-        if group is not None:
-            group.close()
+        group.close()
         raise TeamError(f"team {call.epoch} did not come about: {error_text(error)}") from error
 
 

@@ -6,8 +6,9 @@ from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.sequences.block_manager import BlockManager
 from raybatch.engine.team.follower import TeamFollower
-from raybatch.engine.team.group import Connect, TeamStore, connect
+from raybatch.engine.team.group import Connect, connect
 from raybatch.engine.team.leader import TeamLeader, form_team, why_not_led
+from raybatch.engine.team.meeting import TeamStore
 from raybatch.engine.team.rank import why_not_partitioned
 from raybatch.errors import TeamError, error_text
 from raybatch.records.team import FormingCost, Served, TeamCall
