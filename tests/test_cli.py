@@ -340,7 +340,7 @@ def test_a_command_that_gets_sigterm_before_it_works_says_so(
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(Job, "explain", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     code = run_main(monkeypatch, "explain", job_file, "--no-measure")
-    said = "error: SIGTERM ended the command; the same command goes on\n"
+    said = "error: SIGTERM ended the command; give it again\n"
     assert (code, said) == (1, capsys.readouterr().err)
     assert before == signal.getsignal(signal.SIGTERM)
 

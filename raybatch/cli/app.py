@@ -72,7 +72,7 @@ def main() -> None:
     except SystemExit as end:
         # Ray has a handler of its own while it starts, which exits with the number of the signal
         if isinstance(end, _Terminated) or end.code == signal.SIGTERM:
-            typer.echo("error: SIGTERM ended the command; the same command goes on", err=True)
+            typer.echo("error: SIGTERM ended the command; give it again", err=True)
             raise SystemExit(1) from None
         if end.code == _INTERRUPTED:
             typer.echo("interrupted", err=True)

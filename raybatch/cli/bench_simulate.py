@@ -30,7 +30,9 @@ def calibrate(
     ] = DEMO_MODEL,
     backend: _Backend = "native",
     settings: _Settings = None,
-    seconds: Annotated[float, Option(min=0.1, help="Of each run; there are 112.")] = 1.0,
+    seconds: Annotated[
+        float, Option(min=0.1, help="Of each run; there are 112, some two minutes in all at 1.")
+    ] = 1.0,
     out: Annotated[Path | None, Option(help="JSON file for all errors.")] = None,
 ) -> None:
     """Fit the costs of an engine of this host, and say how far simulations with them are off."""

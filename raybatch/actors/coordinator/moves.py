@@ -114,7 +114,7 @@ class Moves:
             move.source,
             move.target,
             len(left.begun.column("token_ids")[0]),
-            f"{num_bytes / 1e6:.1f} MB of KV" if num_bytes else "without KV",
+            f"{num_bytes / 1e6:.1f} MB of KV" if move.with_kv else "KV computed again",
             time.perf_counter() - began,
             time.perf_counter() - stopped,
         )
