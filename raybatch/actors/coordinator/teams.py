@@ -175,10 +175,10 @@ class Teams:
             cost: FormingCost = await self._lead(team, calls[0], serving)
         except self._failed as error:
             _logger.info("team %d does not come about: %s", epoch, error_text(error))
+            # followers may wait for it still
+            await self._call_off(team, error_text(error))
             if not team.ends:
                 self.counters.num_failed += 1
-                # followers may wait for it still
-                await self._call_off(team, error_text(error))
                 self._give_up(team)
         else:
             await self._compute(team, cost, serving)
