@@ -30,7 +30,8 @@ def check_runs(pool):
         for replica_id in batch.holders():
             counted[replica_id] += len(batch.held_by(replica_id))
     for row_id in queue.copies.row_ids():
-        (at,) = [r for r in members if row_id in queue.copies.of(r)]
+        places = queue.copies.are_at(np.array(list(members)), np.full(len(members), row_id))
+        (at,) = np.array(list(members))[places].tolist()
         batch, row = queue._batches[row_id >> ROW_BITS], row_id & ROW_MASK
         assert batch.holder[row] in members
         assert batch.holder[row] != at

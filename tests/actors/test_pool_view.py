@@ -10,8 +10,10 @@ from raybatch.actors.coordinator.learned_lengths import LearnedLengths
 from raybatch.actors.coordinator.pool_view import PoolView
 from raybatch.actors.wire.records import ROW_BITS, Progress, Room, Submission
 from raybatch.policy.pool.plan import plan_pool
+from raybatch.policy.pool.snapshot import RowMove
+from raybatch.policy.pool.spread import MAX_MOVES
 from raybatch.records.types import Capacity, ReplicaStats, RowProgress
-from tests.actors.queues import held_rows, queue_of
+from tests.actors.queues import ROOMY, held_rows, queue_of
 
 # rows that a replica holds, rows that it has told to wait in its engine, whether it asks for more
 REPLICAS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=6)
@@ -47,7 +49,7 @@ def told(ids):
     """Return what a replica says of rows that have as many tokens as their places."""
     num_generated = np.arange(1, len(ids) + 1)
     rows = RowProgress(
-        request_ids=np.array(ids), num_tokens=10 + num_generated, num_generated=num_generated
+        request_ids=np.array(ids, "i8"), num_tokens=10 + num_generated, num_generated=num_generated
     )
     capacity = Capacity(kv_tokens=10_000, max_model_len=100, max_num_seqs=9, block_size=16)
     return Progress(rows=rows, capacity=capacity)
@@ -79,3 +81,70 @@ def test_rows_of_a_batch_are_looked_at_together_wherever_they_run():
         left = [20 + row - num_tokens for num_tokens, (_, row) in enumerate(its, 1)]
         assert left == replica.rows.left.tolist()
         assert [left] == np.unique(replica.rows.quantiles.T, axis=0).tolist()
+
+
+def pool_of(num_rows):
+    """Return a queue whose rows replica 0 runs, and the view of it and of three idle ones."""
+    queue, lengths = queue_of(num_rows), LearnedLengths()
+    prompts, bounds = np.full(num_rows, 10, np.int32), np.full(num_rows, 30)
+    lengths.open(0, Submission(token="", client="c", prompt_tokens=prompts, max_new_tokens=bounds))
+    queue.dispatch({0: ROOMY})
+    view = PoolView(queue, lengths)
+    for replica_id in range(4):
+        view.heard(replica_id, ReplicaStats(), told(range(0 if replica_id else num_rows)))
+    return queue, view
+
+
+def seen(view):
+    members = [
+        SimpleNamespace(replica_id=r, is_ready=True, stats=ReplicaStats(), host_id="")
+        for r in range(4)
+    ]
+    return view.snapshot(members, (), with_rows=True).replicas
+
+
+def test_a_copy_is_a_row_of_the_replica_that_has_it_and_of_its_owner():
+    queue, view = pool_of(2)
+    assert queue.copies.begin(1, 0)
+    for replica_id, ids in ((1, [0, 1]), (2, [0, 1])):
+        view.heard(replica_id, ReplicaStats(), told(ids))
+    rows = [replica.rows for replica in seen(view)]
+    assert [r.ids.tolist() for r in rows] == [[0, 1], [0], [], []]
+    assert [r.left.tolist() for r in rows] == [[29, 28], [29], [], []]
+    # none of the two goes anywhere
+    assert [r.can_move.tolist() for r in rows] == [[False, True], [False], [], []]
+
+
+def test_a_move_under_way_counts_at_both_ends_and_its_tokens_at_the_target():
+    queue, view = pool_of(MAX_MOVES + 1)
+    for row in range(MAX_MOVES):
+        move = RowMove(row, 0, 1, with_kv=True)
+        assert view.may_begin(move)
+        assert queue.begin_move(0, 0, row)
+        view.begin_move(move, seen(view)[0].rows)
+    assert [view.num_moves(r) for r in range(4)] == [MAX_MOVES, MAX_MOVES, 0, 0]
+    ends = [(0, 2), (2, 0), (1, 2), (2, 1), (2, 3)]
+    may_begin = [view.may_begin(RowMove(MAX_MOVES, *each, with_kv=True)) for each in ends]
+    assert may_begin == [False, False, False, False, True]
+    source, target, *_ = seen(view)
+    assert (source.num_moves, target.num_moves) == (MAX_MOVES, MAX_MOVES)
+    assert source.rows.ids.tolist() == [MAX_MOVES]
+    assert target.rows.ids.tolist() == list(range(MAX_MOVES))
+    assert target.rows.tokens.tolist() == [11 + row for row in range(MAX_MOVES)]
+    assert target.free_kv_tokens == 10_000 - sum(11 + row for row in range(MAX_MOVES))
+    assert target.free_seqs == 9 - MAX_MOVES
+
+
+def test_a_row_that_came_and_moves_on_counts_where_it_goes():
+    queue, view = pool_of(1)
+    there, on = RowMove(0, 0, 1, with_kv=True), RowMove(0, 1, 2, with_kv=True)
+    queue.begin_move(0, 0, 0)
+    view.begin_move(there, seen(view)[0].rows)
+    queue.commit_move(0, 1, 0, 0, with_kv=True)
+    view.end_move(there, has_moved=True)
+    # its target has not told of it yet
+    assert [r.rows.ids.tolist() for r in seen(view)] == [[], [0], [], []]
+    queue.begin_move(1, 0, 0)
+    view.begin_move(on, seen(view)[1].rows)
+    assert [r.rows.ids.tolist() for r in seen(view)] == [[], [], [0], []]
+    assert [r.free_kv_tokens for r in seen(view)] == [10_000, 10_000, 10_000 - 11, 10_000]

@@ -257,7 +257,9 @@ class Model:
         """A row has one owner, who is not the replica with its copy."""
         assert {row_id_of(row) for row in self.copies} == set(self.queue.copies.row_ids())
         for row, at in self.copies.items():
-            assert row_id_of(row) in self.queue.copies.of(at)
+            replica_ids = np.arange(at + 2)
+            is_there = self.queue.copies.are_at(replica_ids, np.full(at + 2, row_id_of(row)))
+            assert replica_ids[is_there].tolist() == [at]
             owners = [r for r, rows in self.held.items() if row in rows]
             assert len(owners) == 1
             assert owners != [at]

@@ -50,6 +50,8 @@ def tell(folder):
     backend.submit(rows()[:1])
     while not backend.begun(3):
         backend.poll()
+    stats = backend.stats()
+    told["under_way"] = [stats.num_running, stats.num_waiting]
     backend.restore(backend.export([0]))
     told["moved"] = run(backend)[0].token_ids.tolist()
 

@@ -85,6 +85,14 @@ class ToldEngine:
         pass
 
 
+class AheadEngine(ToldEngine):
+    """Takes a step while requests are taken out, as ranks in processes of their own may."""
+
+    def take(self, keys):
+        self.step()
+        return super().take(keys)
+
+
 @pytest.fixture
 def engine():
     return ToldEngine()
@@ -248,6 +256,15 @@ def test_tokens_count_as_they_are_generated(backend):
         backend.poll()
         generated.append(backend.stats().generated_tokens)
     assert generated == [2, 4, 5, 6]
+
+
+def test_tokens_that_come_as_the_last_row_is_taken_out_are_told():
+    backend = VllmBackend(AheadEngine())
+    backend.submit([request(1)])
+    backend.poll()
+    (state,) = backend.export([1])
+    assert state.token_ids.tolist() == [0, 1]
+    assert backend.stats().generated_tokens == 2
 
 
 def test_stats_ask_for_no_row(engine, backend, monkeypatch):

@@ -121,6 +121,19 @@ def test_a_row_that_moves_ends_as_one_that_stays(shelf, backend, other, sampling
     check_same(expected, run(other))
 
 
+def test_tokens_of_a_request_that_was_taken_out_before_they_came_are_not_counted(backend):
+    engine = backend._engine
+    for key in "ab":
+        engine.add(key, PROMPT, {"max_tokens": 24, "temperature": 0.0})
+    outputs = engine._client.get_output()
+    while len(outputs.outputs) < 2:
+        outputs = engine._client.get_output()
+    num_counted = engine.generated_tokens()
+    engine.take(["a"])
+    engine._frontend.count_tokens(outputs)
+    assert engine.generated_tokens() == num_counted + 1
+
+
 def test_a_stop_string_across_the_move_is_found(backend, other):
     tokens = answer(backend).token_ids.tolist()
     place = next(i for i in range(3, 20) if tokens[i] < 128 and tokens[i + 1] < 128)

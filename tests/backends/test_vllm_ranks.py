@@ -159,6 +159,13 @@ def test_tokens_of_all_ranks_are_counted(told):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_a_row_that_has_tokens_runs(told):
+    assert told["under_way"] == [1, 0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_rows_of_a_group_are_computed_by_one_rank(told):
     # the first of each group computes the blocks of all
     assert told["cached"] == [0, *[2 * BLOCK] * 3] * len(GROUPS)

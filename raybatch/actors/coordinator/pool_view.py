@@ -292,10 +292,8 @@ class PoolView:
             for name in ("request_ids", "num_generated")
         )
         sizes = [len(rows.request_ids) for rows in told.values()]
-        holders, copies = np.repeat(list(told), sizes), self._queue.copies
-        is_copy = np.concatenate(
-            [np.isin(rows.request_ids, copies.of(r)) for r, rows in told.items()]
-        )
+        holders = np.repeat(list(told), sizes)
+        is_copy = self._queue.copies.are_at(holders, ids)
         expected, quantiles = np.zeros(len(ids)), np.zeros((len(ids), len(LEFT_SHARES)))
         batch_ids, rows = ids >> ROW_BITS, ids & ROW_MASK
         for batch_id in np.unique(batch_ids).tolist():

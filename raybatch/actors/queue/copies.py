@@ -69,9 +69,14 @@ class Copies:
         """Return the rows that have a copy."""
         return list(self._at)
 
-    def of(self, replica_id: int) -> list[int]:
-        """Return the rows whose copies a replica has."""
-        return [row_id for row_id, at in self._at.items() if at == replica_id]
+    def are_at(self, replica_ids: Ints, row_ids: Ints) -> Bools:
+        """Return whether replicas have copies of rows, [S] each."""
+        found = np.zeros(len(row_ids), np.bool_)
+        if self._at:
+            (places,) = np.nonzero(np.isin(row_ids, list(self._at)))
+            at = [self._at[row_id] for row_id in row_ids[places].tolist()]
+            found[places] = replica_ids[places] == at
+        return found
 
     def may_begin(self, row_id: int) -> bool:
         """Return whether a row is held, on no way elsewhere, by itself, and had no copy yet."""

@@ -121,8 +121,10 @@ class VllmBackend(IntakeBackend):
 
     def stats(self) -> ReplicaStats:
         num_running = self._engine.num_running()
+        # some come while requests are taken out
+        counters = replace(self._counters, generated_tokens=self._engine.generated_tokens())
         return ReplicaStats(
-            **asdict(self._counters),
+            **asdict(counters),
             num_running=num_running,
             num_waiting=len(self._inside) - num_running + self._num_waiting(),
             kv_used_fraction=self._engine.kv_used_fraction(),
@@ -142,7 +144,6 @@ class VllmBackend(IntakeBackend):
         if self._inside:
             completions += [self._finish(answer) for answer in self._engine.step()]
             self._counters.num_steps = self._engine.num_steps()
-            self._counters.generated_tokens = self._engine.generated_tokens()
         return completions
 
     def _hand_over(self) -> list[Completion]:
