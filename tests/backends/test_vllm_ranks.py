@@ -192,7 +192,8 @@ def test_a_row_that_vllm_refuses_is_an_error_row(told):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_rank_that_dies_ends_the_engine(told):
-    assert told["after_a_death"] == "EngineDeadError"
+    # by what comes first
+    assert told["after_a_death"] in ("EngineDeadError", "RanksEndedError")
 
 
 @pytest.mark.vllm

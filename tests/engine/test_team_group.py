@@ -297,3 +297,12 @@ def test_a_batch_comes_out_of_a_message_as_it_went_in(attention, last):
 
 def test_ranks_share_a_line_and_two_areas_each():
     assert 3 * (64 + 2 * (1 << 20)) == shared_bytes(3)
+
+
+def test_a_leader_that_has_ended_is_not_looked_for():
+    """What listens nowhere is known at once, however long ranks may wait."""
+    gone = TeamStore()
+    (_, call) = gone.calls(1, 2, timeout_s=1000.0)
+    del gone
+    with pytest.raises(TeamError, match="leader's store cannot be reached"):
+        Meeting(call)

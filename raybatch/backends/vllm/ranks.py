@@ -21,6 +21,12 @@ from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
 from raybatch.records.types import NO_TOKENS, Task, TokenIds
 
 _T = TypeVar("_T")
+
+
+class RanksEndedError(RuntimeError):
+    """A rank has ended, and vLLM ends the others."""
+
+
 # after which `step` returns though nothing has ended: rows may come and go in between
 _STEP_S = 0.02
 # requests that a rank may have beyond the one with the fewest, as a share of what it can run
@@ -238,7 +244,11 @@ class VllmRanks:
 
     async def _wait_for(self, key: str, outputs: Any) -> None:  # noqa: ANN401 - vLLM's collector
         try:
-            self._ended[key] = self._frontend.answer(await outputs.get())
+            answer = self._frontend.answer(await outputs.get())
+            if answer.finish_reason == "abort":
+                # nobody here waits for what is aborted here; its row is no bad one
+                raise RanksEndedError("vLLM dropped a request, as it does when a rank ends")
+            self._ended[key] = answer
         except Exception as error:  # whatever ends a rank ends the engine
             self._failure = error
         self._news.set()

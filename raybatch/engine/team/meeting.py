@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -72,6 +73,8 @@ class TeamStore:
 
 
 def _client(host: str, port: int, timeout: timedelta) -> Any:  # noqa: ANN401
+    # nobody listens where the leader has ended, and the store would look for it until too late
+    socket.create_connection((host, port), timeout.total_seconds()).close()
     return _c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
