@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -54,9 +54,6 @@ class EngineSpec:
     def token_budget(self) -> int:
         limits = self.cost.limits
         return limits.max_batched_tokens or limits.kv_tokens
-
-
-_NOBODY: Ints = np.empty(0, np.int64)
 
 
 class MovedSequence(NamedTuple):
@@ -111,9 +108,6 @@ class SimulatedEngine:
         self.counts = MeasuredStep(seconds=0.0, tokens=0.0, rows=0.0)
         # a step that is scheduled and not computed yet, None where the next ones are quiet
         self._schedule: Schedule | None = None
-        # the sequences that the last step decoded, by their arrivals, and those of the step that
-        # `begin` decided; none where prompts are computed
-        self._decoded = self._decodes = _NOBODY
 
     def capacity(self) -> Capacity:
         limits = self._spec.cost.limits
@@ -209,13 +203,11 @@ class SimulatedEngine:
         left = int((self._end_len[slots] - table.num_tokens[slots]).min(initial=1 << 30))
         num_quiet = count_quiet_steps(self.scheduler, left) if len(slots) else 0
         if num_quiet:
-            counts = _count_decodes(table, slots, self._group)
-            self.counts = replace(counts, changed_rows=self._count_changed(slots))
+            self.counts = _count_decodes(table, slots, self._group)
             # each row reads one token more with every step
             steps = np.arange(num_quiet)
             more_s = cost.context_s * len(slots) * steps + self._mix_seconds(slots, steps)
-            more_s[0] += cost.changed_row_s * self.counts.changed_rows
-            return self._timed(cost.predict(counts) + more_s)
+            return self._timed(cost.predict(self.counts) + more_s)
         self._schedule = schedule = self.scheduler.schedule()
         for slot in schedule.admitted:
             row = table.record(slot).request.request_id
@@ -223,9 +215,6 @@ class SimulatedEngine:
             # each row of vLLM reads for itself what it shares
             self._group[slot] = ALONE if self._spec.is_vllm else self._rows.group[row]
         self.counts = count_step(table, schedule, self._group)
-        is_decode_only = not len(schedule.chunk_slots)
-        num_changed = self._count_changed(schedule.decode_slots if is_decode_only else _NOBODY)
-        self.counts = replace(self.counts, changed_rows=num_changed)
         seconds = cost.predict(self.counts) if schedule.num_tokens else 0.0
         mix_s = self._mix_seconds(schedule.decode_slots, np.zeros(1))
         return self._timed(seconds + mix_s)
@@ -252,13 +241,7 @@ class SimulatedEngine:
         ended = [] if schedule is None else [r.request.request_id for r in schedule.ended]
         for slot in slots[table.num_tokens[slots] >= self._end_len[slots]].tolist():
             ended.append(self.scheduler.finish(slot).request.request_id)
-        self._decoded = self._decodes
         return ended
-
-    def _count_changed(self, slots: Ints) -> int:
-        """Return the rows of a step that only decodes, 0 where the one before had the same ones."""
-        self._decodes = np.sort(self.table.arrival[slots])
-        return 0 if np.array_equal(self._decodes, self._decoded) else len(slots)
 
     def _mix_seconds(self, slots: Ints, steps: Floats | Ints) -> Floats:
         """Return what unlike lengths add to steps from here on, by their numbers from 0, [N]."""

@@ -27,7 +27,6 @@ TRUTH = CostModel(
     context_s=1e-6,
     shared_pair_s=2e-7,
     shared_read_s=3e-6,
-    changed_row_s=4e-6,
     fit_error=0.0,
     limits=LIMITS,
 )
@@ -51,8 +50,7 @@ def steps_of(truth):
         step(tokens=n, rows=n, shared_pairs=n * 512, shared_reads=512, context_reads=16 * n)
         for n in (8, 32)
     ]
-    changed = [step(tokens=n, rows=n, context_reads=16 * n, changed_rows=n) for n in (4, 32)]
-    steps = [*prefills, *short, *cached, *decodes, *shared, *changed]
+    steps = [*prefills, *short, *cached, *decodes, *shared]
     return [replace(s, seconds=truth.predict(s)) for s in steps]
 
 

@@ -2,20 +2,16 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from raybatch.bench.measured_runs import simulate_steps
 from raybatch.errors import ConfigError
 from raybatch.records.types import ReplicaStats
 from raybatch.simulator.clock import Link, LinkSpec, VirtualClock
-from raybatch.simulator.engine import EngineSpec, SimulatedEngine, alone_seconds
 from raybatch.simulator.events import PoolSpec
 from raybatch.simulator.figures import Ideal, ideal_of, idle_share, simulate
 from raybatch.simulator.pool import PoolOutcome, ReplicaOutcome
-from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.validation import (
     HeldOutRun,
     Validation,
@@ -24,7 +20,7 @@ from raybatch.simulator.validation import (
     validation_path,
 )
 from raybatch.simulator.workloads import make_rows
-from tests.simulator.pools import costs, engine_spec, fixed_rows
+from tests.simulator.pools import engine_spec, fixed_rows
 
 NAMES = ("W1", "W2", "W3", "W4", "W5", "W6", "W7", "W8", "W11")
 
@@ -213,44 +209,3 @@ def test_a_cost_model_without_a_validation_is_told(tmp_path, text):
         validation_path(tmp_path / "model.json").write_text(text)
     with pytest.raises(ConfigError, match="bench calibrate"):
         read_validation(tmp_path / "model.json")
-
-
-def test_a_batch_that_is_new_costs_once_however_many_steps_it_takes():
-    cost = replace(costs(step_s=0.0, token_s=0.0), changed_row_s=1.0)
-    rows, spec = SimulatedRows.of(np.array([8, 8]), np.array([3, 6])), EngineSpec(cost=cost)
-    # two rows after their prompts, and one after the end of the other
-    assert pytest.approx(3.0) == alone_seconds(rows, spec)
-    one_by_one, _ = simulate_steps(rows, spec)
-    assert [0, 2, 0, 1, 0, 0] == [step.changed_rows for step in one_by_one]
-
-
-def test_a_batch_is_new_after_a_preemption():
-    """Rows alike change in number with whom they decode, and only so."""
-    rows, spec = SimulatedRows.of(np.full(4, 16), np.full(4, 60)), engine_spec(kv_tokens=192)
-    steps, stats = simulate_steps(rows, spec)
-    assert stats.num_preemptions > 0
-    changed = 0
-    for before, step in pairwise(steps):
-        has_prompts = step.pairs + step.past_pairs > 0
-        is_new = before.pairs + before.past_pairs > 0 or before.rows != step.rows
-        assert step.changed_rows == (step.rows if is_new and not has_prompts else 0)
-        changed += step.changed_rows
-    assert changed > 0
-
-
-def test_a_batch_is_new_where_a_row_has_left_or_come():
-    rows = SimulatedRows.of(np.full(3, 16), np.full(3, 40))
-    source, target = (SimulatedEngine(rows, engine_spec()) for _ in range(2))
-    source.add([0, 1])
-    target.add([2])
-    for engine in (source, target):
-        for _ in range(3):
-            engine.begin()
-            engine.compute(1)
-    target.restore(source.export([1], with_kv=True))
-    found = []
-    for engine in (source, target, source, target):
-        engine.begin()
-        found.append(engine.counts.changed_rows)
-        engine.compute(1)
-    assert [1, 2, 0, 0] == found

@@ -42,8 +42,6 @@ class MeasuredStep:
     context_reads: float = 0.0  # KV tokens that decoding sequences read for themselves
     shared_pairs: float = 0.0  # decoding sequences times KV tokens that they share with others
     shared_reads: float = 0.0  # shared KV tokens, counted once for all that share them
-    # sequences of a step that only decodes, where the one before had others, or computed prompts
-    changed_rows: float = 0.0
 
 
 # costs beside those of tokens, and the count of a step that each is for
@@ -54,7 +52,6 @@ _COUNT_OF = {
     "context_s": "context_reads",
     "shared_pair_s": "shared_pairs",
     "shared_read_s": "shared_reads",
-    "changed_row_s": "changed_rows",
 }
 
 
@@ -76,9 +73,6 @@ class CostModel:
     limits: EngineLimits
     # of a step that computes prompts, beside `step_s`: their attention runs apart
     prompt_step_s: float = 0.0
-    # per sequence of a step whose batch is new, as what is kept from step to step is made again;
-    # only simulations know of such steps
-    changed_row_s: float = 0.0
     start_s: float = 0.0  # of an engine in a process that is there; 0 where it was not measured
 
     def __post_init__(self) -> None:
