@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import threading
 from itertools import count
 
@@ -15,6 +16,7 @@ from raybatch.engine.team.meeting import Meeting, TeamStore
 from raybatch.engine.team.messages import Kind, Wire, pack, unpack
 from raybatch.errors import TeamError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
+from raybatch.records.team import TeamCall
 
 CPU = torch.device("cpu")
 _epochs = count(1)
@@ -299,10 +301,11 @@ def test_ranks_share_a_line_and_two_areas_each():
     assert 3 * (64 + 2 * (1 << 20)) == shared_bytes(3)
 
 
-def test_a_leader_that_has_ended_is_not_looked_for():
-    """What listens nowhere is known at once, however long ranks may wait."""
-    gone = TeamStore()
-    (_, call) = gone.calls(1, 2, timeout_s=1000.0)
-    del gone
-    with pytest.raises(TeamError, match="leader's store cannot be reached"):
-        Meeting(call)
+def test_a_leader_that_has_ended_is_not_looked_for(monkeypatch):
+    """Where nobody listens no store is looked for, which takes until its timeout."""
+    with socket.socket() as ended:
+        ended.bind(("127.0.0.1", 0))
+        port = ended.getsockname()[1]
+        monkeypatch.delattr("torch.distributed.TCPStore")
+        with pytest.raises(TeamError, match=r"leader's store cannot be reached.*refused"):
+            Meeting(TeamCall(epoch=1, rank=1, size=2, host="127.0.0.1", port=port))

@@ -20,8 +20,8 @@ _c10d: Any = torch.distributed
 _COMES, _ROLL_CALL_S = "comes", 5.0
 # what is left where a team is not to come about, and the seconds between two looks
 _CALLED_OFF, _LOOK_S = "called off", 2e-3
-# that calling a team off may take
-_BESIDE_S = 5.0
+# to reach a store that is there, and that calling a team off may take
+_CONNECT_S, _BESIDE_S = 2.0, 5.0
 
 
 @contextlib.contextmanager
@@ -73,7 +73,8 @@ class TeamStore:
 
 
 def _client(host: str, port: int, timeout: timedelta) -> Any:  # noqa: ANN401
-    # nobody listens where the leader has ended, and the store would look for it until too late
+    # nobody listens where the leader has ended, and torch would look for it until twice the timeout
+    timeout = min(timeout, timedelta(seconds=_CONNECT_S))
     socket.create_connection((host, port), timeout.total_seconds()).close()
     return _c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
@@ -90,9 +91,7 @@ class Meeting:
         with failing_as("the leader's store cannot be reached"):
             base = None if store is None else store.server
             if base is None:
-                base = _c10d.TCPStore(
-                    call.host, call.port, is_master=False, wait_for_workers=False, timeout=timeout
-                )
+                base = _client(call.host, call.port, timeout)
             self.store = _c10d.PrefixStore(_prefix(call.epoch), base)
             self.store.set_timeout(timeout)
 
