@@ -68,11 +68,8 @@ Connect = Callable[[TeamCall, Meeting, torch.device], TeamGroup]
 
 def connect(call: TeamCall, meeting: Meeting, device: torch.device) -> TeamGroup:
     """Return the group of a team, once all its ranks are there."""
-    group: TeamGroup | None = _shared_memory(call, meeting)
-    if group is None:
-        # whoever connects waits for the others, and hears nothing until they are there
-        meeting.pass_together("the roll of gloo", call)
-        group = GlooGroup(call, meeting)
+    shared = _shared_memory(call, meeting)
+    group: TeamGroup = shared or GlooGroup(call, meeting)
     return NcclGroup(call, meeting, group, device) if device.type == "cuda" else group
 
 

@@ -20,8 +20,8 @@ _c10d: Any = torch.distributed
 _COMES, _ROLL_CALL_S = "comes", 5.0
 # what is left where a team is not to come about, and the seconds between two looks
 _CALLED_OFF, _LOOK_S = "called off", 2e-3
-# to reach a store that is there, and that calling a team off may take
-_CONNECT_S, _BESIDE_S = 2.0, 5.0
+# to reach a store that is there
+_CONNECT_S = 2.0
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ class TeamStore:
         """
         with failing_as("a team could not be called off"):
             if self._beside is None:
-                self._beside = _client(self.host, self.port, timedelta(seconds=_BESIDE_S))
+                self._beside = _client(self.host, self.port, _CONNECT_S)
             _c10d.PrefixStore(_prefix(epoch), self._beside).set(_CALLED_OFF, why)
 
     def calls(self, epoch: int, size: int, *, timeout_s: float = 30.0) -> list[TeamCall]:
@@ -72,10 +72,11 @@ class TeamStore:
         ]
 
 
-def _client(host: str, port: int, timeout: timedelta) -> Any:  # noqa: ANN401
+def _client(host: str, port: int, timeout_s: float) -> Any:  # noqa: ANN401
     # nobody listens where the leader has ended, and torch would look for it until twice the timeout
-    timeout = min(timeout, timedelta(seconds=_CONNECT_S))
-    socket.create_connection((host, port), timeout.total_seconds()).close()
+    timeout_s = min(timeout_s, _CONNECT_S)
+    socket.create_connection((host, port), timeout_s).close()
+    timeout = timedelta(seconds=timeout_s)
     return _c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -87,13 +88,13 @@ class Meeting:
     """Short texts that the ranks of one epoch leave for each other, by name."""
 
     def __init__(self, call: TeamCall, store: TeamStore | None = None) -> None:
-        self._timeout_s, timeout = call.timeout_s, timedelta(seconds=call.timeout_s)
+        self._timeout_s = call.timeout_s
         with failing_as("the leader's store cannot be reached"):
             base = None if store is None else store.server
             if base is None:
-                base = _client(call.host, call.port, timeout)
+                base = _client(call.host, call.port, call.timeout_s)
             self.store = _c10d.PrefixStore(_prefix(call.epoch), base)
-            self.store.set_timeout(timeout)
+            self.store.set_timeout(timedelta(seconds=call.timeout_s))
 
     def leave(self, name: str, text: str) -> None:
         with failing_as(f"{name} could not be told"):
@@ -127,9 +128,3 @@ class Meeting:
             text = self.find(f"rank {rank}", most_s=_ROLL_CALL_S)
             if text != _COMES:
                 raise TeamError(f"rank {rank} refuses: {text}")
-
-    def pass_together(self, name: str, call: TeamCall) -> None:
-        """Wait until all ranks have come to this place."""
-        self.leave(f"{name}, rank {call.rank}", _COMES)
-        for rank in range(call.size):
-            self.find(f"{name}, rank {rank}")
