@@ -4,17 +4,20 @@ vLLM on a CPU does not exchange tokens between ranks: the processes here are giv
 parallelism has kernels on GPUs alone.
 """
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from raybatch.backends.registry import create_backend
-from raybatch.backends.vllm.ranks import RankRouter
+from raybatch.backends.vllm.ranks import RankRouter, RanksEndedError, VllmRanks
+from raybatch.backends.vllm.requests import Answer
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError
 from raybatch.records.types import Request, Sampling
@@ -186,6 +189,21 @@ def test_capacity_is_that_of_both_ranks(told):
 @pytest.mark.timeout(400)
 def test_a_row_that_vllm_refuses_is_an_error_row(told):
     assert "max allowed: 20" in told["refused"]
+
+
+@pytest.mark.parametrize(("reason", "is_over"), [("stop", False), ("abort", True)])
+def test_what_vllm_drops_is_the_end_of_its_engine_and_not_of_the_row(reason, is_over):
+    ranks, answer = object.__new__(VllmRanks), Answer("7", None, reason, None, is_finite=True)
+    ranks._ended, ranks._failure, ranks._news = {}, None, asyncio.Event()
+    ranks._frontend = SimpleNamespace(answer=lambda output: output)
+
+    async def get():
+        return answer
+
+    asyncio.run(ranks._wait_for("7", SimpleNamespace(get=get)))
+    assert isinstance(ranks._failure, RanksEndedError) == is_over
+    assert ({} if is_over else {"7": answer}) == ranks._ended
+    assert ranks._news.is_set()
 
 
 @pytest.mark.vllm

@@ -22,15 +22,14 @@ from raybatch.records.types import NO_TOKENS, Task, TokenIds
 
 _T = TypeVar("_T")
 
-
-class RanksEndedError(RuntimeError):
-    """A rank has ended, and vLLM ends the others."""
-
-
 # after which `step` returns though nothing has ended: rows may come and go in between
 _STEP_S = 0.02
 # requests that a rank may have beyond the one with the fewest, as a share of what it can run
 _AHEAD_FRACTION = 1 / 8
+
+
+class RanksEndedError(RuntimeError):
+    """A rank has ended, and vLLM ends the others."""
 
 
 class RankRouter:
@@ -246,7 +245,7 @@ class VllmRanks:
         try:
             answer = self._frontend.answer(await outputs.get())
             if answer.finish_reason == "abort":
-                # nobody here waits for what is aborted here; its row is no bad one
+                # `take` awaits nothing of what it aborts: vLLM did, and the row is no bad one
                 raise RanksEndedError("vLLM dropped a request, as it does when a rank ends")
             self._ended[key] = answer
         except Exception as error:  # whatever ends a rank ends the engine
