@@ -139,9 +139,12 @@ def _kind(fault: MoveFault) -> str:
 
 
 def _stage(folder: Path, place: str, is_alone: bool) -> Mapping[str, Any]:
-    limits = {"stuck_after_s": _STUCK_AFTER_S, "max_row_crashes": 9}
-    # the last rows of an engine that hangs
-    limits["duplicate_last_rows"] = place == "tail"
+    limits = {
+        "stuck_after_s": _STUCK_AFTER_S,
+        "max_row_crashes": 9,
+        # of an engine that hangs
+        "duplicate_last_rows": place == "tail",
+    }
     if place.startswith(_NATIVE):
         # the last rows of engines are to be long where idle ones take part in their steps
         lengths = (100, 700) if place == "teams" else (200, 250)

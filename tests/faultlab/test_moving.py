@@ -88,7 +88,7 @@ def test_a_job_whose_engines_form_teams_survives_their_ends():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_job_whose_last_rows_run_twice_survives_an_engine_that_hangs():
+def test_the_last_rows_of_a_job_which_may_run_twice_survive_an_engine_that_hangs():
     found = go_through("tail", ("source hangs", 20))
     assert found.problem == ""
     assert found.is_right
