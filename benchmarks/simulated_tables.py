@@ -7,9 +7,9 @@ engines are DeepSeek-R1 on H20 and H200 as `published_engines.py` prices them fr
 What counts is how sides compare, and how they grow with engines. Minutes differ from the paper's:
 kernels are all as good as `gpu_forecast.py` assumes, and nothing inside an engine waits.
 
-Prompts and outputs have the means that the paper names, which are all that it names: `alike` has
-rows of these lengths, `spread` log-normal ones, whose 95th percentile is 2.3 times the median. The
-longest output is every row's `max_tokens`. Nothing is known ahead.
+Prompts and outputs have the means that the paper names, which are all that it names; lengths are
+log-normal, with a 95th percentile of 2.3 times the median. The longest output is every row's
+`max_tokens`. Nothing is known ahead.
 
 table 3   6,000 rows on one engine, for which a pool decides nothing: prices beside measured
           minutes. With room for 10 rows (KV `copied`) every 20th row runs, and minutes are scaled
@@ -19,9 +19,8 @@ table 5   10,000 rows on 32, 64 and 128 H20. `pool` and `bound` have engines of 
 table 6   10,000 rows on 128 H20: the pool of 8 engines, and engines of which some compute prompts
           and the others outputs. KV takes the network between them; its engine then has any number
           of rows waiting, and engines take rows as they have room
-scaling   64 rows for each slot of each replica, the prices of `tail.py`, KV for all: `spread` rows
-          of 1,000 and 500 tokens, and on the fewest replicas W4, whose longest row is 40 times the
-          mean
+scaling   64 rows for each slot of each replica, the prices of `tail.py`, KV for all: rows of 1,000
+          and 500 tokens, and on the fewest replicas W4, whose longest row is 40 times the mean
 """
 
 import argparse
@@ -45,7 +44,7 @@ from raybatch.simulator.pool import SimulatedPool
 from raybatch.simulator.rows import SimulatedRows
 
 # deviation of the logarithms of lengths
-SPREADS = {"alike": 0.0, "spread": 0.5}
+SIGMA = 0.5
 # mean tokens of prompts and outputs
 WORKLOADS = {
     "8K-2K": (8000, 2000),
@@ -87,7 +86,6 @@ class Entry:
     """
 
     table: str
-    spread: str
     workload: str
     engines: str
     side: str
@@ -99,12 +97,11 @@ class Entry:
     cpu_s: float
 
 
-def make_rows(workload: str, spread: str, num_rows: int, seed: int) -> SimulatedRows:
+def make_rows(workload: str, num_rows: int, seed: int) -> SimulatedRows:
     rng = np.random.Generator(np.random.PCG64(seed))
-    sigma = SPREADS[spread]
 
     def lengths(mean: float) -> Ints:
-        drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_rows)
+        drawn = rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, num_rows)
         return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
     prompt, output = WORKLOADS[workload]
@@ -127,9 +124,9 @@ def bound_s(rows: SimulatedRows, engine: Engine, num_engines: int) -> float:
     return sharded_s(rows, engine.spec(), shards, PoolSpec(num_replicas=num_engines))
 
 
-def table_3(spread: str, options: argparse.Namespace) -> Iterator[Entry]:
+def table_3(options: argparse.Namespace) -> Iterator[Entry]:
     for workload in ("8K-2K", "2K-8K"):
-        rows = make_rows(workload, spread, options.rows or 6000, options.seed)
+        rows = make_rows(workload, options.rows or 6000, options.seed)
         for engine, published in TABLE_3.items():
             began = time.process_time()
             # with few places a part of the rows has the rate of all
@@ -138,7 +135,6 @@ def table_3(spread: str, options: argparse.Namespace) -> Iterator[Entry]:
             sglang, batchgen = published[workload]
             yield Entry(
                 table="3",
-                spread=spread,
                 workload=workload,
                 engines=str(engine),
                 side="engine",
@@ -150,12 +146,12 @@ def table_3(spread: str, options: argparse.Namespace) -> Iterator[Entry]:
             )
 
 
-def table_5(spread: str, options: argparse.Namespace) -> Iterator[Entry]:
+def table_5(options: argparse.Namespace) -> Iterator[Entry]:
     unit = Engine(gpu=H20, num_gpus=16)
     instances = {32: (32, 1), 64: (64, 1), 128: (64, 2)}
     for workload in options.workloads:
         published = TABLE_5[workload]
-        rows = make_rows(workload, spread, options.rows or 10_000, options.seed)
+        rows = make_rows(workload, options.rows or 10_000, options.seed)
         for side, run in (("pool", pool_s), ("bound", bound_s), ("instances", pool_s)):
             first: float | None = None
             for num_gpus, (sglang, batchgen) in published.items():
@@ -168,7 +164,6 @@ def table_5(spread: str, options: argparse.Namespace) -> Iterator[Entry]:
                 first = first or seconds * num_gpus
                 yield Entry(
                     table="5",
-                    spread=spread,
                     workload=workload,
                     engines=f"{num_engines} of {engine}",
                     side=side,
@@ -181,9 +176,9 @@ def table_5(spread: str, options: argparse.Namespace) -> Iterator[Entry]:
                 )
 
 
-def table_6(spread: str, options: argparse.Namespace) -> Iterator[Entry]:
+def table_6(options: argparse.Namespace) -> Iterator[Entry]:
     workload, unit, num_engines = "8K-2K", Engine(gpu=H20, num_gpus=16), 8
-    rows = make_rows(workload, spread, options.rows or 10_000, options.seed)
+    rows = make_rows(workload, options.rows or 10_000, options.seed)
     for num_prompt in (0, *TABLE_6):
         began, split = time.process_time(), (num_prompt, num_engines - num_prompt)
         if num_prompt:
@@ -193,7 +188,6 @@ def table_6(spread: str, options: argparse.Namespace) -> Iterator[Entry]:
             side, seconds = "pool", pool_s(rows, unit, num_engines)
         yield Entry(
             table="6",
-            spread=spread,
             workload=workload,
             engines=f"{num_engines} of {unit}",
             side=side,
@@ -220,7 +214,7 @@ def scaling(options: argparse.Namespace) -> Iterator[Entry]:
             rows = (
                 workloads.make_rows(workload, num_rows=num_rows, seed=options.seed)
                 if workload == "W4"
-                else make_rows(workload, "spread", num_rows, options.seed)
+                else make_rows(workload, num_rows, options.seed)
             )
             num_tokens = int(rows.output.sum())
             # an engine that is always full has one rate, however many rows there are
@@ -230,7 +224,6 @@ def scaling(options: argparse.Namespace) -> Iterator[Entry]:
             figures = simulate(rows, engine, PoolSpec(num_replicas=num_replicas), ideal)
             yield Entry(
                 table="scaling",
-                spread="heavy tail" if workload == "W4" else "spread",
                 workload=workload,
                 engines=f"{num_replicas} replicas, {num_rows} rows",
                 side="pool",
@@ -241,23 +234,17 @@ def scaling(options: argparse.Namespace) -> Iterator[Entry]:
             )
 
 
-TABLES = {"3": table_3, "5": table_5, "6": table_6}
+TABLES = {"3": table_3, "5": table_5, "6": table_6, "scaling": scaling}
 
 
 def entries_of(options: argparse.Namespace) -> Iterator[Entry]:
-    for table, make in TABLES.items():
-        if table in options.tables:
-            for spread in options.spreads:
-                yield from make(spread, options)
-    if "scaling" in options.tables:
-        yield from scaling(options)
+    for table in options.tables:
+        yield from TABLES[table](options)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    choices = [*TABLES, "scaling"]
-    parser.add_argument("--tables", choices=choices, nargs="+", default=choices)
-    parser.add_argument("--spreads", choices=SPREADS, nargs="+", default=["spread"])
+    parser.add_argument("--tables", choices=TABLES, nargs="+", default=[*TABLES])
     parser.add_argument("--workloads", choices=TABLE_5, nargs="+", default=["12K-4K"])
     parser.add_argument("--rows", type=int, help="of tables; those of the paper by default")
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 32, 64, 128])
@@ -267,9 +254,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     began, entries = time.process_time(), list[Entry]()
-    for key, found in groupby(entries_of(options), lambda e: (e.table, e.spread, e.workload)):
-        table, spread, workload = key
-        print(f"\n{table}, {workload}, {spread}; simulated, paper's minutes beside it")
+    for key, found in groupby(entries_of(options), lambda e: (e.table, e.workload)):
+        table, workload = key
+        print(f"\n{table}, {workload}; simulated, paper's minutes beside it")
         names = ("minutes", "of_linear", "sglang", "batchgen", "rows_per_place", "cpu_s")
         print(f"{'side':10} {'engines':28}" + "".join(f"{name:>15}" for name in names))
         for entry in found:

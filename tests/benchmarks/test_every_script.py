@@ -184,10 +184,7 @@ TINY = {
         args=("--rows", "40", "--replicas", "2", "--factors", "1.7", "--spreads", "W7")
     ),
     "simulated_tables": Tiny(
-        args=(
-            *("--rows", "10", "--spreads", "spread"),
-            *("--replicas", "2", "--slots", "8", "--rows-per-slot", "1"),
-        )
+        args=("--rows", "10", "--replicas", "2", "--slots", "8", "--rows-per-slot", "1")
     ),
     "simulator_error": Tiny(
         args=("--model", "{model}", "--rows", "12", "--rounds", "1", "--seconds", "0.1"),
