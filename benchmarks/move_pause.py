@@ -6,10 +6,10 @@ A pool of two processes on this host, one thread each, and one row, that moves t
 pool's own moves do. Calls of its replicas are timed here. The pause lasts from the call that stops
 the row until a token of the other engine is seen: it holds the rest of the step that was under way
 (half a one on average) and the first step elsewhere, so what is left of it without one and a half
-steps is the time in which nothing was computed. Blocks that were left are counted in what the row
-takes along. A block of decoding is as many steps as it has tokens, measured before each move.
-Rows of up to 4,096 tokens move without KV as well, each once, and are computed again. Tokens of all
-are those of rows that stay, or the script fails.
+steps is the time in which nothing was computed, but for rows that are computed again. Blocks that
+were left are counted in what the row takes along. A block of decoding is as many steps as it has
+tokens, measured before each move. Rows of up to 4,096 tokens move without KV as well, each once.
+Tokens of all are those of rows that stay, or the script fails.
 """
 
 import argparse
@@ -63,9 +63,8 @@ class Call(NamedTuple):
 class TimedReplica:
     """A replica with what its calls took; after `begin` it is looked at until the row decodes."""
 
-    def __init__(self, started: Started, calls: list[Call]) -> None:
-        self._actor, self.end, self._calls = started.actor, started.end, calls
-        self._looking: asyncio.Task[None] | None = None
+    def __init__(self, started: Started, site: "TimedSite") -> None:
+        self._actor, self.end, self._site = started.actor, started.end, site
 
     @property
     def actor(self) -> CallHandle:
@@ -75,25 +74,26 @@ class TimedReplica:
         began = time.perf_counter()
         answer = await getattr(self._actor, name).remote(*args)
         if name == "move":
-            self._calls.append(Call(args[0], began, time.perf_counter(), answer))
+            self._site.calls.append(Call(args[0], began, time.perf_counter(), answer))
             if args[0] == "begin":
-                self._looking = asyncio.create_task(self._look(args[1]))
+                self._site.looking = asyncio.create_task(self._look(args[1]))
         return answer
 
     async def _look(self, request_id: int) -> None:
         began, seen = time.perf_counter(), None
         while seen is None:
             seen = await self._actor.move.remote("peek", request_id, _NO_BLOCK)
-        self._calls.append(Call("first", began, time.perf_counter(), seen))
+        self._site.calls.append(Call("first", began, time.perf_counter(), seen))
 
 
 class TimedSite(LocalSite):
     def __init__(self, loop: LocalLoop) -> None:
         super().__init__(loop)
         self.calls: list[Call] = []
+        self.looking: asyncio.Task[None]
 
     def start(self, *args: Any, **options: Any) -> TimedReplica:  # noqa: ANN401
-        return TimedReplica(super().start(*args, **options), self.calls)
+        return TimedReplica(super().start(*args, **options), self)
 
 
 class Pool:
@@ -147,8 +147,7 @@ class Pool:
         while levelling.view.is_moving(move.row_id):
             await asyncio.sleep(0.001)
         assert levelling.counters.num_moved == num_moved + 1, "the row has not moved"
-        while not any(call.step == "first" for call in calls):
-            await asyncio.sleep(0.001)
+        await self._site.looking
         return list(calls)
 
     async def _stats(self, replica_id: int) -> ReplicaStats:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 import signal
 
 import numpy as np
@@ -13,6 +14,7 @@ from raybatch.actors.coordinator.teams import Teams
 from raybatch.actors.executors.calls import CallHandle
 from raybatch.actors.executors.local_site import LocalSite
 from raybatch.actors.wire.columns import decode_completions
+from raybatch.errors import TeamError
 from raybatch.policy.pool import partition
 from raybatch.policy.pool.partition import TeamBook
 from raybatch.policy.pool.snapshot import TeamKind, TeamPace, TeamPlan
@@ -250,11 +252,30 @@ def test_a_follower_that_dies_while_a_team_forms_lets_it_be_called_off(
     assert not pool.coordinator._replicas.ledger.num_hung
 
 
-def test_a_team_that_forms_while_rows_come_to_wait_is_called_off(folder, alone, caplog):
+def test_followers_hear_that_their_leader_has_failed(folder, alone, caplog, monkeypatch):
+    """They wait for it no longer than until it has told the coordinator."""
+    monkeypatch.setattr("raybatch.actors.coordinator.teams._TIMEOUT_S", 1000.0)
+
+    async def script(replica_id, step, when):
+        if (step, when) == ("lead", "before"):
+            raise TeamError("no memory for this")
+
+    async def meanwhile(pool):
+        await form(pool)
+
+    with caplog.at_level(logging.INFO):
+        pool, tokens, _ = run(folder, meanwhile, num_replicas=3, script=script, then=all_free)
+    assert alone[:1] == tokens
+    assert "the team was called off: TeamError: no memory for this" in caplog.text
+    assert not pool.coordinator._replicas.ledger.num_hung
+
+
+@pytest.mark.parametrize("place", ["team_calls", "follow"])
+def test_a_team_that_forms_while_rows_come_to_wait_is_called_off(folder, alone, caplog, place):
     """Without blame: such a team may form again."""
 
     async def script(replica_id, step, when):
-        if (step, when) == ("follow", "before") and not formed:
+        if (step, when) == (place, "before") and not formed:
             (team,) = formed.extend(teams_of(pools[0])._teams.values()) or formed
             teams_of(pools[0])._end(team, "rows wait")
 
@@ -270,7 +291,7 @@ def test_a_team_that_forms_while_rows_come_to_wait_is_called_off(folder, alone, 
     with caplog.at_level(logging.INFO):
         pool, tokens, attempts = run(folder, meanwhile, script=script, then=then)
     assert (alone[:1], [1]) == (tokens, attempts)
-    assert "called off: rows wait" in caplog.text
+    assert re.search(r"does not come about: .*rows wait", caplog.text)
     assert (0, 0) == (teams_of(pool).counters.num_formed, teams_of(pool).counters.num_failed)
 
 

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import socket
 import threading
+from datetime import timedelta
 from itertools import count
 
 import numpy as np
@@ -72,6 +73,27 @@ def test_whoever_waits_for_a_text_hears_that_the_team_is_called_off(store):
     others = Meeting(store.calls(next(_epochs), 2)[0], store)
     others.leave("memory", "none")
     assert "none" == others.find("memory")
+
+
+def test_a_team_is_called_off_while_its_leader_waits_for_something_else():
+    """Or the event loop of a replica would wait as well; and the first reason counts."""
+    store, epoch, events = TeamStore(), next(_epochs), []
+
+    def wait():
+        with pytest.raises(RuntimeError):
+            store.server.get("what comes never")
+        events.append("has waited")
+
+    store.server.set_timeout(timedelta(seconds=4))
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    for reason in ("rows wait", "a rank is gone"):
+        store.call_off(epoch, reason)
+    events.append("called off")
+    waiting.join()
+    assert ["called off", "has waited"] == events
+    with pytest.raises(TeamError, match="called off: rows wait"):
+        Meeting(store.calls(epoch, 2)[0], store).find("vote of rank 1")
 
 
 @pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])

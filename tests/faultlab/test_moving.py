@@ -82,6 +82,7 @@ def test_a_job_whose_rows_move_survives_engines_that_end_and_hang():
 def test_a_job_whose_engines_form_teams_survives_their_ends():
     found = go_through("teams", ("follower killed", 4), ("leader killed", 8))
     assert found.problem == ""
+    assert found.injected == ("follower killed", "leader killed")
     assert found.is_right
     assert found.moved.num_teams > 0
 
@@ -91,4 +92,5 @@ def test_a_job_whose_engines_form_teams_survives_their_ends():
 def test_the_last_rows_of_a_job_which_may_run_twice_survive_an_engine_that_hangs():
     found = go_through("tail", ("source hangs", 20))
     assert found.problem == ""
+    assert found.injected == ("source hangs",)
     assert found.is_right

@@ -89,8 +89,7 @@ class Moves:
     async def _move(self, move: RowMove, batch_id: int, row: int) -> bool:
         began = time.perf_counter()
         next_block, num_bytes = await self._copy_ahead(move) if move.with_kv else (None, 0)
-        # it stops once the step has ended that the source is at
-        stopped = time.perf_counter()
+        asked = time.perf_counter()
         left: LeftRow | None = await self._call(move.source, "depart", move.row_id, next_block)
         if left is None:
             raise _NotMovedError("it has ended")
@@ -108,7 +107,7 @@ class Moves:
         await self._try(move.target, "begin", move.row_id)
         _logger.info(
             "row %d of batch %d moved from replica %d to %d with %d tokens of its own, %s, in "
-            "%.3f s, of which it stood at most %.3f s",
+            "%.3f s, of which %.3f s to stop it and hand it over",
             row,
             batch_id,
             move.source,
@@ -116,7 +115,7 @@ class Moves:
             len(left.begun.column("token_ids")[0]),
             f"{num_bytes / 1e6:.1f} MB of KV" if move.with_kv else "KV computed again",
             time.perf_counter() - began,
-            time.perf_counter() - stopped,
+            time.perf_counter() - asked,
         )
         await self._try(move.source, "release", move.row_id)
         return True

@@ -170,16 +170,18 @@ class Teams:
             calls: list[TeamCall] = await self._call(
                 leader_id, "team_calls", epoch, plan.kind.size, address, self._timeout_s
             )
+            if team.ends:
+                raise TeamError(team.ends)
             for replica_id, call in zip(plan.followers, calls[1:], strict=True):
                 serving[self._spawn(self._follow(team, replica_id, call))] = replica_id
             cost: FormingCost = await self._lead(team, calls[0], serving)
         except self._failed as error:
             _logger.info("team %d does not come about: %s", epoch, error_text(error))
-            # followers may wait for it still
-            await self._call_off(team, error_text(error))
             if not team.ends:
                 self.counters.num_failed += 1
                 self._give_up(team)
+            # followers may wait for it still
+            await self._call_off(team, error_text(error))
         else:
             await self._compute(team, cost, serving)
         await self._free(team, serving)
@@ -195,15 +197,12 @@ class Teams:
     ) -> FormingCost:
         """Let a leader form its team; where a follower has ended, it waits for nobody longer."""
         leading = asyncio.ensure_future(self._call(team.plan.leader, "lead", call))
-        try:
-            await asyncio.wait({leading, *serving}, return_when=asyncio.FIRST_COMPLETED)
-            if not leading.done():
-                ended = next(serving[task] for task in serving if task.done())
-                await self._call_off(team, f"replica {ended} follows no more")
-            cost: FormingCost = await leading
-            return cost
-        finally:
-            leading.cancel()
+        await asyncio.wait({leading, *serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not leading.done():
+            ended = next(serving[task] for task in serving if task.done())
+            await self._call_off(team, f"replica {ended} follows no more")
+        cost: FormingCost = await leading
+        return cost
 
     async def _call_off(self, team: _Team, why: str) -> None:
         """Let the ranks of a team give up that wait for each other while it forms."""

@@ -70,7 +70,13 @@ def connect(call: TeamCall, meeting: Meeting, device: torch.device) -> TeamGroup
     """Return the group of a team, once all its ranks are there."""
     shared = _shared_memory(call, meeting)
     group: TeamGroup = shared or GlooGroup(call, meeting)
-    return NcclGroup(call, meeting, group, device) if device.type == "cuda" else group
+    if device.type != "cuda":
+        return group
+    try:
+        return NcclGroup(call, meeting, group, device)
+    except TeamError:
+        group.close()
+        raise
 
 
 class GlooGroup:
@@ -280,7 +286,7 @@ def _shared_memory(call: TeamCall, meeting: Meeting) -> SharedGroup | None:
         meeting.leave("memory is shared", str(is_shared))
         if not is_shared or descriptor is None:
             return None
-        with failing_as("the memory of a team cannot be mapped"):
+        with _failing_to_map():
             return SharedGroup(mmap.mmap(descriptor, shared_bytes(call.size)), call)
     finally:
         if descriptor is not None:
@@ -296,4 +302,9 @@ def _mapped_by_others(call: TeamCall, meeting: Meeting) -> SharedGroup | None:
     meeting.leave(f"memory of rank {call.rank}", "mapped" if memory is not None else "missing")
     if meeting.find("memory is shared") != "True" or memory is None:
         return None
-    return SharedGroup(memory, call)
+    with _failing_to_map():
+        return SharedGroup(memory, call)
+
+
+def _failing_to_map() -> contextlib.AbstractContextManager[None]:
+    return failing_as("the memory of a team cannot be mapped")

@@ -50,12 +50,14 @@ class TeamStore:
     def call_off(self, epoch: int, why: str) -> None:
         """Let all ranks of a team give up that wait for each other's texts; of another thread.
 
-        The server is one client's at a time, who may wait for long.
+        The server is one client's at a time, who may wait for long. The first reason counts.
         """
         with failing_as("a team could not be called off"):
             if self._beside is None:
                 self._beside = _client(self.host, self.port, _CONNECT_S)
-            _c10d.PrefixStore(_prefix(epoch), self._beside).set(_CALLED_OFF, why)
+            store = _c10d.PrefixStore(_prefix(epoch), self._beside)
+            if not store.check([_CALLED_OFF]):
+                store.set(_CALLED_OFF, why)
 
     def calls(self, epoch: int, size: int, *, timeout_s: float = 30.0) -> list[TeamCall]:
         """Return what each rank of a new team is told, the leader first."""
