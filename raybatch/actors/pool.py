@@ -28,7 +28,7 @@ from raybatch.errors import ReplicaError
 from raybatch.records.pool_stats import PoolStats
 from raybatch.records.types import Sampling
 
-_made: list[Pools] = []
+_made: dict[bool, Pools] = {}
 
 
 class RowWatch(Protocol):
@@ -267,13 +267,19 @@ def _pools(is_local: bool) -> Pools:
         from raybatch.actors.executors.ray_pools import RayPools
 
         pools = RayPools()
-    _made.append(pools)
+    _made[is_local] = pools
     return pools
 
 
 def release_pools() -> None:
     """End every pool that this process made."""
-    for pools in _made:
+    for pools in _made.values():
+        pools.end_all()
+
+
+def end_local_engines() -> None:
+    """End the engines of pools without Ray: one that hangs would outlive this process."""
+    if (pools := _made.get(True)) is not None:
         pools.end_all()
 
 

@@ -87,6 +87,9 @@ def main() -> None:
         raise SystemExit(1) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+        # commands without engines do not load what makes them
+        if (pool := sys.modules.get("raybatch.actors.pool")) is not None:
+            pool.end_local_engines()
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from raybatch.actors.executors import local_pools
+from raybatch.actors.pool import end_local_engines
 from raybatch.errors import ReplicaError
 from raybatch.records.types import Sampling
 from tests.actors.pools import (
@@ -92,6 +93,19 @@ def test_engines_of_a_pool_that_ends_are_gone(own):
     wait_until(lambda: len(handle.state().pids) == 2)
     pids = handle.state().pids
     handle.shutdown()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_an_engine_that_hangs_does_not_outlive_a_command(own, monkeypatch):
+    monkeypatch.setattr("raybatch.actors.replicas.replica_set._STOP_GRACE_S", 0.5)
+    handle = own(**IN_PROCESS)
+    handle.start()
+    wait_until(lambda: len(handle.state().pids) == 2)
+    pids = handle.state().pids
+    os.kill(pids[0], signal.SIGSTOP)
+    end_local_engines()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

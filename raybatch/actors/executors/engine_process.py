@@ -2,8 +2,8 @@
 
 python -m raybatch.actors.executors.engine_process FILE_DESCRIPTOR
 
-It ends with the driver, however that ends: the kernel closes the driver's end of the socket. What
-it has started, such as a compiler or the workers of an engine, ends with it.
+It ends with the driver, however that ends, unless it hangs: the kernel closes the driver's end of
+the socket. What it has started, such as a compiler or the workers of an engine, ends with it.
 """
 
 import asyncio
