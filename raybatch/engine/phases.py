@@ -199,8 +199,8 @@ class PhasedEngine:
         return ended
 
     def stats(self) -> ReplicaStats:
-        now = self._engine.stats()
-        return replace(summed(self._past, now), way=self._way)
+        stats = summed(self._past, self._engine.stats())
+        return replace(stats, way=self._way, num_lost_teams=self._teamwork.num_lost)
 
     @property
     def _may_choose(self) -> bool:

@@ -339,6 +339,8 @@ class ReplicaStats(TokenCounts):
     """Requests sent to an endpoint again."""
     engine_s: float = 0.0
     """Seconds in steps."""
+    num_lost_teams: int = 0
+    """That it led, and of which a rank was gone; it went on alone."""
     way: str = ""
     """How it runs, where it chose, and why."""
 

@@ -312,7 +312,8 @@ def test_a_death_between_steps_of_a_team_changes_no_token(folder, alone, victim)
     assert teams_of(pool).counters.num_formed
 
 
-def test_a_follower_that_hangs_is_killed_and_the_row_goes_on(folder, alone, monkeypatch):
+def test_a_follower_that_hangs_is_killed_and_the_row_goes_on(folder, alone, monkeypatch, caplog):
+    """Its leader tells that the team is over, whatever its pace comes to."""
     monkeypatch.setattr("raybatch.actors.coordinator.teams._TIMEOUT_S", 1.0)
 
     async def meanwhile(pool):
@@ -324,7 +325,9 @@ def test_a_follower_that_hangs_is_killed_and_the_row_goes_on(folder, alone, monk
         await all_free(pool)
         await until(lambda: pool.coordinator._replicas.ledger.num_hung)
 
-    _, tokens, attempts = run(folder, meanwhile, then=then)
+    with caplog.at_level(logging.INFO):
+        _, tokens, attempts = run(folder, meanwhile, then=then)
+    assert "its leader has lost a rank" in caplog.text
     assert (alone[:1], [1]) == (tokens, attempts)
 
 

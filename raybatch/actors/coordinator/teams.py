@@ -53,6 +53,8 @@ class _Team:
 
     plan: TeamPlan
     epoch: int
+    # teams that its leader had lost before
+    num_lost: int
     # a follower could not go on
     is_broken: bool = False
     # why it is to end, "" while it is wanted
@@ -110,6 +112,11 @@ class Teams:
             team = self._teams.get(leader.replica_id)
             if team is None or team.cost is None:
                 continue
+            if self._members[leader.replica_id].stats.num_lost_teams > team.num_lost:
+                # a follower that hangs has not told
+                team.is_broken = True
+                self._end(team, "its leader has lost a rank, and goes on alone")
+                continue
             if leader.team_ratio is not None:
                 self._note_pace(team, TeamPace(leader.team_ratio, team.cost.seconds))
             if why := self._book.to_end(leader.replica_id, plan, snapshot):
@@ -140,8 +147,9 @@ class Teams:
         if any(member is None or not member.takes_rows for member in some):
             return
         self._epoch += 1
-        team = self._teams[plan.leader] = _Team(plan, self._epoch)
         leader = self._members[plan.leader]
+        num_lost = leader.stats.num_lost_teams
+        team = self._teams[plan.leader] = _Team(plan, self._epoch, num_lost)
         leader.is_leading = True
         self._view.begin_team(leader, plan.kind.size, alone_s)
         for replica_id in plan.followers:

@@ -36,6 +36,8 @@ class Teamwork:
         self._prepared, self._connect = prepared, connect
         self._store: TeamStore | None = None
         self._team: TeamLeader | None = None
+        # teams that it led, and of which a rank was gone
+        self.num_lost = 0
 
     @property
     def leads(self) -> bool:
@@ -100,11 +102,12 @@ class Teamwork:
         """End a team of which a rank is gone; what its tokens left in the pools is lost."""
         if self._team is not None:
             _logger.warning(
-                "a team ends after %d steps, and its rows are computed again by their tokens: %s",
+                "a team ends after %d steps, as %s; its rows are computed again by their tokens",
                 self._team.num_steps,
                 error_text(error),
             )
             self._team.close()
+            self.num_lost += 1
         self._team = runner.partition = None
 
     def follow(
