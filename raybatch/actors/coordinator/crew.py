@@ -69,7 +69,7 @@ class Crew:
             ledger.release(member.rank)
             if self._idle_since.pop(replica_id, None) is None:
                 member.started.end()
-            _logger.info("replica %d stops: %s", replica_id, plan.reason)
+            _logger.info("%s stops: %s", member, plan.reason)
         return plan
 
     def _snapshot(self, now: float, pulling: Collection[int]) -> CrewSnapshot:

@@ -122,11 +122,9 @@ def _span(row_id: int) -> Span:
 
 def _log(begun: Duplicate) -> None:
     _logger.info(
-        "row %d of batch %d runs at replica %d as well, for %.1f s: replica %d would take %.1f s",
+        "row %d of batch %d runs on a second engine as well, for %.1f s: its own would take %.1f s",
         begun.row_id & ROW_MASK,
         begun.row_id >> ROW_BITS,
-        begun.target,
         begun.copy_s,
-        begun.source,
         begun.row_s,
     )

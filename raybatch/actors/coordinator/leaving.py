@@ -55,7 +55,7 @@ class Leaving:
             return
         member.is_leaving = True
         self._levelling.note_leaving()
-        _logger.warning("replica %d will end: %s; its rows go to others", replica_id, why)
+        _logger.warning("%s will end: %s; its rows go to others", member, why)
         if member.is_ready:
             self._spawn(self._empty(member))
         else:
@@ -94,4 +94,4 @@ class Leaving:
                 await asyncio.sleep(_TURN_S)
         except self._site.failed as error:
             # its end is noticed, and its rows are queued again, where it is awaited
-            _logger.debug("replica %d has ended before it was empty", replica_id, exc_info=error)
+            _logger.debug("%s has ended before it was empty", member, exc_info=error)

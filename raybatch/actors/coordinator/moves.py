@@ -88,6 +88,7 @@ class Moves:
 
     async def _move(self, move: RowMove, batch_id: int, row: int) -> bool:
         began = time.perf_counter()
+        names = [str(self._members.get(r, "one that ended")) for r in (move.source, move.target)]
         next_block, num_bytes = await self._copy_ahead(move) if move.with_kv else (None, 0)
         asked = time.perf_counter()
         left: LeftRow | None = await self._call(move.source, "depart", move.row_id, next_block)
@@ -106,12 +107,11 @@ class Moves:
         self.counters.num_bytes += num_bytes
         await self._try(move.target, "begin", move.row_id)
         _logger.info(
-            "row %d of batch %d moved from replica %d to %d with %d tokens of its own, %s, in "
+            "row %d of batch %d moved from %s to %s with %d tokens of its own, %s, in "
             "%.3f s, of which %.3f s to stop it and hand it over",
             row,
             batch_id,
-            move.source,
-            move.target,
+            *names,
             len(left.begun.column("token_ids")[0]),
             f"{num_bytes / 1e6:.1f} MB of KV" if move.with_kv else "KV computed again",
             time.perf_counter() - began,

@@ -55,6 +55,8 @@ class _Team:
     epoch: int
     # teams that its leader had lost before
     num_lost: int
+    # of its replicas by id, as logs know them
+    names: Mapping[int, str]
     # a follower could not go on
     is_broken: bool = False
     # why it is to end, "" while it is wanted
@@ -140,7 +142,7 @@ class Teams:
             for replica_id in (team.plan.leader, *team.plan.followers):
                 member = self._members.get(replica_id)
                 if member is None or member.is_leaving:
-                    self._end(team, f"replica {replica_id} leaves")
+                    self._end(team, f"{team.names[replica_id]} leaves")
 
     def _begin(self, plan: TeamPlan, alone_s: float) -> None:
         some = [self._members.get(r) for r in (plan.leader, *plan.followers)]
@@ -149,7 +151,8 @@ class Teams:
         self._epoch += 1
         leader = self._members[plan.leader]
         num_lost = leader.stats.num_lost_teams
-        team = self._teams[plan.leader] = _Team(plan, self._epoch, num_lost)
+        names = {r: str(self._members[r]) for r in (plan.leader, *plan.followers)}
+        team = self._teams[plan.leader] = _Team(plan, self._epoch, num_lost, names)
         leader.is_leading = True
         self._view.begin_team(leader, plan.kind.size, alone_s)
         for replica_id in plan.followers:
@@ -167,10 +170,10 @@ class Teams:
         plan, leader_id, epoch = team.plan, team.plan.leader, team.epoch
         serving = dict[asyncio.Task[None], int]()
         _logger.info(
-            "team %d: steps of replica %d are now shared by %s: %s",
+            "team %d: steps of %s are now shared by %s: %s",
             epoch,
-            leader_id,
-            ", ".join(map(str, plan.followers)),
+            team.names[leader_id],
+            ", ".join(team.names[r] for r in plan.followers),
             plan.reason,
         )
         try:
@@ -208,7 +211,7 @@ class Teams:
         await asyncio.wait({leading, *serving}, return_when=asyncio.FIRST_COMPLETED)
         if not leading.done():
             ended = next(serving[task] for task in serving if task.done())
-            await self._call_off(team, f"replica {ended} follows no more")
+            await self._call_off(team, f"{team.names[ended]} follows no more")
         cost: FormingCost = await leading
         return cost
 
@@ -257,7 +260,7 @@ class Teams:
             team.num_steps = max(team.num_steps, served.num_steps)
         except self._failed as error:
             team.is_broken = True
-            _logger.info("replica %d follows no more: %s", replica_id, error_text(error))
+            _logger.info("%s follows no more: %s", team.names[replica_id], error_text(error))
         self._release(replica_id)
 
     async def _reunite(self, team: _Team) -> None:
@@ -276,7 +279,7 @@ class Teams:
     async def _call(self, replica_id: int, step: TeamStep, *args: object) -> Any:  # noqa: ANN401
         member = self._members.get(replica_id)
         if member is None:
-            raise TeamError(f"replica {replica_id} has ended")
+            raise TeamError("a replica of the team has ended")
         return await member.actor.team.remote(step, *args)
 
     def _give_up(self, team: _Team) -> None:

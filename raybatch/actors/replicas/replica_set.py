@@ -39,6 +39,10 @@ class Member:
     is_following: bool = False
     made_s: float = field(default_factory=time.monotonic)
 
+    def __str__(self) -> str:
+        """Return its name in logs and reports, which the next one of its rank has as well."""
+        return f"replica {self.rank}"
+
     @property
     def pid(self) -> int | None:
         """Return its process, None while it waits for what Ray is to reserve."""
