@@ -82,8 +82,9 @@ def layer_bytes_of(runner: ModelRunner) -> int:
     """Return the bytes of the weights of all layers."""
     total = 0
     for idx in range(runner.decoder.num_layers):
-        with runner.decoder.layers.use(idx) as layer:
-            total += sum(tensor.nbytes for tensor in tensors_of(layer))
+        layers = runner.decoder.layers
+        parts = layers.attention(idx), layers.ffn(idx)
+        total += sum(tensor.nbytes for part in parts for tensor in tensors_of(part))
     return total
 
 

@@ -74,7 +74,7 @@ def run(folder: str, config: EngineConfig, num_rows: int) -> tuple[dict[str, Any
 def budgets(folder: str, config: EngineConfig, buffers: int) -> dict[str, int | None]:
     """Return the bytes on the device for each way."""
     sizes = load_model(folder, config).sizes
-    largest, num_layers = max(sizes.layer_bytes), len(sizes.layer_bytes)
+    largest, num_layers = max(sizes.ffn_bytes), len(sizes.ffn_bytes)
     found: dict[str, int | None] = {}
     for way, share in WAYS.items():
         num_bytes = sizes.other_bytes + (round(share * num_layers) + buffers) * largest

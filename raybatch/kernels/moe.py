@@ -89,7 +89,42 @@ def moe_ffn(
         else:
             scaled = (gate_up, gate_up_scales), (down, down_scales)
             outputs = looped_experts(x, scaled, tokens, order, counts)
-    return torch.bmm(weights.unsqueeze(1), outputs.view(len(x), top_k, x.shape[1])).squeeze(1)
+    return _weighted(weights, outputs)
+
+
+def moe_part(
+    x: torch.Tensor,  # [T, M]
+    router: torch.Tensor,  # [E, M], of all experts
+    gate_up: torch.Tensor,  # of the experts that are here, as for `moe_ffn`
+    down: torch.Tensor,
+    *,
+    experts: slice,
+    top_k: int,
+    norm_topk_prob: bool,
+    gate_up_scales: torch.Tensor | None = None,
+    down_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what some experts, `experts` of all, make of the rows that chose them, [T, M].
+
+    The parts of all experts add up to what `moe_ffn` returns. One expert after the other.
+    """
+    weights, chosen = route(x, router, top_k, norm_topk_prob)
+    first, _, step = experts.indices(len(router))
+    numbers = chosen.view(-1)
+    places = (numbers % step == first).nonzero().squeeze(1)
+    expert_of_row, order = ((numbers[places] - first) // step).sort(stable=True)
+    places = places[order]
+    counts = torch.bincount(expert_of_row, minlength=len(gate_up)).tolist()
+    scaled = (gate_up, gate_up_scales), (down, down_scales)
+    outputs = x.new_zeros(numbers.numel(), x.shape[1])
+    looped_experts(x, scaled, places // top_k, places, counts, outputs)
+    return _weighted(weights, outputs)
+
+
+def _weighted(weights: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """Return the sums [T, M] of outputs [T * K, M] by weights [T, K]."""
+    num_tokens, top_k = weights.shape
+    return torch.bmm(weights.unsqueeze(1), outputs.view(num_tokens, top_k, outputs.shape[1])).squeeze(1)
 
 
 def _unsort(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -131,9 +166,13 @@ def looped_experts(
     tokens: torch.Tensor,  # int64 [T * K], the token of each row, sorted by expert
     order: torch.Tensor,  # int64 [T * K], where the output of each row belongs
     counts: list[int],
+    outputs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute one expert after the other, so that its activations stay in cache."""
-    outputs = x.new_empty(len(order), x.shape[1])
+    """Compute one expert after the other, so that its activations stay in cache.
+
+    With `outputs` [N, M], rows are written there, and others stay as they are.
+    """
+    outputs = x.new_empty(len(order), x.shape[1]) if outputs is None else outputs
     start = 0
     for expert, count in enumerate(counts):
         if count:

@@ -1,6 +1,6 @@
-"""Which layers keep their weights on the device, and which are copied there in every pass.
+"""Which feed-forward blocks stay on the device, and which are copied there in every pass.
 
-Residence is planned and not fixed (BatchGen, arXiv:2606.21712, section 5.2): as many whole layers
+Residence is planned and not fixed (BatchGen, arXiv:2606.21712, section 5.2): as many whole blocks
 stay as the budget holds next to a ring of buffers, through which the weights of the others pass.
 """
 
@@ -18,21 +18,24 @@ _FEW_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSizes:
-    """Bytes of a model's weights; others belong to no layer: embeddings, head, the last norm."""
+    """Bytes of a model's weights: feed-forward blocks by layer, and all that is always there.
+
+    The latter are embeddings, head, attention, norms and routers.
+    """
 
     other_bytes: int
-    layer_bytes: tuple[int, ...]
+    ffn_bytes: tuple[int, ...]
 
     @property
     def total_bytes(self) -> int:
-        return self.other_bytes + sum(self.layer_bytes)
+        return self.other_bytes + sum(self.ffn_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residence:
-    is_resident: tuple[bool, ...]  # by layer, whether its weights stay on the device
-    num_buffers: int  # layers of the ring; 0 where all are resident
-    buffer_bytes: int  # of one of them: the largest layer that passes through
+    is_resident: tuple[bool, ...]  # by layer, whether its feed-forward block stays on the device
+    num_buffers: int  # blocks of the ring; 0 where all are resident
+    buffer_bytes: int  # of one of them: the largest block that passes through
     device_bytes: int  # that all of this takes on the device
     pass_bytes: int  # that one pass through the layers copies to the device
 
@@ -88,16 +91,17 @@ def plan_residence(
     least = min(residence.device_bytes for residence in tried)
     fewer = "take fewer buffers, " if weight_buffers > 1 else ""
     raise ConfigError(
-        f"engine.device_weight_bytes is {device_weight_bytes}, but embeddings and head take "
-        f"{sizes.other_bytes} and a ring of {weight_buffers} layers (engine.weight_buffers) up to "
-        f"{weight_buffers * max(sizes.layer_bytes)}: {least} at least; raise it, {fewer}"
+        f"engine.device_weight_bytes is {device_weight_bytes}, but attention, embeddings and head "
+        f"take {sizes.other_bytes} and a ring of {weight_buffers} feed-forward blocks "
+        f"(engine.weight_buffers) up to {weight_buffers * max(sizes.ffn_bytes)}: {least} at least; "
+        f"raise it, {fewer}"
         f"or leave it out to keep all {sizes.total_bytes} bytes of weights on the device"
     )
 
 
 def residences(sizes: WeightSizes, weight_buffers: int) -> list[Residence]:
     """Return one residence for each number of resident layers, the most first."""
-    counts = range(len(sizes.layer_bytes), -1, -1)
+    counts = range(len(sizes.ffn_bytes), -1, -1)
     return [_residence(sizes, count, weight_buffers) for count in counts]
 
 
@@ -124,13 +128,13 @@ def pass_seconds(
 
 
 def _residence(sizes: WeightSizes, num_resident: int, weight_buffers: int) -> Residence:
-    num_layers = len(sizes.layer_bytes)
+    num_layers = len(sizes.ffn_bytes)
     num_streamed = num_layers - num_resident
     is_resident = tuple(
         (idx + 1) * num_streamed // num_layers == idx * num_streamed // num_layers
         for idx in range(num_layers)
     )
-    by_layer = zip(sizes.layer_bytes, is_resident, strict=True)
+    by_layer = zip(sizes.ffn_bytes, is_resident, strict=True)
     passing = [size for size, stays in by_layer if not stays]
     num_buffers, buffer_bytes = min(weight_buffers, num_streamed), max(passing, default=0)
     return Residence(

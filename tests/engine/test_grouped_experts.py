@@ -89,13 +89,13 @@ def test_a_device_without_grouped_products_keeps_its_kernels(model, caplog):
 def test_other_devices_types_and_layouts_have_none(capability, dtype, num_dims, model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     shape = (4, 16, 16, 16)[-num_dims:]
-    layer = replace(
-        model[1].layers[0],
+    tile = replace(
+        model[1].layers[0].ffn.tile,
         experts_gate_up=torch.zeros(shape, dtype=dtype),
         experts_down=torch.zeros(shape, dtype=dtype),
     )
-    assert not grouped_experts.can_group(layer, torch.device("cuda"))
+    assert not grouped_experts.can_group(tile, torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     plain = torch.zeros(4, 16, 16, dtype=torch.bfloat16)
-    layer = replace(layer, experts_gate_up=plain, experts_down=plain)
-    assert grouped_experts.can_group(layer, torch.device("cuda"))
+    tile = replace(tile, experts_gate_up=plain, experts_down=plain)
+    assert grouped_experts.can_group(tile, torch.device("cuda"))

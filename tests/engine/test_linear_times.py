@@ -98,10 +98,10 @@ def test_both_forms_are_timed(ops, tmp_path, monkeypatch):
 def test_a_model_lies_as_was_chosen(ops, tiny_checkpoint, monkeypatch):
     path, config = tiny_checkpoint("qwen3"), EngineConfig(device="cpu", dtype="float32")
     panelled = load_model(str(path), config)
-    o = panelled.weights.layers[0].o
+    o = panelled.weights.layers[0].attention.o
     shape = panelled.spec.model_dim, panelled.spec.num_heads * panelled.spec.head_dim
     monkeypatch.setattr(loaded_model, "shapes_for_torch", lambda shapes, ops: (shape,))
-    plain = load_model(str(path), config).weights.layers[0]
+    plain = load_model(str(path), config).weights.layers[0].attention
     assert (o.is_panelled, plain.o.is_panelled, plain.qkv.is_panelled) == (True, False, True)
     x = torch.randn(3, shape[1])
     torch.testing.assert_close(ops.linear(x, o), ops.linear(x, plain.o))

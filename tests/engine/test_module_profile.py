@@ -15,7 +15,7 @@ from raybatch.engine.profile.layer_bench import (
     profile_options,
 )
 from raybatch.engine.profile.module_profile import model_shape, profile_layer
-from raybatch.engine.weights.layout import WeightForm
+from raybatch.engine.weights.layout import WeightForm, tensors_of
 from raybatch.engine.weights.loading import load_weights
 from raybatch.errors import ConfigError
 from raybatch.kernels.byte_numbers import dequantise
@@ -96,16 +96,19 @@ def test_the_shape_is_that_of_the_sparse_layers(load):
     spec, weights = load("qwen3-moe-mlp-only-layers")
     layer = model_shape(spec, dtype=torch.float32).layer
     sparse = weights.layers[0]
-    experts = sparse.experts_gate_up.numel() + sparse.experts_down.numel()
+    experts = sum(x.numel() for x in tensors_of(sparse.ffn.tile))
     assert 4 * experts == layer.ffn_bytes
-    assert 4 * (sparse.qkv.weight.numel() + sparse.o.weight.numel()) == layer.attention_bytes
+    assert (
+        4 * (sparse.attention.qkv.weight.numel() + sparse.attention.o.weight.numel())
+        == layer.attention_bytes
+    )
     assert (8, 3) == (layer.num_experts, layer.top_k)
 
 
 def test_the_shape_of_a_dense_model_has_one_expert(load):
     spec, weights = load("qwen2")
     model = model_shape(spec, dtype=torch.float32)
-    dense = weights.layers[0]
+    dense = weights.layers[0].ffn.tile
     assert 4 * (dense.gate_up.weight.numel() + dense.down.weight.numel()) == model.layer.ffn_bytes
     assert 4 * (weights.embed.numel() + weights.head.weight.numel()) == model.other_bytes
     assert (1, 1, 3) == (model.layer.num_experts, model.layer.top_k, model.num_layers)

@@ -58,7 +58,8 @@ def weight_bytes(spec, num_layers):
     def total(count):
         weights = weights_of(layers_of(spec, count), BF16, None)
         layer = weights.layers[0]
-        linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        tile = layer.ffn.tile
+        linears = (layer.attention.qkv, layer.attention.o, tile.gate_up, tile.down)
         return count * sum(linear.weight.nbytes for linear in linears) + 2 * weights.embed.nbytes
 
     return total(num_layers)

@@ -16,8 +16,9 @@ from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.profile.module_profile import profile_layer
 from raybatch.engine.sampling.sampler import Sampler
-from raybatch.engine.weights.layer_store import HostCopies, StreamedLayers
+from raybatch.engine.weights.layer_store import StreamedLayers
 from raybatch.engine.weights.layout import packed_bytes, tensors_of
+from raybatch.engine.weights.weight_copies import HostCopies
 from raybatch.errors import ConfigError
 from raybatch.policy.step_seconds import full_step_tokens
 from tests.engine.fakes import FakeStopChecker
@@ -32,9 +33,11 @@ VARIANTS = ("qwen2", "qwen3-moe", "qwen3-moe-sparse-step")
 
 
 def held_bytes(store):
-    """What the ring takes on the device, and the layers that stay."""
+    """What the ring takes on the device, and the blocks that stay."""
     stays = zip(store._layers, store._residence.is_resident, strict=True)
-    return store._memory.nbytes + sum(packed_bytes(layer) for layer, kept in stays if kept)
+    return store._slots.memory.nbytes + sum(
+        packed_bytes(layer.ffn.tile) for layer, kept in stays if kept
+    )
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -63,7 +66,7 @@ def sizes_of(path):
 def budget(path, num_resident, buffers):
     """Return what holds so many of the largest layers, and a ring."""
     sizes = sizes_of(path)
-    return sizes.other_bytes + (num_resident + buffers) * max(sizes.layer_bytes)
+    return sizes.other_bytes + (num_resident + buffers) * max(sizes.ffn_bytes)
 
 
 def run(path, **options):
@@ -106,7 +109,7 @@ def test_weights_that_are_bytes_are_streamed_with_their_scales(path, form):
     expected, _, _ = run(path, quantization=form)
     config = EngineConfig(device="cpu", quantization=form)
     sizes = load_model(str(path), config).sizes
-    least = sizes.other_bytes + 2 * max(sizes.layer_bytes)
+    least = sizes.other_bytes + 2 * max(sizes.ffn_bytes)
     found, stats, runner = run(path, quantization=form, device_weight_bytes=least)
     assert expected == found
     assert stats.num_weight_copies > 0
@@ -137,7 +140,7 @@ def test_random_tokens_are_those_of_the_resident_model(dense):
 def test_the_bytes_that_are_copied_are_those_of_the_layers(path):
     _, stats, runner = run(path, device_weight_bytes=budget(path, 0, 2))
     model = load_model(str(path), runner.config)
-    whole = sum(tensor.nbytes for layer in model.weights.layers for tensor in tensors_of(layer))
+    whole = sum(tensor.nbytes for x in model.weights.layers for tensor in tensors_of(x.ffn.tile))
     assert stats.num_steps * whole == stats.weight_copy_bytes
 
 
@@ -154,7 +157,7 @@ def test_the_device_holds_no_more_than_planned(path):
 
 def test_a_budget_below_the_ring_is_refused_by_name(dense):
     sizes = sizes_of(dense)
-    least = sizes.other_bytes + 2 * max(sizes.layer_bytes)
+    least = sizes.other_bytes + 2 * max(sizes.ffn_bytes)
     with pytest.raises(
         ConfigError, match=rf"engine\.device_weight_bytes is {least - 1}, .* {least} at least"
     ):
@@ -198,12 +201,12 @@ class TornCopies(HostCopies):
         super().__init__(pairs)
         self._random = random.Random(self.seed)
 
-    def copy(self, layer, buffer):
+    def copy(self, unit, slot):
         if self._random.random() < self.share:
-            source, target = self._pairs(layer, buffer)[0]
+            source, target = self._pairs(unit, slot)[0]
             target.copy_(source)
             raise OSError("the host is gone")
-        super().copy(layer, buffer)
+        super().copy(unit, slot)
 
 
 def make_torn_engine(path, *, share, seed, **options):
@@ -276,7 +279,7 @@ def test_layers_come_from_pinned_memory_while_others_compute(dense):
 def test_rows_never_wait_for_memory_where_layers_are_copied_in(dense):
     config = EngineConfig(device="cpu", kv_cache_bytes=1 << 20, compile_kernels=False)
     sizes = load_model(str(dense), config).sizes
-    budget = sizes.total_bytes - sizes.layer_bytes[0]
+    budget = sizes.total_bytes - sizes.ffn_bytes[0]
     resident = ModelRunner.load(str(dense), config)
     streamed = ModelRunner.load(
         str(dense), dataclasses.replace(config, device_weight_bytes=budget, weight_buffers=1)

@@ -56,17 +56,23 @@ FORMS = {
 }
 
 
+def linears_of(layer):
+    """All linears of a dense layer."""
+    tile = layer.ffn.tile
+    return layer.attention.qkv, layer.attention.o, tile.gate_up, tile.down
+
+
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("options", [WIDE, NARROW], ids=["wide", "narrow"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_a_dense_block_add_up_to_the_whole(form, options, size, weights_in):
     weights, spec = weights_in("llama-biases-tied", form, **options)
-    layer, hidden = weights.layers[1], rows(5, spec.model_dim)
+    block, hidden = weights.layers[1].ffn.tile, rows(5, spec.model_dim)
     expected = torch.zeros(5, spec.model_dim)
-    add_mlp_(expected, hidden, layer.gate_up, layer.down)
+    add_mlp_(expected, hidden, block.gate_up, block.down)
     made = torch.zeros(5, spec.model_dim)
     for rank in range(size):
-        own = weights_of(weights, spec, rank, size)[0].layers[1]
+        own = weights_of(weights, spec, rank, size)[0].layers[1].ffn.tile
         add_mlp_(made, hidden, own.gate_up, own.down)
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
 
@@ -78,21 +84,21 @@ def test_parts_of_experts_add_up_to_the_whole(form, options, num_rows, weights_i
     weights, spec = weights_in("qwen3-moe", form, **options)
     hidden = rows(num_rows, spec.model_dim)
 
-    def of(layer):
+    def of(ffn):
         return moe_ffn(
             hidden,
-            layer.router,
-            layer.experts_gate_up,
-            layer.experts_down,
+            ffn.router,
+            ffn.tile.experts_gate_up,
+            ffn.tile.experts_down,
             top_k=spec.moe.top_k,
             norm_topk_prob=spec.moe.norm_topk_prob,
-            gate_up_scales=layer.experts_gate_up_scales,
-            down_scales=layer.experts_down_scales,
+            gate_up_scales=ffn.tile.experts_gate_up_scales,
+            down_scales=ffn.tile.experts_down_scales,
         )
 
-    parts = [weights_of(weights, spec, rank, 2)[0].layers[0] for rank in range(2)]
+    parts = [weights_of(weights, spec, rank, 2)[0].layers[0].ffn for rank in range(2)]
     made = of(parts[0]) + of(parts[1])
-    torch.testing.assert_close(made, of(weights.layers[0]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made, of(weights.layers[0].ffn), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -101,10 +107,10 @@ def test_parts_of_experts_add_up_to_the_whole(form, options, num_rows, weights_i
 def test_heads_of_a_rank_are_those_of_the_whole(form, options, size, weights_in):
     weights, spec = weights_in("llama-biases-tied", form, **options)
     hidden, dim = rows(3, spec.model_dim), spec.head_dim
-    whole = linear(hidden, weights.layers[0].qkv).view(3, -1, dim)
+    whole = linear(hidden, weights.layers[0].attention.qkv).view(3, -1, dim)
     for rank in range(size):
         queries, keys = heads_of(spec, rank, size)
-        own = weights_of(weights, spec, rank, size)[0].layers[0]
+        own = weights_of(weights, spec, rank, size)[0].layers[0].attention
         made = linear(hidden, own.qkv).view(3, -1, dim)
         values = spec.num_heads + spec.num_kv_heads
         expected = torch.cat(
@@ -126,8 +132,10 @@ def test_parts_of_the_output_projection_add_up_with_one_bias(form, weights_in):
     for rank in range(2):
         heads, _ = heads_of(spec, rank, 2)
         dims = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
-        made += linear(attended[:, dims], weights_of(weights, spec, rank, 2)[0].layers[0].o)
-    expected = linear(attended, weights.layers[0].o)
+        made += linear(
+            attended[:, dims], weights_of(weights, spec, rank, 2)[0].layers[0].attention.o
+        )
+    expected = linear(attended, weights.layers[0].attention.o)
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -150,8 +158,7 @@ def test_a_head_in_panels_is_not_copied(weights_in):
     assert (
         0
         < cost.num_bytes
-        < sum(layer.qkv.weight.nbytes + layer.o.weight.nbytes for layer in weights.layers)
-        + sum(layer.gate_up.weight.nbytes + layer.down.weight.nbytes for layer in weights.layers)
+        < sum(part.weight.nbytes for layer in weights.layers for part in linears_of(layer))
     )
 
 
@@ -159,13 +166,16 @@ def test_a_head_in_panels_is_not_copied(weights_in):
 def test_slices_that_end_with_panels_stay_in_panels(form, weights_in):
     weights, spec = weights_in("llama", FORMS[form], **WIDE)
     layer = weights_of(weights, spec, 1, 2)[0].layers[0]
-    assert all(part.is_panelled for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    assert all(part.is_panelled for part in linears_of(layer))
 
 
 def test_a_linear_that_lies_across_stays_so(weights_in):
     weights, spec = weights_in("llama", FORMS["rows"])
     layer = weights_of(weights, spec, 1, 2)[0].layers[0]
-    assert all(part.weight.mT.is_contiguous() for part in (layer.qkv, layer.o, layer.down))
+    assert all(
+        part.weight.mT.is_contiguous()
+        for part in (layer.attention.qkv, layer.attention.o, layer.ffn.tile.down)
+    )
 
 
 def test_ranks_beyond_the_kv_heads_have_one_of_them_each(weights_in):

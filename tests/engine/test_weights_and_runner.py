@@ -85,7 +85,7 @@ def test_a_table_of_its_own_stays_rows_beside_a_head_in_panels(path):
 
 def test_prepared_tensors_start_at_cache_lines(path):
     weights = load_weights(path, read_model_spec(path), WeightForm(torch.float32), device=CPU)
-    assert weights.layers[0].qkv.weight.data_ptr() % 64 == 0
+    assert weights.layers[0].attention.qkv.weight.data_ptr() % 64 == 0
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.tiers import examples, singles
 
 NUM_LAYERS, LAYER_BYTES, OTHER_BYTES = 12, 8 << 20, 1 << 20
 ROW_BYTES = 127 * KB_LAYER * NUM_LAYERS
-SIZES = WeightSizes(other_bytes=OTHER_BYTES, layer_bytes=(LAYER_BYTES,) * NUM_LAYERS)
+SIZES = WeightSizes(other_bytes=OTHER_BYTES, ffn_bytes=(LAYER_BYTES,) * NUM_LAYERS)
 KV_SHARE = 0.9
 
 

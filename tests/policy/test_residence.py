@@ -10,7 +10,7 @@ from raybatch.policy.cost.roofline import Roofline, link
 from raybatch.policy.layer_plan import ModuleCosts
 from raybatch.policy.residence import WeightSizes, pass_seconds, plan_residence, residences
 
-EVEN = WeightSizes(other_bytes=10, layer_bytes=(100,) * 6)
+EVEN = WeightSizes(other_bytes=10, ffn_bytes=(100,) * 6)
 
 
 def plan(budget, buffers=2, sizes=EVEN):
@@ -51,7 +51,7 @@ def test_as_many_layers_stay_as_the_budget_holds_spread_over_the_model(budget, b
 def test_a_budget_below_the_ring_is_refused_with_the_way_out():
     with pytest.raises(
         ConfigError,
-        match=r"engine\.device_weight_bytes is 209, .* 10 and a ring of 2 layers "
+        match=r"engine\.device_weight_bytes is 209, .* 10 and a ring of 2 feed-forward blocks "
         r"\(engine\.weight_buffers\) up to 200: 210 at least; raise it, .* all 610 bytes",
     ):
         plan(209)
@@ -65,7 +65,7 @@ def test_a_budget_below_the_ring_is_refused_with_the_way_out():
     st.integers(0, 1000),
 )
 def test_a_plan_holds_its_budget_and_no_plan_has_more_layers(layers, other, buffers, budget):
-    sizes = WeightSizes(other_bytes=other, layer_bytes=tuple(layers))
+    sizes = WeightSizes(other_bytes=other, ffn_bytes=tuple(layers))
     try:
         found = plan(budget, buffers, sizes)
     except ConfigError:
@@ -142,7 +142,7 @@ def played(residence, layer_s, num_passes=40):
 def test_a_pass_takes_what_it_takes_when_it_is_played_through(
     num_layers, num_resident, buffers, layer_s
 ):
-    sizes = WeightSizes(other_bytes=0, layer_bytes=(100,) * num_layers)
+    sizes = WeightSizes(other_bytes=0, ffn_bytes=(100,) * num_layers)
     residence = residences(sizes, buffers)[num_layers - min(num_resident, num_layers)]
     found, expected = time_of(residence, layer_s), played(residence, layer_s)
     # streamed layers that do not divide all layers do not come at equal distances

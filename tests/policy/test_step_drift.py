@@ -36,7 +36,7 @@ def test_layers_and_links_are_told_apart(modules, links):
 
 
 def test_layers_that_are_streamed_are_part_of_the_forecast():
-    sizes = WeightSizes(other_bytes=0, layer_bytes=(1 << 26,) * 4)
+    sizes = WeightSizes(other_bytes=0, ffn_bytes=(1 << 26,) * 4)
     streamed = plan_residence(sizes, device_weight_bytes=3 << 26, weight_buffers=2)
     given = replace(facts(device_rows=8, host_rows=0), residence=streamed)
     plain = facts(device_rows=8, host_rows=0)

@@ -7,16 +7,18 @@ that stop between modules.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers
-from raybatch.engine.weights.loading import LayerWeights, ModelWeights
+from raybatch.engine.weights.records import AttentionWeights, FfnTile, FfnWeights, ModelWeights
 from raybatch.kernels.attention_plan import AttentionPlan
 from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared, Upload
 from raybatch.kernels.linear import embed_tokens
+from raybatch.kernels.moe import moe_part
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.step_index import StepSize
@@ -148,18 +150,18 @@ class Decoder:
         batch = prepared.batch
         is_last = layer_idx == self._spec.num_layers - 1
         drops_rows = is_last and len(batch.logits_idx) < len(batch.token_ids)
-        with self.layers.use(layer_idx) as layer:
-            last = batch.logits_attention if is_last else None
-            # a linear must make keys and values without the queries before them
-            if not layer.qkv.can_start_at(self._spec.num_heads * self._spec.head_dim):
-                last = None
-            attended = self._attend(layer_idx, layer, x, prepared, cache, last)
-            if drops_rows:
-                attended = attended.index_select(0, batch.logits_idx) if last is None else attended
-                x = x.index_select(0, batch.logits_idx)
-            added = self._room_for(x)
-            self.ops.add_linear_(added, attended, layer.o)
-            self._add_of_ranks_(x, added)
+        layer = self.layers.attention(layer_idx)
+        last = batch.logits_attention if is_last else None
+        # a linear must make keys and values without the queries before them
+        if not layer.qkv.can_start_at(self._spec.num_heads * self._spec.head_dim):
+            last = None
+        attended = self._attend(layer_idx, layer, x, prepared, cache, last)
+        if drops_rows:
+            attended = attended.index_select(0, batch.logits_idx) if last is None else attended
+            x = x.index_select(0, batch.logits_idx)
+        added = self._room_for(x)
+        self.ops.add_linear_(added, attended, layer.o)
+        self._add_of_ranks_(x, added)
         return x
 
     @torch.inference_mode()
@@ -169,29 +171,48 @@ class Decoder:
         x: torch.Tensor,  # [T, M], modified in place
     ) -> None:
         """Add the feed-forward block of one layer; its rows may come from any batches."""
-        spec = self._spec
-        with self.layers.use(layer_idx) as layer:
-            hidden = self.ops.rms_norm(x, layer.ffn_norm, spec.rms_eps)
-            if layer.gate_up is not None and layer.down is not None:
-                added = self._room_for(x)
-                self.ops.add_mlp_(added, hidden, layer.gate_up, layer.down)
-                self._add_of_ranks_(x, added)
-                return
-            assert spec.moe is not None, "a layer without gate_up is sparse"
-            assert layer.router is not None, "a sparse layer has a router"
-            assert layer.experts_gate_up is not None, "a sparse layer has experts"
-            assert layer.experts_down is not None, "a sparse layer has experts"
-            added = self.ops.moe_ffn(
+        ffn = self.layers.ffn(layer_idx)
+        hidden = self.ops.rms_norm(x, ffn.norm, self._spec.rms_eps)
+        if len(ffn.tiles) == 1:
+            for _, lent in self.layers.tiles(layer_idx):
+                with lent as tile:
+                    self._add_tile_(x, hidden, ffn, tile)
+            return
+        # added in one order, whichever rank runs a row, and so whichever tile comes first
+        made = x.new_zeros(len(ffn.tiles), *x.shape)
+        for number, lent in self.layers.tiles(layer_idx):
+            with lent as tile:
+                self._add_tile_(made[number], hidden, ffn, tile)
+        for part in made:
+            x += part
+
+    def _add_tile_(
+        self, x: torch.Tensor, hidden: torch.Tensor, ffn: FfnWeights, tile: FfnTile
+    ) -> None:
+        """Add what a tile makes of normalised rows [T, M] to `x`."""
+        if tile.gate_up is not None and tile.down is not None:
+            added = self._room_for(x)
+            self.ops.add_mlp_(added, hidden, tile.gate_up, tile.down)
+        else:
+            moe = self._spec.moe
+            assert moe is not None, "a layer without gate_up is sparse"
+            assert ffn.router is not None, "a sparse layer has a router"
+            assert tile.experts_gate_up is not None, "a sparse layer has experts"
+            assert tile.experts_down is not None, "a sparse layer has experts"
+            moe_ffn = self.ops.moe_ffn
+            if tile.experts is not None:
+                moe_ffn = partial(moe_part, experts=tile.experts)
+            added = moe_ffn(
                 hidden,
-                layer.router,
-                layer.experts_gate_up,
-                layer.experts_down,
-                top_k=spec.moe.top_k,
-                norm_topk_prob=spec.moe.norm_topk_prob,
-                gate_up_scales=layer.experts_gate_up_scales,
-                down_scales=layer.experts_down_scales,
+                ffn.router,
+                tile.experts_gate_up,
+                tile.experts_down,
+                top_k=moe.top_k,
+                norm_topk_prob=moe.norm_topk_prob,
+                gate_up_scales=tile.experts_gate_up_scales,
+                down_scales=tile.experts_down_scales,
             )
-            self._add_of_ranks_(x, added)
+        self._add_of_ranks_(x, added)
 
     @torch.inference_mode()
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -245,7 +266,7 @@ class Decoder:
     def _attend(
         self,
         layer_idx: int,
-        layer: LayerWeights,
+        layer: AttentionWeights,
         x: torch.Tensor,
         prepared: PreparedBatch,
         cache: KVCache,
@@ -254,7 +275,7 @@ class Decoder:
         """Let all rows leave their KV; with the plan `last`, those with logits alone attend."""
         spec, ops, plan = self._spec, self.ops, prepared.attention
         pools = cache.k[layer_idx], cache.v[layer_idx]
-        hidden = ops.rms_norm(x, layer.attention_norm, spec.rms_eps)
+        hidden = ops.rms_norm(x, layer.norm, spec.rms_eps)
         num_queries = spec.num_heads if last is None else 0
         heads = slice(spec.num_heads - num_queries, self._num_projected)
         q, k, v = self._project(layer, hidden, heads, (prepared.rotation, *pools, plan))
@@ -268,7 +289,7 @@ class Decoder:
 
     def _project(
         self,
-        layer: LayerWeights,
+        layer: AttentionWeights,
         hidden: torch.Tensor,
         heads: slice,
         rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Prepared | None],
@@ -341,5 +362,5 @@ def dense_panel_width(
 
 def byte_dtype_of(weights: ModelWeights) -> torch.dtype | None:
     """Return the dtype of the weights that are bytes; None where none are."""
-    linear = weights.layers[0].qkv
+    linear = weights.layers[0].attention.qkv
     return None if linear.scales is None else linear.weight.dtype

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from raybatch.engine.weights.loading import LayerWeights, ModelWeights
+from raybatch.engine.weights.records import FfnTile, ModelWeights
 from raybatch.errors import error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
@@ -39,10 +39,10 @@ def seconds_on(device: torch.device, run: Callable[[], object]) -> float:
     return (time.perf_counter() - began) / _NUM_RUNS
 
 
-def can_group(layer: LayerWeights, device: torch.device) -> bool:
-    """Return whether torch has a grouped product for the experts of a layer, and no loop of it."""
-    gate_up, down = layer.experts_gate_up, layer.experts_down
-    if gate_up is None or down is None or layer.experts_gate_up_scales is not None:
+def can_group(tile: FfnTile, device: torch.device) -> bool:
+    """Return whether torch has a grouped product for the experts of a tile, and no loop of it."""
+    gate_up, down = tile.experts_gate_up, tile.experts_down
+    if gate_up is None or down is None or tile.experts_gate_up_scales is not None:
         return False
     is_plain = gate_up.dim() == down.dim() == 3 and gate_up.dtype == torch.bfloat16
     # rows of a multiple of 16 bytes
@@ -62,13 +62,13 @@ def with_grouped_experts(
     The experts of `ops` are kernels; `seconds_of` times a function, by default on the device.
     """
     device = weights.embed.device
-    layer = next((layer for layer in weights.layers if layer.router is not None), None)
-    if layer is None or spec.moe is None or not can_group(layer, device):
+    ffn = next((layer.ffn for layer in weights.layers if layer.ffn.router is not None), None)
+    if ffn is None or spec.moe is None or not can_group(ffn.tiles[0], device):
         return ops
     seconds_of = seconds_of or partial(seconds_on, device)
     tensors = tuple(
         tensor.to(device)
-        for tensor in (layer.router, layer.experts_gate_up, layer.experts_down)
+        for tensor in (ffn.router, ffn.tiles[0].experts_gate_up, ffn.tiles[0].experts_down)
         if tensor is not None
     )
     options = {"top_k": spec.moe.top_k, "norm_topk_prob": spec.moe.norm_topk_prob}

@@ -19,7 +19,7 @@ from raybatch.engine.forward.grouped_experts import with_grouped_experts
 from raybatch.engine.forward.prompt_attention import with_varlen_attention
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layout import map_tensors
-from raybatch.engine.weights.loading import ModelWeights
+from raybatch.engine.weights.records import ModelWeights
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import is_quantised, quantise, read_rows, row_width
@@ -84,7 +84,8 @@ def pick_ops(
     # of the experts' panels; a model without such experts has none
     panel_widths = None
     for layer in weights.layers:
-        gate_up, down = layer.experts_gate_up, layer.experts_down
+        tile = layer.ffn.tiles[0]
+        gate_up, down = tile.experts_gate_up, tile.experts_down
         if gate_up is not None and down is not None and gate_up.dim() == down.dim() == 4:
             panel_widths = gate_up.shape[3], down.shape[3]
             break
@@ -211,7 +212,7 @@ class _Probe:
                 added = rows.clone()
                 decoder.ffn_(layer_idx, added)
                 # a router that nearly ties takes another expert
-                made.append(_Result(added, layer.router is not None and rows is self._hidden))
+                made.append(_Result(added, layer.ffn.router is not None and rows is self._hidden))
         made.append(_Result(decoder.logits(self._hidden[:_NUM_DECODES])))
         for pool in (cache.k, cache.v):
             numbers = read_rows(pool, self._spec.head_dim, self._dtype).flatten(0, 3)

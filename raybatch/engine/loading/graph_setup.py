@@ -10,7 +10,7 @@ from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.graph_sizes import GraphShape
 from raybatch.engine.forward.step_graphs import CudaGraphs, StepBuffers, StepGraphs, working_bytes
 from raybatch.engine.memory.kv_cache import KVCache, max_sequence_len
-from raybatch.engine.weights.loading import ModelWeights
+from raybatch.engine.weights.records import ModelWeights
 from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec

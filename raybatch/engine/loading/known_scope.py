@@ -64,10 +64,11 @@ def known_scope(
     free_bytes, residence = free_memory_bytes(device), None
     if profile is not None:
         model, budget = profile.model, config.device_weight_bytes
-        layer_bytes = model.layer.attention_bytes + model.layer.ffn_bytes
+        attention_bytes = model.num_layers * model.layer.attention_bytes
         residence = plan_residence(
             WeightSizes(
-                other_bytes=model.other_bytes, layer_bytes=(layer_bytes,) * model.num_layers
+                other_bytes=model.other_bytes + attention_bytes,
+                ffn_bytes=(model.layer.ffn_bytes,) * model.num_layers,
             ),
             device_weight_bytes=None if budget == "auto" else budget,
             weight_buffers=config.weight_buffers,

@@ -24,7 +24,8 @@ from raybatch.engine.memory.kv_cache import (
 from raybatch.engine.profile.linear_times import shapes_for_torch
 from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, StreamedLayers
 from raybatch.engine.weights.layout import WeightForm
-from raybatch.engine.weights.loading import ModelWeights, dense_shapes, load_weights, weight_sizes
+from raybatch.engine.weights.loading import dense_shapes, load_weights, weight_sizes
+from raybatch.engine.weights.records import ModelWeights
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.byte_numbers import BYTE_DTYPES
 from raybatch.kernels.native.linears import compiled_linears

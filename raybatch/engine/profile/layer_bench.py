@@ -11,7 +11,7 @@ from raybatch.config import EngineConfig, KVCacheDType
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder, PreparedBatch
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.engine.weights.loading import LayerWeights, ModelWeights
+from raybatch.engine.weights.records import LayerWeights, ModelWeights
 from raybatch.errors import ConfigError
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import is_quantised, quantise

@@ -34,7 +34,7 @@ from raybatch.engine.profile.layer_bench import (
 )
 from raybatch.engine.profile.shared_read_times import timed_reads
 from raybatch.engine.weights.layout import map_tensors, tensors_of
-from raybatch.engine.weights.loading import ModelWeights
+from raybatch.engine.weights.records import ModelWeights
 from raybatch.errors import ConfigError, error_text
 from raybatch.kernels.byte_numbers import row_width
 from raybatch.kernels.dispatch import Ops

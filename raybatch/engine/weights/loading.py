@@ -28,6 +28,13 @@ from raybatch.engine.weights.layout import (
     write_tensors,
 )
 from raybatch.engine.weights.onto_device import load_onto
+from raybatch.engine.weights.records import (
+    AttentionWeights,
+    FfnTile,
+    FfnWeights,
+    LayerWeights,
+    ModelWeights,
+)
 from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.small_ops import interleave_order
@@ -40,45 +47,8 @@ logger = logging.getLogger(__name__)
 # raise it whenever the layout of the prepared file changes
 _FORMAT_VERSION = 6
 _SCALES = "_scales"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWeights:
-    """One layer; a dense one has `gate_up` and `down`, a sparse one has the three of the experts.
-
-    Dense linears are qkv of (H + 2G) * D outputs and M inputs, o of M and H * D, gate_up of 2F and
-    M, and down of M and F. Those of the experts are views of shape [out, in], whichever way they
-    lie in memory: router [E, M], experts_gate_up [E, 2F, M], experts_down [E, M, F]; on a CPU the
-    latter two may be in panels of P outputs instead (`raybatch.kernels.linear`):
-    [E, 2F / P, M, P] and [E, M / P, F, P]. Where they are bytes, they have scales [E, 2F] and
-    [E, M]. The norms of queries and keys are qk_norm [H + G, D].
-    """
-
-    attention_norm: torch.Tensor
-    qkv: Linear
-    o: Linear
-    ffn_norm: torch.Tensor
-    qk_norm: torch.Tensor | None = None
-    gate_up: Linear | None = None
-    down: Linear | None = None
-    router: torch.Tensor | None = None
-    experts_gate_up: torch.Tensor | None = None
-    experts_down: torch.Tensor | None = None
-    experts_gate_up_scales: torch.Tensor | None = None
-    experts_down_scales: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelWeights:
-    """All weights: embed [V, M], norm [M], and the head of V outputs.
-
-    Where both are tied, they are one tensor, and embed may be in the head's panels.
-    """
-
-    embed: torch.Tensor
-    layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor
-    head: Linear
+# of tensors that belong to a feed-forward tile
+_TILE_FIELDS = ("gate_up", "down", "experts_")
 
 
 def load_weights(
@@ -91,7 +61,7 @@ def load_weights(
 ) -> ModelWeights:
     """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written.
 
-    Layers in `streamed` stay in host memory, pinned where the device is a GPU.
+    Feed-forward blocks of layers in `streamed` stay in host memory, pinned for a GPU.
     """
     if device.type == "cpu":
         try:
@@ -106,7 +76,7 @@ def load_weights(
             tensors = {name: build().to(dtype) for name, (_, dtype, build) in parts.items()}
         else:
             tensors = load_onto(
-                device, _units(parts), stays_on_host=lambda name: _layer_of(name) in streamed
+                device, _units(parts), stays_on_host=lambda name: _tile_of(name) in streamed
             )
     return _assemble(tensors, spec)
 
@@ -137,14 +107,14 @@ def weight_sizes(
     """Return the bytes that the weights will take, without loading any."""
     with Checkpoint(model_path) as checkpoint:
         parts = _laid_out(checkpoint, spec, form, device)
-    other_bytes, layer_bytes = 0, [0] * spec.num_layers
+    other_bytes, ffn_bytes = 0, [0] * spec.num_layers
     for name, (shape, dtype, _) in parts.items():
-        layer, num_bytes = _layer_of(name), piece_bytes(torch.Size(shape).numel(), dtype)
+        layer, num_bytes = _tile_of(name), piece_bytes(torch.Size(shape).numel(), dtype)
         if layer is None:
             other_bytes += num_bytes
         else:
-            layer_bytes[layer] += num_bytes
-    return WeightSizes(other_bytes=other_bytes, layer_bytes=tuple(layer_bytes))
+            ffn_bytes[layer] += num_bytes
+    return WeightSizes(other_bytes=other_bytes, ffn_bytes=tuple(ffn_bytes))
 
 
 def dense_shapes(model_path: Path, spec: ModelSpec) -> set[tuple[int, int]]:
@@ -156,9 +126,11 @@ def dense_shapes(model_path: Path, spec: ModelSpec) -> set[tuple[int, int]]:
     return {(num_outputs, num_inputs) for num_outputs, num_inputs in shapes}
 
 
-def _layer_of(name: str) -> int | None:
-    layer, dot, _ = name.partition(".")
-    return int(layer) if dot and layer.isdecimal() else None
+def _tile_of(name: str) -> int | None:
+    """Return the layer of whose tile a tensor is; None for one of no tile."""
+    layer, dot, field = name.partition(".")
+    is_tile = dot and layer.isdecimal() and field.startswith(_TILE_FIELDS)
+    return int(layer) if is_tile else None
 
 
 def prepare_weights(model_path: Path, spec: ModelSpec, form: WeightForm) -> Path:
@@ -210,7 +182,12 @@ def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeig
         for name in num_outputs.keys() & parts.keys():
             bias, scales = (parts.pop(f"{name}{suffix}", None) for suffix in ("_bias", _SCALES))
             parts[name] = Linear(parts[name], num_outputs[name], bias, scales)
-        layers.append(LayerWeights(**parts))
+        tile = {n: parts.pop(n) for n in list(parts) if n.startswith(_TILE_FIELDS)}
+        ffn = FfnWeights(
+            norm=parts.pop("ffn_norm"), router=parts.pop("router", None), tiles=(FfnTile(**tile),)
+        )
+        attention = AttentionWeights(norm=parts.pop("attention_norm"), **parts)
+        layers.append(LayerWeights(attention=attention, ffn=ffn))
     embed, head = (views[name] for name in (("table",) * 2 if spec.is_tied else ("embed", "head")))
     return ModelWeights(
         embed=embed, layers=tuple(layers), norm=views["norm"], head=Linear(head, spec.vocab_size)

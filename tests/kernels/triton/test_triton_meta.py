@@ -17,7 +17,13 @@ from triton.runtime.jit import JITFunction
 from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.engine.weights.loading import LayerWeights, ModelWeights
+from raybatch.engine.weights.records import (
+    AttentionWeights,
+    FfnTile,
+    FfnWeights,
+    LayerWeights,
+    ModelWeights,
+)
 from raybatch.kernels.attention_plan import AttentionPlan, DecodePart
 from raybatch.kernels.byte_numbers import FP8, INT8, row_width
 from raybatch.kernels.dispatch import REFERENCE, ops_for, with_varlen
@@ -92,18 +98,17 @@ def weights_of(spec, dtype, byte_dtype):
         return Linear(weight, num_outputs, bias, scales)
 
     heads = spec.num_heads + 2 * spec.num_kv_heads
-    layer = LayerWeights(
-        attention_norm=empty(dim, dtype=dtype),
+    attention = AttentionWeights(
+        norm=empty(dim, dtype=dtype),
         qkv=linear(heads * spec.head_dim, dim, spec.has_qkv_bias),
         o=linear(dim, spec.num_heads * spec.head_dim, spec.has_o_bias),
-        ffn_norm=empty(dim, dtype=dtype),
         qk_norm=empty(heads - spec.num_kv_heads, spec.head_dim, dtype=dtype)
         if spec.has_qk_norm
         else None,
     )
+    router = None
     if spec.moe is None:
-        layer = replace(
-            layer,
+        tile = FfnTile(
             gate_up=linear(2 * spec.ffn_dim, dim, spec.has_mlp_bias),
             down=linear(dim, spec.ffn_dim, spec.has_mlp_bias),
         )
@@ -117,7 +122,9 @@ def weights_of(spec, dtype, byte_dtype):
             for name, shape in shapes.items():
                 tensors[f"{name}_scales"] = empty(*shape[:2], dtype=torch.float32)
         router = empty(spec.moe.num_experts, dim, dtype=dtype)
-        layer = replace(layer, router=router, **tensors)
+        tile = FfnTile(**tensors)
+    ffn = FfnWeights(norm=empty(dim, dtype=dtype), router=router, tiles=(tile,))
+    layer = LayerWeights(attention=attention, ffn=ffn)
     table = empty(spec.vocab_size, dim, dtype=dtype)
     return ModelWeights(
         embed=table,

@@ -1,0 +1,184 @@
+"""Loads what one rank of a group owns of the feed-forward weights, and reaches what others own.
+
+```
+rank          loads its tiles into a segment    maps the others' segments    lets go of its handle
+              `exchange` of offers -----------> all have loaded
+                                                `exchange` of "open" ------> all have all
+```
+"""
+
+import json
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+
+from raybatch.engine.weights.layout import packed_bytes, tensors_of
+from raybatch.engine.weights.records import FfnTile, ModelWeights
+from raybatch.engine.weights.segments import Segment, open_segment
+from raybatch.engine.weights.shared_layers import SharedLayers, placed
+from raybatch.engine.weights.tiles import placeholder, tile_of, tiles_of, why_not_tiled, with_tiles
+from raybatch.errors import ConfigError
+from raybatch.models.config import ModelSpec
+from raybatch.policy.ownership import Ownership, Unit
+
+# of each tensor, for the checksum
+_CHECKED_BYTES = 1 << 16
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareMember:
+    """One rank of a group while it loads.
+
+    Args:
+        exchange: leaves a text for the others and returns those of all ranks, in order; raises
+            TeamError where one of them has ended or takes too long.
+        num_slots: for the tiles of others; None takes what hides their copies.
+    """
+
+    ownership: Ownership
+    rank: int
+    exchange: Callable[[str], list[str]]
+    num_slots: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a rank tells of its segment.
+
+    Args:
+        handle: how others open it, see `Segment`.
+        form: what all ranks have in common: model, dtypes, layouts and who owns what.
+        checksum: of the owned tiles, by samples.
+    """
+
+    handle: str
+    form: str
+    checksum: int
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
+def share_tiles(
+    member: ShareMember,
+    spec: ModelSpec,
+    weights: ModelWeights,
+    block_of: Callable[[int], FfnTile],
+    segment: Callable[[int], Segment],
+    *,
+    fingerprint: str,
+) -> tuple[ModelWeights, SharedLayers]:
+    """Load the owned tiles, reach those of the others, and return the model and its layers.
+
+    In the model, tiles of others are placeholders, which cannot be read.
+
+    Args:
+        weights: whose tiles are blocks that are not cut; their forms are read.
+        block_of: the whole block of a layer, in host memory.
+        segment: memory for the owned tiles.
+        fingerprint: of the model.
+
+    Raises ConfigError: it cannot be cut, or the ranks are not alike. Raises TeamError: a rank has
+    ended, or takes too long.
+    """
+    ownership, rank = member.ownership, member.rank
+    if ownership.num_tiles > 1 and (reason := why_not_tiled(spec, ownership.num_tiles)):
+        raise ConfigError(f"weights cannot be shared by tile: {reason}")
+    forms = _forms(weights, ownership)
+    of_rank = [{u: forms[u] for u in ownership.owned_by(r)} for r in range(ownership.size)]
+    own = segment(sum(packed_bytes(form) for form in of_rank[rank].values()))
+    owned = placed(of_rank[rank], own.memory)
+    _fill(owned, block_of, ownership.num_tiles)
+    key = _form_key(forms, ownership, fingerprint)
+    offer = Offer(handle=own.handle, form=key, checksum=_checksum(owned.values()))
+    offers = [Offer.from_text(text) for text in member.exchange(offer.to_text())]
+    sources = dict[Unit, FfnTile]()
+    for number, other in enumerate(offers):
+        if other.form != key:
+            raise ConfigError(
+                f"replicas {rank} and {number} of a group that shares weights are not alike: they "
+                "have other weights, dtypes, layouts or options"
+            )
+        if number != rank:
+            memory = open_segment(other.handle, own.memory.device)
+            tiles = placed(of_rank[number], memory)
+            if _checksum(tiles.values()) != other.checksum:
+                raise ConfigError(f"the weights of replica {number} arrive damaged at {rank}")
+            sources |= tiles
+    member.exchange("open")
+    own.close_to_others()
+    layers = SharedLayers(
+        weights.layers,
+        ownership,
+        rank,
+        owned,
+        sources,
+        own.memory.device,
+        num_slots=_num_slots(member, len(sources)),
+    )
+    _logger.info(
+        "this replica owns %d of %d feed-forward %ss, %.1f MB; %d slots of %.1f MB are for those "
+        "of %d others",
+        len(owned),
+        len(forms),
+        ownership.by,
+        own.memory.nbytes / 1e6,
+        layers.num_slots,
+        layers.slot_bytes / max(1, layers.num_slots) / 1e6,
+        ownership.size - 1,
+    )
+    others = {unit: form for unit, form in forms.items() if unit not in owned}
+    return with_tiles(weights, owned | others), layers
+
+
+def _forms(weights: ModelWeights, ownership: Ownership) -> dict[Unit, FfnTile]:
+    """Return placeholders of all tiles."""
+    found = dict[Unit, FfnTile]()
+    for layer, of_layer in enumerate(weights.layers):
+        tiles = tiles_of(placeholder(of_layer.ffn.tile), ownership.num_tiles)
+        found |= {Unit(layer, i): placeholder(tile) for i, tile in enumerate(tiles)}
+    return found
+
+
+def _fill(
+    owned: Mapping[Unit, FfnTile], block_of: Callable[[int], FfnTile], num_tiles: int
+) -> None:
+    for unit, target in owned.items():
+        tile = tile_of(block_of(unit.layer), unit.tile, num_tiles)
+        for source, place in zip(tensors_of(tile), tensors_of(target), strict=True):
+            place.copy_(source)
+
+
+def _num_slots(member: ShareMember, num_sources: int) -> int:
+    wanted = member.num_slots or member.ownership.default_slots
+    member.ownership.check_slots(wanted)
+    return min(wanted, num_sources)
+
+
+def _form_key(forms: Mapping[Unit, FfnTile], ownership: Ownership, fingerprint: str) -> str:
+    shapes = [
+        (unit.layer, unit.tile, [(tuple(x.shape), x.stride(), str(x.dtype)) for x in tensors_of(t)])
+        for unit, t in forms.items()
+    ]
+    digest = zlib.crc32(repr(shapes).encode())
+    return f"{fingerprint} {ownership.by} {ownership.order} {ownership.size} {digest:08x}"
+
+
+def _checksum(tiles: Any) -> int:  # noqa: ANN401
+    """Return a sum over the first bytes of all tensors."""
+    found = 0
+    for tensor in (tensor for tile in tiles for tensor in tensors_of(tile)):
+        # as it lies in memory
+        flat = tensor.as_strided((min(tensor.numel(), _CHECKED_BYTES),), (1,))
+        found = zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().data, found)
+    return found

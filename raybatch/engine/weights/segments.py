@@ -1,0 +1,131 @@
+"""Memory of one process whose bytes others of the host read: for feed-forward tiles of an owner.
+
+Memory of the host has no name that could be left behind: others open it by way of the process that
+has it, and the system frees it with the last process that has it open, however that ends. Memory of
+a GPU is one allocation, which others open by its handle where they see that GPU.
+"""
+
+import base64
+import json
+import mmap
+import os
+import pickle
+import sys
+import warnings
+from typing import Any, Protocol
+
+import torch
+
+from raybatch.errors import ConfigError, error_text
+
+# of what a host has free, that owned weights leave for all else
+_SPARE_FRACTION = 0.05
+
+
+class Segment(Protocol):
+    """Bytes that this process writes and others map.
+
+    Attributes:
+        memory: uint8 [N] on the device.
+        handle: a text by which `open_segment` finds it in another process.
+    """
+
+    memory: torch.Tensor
+    handle: str
+
+    def close_to_others(self) -> None:
+        """Let nobody open it any more; those who have, keep it."""
+
+
+class HostSegment:
+    """A segment in the memory of a host."""
+
+    def __init__(self, num_bytes: int, *, free_bytes: int) -> None:
+        """Take the memory from the system now, so that no later write can fail.
+
+        Raises ConfigError: the host has not so much free, or is no Linux.
+        """
+        if sys.platform != "linux":
+            raise ConfigError("engine.weights='shared' needs Linux, whose processes share memory")
+        if num_bytes > (1 - _SPARE_FRACTION) * free_bytes:
+            raise ConfigError(
+                f"engine.weights='shared': the weights that this replica owns take {num_bytes} "
+                f"bytes, and the host has {free_bytes} free; take a larger pool.share_group, or "
+                "fewer replicas on a host"
+            )
+        self._descriptor = os.memfd_create("raybatch-weights", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self._descriptor, 0, max(1, num_bytes))
+            memory = mmap.mmap(self._descriptor, max(1, num_bytes))
+        except OSError as error:
+            os.close(self._descriptor)
+            raise ConfigError(
+                f"engine.weights='shared': {num_bytes} bytes of shared memory: {error_text(error)}"
+            ) from error
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+        self.handle = json.dumps((os.getpid(), self._descriptor, num_bytes))
+
+    def close_to_others(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+class DeviceSegment:
+    """A segment in the memory of a GPU, shared by CUDA's handles of memory (IPC)."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        storage: Any = self.memory.untyped_storage()
+        parts = storage._share_cuda_()
+        self.handle = base64.b64encode(pickle.dumps((*parts, num_bytes))).decode()
+
+    def close_to_others(self) -> None:
+        """Nothing is to do: the driver counts who has it."""
+
+
+def make_segment(num_bytes: int, device: torch.device, *, free_bytes: int) -> Segment:
+    """Return memory on a device; raises ConfigError where the host has not so much free."""
+    if device.type == "cuda":
+        return DeviceSegment(num_bytes, device)
+    return HostSegment(num_bytes, free_bytes=free_bytes)
+
+
+def open_segment(handle: str, device: torch.device) -> torch.Tensor:
+    """Return the bytes of another process's segment, uint8 [N], which must not be written.
+
+    Raises ConfigError: it cannot be reached from here.
+    """
+    return _open_on_device(handle) if device.type == "cuda" else _open_on_host(handle)
+
+
+def _open_on_host(handle: str) -> torch.Tensor:
+    pid, descriptor, num_bytes = json.loads(handle)
+    try:
+        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
+            memory = mmap.mmap(file.fileno(), max(1, num_bytes), prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"engine.weights='shared': the weights of process {pid} cannot be mapped "
+            f"({error_text(error)}); the replicas of a group run on one host, as one user, and see "
+            "each other's processes: leave engine.weights out where they cannot"
+        ) from error
+    with warnings.catch_warnings():
+        # that it cannot be written is meant
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+
+
+def _open_on_device(handle: str) -> torch.Tensor:
+    # a handle of a replica of this pool, which arrives as its other calls do
+    *parts, num_bytes = pickle.loads(base64.b64decode(handle))
+    try:
+        storage: Any = torch.UntypedStorage._new_shared_cuda(*parts)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"engine.weights='shared': another GPU's weights cannot be opened: {error_text(error)};"
+            " the replicas of a group need all GPUs of the group visible, with peer access: leave "
+            "engine.weights out where there is none"
+        ) from error
+    device = torch.device("cuda", parts[0])
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[:num_bytes]

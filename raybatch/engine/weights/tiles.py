@@ -1,0 +1,64 @@
+"""Feed-forward blocks as tiles, of which each has one owner in a group of replicas."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from raybatch.engine.weights.cutting import dense_part
+from raybatch.engine.weights.layout import map_tensors
+from raybatch.engine.weights.records import FfnTile, FfnWeights, ModelWeights
+from raybatch.models.config import ModelSpec
+from raybatch.policy.ownership import Ownership, Unit
+
+
+def why_not_tiled(spec: ModelSpec, count: int) -> str | None:
+    """Return why blocks cannot be cut into so many tiles; None where they can."""
+    is_sparse = [spec.is_sparse(layer) for layer in range(spec.num_layers)]
+    if not all(is_sparse) and spec.ffn_dim < count:
+        return f"a feed-forward block of {spec.ffn_dim} is too small for {count} tiles"
+    if spec.moe is not None and spec.moe.num_experts < count:
+        return f"{spec.moe.num_experts} experts are too few for {count} tiles"
+    return None
+
+
+def tile_of(block: FfnTile, number: int, count: int) -> FfnTile:
+    """Return a tile of a whole block: a part of F of a dense one, every `count`-th expert.
+
+    That of experts is a view; another one is a copy.
+    """
+    if count == 1:
+        return block
+    if block.experts_gate_up is None:
+        return dense_part(block, number, count)
+    experts = slice(number, None, count)
+    return replace(map_tensors(block, lambda x: x[experts]), experts=experts)
+
+
+def tiles_of(block: FfnTile, count: int) -> tuple[FfnTile, ...]:
+    return tuple(tile_of(block, number, count) for number in range(count))
+
+
+def tiled(weights: ModelWeights, ownership: Ownership) -> ModelWeights:
+    """Return a model whose blocks are cut as a group shares them, all of them there."""
+    layers = tuple(
+        replace(layer, ffn=replace(layer.ffn, tiles=tiles_of(layer.ffn.tile, ownership.num_tiles)))
+        for layer in weights.layers
+    )
+    return replace(weights, layers=layers)
+
+
+def with_tiles(weights: ModelWeights, tiles: Mapping[Unit, FfnTile]) -> ModelWeights:
+    """Return a model with these tiles in the place of those that it has."""
+
+    def placed(layer: int, ffn: FfnWeights) -> FfnWeights:
+        numbers = range(len(ffn.tiles))
+        return replace(ffn, tiles=tuple(tiles[Unit(layer, number)] for number in numbers))
+
+    layers = (replace(x, ffn=placed(i, x.ffn)) for i, x in enumerate(weights.layers))
+    return replace(weights, layers=tuple(layers))
+
+
+def placeholder(tile: FfnTile) -> FfnTile:
+    """Return a tile of the same form without data; whatever reads it raises."""
+    return map_tensors(tile, lambda tensor: torch.empty_like(tensor, device="meta"))
