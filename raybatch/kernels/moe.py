@@ -123,8 +123,8 @@ def moe_part(
 
 def _weighted(weights: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     """Return the sums [T, M] of outputs [T * K, M] by weights [T, K]."""
-    num_tokens, top_k = weights.shape
-    return torch.bmm(weights.unsqueeze(1), outputs.view(num_tokens, top_k, outputs.shape[1])).squeeze(1)
+    outputs = outputs.view(*weights.shape, outputs.shape[1])
+    return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1)
 
 
 def _unsort(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import dense_panel_width
 from raybatch.engine.loading.peak_memory import pick_residence
+from raybatch.engine.loading.shared_weights import ShareMember, share_weights
 from raybatch.engine.memory.kv_cache import (
     max_sequence_len,
     num_blocks_for,
@@ -26,6 +27,7 @@ from raybatch.engine.weights.layer_store import LayerStore, ResidentLayers, Stre
 from raybatch.engine.weights.layout import WeightForm
 from raybatch.engine.weights.loading import dense_shapes, load_weights, weight_sizes
 from raybatch.engine.weights.records import ModelWeights
+from raybatch.engine.weights.shared_layers import SharedLayers
 from raybatch.errors import CapacityError, ConfigError
 from raybatch.kernels.byte_numbers import BYTE_DTYPES
 from raybatch.kernels.native.linears import compiled_linears
@@ -81,6 +83,8 @@ class LoadedModel:
     weights: ModelWeights
     sizes: WeightSizes
     residence: Residence
+    # of a group that shares tiles
+    shared: SharedLayers | None = None
 
     @property
     def name(self) -> str:
@@ -95,8 +99,17 @@ class LoadedModel:
         return self.resolved.dtype
 
 
-def load_model(source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> LoadedModel:
-    """Load the model that `source` names (see `resolve_model`).
+def load_model(
+    source: str,
+    config: EngineConfig,
+    *,
+    num_engines_on_host: int = 1,
+    share: ShareMember | None = None,
+) -> LoadedModel:
+    """Load the model that `source` names (see `resolve_model`), with the tiles that it owns.
+
+    A member of a group, as which it may `share` them, waits for the others: raises TeamError where
+    one has ended.
 
     Sets the threads of torch and, unless switched off, malloc's options: both hold for the whole
     process. Raises ConfigError: the model or an option cannot be run.
@@ -129,19 +142,33 @@ def load_model(source: str, config: EngineConfig, *, num_engines_on_host: int = 
         device=resolved.device,
         num_engines_on_host=num_engines_on_host,
     )
+    weights = load_weights(
+        path,
+        spec,
+        form,
+        device=resolved.device,
+        streamed=residence.streamed,
+        has_tiles=share is None,
+    )
+    shared = None
+    if share is not None:
+        weights, shared = share_weights(share, path, spec, form, weights, resolved.device)
     return LoadedModel(
         path=path,
         spec=spec,
         resolved=resolved,
-        weights=load_weights(path, spec, form, device=resolved.device, streamed=residence.streamed),
+        weights=weights,
         sizes=sizes,
         residence=residence,
+        shared=shared,
     )
 
 
 def place_layers(model: LoadedModel) -> LayerStore:
     """Return the layers of a model, as the decoder uses them; logs what is streamed."""
     residence, sizes = model.residence, model.sizes
+    if model.shared is not None:
+        return model.shared
     if not residence.streamed:
         return ResidentLayers(model.weights.layers)
     layers = StreamedLayers(model.weights.layers, residence, model.device)

@@ -16,6 +16,7 @@ from raybatch.engine.loading.loaded_model import (
     load_model,
     place_layers,
 )
+from raybatch.engine.loading.shared_weights import ShareMember
 from raybatch.engine.memory.kv_cache import (
     free_memory_bytes,
     host_memory_bytes,
@@ -57,13 +58,20 @@ class PreparedModel:
     link_factor: float = field(default=1.0)
 
     @classmethod
-    def load(cls, source: str, config: EngineConfig, *, num_engines_on_host: int = 1) -> Self:
+    def load(
+        cls,
+        source: str,
+        config: EngineConfig,
+        *,
+        num_engines_on_host: int = 1,
+        share: ShareMember | None = None,
+    ) -> Self:
         """Load the model that `source` names, see `load_model`.
 
         Raises ConfigError: the model or an option cannot be run, as weights that do not fit. Raises
         CapacityError: the memory does not hold a block of KV.
         """
-        model = load_model(source, config, num_engines_on_host=num_engines_on_host)
+        model = load_model(source, config, num_engines_on_host=num_engines_on_host, share=share)
         with current_device(model.device):
             return cls.of(model, config, num_engines_on_host)
 

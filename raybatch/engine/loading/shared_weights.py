@@ -12,16 +12,21 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from raybatch.engine.weights.layout import packed_bytes, tensors_of
+from raybatch.engine.memory.kv_cache import free_memory_bytes
+from raybatch.engine.weights.layout import WeightForm, packed_bytes, tensors_of
+from raybatch.engine.weights.loading import open_blocks
 from raybatch.engine.weights.records import FfnTile, ModelWeights
-from raybatch.engine.weights.segments import Segment, open_segment
+from raybatch.engine.weights.segments import Segment, make_segment, open_segment
 from raybatch.engine.weights.shared_layers import SharedLayers, placed
 from raybatch.engine.weights.tiles import placeholder, tile_of, tiles_of, why_not_tiled, with_tiles
 from raybatch.errors import ConfigError
+from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
 from raybatch.policy.ownership import Ownership, Unit
 
@@ -69,6 +74,23 @@ class Offer:
         return cls(**json.loads(text))
 
 
+def share_weights(
+    member: ShareMember,
+    path: Path,
+    spec: ModelSpec,
+    form: WeightForm,
+    weights: ModelWeights,
+    device: torch.device,
+) -> tuple[ModelWeights, SharedLayers]:
+    """Load the owned tiles of a model whose other weights are there; see `share_tiles`."""
+    free_bytes = free_memory_bytes(torch.device("cpu"))
+    segment = partial(make_segment, device=device, free_bytes=free_bytes)
+    with open_blocks(path, spec, form, device=device) as block_of:
+        return share_tiles(
+            member, spec, weights, block_of, segment, fingerprint=model_fingerprint(path)
+        )
+
+
 def share_tiles(
     member: ShareMember,
     spec: ModelSpec,
@@ -94,6 +116,8 @@ def share_tiles(
     ownership, rank = member.ownership, member.rank
     if ownership.num_tiles > 1 and (reason := why_not_tiled(spec, ownership.num_tiles)):
         raise ConfigError(f"weights cannot be shared by tile: {reason}")
+    num_slots = member.num_slots or ownership.default_slots
+    ownership.check_slots(num_slots)
     forms = _forms(weights, ownership)
     of_rank = [{u: forms[u] for u in ownership.owned_by(r)} for r in range(ownership.size)]
     own = segment(sum(packed_bytes(form) for form in of_rank[rank].values()))
@@ -117,6 +141,7 @@ def share_tiles(
             sources |= tiles
     member.exchange("open")
     own.close_to_others()
+    weights = with_tiles(weights, forms | owned)
     layers = SharedLayers(
         weights.layers,
         ownership,
@@ -124,7 +149,7 @@ def share_tiles(
         owned,
         sources,
         own.memory.device,
-        num_slots=_num_slots(member, len(sources)),
+        num_slots=min(num_slots, len(sources)),
     )
     _logger.info(
         "this replica owns %d of %d feed-forward %ss, %.1f MB; %d slots of %.1f MB are for those "
@@ -137,8 +162,7 @@ def share_tiles(
         layers.slot_bytes / max(1, layers.num_slots) / 1e6,
         ownership.size - 1,
     )
-    others = {unit: form for unit, form in forms.items() if unit not in owned}
-    return with_tiles(weights, owned | others), layers
+    return weights, layers
 
 
 def _forms(weights: ModelWeights, ownership: Ownership) -> dict[Unit, FfnTile]:
@@ -157,12 +181,6 @@ def _fill(
         tile = tile_of(block_of(unit.layer), unit.tile, num_tiles)
         for source, place in zip(tensors_of(tile), tensors_of(target), strict=True):
             place.copy_(source)
-
-
-def _num_slots(member: ShareMember, num_sources: int) -> int:
-    wanted = member.num_slots or member.ownership.default_slots
-    member.ownership.check_slots(wanted)
-    return min(wanted, num_sources)
 
 
 def _form_key(forms: Mapping[Unit, FfnTile], ownership: Ownership, fingerprint: str) -> str:

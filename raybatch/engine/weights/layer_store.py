@@ -104,7 +104,8 @@ class TileSlots:
 
 
 def _form_of(tile: FfnTile) -> object:
-    return tuple((x.shape, x.stride(), x.dtype) for x in tensors_of(tile))
+    tensors = tuple((x.shape, x.stride(), x.dtype) for x in tensors_of(tile))
+    return tensors, None if tile.experts is None else tile.experts.start
 
 
 class StreamedLayers:

@@ -6,7 +6,8 @@ into a safetensors file that every replica of the host maps, so that they share 
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from raybatch.engine.weights.records import (
     LayerWeights,
     ModelWeights,
 )
+from raybatch.engine.weights.tiles import without_tiles
 from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.linear import Linear
 from raybatch.kernels.small_ops import interleave_order
@@ -58,27 +60,61 @@ def load_weights(
     *,
     device: torch.device,
     streamed: Collection[int] = (),
+    has_tiles: bool = True,
 ) -> ModelWeights:
     """Load the checkpoint; on a CPU mapped from the prepared file, where one can be written.
 
-    Feed-forward blocks of layers in `streamed` stay in host memory, pinned for a GPU.
+    Feed-forward blocks of layers in `streamed` stay in host memory, pinned for a GPU. Without
+    tiles, there are placeholders in their place, which have no data.
     """
     if device.type == "cpu":
         try:
-            return _prepared_weights(model_path, spec, form)
+            weights = _prepared_weights(model_path, spec, form)
+            return weights if has_tiles else without_tiles(weights)
         except OSError as error:
             logger.warning(
                 "weights are loaded privately, as no prepared copy could be kept: %s", error
             )
     with Checkpoint(model_path) as checkpoint:
         parts = _laid_out(checkpoint, spec, form, device)
+        tensors = dict[str, torch.Tensor]()
+        if not has_tiles:
+            tensors = {
+                name: torch.empty(shape, dtype=dtype, device="meta")
+                for name, (shape, dtype, _) in parts.items()
+                if _tile_of(name) is not None
+            }
+            parts = {name: part for name, part in parts.items() if name not in tensors}
         if device.type == "cpu":
-            tensors = {name: build().to(dtype) for name, (_, dtype, build) in parts.items()}
+            tensors |= {name: build().to(dtype) for name, (_, dtype, build) in parts.items()}
         else:
-            tensors = load_onto(
+            tensors |= load_onto(
                 device, _units(parts), stays_on_host=lambda name: _tile_of(name) in streamed
             )
     return _assemble(tensors, spec)
+
+
+@contextmanager
+def open_blocks(
+    model_path: Path, spec: ModelSpec, form: WeightForm, *, device: torch.device
+) -> Iterator[Callable[[int], FfnTile]]:
+    """Lend a function that reads a layer's feed-forward block into host memory.
+
+    It lies there as it is to lie on `device`.
+    """
+    if device.type == "cpu":
+        layers = load_weights(model_path, spec, form, device=device).layers
+        yield lambda layer: layers[layer].ffn.tile
+        return
+    with Checkpoint(model_path) as checkpoint:
+        parts = _laid_out(checkpoint, spec, form, device)
+
+        def block_of(layer: int) -> FfnTile:
+            some = {name: part for name, part in parts.items() if _tile_of(name) == layer}
+            made = {name: build().to(dtype) for name, (_, dtype, build) in some.items()}
+            return _tile_in({name.partition(".")[2]: x for name, x in made.items()}, spec)
+
+        yield block_of
 
 
 def _units(parts: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
@@ -167,31 +203,41 @@ def _map_prepared(path: Path, parts: Mapping[str, Part]) -> dict[str, torch.Tens
 
 def _assemble(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> ModelWeights:
     views = dict(view_of(name, tensor) for name, tensor in tensors.items())
-    num_outputs = {
-        "qkv": (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
-        "o": spec.model_dim,
-        "gate_up": 2 * spec.ffn_dim,
-        "down": spec.model_dim,
-    }
     layers = []
     for i in range(spec.num_layers):
         prefix = f"{i}."
         parts: dict[str, Any] = {
             n.removeprefix(prefix): t for n, t in views.items() if n.startswith(prefix)
         }
-        for name in num_outputs.keys() & parts.keys():
-            bias, scales = (parts.pop(f"{name}{suffix}", None) for suffix in ("_bias", _SCALES))
-            parts[name] = Linear(parts[name], num_outputs[name], bias, scales)
-        tile = {n: parts.pop(n) for n in list(parts) if n.startswith(_TILE_FIELDS)}
-        ffn = FfnWeights(
-            norm=parts.pop("ffn_norm"), router=parts.pop("router", None), tiles=(FfnTile(**tile),)
-        )
-        attention = AttentionWeights(norm=parts.pop("attention_norm"), **parts)
+        norm, router = parts.pop("ffn_norm"), parts.pop("router", None)
+        tile = _tile_in({n: parts.pop(n) for n in list(parts) if n.startswith(_TILE_FIELDS)}, spec)
+        ffn = FfnWeights(norm=norm, router=router, tiles=(tile,))
+        parts["norm"] = parts.pop("attention_norm")
+        attention = AttentionWeights(**_with_linears(parts, spec))
         layers.append(LayerWeights(attention=attention, ffn=ffn))
     embed, head = (views[name] for name in (("table",) * 2 if spec.is_tied else ("embed", "head")))
     return ModelWeights(
         embed=embed, layers=tuple(layers), norm=views["norm"], head=Linear(head, spec.vocab_size)
     )
+
+
+def _tile_in(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> FfnTile:
+    """Return the block that has these tensors, by their field."""
+    return FfnTile(**_with_linears(dict(tensors), spec))
+
+
+def _with_linears(parts: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """Return parts of a layer in which a dense linear has its bias and scales."""
+    num_outputs = {
+        "qkv": (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
+        "o": spec.model_dim,
+        "gate_up": 2 * spec.ffn_dim,
+        "down": spec.model_dim,
+    }
+    for name in num_outputs.keys() & parts.keys():
+        bias, scales = (parts.pop(f"{name}{suffix}", None) for suffix in ("_bias", _SCALES))
+        parts[name] = Linear(parts[name], num_outputs[name], bias, scales)
+    return parts
 
 
 def _laid_out(

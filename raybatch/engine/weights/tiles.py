@@ -7,7 +7,7 @@ import torch
 
 from raybatch.engine.weights.cutting import dense_part
 from raybatch.engine.weights.layout import map_tensors
-from raybatch.engine.weights.records import FfnTile, FfnWeights, ModelWeights
+from raybatch.engine.weights.records import FfnTile, ModelWeights
 from raybatch.models.config import ModelSpec
 from raybatch.policy.ownership import Ownership, Unit
 
@@ -50,13 +50,24 @@ def tiled(weights: ModelWeights, ownership: Ownership) -> ModelWeights:
 
 def with_tiles(weights: ModelWeights, tiles: Mapping[Unit, FfnTile]) -> ModelWeights:
     """Return a model with these tiles in the place of those that it has."""
-
-    def placed(layer: int, ffn: FfnWeights) -> FfnWeights:
-        numbers = range(len(ffn.tiles))
-        return replace(ffn, tiles=tuple(tiles[Unit(layer, number)] for number in numbers))
-
-    layers = (replace(x, ffn=placed(i, x.ffn)) for i, x in enumerate(weights.layers))
+    of_layers: dict[int, list[FfnTile]] = {}
+    for unit in sorted(tiles):
+        of_layers.setdefault(unit.layer, []).append(tiles[unit])
+    layers = (
+        replace(layer, ffn=replace(layer.ffn, tiles=tuple(of_layers[i])))
+        for i, layer in enumerate(weights.layers)
+    )
     return replace(weights, layers=tuple(layers))
+
+
+def without_tiles(weights: ModelWeights) -> ModelWeights:
+    """Return a model with placeholders for its tiles."""
+    tiles = {
+        Unit(layer, number): placeholder(tile)
+        for layer, of_layer in enumerate(weights.layers)
+        for number, tile in enumerate(of_layer.ffn.tiles)
+    }
+    return with_tiles(weights, tiles)
 
 
 def placeholder(tile: FfnTile) -> FfnTile:

@@ -77,6 +77,10 @@ class ThreadCopies(HostCopies):
         future: Future[None] = self._thread.submit(copy)
         return Transfer(has_begun=begun.is_set, is_done=future.done, wait=future.result)
 
+    def drain(self) -> None:
+        """Wait for all copies that have been begun."""
+        self._thread.submit(lambda: None).result()
+
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 

@@ -1,0 +1,57 @@
+"""Groups whose ranks are threads of this process, each with a segment and slots of its own."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from raybatch.config import EngineConfig
+from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.loading.shared_weights import ShareMember
+from raybatch.policy.ownership import Ownership
+
+TIMEOUT_S = 60
+
+
+class Table:
+    """Where ranks exchange texts."""
+
+    def __init__(self, size):
+        self._barrier = threading.Barrier(size)
+        self._texts = [""] * size
+
+    def exchange(self, rank, text):
+        self._texts[rank] = text
+        self._barrier.wait(TIMEOUT_S)
+        texts = list(self._texts)
+        self._barrier.wait(TIMEOUT_S)
+        return texts
+
+    def leave(self):
+        self._barrier.abort()
+
+
+def load_group(path, ownership: Ownership, *, num_slots=None, configs=None):
+    """Return the model of each rank, in order."""
+    table, size = Table(ownership.size), ownership.size
+    configs = configs or [EngineConfig(device="cpu", dtype="float32")] * size
+
+    def load(rank):
+        member = ShareMember(
+            ownership=ownership,
+            rank=rank,
+            exchange=lambda text: table.exchange(rank, text),
+            num_slots=num_slots,
+        )
+        try:
+            return load_model(str(path), configs[rank], share=member)
+        except Exception as error:
+            table.leave()
+            return error
+
+    with ThreadPoolExecutor(size) as threads:
+        loaded = list(threads.map(load, range(size)))
+    errors = [one for one in loaded if isinstance(one, Exception)]
+    # of those who wait for one that has ended, nobody knows why
+    known = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if errors:
+        raise (known or errors)[0]
+    return loaded

@@ -1,0 +1,41 @@
+"""One step of a decoder: prompts, whose rows all have logits."""
+
+import torch
+
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.memory.kv_cache import allocate_kv_cache
+from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
+
+BLOCK = 4
+
+
+def prompt_logits(decoder, spec, *, lens=(9, 5), seed=0):
+    """Return the logits [T, V] of prompts of these lengths, in a pool of their own."""
+    random = torch.Generator().manual_seed(seed)
+    starts, num_rows = [0], sum(lens)
+    for length in lens[:-1]:
+        starts.append(starts[-1] + length)
+    cache = allocate_kv_cache(
+        spec,
+        num_blocks=1 + num_rows,
+        block_size=BLOCK,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    positions = torch.cat([torch.arange(length) for length in lens])
+    slots = torch.cat(
+        [BLOCK * (1 + start) + torch.arange(n) for start, n in zip(starts, lens, strict=True)]
+    )
+    batch = ForwardBatch(
+        token_ids=torch.randint(0, spec.vocab_size, (num_rows,), generator=random),
+        positions=positions,
+        slot_mapping=slots,
+        logits_idx=torch.arange(num_rows),
+        attention=AttentionPlan(
+            num_decode=0,
+            decode=None,
+            prefill=PrefillPart(starts=tuple(starts), lens=tuple(lens)),
+            contexts=(),
+        ),
+    )
+    return decoder.forward(batch, cache).clone()

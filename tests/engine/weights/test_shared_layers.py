@@ -1,0 +1,121 @@
+"""Replicas that share feed-forward weights: tokens and bits of the model, and its bytes once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.ops_choice import pick_ops
+from raybatch.engine.loading.loaded_model import load_model
+from raybatch.engine.weights.layout import packed_bytes, tensors_of
+from raybatch.engine.weights.shared_layers import SharedLayers
+from raybatch.engine.weights.tiles import tiled
+from raybatch.errors import ConfigError
+from raybatch.policy.ownership import Ownership
+from tests.engine.tiny_models import build
+from tests.engine.weights.groups import load_group
+from tests.engine.weights.steps import prompt_logits
+
+NUM_LAYERS = 5
+# with biases, with experts in all layers, and in some
+VARIANTS = ("llama-biases-tied", "qwen3-moe", "qwen3-moe-sparse-step")
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def path(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    build(request.param, num_hidden_layers=NUM_LAYERS).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def group(size, by):
+    return Ownership(size=size, num_layers=NUM_LAYERS, by=by)
+
+
+def decoder_of(model, layers=None):
+    ops = pick_ops(model.spec, model.weights, block_size=4, may_compile=False)
+    return Decoder(model.spec, model.weights, layers=layers, ops=ops)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("by", ["layer", "tile"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_are_those_of_the_model_and_bits_those_of_its_tiles(path, size, by, quantization):
+    config = EngineConfig(device="cpu", dtype="float32", quantization=quantization)
+    whole = load_model(str(path), config)
+    expected = prompt_logits(decoder_of(whole), whole.spec)
+    by_tiles = replace(whole, weights=tiled(whole.weights, group(size, by)))
+    bits = prompt_logits(decoder_of(by_tiles), whole.spec)
+    models = load_group(path, group(size, by), configs=[config] * size)
+    for model in models:
+        decoder = decoder_of(model, model.shared)
+        # the second pass finds what the first one has fetched ahead
+        for _ in range(3):
+            found = prompt_logits(decoder, model.spec)
+            assert torch.equal(found, bits)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            assert torch.equal(found.argmax(dim=1), expected.argmax(dim=1))
+        model.shared.check()
+        assert model.shared.ring_counters.num_restarts == 0
+        model.shared.close()
+
+
+@pytest.mark.parametrize("by", ["layer", "tile"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_owned_tiles_cover_the_model_once(path, size, by):
+    whole = load_model(str(path), EngineConfig(device="cpu", dtype="float32"))
+    models = load_group(path, group(size, by))
+    ffn_bytes = sum(packed_bytes(layer.ffn.tile) for layer in whole.weights.layers)
+    owned = [sum(map(packed_bytes, model.shared._owned.values())) for model in models]
+    # tensors of tiles start at borders of their own
+    assert ffn_bytes <= sum(owned) <= 1.2 * ffn_bytes
+    for model in models:
+        tiles = [tile for layer in model.weights.layers for tile in layer.ffn.tiles]
+        here = [tile for tile in tiles if all(not x.is_meta for x in tensors_of(tile))]
+        assert len(here) == len(model.shared._owned)
+        assert len(tiles) == NUM_LAYERS * group(size, by).num_tiles
+        assert model.shared.num_slots <= group(size, by).default_slots
+
+
+def test_a_placeholder_that_is_read_raises(path):
+    models = load_group(path, group(2, "layer"))
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        prompt_logits(decoder_of(models[0]), models[0].spec)
+
+
+def test_a_pass_copies_each_tile_of_others_once(path):
+    model = load_group(path, group(4, "tile"))[1]
+    decoder, shared = decoder_of(model, model.shared), model.shared
+    assert isinstance(shared, SharedLayers)
+    fetches = group(4, "tile").fetches(1)
+    for num_passes in range(1, 4):
+        prompt_logits(decoder, model.spec)
+        shared._copier.drain()
+        ahead = shared.num_slots
+        assert shared.counters.num_copies == num_passes * len(fetches) + ahead
+    one_pass = sum(packed_bytes(shared._sources[unit]) for unit in fetches)
+    assert shared.counters.num_bytes <= 4 * one_pass
+
+
+def test_ranks_that_are_not_alike_are_refused(path):
+    configs = [EngineConfig(device="cpu", quantization=form) for form in (None, "int8")]
+    with pytest.raises(ConfigError, match="0 and 1 of a group .* are not alike"):
+        load_group(path, group(2, "layer"), configs=configs)
+
+
+def test_too_few_slots_are_refused_with_the_number(path):
+    with pytest.raises(ConfigError, match=r"engine\.weight_buffers is 2, .* needs 3 at least"):
+        load_group(path, group(4, "layer"), num_slots=2)
+
+
+def test_a_model_that_cannot_be_cut_is_refused(tmp_path):
+    build("qwen3-moe", num_hidden_layers=2, num_experts=3).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="3 experts are too few for 4 tiles"):
+        load_group(tmp_path, Ownership(size=4, num_layers=2, by="tile"))
