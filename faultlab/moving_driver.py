@@ -26,6 +26,7 @@ from raybatch.actors.executors.calls import CallHandle, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
 from raybatch.actors.replicas.placement import Placement
 from raybatch.actors.replicas.replica_set import Member
+from raybatch.actors.replicas.share_groups import ShareGroup
 from raybatch.actors.replicas.site import Handle, Started
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.errors import RaybatchError
@@ -153,10 +154,11 @@ class _MovingSite(LocalSite):
         replica_id: int,
         *,
         avoid: Collection[str] = (),
+        group: ShareGroup | None = None,
     ) -> Started:
         if self.moving is None and self._plan.every_s is not None:
             self.moving = asyncio.create_task(self._move_rows(self._plan.every_s))
-        started = super().start(spec, plan, rank, replica_id, avoid=avoid)
+        started = super().start(spec, plan, rank, replica_id, avoid=avoid, group=group)
         return _Watched(started, replica_id, self)
 
     def reached(self, replica_id: int, step: str, args: tuple[Any, ...], *, is_after: bool) -> None:

@@ -17,6 +17,7 @@ from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import check_tensors, stored_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.json_files import read_json
+from raybatch.records.share import ShareLink
 from raybatch.records.team import FormingCost, Served, TeamCall
 from raybatch.records.types import (
     Capacity,
@@ -188,6 +189,7 @@ class EngineStart:
     engine: EngineConfig
     num_engines_on_host: int = 1  # which share its memory
     num_replicas: int = 1  # of the pool, which share the budgets of an endpoint
+    share: ShareLink | None = None  # to others with which it shares weights
 
 
 def _takes_no_options(backend: BackendConfig, engine: EngineConfig) -> None:

@@ -124,6 +124,7 @@ def gpus_of_replica(
 def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -> None:
     """Raise ConfigError where options of a pool do not fit the engines that run in it."""
     check_share(pool.num_gpus_per_replica or 0, backend, engine)
+    _check_groups(pool, engine)
     if pool.duplicate_last_rows and type_of(backend).is_endpoint:
         raise ConfigError(
             "pool.duplicate_last_rows is for engines that answer a row alike wherever it runs, "
@@ -142,6 +143,21 @@ def check_pool(pool: PoolConfig, backend: BackendConfig, engine: EngineConfig) -
             f"whose ranks are actors of Ray: each of the {num_ranks} ranks takes a GPU; leave it "
             "out, or say in pool.bundles what they take"
         )
+
+
+def _check_groups(pool: PoolConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError where engines share weights without a group, or the other way round."""
+    if (engine.weights == "shared") == (pool.share_group is not None):
+        return
+    if pool.share_group is None:
+        raise ConfigError(
+            "engine.weights='shared' shares weights in groups of replicas; set pool.share_group to "
+            "the replicas of a host that share them, such as 2"
+        )
+    raise ConfigError(
+        f"pool.share_group={pool.share_group} is for replicas that share weights; set "
+        "engine.weights='shared', or leave it out"
+    )
 
 
 def check_share(num_gpus: float, backend: BackendConfig, engine: EngineConfig) -> None:

@@ -11,6 +11,7 @@ from raybatch.config import BackendConfig, EngineConfig
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import read_model_spec
 from raybatch.models.source import resolve_model
+from raybatch.records.share import ShareLink
 from raybatch.records.types import (
     Capacity,
     Completion,
@@ -103,12 +104,27 @@ class NativeBackend:
         self._open = None
 
 
-def create(model: str, engine: EngineConfig, *, num_engines_on_host: int = 1) -> NativeBackend:
-    """Load a model and return a backend that is ready for `submit`, or raise ConfigError."""
+def create(
+    model: str,
+    engine: EngineConfig,
+    *,
+    num_engines_on_host: int = 1,
+    share: ShareLink | None = None,
+) -> NativeBackend:
+    """Load a model and return a backend that is ready for `submit`, or raise ConfigError.
+
+    With a link, weights are shared with others: raises TeamError where one of them has ended.
+    """
     from raybatch.engine.loading.prepared import PreparedModel
+    from raybatch.engine.loading.shared_weights import ShareMember
 
     path = resolve_model(model)
-    prepared = PreparedModel.load(str(path), engine, num_engines_on_host=num_engines_on_host)
+    member = None
+    if share is not None:
+        member = ShareMember.of(share, read_model_spec(path), num_slots=engine.given_buffers)
+    prepared = PreparedModel.load(
+        str(path), engine, num_engines_on_host=num_engines_on_host, share=member
+    )
     return _backend_of(prepared)
 
 
@@ -161,7 +177,7 @@ def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | 
 NATIVE = BackendType(
     kind="native",
     create=lambda start: create(
-        start.model, start.engine, num_engines_on_host=start.num_engines_on_host
+        start.model, start.engine, num_engines_on_host=start.num_engines_on_host, share=start.share
     ),
     max_model_len=_max_model_len,
     package="torch",

@@ -16,6 +16,7 @@ from raybatch.backends.vllm.args import ENGINE_ARGS, VllmOptions, native_options
 from raybatch.config import BackendConfig, EngineConfig
 from raybatch.config.option import fields_of
 from raybatch.errors import ConfigError, MissingDependency, did_you_mean
+from raybatch.records.share import ShareLink
 from raybatch.text.text_files import check_template, check_tokenizer
 
 # of vLLM's options, those that users look for at other backends
@@ -141,6 +142,7 @@ def create_backend(
     *,
     num_engines_on_host: int = 1,
     num_replicas: int = 1,
+    share: ShareLink | None = None,
 ) -> Backend:
     """Start an engine and return its backend, ready for `submit`; arguments are of `EngineStart`.
 
@@ -158,6 +160,7 @@ def create_backend(
         engine=engine,
         num_engines_on_host=num_engines_on_host,
         num_replicas=num_replicas,
+        share=share,
     )
     return of_kind.create(start)
 

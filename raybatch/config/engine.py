@@ -50,6 +50,9 @@ class EngineConfig:
     None keeps all."""
     weight_buffers: Speed[Positive] = 2
     """Device buffers, of one layer each, for the layers that are copied in."""
+    weights: Speed[Literal["replicated", "shared"]] = "replicated"
+    """With "shared", the replicas of a `pool.share_group` hold each feed-forward weight once and
+    read it from each other, and memory goes to KV. "replicated" holds all in each."""
     kv_cache_dtype: Answers[KVCacheDType] = "auto"
     """Type of KV: "auto" is `dtype`; "int8" and "fp8" (float8_e4m3fn) hold almost four times as
     many tokens as float32, and answers change."""
@@ -99,6 +102,8 @@ class EngineConfig:
                 "engine.weight_buffers is for layers that do not stay on the device, and "
                 "device_weight_bytes of none keeps all there; leave one of them out"
             )
+        if self.weights == "shared":
+            self._check_shared()
         if self.cuda_graphs is True and self.device == "cpu":
             raise ConfigError(
                 "engine.cuda_graphs is true, but device is 'cpu', which has none; leave it "
@@ -108,6 +113,19 @@ class EngineConfig:
             self._check_offload()
         if self.host_kv_dtype != "auto":
             self._check_rounding()
+
+    def _check_shared(self) -> None:
+        for name, beside in (
+            ("device_weight_bytes", self.device_weight_bytes != "auto"),
+            ("kv_offload", self.kv_offload is True),
+            ("cuda_graphs", self.cuda_graphs is True),
+        ):
+            if beside:
+                raise ConfigError(
+                    f"engine.{name}={getattr(self, name)!r} cannot be set with "
+                    "engine.weights='shared', which reads weights of other replicas; leave one of "
+                    "them out"
+                )
 
     def _check_offload(self) -> None:
         if self.host_kv_bytes in (None, 0):
@@ -135,6 +153,11 @@ class EngineConfig:
             why = "rounds KV that yields, and with kv_offload none does; set kv_cache_dtype instead"
         if why is not None:
             raise ConfigError(f"engine.host_kv_dtype {why}")
+
+    @property
+    def given_buffers(self) -> int | None:
+        """Return the buffers for weights that are given; None where nothing is said."""
+        return None if is_default(self, "weight_buffers") else self.weight_buffers
 
     @property
     def token_budget(self) -> int:

@@ -74,6 +74,9 @@ class PoolConfig:
     keep_tokens_every_s: Speed[Annotated[float, Ge(0.05)] | None] = 30.0
     """How often tokens so far of long rows are copied out of their engine, so that another can
     continue them; None loses them."""
+    share_group: Place[Annotated[int, Ge(2)] | None] = None
+    """Replicas of one host that share feed-forward weights (`engine.weights`: "shared"); they start
+    and end together. None has no groups."""
     accelerator_type: Place[Annotated[str | Sequence[str] | None, Field(examples=["H100"])]] = None
     """Engines run only on hosts with this accelerator, such as "H100", or one of several, as in
     ["H100", "L4"]; None takes any."""

@@ -76,8 +76,9 @@ def choose(wanted: ExecutorName, spec: PoolSpec, source: Source, plan: PlanConfi
     if not is_local:
         return Executor(is_local=False, reason=reason)
     most = plan_local_placement(spec).num_replicas
-    is_given = spec.pool.replicas is not None
-    num_engines = most if is_given or spec.pool.is_elastic else engines_for(source.num_rows, most)
+    pool = spec.pool
+    is_fixed = pool.replicas is not None or pool.is_elastic or pool.share_group is not None
+    num_engines = most if is_fixed else engines_for(source.num_rows, most)
     return Executor(is_local=True, reason=reason, num_engines=num_engines)
 
 

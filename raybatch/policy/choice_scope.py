@@ -38,6 +38,8 @@ class ChoiceScope:
         config = self.config
         if config.host_kv_dtype != "auto":
             return False  # measured times would decide whose KV is rounded
+        if config.weights == "shared":
+            return False  # nobody has all layers to measure
         has_places = bool(self.host_kv_bytes) and not self.needs_device
         may_offload = config.kv_offload == "auto" and has_places
         return may_offload or (self.is_gpu and config.max_batched_tokens == "auto")
@@ -50,6 +52,8 @@ class ChoiceScope:
         why = "its layers could not be measured"
         if config.kv_offload is False:
             why = "engine.kv_offload says"
+        elif config.weights == "shared":
+            why = "weights are shared with other replicas"
         elif self.needs_device:
             needs = "needs" if len(self.needs_device) == 1 else "need"
             why = f"{' and '.join(self.needs_device)} {needs} it there"

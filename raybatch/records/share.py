@@ -1,19 +1,25 @@
-"""What a coordinator tells the engines of a group that shares feed-forward weights."""
+"""What the engines of a group that shares feed-forward weights are told of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
-
-from raybatch.records.team import TeamCall
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShareCall:
-    """What one rank is told of its group.
+@dataclass(frozen=True, slots=True)
+class ShareSeat:
+    """The place of an engine in its group of `size`, from 0 on."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShareLink:
+    """How an engine reaches the others of its group while it loads.
 
     Args:
-        meeting: where the ranks find each other while they load; its rank and size are the group's.
-        by: what is owned at once, a layer's block or a tile of one.
+        exchange: leaves a text and returns those of all ranks, in order, once they are there. It
+            raises TeamError where one of them has ended.
     """
 
-    meeting: TeamCall
-    by: Literal["layer", "tile"] = "layer"
+    seat: ShareSeat
+    exchange: Callable[[str], list[str]]

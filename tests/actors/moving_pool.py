@@ -38,7 +38,7 @@ class PacedBackend(NativeBackend):
 class MovingReplica(Replica):
     """A replica whose engine computes tokens by a rule, with KV that tells what it is of."""
 
-    def _build(self, num_engines):
+    def _build(self, num_engines, link):
         engine, _ = make(block_size=BLOCK, max_num_seqs=16, num_blocks=900)
         self.engine, self.backend = engine, PacedBackend(engine)
         return self.backend

@@ -62,8 +62,9 @@ class ScriptedSite(LocalSite):
         super().__init__(OnThisLoop())
         self._script = script
 
-    def start(self, spec, plan, rank, replica_id, *, avoid=()):
-        return Scripted(super().start(spec, plan, rank, replica_id), replica_id, self._script)
+    def start(self, spec, plan, rank, replica_id, **options):
+        started = super().start(spec, plan, rank, replica_id, **options)
+        return Scripted(started, replica_id, self._script)
 
 
 class Scripted:

@@ -17,6 +17,7 @@ from raybatch.actors.coordinator.duplicates import Duplicates
 from raybatch.actors.coordinator.leaving import Leaving
 from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
+from raybatch.actors.coordinator.pulls import Pulls
 from raybatch.actors.coordinator.waits import Waits
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
@@ -46,8 +47,6 @@ _TICK_S = 0.5
 # engines that were idle for so long make room for others that wait
 _GIVE_AFTER_S = 10.0
 
-_Pull = tuple[Room, asyncio.Future[list[Assignment] | None]]
-
 _logger = logging.getLogger(__name__)
 
 
@@ -64,7 +63,7 @@ class Coordinator:
         self._queue = RowQueue(spec.pool.max_row_crashes)
         self._mailbox = Mailbox(self._queue, on_drop=lambda *args: self._aborts.begin(*args))
         self._metrics = PoolMetrics(site.metrics)
-        self._pulls: dict[int, _Pull] = {}
+        self._pulls = Pulls()
         self._replicas = ReplicaSet(
             spec, plan, site, on_lost=self._lose, on_exhausted=self._mailbox.fail
         )
@@ -143,10 +142,16 @@ class Coordinator:
         """Wait for rows; None tells the replica to end."""
         if replica_id not in self._replicas.members or self._is_stopping:
             return None
-        self._pulls[replica_id] = (room, asyncio.get_running_loop().create_future())
-        future = self._pulls[replica_id][1]
+        answered = self._pulls.ask(replica_id, room)
         self._dispatch()
-        return await future
+        return await answered
+
+    async def exchange(self, replica_id: int, text: str) -> list[str] | None:
+        """Leave a text for the group of a replica that loads, see `ShareGroup.exchange`."""
+        member = self._replicas.members.get(replica_id)
+        if member is None or member.group is None:
+            return None
+        return await member.group.exchange(member.rank, text)
 
     async def report(
         self,
@@ -279,22 +284,17 @@ class Coordinator:
     async def _stop_replicas(self) -> None:
         async with self._start_lock:
             self._is_stopping = True
-            for _, future in self._pulls.values():
-                _answer_pull(future, None)
-            self._pulls.clear()
+            self._pulls.end_all()
             await self._replicas.stop()
             # an idle pool holds nothing in the object store
             self._mailbox.forget_good_row()
             self._is_stopping = False
 
     def _hand_out(self, replica_id: int, spans: list[Span]) -> None:
-        _, future = self._pulls.pop(replica_id)
-        _answer_pull(future, self._mailbox.assign(spans))
+        self._pulls.answer(replica_id, self._mailbox.assign(spans))
 
     def _hungry(self) -> dict[int, Room]:
-        # Ray cancels the call of a replica that died
-        pulls, members = self._pulls.items(), self._replicas.members
-        return {r: room for r, (room, f) in pulls if not f.done() and members[r].takes_rows}
+        return self._pulls.hungry(self._replicas.members)
 
     def _dispatch(self) -> None:
         self._aborts.begin_losers()
@@ -309,8 +309,7 @@ class Coordinator:
 
     def _let_go(self, replica_id: int) -> None:
         """Let a replica end where it asks for rows."""
-        if (pull := self._pulls.pop(replica_id, None)) is not None:
-            _answer_pull(pull[1], None)
+        self._pulls.answer(replica_id, None)
 
     def _lose(self, member: Member, cause: str | None) -> bool:
         """Queue the rows of a replica that ended again; return whether its death cost any."""
@@ -390,10 +389,3 @@ class Coordinator:
             self._crew.note_rest()
             if release_s is not None and now - self._idle_since > release_s:
                 await self._stop_replicas()
-
-
-def _answer_pull(
-    future: asyncio.Future[list[Assignment] | None], work: list[Assignment] | None
-) -> None:
-    if not future.done():
-        future.set_result(work)

@@ -17,7 +17,8 @@ from raybatch.actors.executors.calls import CallHandle, Peer
 from raybatch.actors.executors.local_site import TableName
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.site import use_threads
-from raybatch.actors.wire.records import Place, PoolSpec, Requests
+from raybatch.actors.wire.records import FailedStart, Place, PoolSpec, Requests
+from raybatch.records.share import ShareSeat
 from raybatch.telemetry.metrics import metrics_of_process
 from raybatch.telemetry.providers import flush
 
@@ -33,6 +34,9 @@ class _OwnProcess:
         return Place(os.getpid())
 
     settle = staticmethod(use_threads)
+
+    def device(self) -> str | None:
+        return None
 
     async def fetch(self, ref: TableName) -> Requests | None:
         requests: Requests | None = await self._peer.call("fetch", ref)
@@ -64,12 +68,16 @@ class _Child:
         )
         self._replica = Replica(spec, replica_id, _OwnProcess(self.peer))
 
+    async def start(self, num_engines: int, seat: ShareSeat | None) -> FailedStart | None:
+        assert self._replica is not None, "the driver calls make first"
+        return await self._replica.start(num_engines, seat, CallHandle(self.peer.call))
+
     async def run(self) -> None:
         assert self._replica is not None, "the driver calls make first"
         await self._replica.run(CallHandle(self.peer.call))
 
     def _find(self, name: str) -> Any:  # noqa: ANN401 - a method
-        return getattr(self if name in ("make", "run") else self._replica, name)
+        return getattr(self if name in ("make", "start", "run") else self._replica, name)
 
 
 async def _serve(connection: socket.socket) -> None:

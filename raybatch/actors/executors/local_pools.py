@@ -11,7 +11,13 @@ from pathlib import Path
 from raybatch.actors.coordinator.coordinator import Coordinator
 from raybatch.actors.executors.calls import CallHandle, LocalCall, LocalLoop
 from raybatch.actors.executors.local_site import LocalSite
-from raybatch.actors.replicas.placement import ClusterView, Placement, first_of, settled
+from raybatch.actors.replicas.placement import (
+    ClusterView,
+    Placement,
+    check_groups,
+    first_of,
+    settled,
+)
 from raybatch.actors.replicas.site import Errors
 from raybatch.actors.wire.records import PoolSpec, digest_of
 from raybatch.backends.choice import BackendChoice, gpus_of_engine, unproven_on_gpus, vllm_build
@@ -115,6 +121,7 @@ def plan_local_placement(spec: PoolSpec) -> Placement:
     if number is None:
         number = max(1, len(os.sched_getaffinity(0)) // spec.engine.num_threads)
     number = max(number, spec.pool.min_replicas or 1)
+    check_groups(spec.pool, number)
     return Placement(
         num_replicas=number,
         num_cpus=0,

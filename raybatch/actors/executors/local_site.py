@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from raybatch.actors.executors.calls import CallHandle, LocalLoop, Peer, PeerDiedError, PeerError
 from raybatch.actors.replica.replica import Replica
 from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.share_groups import ShareGroup
 from raybatch.actors.replicas.site import Errors, Handle, Started
 from raybatch.actors.wire.records import Place, PoolSpec, Requests
 from raybatch.backends.registry import type_of
@@ -79,6 +80,7 @@ class LocalSite:
         replica_id: int,
         *,
         avoid: Collection[str] = (),
+        group: ShareGroup | None = None,
     ) -> Started:
         if type_of(spec.backend).may_end_process(spec.backend):
             return _EngineProcess(spec, replica_id, self._find)
@@ -134,8 +136,10 @@ class _EngineProcess:
             if name == "start":
                 await self._peer.is_connected.wait()
                 await self._peer.call("make", self._spec, self._replica_id)
-            # the process runs with the coordinator at the other end of its socket
-            return await self._peer.call(name, *(() if name == "run" else args))
+            if name in ("start", "run"):
+                # the coordinator is at the other end of its socket
+                args = args[:-1]
+            return await self._peer.call(name, *args)
         except PeerDiedError:
             if name not in ("start", "run"):
                 raise
@@ -171,6 +175,9 @@ class _EngineThread:
 
     def settle(self, spec: PoolSpec) -> None:
         """Leave the process as it is: it is not the engine's own."""
+
+    def device(self) -> str | None:
+        return None
 
     async def fetch(self, ref: KeptTable) -> Requests | None:
         return ref.requests

@@ -32,8 +32,12 @@ _Nodes = Sequence[Mapping[str, Any]]
 _logger = logging.getLogger(__name__)
 
 
-def environment_of(pool: PoolConfig) -> dict[str, Any]:
-    return {"runtime_env": dict(pool.runtime_env)} if pool.runtime_env else {}
+def environment_of(pool: PoolConfig, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the environment of a pool as an option of Ray, with further variables."""
+    env = dict(pool.runtime_env)
+    if variables:
+        env["env_vars"] = {**env.get("env_vars", {}), **variables}
+    return {"runtime_env": env} if env else {}
 
 
 def asked_of_ray(

@@ -42,7 +42,9 @@ from raybatch.actors.replicas.placement import (
     gpu_warnings,
     plan_placement,
     settled,
+    some_of_kind,
 )
+from raybatch.actors.replicas.share_groups import ShareGroup
 from raybatch.actors.replicas.site import Errors, Handle, obey_log_level, use_threads
 from raybatch.actors.replicas.waiting import shortage
 from raybatch.actors.wire.records import Place, PoolSpec, Requests, digest_of
@@ -51,6 +53,10 @@ from raybatch.config import PoolConfig
 from raybatch.telemetry.metrics import metrics_of_process
 
 _NAME_PREFIX = "raybatch-pool"
+# of each bundle of a group, as Ray takes no empty ones
+_SOME_CPU = 0.001
+# engines of a group take theirs by its number
+_ALL_GPUS_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 _MAX_CALLS = 10_000
 _MAX_REPLICA_CALLS = 64
 # Ray has tried once by then to create a group
@@ -72,9 +78,16 @@ class Reserved:
     group: PlacementGroup | None = None
     requested_s: float = field(default_factory=time.monotonic)
     actor: Handle = None
+    # whose placement group it is as well
+    shared_by: ShareGroup | None = None
 
     def release(self) -> None:
         """Give the group back, which ends the actors in it; may be called again."""
+        if self.shared_by is not None:
+            # the last one gives it back
+            mates, self.shared_by = self.shared_by, None
+            mates.num_users -= 1
+            self.group = None if mates.num_users else mates.reserved
         if self.group is None:
             return
         # what Ray is about to reserve for a group is lost to the cluster where the group is removed
@@ -130,6 +143,42 @@ def reserve(
     return Reserved({"max_restarts": 0, **options, **environment_of(pool)}, group)
 
 
+def reserve_together(
+    plan: Placement, pool: PoolConfig, rank: int, group: ShareGroup, *, name: str
+) -> Reserved:
+    """Ask Ray for what one engine of a group needs, which are all on one host.
+
+    They have one placement group, which the first of them asks for and the last gives back. Each
+    sees all GPUs of its host, as it reads the memory of the others'.
+    """
+    asked = {"CPU": max(_SOME_CPU, plan.num_cpus), "GPU": plan.num_gpus, **pool.resources}
+    if len(pool.accelerator_types) == 1:
+        asked |= some_of_kind(pool.accelerator_types[0])
+    bundle = {name: amount for name, amount in asked.items() if amount}
+    if group.reserved is None:
+        with suppress(ValueError):  # there is none that was left behind
+            ray.util.remove_placement_group(ray.util.get_placement_group(name))
+        labels = labels_of(pool, ())
+        group.reserved = ray.util.placement_group(
+            [bundle] * group.size,
+            strategy="STRICT_PACK",
+            name=name,
+            bundle_label_selector=[labels] * group.size,
+        )
+    group.num_users += 1
+    inside = PlacementGroupSchedulingStrategy(
+        group.reserved, placement_group_bundle_index=group.seat(rank).rank
+    )
+    options = {
+        "num_cpus": bundle["CPU"],
+        "num_gpus": plan.num_gpus,
+        "resources": dict(pool.resources),
+        "scheduling_strategy": inside,
+        **environment_of(pool, _ALL_GPUS_VISIBLE if plan.num_gpus else None),
+    }
+    return Reserved({"max_restarts": 0, **options}, shared_by=group)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaySite:
     """Where actors of Ray run, a coordinator or a replica; see `raybatch.actors.replicas.site`."""
@@ -156,9 +205,14 @@ class RaySite:
         replica_id: int,
         *,
         avoid: Collection[str] = (),
+        group: ShareGroup | None = None,
     ) -> Reserved:
         pool_name = ray.get_runtime_context().get_actor_name() or f"{_NAME_PREFIX}-{id(spec):x}"
-        reserved = reserve(plan, spec.pool, name=f"{pool_name}-{rank}", avoid=avoid)
+        if group is None:
+            reserved = reserve(plan, spec.pool, name=f"{pool_name}-{rank}", avoid=avoid)
+        else:
+            name = f"{pool_name}-group-{group.number}"
+            reserved = reserve_together(plan, spec.pool, rank, group, name=name)
         spread = {"scheduling_strategy": "SPREAD", "max_concurrency": _MAX_REPLICA_CALLS}
         return reserved.start(Replica, spec, replica_id, self, **spread)
 
@@ -186,6 +240,10 @@ class RaySite:
         return Place(pid=os.getpid(), host=host, host_id=context.get_node_id(), address=address)
 
     settle = staticmethod(use_threads)
+
+    def device(self) -> str | None:
+        gpus = ray.get_gpu_ids()
+        return f"cuda:{gpus[0]}" if gpus else None
 
     async def fetch(self, ref: Any) -> Requests | None:  # noqa: ANN401
         """Return a request table; None where the host that held it is gone."""

@@ -5,13 +5,14 @@ import contextlib
 import logging
 import traceback
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raybatch.actors.coordinator.counters import ReplicaMetrics
 from raybatch.actors.queue.pulling import HEARTBEAT_S, LEAD_STEPS, MIN_NEW_TOKENS, REPORT_EVERY_S
 from raybatch.actors.replica.engine_thread import EngineThread
 from raybatch.actors.replica.moving import MovingRows
+from raybatch.actors.replica.share_link import link_of
 from raybatch.actors.replicas.site import Handle, ReplicaSite, obey_log_level
 from raybatch.actors.wire.begun import encode_begun, sequence_states
 from raybatch.actors.wire.columns import RequestReader, encode_completions
@@ -30,6 +31,7 @@ from raybatch.actors.wire.records import (
 from raybatch.backends.base import Backend
 from raybatch.backends.registry import create_backend, type_of
 from raybatch.errors import EndpointError, RaybatchError, error_text, is_permanent, one_line
+from raybatch.records.share import ShareLink, ShareSeat
 from raybatch.records.types import Completion, Request, SequenceState
 from raybatch.redaction import redacted
 from raybatch.telemetry.providers import flush
@@ -75,11 +77,20 @@ class Replica:
         self._is_fetching = False
         self._progress: Progress | None = None
 
-    async def start(self, num_engines_on_host: int) -> FailedStart | None:
-        """Build the engine; return why it could not be built, if so."""
+    async def start(
+        self,
+        num_engines_on_host: int,
+        seat: ShareSeat | None = None,
+        coordinator: Handle | None = None,
+    ) -> FailedStart | None:
+        """Build the engine; return why it could not be built, if so.
+
+        With a seat it shares weights with others, whom it reaches by the coordinator.
+        """
         self._loop = asyncio.get_running_loop()
+        link = None if seat is None else link_of(seat, coordinator, self._replica_id, self._loop)
         self._engine = EngineThread(
-            lambda: self._build(num_engines_on_host),
+            lambda: self._build(num_engines_on_host, link),
             self._wake,
             lead_tokens=LEAD_STEPS * self._spec.engine.token_budget,
         )
@@ -195,15 +206,18 @@ class Replica:
         """Return whether rows are this replica's still that its engine has not any more."""
         return self._moving is not None and self._moving.has_left
 
-    def _build(self, num_engines: int) -> Backend:
+    def _build(self, num_engines: int, link: ShareLink | None) -> Backend:
         obey_log_level()  # before anything is chosen
-        spec = self._spec
+        spec, engine = self._spec, self._spec.engine
+        if link is not None and (device := self._site.device()) is not None:
+            engine = replace(engine, device=device)
         return create_backend(
             spec.model,
             spec.backend,
-            spec.engine,
+            engine,
             num_engines_on_host=num_engines,
             num_replicas=spec.pool.replicas or 1,
+            share=link,
         )
 
     def _wake(self) -> None:

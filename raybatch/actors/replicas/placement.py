@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
+from raybatch.actors.replicas.share_groups import why_no_groups
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import (
     BackendChoice,
@@ -168,6 +169,7 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
         num_replicas = max(1, cluster.cores_of_driver // spec.engine.num_threads)
     num_replicas = max(num_replicas, pool.min_replicas or 1)
     check_share(num_gpus, spec.backend, spec.engine)
+    check_groups(pool, num_replicas)
     if bundles and with_gpus and num_gpus > sum(with_gpus):
         raise ConfigError(
             f"one engine asks for {num_gpus:g} GPUs and the cluster has {sum(with_gpus):g}: "
@@ -192,6 +194,12 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
         bundles=bundles,
         num_first=first_of(pool),
     )
+
+
+def check_groups(pool: PoolConfig, num_replicas: int) -> None:
+    """Raise ConfigError where so many replicas are no groups of those that share weights."""
+    if why := why_no_groups(pool.share_group, num_replicas, is_elastic=pool.is_elastic):
+        raise ConfigError(f"pool.share_group={pool.share_group}: {why}")
 
 
 def first_of(pool: PoolConfig) -> int | None:
@@ -233,6 +241,11 @@ def gpu_warnings(spec: PoolSpec, plan: Placement, cluster: ClusterView) -> list[
     return warnings
 
 
+def some_of_kind(kind: str) -> dict[str, float]:
+    """Return what a bundle asks for that is to be on a host with an accelerator of a kind."""
+    return {f"{_KIND}{kind}": _SOME}
+
+
 def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
     """Return what the ranks of one engine take, where they are actors; the first has the rest."""
     pool, num_ranks = spec.pool, type_of(spec.backend).num_actors(spec.backend, spec.engine)
@@ -240,7 +253,7 @@ def _bundles_of(spec: PoolSpec) -> tuple[Mapping[str, float], ...]:
     if not num_ranks:
         return ()
     kinds = pool.accelerator_types
-    with_gpu = {f"{_KIND}{kinds[0]}": _SOME} if len(kinds) == 1 else {}
+    with_gpu = some_of_kind(kinds[0]) if len(kinds) == 1 else {}
     if pool.bundles is not None:
         return tuple({**(with_gpu if "GPU" in b else {}), **b} for b in pool.bundles)
     rank = {"GPU": 1.0, **with_gpu}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from raybatch.actors.replicas.placement import Placement, requested_of_ray
+from raybatch.actors.replicas.share_groups import ShareGroup, ShareGroups
 from raybatch.actors.replicas.site import Handle, Site, Started
 from raybatch.actors.replicas.starts import HostLedger, StartEvents, StartLedger
 from raybatch.actors.wire.records import FailedStart, Place, PoolSpec
@@ -37,6 +38,9 @@ class Member:
     # its engine computes steps with others, and gets no rows meanwhile
     is_leading: bool = False
     is_following: bool = False
+    # with which it shares weights, and the one of them that has ended, "" for none
+    group: ShareGroup | None = None
+    lost_mate: str = ""
     made_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
@@ -92,6 +96,7 @@ class ReplicaSet:
         self._site = site
         self._events = StartEvents()
         self._hosts = HostLedger()
+        self._groups = ShareGroups(spec.pool.share_group)
         self._on_lost = on_lost
         self._on_exhausted = on_exhausted
         self._ids = itertools.count(1)
@@ -151,7 +156,7 @@ class ReplicaSet:
             failed: FailedStart | None = None
             cause: str | None = None
             try:
-                failed = await self._start(member)
+                failed = await self._start(member, coordinator)
                 cause = failed.cause if failed else await self._run(member, coordinator)
                 cause = None if member.is_leaving else cause
             finally:
@@ -159,18 +164,39 @@ class ReplicaSet:
                 del self.members[member.replica_id]
                 self.ledger.stopped(rank)
                 member.started.end()
-                has_lost_rows = self._on_lost(member, cause)
+                self._end_mates(member)
+                # rows of a replica that ends with another one have no part in it
+                has_lost_rows = self._on_lost(member, None if member.lost_mate else cause)
             if cause is None:
                 return
+            if member.lost_mate:
+                failed, has_lost_rows = None, True
+                if (why := self._groups.why_given_up(member.group)) is not None:
+                    self.ledger.retire(rank)
+                    self._give_up(rank, why, "", "")
+                    return
             is_final, trace = (failed.is_final, failed.trace) if failed else (False, "")
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
             where = member.place.host if member.place else ""
             if delay_s is None:
+                self._groups.give_up(member.group, f"{member} of its group is given up: {cause}")
                 self._hosts.failed(member.place)
                 self._give_up(rank, cause, trace, where)
                 return
             _logger.warning("%s", self._events.again(rank, cause, trace, where))
             await asyncio.sleep(delay_s)
+
+    def _end_mates(self, member: Member) -> None:
+        """End the others of a group of which a replica has ended; they start again together."""
+        group = member.group
+        if group is None or group.ends or self._is_stopping:
+            return
+        group.end(f"{member} has ended")
+        for mate in self.members.values():
+            if mate.group is group:
+                mate.lost_mate = str(member)
+                mate.cause = f"{member} of its group has ended"
+                mate.started.end()
 
     def _give_up(self, rank: int, cause: str, trace: str, where: str) -> None:
         if self.ledger.is_exhausted():
@@ -191,12 +217,15 @@ class ReplicaSet:
         replica_id = next(self._ids)
         self.ledger.begin(rank, time.monotonic())
         avoid = self._hosts.to_avoid()
-        started = self._site.start(self._spec, self._plan, rank, replica_id, avoid=avoid)
-        member = Member(replica_id=replica_id, rank=rank, started=started)
+        group = self._groups.join(rank)
+        started = self._site.start(
+            self._spec, self._plan, rank, replica_id, avoid=avoid, group=group
+        )
+        member = Member(replica_id=replica_id, rank=rank, started=started, group=group)
         self.members[replica_id] = member
         return member
 
-    async def _start(self, member: Member) -> FailedStart | None:
+    async def _start(self, member: Member, coordinator: Handle) -> FailedStart | None:
         """Return why the replica is not ready, None when it is."""
         timeout_s = self._spec.pool.start_timeout_s
         try:
@@ -204,8 +233,9 @@ class ReplicaSet:
             # hosts may have been long in coming, and say nothing of how long engines start
             self.ledger.begin(member.rank, time.monotonic())
             async with asyncio.timeout(timeout_s):
+                seat = None if member.group is None else member.group.seat(member.rank)
                 failed: FailedStart | None = await member.actor.start.remote(
-                    self._plan.num_engines_on_host
+                    self._plan.num_engines_on_host, seat, coordinator
                 )
         except TimeoutError:
             cause = f"the start took longer than start_timeout_s={timeout_s}"

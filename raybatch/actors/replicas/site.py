@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol
 
 from raybatch.actors.replicas.placement import Placement
+from raybatch.actors.replicas.share_groups import ShareGroup
 from raybatch.actors.wire.records import Place, PoolSpec, Requests
 from raybatch.backends.choice import BackendChoice
 from raybatch.config import PoolConfig, log_level
@@ -63,8 +64,12 @@ class Site(Protocol):
         replica_id: int,
         *,
         avoid: Collection[str] = (),
+        group: ShareGroup | None = None,
     ) -> Started:
-        """Start a replica, on none of the hosts to avoid; returns before it is there."""
+        """Start a replica, on none of the hosts to avoid; returns before it is there.
+
+        Those of a group that shares weights run on one host.
+        """
 
     async def make_room(self, wanted: str) -> None:
         """Ask idle pools of this driver to end engines, where one waits for what they hold."""
@@ -88,6 +93,9 @@ class ReplicaSite(Protocol):
 
     def settle(self, spec: PoolSpec) -> None:
         """Prepare the process for an engine, before any of its libraries is loaded."""
+
+    def device(self) -> str | None:
+        """Return the device of a replica that sees those of others too; None leaves it as it is."""
 
     async def fetch(self, ref: Any) -> Requests | None:  # noqa: ANN401
         """Return a request table; None where it is gone."""

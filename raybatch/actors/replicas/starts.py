@@ -110,6 +110,10 @@ class StartLedger:
         self.num_restarts += 1
         return min(_MAX_DELAY_S, _FIRST_DELAY_S * _DELAY_FACTOR ** (state.num_failures - 1))
 
+    def retire(self, rank: int) -> None:
+        """Start no replica of a rank any more."""
+        self.ranks[rank].is_retired = True
+
     def num_ready(self) -> int:
         return sum(state.is_ready for state in self.ranks)
 

@@ -134,6 +134,7 @@ NATIVE_ONLY = (
         ("device_weight_bytes", "weight_buffers"),
         "vLLM has one of its own, which goes into engine_kwargs (cpu_offload_gb)",
     ),
+    (("weights",), "replicas of vLLM share no weights; leave it out, or run the native engine"),
     (("quantization",), "vLLM has methods of its own, which engine_kwargs.quantization names"),
     (("speculative_tokens",), "vLLM has engine_kwargs.speculative_config"),
     (("cuda_graphs",), "vLLM has engine_kwargs.enforce_eager"),

@@ -8,6 +8,7 @@ import ctypes
 import logging
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -132,7 +133,8 @@ def load_model(
     if form.panel_width and (ops := compiled_linears(form.byte_dtype)):
         form = replace(form, for_torch=shapes_for_torch(dense_shapes(path, spec), ops))
     sizes = weight_sizes(path, spec, form, device=resolved.device)
-    residence = pick_residence(
+    pick = partial(
+        pick_residence,
         path,
         spec,
         form,
@@ -142,6 +144,10 @@ def load_model(
         device=resolved.device,
         num_engines_on_host=num_engines_on_host,
     )
+    if share is not None:
+        # what this replica does not own is streamed in another way
+        pick = partial(plan_residence, sizes, device_weight_bytes=None, weight_buffers=1)
+    residence = pick()
     weights = load_weights(
         path,
         spec,

@@ -28,7 +28,8 @@ from raybatch.engine.weights.tiles import placeholder, tile_of, tiles_of, why_no
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
-from raybatch.policy.ownership import Ownership, Unit
+from raybatch.policy.ownership import Ownership, ShareBy, Unit
+from raybatch.records.share import ShareLink
 
 # of each tensor, for the checksum
 _CHECKED_BYTES = 1 << 16
@@ -50,6 +51,20 @@ class ShareMember:
     rank: int
     exchange: Callable[[str], list[str]]
     num_slots: int | None = None
+
+    @classmethod
+    def of(cls, link: ShareLink, spec: ModelSpec, *, num_slots: int | None) -> Self:
+        """Return the member in a seat; blocks are cut where that takes fewer bytes for slots."""
+        size = link.seat.size
+        is_sparse = spec.moe is not None
+        # experts of a layer are quicker all at once
+        by: ShareBy = "tile" if size > 2 and not is_sparse else "layer"
+        return cls(
+            ownership=Ownership(size=size, num_layers=spec.num_layers, by=by),
+            rank=link.seat.rank,
+            exchange=link.exchange,
+            num_slots=num_slots,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

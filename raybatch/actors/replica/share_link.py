@@ -1,0 +1,25 @@
+"""How an engine that loads reaches the others of its group: by the coordinator; no Ray."""
+
+import asyncio
+
+from raybatch.actors.replicas.site import Handle
+from raybatch.errors import TeamError
+from raybatch.records.share import ShareLink, ShareSeat
+
+
+def link_of(
+    seat: ShareSeat, coordinator: Handle, replica_id: int, loop: asyncio.AbstractEventLoop
+) -> ShareLink:
+    """Return the link of a replica that runs on this loop, for the thread of its engine."""
+
+    async def ask(text: str) -> list[str] | None:
+        texts: list[str] | None = await coordinator.exchange.remote(replica_id, text)
+        return texts
+
+    def exchange(text: str) -> list[str]:
+        texts = asyncio.run_coroutine_threadsafe(ask(text), loop).result()
+        if texts is None:
+            raise TeamError("another replica of the group has ended")
+        return texts
+
+    return ShareLink(seat, exchange)
