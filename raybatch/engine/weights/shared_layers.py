@@ -59,11 +59,11 @@ class SharedLayers:
     ) -> None:
         self.ownership, self.rank = ownership, rank
         self._layers = tuple(layers)
-        self._owned, self._sources = dict(owned), dict(sources)
-        self._slots = TileSlots(self._sources, num_slots, device)
+        self.owned, self.sources = dict(owned), dict(sources)
+        self._slots = TileSlots(self.sources, num_slots, device)
         if make_copier is None and device.type == "cuda":
             make_copier = partial(StreamCopies, device=device)
-        self._copier = (make_copier or ThreadCopies)(self._pairs)
+        self._copier = (make_copier or ThreadCopies)(self.pairs)
         fetches, uses = ownership.fetches(rank), ownership.uses(rank)
         self._ring = WeightRing(fetches, uses, num_slots, self._copier)
         self._orders = [ownership.tiles_of(layer, rank) for layer in range(len(layers))]
@@ -90,6 +90,10 @@ class SharedLayers:
         """Bytes of the slots on the device."""
         return self._slots.memory.nbytes
 
+    @property
+    def slot_address(self) -> int:
+        return self._slots.memory.data_ptr()
+
     def attention(self, layer: int) -> AttentionWeights:
         return self._layers[layer].attention
 
@@ -99,10 +103,6 @@ class SharedLayers:
     def tiles(self, layer: int) -> Iterable[tuple[int, AbstractContextManager[FfnTile]]]:
         return [(tile, self._lent(Unit(layer, tile))) for tile in self._orders[layer]]
 
-    def own_tile(self, unit: Unit) -> FfnTile:
-        """Return a tile that this rank owns."""
-        return self._owned[unit]
-
     def check(self) -> None:
         self._ring.check()
 
@@ -110,7 +110,7 @@ class SharedLayers:
         self._copier.close()
 
     def _lent(self, unit: Unit) -> AbstractContextManager[FfnTile]:
-        own = self._owned.get(unit)
+        own = self.owned.get(unit)
         return self._lend(unit) if own is None else nullcontext(own)
 
     @contextmanager
@@ -118,6 +118,7 @@ class SharedLayers:
         with self._ring.use(unit) as slot:
             yield self._slots.view(unit, slot)
 
-    def _pairs(self, unit: Unit, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        sources = tensors_of(self._sources[unit])
+    def pairs(self, unit: Unit, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return what is copied of a unit, and to where in a slot."""
+        sources = tensors_of(self.sources[unit])
         return list(zip(sources, tensors_of(self._slots.view(unit, slot)), strict=True))

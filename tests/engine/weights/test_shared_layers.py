@@ -73,13 +73,13 @@ def test_owned_tiles_cover_the_model_once(path, size, by):
     whole = load_model(str(path), EngineConfig(device="cpu", dtype="float32"))
     models = load_group(path, group(size, by))
     ffn_bytes = sum(packed_bytes(layer.ffn.tile) for layer in whole.weights.layers)
-    owned = [sum(map(packed_bytes, model.shared._owned.values())) for model in models]
+    owned = [sum(map(packed_bytes, model.shared.owned.values())) for model in models]
     # tensors of tiles start at borders of their own
     assert ffn_bytes <= sum(owned) <= 1.2 * ffn_bytes
     for model in models:
         tiles = [tile for layer in model.weights.layers for tile in layer.ffn.tiles]
         here = [tile for tile in tiles if all(not x.is_meta for x in tensors_of(tile))]
-        assert len(here) == len(model.shared._owned)
+        assert len(here) == len(model.shared.owned)
         assert len(tiles) == NUM_LAYERS * group(size, by).num_tiles
         assert model.shared.num_slots <= group(size, by).default_slots
 
@@ -100,7 +100,7 @@ def test_a_pass_copies_each_tile_of_others_once(path):
         shared._copier.drain()
         ahead = shared.num_slots
         assert shared.counters.num_copies == num_passes * len(fetches) + ahead
-    one_pass = sum(packed_bytes(shared._sources[unit]) for unit in fetches)
+    one_pass = sum(packed_bytes(shared.sources[unit]) for unit in fetches)
     assert shared.counters.num_bytes <= 4 * one_pass
 
 

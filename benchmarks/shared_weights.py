@@ -1,0 +1,348 @@
+"""What replicas hold and read that share feed-forward weights, and what a pass takes with that.
+
+OMP_NUM_THREADS=1 python benchmarks/shared_weights.py --out FILE [--model dense-60m] [--sizes 2 4]
+
+Groups of processes on this host, each with a segment for what it owns and slots for the tiles of
+others. All load; one computes, as its copies need a core of their own, and the others' memory is
+read while they sleep: what a pass takes is that of a rank whose group does not compete for links.
+Passes decode so many rows of one block each; replicated and shared ones take turns, and the median
+is told. Bytes are those of /proc/self/smaps. Readers of an owner follow from the orders, for ranks
+that are in step. Logits of every rank are those of the same tiles in one process, bit for bit, or
+the script fails.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import conditions
+import models
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.batch.forward_batch import on_device
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.loading.peak_memory import largest_decodes
+from raybatch.engine.loading.prepared import PreparedModel
+from raybatch.engine.loading.shared_weights import ShareMember
+from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token
+from raybatch.engine.memory.pinned import IndexUploads
+from raybatch.engine.weights.layer_store import ResidentLayers
+from raybatch.engine.weights.layout import packed_bytes
+from raybatch.engine.weights.shared_layers import SharedLayers
+from raybatch.engine.weights.tiles import tiled
+from raybatch.engine.weights.weight_copies import HostCopies
+from raybatch.policy.ownership import Order, Ownership
+
+CPU = torch.device("cpu")
+SIZES = (2, 4)
+ROWS = (1, 8, 32, 128)
+NUM_PASSES = 15
+# of a device, in weights of the model: what KV gets of it
+BUDGET = 1.25
+_SEGMENT = "memfd:raybatch-weights"
+
+
+def config_of(num_rows: int = 1) -> EngineConfig:
+    return EngineConfig(device="cpu", dtype="float32", max_num_seqs=num_rows)
+
+
+class Passes:
+    """Decoding passes of one rank, with its weights where a store has them."""
+
+    def __init__(self, prepared: PreparedModel, num_rows: int) -> None:
+        config, spec = config_of(num_rows), prepared.model.spec
+        self._batch = on_device(largest_decodes(config), IndexUploads(CPU), CPU)
+        self._cache = allocate_kv_cache(
+            spec,
+            num_blocks=2 + num_rows // config.block_size_tokens,
+            block_size=config.block_size_tokens,
+            dtype=torch.float32,
+            device=CPU,
+        )
+
+    def run(self, decoder: Decoder) -> torch.Tensor:
+        for pool in (self._cache.k, self._cache.v):
+            pool.zero_()
+        return decoder.forward(self._batch, self._cache)
+
+    def seconds(self, decoder: Decoder) -> float:
+        began = time.perf_counter()
+        self.run(decoder)
+        return time.perf_counter() - began
+
+
+def in_turns(passes: Passes, decoders: Sequence[Decoder], repeats: int) -> list[float]:
+    """Return the median seconds of a pass of each decoder."""
+    taken: list[list[float]] = [[] for _ in decoders]
+    for _ in range(1 + repeats):
+        for seconds, decoder in zip(taken, decoders, strict=True):
+            seconds.append(passes.seconds(decoder))
+    return [statistics.median(seconds[1:]) for seconds in taken]
+
+
+def smaps() -> dict[str, dict[str, int]]:
+    """Return the kilobytes of this process's mappings, by their first address and name."""
+    found: dict[str, dict[str, int]] = {}
+    name = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if not first.endswith(":"):
+            name = f"{first.partition('-')[0]} {' '.join(line.split()[5:])}"
+            found[name] = {}
+        elif line.endswith("kB"):
+            found[name][first[:-1]] = int(line.split()[1])
+    return found
+
+
+def held_bytes(layers: SharedLayers, ffn_bytes: int) -> dict[str, Any]:
+    """Return what a rank holds of feed-forward weights, beside the share that is its own."""
+    segments = {name: of for name, of in smaps().items() if _SEGMENT in name}
+    own = sum(packed_bytes(tile) for tile in layers.owned.values())
+    sizes = sorted(1024 * of["Size"] for of in segments.values())
+    slots = f"{layers.slot_address:x} "
+    private = [of for name, of in smaps().items() if name.startswith(slots)]
+    slot_bytes = 1024 * sum(of["Private_Dirty"] + of["Private_Clean"] for of in private)
+    ideal = ffn_bytes / layers.ownership.size + layers.slot_bytes
+    return {
+        "segments_mapped": len(segments),
+        "largest_segment_bytes": sizes[-1],
+        "own_bytes": own,
+        "slot_bytes_private": slot_bytes,
+        "private_ffn_bytes": own + slot_bytes,
+        "share_and_slots_bytes": round(ideal),
+        "of_share_and_slots": round((own + slot_bytes) / ideal, 4),
+        "of_all_ffn_bytes": round((own + slot_bytes) / ffn_bytes, 4),
+    }
+
+
+def with_slots(
+    prepared: PreparedModel, layers: SharedLayers, order: Order, num_slots: int
+) -> SharedLayers:
+    """Return the store of a rank with another order and other slots."""
+    return SharedLayers(
+        prepared.model.weights.layers,
+        replace(layers.ownership, order=order),
+        layers.rank,
+        layers.owned,
+        layers.sources,
+        CPU,
+        num_slots=num_slots,
+    )
+
+
+def decoder_with(prepared: PreparedModel, layers: Any) -> Decoder:  # noqa: ANN401 - a store
+    upload = IndexUploads(CPU).upload
+    model = prepared.model
+    return Decoder(model.spec, model.weights, layers=layers, ops=prepared.ops, upload=upload)
+
+
+def measure_slots(
+    prepared: PreparedModel, whole: Decoder, layers: SharedLayers, num_rows: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Return stalls and seconds of passes with each number of slots, in both orders."""
+    found, passes = [], Passes(prepared, num_rows)
+    for order in ("shifted", "in_order"):
+        ownership = replace(layers.ownership, order=order)
+        for num_slots in range(ownership.least_slots, 2 * ownership.size + 1):
+            store = with_slots(prepared, layers, order, num_slots)
+            decoder = decoder_with(prepared, store)
+            passes.run(decoder)
+            before, counted = store.counters, store.ring_counters.wait_s
+            replicated_s, shared_s = in_turns(passes, (whole, decoder), repeats)
+            after, num_passes = store.counters, 1 + repeats
+            found.append(
+                {
+                    "order": order,
+                    "slots": num_slots,
+                    "replicated_s": replicated_s,
+                    "shared_s": shared_s,
+                    "of_replicated": round(shared_s / replicated_s, 3),
+                    "copies_per_pass": (after.num_copies - before.num_copies) / num_passes,
+                    "bytes_per_pass": (after.num_bytes - before.num_bytes) / num_passes,
+                    "bubbles_per_pass": (after.num_stalls - before.num_stalls) / num_passes,
+                    "wait_s_per_pass": (store.ring_counters.wait_s - counted) / num_passes,
+                }
+            )
+            store.close()
+    return found
+
+
+def measure_rows(
+    prepared: PreparedModel, whole: Decoder, layers: SharedLayers, rows: Sequence[int], repeats: int
+) -> dict[str, Any]:
+    """Return seconds of passes by rows beside those of the copies of one pass."""
+    store = with_slots(prepared, layers, "shifted", layers.num_slots)
+    trial, unit = HostCopies(store.pairs), next(iter(layers.sources))
+    trial.copy(unit, 0)
+    began = time.perf_counter()
+    for unit in layers.sources:
+        trial.copy(unit, 0)
+    copies_s = time.perf_counter() - began
+    by_rows = []
+    for num_rows in rows:
+        passes, decoder = Passes(prepared, num_rows), decoder_with(prepared, store)
+        passes.run(decoder)
+        replicated_s, shared_s = in_turns(passes, (whole, decoder), repeats)
+        by_rows.append({"rows": num_rows, "replicated_s": replicated_s, "shared_s": shared_s})
+    store.close()
+    above = [each["rows"] for each in by_rows if each["replicated_s"] >= copies_s]
+    return {
+        "copies_s_per_pass": copies_s,
+        "by_rows": by_rows,
+        "threshold_rows": min(above, default=None),
+    }
+
+
+def readers(ownership: Ownership) -> dict[str, float]:
+    """Return how many ranks read one owner in a turn, at most and on average, all in step."""
+    turns = zip(*(ownership.fetches(rank) for rank in range(ownership.size)), strict=False)
+    owners = [[ownership.owner(unit) for unit in turn] for turn in turns]
+    most = [max(map(turn.count, turn)) for turn in owners]
+    return {"most": max(most, default=0), "mean": statistics.mean(most) if most else 0.0}
+
+
+def kv_tokens(prepared: PreparedModel, layers: SharedLayers, ffn_bytes: int) -> dict[str, int]:
+    """Return the tokens of KV beside the weights of one replica, replicated and shared."""
+    model = prepared.model
+    per_token = kv_bytes_per_token(model.spec, torch.float32)
+    budget = BUDGET * model.sizes.total_bytes
+    own = sum(packed_bytes(tile) for tile in layers.owned.values())
+    shared = model.sizes.total_bytes - ffn_bytes + own + layers.slot_bytes
+    return {
+        "replicated": int((budget - model.sizes.total_bytes) / per_token),
+        "shared": int((budget - shared) / per_token),
+    }
+
+
+def rank_main(connection: Any, options: dict[str, Any]) -> None:  # noqa: ANN401 - of a pipe
+    """Load as one rank, answer what it holds, and measure as the first."""
+    torch.set_num_threads(1)
+    ownership: Ownership = options["ownership"]
+    rank: int = options["rank"]
+
+    def exchange(text: str) -> list[str]:
+        connection.send(text)
+        return list(connection.recv())
+
+    member = ShareMember(ownership=ownership, rank=rank, exchange=exchange)
+    prepared = PreparedModel.load(options["model"], config_of(), share=member)
+    layers = prepared.model.shared
+    assert layers is not None, "a rank of a group"
+    replicated = PreparedModel.load(options["model"], config_of())
+    whole = replicated.model.weights
+    ffn_bytes = sum(packed_bytes(layer.ffn.tile) for layer in whole.layers)
+    same_tiles = decoder_with(replicated, ResidentLayers(tiled(whole, ownership).layers))
+    passes = Passes(prepared, 4)
+    is_equal = torch.equal(passes.run(same_tiles).clone(), passes.run(prepared.decoder))
+    found: dict[str, Any] = {"is_equal": is_equal, **held_bytes(layers, ffn_bytes)}
+    connection.send(json.dumps(found))
+    connection.recv()
+    if rank == 0:
+        plain, repeats = replicated.decoder, options["passes"]
+        answer = {
+            "kv_tokens": kv_tokens(prepared, layers, ffn_bytes),
+            "slots": measure_slots(prepared, plain, layers, options["rows"][1], repeats),
+            "threshold": measure_rows(prepared, plain, layers, options["rows"], repeats),
+        }
+        connection.send(json.dumps(answer))
+    connection.recv()
+
+
+def measure_group(
+    model: str, ownership: Ownership, rows: Sequence[int], passes: int
+) -> dict[str, Any]:
+    """Return what a group of processes holds, and what the first of them measures."""
+    context = multiprocessing.get_context("spawn")
+    ends, processes = [], []
+    for rank in range(ownership.size):
+        ours, theirs = context.Pipe()
+        options = {
+            "model": model,
+            "ownership": ownership,
+            "rank": rank,
+            "rows": list(rows),
+            "passes": passes,
+        }
+        processes.append(context.Process(target=rank_main, args=(theirs, options), daemon=True))
+        processes[-1].start()
+        ends.append(ours)
+    # two exchanges while they load, see `ShareMember`
+    for _ in range(2):
+        texts = [end.recv() for end in ends]
+        for end in ends:
+            end.send(texts)
+    held = [json.loads(end.recv()) for end in ends]
+    if not all(each["is_equal"] for each in held):
+        raise SystemExit(f"{ownership}: logits are not those of the same tiles in one process")
+    for end in ends:
+        end.send("")
+    answer = json.loads(ends[0].recv())
+    for end, process in zip(ends, processes, strict=True):
+        end.send("")
+        process.join(60)
+    return {"ranks": held, **answer}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print and write what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="dense-60m", choices=list(models.SHAPES))
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--passes", type=int, default=NUM_PASSES)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    groups = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / args.model
+        models.write(args.model, folder)
+        num_layers = models.SHAPES[args.model].num_layers
+        for size in args.sizes:
+            for by in ("layer", "tile"):
+                group = Ownership(size=size, num_layers=num_layers, by=by)
+                in_order = Ownership(size=size, num_layers=num_layers, by=by, order="in_order")
+                measured = measure_group(str(folder), group, args.rows, args.passes)
+                readers_of = {"shifted": readers(group), "in_order": readers(in_order)}
+                groups.append({"size": size, "by": by, "readers": readers_of, **measured})
+                report(groups[-1])
+    root = Path(__file__).parents[1]
+    facts = conditions.gather(root, list(arguments or ()), script="shared_weights.py")
+    result = {"model": args.model, "conditions": facts, "groups": groups}
+    args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(f"written: {args.out.name}")
+
+
+def report(group: dict[str, Any]) -> None:
+    """Print what was found of a group."""
+    first, tokens = group["ranks"][0], group["kv_tokens"]
+    print(
+        f"{group['size']} ranks by {group['by']}: {first['private_ffn_bytes'] / 1e6:.1f} MB of "
+        f"feed-forward weights a rank ({first['of_share_and_slots']:.3f} of its share and slots, "
+        f"{first['of_all_ffn_bytes']:.2f} of all); KV tokens {tokens['replicated']} -> "
+        f"{tokens['shared']}; readers {group['readers']['shifted']['most']}, in order "
+        f"{group['readers']['in_order']['most']}"
+    )
+    for each in group["slots"]:
+        print(
+            f"  {each['order']:>8} {each['slots']} slots: {each['of_replicated']:.3f} of "
+            f"replicated, {each['bubbles_per_pass']:.1f} bubbles of {each['copies_per_pass']:.0f} "
+            f"copies, {1e3 * each['wait_s_per_pass']:.2f} ms waited"
+        )
+    threshold = group["threshold"]
+    print(
+        f"  copies of a pass {1e3 * threshold['copies_s_per_pass']:.1f} ms; a pass takes as long "
+        f"from {threshold['threshold_rows']} rows on"
+    )
+
+
+if __name__ == "__main__":
+    main()
