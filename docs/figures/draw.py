@@ -196,6 +196,37 @@ def moves() -> Figure:
     return f
 
 
+def weights() -> Figure:
+    """Draw who owns which feed-forward blocks, who reads them, and when."""
+    f = Figure(
+        960, 316, "three replicas own two of six feed-forward blocks each, and read the rest"
+    )
+    f.text(70, 20, "owns, for all to read")
+    f.text(545, 20, "multiplies, layer by layer: from its own memory, or from a slot")
+    for rank in range(3):
+        y = 32 + 86 * rank
+        own = f"blocks {rank} and {rank + 3}"
+        f.box(16, y, 118, 52, f"Replica {rank}", own, kind="key")
+        for layer in range(6):
+            owner = layer % 3
+            kind, told = ("good", "own") if owner == rank else ("warm", f"from replica {owner}")
+            f.box(166 + 128 * layer, y, 116, 52, f"layer {layer}", told, kind=kind)
+        shifted = [[(rank + i) % 3 + c for i in range(3)] for c in (0, 3)]
+        turns = [", ".join(str(x) for x in cycle if x % 3 != rank) for cycle in shifted]
+        f.text(
+            166,
+            y + 70,
+            f"fetches blocks {turns[0]}, then {turns[1]}, then of the next pass",
+            at="start",
+        )
+    f.text(
+        480,
+        306,
+        "in each turn every replica reads another owner, and none waits for how far others are",
+    )
+    return f
+
+
 def commit() -> Figure:
     """Draw how a unit becomes a part, and parts a success."""
     f = Figure(960, 240, "a unit is checked, created once, and audited")
@@ -284,6 +315,7 @@ FIGURES = {
     "plan": plan,
     "pool": pool,
     "moves": moves,
+    "weights": weights,
     "commit": commit,
     "engine": engine,
     "window": window,

@@ -134,7 +134,7 @@ class MovingSite:
     def keep(self, requests):
         return requests
 
-    def start(self, spec, plan, rank, replica_id, *, avoid=()):
+    def start(self, spec, plan, rank, replica_id, **options):
         self.sides[replica_id] = Side(spec, replica_id, self._script)
         return self.sides[replica_id]
 

@@ -97,7 +97,7 @@ def plan_graphs(
         return None
     obstacles = (
         (device.type != "cuda", f"the engine runs on {device}, and only CUDA has them"),
-        (is_streamed, "layers pass through a ring of buffers (device_weight_bytes)"),
+        (is_streamed, "weights pass through buffers (device_weight_bytes, or weights='shared')"),
         (config.kv_offload is True, "the pool is a window (kv_offload)"),
     )
     reason = next((text for holds, text in obstacles if holds), "")

@@ -120,7 +120,9 @@ class PreparedModel:
 
     @cached_property
     def weight_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in tensors_of(self.model.weights))
+        here = (x for x in tensors_of(self.model.weights) if not x.is_meta)
+        slots = 0 if self.model.shared is None else self.model.shared.slot_bytes
+        return slots + sum(tensor.nbytes for tensor in here)
 
     @cached_property
     def profile(self) -> ModuleProfile | None:

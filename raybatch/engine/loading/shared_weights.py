@@ -98,6 +98,11 @@ def share_weights(
     device: torch.device,
 ) -> tuple[ModelWeights, SharedLayers]:
     """Load the owned tiles of a model whose other weights are there; see `share_tiles`."""
+    if device.type == "cpu":
+        _logger.warning(
+            "engine.weights='shared' saves no memory on a CPU, where all replicas of a host map "
+            "one file of weights, and copies take time: it is for GPUs, and for tests"
+        )
     free_bytes = free_memory_bytes(torch.device("cpu"))
     segment = partial(make_segment, device=device, free_bytes=free_bytes)
     with open_blocks(path, spec, form, device=device) as block_of:

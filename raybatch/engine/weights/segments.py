@@ -96,7 +96,7 @@ def open_segment(handle: str, device: torch.device) -> torch.Tensor:
 
     Raises ConfigError: it cannot be reached from here.
     """
-    return _open_on_device(handle) if device.type == "cuda" else _open_on_host(handle)
+    return _open_on_device(handle, device) if device.type == "cuda" else _open_on_host(handle)
 
 
 def _open_on_host(handle: str) -> torch.Tensor:
@@ -116,16 +116,21 @@ def _open_on_host(handle: str) -> torch.Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
-def _open_on_device(handle: str) -> torch.Tensor:
+def _open_on_device(handle: str, device: torch.device) -> torch.Tensor:
     # a handle of a replica of this pool, which arrives as its other calls do
     *parts, num_bytes = pickle.loads(base64.b64decode(handle))
+    other = torch.device("cuda", parts[0])
+    if other != device and not torch.cuda.can_device_access_peer(device, other):
+        raise ConfigError(
+            f"engine.weights='shared': {device} cannot read the memory of {other}, as there is no "
+            "peer access between these GPUs; leave engine.weights out"
+        )
     try:
         storage: Any = torch.UntypedStorage._new_shared_cuda(*parts)
     except RuntimeError as error:
         raise ConfigError(
             f"engine.weights='shared': another GPU's weights cannot be opened: {error_text(error)};"
-            " the replicas of a group need all GPUs of the group visible, with peer access: leave "
-            "engine.weights out where there is none"
+            " the replicas of a group need all GPUs of the group visible: leave engine.weights out "
+            "where they are not"
         ) from error
-    device = torch.device("cuda", parts[0])
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[:num_bytes]
+    return torch.empty(0, dtype=torch.uint8, device=other).set_(storage)[:num_bytes]

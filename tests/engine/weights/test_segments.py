@@ -1,0 +1,99 @@
+"""Memory of one process that others read, and that nothing is left of."""
+
+import json
+import multiprocessing
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from raybatch.engine.weights.segments import HostSegment, make_segment, open_segment
+from raybatch.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def segments_of(pid):
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        # that of the folder itself is gone when it is looked at
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(entry))
+    return [name for name in found if "raybatch-weights" in name]
+
+
+def test_what_an_owner_writes_is_there_for_others():
+    segment = HostSegment(1000, free_bytes=1 << 30)
+    opened = open_segment(segment.handle, CPU)
+    segment.memory.copy_(torch.arange(1000) % 251)
+    assert torch.equal(opened, segment.memory)
+    assert opened.data_ptr() != segment.memory.data_ptr()
+
+
+def test_a_handle_that_is_closed_opens_no_more_and_what_is_open_stays():
+    segment = HostSegment(64, free_bytes=1 << 30)
+    opened, handle = open_segment(segment.handle, CPU), segment.handle
+    assert segments_of(os.getpid())
+    segment.close_to_others()
+    segment.close_to_others()
+    segment.memory.fill_(7)
+    assert opened.tolist() == [7] * 64
+    assert not segments_of(os.getpid())
+    with pytest.raises(ConfigError, match=r"cannot be mapped .* leave engine\.weights out"):
+        open_segment(handle, CPU)
+
+
+def test_a_segment_beyond_the_memory_of_the_host_is_refused_with_both_figures():
+    with pytest.raises(ConfigError, match="take 1000 bytes, and the host has 1040 free"):
+        HostSegment(1000, free_bytes=1040)
+
+
+def test_no_bytes_are_a_segment_as_well():
+    segment = make_segment(0, CPU, free_bytes=1 << 20)
+    assert open_segment(segment.handle, CPU).numel() == 0
+
+
+def own(connection):
+    segment = HostSegment(4096, free_bytes=1 << 30)
+    segment.memory.fill_(3)
+    connection.send(segment.handle)
+    connection.recv()
+
+
+def test_an_owner_that_is_killed_leaves_its_bytes_to_readers_and_no_name():
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=own, args=(theirs,))
+    process.start()
+    handle = ours.recv()
+    opened = open_segment(handle, CPU)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert opened.tolist() == [3] * 4096
+    with pytest.raises(ConfigError, match=f"process {json.loads(handle)[0]} cannot be mapped"):
+        open_segment(handle, CPU)
+    assert not [path for path in Path("/dev/shm").iterdir() if "raybatch-weights" in path.name]
+
+
+def own_on_gpu(connection):
+    segment = make_segment(1 << 20, torch.device("cuda", 0), free_bytes=0)
+    segment.memory.fill_(5)
+    torch.cuda.synchronize()
+    connection.send(segment.handle)
+    connection.recv()
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_is_read_by_another_process():
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=own_on_gpu, args=(theirs,))
+    process.start()
+    device = torch.device("cuda", 0)
+    opened = open_segment(ours.recv(), device)
+    assert int(opened.min()) == int(opened.max()) == 5
+    copied = torch.empty_like(opened).copy_(opened)
+    ours.send("")
+    process.join()
+    assert int(copied.sum(dtype=torch.int64)) == 5 << 20
