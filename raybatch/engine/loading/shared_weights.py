@@ -1,9 +1,8 @@
 """Loads what one rank of a group owns of the feed-forward weights, and reaches what others own.
 
 ```
-rank          loads its tiles into a segment    maps the others' segments    lets go of its handle
+rank          loads its tiles into a segment    maps the others' segments
               `exchange` of offers -----------> all have loaded
-                                                `exchange` of "open" ------> all have all
 ```
 """
 
@@ -159,8 +158,6 @@ def share_tiles(
             if _checksum(tiles.values()) != other.checksum:
                 raise ConfigError(f"the weights of replica {number} arrive damaged at {rank}")
             sources |= tiles
-    member.exchange("open")
-    own.close_to_others()
     weights = with_tiles(weights, forms | owned)
     layers = SharedLayers(
         weights.layers,
@@ -170,6 +167,7 @@ def share_tiles(
         sources,
         own.memory.device,
         num_slots=min(num_slots, len(sources)),
+        segment=own,
     )
     _logger.info(
         "this replica owns %d of %d feed-forward %ss, %.1f MB; %d slots of %.1f MB are for those "

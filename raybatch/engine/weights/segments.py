@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import warnings
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -27,14 +28,12 @@ class Segment(Protocol):
 
     Attributes:
         memory: uint8 [N] on the device.
-        handle: a text by which `open_segment` finds it in another process.
+        handle: a text by which `open_segment` finds it in another process, while this object is
+            there.
     """
 
     memory: torch.Tensor
     handle: str
-
-    def close_to_others(self) -> None:
-        """Let nobody open it any more; those who have, keep it."""
 
 
 class HostSegment:
@@ -53,22 +52,17 @@ class HostSegment:
                 f"bytes, and the host has {free_bytes} free; take a larger pool.share_group, or "
                 "fewer replicas on a host"
             )
-        self._descriptor = os.memfd_create("raybatch-weights", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self._descriptor, 0, max(1, num_bytes))
-            memory = mmap.mmap(self._descriptor, max(1, num_bytes))
+            descriptor = os.memfd_create("raybatch-weights", os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, descriptor)
+            os.posix_fallocate(descriptor, 0, max(1, num_bytes))
+            memory = mmap.mmap(descriptor, max(1, num_bytes))
         except OSError as error:
-            os.close(self._descriptor)
             raise ConfigError(
                 f"engine.weights='shared': {num_bytes} bytes of shared memory: {error_text(error)}"
             ) from error
         self.memory = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-        self.handle = json.dumps((os.getpid(), self._descriptor, num_bytes))
-
-    def close_to_others(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        self.handle = json.dumps((os.getpid(), descriptor, num_bytes))
 
 
 class DeviceSegment:
@@ -79,9 +73,6 @@ class DeviceSegment:
         storage: Any = self.memory.untyped_storage()
         parts = storage._share_cuda_()
         self.handle = base64.b64encode(pickle.dumps((*parts, num_bytes))).decode()
-
-    def close_to_others(self) -> None:
-        """Nothing is to do: the driver counts who has it."""
 
 
 def make_segment(num_bytes: int, device: torch.device, *, free_bytes: int) -> Segment:

@@ -18,6 +18,7 @@ import torch
 from raybatch.engine.weights.layer_store import TileSlots, WeightCounters
 from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.records import AttentionWeights, FfnTile, FfnWeights, LayerWeights
+from raybatch.engine.weights.segments import Segment
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, StreamCopies, ThreadCopies
 from raybatch.engine.weights.weight_ring import RingCounters, WeightRing
 from raybatch.policy.ownership import Ownership, Unit
@@ -41,6 +42,7 @@ class SharedLayers:
         owned: the tiles of this rank, on the device.
         sources: the tiles of the others, at their owners.
         num_slots: on the device for tiles of others, see `Ownership.check_slots`.
+        segment: that the owned tiles are in, kept for those who open it.
     """
 
     is_streamed = True
@@ -55,9 +57,11 @@ class SharedLayers:
         device: torch.device,
         *,
         num_slots: int,
+        segment: Segment | None = None,
         make_copier: Callable[[CopyPairs], HostCopies] | None = None,
     ) -> None:
         self.ownership, self.rank = ownership, rank
+        self._segment = segment
         self._layers = tuple(layers)
         self.owned, self.sources = dict(owned), dict(sources)
         self._slots = TileSlots(self.sources, num_slots, device)
