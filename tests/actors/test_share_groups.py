@@ -41,7 +41,7 @@ def pools(path):
     """Makes pools of the native engine that end with their test."""
     handles = []
 
-    def make(*, replicas=2, share_group=None, is_local=True, **engine):
+    def make(*, replicas=2, share_group=None, is_local=True, idle_release_s=None, **engine):
         weights = "replicated" if share_group is None else "shared"
         spec = PoolSpec(
             model=str(path),
@@ -55,7 +55,9 @@ def pools(path):
                 compile_kernels=False,
                 **engine,
             ),
-            pool=PoolConfig(replicas=replicas, share_group=share_group),
+            pool=PoolConfig(
+                replicas=replicas, share_group=share_group, idle_release_s=idle_release_s
+            ),
         )
         handles.append(PoolHandle(spec, is_local=is_local))
         return handles[-1]
@@ -155,6 +157,15 @@ def test_rows_of_mates_count_no_strike(pools):
     results = job.join()
     assert results.num_rows == 120
     assert not any(results["error"].to_pylist())
+
+
+def test_a_group_that_rested_starts_again(pools, expected):
+    handle = pools(replicas=2, share_group=2, idle_release_s=0.2)
+    for _ in range(2):
+        results = generate(handle, table_of(prompts_of(120)), (SAMPLING,))
+        assert expected == tokens_of(results)
+        wait_until(lambda: not handle.state().pids)
+    assert handle.stats().num_restarts == 0
 
 
 @pytest.mark.ray

@@ -189,11 +189,12 @@ class ReplicaSet:
     def _end_mates(self, member: Member) -> None:
         """End the others of a group of which a replica has ended; they start again together."""
         group = member.group
-        if group is None or group.ends or self._is_stopping:
+        if group is None or group.ends:
             return
         group.end(f"{member} has ended")
         for mate in self.members.values():
-            if mate.group is group:
+            # in a pool that stops all end by themselves
+            if mate.group is group and not self._is_stopping:
                 mate.lost_mate = str(member)
                 mate.cause = f"{member} of its group has ended"
                 mate.started.end()
