@@ -58,6 +58,31 @@ class TeamEngine(Protocol):
         """Compute a slice of another engine's steps until that ends the team."""
 
 
+class SharingEngine(Protocol):
+    """An engine that shares weights with others, whose passes may be rounds with theirs.
+
+    Of the thread that polls; what raises TeamError leaves the engine to copy weights.
+    """
+
+    @property
+    def is_in_rounds(self) -> bool: ...
+
+    def calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
+        """Return what to tell each engine of the group to begin rounds, this one first."""
+
+    def enter(self, call: TeamCall) -> None:
+        """Let passes be rounds from now on, once all are there."""
+
+    def leave(self, epoch: int, *, at_once: bool) -> None:
+        """Ask for the end of the rounds of an epoch, behind the next one, or at once."""
+
+    def is_awaited(self) -> bool:
+        """Return whether `serve` is to be called, where this engine has no rows; at once."""
+
+    def serve(self) -> None:
+        """Run a round without rows."""
+
+
 class Backend(Protocol):
     """One engine inside one replica; owned by one thread.
 
@@ -134,6 +159,10 @@ class Backend(Protocol):
     def teams(self) -> TeamEngine | None:
         """The engine as it leads and follows teams; None where it cannot."""
 
+    @property
+    def sharing(self) -> SharingEngine | None:
+        """The engine as it shares weights; None where it does not."""
+
     def stats(self) -> ReplicaStats:
         """Return the counters."""
 
@@ -148,6 +177,7 @@ class RecomputingBackend(ABC):
     """
 
     teams: None = None
+    sharing: None = None
 
     @abstractmethod
     def export(

@@ -26,13 +26,17 @@ if TYPE_CHECKING:
     from raybatch.engine.loading.prepared import PreparedModel
     from raybatch.engine.loading.runner import ModelRunner
     from raybatch.engine.phases import PhasedEngine
+    from raybatch.engine.share.modes import ShareModes
 
 
 class NativeBackend:
     """Follows the `Backend` protocol with the methods of an engine, until it is closed."""
 
-    def __init__(self, engine: Engine | PhasedEngine) -> None:
+    def __init__(
+        self, engine: Engine | PhasedEngine, sharing: ShareModes | None = None
+    ) -> None:
         self._open: Engine | PhasedEngine | None = engine
+        self.sharing = sharing
 
     @property
     def _engine(self) -> Engine | PhasedEngine:
@@ -98,9 +102,12 @@ class NativeBackend:
         return self._engine if isinstance(self._engine, PhasedEngine) else None
 
     def stats(self) -> ReplicaStats:
-        return self._engine.stats()
+        stats = self._engine.stats()
+        return stats if self.sharing is None else self.sharing.told(stats)
 
     def close(self) -> None:
+        if self.sharing is not None:
+            self.sharing.close()
         self._open = None
 
 
@@ -153,8 +160,10 @@ def _backend_of(prepared: PreparedModel) -> NativeBackend:
     from raybatch.engine.phases import PhasedEngine
     from raybatch.engine.sampling.grammars import GrammarSlots
     from raybatch.engine.sampling.sampler import Sampler
+    from raybatch.engine.share.modes import ShareModes
     from raybatch.text.stopping import LazyTokenizer, StopChecker
 
+    sharing = None if prepared.model.shared is None else ShareModes(prepared)
     spec, tokenizer = prepared.model.spec, LazyTokenizer(prepared.model.path)
     stops = StopChecker(tokenizer)
 
@@ -164,9 +173,11 @@ def _backend_of(prepared: PreparedModel) -> NativeBackend:
         upload = IndexUploads(runner.device).upload
         max_slots = min(config.max_num_seqs, config.token_budget)
         sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars, upload)
+        if sharing is not None:
+            sharing.serve_runner(runner)
         return Engine(runner, sampler, stops, config)
 
-    return NativeBackend(PhasedEngine(prepared, make))
+    return NativeBackend(PhasedEngine(prepared, make), sharing)
 
 
 def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | None) -> int | None:

@@ -339,6 +339,16 @@ class ReplicaStats(TokenCounts):
     """Requests sent to an endpoint again."""
     engine_s: float = 0.0
     """Seconds in steps."""
+    threshold_rows: float = 0.0
+    """Of a pass, from which on copies of shared weights hide behind it; 0 where none are shared."""
+    num_rounds: int = 0
+    """Passes at the same time as those of a group that shares weights, in which rows travel."""
+    num_dummy_rounds: int = 0
+    """Of these, without rows of its own."""
+    num_served_rows: int = 0
+    """Computed for other replicas, counted in every layer."""
+    round_bytes: int = 0
+    """Sent for rows in rounds."""
     num_lost_teams: int = 0
     """That it led, and of which a rank was gone; it went on alone."""
     way: str = ""

@@ -18,6 +18,7 @@ from raybatch.actors.coordinator.leaving import Leaving
 from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
 from raybatch.actors.coordinator.pulls import Pulls
+from raybatch.actors.coordinator.sharing import Sharing
 from raybatch.actors.coordinator.waits import Waits
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
@@ -90,6 +91,7 @@ class Coordinator:
         self._leaving = Leaving(
             self._queue, self._replicas, self._levelling, site, self._spawn, self._let_go
         )
+        self._sharing = Sharing(members, site.failed, self._spawn)
         self._crew = Crew(plan, self._replicas, self._queue, view)
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)
@@ -374,6 +376,7 @@ class Coordinator:
                 self._mailbox.drop(batch)
             self._dispatch()
             self._levelling.look(self._pulls, with_rows=True)
+            self._sharing.look()
             self._duplicates.look(self._hungry(), is_settled=self._levelling.is_settled)
             self._update_metrics()
             was_busy, is_busy = is_busy, len(self._mailbox) > 0

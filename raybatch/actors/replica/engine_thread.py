@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from raybatch.actors.queue.pulling import Lead, OpenRows, room_for
 from raybatch.actors.queue.stealing import choose_rows
 from raybatch.actors.wire.records import Room
-from raybatch.backends.base import Backend, TeamEngine
+from raybatch.backends.base import Backend, SharingEngine, TeamEngine
 from raybatch.errors import TeamError
 from raybatch.records.team import FormingCost, Served, TeamCall
 from raybatch.records.types import (
@@ -29,6 +29,9 @@ from raybatch.records.types import (
 )
 
 _T = TypeVar("_T")
+
+# between two looks of an idle engine at whether others wait for a round of it
+_LOOK_S = 1e-3
 
 # of an engine that has not started
 NO_CAPACITY = Capacity(kv_tokens=0, max_model_len=0, max_num_seqs=0, block_size=1)
@@ -50,6 +53,16 @@ def _teams_of(backend: Backend) -> TeamEngine:
     if backend.teams is None:
         raise TeamError("this engine can be in no team")
     return backend.teams
+
+
+def _sharing_of(backend: Backend) -> SharingEngine:
+    if backend.sharing is None:
+        raise TeamError("this engine shares no weights")
+    return backend.sharing
+
+
+def _is_awaited(backend: Backend) -> bool:
+    return backend.sharing is not None and backend.sharing.is_awaited()
 
 
 class EngineEndedError(RuntimeError):
@@ -174,6 +187,20 @@ class EngineThread:
             future.set_exception(error)
         return future
 
+    def round_calls(
+        self, epoch: int, size: int, host: str, timeout_s: float
+    ) -> Future[list[TeamCall]]:
+        """Return what to tell each engine of a group to begin rounds; see `SharingEngine`."""
+        return self._call(
+            lambda backend: _sharing_of(backend).calls(epoch, size, host=host, timeout_s=timeout_s)
+        )
+
+    def enter_rounds(self, call: TeamCall) -> Future[None]:
+        return self._call(lambda backend: _sharing_of(backend).enter(call))
+
+    def leave_rounds(self, epoch: int, at_once: bool) -> Future[None]:
+        return self._call(lambda backend: _sharing_of(backend).leave(epoch, at_once=at_once))
+
     def reunite(self) -> Future[None]:
         return self._call(lambda backend: _teams_of(backend).reunite())
 
@@ -288,9 +315,14 @@ class EngineThread:
     def _step(self, backend: Backend) -> bool:
         with self._changed:
             while not (
-                self._incoming or self._calls or self._is_closing or backend.num_unfinished()
+                self._incoming
+                or self._calls
+                or self._is_closing
+                or backend.num_unfinished()
+                or _is_awaited(backend)
             ):
-                self._changed.wait()
+                is_in_rounds = backend.sharing is not None and backend.sharing.is_in_rounds
+                self._changed.wait(_LOOK_S if is_in_rounds else None)
             requests, self._incoming = self._incoming, []
             begun, self._begun = self._begun, {}
             num_calls, self._num_in_hand = len(self._calls), len(requests)
@@ -304,6 +336,8 @@ class EngineThread:
             # it stays in the line until it is made: an error leaves it there
             self._calls[0][0](backend)
             self._calls.popleft()
+        if not backend.num_unfinished() and _is_awaited(backend) and backend.sharing:
+            backend.sharing.serve()
         completions = backend.poll() if backend.num_unfinished() else []
         # an engine may have chosen another way to run
         stats, capacity = backend.stats(), backend.capacity()

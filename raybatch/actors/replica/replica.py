@@ -26,6 +26,7 @@ from raybatch.actors.wire.records import (
     PoolSpec,
     Progress,
     Pulse,
+    ShareStep,
     TeamStep,
 )
 from raybatch.backends.base import Backend
@@ -200,6 +201,12 @@ class Replica:
         """Take one step of a team, a method of `EngineThread`."""
         if self._engine is None:
             raise RuntimeError("a team was formed before Replica.start")
+        return await asyncio.wrap_future(getattr(self._engine, step)(*args))
+
+    async def share(self, step: ShareStep, *args: Any) -> Any:  # noqa: ANN401 - of each step
+        """Take one step of a switch of its group, a method of `EngineThread`."""
+        if self._engine is None:
+            raise RuntimeError("weights were shared before Replica.start")
         return await asyncio.wrap_future(getattr(self._engine, step)(*args))
 
     def _has_leaving(self) -> bool:

@@ -63,6 +63,15 @@ class Partition(Protocol):
     def clear_blocks(self, block_ids: Ints) -> None: ...
 
 
+class Rounds(Protocol):
+    """Passes at the same time as those of other replicas, while `is_in_rounds`."""
+
+    @property
+    def is_in_rounds(self) -> bool: ...
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor: ...
+
+
 class ModelRunner:
     """A loaded model: `forward` runs one step. Owned by one thread.
 
@@ -90,6 +99,7 @@ class ModelRunner:
         self.decoder, self.shared_reads = decoder, shared_reads
         self._graphs = graphs
         self.partition: Partition | None = None
+        self.rounds: Rounds | None = None
         self.device = cache.k.device
         self._uploads = IndexUploads(self.device)
         self.num_blocks = int(cache.k.shape[1]) - num_scrap_blocks
@@ -238,6 +248,8 @@ class ModelRunner:
         """
         if self.partition is not None:
             return self.partition.forward(batch)
+        if self.rounds is not None and self.rounds.is_in_rounds:
+            return self.rounds.forward(self._place(batch), self.cache)
         logits = None if self._graphs is None else self._graphs.run(batch)
         return self.decoder.forward(self._place(batch), self.cache) if logits is None else logits
 

@@ -1,0 +1,174 @@
+"""Lets groups that share weights move weights or rows, as `choose_mode` decides; no Ray.
+
+```
+copies   every replica reads the weights of others, in passes of its own
+rounds   rows go to the owners of weights; all replicas of the group pass at the same time
+```
+
+A switch is a call that each member takes between two of its steps. Whatever fails in one leaves all
+members with copies, as those need no other replica to be in step (mechanism S10).
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raybatch.actors.replicas.replica_set import Member
+from raybatch.actors.replicas.share_groups import ShareGroup
+from raybatch.actors.replicas.site import Errors, Spawn
+from raybatch.errors import TeamError, error_text
+from raybatch.policy.sharing import GroupSnapshot, ModeBook, ModeEpoch, RankLoad
+
+# that a member waits for another one
+_TIMEOUT_S = 15.0
+# looks without another try after one that failed
+_LOOKS_OF_REST = 120
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SharingCounters:
+    """Switches of all groups since the start of the pool."""
+
+    num_switches: int = 0
+    num_failed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """What is known of a group beside its replicas."""
+
+    book: ModeBook
+    # of each replica, its steps and the tokens that they computed, as of the last look
+    seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    is_switching: bool = False
+    num_rests: int = 0
+
+
+class Sharing:
+    """Follows the groups of one pool, where it has some.
+
+    Args:
+        members: replicas by id, that come and go.
+        failed: what a call of a replica raises.
+    """
+
+    def __init__(self, members: Mapping[int, Member], failed: Errors, spawn: Spawn) -> None:
+        self.counters = SharingCounters()
+        self._members, self._spawn = members, spawn
+        self._failed: Errors = (*failed, TeamError)
+        self._groups: dict[ShareGroup, _Followed] = {}
+        self._num_looks = 0
+
+    def threshold_of(self, member: Member) -> float:
+        """Return the rows from which on copies hide behind a pass, as a replica has measured it."""
+        return member.stats.threshold_rows
+
+    def look(self) -> None:
+        """Begin switches that two looks in a row want; called now and then."""
+        self._num_looks += 1
+        of_groups: dict[ShareGroup, list[Member]] = {}
+        for member in self._members.values():
+            if member.group is not None and member.is_ready:
+                of_groups.setdefault(member.group, []).append(member)
+        for group in self._groups.keys() - of_groups.keys():
+            del self._groups[group]
+        for group, members in of_groups.items():
+            # in the order of their seats
+            members.sort(key=lambda member: member.rank)
+            if len(members) == group.size and not group.ends:
+                self._look_at(group, members)
+
+    def _look_at(self, group: ShareGroup, members: list[Member]) -> None:
+        followed = self._groups.get(group)
+        if followed is None:
+            book = ModeBook(ranks=tuple(range(group.size)))
+            followed = self._groups[group] = _Followed(book)
+        loads = tuple(self._load(followed, member, group) for member in members)
+        # each has measured it, and the slowest of them decides
+        threshold = max(self.threshold_of(member) for member in members)
+        if followed.is_switching or followed.num_rests:
+            followed.num_rests = max(0, followed.num_rests - 1)
+            return
+        snapshot = GroupSnapshot(
+            loads=loads, mode=followed.book.current.mode, threshold_rows=threshold
+        )
+        epoch = followed.book.look(snapshot, self._num_looks)
+        if epoch is not None:
+            followed.is_switching = True
+            self._spawn(self._switch(group, members, followed, epoch, snapshot))
+
+    def _load(self, followed: _Followed, member: Member, group: ShareGroup) -> RankLoad:
+        stats = member.stats
+        now = stats.num_steps, stats.generated_tokens + stats.num_chunk_tokens
+        before = followed.seen.get(member.replica_id, now)
+        followed.seen[member.replica_id] = now
+        num_steps = now[0] - before[0]
+        return RankLoad(
+            rank=group.seat(member.rank).rank,
+            num_active=stats.num_running,
+            mean_batch=(now[1] - before[1]) / num_steps if num_steps else stats.num_running,
+        )
+
+    async def _switch(
+        self,
+        group: ShareGroup,
+        members: list[Member],
+        followed: _Followed,
+        epoch: ModeEpoch,
+        snapshot: GroupSnapshot,
+    ) -> None:
+        rows = f"{snapshot.batch:.1f} rows a pass, threshold {snapshot.threshold_rows:.0f}"
+        try:
+            await (self._to_rounds if epoch.mode == "cas" else self._to_copies)(members, epoch)
+        except self._failed as error:
+            self.counters.num_failed += 1
+            _logger.info("%s stay with copies of weights: %s", group, error_text(error))
+            followed.book = followed.book.fallen_back()
+            followed.num_rests = _LOOKS_OF_REST
+        else:
+            for rank in followed.book.ranks:
+                followed.book.acknowledge(rank, epoch.epoch)
+            self.counters.num_switches += 1
+            how = "send rows to the owners of weights" if epoch.mode == "cas" else "copy weights"
+            _logger.info("%s %s from now on (epoch %d): %s", group, how, epoch.epoch, rows)
+        finally:
+            followed.is_switching = False
+
+    async def _to_rounds(self, members: list[Member], epoch: ModeEpoch) -> None:
+        first = members[0]
+        address = "127.0.0.1" if first.place is None else first.place.address
+        calls = await first.actor.share.remote(
+            "round_calls", epoch.epoch, len(members), address, _TIMEOUT_S
+        )
+        entering = [
+            member.actor.share.remote("enter_rounds", call)
+            for member, call in zip(members, calls, strict=True)
+        ]
+        try:
+            await _all(entering)
+        except BaseException:
+            # some may have begun rounds that others have not
+            await self._to_copies(members, epoch, at_once=True)
+            raise
+
+    async def _to_copies(
+        self, members: list[Member], epoch: ModeEpoch, *, at_once: bool = False
+    ) -> None:
+        leave = ("leave_rounds", epoch.epoch, at_once)
+        await _all([member.actor.share.remote(*leave) for member in members])
+
+
+async def _all(calls: list[Any]) -> None:
+    """Wait for all calls; raises what the first of them has raised."""
+
+    async def wait(call: Any) -> None:  # noqa: ANN401
+        await call
+
+    answers = await asyncio.gather(*map(wait, calls), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer

@@ -1,0 +1,194 @@
+"""Whether the passes of an engine that shares weights copy them, or are rounds of its group.
+
+```
+copies   a pass of its own: `SharedLayers` lends tiles                      large batches
+rounds   a pass at the same time as all others: `FfnRounds` sends rows      the tail
+```
+
+Rounds begin with `enter`, between two steps, and end for all ranks behind the round in which any of
+them asked for it. A rank without rows serves where others have begun a round.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.loading.prepared import PreparedModel
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.memory.kv_cache import KVCache
+from raybatch.engine.share.rounds import FfnRounds, RoundCounters
+from raybatch.engine.share.threshold import measure_threshold
+from raybatch.engine.team.meeting import Meeting, TeamStore
+from raybatch.engine.team.peers import Peers, connect_peers
+from raybatch.errors import TeamError, error_text
+from raybatch.records.team import TeamCall
+from raybatch.records.types import ReplicaStats
+
+# of a call, and where its ranks meet
+ConnectPeers = Callable[[TeamCall, Meeting], Peers]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundTotals:
+    """What one rank did in rounds.
+
+    Args:
+        num_dummies: rounds without rows of its own.
+        sent_bytes: of rows, and of what was made of those of others.
+        num_served_rows: computed for others, counted in every layer.
+    """
+
+    num_rounds: int = 0
+    num_dummies: int = 0
+    sent_bytes: int = 0
+    num_served_rows: int = 0
+
+    def plus(self, counters: RoundCounters) -> "RoundTotals":
+        return RoundTotals(
+            num_rounds=self.num_rounds + counters.num_rounds,
+            num_dummies=self.num_dummies + counters.num_dummies,
+            sent_bytes=self.sent_bytes + sum(counters.sent_bytes),
+            num_served_rows=self.num_served_rows + counters.num_served_rows,
+        )
+
+
+class ShareModes:
+    """The rounds of one engine of a group, each time with an epoch of their own; of one thread.
+
+    Args:
+        prepared: a model whose tiles are shared.
+        connect: makes the peers of a call.
+    """
+
+    def __init__(self, prepared: PreparedModel, *, connect: ConnectPeers = connect_peers) -> None:
+        assert prepared.model.shared is not None, "a model that is shared"
+        self._model, self._layers = prepared.model, prepared.model.shared
+        self._decoder, self._connect = prepared.decoder, connect
+        self._store: TeamStore | None = None
+        self._rounds: FfnRounds | None = None
+        self._epoch, self._ends = 0, False
+        self._past = RoundTotals()
+        self._threshold_rows: float | None = None
+
+    def serve_runner(self, runner: ModelRunner) -> None:
+        """Let the passes of a runner be rounds where there are some."""
+        if self._threshold_rows is None:
+            self._threshold_rows = measure_threshold(runner, self._layers)
+        runner.rounds = self
+
+    def told(self, stats: ReplicaStats) -> ReplicaStats:
+        """Return counters with those of rounds."""
+        totals = self.totals
+        return replace(
+            stats,
+            threshold_rows=self._threshold_rows or 0.0,
+            num_rounds=totals.num_rounds,
+            num_dummy_rounds=totals.num_dummies,
+            num_served_rows=totals.num_served_rows,
+            round_bytes=totals.sent_bytes,
+        )
+
+    def close(self) -> None:
+        self.give_up()
+        self._layers.close()
+
+    @property
+    def is_in_rounds(self) -> bool:
+        return self._rounds is not None
+
+    @property
+    def totals(self) -> RoundTotals:
+        """Return what was done in all rounds."""
+        return self._past if self._rounds is None else self._past.plus(self._rounds.counters)
+
+    def calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
+        """Return what to tell each rank of the group of rounds that are to begin, itself first.
+
+        `host` is an address of this host that the others reach.
+        """
+        if self._store is None or self._store.host != host:
+            self._store = TeamStore(host)
+        return self._store.calls(epoch, size, timeout_s=timeout_s)
+
+    def enter(self, call: TeamCall) -> None:
+        """Let passes be rounds from now on, once all ranks are there.
+
+        Raises TeamError: one is not, and passes copy weights as before.
+        """
+        if self._rounds is not None:
+            raise TeamError("this engine is in rounds already")
+        meeting = Meeting(call, None if call.rank else self._store)
+        meeting.come(call.rank, "")
+        if not call.rank:
+            meeting.await_all(call.size)
+        peers = self._connect(call, meeting)
+        self._rounds = FfnRounds(peers, self._model.spec, self._layers, self._decoder)
+        self._epoch, self._ends = call.epoch, False
+
+    def leave(self, epoch: int, *, at_once: bool) -> None:
+        """Ask for the end of the rounds of an epoch or of those before, behind the next one.
+
+        At once where they have not come about everywhere: others find this rank gone then.
+        """
+        if self._rounds is None or self._epoch > epoch:
+            return
+        self._ends = True
+        if at_once:
+            self.give_up()
+
+    def is_awaited(self) -> bool:
+        """Return whether another rank waits for a round of this one, or they are to end; at once."""
+        return self._rounds is not None and (self._ends or self._rounds.is_wanted())
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        """Run a pass as a round; return its logits [S, V].
+
+        Raises TeamError: a rank is gone, or did not come in time.
+        """
+        rounds = self._rounds
+        assert rounds is not None, "rounds have begun"
+        plan = rounds.begin(len(batch.token_ids), len(batch.logits_idx), ends=self._ends)
+        self._decoder.ffn_service = rounds.add_ffn_
+        try:
+            logits = self._decoder.forward(batch, cache)
+        except BaseException:
+            # the others need not wait for the rest of this pass
+            self.give_up()
+            raise
+        finally:
+            self._decoder.ffn_service = None
+        if plan.is_last:
+            self._go_back()
+        return logits
+
+    def serve(self) -> None:
+        """Run a round without rows, for others; raises TeamError where a rank is gone."""
+        rounds = self._rounds
+        assert rounds is not None, "rounds have begun"
+        try:
+            plan = rounds.begin(0, 0, ends=self._ends)
+            rounds.serve()
+        except TeamError as error:
+            _logger.warning("rounds of epoch %d end: %s", self._epoch, error_text(error))
+            self.give_up()
+            return
+        if plan.is_last:
+            self._go_back()
+
+    def give_up(self) -> None:
+        """Copy weights again, whatever the others do, which do not wait for this rank any more."""
+        if self._rounds is not None:
+            self._rounds.close()
+            self._go_back()
+
+    def _go_back(self) -> None:
+        rounds, self._rounds, self._ends = self._rounds, None, False
+        assert rounds is not None, "rounds have begun"
+        self._past = self._past.plus(rounds.counters)
+        rounds.close()
