@@ -228,13 +228,13 @@ def test_what_was_handed_over_before_a_rank_left_is_there(store):
 
 
 def test_the_memory_of_a_group_has_no_name_once_all_have_it(store, monkeypatch, tmp_path):
-    monkeypatch.setattr("raybatch.engine.team.group._SHARED_FOLDER", tmp_path)
+    monkeypatch.setattr("raybatch.engine.team.shared_memory._FOLDER", tmp_path)
     kinds = in_threads(store, 2, lambda group, call: group.kind)
     assert [["shared memory"] * 2, []] == [kinds, list(tmp_path.iterdir())]
 
 
 def test_ranks_without_a_common_memory_talk_by_gloo(store, monkeypatch, tmp_path):
-    monkeypatch.setattr("raybatch.engine.team.group._SHARED_FOLDER", tmp_path / "missing")
+    monkeypatch.setattr("raybatch.engine.team.shared_memory._FOLDER", tmp_path / "missing")
     assert ["gloo"] * 2 == in_threads(store, 2, lambda group, call: group.kind)
 
 
