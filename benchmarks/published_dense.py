@@ -1,0 +1,139 @@
+"""The dense models and hosts of SiDP's evaluation, as published; nothing is measured on one.
+
+The sizes are those of the models' config.json, the GPUs' those of data sheets and of SiDP's table 1
+(memory, as printed there: 144 GB for H20 and H200, 180 GB for B200). NVLink 4 reads 450 GB/s one
+way, NVLink 5 900 GB/s. The shares of rates that kernels reach are those of `gpu_forecast.py`; of
+links all is taken, as SiDP's Figure 9 does. A module takes 20 us beside its bytes and products,
+which no graph hides, and a step 1 ms on the host, as in `published_engines.py`; a further tile of a
+feed-forward block takes 6 us, three kernels of a graph. Narrow tiles lose nothing else.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from gpu_forecast import COMPUTE_SHARE, MEMORY_SHARE
+
+from raybatch.models.config import ModelSpec, RopeSpec
+from raybatch.policy.decode_times import GpuRates, PassCosts
+from raybatch.policy.layer_plan import ModelShape
+from raybatch.policy.memory_plan import GpuBudget, ModelBytes
+
+# of a module in a layer, of a further tile of one, and of a step beside its layers
+MODULE_S, TILE_S, STEP_S = 20e-6, 6e-6, 1e-3
+UTILISATION, RESERVE_BYTES = 0.9, 6_000_000_000
+ELEMENT_BYTES = 2
+
+
+def _spec(**sizes: Any) -> ModelSpec:  # noqa: ANN401 - of many types
+    usual = {
+        "architecture": "LlamaForCausalLM",
+        "rms_eps": 1e-5,
+        "has_qkv_bias": False,
+        "has_o_bias": False,
+        "has_mlp_bias": False,
+        "has_qk_norm": False,
+        "is_tied": False,
+        "rope": RopeSpec(),
+        "windows": (None,) * sizes["num_layers"],
+        "moe": None,
+        "eos_token_ids": (2,),
+        "max_model_len": 32_768,
+        "dtype": "bfloat16",
+        "num_kv_heads": 8,
+        "num_heads": 64,
+        "head_dim": 128,
+    }
+    return ModelSpec(**{**usual, **sizes})
+
+
+QWEN3_32B = _spec(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151_936,
+    model_dim=5120,
+    num_layers=64,
+    ffn_dim=25_600,
+    has_qk_norm=True,
+)
+QWEN2_5_72B = _spec(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=152_064,
+    model_dim=8192,
+    num_layers=80,
+    ffn_dim=29_568,
+    has_qkv_bias=True,
+)
+LLAMA_3_1_70B = _spec(vocab_size=128_256, model_dim=8192, num_layers=80, ffn_dim=28_672)
+MODELS = {"Qwen3-32B": QWEN3_32B, "Qwen2.5-72B": QWEN2_5_72B, "Llama-3.1-70B": LLAMA_3_1_70B}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """One GPU of a host of eight; operations are dense, of bfloat16."""
+
+    name: str
+    memory_bytes: int
+    bytes_per_s: float
+    flops: float
+    link_bytes_per_s: float
+
+    @property
+    def rates(self) -> GpuRates:
+        return GpuRates(
+            memory_bytes=self.memory_bytes,
+            bytes_per_s=MEMORY_SHARE * self.bytes_per_s,
+            flops=COMPUTE_SHARE * self.flops,
+            link_bytes_per_s=self.link_bytes_per_s,
+        )
+
+    def budget(
+        self, utilisation: float = UTILISATION, reserve_bytes: int = RESERVE_BYTES
+    ) -> GpuBudget:
+        return GpuBudget(
+            gpu_bytes=self.memory_bytes, utilisation=utilisation, reserve_bytes=reserve_bytes
+        )
+
+
+HOSTS = {
+    host.name: host
+    for host in (
+        Host(
+            name="H20",
+            memory_bytes=144 * 10**9,
+            bytes_per_s=4.0e12,
+            flops=148e12,
+            link_bytes_per_s=450e9,
+        ),
+        Host(
+            name="H200",
+            memory_bytes=144 * 10**9,
+            bytes_per_s=4.8e12,
+            flops=989e12,
+            link_bytes_per_s=450e9,
+        ),
+        Host(
+            name="B200",
+            memory_bytes=180 * 10**9,
+            bytes_per_s=8.0e12,
+            flops=2250e12,
+            link_bytes_per_s=900e9,
+        ),
+    )
+}
+
+
+@cache
+def bytes_of(model: str) -> ModelBytes:
+    return ModelBytes.of(MODELS[model], element_bytes=ELEMENT_BYTES)
+
+
+def costs_of(model: str, host: Host, *, tp: int, cached_tokens: int) -> PassCosts:
+    return PassCosts.of(
+        ModelShape.of(MODELS[model], element_bytes=ELEMENT_BYTES),
+        host.rates,
+        tp=tp,
+        cached_tokens=cached_tokens,
+        module_s=MODULE_S,
+        step_s=STEP_S,
+        tile_s=TILE_S,
+    )
