@@ -125,11 +125,16 @@ class _Replica:
     def num_rows(self) -> int:
         return len(self.left)
 
-    def admit(self, queue: deque[tuple[int, int]]) -> None:
-        """Take rows while there is KV for all that they will be, and compute their prompts."""
+    def admit(self, queue: deque[tuple[int, int]], num_others: int = 0) -> None:
+        """Take rows while there is KV for all that they will be, and compute their prompts.
+
+        Args:
+            num_others: that have none yet and get as many.
+        """
         used = int((self.context + self.left).sum())
+        most = min(self.spec.max_rows - self.num_rows, -(-len(queue) // (1 + num_others)))
         taken = []
-        while queue and self.num_rows + len(taken) < self.spec.max_rows:
+        while len(taken) < most:
             prompt, output = queue[0]
             if used + prompt + output > self.spec.kv_tokens:
                 break
@@ -183,7 +188,7 @@ class _Host:
 
     def run(self, output_tokens: int) -> JobRun:
         for rank in self._ranks:
-            rank.admit(self._queue)
+            rank.admit(self._queue, len(self._ranks) - rank.rank - 1)
         while any(rank.num_rows for rank in self._ranks):
             if self._book.current.mode == "was":
                 self._run_apart()

@@ -73,6 +73,7 @@ class SharedGroup:
         slowness: factor on the seconds of modules, by rank; () for none.
         late_s: when each rank begins; () for all at 0.
         delay_share: of modules that are held up, at random, by `delay_s` on average.
+        in_step: ranks begin each pass together, as engines do that agree on every step.
     """
 
     ownership: Ownership
@@ -86,6 +87,7 @@ class SharedGroup:
     delay_share: float = 0.0
     delay_s: float = 0.0
     seed: int = 0
+    in_step: bool = False
 
     def __post_init__(self) -> None:
         size = self.ownership.size
@@ -142,8 +144,8 @@ def simulate_group(costs: ModuleSeconds, group: SharedGroup) -> GroupRun:
     """
     clock = VirtualClock()
     owners = [_Owner(clock, group.links) for _ in range(group.ownership.size)]
-    rng = np.random.Generator(np.random.PCG64(group.seed))
-    ranks = [_Rank(rank, costs, group, clock, owners, rng) for rank in range(len(owners))]
+    rng, gate = np.random.Generator(np.random.PCG64(group.seed)), list[Callable[[], None]]()
+    ranks = [_Rank(rank, costs, group, clock, owners, rng, gate) for rank in range(len(owners))]
     for rank, start_s in zip(ranks, group.late_s or [0.0] * len(ranks), strict=True):
         clock.at(start_s, rank.begin)
     clock.run(lambda: False)
@@ -252,6 +254,7 @@ class _Rank:
     clock: VirtualClock
     owners: list[_Owner]
     rng: np.random.Generator
+    gate: list[Callable[[], None]]  # ranks that have ended a pass which others have not yet
     ended: list[_PassEnd] = field(default_factory=list)
     num_fetched: int = 0
     _num_free: int = 0
@@ -313,7 +316,18 @@ class _Rank:
             self._fetch()
         if module.ends_pass:
             self.ended.append(_PassEnd(self.clock.now, self._waited_s, self._num_waits))
+            if self.group.in_step:
+                self._wait_for_others()
+                return
         self._go_on()
+
+    def _wait_for_others(self) -> None:
+        self.gate.append(self._go_on)
+        if len(self.gate) == self.group.ownership.size:
+            going = self.gate.copy()
+            self.gate.clear()
+            for go_on in going:
+                go_on()
 
     def _fetch(self) -> None:
         if self._copying is not None or not self._num_free:
