@@ -133,7 +133,7 @@ class _Replica:
         """
         used = int((self.context + self.left).sum())
         most = min(self.spec.max_rows - self.num_rows, -(-len(queue) // (1 + num_others)))
-        taken = []
+        taken = list[tuple[int, int]]()
         while len(taken) < most:
             prompt, output = queue[0]
             if used + prompt + output > self.spec.kv_tokens:
