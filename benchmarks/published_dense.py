@@ -2,13 +2,19 @@
 
 The sizes are those of the models' config.json, the GPUs' those of data sheets and of SiDP's table 1
 (memory, as printed there: 144 GB for H20 and H200, 180 GB for B200). NVLink 4 reads 450 GB/s one
-way, NVLink 5 900 GB/s. The shares of rates that kernels reach are those of `gpu_forecast.py`; of
-links all is taken, as SiDP's Figure 9 does. A module takes 20 us beside its bytes and products,
-which no graph hides, and a step 1 ms on the host, as in `published_engines.py`; a further tile of a
-feed-forward block takes 6 us, three kernels of a graph. Narrow tiles lose nothing else.
+way, NVLink 5 900 GB/s, and all of it is reached, as SiDP's figure 9 has it; of other rates the
+shares of `gpu_forecast.py` are. A module takes 10 us beside its bytes and products, which no graph
+hides, its sum over the GPUs of a replica 10 us beside the bytes that it moves, and a step 1 ms on
+the host; a further tile of a feed-forward block takes 6 us, three kernels of a graph, and narrow
+tiles lose nothing else.
+
+`fitted` takes the share of products from figure 9's text instead: a pass of Llama-3.1-70B at TP=2
+and 1K takes 5 times reading all feed-forward weights at 512 rows on H20, 1.8 times on H200, and as
+long at 256 on B200. Those passes are some three times longer than kernels need; what they hold
+beside decoding the text does not tell.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,8 +25,8 @@ from raybatch.policy.decode_times import GpuRates, PassCosts
 from raybatch.policy.layer_plan import ModelShape
 from raybatch.policy.memory_plan import GpuBudget, ModelBytes
 
-# of a module in a layer, of a further tile of one, and of a step beside its layers
-MODULE_S, TILE_S, STEP_S = 20e-6, 6e-6, 1e-3
+# of a module in a layer, of its sum, of a further tile, and of a step beside its layers
+MODULE_S, REDUCE_S, TILE_S, STEP_S = 10e-6, 10e-6, 6e-6, 1e-3
 UTILISATION, RESERVE_BYTES = 0.9, 6_000_000_000
 ELEMENT_BYTES = 2
 
@@ -76,13 +82,14 @@ class Host:
     bytes_per_s: float
     flops: float
     link_bytes_per_s: float
+    compute_share: float = COMPUTE_SHARE
 
     @property
     def rates(self) -> GpuRates:
         return GpuRates(
             memory_bytes=self.memory_bytes,
             bytes_per_s=MEMORY_SHARE * self.bytes_per_s,
-            flops=COMPUTE_SHARE * self.flops,
+            flops=self.compute_share * self.flops,
             link_bytes_per_s=self.link_bytes_per_s,
         )
 
@@ -134,6 +141,25 @@ def costs_of(model: str, host: Host, *, tp: int, cached_tokens: int) -> PassCost
         tp=tp,
         cached_tokens=cached_tokens,
         module_s=MODULE_S,
+        reduce_s=REDUCE_S,
         step_s=STEP_S,
         tile_s=TILE_S,
     )
+
+
+# rows, and times that their pass takes what reading all feed-forward weights does
+_FIGURE_9 = {"H20": (512, 5.0), "H200": (512, 1.8), "B200": (256, 1.0)}
+
+
+@cache
+def fitted(host: Host) -> Host:
+    """Return the host with the share of products by which a pass takes what figure 9 says."""
+    rows, times = _FIGURE_9[host.name]
+    wanted_s = times * sum(bytes_of("Llama-3.1-70B").ffn_bytes) / 2 / host.link_bytes_per_s
+    low, high = 0.01, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        tried = replace(host, compute_share=middle)
+        pass_s = costs_of("Llama-3.1-70B", tried, tp=2, cached_tokens=1024).pass_s(rows)
+        low, high = (middle, high) if pass_s > wanted_s else (low, middle)
+    return replace(host, compute_share=round(high, 4))

@@ -24,9 +24,9 @@ from raybatch.policy.ownership import Ownership, ShareBy
 from raybatch.simulator.shared_rounds import switch_batch
 from raybatch.simulator.shared_weights import GroupLinks, SharedGroup, simulate_group
 
-# assumed: of a module and a tile what no graph hides, of a step the host's part, and what it takes
-# to begin a copy of weights and a hop of rows
-_MODULE_S, _TILE_S, _STEP_S, _COPY_S, _HOP_S = 20e-6, 6e-6, 1e-3, 10e-6, 40e-6
+# assumed: of a module, its sum over GPUs and a tile what no graph hides, of a step the host's part,
+# and what it takes to begin a copy of weights and a hop of rows
+_MODULE_S, _REDUCE_S, _TILE_S, _STEP_S, _COPY_S, _HOP_S = 10e-6, 10e-6, 6e-6, 1e-3, 10e-6, 40e-6
 # rows of the largest pass that is simulated
 _MOST_ROWS = 1024
 
@@ -206,6 +206,7 @@ class _Timing:
             tp=asked.tp,
             cached_tokens=asked.sequence_tokens,
             module_s=_MODULE_S,
+            reduce_s=_REDUCE_S,
             step_s=_STEP_S,
             tile_s=_TILE_S,
         )

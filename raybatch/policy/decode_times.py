@@ -132,6 +132,7 @@ class PassCosts:
         attention, ffn: of a run of the module; their fixed seconds hold launches and reductions.
         step_s: of a pass beside its layers and head.
         tile_s: of each tile of a feed-forward block after its first one, beside bytes and products.
+        row_s: of each row of a module, its sum over the GPUs.
     """
 
     shape: ModelShape
@@ -140,6 +141,7 @@ class PassCosts:
     cached_tokens: int
     step_s: float
     tile_s: float = 0.0
+    row_s: float = 0.0
 
     @classmethod
     def of(
@@ -152,13 +154,17 @@ class PassCosts:
         module_s: float,
         step_s: float,
         tile_s: float = 0.0,
+        reduce_s: float = 0.0,
     ) -> Self:
         """Return the costs of a model split over `tp` GPUs of such rates.
 
         Args:
-            module_s: of a module whatever its size: launches, and the reduction over ranks.
+            module_s: of a module, whatever its size: launches.
+            reduce_s: of its sum over several GPUs, beside the bytes that this moves.
         """
-        roofline = replace(rates.roofline, fixed_s=module_s)
+        roofline = replace(rates.roofline, fixed_s=module_s + (reduce_s if tp > 1 else 0.0))
+        # a ring sends parts of a row, and then their sums
+        row_bytes = 2 * (tp - 1) / tp * model.layer.model_dim * model.layer.element_bytes
         return cls(
             shape=split(model, tp),
             attention=roofline,
@@ -166,6 +172,7 @@ class PassCosts:
             cached_tokens=cached_tokens,
             step_s=step_s,
             tile_s=tile_s,
+            row_s=row_bytes / rates.link_bytes_per_s,
         )
 
     @property
@@ -177,13 +184,14 @@ class PassCosts:
         if not rows:
             return 0.0
         workload = Workload(cached_tokens=self.cached_tokens)
-        return self.attention.seconds(self.shape.layer.attention_work(rows, workload))
+        work = self.shape.layer.attention_work(rows, workload)
+        return self.attention.seconds(work) + rows * self.row_s
 
     def ffn_s(self, rows: int, num_tiles: int = 1) -> float:
         """Return the seconds of one of so many tiles of a feed-forward block; no rows take none."""
         if not rows:
             return 0.0
-        whole_s = self.ffn.seconds(self.shape.layer.ffn_work(rows))
+        whole_s = self.ffn.seconds(self.shape.layer.ffn_work(rows)) + rows * self.row_s
         return (whole_s + (num_tiles - 1) * self.tile_s) / num_tiles
 
     def rest_s(self, rows: int) -> float:

@@ -28,8 +28,9 @@ class RankLoad:
     """What one rank of a group has to do.
 
     Args:
-        num_active: sequences that it decodes now.
-        mean_batch: rows of its passes lately, 0 where there were none.
+        num_active: sequences that it runs now.
+        mean_batch: rows of its passes lately, with those of the prompts that they computed, as a
+            row is a token to a product; 0 where there were none.
     """
 
     rank: int
@@ -72,14 +73,9 @@ class GroupSnapshot:
 
     @property
     def batch(self) -> float:
-        """Return the mean batch of the ranks that have rows, 0 where none has.
-
-        Of each the smaller of what runs and what ran: rows that have just begun or ended are no
-        reason to change at once.
-        """
-        batches = [min(load.num_active, load.mean_batch) for load in self.loads]
-        real = [b for b, load in zip(batches, self.loads, strict=True) if not load.is_dummy]
-        return sum(real) / len(real) if real else 0.0
+        """Return the mean batch of the ranks that have rows, 0 where none has."""
+        batches = [load.mean_batch for load in self.loads if not load.is_dummy]
+        return sum(batches) / len(batches) if batches else 0.0
 
 
 def choose_mode(snapshot: GroupSnapshot) -> Mode:

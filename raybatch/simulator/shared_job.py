@@ -1,20 +1,21 @@
 """A job on one host whose replicas copy weights, or share them in a group; on a virtual clock.
 
-Rows wait in one queue, each rank takes some while it has KV for them, and steps are priced by rows
-and context. The mode of a group is that of `policy.sharing`, which looks at page boundaries. Not
-simulated are what a job does beyond one host, preemption, and copies near the batch at which they
-just hide: a pass takes the longer of its products and its copies (`shared_weights` has both).
+Rows wait in one queue, and each rank takes some while it has KV for all that they will be. Passes
+are priced by rows, context and the chunk of a prompt beside them. The mode of a group is that of
+`policy.sharing`, which looks at page boundaries. Not simulated are preemption, and copies near the
+batch at which they just hide: a pass takes the longer of its products and its copies
+(`shared_weights` has both).
 """
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from raybatch.errors import ConfigError
+from raybatch.policy.cost.roofline import Work
 from raybatch.policy.decode_times import PassCosts
 from raybatch.policy.layer_plan import Workload
 from raybatch.policy.ownership import Ownership
@@ -39,6 +40,7 @@ class HostSpec:
             travel in the tail (`both`).
         kv_tokens: of each replica.
         max_rows: of a batch, whatever the KV.
+        max_pass_tokens: rows and prompt tokens of a pass.
         copies_s: of a pass, what its copies take at the least.
         threshold_rows: of `policy.sharing.GroupSnapshot`.
         row_bytes: of a row that travels.
@@ -49,6 +51,7 @@ class HostSpec:
     costs: PassCosts
     kv_tokens: int
     max_rows: int = 1024
+    max_pass_tokens: int = 2048
     ownership: Ownership | None = None
     links: GroupLinks = field(default_factory=GroupLinks)
     copies_s: float = 0.0
@@ -109,73 +112,107 @@ def run_job(rows: SimulatedRows, spec: HostSpec) -> JobRun:
 
 @dataclass(slots=True)
 class _Replica:
-    """One rank's rows: tokens that each has, and those that it is to generate yet."""
+    """One rank's rows: tokens that each has and is to generate yet, and prompts to compute."""
 
     rank: int
     spec: HostSpec
     now: float = 0.0
     context: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     left: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    prompts: deque[tuple[int, int]] = field(default_factory=deque)
+    # of the first prompt, what is computed
+    num_computed: int = 0
     was_passes: int = 0
     cas_passes: int = 0
     row_passes: int = 0
-    last_batch: float = 0.0
+    # rows and passes since the last boundary
+    page: tuple[int, int] = (0, 0)
 
     @property
     def num_rows(self) -> int:
         return len(self.left)
 
+    @property
+    def num_active(self) -> int:
+        return len(self.left) + len(self.prompts)
+
+    @property
+    def chunk(self) -> int:
+        """Return the tokens of prompts that its next pass computes."""
+        room = max(1, self.spec.max_pass_tokens - self.num_rows)
+        return min(room, self.prompts[0][0] - self.num_computed) if self.prompts else 0
+
     def admit(self, queue: deque[tuple[int, int]], num_others: int = 0) -> None:
-        """Take rows while there is KV for all that they will be, and compute their prompts.
+        """Take rows while there is KV for all that they will be.
 
         Args:
             num_others: that have none yet and get as many.
         """
-        used = int((self.context + self.left).sum())
-        most = min(self.spec.max_rows - self.num_rows, -(-len(queue) // (1 + num_others)))
-        taken = list[tuple[int, int]]()
-        while len(taken) < most:
-            prompt, output = queue[0]
-            if used + prompt + output > self.spec.kv_tokens:
-                break
-            taken.append(queue.popleft())
-            used += prompt + output
-        if not taken:
-            return
-        prompts, outputs = np.array(taken, np.int64).T
-        self.now += self._prompts_s(prompts)
-        self.context = np.concatenate((self.context, prompts))
-        self.left = np.concatenate((self.left, outputs))
+        used = int((self.context + self.left).sum()) + sum(map(sum, self.prompts))
+        most = min(self.spec.max_rows - self.num_active, -(-len(queue) // (1 + num_others)))
+        for _ in range(most):
+            needed = sum(queue[0])
+            if used + needed > self.spec.kv_tokens:
+                return
+            self.prompts.append(queue.popleft())
+            used += needed
 
-    def _prompts_s(self, prompts: Ints) -> float:
-        costs, tokens = self.spec.costs, int(prompts.sum())
-        workload = Workload(tokens_per_sequence=max(1, round(float(prompts.mean()))))
-        layer = costs.shape.layer
-        seconds = costs.attention.seconds(layer.attention_work(tokens, workload))
-        seconds += costs.ffn.seconds(layer.ffn_work(tokens))
-        plain_s = costs.num_layers * seconds
-        return plain_s if self.spec.way == "replicated" else max(plain_s, self.spec.copies_s)
-
-    def costs_now(self) -> PassCosts:
-        context = round(float(self.context.mean())) if self.num_rows else 0
-        return replace(self.spec.costs, cached_tokens=context)
+    def attention_s(self) -> float:
+        """Return the seconds of one layer's attention, of rows and the chunk of a prompt."""
+        costs, layer = self.spec.costs, self.spec.costs.shape.layer
+        work = Work(operations=0.0, moved_bytes=layer.attention_bytes)
+        if self.num_rows:
+            context = Workload(cached_tokens=round(float(self.context.mean())))
+            work = layer.attention_work(self.num_rows, context)
+        if self.chunk:
+            context = Workload(tokens_per_sequence=self.chunk, cached_tokens=self.num_computed)
+            more = layer.attention_work(self.chunk, context)
+            work = Work(
+                operations=work.operations + more.operations,
+                moved_bytes=work.moved_bytes + more.moved_bytes - layer.attention_bytes,
+            )
+        return costs.attention.seconds(work) + (self.num_rows + self.chunk) * costs.row_s
 
     def pass_s(self) -> float:
-        plain_s = self.costs_now().pass_s(self.num_rows, self.spec.num_tiles)
+        costs, tiles = self.spec.costs, self.spec.num_tiles
+        ffn_s = tiles * costs.ffn_s(self.num_rows + self.chunk, tiles)
+        plain_s = costs.num_layers * (self.attention_s() + ffn_s) + costs.rest_s(self.num_rows)
         return plain_s if self.spec.way == "replicated" else max(plain_s, self.spec.copies_s)
 
     def passes_ahead(self) -> int:
-        """Return the passes until a row ends, or the page does."""
+        """Return the passes that are alike: until a row ends, the page does or a prompt goes on."""
+        if self.prompts:
+            return 1
         return min(PAGE, int(self.left.min()))
 
     def advance(self, num_passes: int) -> None:
         """Let all rows generate so many tokens, and let those go that have all."""
-        self.last_batch = float(self.num_rows)
+        batch, chunk = self.num_rows + self.chunk, self.chunk
+        self.page = self.page[0] + num_passes * batch, self.page[1] + num_passes
         self.row_passes += num_passes * self.num_rows
         self.context += num_passes
         self.left -= num_passes
+        if chunk:
+            self._computed(chunk)
         stays = self.left > 0
         self.context, self.left = self.context[stays], self.left[stays]
+
+    def _computed(self, chunk: int) -> None:
+        self.num_computed += chunk
+        prompt, output = self.prompts[0]
+        if self.num_computed == prompt:
+            # the pass that ends a prompt draws the first token
+            self.prompts.popleft()
+            self.num_computed = 0
+            self.context = np.append(self.context, prompt + 1)
+            self.left = np.append(self.left, output - 1)
+
+    def take_load(self) -> RankLoad:
+        rows, passes = self.page
+        self.page = (0, 0)
+        return RankLoad(
+            rank=self.rank, num_active=self.num_active, mean_batch=rows / passes if passes else 0.0
+        )
 
 
 class _Host:
@@ -189,7 +226,7 @@ class _Host:
     def run(self, output_tokens: int) -> JobRun:
         for rank in self._ranks:
             rank.admit(self._queue, len(self._ranks) - rank.rank - 1)
-        while any(rank.num_rows for rank in self._ranks):
+        while any(rank.num_active for rank in self._ranks):
             if self._book.current.mode == "was":
                 self._run_apart()
             else:
@@ -212,64 +249,57 @@ class _Host:
 
     def _run_apart(self) -> None:
         """Let ranks pass by themselves until all have rows no more, or the mode changes."""
-        order = [(rank.now, rank.rank) for rank in self._ranks if rank.num_rows]
+        order = [(rank.now, rank.rank) for rank in self._ranks if rank.num_active]
         heapq.heapify(order)
-        # ranks that have reported since the last boundary of the group
-        reported = set[int]()
         while order:
             rank = self._ranks[heapq.heappop(order)[1]]
             num_passes = rank.passes_ahead()
             rank.now += num_passes * rank.pass_s()
             rank.was_passes += num_passes
-            rank.advance(num_passes)
-            rank.admit(self._queue)
-            self._note_tail(rank)
-            if rank.num_rows:
+            self._advance(rank, num_passes)
+            if rank.num_active:
                 heapq.heappush(order, (rank.now, rank.rank))
-            reported.add(rank.rank)
-            if all(r.rank in reported for r in self._ranks if r.num_rows):
-                reported.clear()
-                if self._changes_mode():
-                    return
+            # all that have rows have made a page of passes
+            if all(r.page[1] >= PAGE for r in self._ranks if r.num_active) and self._changes_mode():
+                return
 
     def _run_rounds(self) -> None:
         """Let ranks pass in rounds until all have rows no more, or the mode changes."""
         spec = self._spec
         assert spec.ownership is not None, "a group has owners"
-        while real := [rank for rank in self._ranks if rank.num_rows]:
+        while real := [rank for rank in self._ranks if rank.num_active]:
             num_rounds = min(rank.passes_ahead() for rank in real)
-            longest = max(real, key=lambda rank: rank.num_rows)
             found = simulate_round(
-                longest.costs_now(),
+                spec.costs,
                 spec.ownership,
-                [rank.num_rows for rank in self._ranks],
+                [rank.num_rows + rank.chunk for rank in self._ranks],
                 row_bytes=spec.row_bytes,
                 links=spec.links,
+                attention_s=[rank.attention_s() for rank in self._ranks],
             )
-            began = max(rank.now for rank in self._ranks)
+            now = max(rank.now for rank in self._ranks) + num_rounds * found.seconds
             for rank in self._ranks:
-                rank.now = began + num_rounds * found.seconds
-                if rank.num_rows:
-                    rank.cas_passes += num_rounds
-                    rank.advance(num_rounds)
-                    rank.admit(self._queue)
-                self._note_tail(rank)
-            if self._changes_mode():
+                rank.now = now
+            for rank in real:
+                rank.cas_passes += num_rounds
+                self._advance(rank, num_rounds)
+            if any(rank.page[1] >= PAGE for rank in self._ranks) and self._changes_mode():
                 return
 
-    def _note_tail(self, rank: _Replica) -> None:
-        if self._tail_began is None and not rank.num_rows and not self._queue:
+    def _advance(self, rank: _Replica, num_passes: int) -> None:
+        rank.advance(num_passes)
+        rank.admit(self._queue)
+        if self._tail_began is None and not rank.num_active and not self._queue:
             self._tail_began = rank.now
 
     def _changes_mode(self) -> bool:
         """Look at the group; a change begins when the last rank has come to its boundary."""
+        self._boundaries += 1
+        loads = tuple(rank.take_load() for rank in self._ranks)
         if self._spec.way != "both":
             return False
-        self._boundaries += 1
         snapshot = GroupSnapshot(
-            loads=tuple(self._loads()),
-            mode=self._book.current.mode,
-            threshold_rows=self._spec.threshold_rows,
+            loads=loads, mode=self._book.current.mode, threshold_rows=self._spec.threshold_rows
         )
         found = self._book.look(snapshot, self._boundaries)
         if found is None:
@@ -281,7 +311,3 @@ class _Host:
             for rank in self._ranks:
                 rank.now = last
         return True
-
-    def _loads(self) -> Iterator[RankLoad]:
-        for rank in self._ranks:
-            yield RankLoad(rank=rank.rank, num_active=rank.num_rows, mean_batch=rank.last_batch)

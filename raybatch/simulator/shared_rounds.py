@@ -8,6 +8,7 @@ together, as fully sharded training does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raybatch.errors import ConfigError
 from raybatch.policy.decode_times import DecodeCurve, PassCosts
@@ -56,12 +57,14 @@ def simulate_round(
     row_bytes: float,
     links: GroupLinks,
     rules: RoundRules | None = None,
+    attention_s: Sequence[float] | None = None,
 ) -> Round:
     """Return what a round takes in which rank r has `rows[r]` rows, 0 for a dummy.
 
     Args:
         row_bytes: of a row as it travels, one way.
         links: each hop takes their latency, then its bytes.
+        attention_s: of one layer by rank, where its rows are not alike; None asks `costs`.
 
     Raises:
         ConfigError: not one number of rows for each rank, or no rows at all.
@@ -69,28 +72,52 @@ def simulate_round(
     if len(rows) != ownership.size or min(rows) < 0 or not any(rows):
         raise ConfigError(f"a round of {ownership.size} ranks got rows {list(rows)}")
     rules = rules or RoundRules()
-    real = {rank: num for rank, num in enumerate(rows) if num}
-    passing = real if rules.skips_dummies else {r: num or 1 for r, num in enumerate(rows)}
+    passing = {r: num or 1 for r, num in enumerate(rows) if num or not rules.skips_dummies}
+    module_s = {
+        rank: costs.attention_s(num) if attention_s is None or not rows[rank] else attention_s[rank]
+        for rank, num in passing.items()
+    }
+    products_s = _products_s(costs, list(passing.values()), ownership, rules)
+    # layers repeat after one of each owner
+    plans = [
+        _hops_of(ownership, layer, passing, row_bytes, links) for layer in range(ownership.size)
+    ]
     times = dict.fromkeys(passing, 0.0)
     num_chains = sent_rows = padding_rows = 0
     for layer in range(ownership.num_layers):
-        ready = {rank: times[rank] + costs.attention_s(num) for rank, num in passing.items()}
-        owners = sorted({ownership.owner(Unit(layer, t)) for t in range(ownership.num_tiles)})
-        travels = {rank: _hop_s(rank, owners, passing, row_bytes, links) for rank in passing}
-        begun_s = max(ready[rank] + travels[rank] for rank in passing)
-        done_s = begun_s + _products_s(costs, list(passing.values()), ownership, rules)
-        times = {rank: done_s + travels[rank] for rank in passing}
-        num_chains += len(owners) * (1 if rules.is_fused else len(passing))
-        for rank, num in passing.items():
-            num_hops = len([owner for owner in owners if owner != rank])
-            sent_rows += num_hops * num
-            padding_rows += num_hops * num * (rank not in real)
+        hops = plans[layer % ownership.size]
+        begun_s = max(times[rank] + module_s[rank] + hops.seconds[rank] for rank in passing)
+        times = {rank: begun_s + products_s + hops.seconds[rank] for rank in passing}
+        num_chains += hops.num_owners * (1 if rules.is_fused else len(passing))
+        sent_rows += sum(hops.sent_rows.values())
+        padding_rows += sum(num for rank, num in hops.sent_rows.items() if not rows[rank])
     return Round(
-        seconds=max(times[rank] + costs.rest_s(num) for rank, num in real.items()),
+        seconds=max(times[rank] + costs.rest_s(rows[rank]) for rank in passing if rows[rank]),
         num_chains=num_chains,
         sent_rows=sent_rows,
         sent_bytes=2 * sent_rows * row_bytes,
         padding_rows=padding_rows,
+    )
+
+
+class _Hops(NamedTuple):
+    """How rows travel at one layer: seconds one way and rows that leave, by rank."""
+
+    num_owners: int
+    seconds: dict[int, float]
+    sent_rows: dict[int, int]
+
+
+def _hops_of(
+    ownership: Ownership, layer: int, passing: dict[int, int], row_bytes: float, links: GroupLinks
+) -> _Hops:
+    owners = sorted({ownership.owner(Unit(layer, t)) for t in range(ownership.num_tiles)})
+    return _Hops(
+        num_owners=len(owners),
+        seconds={rank: _hop_s(rank, owners, passing, row_bytes, links) for rank in passing},
+        sent_rows={
+            rank: num * sum(owner != rank for owner in owners) for rank, num in passing.items()
+        },
     )
 
 

@@ -113,6 +113,17 @@ def test_tiles_take_what_the_block_takes_and_their_launches():
     assert plain.pass_s(9, 4) == pytest.approx(plain.pass_s(9) + 3 * 3 * 1e-6)
 
 
+def test_several_gpus_add_up_rows_over_their_links():
+    alone, pair = costs(reduce_s=2e-5), costs(tp=2, reduce_s=2e-5)
+    assert alone.row_s == 0
+    # half of a row goes to the other GPU and half of a sum comes back
+    assert pair.row_s == pytest.approx(64 * 2 / 1e8)
+    half = split(MODEL, 2).layer
+    work_s = RATES.roofline.seconds(half.ffn_work(9))
+    assert pair.ffn_s(9) == pytest.approx(1e-5 + 2e-5 + work_s + 9 * pair.row_s)
+    assert alone.ffn_s(9) == pytest.approx(1e-5 + RATES.roofline.seconds(LAYER.ffn_work(9)))
+
+
 def test_a_curve_of_costs_has_their_seconds_at_its_sizes():
     curve = costs().curve(100)
     assert (curve.rows[0], curve.rows[-1]) == (1, 100)

@@ -76,9 +76,9 @@ def test_without_rows_the_mode_stays():
         assert choose_mode(snapshot(0, 0, mode=mode)) == mode
 
 
-def test_rows_that_have_just_begun_or_ended_are_no_batch_yet():
-    assert snapshot(4, active=(100,)).batch == 4
-    assert snapshot(100, active=(4,)).batch == 4
+def test_prompts_are_rows_of_a_pass():
+    # 4 sequences run, of which one computes its prompt
+    assert snapshot(100, active=(4,)).batch == 100
 
 
 def test_no_threshold_never_leaves_weights():
