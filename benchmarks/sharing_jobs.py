@@ -11,16 +11,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from published_dense import (
-    HOSTS,
-    MODELS,
-    RESERVE_BYTES,
-    UTILISATION,
-    Host,
-    bytes_of,
-    costs_of,
-    fitted,
-)
+from published_hosts import ALL, HOSTS, RESERVE_BYTES, UTILISATION, Host, bytes_of, costs_of, fitted
 
 from raybatch.policy.memory_plan import MemoryPlan, copied_bytes, plan_memory
 from raybatch.policy.ownership import Ownership
@@ -34,7 +25,8 @@ Row = dict[str, Any]
 # what it takes to begin a copy of weights, and a hop of rows with its control
 COPY_S, HOP_S = 10e-6, 40e-6
 LAYOUTS = ((4, 2), (2, 4), (1, 8))
-LENGTHS = (1024, 2048, 4096)
+# those of the paper, and one beyond
+LENGTHS = (1024, 2048, 4096, 8192)
 LLAMA, QWEN3 = "Llama-3.1-70B", "Qwen3-32B"
 # deviation of the logarithms of lengths
 SIGMA = 0.5
@@ -45,7 +37,7 @@ def links_of(host: Host, latency_s: float = COPY_S) -> GroupLinks:
 
 
 def row_bytes(model: str) -> float:
-    return 2.0 * MODELS[model].model_dim
+    return 2.0 * ALL[model].model_dim
 
 
 @cache
@@ -158,7 +150,7 @@ def throughput(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def budget(options: argparse.Namespace) -> Iterator[Row]:
-    lengths = dict.fromkeys(LENGTHS, "1.24 to 1.51")
+    lengths = dict.fromkeys(LENGTHS[:3], "1.24 to 1.51")
     large = argparse.Namespace(
         **{**vars(options), "models": [m for m in options.models if m != QWEN3]}
     )

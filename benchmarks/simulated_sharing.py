@@ -3,7 +3,7 @@
 Run: python benchmarks/simulated_sharing.py --out FOLDER
 
 Plans, ownership and the choice of modes are those of the product, passes and links are on a virtual
-clock, and `published_dense.py` prices modules from data sheets. The paper's numbers are those that
+clock, and `published_hosts.py` prices modules from data sheets. The paper's numbers are those that
 its text names; where it has a figure without numbers, none stands beside ours.
 
 capacity    figure 5: KV tokens on H20, with 0.9 of the memory and 6 GB of that in reserve (assumed;
@@ -18,8 +18,9 @@ tail        figure 14: one row there, for one pass of a replica. `apart` has row
 throughput  figures 6, 7, 8: tokens/s of a job, for the best of TP=4 DP=2, TP=2 DP=4 and TP=1 DP=8
             with all weights; `dp8` is the group of 8 that the paper shows, `group` the best one,
             `of_same` beside replicas of the same layout. `assumed` prices modules by a roofline,
-            `fitted` takes the paper's passes (see `published_dense.py`)
+            `fitted` takes the paper's passes (see `published_hosts.py`)
 budget      figure 12: the same on H200 with 0.6 of the memory
+experts     mixtures of experts, whose tiles are experts: KV, and passes and rounds by tile on H20
 switching   figures 13 and 15: the group of 8 on H20 with and without rounds, beside the best
             replicas; and W4, in which few rows are long. `threshold` is the batch from which on
             passes with copies are shorter than rounds; `B_th` is the paper's
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import conditions
-from published_dense import HOSTS, MODELS, Host, bytes_of, costs_of, fitted
+from published_hosts import HOSTS, MODELS, Host, bytes_of, costs_of, fitted
 from sharing_jobs import (
     HOP_S,
     LAYOUTS,
@@ -265,6 +266,27 @@ def tail(_: argparse.Namespace) -> Iterator[Row]:
                 }
 
 
+def experts(_: argparse.Namespace) -> Iterator[Row]:
+    host = HOSTS["H20"]
+    for model, tp, size in (("Qwen3-30B-A3B", 1, 8), ("Qwen3-235B-A22B", 4, 2)):
+        plan = plan_of(model, "H20", tp, size)
+        costs = costs_of(model, host, tp=tp, cached_tokens=1024)
+        own = Ownership(size=size, num_layers=costs.num_layers, by="tile")
+        copied = copied_bytes(bytes_of(model), tp=tp, size=size) / host.link_bytes_per_s
+        for rows in (1, 16, 128, 512, 2048):
+            rounds = simulate_round(
+                costs, own, (rows,) * size, row_bytes=row_bytes(model), links=links_of(host, HOP_S)
+            )
+            yield {
+                "case": f"{model} TP={tp} DP={size}, {rows} rows",
+                "ratio": rounded(plan.kv_ratio),
+                "copies_ms": round(1e3 * copied, 1),
+                "replicated_ms": round(1e3 * costs.pass_s(rows), 1),
+                "was_ms": round(1e3 * _group(model, host, own, tp, rows).pass_s, 1),
+                "cas_ms": round(1e3 * rounds.seconds, 1),
+            }
+
+
 TABLES = {
     each.__name__: each
     for each in (
@@ -277,6 +299,7 @@ TABLES = {
         tail,
         throughput,
         budget,
+        experts,
         switching,
     )
 }

@@ -71,9 +71,21 @@ def test_rates_give_bounds_of_the_batch(model):
     assert 90 <= bounds["hiding_rows"] <= 128
     assert 0 < found["switch_rows"] <= bounds["hiding_rows"]
     assert set(found["pass_s"]) == {"layer", "tile"}
+    # twice the KV is no longer worth much where products take all the time
+    assert found["replicated_s"] < 1.05 * found["shared_s"]
     text = plan_memory(model, "--tp", "2", "--dp", "4", *RATES).stdout
+    assert "each replica has all weights; shared for replicated KV 1.77 to 1" in text
     assert "B_th, from which on copies (94.0 ms a pass) hide: " in text
     assert "computed from these rates, and not measured" in text
+
+
+def test_a_group_is_taken_where_its_job_is_quicker(model):
+    # an H200, whose products take less time than its memory
+    rates = ("--gpu-flops", "544e12", "--gpu-bytes-per-s", "3.84e12", "--link-bytes-per-s", "450e9")
+    found = in_json(model, "--tp", "2", "--dp", "4", "--sequence-tokens", "8192", *rates)
+    assert found["replicated_s"] > 1.2 * found["shared_s"]
+    text = plan_memory(model, "--tp", "2", "--dp", "4", "--sequence-tokens", "8192", *rates).stdout
+    assert "share by tile; shared for replicated KV 1.77 to 1" in text
 
 
 def test_a_plan_says_why_replicas_cannot_be(model):

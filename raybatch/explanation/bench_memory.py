@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Self
+
+import numpy as np
 
 from raybatch.models.config import ModelSpec
 from raybatch.pictures.document import Section, Table, to_text
-from raybatch.pictures.wording import amount, count, full, percent
+from raybatch.pictures.wording import amount, count, duration, full, percent
 from raybatch.policy.decode_times import GpuRates, PassCosts
 from raybatch.policy.layer_plan import ModelShape
 from raybatch.policy.memory_plan import (
@@ -18,10 +19,13 @@ from raybatch.policy.memory_plan import (
     ModelBytes,
     batch_bounds,
     copied_bytes,
+    pays,
     plan_memory,
 )
 from raybatch.policy.ownership import Ownership, ShareBy
-from raybatch.simulator.shared_rounds import switch_batch
+from raybatch.simulator.rows import SimulatedRows
+from raybatch.simulator.shared_job import HostSpec, run_job
+from raybatch.simulator.shared_rounds import simulate_round, switch_batch
 from raybatch.simulator.shared_weights import GroupLinks, SharedGroup, simulate_group
 
 # assumed: of a module, its sum over GPUs and a tile what no graph hides, of a step the host's part,
@@ -29,6 +33,8 @@ from raybatch.simulator.shared_weights import GroupLinks, SharedGroup, simulate_
 _MODULE_S, _REDUCE_S, _TILE_S, _STEP_S, _COPY_S, _HOP_S = 10e-6, 10e-6, 6e-6, 1e-3, 10e-6, 40e-6
 # rows of the largest pass that is simulated
 _MOST_ROWS = 1024
+# rows of a simulated job, and for each that a host has KV for; deviation of the logs of lengths
+_MOST_JOB_ROWS, _JOB_ROWS_PER_PLACE, _SIGMA = 2000, 4, 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +64,9 @@ class MemoryReport:
     Args:
         bounds: of a replica's batch; None where rates are not known.
         switch_rows: batch from which on weights travel and not rows.
-        pass_s: simulated seconds of a pass with the largest batch, by ownership.
+        pass_s: simulated seconds of a pass with the largest batch, by ownership, in the better of
+            both modes.
+        replicated_s, shared_s: of a simulated job of `job_rows` rows; None where it cannot be.
     """
 
     model: str
@@ -68,10 +76,20 @@ class MemoryReport:
     bounds: BatchBounds | None
     switch_rows: float | None
     pass_s: dict[ShareBy, float]
+    job_rows: int = 0
+    replicated_s: float | None = None
+    shared_s: float | None = None
+
+    @property
+    def best(self) -> Holding | None:
+        """Return the way to take: by simulated jobs, or by KV where nothing is known of seconds."""
+        if self.shared_s is None:
+            return self.plan.best
+        return self.plan.shared if pays(self.replicated_s, self.shared_s) else self.plan.replicated
 
     @property
     def is_possible(self) -> bool:
-        return self.plan.best is not None
+        return self.best is not None
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "kv_ratio": self.plan.kv_ratio}, indent=1)
@@ -101,9 +119,10 @@ class MemoryReport:
                 "weights and KV",
             ),
         ]
-        if plan.best is None:
+        best = self.best
+        if best is None:
             return [*facts, ("plan", f"none: {plan.shared.problem}")]
-        way = "each replica has all weights" if plan.best.by is None else f"share by {plan.best.by}"
+        way = "each replica has all weights" if best.by is None else f"share by {best.by}"
         if plan.kv_ratio is None:
             return [*facts, ("plan", f"{way}; alone no replica runs: {plan.replicated.problem}")]
         return [*facts, ("plan", f"{way}; shared for replicated KV {plan.kv_ratio:.2f} to 1")]
@@ -153,8 +172,16 @@ class MemoryReport:
         )
         if self.switch_rows is not None:
             notes.append(f"below {self.switch_rows:,.0f} rows of each replica, rows travel instead")
+        notes.append(self._jobs())
         notes.append("seconds are computed from these rates, and not measured")
         return notes
+
+    def _jobs(self) -> str:
+        times = {"replicated": self.replicated_s, "shared": self.shared_s}
+        told = ", ".join(f"{way} {duration(s)}" for way, s in times.items() if s is not None)
+        half = self.question.sequence_tokens // 2
+        rows = f"{full(self.job_rows)} rows of {full(half)} prompt and output tokens each"
+        return f"a job of {rows}, simulated: {told or 'cannot be'}"
 
 
 def memory_report(name: str, spec: ModelSpec, question: MemoryQuestion) -> MemoryReport:
@@ -168,15 +195,38 @@ def memory_report(name: str, spec: ModelSpec, question: MemoryQuestion) -> Memor
     timing = None if question.rates is None else _Timing.of(spec, sizes, question.rates, question)
     pass_s = {} if timing is None else timing.pass_seconds(_plan(sizes, question))
     plan = _plan(sizes, question, pass_s)
-    return MemoryReport(
+    report = MemoryReport(
         model=name,
         question=question,
         sizes=sizes,
         plan=plan,
-        bounds=None if timing is None else timing.bounds,
-        switch_rows=None if timing is None else timing.switch_rows(plan),
+        bounds=None,
+        switch_rows=None,
         pass_s=pass_s,
     )
+    if timing is None:
+        return report
+    below, rows = timing.switch_rows(plan), _job_rows(plan, question)
+    return replace(
+        report,
+        bounds=timing.bounds,
+        switch_rows=below,
+        job_rows=len(rows),
+        replicated_s=timing.job_s(plan.replicated, rows, 0.0),
+        shared_s=timing.job_s(plan.shared, rows, below or 0.0),
+    )
+
+
+def _job_rows(plan: MemoryPlan, asked: MemoryQuestion) -> SimulatedRows:
+    """Return some times as many rows as a host has KV for, of like lengths."""
+    held = asked.size * max(
+        way.rows(asked.sequence_tokens) for way in (plan.shared, plan.replicated)
+    )
+    rng, half = np.random.default_rng(0), max(1, asked.sequence_tokens // 2)
+    shape = (2, max(1, min(_MOST_JOB_ROWS, _JOB_ROWS_PER_PLACE * held)))
+    lengths = rng.lognormal(np.log(half) - _SIGMA**2 / 2, _SIGMA, shape)
+    prompt, output = np.maximum(1, np.rint(lengths)).astype(np.int64)
+    return SimulatedRows.of(prompt, output)
 
 
 def _plan(
@@ -224,23 +274,56 @@ class _Timing:
         return Ownership(size=self.asked.size, num_layers=self.costs.num_layers, by=by)
 
     def pass_seconds(self, plan: MemoryPlan) -> dict[ShareBy, float]:
-        """Return seconds of a pass by ownership, with the largest batch that both have room for."""
+        """Return seconds of a pass in the better mode, with the largest batch of both ownerships.
+
+        Empty where one of them has no KV.
+        """
         ways: dict[ShareBy, Holding] = {"layer": plan.by_layer, "tile": plan.by_tile}
         if any(way.problem for way in ways.values()):
             return {}
-        rows = min(way.rows(self.asked.sequence_tokens) for way in ways.values())
-        group = partial(
-            SharedGroup,
+        most = min(way.rows(self.asked.sequence_tokens) for way in ways.values())
+        rows = (min(max(1, most), _MOST_ROWS),) * self.asked.size
+        return {by: self._pass_s(by, way.num_slots, rows) for by, way in ways.items()}
+
+    def _pass_s(self, by: ShareBy, num_slots: int, rows: tuple[int, ...]) -> float:
+        ownership = self._ownership(by)
+        group = SharedGroup(
+            ownership=ownership,
+            num_slots=num_slots,
             layer_bytes=self.layer_bytes,
             links=self.links,
-            rows=(min(max(1, rows), _MOST_ROWS),) * self.asked.size,
+            rows=rows,
         )
-        return {
-            by: simulate_group(
-                self.costs, group(ownership=self._ownership(by), num_slots=way.num_slots)
-            ).pass_s
-            for by, way in ways.items()
-        }
+        rounds = simulate_round(
+            self.costs, ownership, rows, row_bytes=self.row_bytes, links=self._hops
+        )
+        return min(simulate_group(self.costs, group).pass_s, rounds.seconds)
+
+    @property
+    def _hops(self) -> GroupLinks:
+        return replace(self.links, latency_s=_HOP_S)
+
+    def job_s(self, way: Holding, rows: SimulatedRows, threshold_rows: float) -> float | None:
+        """Return the seconds of a job; None where weights or a row do not fit."""
+        if way.problem or way.kv_tokens < int((rows.prompt + rows.output).max()):
+            return None
+        spec = HostSpec(
+            way="replicated",
+            num_ranks=self.asked.size,
+            costs=self.costs,
+            kv_tokens=way.kv_tokens,
+            row_bytes=self.row_bytes,
+            links=self._hops,
+        )
+        if way.by is not None:
+            spec = replace(
+                spec,
+                way="both",
+                ownership=self._ownership(way.by),
+                copies_s=self.bounds.copies_s,
+                threshold_rows=threshold_rows,
+            )
+        return run_job(rows, spec).completion_s
 
     def switch_rows(self, plan: MemoryPlan) -> float | None:
         """Return the batch from which on weights travel; None where nothing is shared."""
@@ -251,5 +334,5 @@ class _Timing:
             self._ownership(plan.shared.by),
             copies_s=self.bounds.copies_s,
             row_bytes=self.row_bytes,
-            links=replace(self.links, latency_s=_HOP_S),
+            links=self._hops,
         )

@@ -21,6 +21,8 @@ from raybatch.policy.ownership import Ownership, ShareBy
 
 # passes whose seconds differ by less take equally long
 _EQUAL_WITHIN = 0.02
+# by which a job has to be quicker where weights are shared
+_GAIN_FRACTION = 0.05
 DEFAULT_UTILISATION, DEFAULT_RESERVE_BYTES = 0.9, 6_000_000_000
 
 
@@ -197,7 +199,7 @@ def plan_memory(
     Args:
         num_slots: of each rank, for both ownerships; None takes the default of each.
         pass_s: simulated seconds of a pass by ownership. One that is slower by more than 2 % is
-            not taken; without them both take equally long, as with default slots both hide copies.
+            not taken; without them both take equally long, as where default slots hide copies.
 
     Raises:
         ConfigError: the model cannot be split so, or a group of one.
@@ -267,6 +269,14 @@ def batch_bounds(curve: DecodeCurve, pass_bytes: float, link_bytes_per_s: float)
         hiding_rows=curve.hiding_rows(copies_s),
         copies_s=copies_s,
     )
+
+
+def pays(replicated_s: float | None, shared_s: float) -> bool:
+    """Return whether a job ends so much sooner where weights are shared that they should be.
+
+    `replicated_s` of None is where replicas cannot be.
+    """
+    return replicated_s is None or replicated_s >= (1 + _GAIN_FRACTION) * shared_s
 
 
 def _shared(

@@ -14,6 +14,7 @@ from raybatch.policy.memory_plan import (
     batch_bounds,
     copied_bytes,
     owned_bytes,
+    pays,
     plan_memory,
 )
 from raybatch.policy.ownership import Ownership
@@ -200,3 +201,10 @@ def test_fetching_all_of_llama_takes_what_figure_9_shows():
     # Fetch-1 and Fetch-2 are of all feed-forward weights at TP=2, by NVLink 4 and 5
     half = sum(ModelBytes.of(LLAMA_3_1_70B).ffn_bytes) / 2
     assert [round(1e3 * half / rate) for rate in (450e9, 900e9)] == [125, 63]
+
+
+def test_sharing_pays_where_a_job_is_5_percent_quicker_or_cannot_be_otherwise():
+    assert pays(10.5, 10.0)
+    assert not pays(10.4, 10.0)
+    assert not pays(9.0, 10.0)
+    assert pays(None, 10.0)

@@ -56,7 +56,7 @@ QWEN3 = ModelShape(
     other_bytes=3_111_649_280,
     head_bytes=1_555_824_640,
 )
-# what kernels reach on an H20, as `benchmarks/published_dense.py` has it
+# what kernels reach on an H20, as `benchmarks/published_hosts.py` has it
 H20 = GpuRates(memory_bytes=144e9, bytes_per_s=3.2e12, flops=81.4e12, link_bytes_per_s=450e9)
 
 

@@ -1,4 +1,4 @@
-"""The dense models and hosts of SiDP's evaluation, as published; nothing is measured on one.
+"""The models and hosts of SiDP's evaluation, as published; nothing is measured on one.
 
 The sizes are those of the models' config.json, the GPUs' those of data sheets and of SiDP's table 1
 (memory, as printed there: 144 GB for H20 and H200, 180 GB for B200). NVLink 4 reads 450 GB/s one
@@ -20,7 +20,7 @@ from typing import Any
 
 from gpu_forecast import COMPUTE_SHARE, MEMORY_SHARE
 
-from raybatch.models.config import ModelSpec, RopeSpec
+from raybatch.models.config import ModelSpec, MoeSpec, RopeSpec
 from raybatch.policy.decode_times import GpuRates, PassCosts
 from raybatch.policy.layer_plan import ModelShape
 from raybatch.policy.memory_plan import GpuBudget, ModelBytes
@@ -70,7 +70,33 @@ QWEN2_5_72B = _spec(
     has_qkv_bias=True,
 )
 LLAMA_3_1_70B = _spec(vocab_size=128_256, model_dim=8192, num_layers=80, ffn_dim=28_672)
+QWEN3_30B_A3B = _spec(
+    architecture="Qwen3MoeForCausalLM",
+    vocab_size=151_936,
+    model_dim=2048,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    ffn_dim=6144,
+    has_qk_norm=True,
+    moe=MoeSpec(num_experts=128, top_k=8, ffn_dim=768, norm_topk_prob=True, is_sparse=(True,) * 48),
+)
+QWEN3_235B_A22B = _spec(
+    architecture="Qwen3MoeForCausalLM",
+    vocab_size=151_936,
+    model_dim=4096,
+    num_layers=94,
+    num_kv_heads=4,
+    ffn_dim=12_288,
+    has_qk_norm=True,
+    moe=MoeSpec(
+        num_experts=128, top_k=8, ffn_dim=1536, norm_topk_prob=True, is_sparse=(True,) * 94
+    ),
+)
+# of which the paper says nothing
+SPARSE = {"Qwen3-30B-A3B": QWEN3_30B_A3B, "Qwen3-235B-A22B": QWEN3_235B_A22B}
 MODELS = {"Qwen3-32B": QWEN3_32B, "Qwen2.5-72B": QWEN2_5_72B, "Llama-3.1-70B": LLAMA_3_1_70B}
+ALL = {**MODELS, **SPARSE}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,12 +157,12 @@ HOSTS = {
 
 @cache
 def bytes_of(model: str) -> ModelBytes:
-    return ModelBytes.of(MODELS[model], element_bytes=ELEMENT_BYTES)
+    return ModelBytes.of(ALL[model], element_bytes=ELEMENT_BYTES)
 
 
 def costs_of(model: str, host: Host, *, tp: int, cached_tokens: int) -> PassCosts:
     return PassCosts.of(
-        ModelShape.of(MODELS[model], element_bytes=ELEMENT_BYTES),
+        ModelShape.of(ALL[model], element_bytes=ELEMENT_BYTES),
         host.rates,
         tp=tp,
         cached_tokens=cached_tokens,
