@@ -135,6 +135,13 @@ def test_ranks_own_the_model_once_and_copy_the_rest(size, by):
         assert copied == sum(even.ffn_bytes) // 2 * (size - 1) // size
 
 
+def test_the_rank_that_owns_most_decides_what_all_hold_and_least_what_they_copy():
+    odd = replace(SMALL, attention_bytes=(40,) * 5, ffn_bytes=(800,) * 5)
+    # rank 0 owns layers 0, 2 and 4; rank 1 copies these
+    assert plan_memory(odd, GPU, tp=1, size=2).by_layer.weight_bytes == 5 * 40 + 100 + 3 * 800
+    assert copied_bytes(odd, tp=1, size=2) == 3 * 800
+
+
 def test_tiles_are_taken_for_fewer_bytes_unless_their_passes_are_longer():
     large = replace(GPU, gpu_bytes=8000)
     fewer = plan_memory(SMALL, large, tp=1, size=4)

@@ -6,7 +6,13 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership
-from raybatch.simulator.shared_rounds import RoundRules, gathered_pass_s, simulate_round
+from raybatch.policy.sharing import GroupSnapshot, ModeBook, loads_of
+from raybatch.simulator.shared_rounds import (
+    RoundRules,
+    gathered_pass_s,
+    simulate_round,
+    switch_batch,
+)
 from raybatch.simulator.shared_weights import GroupLinks, simulate_group
 from tests.simulator.shared import H20, LLAMA, FixedCosts, group_of, h20_costs
 
@@ -98,6 +104,33 @@ def test_the_tail_ladder_has_the_steps_of_figure_14():
     # 33 s beside 12 s in the paper, and 12 % above one replica
     assert gathered / skipped >= 2.5
     assert skipped / plain <= 1.15
+
+
+@pytest.mark.parametrize("by", ["layer", "tile"])
+def test_the_mode_of_a_book_costs_little_beside_the_better_one_at_every_boundary(by):
+    ownership, costs = Ownership(size=2, num_layers=80, by=by), h20_costs(LLAMA, 2)
+    links = GroupLinks(bytes_per_s=H20.link_bytes_per_s, latency_s=40e-6)
+    copies_s = 80 * LLAMA.layer.ffn_bytes / 4 / H20.link_bytes_per_s
+    threshold = switch_batch(costs, ownership, copies_s=copies_s, row_bytes=16_384, links=links)
+    assert 1 < threshold < 128
+    rng, book = random.Random(1), ModeBook(ranks=(0, 1))
+    taken_s = best_s = 0.0
+    # a slow ramp down and up again, with 20 % noise
+    for boundary in range(400):
+        level = 1 + 255 * abs(boundary - 200) / 200
+        rows = [max(1, round(level * rng.uniform(0.8, 1.2))) for _ in range(2)]
+        was_s = max(copies_s, *(costs.pass_s(num, ownership.num_tiles) for num in rows))
+        cas_s = simulate_round(costs, ownership, rows, row_bytes=16_384, links=links).seconds
+        taken_s += {"was": was_s, "cas": cas_s}[book.current.mode]
+        best_s += min(was_s, cas_s)
+        snapshot = GroupSnapshot(
+            loads=loads_of(rows, rows), mode=book.current.mode, threshold_rows=threshold
+        )
+        if (found := book.look(snapshot, boundary)) is not None:
+            for rank in (0, 1):
+                book.acknowledge(rank, found.epoch)
+    assert book.num_switches == 2
+    assert taken_s <= 1.05 * best_s
 
 
 def test_gathering_takes_what_a_rank_lacks_of_each_layer():
