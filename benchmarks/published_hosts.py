@@ -113,7 +113,6 @@ class Host:
     @property
     def rates(self) -> GpuRates:
         return GpuRates(
-            memory_bytes=self.memory_bytes,
             bytes_per_s=MEMORY_SHARE * self.bytes_per_s,
             flops=self.compute_share * self.flops,
             link_bytes_per_s=self.link_bytes_per_s,

@@ -66,7 +66,7 @@ def plan_memory(
         size=dp,
         sequence_tokens=sequence_tokens,
         num_slots=slots,
-        rates=_rates(gpu_bytes, *rates),
+        rates=_rates(*rates),
         element_bytes=element_bytes,
     )
     report = memory_report(model, read_model_spec(resolve_config(model)), question)
@@ -74,9 +74,7 @@ def plan_memory(
     raise typer.Exit(0 if report.is_possible else 1)
 
 
-def _rates(
-    memory_bytes: float, flops: float | None, read: float | None, link: float | None
-) -> GpuRates | None:
+def _rates(flops: float | None, read: float | None, link: float | None) -> GpuRates | None:
     if flops is None or read is None or link is None:
         return None
-    return GpuRates(memory_bytes=memory_bytes, bytes_per_s=read, flops=flops, link_bytes_per_s=link)
+    return GpuRates(bytes_per_s=read, flops=flops, link_bytes_per_s=link)

@@ -108,7 +108,6 @@ class GpuRates:
         link_bytes_per_s: that it reads from another GPU of its host, one way.
     """
 
-    memory_bytes: float
     bytes_per_s: float
     flops: float
     link_bytes_per_s: float

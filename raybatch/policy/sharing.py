@@ -131,8 +131,8 @@ class ModeBook:
     ranks: tuple[int, ...]
     current: ModeEpoch = ModeEpoch(epoch=0, mode="was")
     num_switches: int = 0
-    _agreement: Agreement = field(default_factory=Agreement)
-    _seen: set[int] = field(default_factory=set)
+    _agreement: Agreement = field(default_factory=Agreement, init=False)
+    _seen: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self._seen = set(self.ranks)

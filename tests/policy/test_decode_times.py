@@ -15,7 +15,7 @@ LAYER = LayerShape(
     model_dim=64, num_heads=8, num_kv_heads=2, head_dim=8, ffn_dim=256, element_bytes=2
 )
 MODEL = ModelShape(layer=LAYER, num_layers=3, other_bytes=400, head_bytes=200)
-RATES = GpuRates(memory_bytes=1e9, bytes_per_s=1e9, flops=1e11, link_bytes_per_s=1e8)
+RATES = GpuRates(bytes_per_s=1e9, flops=1e11, link_bytes_per_s=1e8)
 
 
 def curve_of(seconds, sizes=SIZES):
@@ -142,5 +142,5 @@ def test_a_part_of_a_model_has_its_share_and_whole_kv_heads():
 
 def test_a_gpu_without_rates_is_refused():
     with pytest.raises(ConfigError, match="flops of a GPU is 0"):
-        GpuRates(memory_bytes=1, bytes_per_s=1, flops=0, link_bytes_per_s=1)
+        GpuRates(bytes_per_s=1, flops=0, link_bytes_per_s=1)
     assert isinstance(RATES.roofline, Roofline)

@@ -57,7 +57,7 @@ QWEN3 = ModelShape(
     head_bytes=1_555_824_640,
 )
 # what kernels reach on an H20, as `benchmarks/published_hosts.py` has it
-H20 = GpuRates(memory_bytes=144e9, bytes_per_s=3.2e12, flops=81.4e12, link_bytes_per_s=450e9)
+H20 = GpuRates(bytes_per_s=3.2e12, flops=81.4e12, link_bytes_per_s=450e9)
 
 
 def h20_costs(model, tp):
