@@ -29,8 +29,9 @@ class RankLoad:
 
     Args:
         num_active: sequences that it runs now.
-        mean_batch: rows of its passes lately, with those of the prompts that they computed, as a
-            row is a token to a product; 0 where there were none.
+        mean_batch: rows of its passes over the last pages, with those of the prompts that they
+            computed, as a row is a token to a product; 0 where there were none. One page is too
+            short for it: prompts come in bursts.
     """
 
     rank: int

@@ -27,6 +27,8 @@ from raybatch.simulator.shared_weights import GroupLinks
 
 # passes between two boundaries
 PAGE = 64
+# of what the mean batch of a rank is over: prompts come in bursts that are longer than a page
+_KEPT = 0.75
 
 Way = Literal["replicated", "was", "both"]
 
@@ -125,8 +127,11 @@ class _Replica:
     was_passes: int = 0
     cas_passes: int = 0
     row_passes: int = 0
-    # rows and passes since the last boundary
-    page: tuple[int, int] = (0, 0)
+    # passes since the last boundary
+    num_since: int = 0
+    # rows and passes lately, of which each boundary keeps a share
+    rows_lately: float = 0.0
+    passes_lately: float = 0.0
 
     @property
     def num_rows(self) -> int:
@@ -188,7 +193,9 @@ class _Replica:
     def advance(self, num_passes: int) -> None:
         """Let all rows generate so many tokens, and let those go that have all."""
         batch, chunk = self.num_rows + self.chunk, self.chunk
-        self.page = self.page[0] + num_passes * batch, self.page[1] + num_passes
+        self.num_since += num_passes
+        self.rows_lately += num_passes * batch
+        self.passes_lately += num_passes
         self.row_passes += num_passes * self.num_rows
         self.context += num_passes
         self.left -= num_passes
@@ -208,11 +215,11 @@ class _Replica:
             self.left = np.append(self.left, output - 1)
 
     def take_load(self) -> RankLoad:
-        rows, passes = self.page
-        self.page = (0, 0)
-        return RankLoad(
-            rank=self.rank, num_active=self.num_active, mean_batch=rows / passes if passes else 0.0
-        )
+        mean_batch = self.rows_lately / self.passes_lately if self.passes_lately else 0.0
+        self.num_since = 0
+        self.rows_lately *= _KEPT
+        self.passes_lately *= _KEPT
+        return RankLoad(rank=self.rank, num_active=self.num_active, mean_batch=mean_batch)
 
 
 class _Host:
@@ -260,7 +267,10 @@ class _Host:
             if rank.num_active:
                 heapq.heappush(order, (rank.now, rank.rank))
             # all that have rows have made a page of passes
-            if all(r.page[1] >= PAGE for r in self._ranks if r.num_active) and self._changes_mode():
+            if (
+                all(r.num_since >= PAGE for r in self._ranks if r.num_active)
+                and self._changes_mode()
+            ):
                 return
 
     def _run_rounds(self) -> None:
@@ -283,7 +293,7 @@ class _Host:
             for rank in real:
                 rank.cas_passes += num_rounds
                 self._advance(rank, num_rounds)
-            if any(rank.page[1] >= PAGE for rank in self._ranks) and self._changes_mode():
+            if any(rank.num_since >= PAGE for rank in self._ranks) and self._changes_mode():
                 return
 
     def _advance(self, rank: _Replica, num_passes: int) -> None:

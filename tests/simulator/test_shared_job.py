@@ -100,6 +100,15 @@ def test_a_group_changes_to_rounds_in_the_tail_and_never_back():
     assert found.tail_s < apart.tail_s / 2
 
 
+def test_bursts_of_prompts_seldom_change_the_mode():
+    # prompts are long, so that pages with one have several times the rows of those without
+    rng = np.random.default_rng(0)
+    output = np.clip(rng.lognormal(np.log(800), 1.0, 1500), 1, 20_000).astype(np.int64)
+    rows = rows_of(np.full(1500, 3000), output)
+    spec = replace(GROUP, threshold_rows=100.0, kv_tokens=150_000)
+    assert run_job(rows, spec).num_switches <= 3
+
+
 def test_a_threshold_of_no_rows_never_changes_the_mode():
     found = run_job(long_tail(), replace(GROUP, threshold_rows=0.0))
     assert found == run_job(long_tail(), replace(GROUP, way="was"))
