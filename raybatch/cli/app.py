@@ -20,6 +20,7 @@ from typer import Argument, Option
 import raybatch
 from raybatch.cli.batch import batches, run_batch_file, serve
 from raybatch.cli.bench import bench
+from raybatch.cli.bench_memory import plan_memory
 from raybatch.cli.bench_simulate import calibrate, simulate
 from raybatch.cli.cluster import AllowErrorRows, check, manifest, submit
 from raybatch.cli.fetch import fetch_model
@@ -264,6 +265,7 @@ for command in (submit, manifest, check):
     app.command()(command)
 bench.command()(calibrate)
 bench.command()(simulate)
+bench.command("plan memory")(plan_memory)
 app.add_typer(bench, name="bench")
 
 

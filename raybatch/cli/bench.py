@@ -6,10 +6,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperGroup
 
 from raybatch.cli.flags import DEMO_MODEL, parse_settings
 from raybatch.config import EngineConfig, from_mapping
@@ -20,7 +21,19 @@ if TYPE_CHECKING:
     from faultlab.figures import FaultFigures
 
 
-bench = typer.Typer(help="Measure what is promised, on this host.", no_args_is_help=True)
+class _TwoWords(TyperGroup):
+    """Commands whose names may be two words, such as `plan memory` beside `plan`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - those of click
+        name = " ".join(args[:2])
+        if name in self.commands:
+            return name, self.commands[name], args[2:]
+        return super().resolve_command(ctx, args)
+
+
+bench = typer.Typer(
+    cls=_TwoWords, help="Measure what is promised, on this host.", no_args_is_help=True
+)
 
 
 @bench.command()

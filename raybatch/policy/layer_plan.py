@@ -1,8 +1,10 @@
 """Sizes of a model and its layers, what a layer computes and moves, and what its modules cost."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from raybatch.errors import ConfigError
+from raybatch.models.config import ModelSpec
 from raybatch.policy.cost.roofline import Roofline, Work
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
@@ -123,6 +125,41 @@ class ModelShape:
                 f"a model has {self.num_layers} layers and {self.other_bytes} other bytes; it "
                 "needs at least 1 and 0"
             )
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        *,
+        element_bytes: int,
+        weight_bytes: int | None = None,
+        kv_row_bytes: int | None = None,
+    ) -> Self:
+        """Return a model as plans see it: layers like its sparse ones, or all dense.
+
+        A model that has layers of both kinds is planned as if all were sparse, which is on the
+        safe side of its memory. The scales of weights that are bytes are not counted.
+        """
+        moe = spec.moe if spec.moe is not None and any(spec.moe.is_sparse) else None
+        layer = LayerShape(
+            model_dim=spec.model_dim,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            ffn_dim=moe.ffn_dim if moe else spec.ffn_dim,
+            num_experts=moe.num_experts if moe else 1,
+            top_k=moe.top_k if moe else 1,
+            element_bytes=element_bytes,
+            weight_bytes=weight_bytes,
+            kv_row_bytes=kv_row_bytes,
+        )
+        table_bytes = spec.vocab_size * spec.model_dim * element_bytes
+        return cls(
+            layer=layer,
+            num_layers=spec.num_layers,
+            other_bytes=(1 if spec.is_tied else 2) * table_bytes,
+            head_bytes=table_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -180,6 +180,12 @@ TINY = {
     "shared_reads": Tiny(
         args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),
+    "simulated_sharing": Tiny(
+        args=(
+            *("--models", "Llama-3.1-70B", "--lengths", "1024", "--num-rows", "40"),
+            *("--tail-rows", "40", "--batches", "32", "--slot-batches", "256", "--passes", "2"),
+        )
+    ),
     "simulated_stages": Tiny(
         args=("--rows", "40", "--replicas", "2", "--factors", "1.7", "--spreads", "W7")
     ),

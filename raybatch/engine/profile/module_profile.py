@@ -40,7 +40,7 @@ from raybatch.kernels.byte_numbers import row_width
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
 from raybatch.policy.cost.roofline import MeasuredWork, Work, fit_roofline
-from raybatch.policy.layer_plan import LayerShape, ModelShape, ModuleCosts
+from raybatch.policy.layer_plan import ModelShape, ModuleCosts
 from raybatch.policy.shared_reads import UNTIMED, SharedReads
 
 _COPY_BYTES = (1 << 16, 1 << 20, 1 << 24)
@@ -80,32 +80,13 @@ def model_shape(
     kv_dtype: torch.dtype | None = None,
     byte_dtype: torch.dtype | None = None,
 ) -> ModelShape:
-    """Return a model as plans see it: layers like its sparse ones, or all dense.
-
-    A model that has layers of both kinds is planned as if all were sparse, which is on the safe
-    side of its memory. The scales of weights that are bytes are not counted.
-    """
+    """Return a model as plans see it, see `ModelShape.of`, in types of torch."""
     kv_dtype = kv_dtype or dtype
-    moe = spec.moe if spec.moe is not None and any(spec.moe.is_sparse) else None
-    layer = LayerShape(
-        model_dim=spec.model_dim,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        ffn_dim=moe.ffn_dim if moe else spec.ffn_dim,
-        num_experts=moe.num_experts if moe else 1,
-        top_k=moe.top_k if moe else 1,
+    return ModelShape.of(
+        spec,
         element_bytes=dtype.itemsize,
         weight_bytes=(byte_dtype or dtype).itemsize,
         kv_row_bytes=row_width(spec.head_dim, kv_dtype) * kv_dtype.itemsize,
-    )
-    num_tables = 1 if spec.is_tied else 2
-    table_bytes = spec.vocab_size * spec.model_dim * dtype.itemsize
-    return ModelShape(
-        layer=layer,
-        num_layers=spec.num_layers,
-        other_bytes=num_tables * table_bytes,
-        head_bytes=table_bytes,
     )
 
 

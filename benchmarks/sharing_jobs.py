@@ -1,0 +1,180 @@
+"""Jobs and full batches of SiDP's evaluation on hosts that copy weights or share them; simulated.
+
+Assumptions are those of `simulated_sharing.py`, which prints and stores what comes out here.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from published_hosts import ALL, HOSTS, RESERVE_BYTES, UTILISATION, Host, bytes_of, costs_of, fitted
+
+from raybatch.policy.memory_plan import MemoryPlan, copied_bytes, plan_memory
+from raybatch.policy.ownership import Ownership
+from raybatch.simulator import workloads
+from raybatch.simulator.rows import SimulatedRows
+from raybatch.simulator.shared_job import HostSpec, JobRun, run_job
+from raybatch.simulator.shared_rounds import switch_batch
+from raybatch.simulator.shared_weights import GroupLinks
+
+Row = dict[str, Any]
+# what it takes to begin a copy of weights, and a hop of rows with its control
+COPY_S, HOP_S = 10e-6, 40e-6
+LAYOUTS = ((4, 2), (2, 4), (1, 8))
+# those of the paper, and one beyond
+LENGTHS = (1024, 2048, 4096, 8192)
+LLAMA, QWEN3 = "Llama-3.1-70B", "Qwen3-32B"
+# deviation of the logarithms of lengths
+SIGMA = 0.5
+
+
+def links_of(host: Host, latency_s: float = COPY_S) -> GroupLinks:
+    return GroupLinks(bytes_per_s=host.link_bytes_per_s, latency_s=latency_s)
+
+
+def row_bytes(model: str) -> float:
+    return 2.0 * ALL[model].model_dim
+
+
+@cache
+def plan_of(
+    model: str,
+    host: str,
+    tp: int,
+    size: int,
+    utilisation: float = UTILISATION,
+    reserve_bytes: int = RESERVE_BYTES,
+) -> MemoryPlan:
+    budget = HOSTS[host].budget(utilisation, reserve_bytes)
+    return plan_memory(bytes_of(model), budget, tp=tp, size=size)
+
+
+def rounded(ratio: float | None) -> float | None:
+    return None if ratio is None else round(ratio, 3)
+
+
+def make_rows(length: int, num_rows: int, seed: int) -> SimulatedRows:
+    rng = np.random.Generator(np.random.PCG64(seed))
+    lengths = rng.lognormal(np.log(length / 2) - SIGMA**2 / 2, SIGMA, (2, num_rows))
+    prompt, output = np.maximum(1, np.rint(lengths)).astype(np.int64)
+    return SimulatedRows.of(prompt, output)
+
+
+def job(
+    model: str,
+    host: Host,
+    tp: int,
+    size: int,
+    way: str,
+    rows: SimulatedRows,
+    *,
+    utilisation: float = UTILISATION,
+    threshold: str = "crossing",
+) -> JobRun | None:
+    """Return the run of a job, None where its replicas do not fit."""
+    plan = plan_of(model, host.name, tp, size, utilisation)
+    holding = plan.replicated if way == "replicated" else plan.shared
+    if holding.kv_tokens < int((rows.prompt + rows.output).max()):
+        return None
+    tokens = int((rows.prompt + rows.output / 2).mean())
+    costs = costs_of(model, host, tp=tp, cached_tokens=tokens)
+    spec = HostSpec(
+        way="replicated",
+        num_ranks=size,
+        costs=costs,
+        kv_tokens=holding.kv_tokens,
+        row_bytes=row_bytes(model),
+    )
+    if way == "replicated":
+        return run_job(rows, spec)
+    own = Ownership(size=size, num_layers=costs.num_layers, by=holding.by)
+    copies_s = copied_bytes(bytes_of(model), tp=tp, size=size) / host.link_bytes_per_s
+    hops = links_of(host, HOP_S)
+    below = switch_batch(costs, own, copies_s=copies_s, row_bytes=spec.row_bytes, links=hops)
+    if threshold == "B_th":
+        below = costs.curve().hiding_rows(copies_s) or 512
+    return run_job(
+        rows,
+        replace(spec, way=way, ownership=own, links=hops, copies_s=copies_s, threshold_rows=below),
+    )
+
+
+def best(runs: dict[tuple[int, int], JobRun | None]) -> tuple[str, float]:
+    rates = {f"TP={tp} DP={dp}": run.tokens_per_s for (tp, dp), run in runs.items() if run}
+    return max(rates.items(), key=lambda pair: pair[1]) if rates else ("none", 0.0)
+
+
+def _throughput(
+    options: argparse.Namespace, hosts: tuple[str, ...], paper: dict[int, str], utilisation: float
+) -> Iterator[Row]:
+    for name, rates in itertools.product(hosts, ("assumed", "fitted")):
+        host = HOSTS[name] if rates == "assumed" else fitted(HOSTS[name])
+        for model, length in itertools.product(options.models, options.lengths):
+            rows = make_rows(length, options.num_rows, options.seed)
+            sides = {
+                way: {
+                    layout: job(model, host, *layout, way, rows, utilisation=utilisation)
+                    for layout in LAYOUTS
+                }
+                for way in ("replicated", "both")
+            }
+            alone, group = best(sides["replicated"]), best(sides["both"])
+            same = {
+                f"TP={tp} DP={dp}": _ratio(run, sides["replicated"][tp, dp])
+                for (tp, dp), run in sides["both"].items()
+            }
+            yield {
+                "case": f"{name} {rates}, {model}, S={length}",
+                "replicated": alone[0],
+                "tokens_per_s": round(alone[1]),
+                "group": group[0],
+                "of_replicated": rounded(group[1] / alone[1] if alone[1] else None),
+                "dp8": _ratio(sides["both"][1, 8], alone[1]),
+                "of_same": same,
+                "paper": paper.get(length),
+            }
+
+
+def _ratio(run: JobRun | None, other: JobRun | float | None) -> float | None:
+    rate = other.tokens_per_s if isinstance(other, JobRun) else other
+    return round(run.tokens_per_s / rate, 3) if run and rate else None
+
+
+def throughput(options: argparse.Namespace) -> Iterator[Row]:
+    paper = {1024: "closely matches", 4096: "1.3 to 1.5"}
+    yield from _throughput(options, tuple(HOSTS), paper, UTILISATION)
+
+
+def budget(options: argparse.Namespace) -> Iterator[Row]:
+    lengths = dict.fromkeys(LENGTHS[:3], "1.24 to 1.51")
+    large = argparse.Namespace(
+        **{**vars(options), "models": [m for m in options.models if m != QWEN3]}
+    )
+    yield from _throughput(large, ("H200",), lengths, 0.6)
+
+
+def switching(options: argparse.Namespace) -> Iterator[Row]:
+    jobs = {"S=4096": make_rows(4096, options.num_rows, options.seed)}
+    jobs["W4"] = workloads.make_rows("W4", num_rows=options.tail_rows, seed=options.seed)
+    for host, rates in ((HOSTS["H20"], "assumed"), (fitted(HOSTS["H20"]), "fitted")):
+        for (name, rows), model in itertools.product(jobs.items(), options.models):
+            alone = best({some: job(model, host, *some, "replicated", rows) for some in LAYOUTS})
+            for way, threshold in (("was", ""), ("both", "crossing"), ("both", "B_th")):
+                run = job(model, host, 1, 8, way, rows, threshold=threshold)
+                if run is None:
+                    continue
+                paper = {"was": "1.07 to 1.09", "both": "1.27 to 1.32, 0.9 in WaS"}[way]
+                yield {
+                    "case": f"{name}, {rates}, {model} TP=1 DP=8, {way} {threshold}".strip(),
+                    "replicated": alone[0],
+                    "of_replicated": _ratio(run, alone[1]),
+                    "tail": round(run.tail_s / run.completion_s, 3),
+                    "was_share": round(run.was_share, 3),
+                    "switches": run.num_switches,
+                    "mean_batch": round(run.mean_batch, 1),
+                    "paper": paper if name != "W4" else None,
+                }

@@ -1,0 +1,80 @@
+"""The command that plans what GPUs hold: bench plan memory. It loads neither torch nor Ray."""
+
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from raybatch.errors import ConfigError
+from raybatch.policy.decode_times import GpuRates
+from raybatch.policy.memory_plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILISATION, GpuBudget
+
+
+def plan_memory(
+    model: Annotated[str, Argument(help="Checkpoint folder, hub id or URI; weights are not read.")],
+    gpu_bytes: Annotated[float, Option(help="Memory of a GPU, such as 144e9.")],
+    tp: Annotated[int, Option(min=1, help="GPUs of a replica.")] = 1,
+    dp: Annotated[int, Option(min=1, help="Replicas of a host, which may share weights.")] = 8,
+    gpu_memory_utilization: Annotated[
+        float, Option(help="Share of a GPU's memory that an engine takes, as in vLLM.")
+    ] = DEFAULT_UTILISATION,
+    reserve_bytes: Annotated[
+        float, Option(min=0, help="Of that, for activations, graphs and libraries.")
+    ] = DEFAULT_RESERVE_BYTES,
+    sequence_tokens: Annotated[
+        int, Option(min=1, help="Tokens of a row, prompt and output.")
+    ] = 4096,
+    slots: Annotated[
+        int | None, Option(min=1, help="Slots of a replica; default: what hides copies.")
+    ] = None,
+    element_bytes: Annotated[int, Option(min=1, help="Bytes of a weight, and of KV.")] = 2,
+    gpu_flops: Annotated[
+        float | None, Option(help="Products that a GPU reaches in a second, such as 80e12.")
+    ] = None,
+    gpu_bytes_per_s: Annotated[
+        float | None, Option(help="What it reads of its memory in a second, such as 3.2e12.")
+    ] = None,
+    link_bytes_per_s: Annotated[
+        float | None, Option(help="What it reads of another GPU in a second, such as 450e9.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what replicas of a model hold on GPUs, alone and where they share weights."""
+    if dp < 2:
+        raise ConfigError(
+            f"--dp {dp}: one replica has nobody to share weights with; give 2 or more"
+        )
+    rates = (gpu_flops, gpu_bytes_per_s, link_bytes_per_s)
+    if None in rates and rates != (None, None, None):
+        raise ConfigError(
+            "--gpu-flops, --gpu-bytes-per-s and --link-bytes-per-s belong together: give all three "
+            "for seconds of passes, or none"
+        )
+    budget = GpuBudget(
+        gpu_bytes=round(gpu_bytes),
+        utilisation=gpu_memory_utilization,
+        reserve_bytes=round(reserve_bytes),
+    )
+    # the clients of stores are slow to load
+    from raybatch.explanation.bench_memory import MemoryQuestion, memory_report
+    from raybatch.models.config import read_model_spec
+    from raybatch.models.source import resolve_config
+
+    question = MemoryQuestion(
+        budget=budget,
+        tp=tp,
+        size=dp,
+        sequence_tokens=sequence_tokens,
+        num_slots=slots,
+        rates=_rates(*rates),
+        element_bytes=element_bytes,
+    )
+    report = memory_report(model, read_model_spec(resolve_config(model)), question)
+    typer.echo(report.to_json() if as_json else report.to_text())
+    raise typer.Exit(0 if report.is_possible else 1)
+
+
+def _rates(flops: float | None, read: float | None, link: float | None) -> GpuRates | None:
+    if flops is None or read is None or link is None:
+        return None
+    return GpuRates(bytes_per_s=read, flops=flops, link_bytes_per_s=link)

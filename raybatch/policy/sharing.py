@@ -1,0 +1,189 @@
+"""Whether a group that shares feed-forward weights moves weights or rows, and since which epoch.
+
+was    Weight-as-a-Service: every rank copies the weights of others, passes are its own
+cas    Compute-as-a-Service: rows go to the owners of weights, all ranks pass in rounds
+
+Weights are read once for a batch, so they travel while batches are large; in the tail, where a pass
+is shorter than its copies, rows do. All ranks must be in one mode, so the coordinator alone decides
+(`choose_mode`), publishes an epoch, and goes on once all have seen it. Source: SiDP, section 4.3;
+switches are at page boundaries, not minutes apart, which a short job would never reach.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from raybatch.errors import ConfigError, TeamError
+from raybatch.policy.decode_times import DecodeCurve
+from raybatch.policy.pool.partition import Agreement
+
+Mode = Literal["was", "cas"]
+
+# of the threshold: further away from it than noise takes batches to both sides
+_HYSTERESIS = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLoad:
+    """What one rank of a group has to do.
+
+    Args:
+        num_active: sequences that it runs now.
+        mean_batch: rows of its passes over the last pages, with those of the prompts that they
+            computed, as a row is a token to a product; 0 where there were none. One page is too
+            short for it: prompts come in bursts.
+    """
+
+    rank: int
+    num_active: int
+    mean_batch: float
+
+    @property
+    def is_dummy(self) -> bool:
+        """Return whether its passes are empty, and only keep it in step."""
+        return self.num_active == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSnapshot:
+    """A group as the coordinator sees it at a boundary.
+
+    Args:
+        threshold_rows: batch of a rank from which on copies of weights hide in a pass (B_th), or
+            from which on passes with copies are shorter than rounds (`switch_rows`).
+        hysteresis: share of it by which a batch must be beyond it to change the mode.
+    """
+
+    loads: tuple[RankLoad, ...]
+    mode: Mode
+    threshold_rows: float
+    hysteresis: float = _HYSTERESIS
+
+    def __post_init__(self) -> None:
+        if not self.loads or not 0 <= self.hysteresis < 1 or self.threshold_rows < 0:
+            raise ConfigError(
+                f"a group has {len(self.loads)} ranks, a threshold of {self.threshold_rows} rows "
+                f"and a hysteresis of {self.hysteresis}; it needs 1 rank, 0 rows and a share from "
+                "0 up to 1, and not 1"
+            )
+
+    @property
+    def dummies(self) -> frozenset[int]:
+        """Return the ranks without rows: nothing is sent for them, but they serve what they own."""
+        return frozenset(load.rank for load in self.loads if load.is_dummy)
+
+    @property
+    def batch(self) -> float:
+        """Return the mean batch of the ranks that have rows, 0 where none has."""
+        batches = [load.mean_batch for load in self.loads if not load.is_dummy]
+        return sum(batches) / len(batches) if batches else 0.0
+
+
+def choose_mode(snapshot: GroupSnapshot) -> Mode:
+    """Return the mode that suits the load; near the threshold, and without rows, the present one.
+
+    Example:
+        >>> loads = (RankLoad(rank=0, num_active=3, mean_batch=4.0),)
+        >>> choose_mode(GroupSnapshot(loads=loads, mode="was", threshold_rows=32))
+        'cas'
+    """
+    if len(snapshot.dummies) == len(snapshot.loads):
+        return snapshot.mode
+    if snapshot.batch < snapshot.threshold_rows * (1 - snapshot.hysteresis):
+        return "cas"
+    if snapshot.batch > snapshot.threshold_rows * (1 + snapshot.hysteresis):
+        return "was"
+    return snapshot.mode
+
+
+def switch_rows(was: DecodeCurve, cas: DecodeCurve) -> float:
+    """Return the batch of a rank from which on passes with copies are shorter than rounds.
+
+    0 where they always are, and the last size of the curves where they never are. Both curves are
+    of a rank's rows, at the same sizes; a round has so many of every rank.
+    """
+    if was.rows != cas.rows:
+        raise ConfigError("passes with copies and rounds are compared at other batch sizes")
+    gaps = [w - c for w, c in zip(was.seconds, cas.seconds, strict=True)]
+    slower = [idx for idx, gap in enumerate(gaps) if gap > 0]
+    if not slower or slower[-1] == len(gaps) - 1:
+        return was.rows[-1] if slower else 0.0
+    last = slower[-1]
+    (r0, r1), (g0, g1) = was.rows[last : last + 2], gaps[last : last + 2]
+    return r0 + (r1 - r0) * g0 / (g0 - g1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModeEpoch:
+    """What all ranks of a group do from its boundary on; epochs only rise."""
+
+    epoch: int
+    mode: Mode
+
+
+@dataclass(kw_only=True, slots=True)
+class ModeBook:
+    """Follows the mode of one group, on the side of the coordinator.
+
+    A change needs two boundaries in a row that want it, and then every rank to have seen it: none
+    computes in the new epoch before `is_agreed`.
+    """
+
+    ranks: tuple[int, ...]
+    current: ModeEpoch = ModeEpoch(epoch=0, mode="was")
+    num_switches: int = 0
+    _agreement: Agreement = field(default_factory=Agreement, init=False)
+    _seen: set[int] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._seen = set(self.ranks)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Return whether every rank has acknowledged the present epoch."""
+        return len(self._seen) == len(self.ranks)
+
+    def look(self, snapshot: GroupSnapshot, boundary: int) -> ModeEpoch | None:
+        """Return the epoch to publish where two boundaries in a row want another mode, else None.
+
+        Args:
+            boundary: a number that rises; one that was looked at before does not count again.
+        """
+        if not self.is_agreed:
+            return None
+        wanted = choose_mode(snapshot)
+        change = wanted if wanted != self.current.mode else None
+        if not self._agreement.look(change, boundary):
+            return None
+        self._agreement, self._seen = Agreement(), set()
+        self.current = ModeEpoch(epoch=self.current.epoch + 1, mode=wanted)
+        self.num_switches += 1
+        return self.current
+
+    def acknowledge(self, rank: int, epoch: int) -> None:
+        """Take that a rank has seen an epoch at a boundary of its own.
+
+        Raises TeamError: it is no member, or another epoch than the present one.
+        """
+        if rank not in self.ranks:
+            raise TeamError(f"rank {rank} is none of the ranks {list(self.ranks)} of this group")
+        check_epoch(epoch, self.current.epoch, rank)
+        self._seen.add(rank)
+
+
+def check_epoch(epoch: int, expected: int, rank: int) -> None:
+    """Raise TeamError where a rank computes in another epoch: its group would wait for ever."""
+    if epoch != expected:
+        raise TeamError(
+            f"rank {rank} is in epoch {epoch} of its group, the others are in epoch {expected}; "
+            "it has missed a switch, so the group starts again"
+        )
+
+
+def loads_of(active: Sequence[int], batches: Iterable[float]) -> tuple[RankLoad, ...]:
+    """Return the loads of ranks 0, 1, ... by what they decode and the rows of their passes."""
+    pairs = zip(active, batches, strict=True)
+    return tuple(
+        RankLoad(rank=rank, num_active=num_active, mean_batch=batch)
+        for rank, (num_active, batch) in enumerate(pairs)
+    )

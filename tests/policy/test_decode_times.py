@@ -1,0 +1,146 @@
+"""Curves of decode passes: where they turn, from which batch on copies hide, and what they add."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from raybatch.errors import ConfigError
+from raybatch.policy.cost.roofline import Roofline
+from raybatch.policy.decode_times import DecodeCurve, GpuRates, PassCosts, split
+from raybatch.policy.layer_plan import LayerShape, ModelShape
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+LAYER = LayerShape(
+    model_dim=64, num_heads=8, num_kv_heads=2, head_dim=8, ffn_dim=256, element_bytes=2
+)
+MODEL = ModelShape(layer=LAYER, num_layers=3, other_bytes=400, head_bytes=200)
+RATES = GpuRates(bytes_per_s=1e9, flops=1e11, link_bytes_per_s=1e8)
+
+
+def curve_of(seconds, sizes=SIZES):
+    return DecodeCurve(rows=tuple(map(float, sizes)), seconds=tuple(map(seconds, sizes)))
+
+
+@pytest.mark.parametrize("knee", [16, 48, 100, 256])
+def test_the_knee_of_a_flat_curve_and_a_line_is_their_corner(knee):
+    curve = curve_of(lambda b: 0.02 * max(1, b / knee), sizes=sorted({*SIZES, knee}))
+    assert curve.saturation_rows() == knee
+
+
+@pytest.mark.parametrize("knee", [3, 20, 100, 300])
+def test_the_knee_of_a_line_is_where_half_of_it_is_fixed(knee):
+    assert curve_of(lambda b: 0.02 + 0.02 * b / knee).saturation_rows() == pytest.approx(knee)
+
+
+def test_a_curve_that_is_flat_has_no_knee_and_one_through_zero_has_the_first_size():
+    assert curve_of(lambda b: 0.02).saturation_rows() is None
+    assert curve_of(lambda b: 0.02 + 1e-6 * b).saturation_rows() is None
+    assert curve_of(lambda b: 0.001 * b).saturation_rows() == 1
+
+
+@pytest.mark.parametrize("knee", [24, 64, 192])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_knee_is_found_under_noise(knee, seed):
+    rng = np.random.default_rng(seed)
+    points = [
+        (b, 0.02 * max(1.0, b / knee) * rng.uniform(0.95, 1.05)) for b in SIZES for _ in range(3)
+    ]
+    found = DecodeCurve.fit(points).saturation_rows()
+    # to the next size that was measured
+    assert knee / 1.6 <= found <= 1.6 * knee
+
+
+def test_a_fit_is_the_curve_itself_where_that_is_convex():
+    curve = curve_of(lambda b: 0.004 + 0.02 * max(1, b / 64))
+    fitted = DecodeCurve.fit(list(zip(curve.rows, curve.seconds, strict=True)))
+    assert fitted.rows == curve.rows
+    assert fitted.seconds == pytest.approx(curve.seconds, rel=1e-6)
+
+
+def test_a_fit_never_falls_and_is_convex():
+    rng = np.random.default_rng(1)
+    fitted = DecodeCurve.fit([(b, rng.uniform(0.5, 1.5) * (1 + b / 50)) for b in SIZES])
+    steps = list(zip(pairwise(fitted.rows), pairwise(fitted.seconds), strict=True))
+    slopes = [(s1 - s0) / (r1 - r0) for (r0, r1), (s0, s1) in steps]
+    assert min(slopes) >= 0
+    assert all(late >= early - 1e-9 for early, late in pairwise(slopes))
+
+
+def test_copies_hide_from_the_least_batch_whose_pass_is_as_long():
+    curve = curve_of(lambda b: 0.02 * max(1, b / 64))
+    for copies_s in (0.001, 0.02, 0.021, 0.05, 0.16):
+        hides = [b for b in range(1, 513) if curve.at(b) >= copies_s - 1e-12]
+        assert hides[0] == curve.hiding_rows(copies_s)
+    assert curve.hiding_rows(0.17) is None
+
+
+def test_a_curve_goes_on_beyond_its_last_size():
+    curve = DecodeCurve(rows=(2.0, 4.0), seconds=(1.0, 2.0))
+    assert [curve.at(b) for b in (1, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"),
+    [((1.0,), (1.0,)), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 2.0), (1.0,)), ((1.0, 2.0), (0.0, 1.0))],
+)
+def test_what_is_no_curve_is_refused(rows, seconds):
+    with pytest.raises(ConfigError, match="decode curve"):
+        DecodeCurve(rows=rows, seconds=seconds)
+
+
+def costs(**more):
+    given = {"cached_tokens": 100, "module_s": 1e-5, "step_s": 1e-3, "tile_s": 1e-6}
+    return PassCosts.of(MODEL, RATES, **{**given, **more})
+
+
+def test_a_pass_is_the_sum_of_its_modules():
+    plain = costs()
+    for rows in (1, 7, 600):
+        layer_s = plain.attention_s(rows) + plain.ffn_s(rows)
+        assert plain.pass_s(rows) == pytest.approx(3 * layer_s + plain.rest_s(rows))
+        assert plain.rest_s(rows) == pytest.approx(1e-3 + max(200 / 1e9, rows * 200 / 1e11))
+    # weights of a block in 2 bytes each, and nothing else that counts
+    assert plain.ffn_s(1) == pytest.approx(1e-5 + 3 * 64 * 256 * 2 / 1e9, rel=0.03)
+    assert plain.ffn_s(0) == plain.attention_s(0) == 0
+
+
+def test_tiles_take_what_the_block_takes_and_their_launches():
+    plain = costs()
+    for num_tiles in (2, 4):
+        tiles_s = num_tiles * plain.ffn_s(9, num_tiles)
+        assert tiles_s == pytest.approx(plain.ffn_s(9) + (num_tiles - 1) * 1e-6)
+    assert plain.pass_s(9, 4) == pytest.approx(plain.pass_s(9) + 3 * 3 * 1e-6)
+
+
+def test_several_gpus_add_up_rows_over_their_links():
+    alone, pair = costs(reduce_s=2e-5), costs(tp=2, reduce_s=2e-5)
+    assert alone.row_s == 0
+    # half of a row goes to the other GPU and half of a sum comes back
+    assert pair.row_s == pytest.approx(64 * 2 / 1e8)
+    half = split(MODEL, 2).layer
+    work_s = RATES.roofline.seconds(half.ffn_work(9))
+    assert pair.ffn_s(9) == pytest.approx(1e-5 + 2e-5 + work_s + 9 * pair.row_s)
+    assert alone.ffn_s(9) == pytest.approx(1e-5 + RATES.roofline.seconds(LAYER.ffn_work(9)))
+
+
+def test_a_curve_of_costs_has_their_seconds_at_its_sizes():
+    curve = costs().curve(100)
+    assert (curve.rows[0], curve.rows[-1]) == (1, 100)
+    assert curve.at(48) == pytest.approx(costs().pass_s(48))
+
+
+def test_a_part_of_a_model_has_its_share_and_whole_kv_heads():
+    half, eighth = split(MODEL, 2), split(MODEL, 8)
+    assert 2 * half.layer.ffn_bytes == LAYER.ffn_bytes
+    assert 2 * half.layer.attention_bytes == LAYER.attention_bytes
+    assert (1, 1) == (half.layer.num_kv_heads, eighth.layer.num_kv_heads)
+    assert (200, 100) == (half.other_bytes, half.head_bytes)
+    with pytest.raises(ConfigError, match="tp is 3; it must divide the 8 heads"):
+        split(MODEL, 3)
+
+
+def test_a_gpu_without_rates_is_refused():
+    with pytest.raises(ConfigError, match="flops of a GPU is 0"):
+        GpuRates(bytes_per_s=1, flops=0, link_bytes_per_s=1)
+    assert isinstance(RATES.roofline, Roofline)

@@ -1,0 +1,194 @@
+"""When a group changes between moving weights and moving rows, and that it does so together."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raybatch.errors import ConfigError, TeamError
+from raybatch.policy.decode_times import DecodeCurve
+from raybatch.policy.sharing import (
+    GroupSnapshot,
+    ModeBook,
+    ModeEpoch,
+    RankLoad,
+    choose_mode,
+    loads_of,
+    switch_rows,
+)
+
+B_TH = 40.0
+
+
+def snapshot(*batches, mode="was", active=None, threshold_rows=B_TH):
+    active = batches if active is None else active
+    return GroupSnapshot(
+        loads=loads_of([round(a) for a in active], batches),
+        mode=mode,
+        threshold_rows=threshold_rows,
+    )
+
+
+def follow(book, trace, first=0):
+    """Look at a load of (batches of all ranks) at each boundary; return the mode after each."""
+    modes = []
+    for boundary, batches in enumerate(trace, start=first):
+        found = book.look(snapshot(*batches, mode=book.current.mode), boundary)
+        if found is not None:
+            for rank in book.ranks:
+                book.acknowledge(rank, found.epoch)
+        modes.append(book.current.mode)
+    return modes
+
+
+def num_changes(modes):
+    return sum(a != b for a, b in itertools.pairwise(modes))
+
+
+@pytest.mark.parametrize(
+    ("batch", "from_was", "from_cas"),
+    [
+        (200, "was", "was"),
+        (51, "was", "was"),
+        (50, "was", "cas"),
+        (30, "was", "cas"),
+        (29, "cas", "cas"),
+    ],
+)
+def test_a_mode_suits_the_batch_and_stays_near_the_threshold(batch, from_was, from_cas):
+    assert choose_mode(snapshot(batch, batch)) == from_was
+    assert choose_mode(snapshot(batch, batch, mode="cas")) == from_cas
+
+
+def test_dummies_are_known_and_do_not_count():
+    group = snapshot(100, 0, 0, 0)
+    assert group.dummies == {1, 2, 3}
+    assert group.batch == 100
+    assert choose_mode(group) == "was"
+    assert choose_mode(snapshot(3, 0, 0, 0)) == "cas"
+
+
+def test_without_rows_the_mode_stays():
+    for mode in ("was", "cas"):
+        assert choose_mode(snapshot(0, 0, mode=mode)) == mode
+
+
+def test_prompts_are_rows_of_a_pass():
+    # 4 sequences run, of which one computes its prompt
+    assert snapshot(100, active=(4,)).batch == 100
+
+
+def test_no_threshold_never_leaves_weights():
+    assert choose_mode(snapshot(1, threshold_rows=0)) == "was"
+
+
+@given(
+    level=st.floats(1, 400),
+    seed=st.integers(0, 2**32),
+    size=st.sampled_from([1, 2, 4, 8]),
+    mode=st.sampled_from(["was", "cas"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_noise_of_20_percent_does_not_flap(level, seed, size, mode):
+    rng = random.Random(seed)
+    trace = [[max(1.0, level * rng.uniform(0.8, 1.2)) for _ in range(size)] for _ in range(300)]
+    book = ModeBook(ranks=tuple(range(size)), current=ModeEpoch(epoch=0, mode=mode))
+    modes = [mode, *follow(book, trace)]
+    assert num_changes(modes) <= 1
+
+
+@given(seed=st.integers(0, 2**32), size=st.sampled_from([2, 4]))
+@settings(max_examples=100, deadline=None)
+def test_a_slow_ramp_down_and_up_changes_the_mode_once_each(seed, size):
+    rng = random.Random(seed)
+    down = [200 - 199 * i / 400 for i in range(401)]
+    trace = [
+        [max(1.0, level * rng.uniform(0.8, 1.2)) for _ in range(size)]
+        for level in (*down, *reversed(down))
+    ]
+    modes = follow(ModeBook(ranks=tuple(range(size))), trace)
+    assert (modes[0], modes[400], modes[-1]) == ("was", "cas", "was")
+    assert num_changes(modes) == 2
+
+
+def test_two_boundaries_in_a_row_have_to_want_it():
+    book = ModeBook(ranks=(0, 1))
+    low, high = snapshot(3, 3), snapshot(90, 90)
+    assert book.look(low, 1) is None
+    # the same boundary again is no second one
+    assert book.look(low, 1) is None
+    assert book.look(high, 2) is None
+    assert book.look(low, 3) is None
+    assert book.look(low, 4) == ModeEpoch(epoch=1, mode="cas") == book.current
+    assert book.num_switches == 1
+
+
+def test_nothing_is_decided_before_all_ranks_have_seen_an_epoch():
+    book = ModeBook(ranks=(0, 1, 2))
+    assert book.is_agreed
+    follow_low = [book.look(snapshot(3, 3, 3), boundary) for boundary in (1, 2)]
+    assert follow_low[-1].epoch == 1
+    high = snapshot(90, 90, 90, mode="cas")
+    for rank in (0, 2):
+        book.acknowledge(rank, 1)
+        assert not book.is_agreed
+        assert [book.look(high, 3 + rank), book.look(high, 4 + rank)] == [None, None]
+    book.acknowledge(1, 1)
+    assert book.is_agreed
+    assert [book.look(high, 10), book.look(high, 11)] == [None, ModeEpoch(epoch=2, mode="was")]
+
+
+def test_a_rank_that_missed_a_switch_fails_fast():
+    book = ModeBook(ranks=(0, 1))
+    for boundary in (1, 2):
+        book.look(snapshot(3, 3), boundary)
+    with pytest.raises(
+        TeamError, match="rank 1 is in epoch 0 of its group, the others are in epoch 1"
+    ):
+        book.acknowledge(1, 0)
+    with pytest.raises(TeamError, match="epoch 2"):
+        book.acknowledge(1, 2)
+    with pytest.raises(TeamError, match="rank 7 is none of the ranks"):
+        book.acknowledge(7, 1)
+    assert not book.is_agreed
+
+
+@given(
+    levels=st.lists(st.sampled_from([0, 1, 20, 39, 41, 60, 300]), min_size=1, max_size=200),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=100, deadline=None)
+def test_epochs_only_rise_and_each_is_another_mode(levels, seed):
+    rng, book = random.Random(seed), ModeBook(ranks=(0, 1))
+    seen = [book.current]
+    for boundary, level in enumerate(levels):
+        found = book.look(snapshot(level, level, mode=book.current.mode), boundary)
+        if found is not None:
+            seen.append(found)
+        # acknowledgements come late, in any order
+        for rank in rng.sample((0, 1), rng.randint(0, 2)):
+            book.acknowledge(rank, book.current.epoch)
+    assert [each.epoch for each in seen] == list(range(len(seen)))
+    assert all(a.mode != b.mode for a, b in itertools.pairwise(seen))
+    assert book.num_switches == len(seen) - 1
+
+
+def test_the_switch_is_where_passes_with_copies_become_shorter_than_rounds():
+    rows = (1.0, 2.0, 4.0, 8.0)
+    was = DecodeCurve(rows=rows, seconds=(8.0, 8.0, 8.0, 8.0))
+    assert switch_rows(was, replace(was, seconds=(2.0, 4.0, 6.0, 14.0))) == 5.0
+    assert switch_rows(was, replace(was, seconds=(9.0, 9.0, 9.0, 9.0))) == 0.0
+    assert switch_rows(was, replace(was, seconds=(1.0, 1.0, 1.0, 1.0))) == 8.0
+    assert switch_rows(was, replace(was, seconds=(9.0, 9.0, 9.0, 1.0))) == 8.0
+    with pytest.raises(ConfigError, match="other batch sizes"):
+        switch_rows(was, replace(was, rows=(1.0, 2.0, 4.0, 9.0)))
+
+
+def test_a_group_without_ranks_or_with_a_wrong_threshold_is_refused():
+    for wrong in ({"loads": ()}, {"hysteresis": 1.0}, {"threshold_rows": -1.0}):
+        with pytest.raises(ConfigError, match="a group has"):
+            replace(snapshot(3), **wrong)
+    assert RankLoad(rank=0, num_active=0, mean_batch=9.0).is_dummy

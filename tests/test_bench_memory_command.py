@@ -1,0 +1,132 @@
+"""`raybatch bench plan memory`, beside `raybatch bench plan`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from raybatch.cli.app import app
+from raybatch.errors import ConfigError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+}
+H20 = ("--gpu-bytes", "144e9")
+RATES = ("--gpu-flops", "81.4e12", "--gpu-bytes-per-s", "3.2e12", "--link-bytes-per-s", "450e9")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return str(folder)
+
+
+def plan_memory(model, *options):
+    return CliRunner().invoke(app, ["bench", "plan", "memory", model, *H20, *options])
+
+
+def in_json(model, *options):
+    result = plan_memory(model, "--json", *options)
+    assert result.exit_code == 0, result.exception
+    return json.loads(result.stdout)
+
+
+def refusal(model, *options):
+    result = plan_memory(model, *options)
+    assert isinstance(result.exception, ConfigError), result.output
+    return str(result.exception)
+
+
+def test_a_plan_shows_what_gpus_hold_alone_and_shared(model):
+    result = plan_memory(model, "--tp", "2", "--dp", "4")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"The memory of {model}"
+    facts = {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in lines[1:7]}
+    assert facts["model"] == (
+        "80 layers, 141.1 GB of weights (80 % feed-forward), 327,680 bytes of KV a token"
+    )
+    assert facts["plan"] == "share by tile; shared for replicated KV 1.77 to 1"
+    assert facts["replicated"].split() == ["70.55", "0", "0.00", "323,768", "1.30", "M", "79"]
+    assert any("B_e and B_th need the rates" in line for line in lines)
+
+
+def test_rates_give_bounds_of_the_batch(model):
+    found = in_json(model, "--tp", "2", "--dp", "4", "--sequence-tokens", "1024", *RATES)
+    assert found["kv_ratio"] == pytest.approx(1.77, abs=0.01)
+    bounds = found["bounds"]
+    # three quarters of the feed-forward weights of a GPU, over NVLink 4
+    assert bounds["copies_s"] == pytest.approx(0.0940, abs=1e-4)
+    assert 90 <= bounds["hiding_rows"] <= 128
+    assert 0 < found["switch_rows"] <= bounds["hiding_rows"]
+    assert set(found["pass_s"]) == {"layer", "tile"}
+    # twice the KV is no longer worth much where products take all the time
+    assert found["replicated_s"] < 1.05 * found["shared_s"]
+    text = plan_memory(model, "--tp", "2", "--dp", "4", *RATES).stdout
+    assert "each replica has all weights; shared for replicated KV 1.77 to 1" in text
+    assert "B_th, from which on copies (94.0 ms a pass) hide: " in text
+    assert "computed from these rates, and not measured" in text
+
+
+def test_a_group_is_taken_where_its_job_is_quicker(model):
+    # an H200, whose products take less time than its memory
+    rates = ("--gpu-flops", "544e12", "--gpu-bytes-per-s", "3.84e12", "--link-bytes-per-s", "450e9")
+    found = in_json(model, "--tp", "2", "--dp", "4", "--sequence-tokens", "8192", *rates)
+    assert found["replicated_s"] > 1.2 * found["shared_s"]
+    text = plan_memory(model, "--tp", "2", "--dp", "4", "--sequence-tokens", "8192", *rates).stdout
+    assert "share by tile; shared for replicated KV 1.77 to 1" in text
+
+
+def test_a_plan_says_why_replicas_cannot_be(model):
+    text = plan_memory(model, "--tp", "1", "--dp", "8").stdout
+    assert "alone no replica runs: weights take 141.1 GB of the 123.6 GB of a GPU" in text
+
+
+def test_a_plan_without_any_way_fails_and_says_why(model):
+    result = plan_memory(model, "--tp", "1", "--dp", "8", "--gpu-memory-utilization", "0.2")
+    assert result.exit_code == 1
+    assert "none: weights take 42.5 GB and 16 slots 2.8 GB of the 22.8 GB" in result.stdout
+
+
+def test_wrong_options_are_refused(model, tmp_path):
+    assert refusal(model, "--dp", "1").startswith("--dp 1: one replica has nobody to share")
+    assert "tp is 3; it must divide the 64 heads" in refusal(model, "--tp", "3")
+    assert "belong together" in refusal(model, "--gpu-flops", "1e12")
+    assert "utilisation is 1.5" in refusal(model, "--gpu-memory-utilization", "1.5")
+    assert "flops of a GPU is 0" in refusal(model, *RATES[2:], "--gpu-flops", "0")
+    assert "config.json" in refusal(str(tmp_path))
+    assert "gpu_bytes is 0" in refusal(model, "--gpu-bytes", "0")
+
+
+def test_the_name_of_a_model_is_still_that_of_bench_plan(model):
+    result = CliRunner().invoke(app, ["bench", "plan", "--help"])
+    assert "Measure a layer of a model on this host" in result.output
+    both = CliRunner().invoke(app, ["bench", "--help"]).output
+    assert "plan memory" in both
+    # a folder named memory is one that has a slash
+    other = CliRunner().invoke(app, ["bench", "plan", "./memory"])
+    assert "memory" in str(other.exception)
+
+
+def test_a_plan_of_memory_loads_neither_torch_nor_ray(model):
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from raybatch.cli.app import app\n"
+        f"done = CliRunner().invoke(app, ['bench', 'plan', 'memory', {model!r}, *{H20!r}])\n"
+        "assert done.exit_code == 0, done.output\n"
+        "print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
