@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 class NativeBackend:
     """Follows the `Backend` protocol with the methods of an engine, until it is closed."""
 
-    def __init__(
-        self, engine: Engine | PhasedEngine, sharing: ShareModes | None = None
-    ) -> None:
+    def __init__(self, engine: Engine | PhasedEngine, sharing: ShareModes | None = None) -> None:
         self._open: Engine | PhasedEngine | None = engine
         self.sharing = sharing
 

@@ -160,6 +160,12 @@ class ModeBook:
         self.num_switches += 1
         return self.current
 
+    def fallen_back(self) -> "ModeBook":
+        """Return a book of the same group after a switch that has failed: all copy weights."""
+        return ModeBook(
+            ranks=self.ranks, current=ModeEpoch(epoch=self.current.epoch + 1, mode="was")
+        )
+
     def acknowledge(self, rank: int, epoch: int) -> None:
         """Take that a rank has seen an epoch at a boundary of its own.
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import KVCache
@@ -143,7 +142,7 @@ class ShareModes:
             self.give_up()
 
     def is_awaited(self) -> bool:
-        """Return whether another rank waits for a round of this one, or they are to end; at once."""
+        """Return whether another rank waits for a round, or rounds are to end; at once."""
         return self._rounds is not None and (self._ends or self._rounds.is_wanted())
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:

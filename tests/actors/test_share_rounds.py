@@ -1,0 +1,142 @@
+"""Groups that share weights switch between copies of weights and rounds, and no token changes."""
+
+import os
+import signal
+
+import pytest
+
+from raybatch.actors.coordinator.sharing import Sharing
+from raybatch.actors.pool import PoolHandle
+from raybatch.actors.wire.records import PoolSpec
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.records.types import Sampling
+from tests.actors.pools import Background, generate, table_of, tokens_of, wait_until
+from tests.actors.test_share_groups import own_cache, path, prompts_of  # noqa: F401 - fixtures
+
+NUM_TOKENS, NUM_ROWS = 230, 24
+SAMPLING = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+class Call(Background):
+    def _run(self):
+        handle, prompts, client = self._args
+        try:
+            self.results = generate(handle, table_of(prompts), (SAMPLING,), client=client)
+        except Exception as error:
+            self.error = error
+
+
+def spec_of(path, **pool):  # noqa: F811
+    weights = "shared" if pool.get("share_group") else "replicated"
+    return PoolSpec(
+        model=str(path),
+        backend=BackendConfig(kind="native"),
+        engine=EngineConfig(
+            device="cpu",
+            dtype="float32",
+            weights=weights,
+            kv_cache_bytes=1 << 21,
+            max_num_seqs=4,
+            compile_kernels=False,
+            speculative_tokens=None,
+        ),
+        pool=PoolConfig(**pool),
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(path):  # noqa: F811
+    handle = PoolHandle(spec_of(path, replicas=1), is_local=True)
+    try:
+        return tokens_of(generate(handle, table_of(prompts_of(NUM_ROWS)), (SAMPLING,)))
+    finally:
+        handle.shutdown()
+
+
+@pytest.fixture
+def threshold(monkeypatch):
+    """The threshold of all groups, in a list that a test may change."""
+    box = [0.0]
+    monkeypatch.setattr(Sharing, "threshold_of", lambda *_: box[0])
+    return box
+
+
+@pytest.fixture
+def pool(path):  # noqa: F811
+    """Makes a pool of one group that ends with its test."""
+    handles = []
+
+    def make(size):
+        handles.append(PoolHandle(spec_of(path, replicas=size, share_group=size), is_local=True))
+        return handles[-1]
+
+    yield make
+    for handle in handles:
+        handle.shutdown()
+
+
+def rounds(handle):
+    return [replica.num_rounds for replica in handle.stats().replicas]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_group_goes_to_rounds_and_back_while_rows_run(pool, expected, threshold, size):
+    handle = pool(size)
+    job = Call(handle, prompts_of(NUM_ROWS))
+    wait_until(lambda: handle.stats().rows_done >= 1)
+    threshold[0] = 1e9
+    wait_until(lambda: job.results is not None or min(rounds(handle), default=0) > 5)
+    threshold[0] = 0.0
+    assert expected == tokens_of(job.join())
+    told = handle.stats().replicas
+    assert len(told) == size
+    assert all(replica.num_rounds > 5 for replica in told)
+    assert sum(replica.round_bytes for replica in told) > 0
+    assert handle.stats().num_restarts == 0
+
+
+def test_a_rank_without_rows_serves_in_rounds(pool, expected, threshold):
+    handle = pool(2)
+    threshold[0] = 1e9
+    job = Call(handle, prompts_of(NUM_ROWS)[:1])
+    assert expected[:1] == tokens_of(job.join())
+    told = handle.stats().replicas
+    # the tail may have been too short for a switch, on a quick host
+    if max(replica.num_rounds for replica in told):
+        assert sum(replica.num_dummy_rounds for replica in told) > 0
+        assert sum(replica.num_served_rows for replica in told) > 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_member_killed_in_rounds_ends_its_group_and_no_row_is_lost(
+    pool, expected, threshold, victim
+):
+    handle = pool(2)
+    threshold[0] = 1e9
+    job = Call(handle, prompts_of(NUM_ROWS))
+    wait_until(lambda: min(rounds(handle), default=0) > 5)
+    os.kill(handle.state().pids[victim], signal.SIGKILL)
+    assert expected == tokens_of(job.join())
+    assert handle.stats().num_restarts == 2
+
+
+@pytest.mark.parametrize("step", ["_to_rounds", "_to_copies"])
+def test_a_member_killed_in_a_switch_ends_its_group(pool, expected, threshold, monkeypatch, step):
+    handle, killed = pool(2), []
+    plain = getattr(Sharing, step)
+
+    async def with_a_death(self, members, epoch, **options):
+        if not killed:
+            killed.append(members[1].pid)
+            os.kill(members[1].pid, signal.SIGKILL)
+        await plain(self, members, epoch, **options)
+
+    monkeypatch.setattr(Sharing, step, with_a_death)
+    threshold[0] = 1e9
+    job = Call(handle, prompts_of(NUM_ROWS))
+    if step == "_to_copies":
+        wait_until(lambda: min(rounds(handle), default=0) > 5)
+        threshold[0] = 0.0
+    assert expected == tokens_of(job.join())
+    assert killed
+    assert handle.stats().num_restarts == 2
