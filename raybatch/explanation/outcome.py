@@ -28,6 +28,8 @@ _GROWING = {
     "weight_copy_bytes": "weight_copy_bytes",
     "num_weight_copies": "num_weight_copies",
     "num_weight_stalls": "num_weight_stalls",
+    "num_rounds": "num_rounds",
+    "round_bytes": "round_bytes",
     "drafted_tokens": "num_drafted_tokens",
     "accepted_tokens": "num_accepted_tokens",
 }
@@ -72,6 +74,8 @@ class RunActual:
     weight_copy_bytes: int | None = None
     num_weight_copies: int | None = None
     num_weight_stalls: int | None = None
+    num_rounds: int | None = None
+    round_bytes: int | None = None
     drafted_tokens: int | None = None
     accepted_tokens: int | None = None
     num_group_cuts: int | None = None
@@ -145,6 +149,9 @@ class PlanOutcome:
             stalls, copies = actual.num_weight_stalls or 0, actual.num_weight_copies or 0
             extra.append(("weights copied", "", shown))
             extra.append(("layers waited for", "", f"{amount(stalls)} of {amount(copies)}"))
+        if actual.num_rounds:
+            sent = amount(round((actual.round_bytes or 0) / 2**20))
+            extra.append(("rounds", "", f"{amount(actual.num_rounds)}, {sent} MiB of rows sent"))
         sizes = (plan.kv.tokens if plan.kv else None, actual.kv_tokens)
         kv, own_kv = ("not known" if one is None else f"{amount(one)} tokens" for one in sizes)
         planned = full(profile.num_asked - profile.num_generated)

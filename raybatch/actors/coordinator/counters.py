@@ -188,6 +188,8 @@ _REPLICA_COUNTERS = (
     ("num_weight_copies", "weight_copies", "Layers whose weights were copied to the device."),
     ("weight_copy_bytes", "weight_copy_bytes", "Weights copied to the device."),
     ("num_weight_stalls", "weight_stalls", "Layers whose weights were waited for."),
+    ("num_rounds", "rounds", "Passes in step with a group that shares weights."),
+    ("round_bytes", "round_bytes", "Sent for rows in these."),
     ("num_failed_copies", "failed_copies", "Copies of KV or weights that failed."),
     ("num_drafted_tokens", "drafted_tokens", "Tokens guessed ahead."),
     ("num_accepted_tokens", "accepted_tokens", "Of these, the right ones."),
