@@ -192,7 +192,7 @@ SUITES: dict[str, tuple[Part, ...]] = {
         Part(
             model="dense-4m",
             engine=(RANDOM, MIXED, TAIL, SHARED, SHUFFLED),
-            job=(SHORT,),
+            job=(SHORT, TAIL),
             pool=(POOL,),
         ),
         Part(model="moe-8m", engine=(RANDOM, MIXED, SHARED), job=(SHORT,)),
