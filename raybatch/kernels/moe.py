@@ -109,8 +109,32 @@ def moe_part(
     The parts of all experts add up to what `moe_ffn` returns. One expert after the other.
     """
     weights, chosen = route(x, router, top_k, norm_topk_prob)
-    first, _, step = experts.indices(len(router))
-    numbers = chosen.view(-1)
+    return chosen_part(
+        x,
+        weights,
+        chosen,
+        gate_up,
+        down,
+        experts=experts,
+        gate_up_scales=gate_up_scales,
+        down_scales=down_scales,
+    )
+
+
+def chosen_part(
+    x: torch.Tensor,  # [T, M]
+    weights: torch.Tensor,  # [T, K]
+    chosen: torch.Tensor,  # int [T, K], of all experts
+    gate_up: torch.Tensor,  # of the experts that are here, as for `moe_ffn`
+    down: torch.Tensor,
+    *,
+    experts: slice,
+    gate_up_scales: torch.Tensor | None = None,
+    down_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what `moe_part` does of rows whose experts have been chosen, [T, M]."""
+    first, step, top_k = experts.start or 0, experts.step or 1, chosen.shape[1]
+    numbers = chosen.reshape(-1)
     places = (numbers % step == first).nonzero().squeeze(1)
     expert_of_row, order = ((numbers[places] - first) // step).sort(stable=True)
     places = places[order]

@@ -24,6 +24,10 @@ from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.step_index import StepSize
 from raybatch.models.config import ModelSpec, RopeSpec
 
+# adds the feed-forward block of a layer, which may be elsewhere, to hidden states [T, M] in place;
+# these are normalised as well, [T, M]
+FfnService = Callable[[int, torch.Tensor, torch.Tensor], None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedBatch:
@@ -44,7 +48,12 @@ class Decoder:
         upload: how the index of a step gets to the device; None is a copy that is waited for.
         sum_ranks: replaces a part of a sum by the whole, where `weights` are those of one rank of a
             team (`raybatch.engine.team.slices`); None where they are all.
+
+    Attributes:
+        ffn_service: computes feed-forward blocks in place of this decoder, while it is set.
     """
+
+    ffn_service: FfnService | None = None
 
     def __init__(
         self,
@@ -173,20 +182,23 @@ class Decoder:
         """Add the feed-forward block of one layer; its rows may come from any batches."""
         ffn = self.layers.ffn(layer_idx)
         hidden = self.ops.rms_norm(x, ffn.norm, self._spec.rms_eps)
+        if self.ffn_service is not None:
+            self.ffn_service(layer_idx, x, hidden)
+            return
         if len(ffn.tiles) == 1:
             for _, lent in self.layers.tiles(layer_idx):
                 with lent as tile:
-                    self._add_tile_(x, hidden, ffn, tile)
+                    self.add_tile_(x, hidden, ffn, tile)
             return
         # added in one order, whichever rank runs a row, and so whichever tile comes first
         made = x.new_zeros(len(ffn.tiles), *x.shape)
         for number, lent in self.layers.tiles(layer_idx):
             with lent as tile:
-                self._add_tile_(made[number], hidden, ffn, tile)
+                self.add_tile_(made[number], hidden, ffn, tile)
         for part in made:
             x += part
 
-    def _add_tile_(
+    def add_tile_(
         self, x: torch.Tensor, hidden: torch.Tensor, ffn: FfnWeights, tile: FfnTile
     ) -> None:
         """Add what a tile makes of normalised rows [T, M] to `x`."""

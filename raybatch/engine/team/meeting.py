@@ -38,8 +38,18 @@ class TeamStore:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.host = host
+        # of one family: where it takes both, it asks for the names of clients as ::ffff:127.0.0.1,
+        # which no file of hosts has, and stands still until a name server answers
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family)
+        port = listener.getsockname()[1]
         self.server = _c10d.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, use_libuv=True
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            use_libuv=True,
+            master_listen_fd=listener.detach(),
         )
         self._beside: Any = None
 

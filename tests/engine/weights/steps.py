@@ -1,4 +1,4 @@
-"""One step of a decoder: prompts, whose rows all have logits."""
+"""One step of a decoder: prompts, of whose rows all or some have logits."""
 
 import torch
 
@@ -9,8 +9,11 @@ from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
 BLOCK = 4
 
 
-def prompt_logits(decoder, spec, *, lens=(9, 5), seed=0):
-    """Return the logits [T, V] of prompts of these lengths, in a pool of their own."""
+def prompt_logits(decoder, spec, *, lens=(9, 5), seed=0, logits_of=None):
+    """Return the logits [S, V] of prompts of these lengths, in a pool of their own.
+
+    `logits_of` are the rows that have them, None for all.
+    """
     random = torch.Generator().manual_seed(seed)
     starts, num_rows = [0], sum(lens)
     for length in lens[:-1]:
@@ -30,7 +33,7 @@ def prompt_logits(decoder, spec, *, lens=(9, 5), seed=0):
         token_ids=torch.randint(0, spec.vocab_size, (num_rows,), generator=random),
         positions=positions,
         slot_mapping=slots,
-        logits_idx=torch.arange(num_rows),
+        logits_idx=torch.arange(num_rows) if logits_of is None else torch.tensor(logits_of).long(),
         attention=AttentionPlan(
             num_decode=0,
             decode=None,

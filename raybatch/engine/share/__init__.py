@@ -1,0 +1,1 @@
+"""Replicas that compute feed-forward blocks for each other."""

@@ -1,0 +1,133 @@
+"""Ranks of a group that run rounds, each a thread of this process."""
+
+import random
+import threading
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.ops_choice import pick_ops
+from raybatch.engine.share.rounds import FfnRounds
+from raybatch.engine.team.meeting import Meeting
+from raybatch.engine.team.peers import GlooPeers, connect_peers
+from raybatch.errors import TeamError
+from raybatch.records.team import TeamCall
+from tests.engine.weights.steps import prompt_logits
+
+_epochs = count(1)
+
+
+class ThreadStore:
+    """Where ranks of one process meet, without a server."""
+
+    def __init__(self):
+        self.server = torch.distributed.HashStore()
+
+    def calls(self, size, *, timeout_s):
+        epoch = next(_epochs)
+        return [
+            TeamCall(epoch=epoch, rank=i, size=size, host="", port=0, timeout_s=timeout_s)
+            for i in range(size)
+        ]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Prompts of these lengths, and which of their rows have logits."""
+
+    lens: tuple[int, ...]
+    logits_of: tuple[int, ...]
+    seed: int
+
+    @property
+    def num_rows(self):
+        return sum(self.lens)
+
+    def logits(self, decoder, spec):
+        return prompt_logits(
+            decoder, spec, lens=self.lens, seed=self.seed, logits_of=self.logits_of
+        )
+
+
+def random_pass(random: random.Random, *, most_prompts=3):
+    """Return a pass, of which some have no rows, and some no logits."""
+    lens = tuple(random.randint(1, 4) for _ in range(random.randint(0, most_prompts)))
+    rows = range(sum(lens))
+    logits_of = sorted(random.sample(rows, random.randint(0, len(rows))))
+    return Pass(lens, tuple(logits_of), random.randint(0, 99))
+
+
+NO_ROWS = Pass((), (), 0)
+TWO_ROWS = Pass((2,), (0, 1), 7)
+
+
+def decoder_of(model, layers=None):
+    ops = pick_ops(model.spec, model.weights, block_size=4, may_compile=False)
+    return Decoder(model.spec, model.weights, layers=layers, ops=ops)
+
+
+class Rank:
+    """A model of a group with its rounds."""
+
+    def __init__(self, model, peers):
+        self.spec = model.spec
+        self.decoder = decoder_of(model, model.shared)
+        self.rounds = FfnRounds(peers, model.spec, model.shared, self.decoder)
+        self.decoder.ffn_service = self.rounds.add_ffn_
+
+    def run(self, each, *, ends=False):
+        """Run a round; return the logits, None without rows."""
+        self.rounds.begin(each.num_rows, len(each.logits_of), ends=ends)
+        if each.num_rows:
+            return each.logits(self.decoder, self.spec)
+        self.rounds.serve()
+        return None
+
+
+def peers_in_threads(store, size, act, *, by_gloo=False, timeout_s=20.0):
+    """Return what `act` returns, or the TeamError that it raises, of the peers of each rank."""
+    calls = store.calls(size, timeout_s=timeout_s)
+    made = [None] * size
+
+    def run(call):
+        try:
+            meeting = Meeting(call, store)
+            peers = GlooPeers(call, meeting) if by_gloo else connect_peers(call, meeting)
+        except TeamError as error:
+            made[call.rank] = error
+            return
+        try:
+            made[call.rank] = act(peers, call.rank)
+            peers.close()
+        except Exception as error:
+            peers.close()
+            made[call.rank] = error
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in made:
+        if isinstance(one, Exception) and not isinstance(one, TeamError):
+            raise one
+    return made
+
+
+def ranks_in_threads(store, models, act, *, wrap=None, **options):
+    """Return what `act` returns, or the TeamError that it raises, of each rank.
+
+    `wrap` is put around the peers of each rank.
+    """
+
+    def run(peers, number):
+        rank = Rank(models[number], peers if wrap is None else wrap(peers, number))
+        try:
+            return act(rank, number)
+        finally:
+            # twice, as the others do not mind
+            rank.rounds.close()
+
+    return peers_in_threads(store, len(models), run, **options)
