@@ -9,7 +9,6 @@ is shorter than its copies, rows do. All ranks must be in one mode, so the coord
 switches are at page boundaries, not minutes apart, which a short job would never reach.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +20,8 @@ Mode = Literal["was", "cas"]
 
 # of the threshold: further away from it than noise takes batches to both sides
 _HYSTERESIS = 0.25
+# of what the mean batch of a rank is over
+_KEPT = 0.75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,29 @@ class RankLoad:
     def is_dummy(self) -> bool:
         """Return whether its passes are empty, and only keep it in step."""
         return self.num_active == 0
+
+
+@dataclass(slots=True)
+class MeanBatch:
+    """Rows of the passes of one rank lately, of which each boundary keeps a share.
+
+    Prompts come in bursts that are longer than the time between two boundaries.
+    """
+
+    rows: float = 0.0
+    passes: float = 0.0
+
+    def note(self, rows: float, passes: float) -> None:
+        """Take passes with so many rows in all."""
+        self.rows += rows
+        self.passes += passes
+
+    def take(self) -> float:
+        """Return the mean at a boundary, 0 where there were no passes."""
+        mean = self.rows / self.passes if self.passes else 0.0
+        self.rows *= _KEPT
+        self.passes *= _KEPT
+        return mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,12 +208,3 @@ def check_epoch(epoch: int, expected: int, rank: int) -> None:
             f"rank {rank} is in epoch {epoch} of its group, the others are in epoch {expected}; "
             "it has missed a switch, so the group starts again"
         )
-
-
-def loads_of(active: Sequence[int], batches: Iterable[float]) -> tuple[RankLoad, ...]:
-    """Return the loads of ranks 0, 1, ... by what they decode and the rows of their passes."""
-    pairs = zip(active, batches, strict=True)
-    return tuple(
-        RankLoad(rank=rank, num_active=num_active, mean_batch=batch)
-        for rank, (num_active, batch) in enumerate(pairs)
-    )

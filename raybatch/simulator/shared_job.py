@@ -19,7 +19,7 @@ from raybatch.policy.cost.roofline import Work
 from raybatch.policy.decode_times import PassCosts
 from raybatch.policy.layer_plan import Workload
 from raybatch.policy.ownership import Ownership
-from raybatch.policy.sharing import GroupSnapshot, ModeBook, RankLoad
+from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, RankLoad
 from raybatch.records.arrays import Ints
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_rounds import simulate_round
@@ -27,8 +27,6 @@ from raybatch.simulator.shared_weights import GroupLinks
 
 # passes between two boundaries
 PAGE = 64
-# of what the mean batch of a rank is over: prompts come in bursts that are longer than a page
-_KEPT = 0.75
 
 Way = Literal["replicated", "was", "both"]
 
@@ -129,9 +127,7 @@ class _Replica:
     row_passes: int = 0
     # passes since the last boundary
     num_since: int = 0
-    # rows and passes lately, of which each boundary keeps a share
-    rows_lately: float = 0.0
-    passes_lately: float = 0.0
+    batch: MeanBatch = field(default_factory=MeanBatch)
 
     @property
     def num_rows(self) -> int:
@@ -194,8 +190,7 @@ class _Replica:
         """Let all rows generate so many tokens, and let those go that have all."""
         batch, chunk = self.num_rows + self.chunk, self.chunk
         self.num_since += num_passes
-        self.rows_lately += num_passes * batch
-        self.passes_lately += num_passes
+        self.batch.note(num_passes * batch, num_passes)
         self.row_passes += num_passes * self.num_rows
         self.context += num_passes
         self.left -= num_passes
@@ -215,11 +210,8 @@ class _Replica:
             self.left = np.append(self.left, output - 1)
 
     def take_load(self) -> RankLoad:
-        mean_batch = self.rows_lately / self.passes_lately if self.passes_lately else 0.0
         self.num_since = 0
-        self.rows_lately *= _KEPT
-        self.passes_lately *= _KEPT
-        return RankLoad(rank=self.rank, num_active=self.num_active, mean_batch=mean_batch)
+        return RankLoad(rank=self.rank, num_active=self.num_active, mean_batch=self.batch.take())
 
 
 class _Host:

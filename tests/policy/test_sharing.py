@@ -16,9 +16,9 @@ from raybatch.policy.sharing import (
     ModeEpoch,
     RankLoad,
     choose_mode,
-    loads_of,
     switch_rows,
 )
+from tests.policy.share_loads import loads_of
 
 B_TH = 40.0
 

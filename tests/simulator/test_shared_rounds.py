@@ -6,7 +6,7 @@ import pytest
 
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership
-from raybatch.policy.sharing import GroupSnapshot, ModeBook, loads_of
+from raybatch.policy.sharing import GroupSnapshot, ModeBook
 from raybatch.simulator.shared_rounds import (
     RoundRules,
     gathered_pass_s,
@@ -14,6 +14,7 @@ from raybatch.simulator.shared_rounds import (
     switch_batch,
 )
 from raybatch.simulator.shared_weights import GroupLinks, simulate_group
+from tests.policy.share_loads import loads_of
 from tests.simulator.shared import H20, LLAMA, FixedCosts, group_of, h20_costs
 
 COSTS = FixedCosts(attention=1.0, ffn=2.0, row=0.25, rest=0.5)

@@ -19,7 +19,7 @@ from raybatch.actors.replicas.replica_set import Member
 from raybatch.actors.replicas.share_groups import ShareGroup
 from raybatch.actors.replicas.site import Errors, Spawn
 from raybatch.errors import TeamError, error_text
-from raybatch.policy.sharing import GroupSnapshot, ModeBook, ModeEpoch, RankLoad
+from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, ModeEpoch, RankLoad
 
 # that a member waits for another one
 _TIMEOUT_S = 15.0
@@ -44,6 +44,7 @@ class _Followed:
     book: ModeBook
     # of each replica, its steps and the tokens that they computed, as of the last look
     seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    batches: dict[int, MeanBatch] = field(default_factory=dict)
     is_switching: bool = False
     num_rests: int = 0
 
@@ -106,11 +107,10 @@ class Sharing:
         now = stats.num_steps, stats.generated_tokens + stats.num_chunk_tokens
         before = followed.seen.get(member.replica_id, now)
         followed.seen[member.replica_id] = now
-        num_steps = now[0] - before[0]
+        batch = followed.batches.setdefault(member.replica_id, MeanBatch())
+        batch.note(rows=now[1] - before[1], passes=now[0] - before[0])
         return RankLoad(
-            rank=group.seat(member.rank).rank,
-            num_active=stats.num_running,
-            mean_batch=(now[1] - before[1]) / num_steps if num_steps else stats.num_running,
+            rank=group.seat(member.rank).rank, num_active=stats.num_running, mean_batch=batch.take()
         )
 
     async def _switch(
