@@ -65,7 +65,7 @@ WRITTEN = {"None": "none", "()": "none", "{}": "none", "True": "true", "False": 
 FOREIGN_FLAGS = {"--dashboard-agent-listen-port", "--help", "--object-spilling-directory"}
 CLI = typer.main.get_command(app)
 JOB_FLAGS = set(inspect.signature(read_job_flags).parameters)
-MAX_README_LINES, MAX_DOCS_WORDS, MAX_COLUMNS, MAX_CONCEPT_LINES = 120, 32_000, 140, 120
+MAX_README_LINES, MAX_DOCS_WORDS, MAX_COLUMNS, MAX_CONCEPT_LINES = 120, 32_400, 140, 120
 
 
 @dataclasses.dataclass(frozen=True)
