@@ -45,9 +45,9 @@ class EngineConfig:
     device: Place[Annotated[str, _DEVICE]] = "auto"
     """Such as "cuda" or "cpu"; "auto" takes the GPU that Ray assigned, else the CPU."""
     device_weight_bytes: Speed[NonNegative | Literal["auto"] | None] = "auto"
-    """Device memory for weights; feed-forward blocks beyond it stay in host memory and are copied in
-    at every step. "auto" keeps all that fit; where not all fit a GPU, as many as promise the most
-    tokens/s. None keeps all."""
+    """Device memory for weights; feed-forward blocks beyond it stay in host memory and are copied
+    in at every step. "auto" keeps all that fit; where not all fit a GPU, as many as promise the
+    most tokens/s. None keeps all."""
     weight_buffers: Speed[Positive] = 2
     """Device buffers for what is copied in: of one feed-forward block each, or of one tile where
     `weights` are shared, which needs more of them where this is left out."""
