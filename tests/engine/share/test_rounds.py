@@ -16,6 +16,7 @@ from raybatch.policy.ownership import Ownership
 from tests.engine.share.ranks import (
     NO_ROWS,
     TWO_ROWS,
+    CountedPeers,
     Pass,
     ThreadStore,
     decoder_of,
@@ -273,7 +274,7 @@ def test_a_rank_that_is_late_only_delays_the_others(by, folder_of, store):
     passes = [[random_pass(dice) for _ in range(3)] for _ in range(3)]
 
     def late(peers, number):
-        return LatePeers(peers) if number == 1 else peers
+        return LatePeers(peers, 0) if number == 1 else peers
 
     def act(rank, number):
         return [rank.run(each[number]) for each in passes]
@@ -285,41 +286,14 @@ def test_a_rank_that_is_late_only_delays_the_others(by, folder_of, store):
                 check(each.logits(alone, whole.spec), logits)
 
 
-class Peers:
-    """Peers of which every operation comes past `before`."""
-
-    def __init__(self, peers):
-        self._peers = peers
-        self.is_awaited, self.close = peers.is_awaited, peers.close
-
-    def before(self):
-        raise NotImplementedError
-
-    def exchange(self, numbers):
-        self.before()
-        return self._peers.exchange(numbers)
-
-    def transfer(self, sends, receives):
-        self.before()
-        self._peers.transfer(sends, receives)
-
-
-class LatePeers(Peers):
+class LatePeers(CountedPeers):
     def before(self):
         threading.Event().wait(0.02)
 
 
-class FailingPeers(Peers):
-    """Peers of a rank that fails at one of its operations, counted from 1."""
-
-    def __init__(self, peers, at):
-        super().__init__(peers)
-        self._left = at
-
-    def before(self):
-        self._left -= 1
-        if not self._left:
-            raise TeamError("this rank fails")
+class FailingPeers(CountedPeers):
+    def fail(self):
+        raise TeamError("this rank fails")
 
 
 @pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])
