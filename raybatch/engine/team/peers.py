@@ -216,8 +216,12 @@ class GlooPeers:
         with failing_as("a rank of the group did not answer"):
             works = [self._group.recv([x], rank, 0) for rank, x in receives.items() if x.numel()]
             works += [self._group.send([x], rank, 0) for rank, x in sends.items() if x.numel()]
-            for work in works:
-                work.wait()
+            try:
+                while works:
+                    works.pop(0).wait()
+            finally:
+                # what is under way keeps connections open, which others may wait at
+                works.clear()
 
     def close(self) -> None:
         self._group = None

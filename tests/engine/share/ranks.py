@@ -116,6 +116,30 @@ def peers_in_threads(store, size, act, *, by_gloo=False, timeout_s=20.0):
     return made
 
 
+class CountedPeers:
+    """Peers that fail at one of their operations, counted from 1."""
+
+    def __init__(self, peers, fails_at):
+        self._peers, self._left = peers, fails_at
+        self.is_awaited, self.close = peers.is_awaited, peers.close
+
+    def before(self):
+        self._left -= 1
+        if self._left == 0:
+            self.fail()
+
+    def fail(self):
+        raise NotImplementedError
+
+    def exchange(self, numbers):
+        self.before()
+        return self._peers.exchange(numbers)
+
+    def transfer(self, sends, receives):
+        self.before()
+        self._peers.transfer(sends, receives)
+
+
 def ranks_in_threads(store, models, act, *, wrap=None, **options):
     """Return what `act` returns, or the TeamError that it raises, of each rank.
 
