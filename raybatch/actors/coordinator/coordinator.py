@@ -91,7 +91,9 @@ class Coordinator:
         self._leaving = Leaving(
             self._queue, self._replicas, self._levelling, site, self._spawn, self._let_go
         )
-        self._sharing = Sharing(members, site.failed, self._spawn)
+        self._sharing = Sharing(
+            members, site.failed, stuck_after_s=spec.pool.stuck_after_s, spawn=self._spawn
+        )
         self._crew = Crew(plan, self._replicas, self._queue, view)
         self._idle_since = time.monotonic()
         self._wait_s = min(_MAX_WAIT_S, spec.pool.feeder_timeout_s / 3)

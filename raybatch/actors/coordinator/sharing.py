@@ -11,6 +11,7 @@ members with copies, as those need no other replica to be in step (mechanism S10
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from raybatch.errors import TeamError, error_text
 from raybatch.policy.sharing import GroupSnapshot, MeanBatch, ModeBook, ModeEpoch, RankLoad
 
 # that a member waits for another one
-_TIMEOUT_S = 15.0
+_TIMEOUT_S, _OF_STUCK = 15.0, 1 / 4
 # looks without another try after one that failed
 _LOOKS_OF_REST = 120
 
@@ -55,14 +56,24 @@ class Sharing:
     Args:
         members: replicas by id, that come and go.
         failed: what a call of a replica raises.
+        stuck_after_s: see `PoolConfig`.
     """
 
-    def __init__(self, members: Mapping[int, Member], failed: Errors, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        members: Mapping[int, Member],
+        failed: Errors,
+        *,
+        stuck_after_s: float | None,
+        spawn: Spawn,
+    ) -> None:
         self.counters = SharingCounters()
         self._members, self._spawn = members, spawn
         self._failed: Errors = (*failed, TeamError)
         self._groups: dict[ShareGroup, _Followed] = {}
         self._num_looks = 0
+        # one that waits takes no step, and must not count as one that hangs for that
+        self._timeout_s = min(_TIMEOUT_S, _OF_STUCK * (stuck_after_s or math.inf))
 
     def threshold_of(self, member: Member) -> float:
         """Return the rows from which on copies hide behind a pass, as a replica has measured it."""
@@ -142,7 +153,7 @@ class Sharing:
         first = members[0]
         address = "127.0.0.1" if first.place is None else first.place.address
         calls = await first.actor.share.remote(
-            "round_calls", epoch.epoch, len(members), address, _TIMEOUT_S
+            "round_calls", epoch.epoch, len(members), address, self._timeout_s
         )
         entering = [
             member.actor.share.remote("enter_rounds", call)

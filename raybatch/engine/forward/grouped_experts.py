@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from raybatch.engine.weights.records import FfnTile, ModelWeights
+from raybatch.engine.weights.tiles import with_tiles_here
 from raybatch.errors import error_text
 from raybatch.kernels.dispatch import Ops
 from raybatch.models.config import ModelSpec
@@ -62,7 +63,9 @@ def with_grouped_experts(
     The experts of `ops` are kernels; `seconds_of` times a function, by default on the device.
     """
     device = weights.embed.device
-    ffn = next((layer.ffn for layer in weights.layers if layer.ffn.router is not None), None)
+    sparse = (layer for layer in weights.layers if layer.ffn.router is not None)
+    here = (layer.ffn for layer in map(with_tiles_here, sparse))
+    ffn = next((ffn for ffn in here if ffn.tiles and ffn.tiles[0].experts is None), None)
     if ffn is None or spec.moe is None or not can_group(ffn.tiles[0], device):
         return ops
     seconds_of = seconds_of or partial(seconds_on, device)

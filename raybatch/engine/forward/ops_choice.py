@@ -20,6 +20,7 @@ from raybatch.engine.forward.prompt_attention import with_varlen_attention
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.weights.layout import map_tensors
 from raybatch.engine.weights.records import ModelWeights
+from raybatch.engine.weights.tiles import with_tiles_here
 from raybatch.errors import error_text
 from raybatch.kernels.attention_plan import AttentionPlan, ContextPart, DecodePart, PrefillPart
 from raybatch.kernels.byte_numbers import is_quantised, quantise, read_rows, row_width
@@ -171,10 +172,13 @@ class _Probe:
         self, spec: ModelSpec, weights: ModelWeights, block_size: int, kv_dtype: torch.dtype
     ) -> None:
         device, self._dtype = weights.embed.device, weights.embed.dtype
-        kinds = {(spec.windows[i], spec.is_sparse(i)): i for i in reversed(range(spec.num_layers))}
+        # of a group that shares weights, a replica has some
+        layers_here = [with_tiles_here(layer) for layer in weights.layers]
+        here = [i for i, layer in enumerate(layers_here) if layer.ffn.tiles]
+        kinds = {(spec.windows[i], spec.is_sparse(i)): i for i in reversed(here)}
         chosen = sorted(kinds.values())
         # layers that pass through a device are not all there
-        layers = map_tensors([weights.layers[i] for i in chosen], lambda x: x.to(device))
+        layers = map_tensors([layers_here[i] for i in chosen], lambda x: x.to(device))
         windows = tuple(spec.windows[i] for i in chosen)
         self._spec = replace(spec, num_layers=len(chosen), windows=windows)
         self._weights = replace(weights, layers=tuple(layers))

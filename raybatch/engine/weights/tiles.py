@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from raybatch.engine.weights.cutting import dense_part
-from raybatch.engine.weights.layout import map_tensors
-from raybatch.engine.weights.records import FfnTile, ModelWeights
+from raybatch.engine.weights.layout import map_tensors, tensors_of
+from raybatch.engine.weights.records import FfnTile, LayerWeights, ModelWeights
 from raybatch.models.config import ModelSpec
 from raybatch.policy.ownership import Ownership, Unit
 
@@ -68,6 +68,13 @@ def without_tiles(weights: ModelWeights) -> ModelWeights:
         for number, tile in enumerate(of_layer.ffn.tiles)
     }
     return with_tiles(weights, tiles)
+
+
+def with_tiles_here(layer: LayerWeights) -> LayerWeights:
+    """Return a layer with those of its tiles alone that have data; maybe with none."""
+    tiles = layer.ffn.tiles
+    here = tuple(tile for tile in tiles if not any(x.is_meta for x in tensors_of(tile)))
+    return replace(layer, ffn=replace(layer.ffn, tiles=here))
 
 
 def placeholder(tile: FfnTile) -> FfnTile:

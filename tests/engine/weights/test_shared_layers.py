@@ -7,12 +7,13 @@ import torch
 
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
-from raybatch.engine.forward.ops_choice import pick_ops
+from raybatch.engine.forward.ops_choice import check_ops, pick_ops
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.weights.layout import packed_bytes, tensors_of
 from raybatch.engine.weights.shared_layers import SharedLayers
 from raybatch.engine.weights.tiles import tiled
 from raybatch.errors import ConfigError
+from raybatch.kernels.dispatch import REFERENCE
 from raybatch.policy.ownership import Ownership
 from tests.engine.tiny_models import build
 from tests.engine.weights.groups import load_group
@@ -88,6 +89,19 @@ def test_a_placeholder_that_is_read_raises(path):
     models = load_group(path, group(2, "layer"))
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
         prompt_logits(decoder_of(models[0]), models[0].spec)
+
+
+@pytest.mark.parametrize("by", ["layer", "tile"])
+def test_ops_are_chosen_by_the_tiles_that_are_here(path, by):
+    for model in load_group(path, group(2, by)):
+        checks = check_ops(
+            replace(REFERENCE, rms_norm=lambda *args: REFERENCE.rms_norm(*args)),
+            model.spec,
+            model.weights,
+            block_size=4,
+            kv_dtype=torch.float32,
+        )
+        assert all(check.agrees and not check.failure for check in checks)
 
 
 def test_a_pass_copies_each_tile_of_others_once(path):
