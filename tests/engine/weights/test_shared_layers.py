@@ -1,5 +1,7 @@
 """Replicas that share feed-forward weights: tokens and bits of the model, and its bytes once."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -116,6 +118,36 @@ def test_a_pass_copies_each_tile_of_others_once(path):
         assert shared.counters.num_copies == num_passes * len(fetches) + ahead
     one_pass = sum(packed_bytes(shared.sources[unit]) for unit in fetches)
     assert shared.counters.num_bytes <= 4 * one_pass
+
+
+@pytest.mark.parametrize("by", ["layer", "tile"])
+def test_no_rank_waits_for_how_far_another_one_is(path, by):
+    slow, quick = load_group(path, group(2, by))
+    decoders = [decoder_of(model, model.shared) for model in (slow, quick)]
+    expected = prompt_logits(decoders[1], quick.spec)
+    is_in_step, goes_on = threading.Event(), threading.Event()
+
+    class Stops:
+        """Stops in the middle of a layer of the slow rank."""
+
+        def __getattr__(self, name):
+            return getattr(slow.shared, name)
+
+        def tiles(self, layer):
+            if layer == 2:
+                is_in_step.set()
+                goes_on.wait(60)
+            return slow.shared.tiles(layer)
+
+    decoders[0].layers = Stops()
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(prompt_logits, decoders[0], slow.spec)
+        assert is_in_step.wait(60)
+        found = [prompt_logits(decoders[1], quick.spec) for _ in range(5)]
+        assert not late.done()
+        goes_on.set()
+        assert torch.equal(late.result(), expected)
+    assert all(torch.equal(logits, expected) for logits in found)
 
 
 def test_ranks_that_are_not_alike_are_refused(path):
