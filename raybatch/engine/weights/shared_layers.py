@@ -103,6 +103,10 @@ class SharedLayers:
         """Return a tile that this rank owns."""
         return self._owned[unit]
 
+    def source(self, unit: Unit) -> FfnTile:
+        """Return a tile of another rank, in its memory."""
+        return self._sources[unit]
+
     def check(self) -> None:
         self._ring.check()
 
