@@ -44,6 +44,7 @@ from raybatch.engine.team.peers import Peers, connect_peers
 from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.shared_layers import SharedLayers
 from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
+from raybatch.models.config import read_model_spec
 from raybatch.policy.ownership import Ownership, ShareBy, Unit
 from raybatch.records.team import TeamCall
 
@@ -141,7 +142,7 @@ def run_rank(call: TeamCall, folder: str, by: ShareBy, num_passes: int, pipe: Co
         meeting.leave(f"text {turn} of {call.rank}", text)
         return [meeting.find(f"text {turn} of {rank}") for rank in range(call.size)]
 
-    num_layers = models.SHAPES[Path(folder).name].num_layers
+    num_layers = read_model_spec(Path(folder)).num_layers
     ownership = Ownership(size=call.size, num_layers=num_layers, by=by)
     share = ShareMember(ownership=ownership, rank=call.rank, exchange=exchange)
     model = load_model(folder, CONFIG, share=share)
