@@ -68,6 +68,10 @@ TINY = {
     "linears": Tiny(
         args=("--budget-s", "0"), values={"SHAPES": ((64, 64),), "HEAD": (64, 32), "ROWS": (1, 9)}
     ),
+    "cas_rounds": Tiny(
+        args=("--model", "dense-4m", "--ranks", "2", "--passes", "2", "--repeats", "1"),
+        marks=(SLOW,),
+    ),
     "combine": Tiny(args=("--parts", "2", "--tokens", "2", "--repetitions", "1")),
     "contention": Tiny(args=("--rounds", "1"), marks=(SLOW,)),
     "cost_model": Tiny(

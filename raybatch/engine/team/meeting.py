@@ -20,8 +20,9 @@ _c10d: Any = torch.distributed
 _COMES, _ROLL_CALL_S = "comes", 5.0
 # what is left where a team is not to come about, and the seconds between two looks
 _CALLED_OFF, _LOOK_S = "called off", 2e-3
-# to reach a store that is there
-_CONNECT_S = 2.0
+# to reach a store that is there; torch then asks for its name, which a name server that does not
+# answer delays
+_CONNECT_S, _NAME_S = 2.0, 15.0
 
 
 @contextlib.contextmanager
@@ -86,9 +87,8 @@ class TeamStore:
 
 def _client(host: str, port: int, timeout_s: float) -> Any:  # noqa: ANN401
     # nobody listens where the leader has ended, and torch would look for it until twice the timeout
-    timeout_s = min(timeout_s, _CONNECT_S)
-    socket.create_connection((host, port), timeout_s).close()
-    timeout = timedelta(seconds=timeout_s)
+    socket.create_connection((host, port), min(timeout_s, _CONNECT_S)).close()
+    timeout = timedelta(seconds=min(timeout_s, _NAME_S))
     return _c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 

@@ -36,7 +36,7 @@ class Lines:
     """
 
     def __init__(self, memory: mmap.mmap, call: TeamCall, *, awake_s: float = _AWAKE_S) -> None:
-        self._rank, self._timeout_s, self._awake_s = call.rank, call.timeout_s, awake_s
+        self._rank, self._timeout_s, self.awake_s = call.rank, call.timeout_s, awake_s
         self._counts = memoryview(memory).cast("q")
         self._namespace = _pid_namespace()
         self._tell(_PID_NAMESPACE, self._namespace)
@@ -68,13 +68,9 @@ class Lines:
             return f"rank {rank} has left the team"
         if waited_s > self._timeout_s:
             return f"rank {rank} did not answer within {self._timeout_s:g} s"
-        if waited_s > self._awake_s and not self._is_there(place):
+        if waited_s > self.awake_s and not self._is_there(place):
             return f"the process of rank {rank} has ended"
         return None
-
-    @property
-    def awake_s(self) -> float:
-        return self._awake_s
 
     def _tell(self, what: int, number: int) -> None:
         self._counts[self._rank * _LINE + what] = number
@@ -112,7 +108,7 @@ class Wait:
         if self._reason:
             raise TeamError(self._reason)
         waited_s = time.monotonic() - self._began
-        if waited_s < _SPIN_S:
+        if waited_s < min(_SPIN_S, self._lines.awake_s):
             return
         for rank in ranks:
             reason = self._lines.check(rank, waited_s)

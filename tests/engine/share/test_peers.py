@@ -1,11 +1,13 @@
 """Tensors and numbers between ranks, which are threads here."""
 
+import mmap
 import threading
 
 import pytest
 import torch
 
 from raybatch.engine.team.peers import peers_bytes
+from raybatch.engine.team.shared_memory import LINE_BYTES, Lines, Wait
 from raybatch.errors import TeamError
 from tests.engine.share.ranks import ThreadStore, peers_in_threads
 
@@ -126,6 +128,20 @@ def test_what_was_sent_before_a_rank_left_is_there(store):
         return x.tolist()
 
     assert list(range(9)) == peers_in_threads(store, 2, act)[1]
+
+
+def test_what_a_rank_did_while_another_one_looked_is_seen_before_it_is_missed(store, monkeypatch):
+    monkeypatch.setattr("raybatch.engine.team.shared_memory._SPIN_S", 0.0)
+    memory = mmap.mmap(-1, 2 * LINE_BYTES)
+    own, other = (Lines(memory, call) for call in store.calls(2, timeout_s=10.0))
+    wait = Wait(own)
+    assert not own.has_begun(1, 1)
+    other.begin(1)
+    other.leave()
+    wait.pass_time((1,))
+    assert own.has_begun(1, 1)
+    with pytest.raises(TeamError, match="rank 1 has left"):
+        wait.pass_time((1,))
 
 
 def test_ranks_that_need_nothing_of_one_that_left_go_on(store):

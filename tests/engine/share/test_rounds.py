@@ -346,6 +346,27 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_the_timeout(folder_of, 
     assert "rank 1 did not answer within 0.4 s" == str(made[0])
 
 
+def test_a_rank_leaves_with_its_error(folder_of, store):
+    """The others need not wait until it is closed."""
+    _, models = load(folder_of("llama-biases-tied"), 2, "layer")
+    has_heard = threading.Event()
+
+    def failing(peers, number):
+        return FailingPeers(peers, 3) if number == 1 else peers
+
+    def act(rank, number):
+        try:
+            rank.run(TWO_ROWS)
+        except TeamError:
+            if number == 1:
+                assert has_heard.wait(10)
+            has_heard.set()
+            raise
+
+    made = ranks_in_threads(store, models, act, wrap=failing)
+    assert ["rank 1 has left the team", "this rank fails"] == [str(one) for one in made]
+
+
 def test_a_rank_that_has_left_does_nothing_more(folder_of, store):
     _, models = load(folder_of("llama-biases-tied"), 2, "layer")
 

@@ -1,0 +1,252 @@
+"""Small batches whose feed-forward blocks are computed at their owners: products, and a tail.
+
+python benchmarks/cas_rounds.py                           # dense-60m, 8 ranks of 2 rows; 4 ranks
+python benchmarks/cas_rounds.py --model moe-100m --by tile --out result.json
+
+Float32, one thread each. Products: passes over all blocks of the model, of the rows of each rank
+apart, and of all rows at once. Tail: one row on rank 0 of a group of processes, by four ways, of
+which each adds one thing (Figure 14 of SiDP):
+
+    all_gather   every rank copies every block of others, all at the same time, and has a row
+    copies       ranks copy blocks ahead of their use, for themselves; every rank has a row
+    fused        rows go to the owners of blocks; every rank has a row
+    skipped      the same, and ranks without rows have none
+
+Seconds of processors are those of all ranks together. Ranks that wait sleep at once, so that these
+tell of work alone, and the seconds that a pass takes are longer than they need to be.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import conditions
+import models
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.forward.decoder import Decoder
+from raybatch.engine.forward.ops_choice import pick_ops
+from raybatch.engine.loading.loaded_model import LoadedModel, load_model
+from raybatch.engine.loading.shared_weights import ShareMember
+from raybatch.engine.memory.kv_cache import KVCache, allocate_kv_cache
+from raybatch.engine.share.rounds import FfnRounds
+from raybatch.engine.team.meeting import Meeting, TeamStore
+from raybatch.engine.team.peers import Peers, connect_peers
+from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
+from raybatch.engine.weights.shared_layers import SharedLayers
+from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
+from raybatch.models.config import read_model_spec
+from raybatch.policy.ownership import Ownership, ShareBy, Unit
+from raybatch.records.team import TeamCall
+
+TIMEOUT_S = 120.0
+BLOCK = 16
+CONFIG = EngineConfig(device="cpu", dtype="float32", num_threads=1)
+
+
+def decoder_of(model: LoadedModel) -> Decoder:
+    ops = pick_ops(model.spec, model.weights, block_size=BLOCK, may_compile=True)
+    return Decoder(model.spec, model.weights, layers=model.shared, ops=ops)
+
+
+def measure_products(folder: str, *, ranks: int, rows: int, repeats: int) -> dict[str, Any]:
+    """Time the blocks of a pass for all rows at once, and for those of each rank apart."""
+    model = load_model(folder, CONFIG)
+    decoder, spec = decoder_of(model), model.spec
+    hidden = torch.randn(ranks * rows, spec.model_dim, generator=torch.Generator().manual_seed(0))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(x)
+        for layer in model.weights.layers:
+            decoder.add_tile_(made, x, layer.ffn, layer.ffn.tile)
+        return made
+
+    apart, fused = list[float](), list[float]()
+    with torch.inference_mode():
+        expected = torch.cat([run(part) for part in hidden.split(rows)])
+        error = (run(hidden) - expected).norm() / expected.norm()
+        for _ in range(repeats):
+            began = time.process_time()
+            for part in hidden.split(rows):
+                run(part)
+            middle = time.process_time()
+            run(hidden)
+            apart.append(middle - began)
+            fused.append(time.process_time() - middle)
+    return {
+        "ranks": ranks,
+        "rows_per_rank": rows,
+        "relative_error": float(error),
+        "apart_ms": _milliseconds(apart),
+        "fused_ms": _milliseconds(fused),
+        "times_faster": round(statistics.median(apart) / statistics.median(fused), 2),
+    }
+
+
+def one_row(model: LoadedModel) -> tuple[ForwardBatch, KVCache]:
+    cache = allocate_kv_cache(
+        model.spec, num_blocks=2, block_size=BLOCK, dtype=torch.float32, device=model.device
+    )
+    plan = AttentionPlan(
+        num_decode=0, decode=None, prefill=PrefillPart(starts=(0,), lens=(1,)), contexts=()
+    )
+    batch = ForwardBatch(
+        token_ids=torch.tensor([7]),
+        positions=torch.tensor([0]),
+        slot_mapping=torch.tensor([BLOCK]),
+        logits_idx=torch.tensor([0]),
+        attention=plan,
+    )
+    return batch, cache
+
+
+class Gather:
+    """Blocks that all ranks copy from their owners at the same time."""
+
+    def __init__(self, peers: Peers, layers: SharedLayers, decoder: Decoder, rank: int) -> None:
+        self._peers, self._layers, self._decoder, self._rank = peers, layers, decoder, rank
+        tiles = [layers.sources[unit] for unit in layers.ownership.fetches(rank)]
+        self._memory = torch.empty(max(map(packed_bytes, tiles)), dtype=torch.uint8)
+
+    def add_ffn_(self, layer: int, x: torch.Tensor, hidden: torch.Tensor) -> None:
+        ownership, ffn = self._layers.ownership, self._layers.ffn(layer)
+        self._peers.exchange((layer,))
+        for number in range(ownership.num_tiles):
+            unit = Unit(layer, number)
+            if ownership.owner(unit) == self._rank:
+                tile = self._layers.owned[unit]
+            else:
+                source = self._layers.sources[unit]
+                tile = packed_into(source, self._memory)
+                for part, target in zip(tensors_of(source), tensors_of(tile), strict=True):
+                    target.copy_(part)
+            self._decoder.add_tile_(x, hidden, ffn, tile)
+
+
+def run_rank(call: TeamCall, folder: str, by: ShareBy, num_passes: int, pipe: Connection) -> None:
+    """Run a tail in each way; tell the seconds of a pass, of the processor and of the clock."""
+    torch.set_num_threads(1)
+    meeting, turns = Meeting(call), iter(range(2))
+
+    def exchange(text: str) -> list[str]:
+        turn = next(turns)
+        meeting.leave(f"text {turn} of {call.rank}", text)
+        return [meeting.find(f"text {turn} of {rank}") for rank in range(call.size)]
+
+    num_layers = read_model_spec(Path(folder)).num_layers
+    ownership = Ownership(size=call.size, num_layers=num_layers, by=by)
+    share = ShareMember(ownership=ownership, rank=call.rank, exchange=exchange)
+    model = load_model(folder, CONFIG, share=share)
+    assert model.shared is not None, "a member of a group"
+    decoder, (batch, cache) = decoder_of(model), one_row(model)
+    peers = connect_peers(call, meeting, awake_s=0.0)
+    rounds = FfnRounds(peers, model.spec, model.shared, decoder)
+    gather = Gather(peers, model.shared, decoder, call.rank)
+
+    def row() -> torch.Tensor:
+        return decoder.forward(batch, cache)
+
+    def round_of(has_row: bool) -> torch.Tensor | None:
+        rounds.begin(int(has_row))
+        return row() if has_row else rounds.serve()
+
+    ways: dict[str, tuple[Any, Callable[[], torch.Tensor | None]]] = {
+        "all_gather": (gather.add_ffn_, row),
+        "copies": (None, row),
+        "fused": (rounds.add_ffn_, partial(round_of, True)),
+        "skipped": (rounds.add_ffn_, partial(round_of, not call.rank)),
+    }
+    found = {}
+    for name, (service, run) in ways.items():
+        decoder.ffn_service = service
+        # what comes first once
+        logits = run()
+        peers.exchange((0,))
+        began, began_cpu = time.perf_counter(), time.process_time()
+        for _ in range(num_passes):
+            logits = run()
+        peers.exchange((0,))
+        seconds = time.process_time() - began_cpu, time.perf_counter() - began
+        token = None if logits is None else int(logits.argmax())
+        found[name] = [x / num_passes for x in seconds], token
+    pipe.send((peers.kind, found))
+    rounds.close()
+    model.shared.close()
+
+
+def measure_tail(folder: str, *, ranks: int, by: ShareBy, num_passes: int) -> dict[str, Any]:
+    """Run one row of a group of processes in each way."""
+    store, context, started = TeamStore(), multiprocessing.get_context("spawn"), []
+    for call in store.calls(1, ranks, timeout_s=TIMEOUT_S):
+        ours, theirs = context.Pipe(duplex=False)
+        args = call, folder, by, num_passes, theirs
+        process = context.Process(target=run_rank, args=args, daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    told = [pipe.recv() for _, pipe in started]
+    for process, _ in started:
+        process.join()
+    found = {}
+    for name in told[0][1]:
+        of_ranks = [ways[name][0] for _, ways in told]
+        found[name] = {
+            "cpu_ms": round(1e3 * sum(cpu_s for cpu_s, _ in of_ranks), 3),
+            "cpu_ms_of_rank_0": round(1e3 * of_ranks[0][0], 3),
+            "pass_ms": round(1e3 * of_ranks[0][1], 3),
+        }
+    tokens = {ways[1] for ways in told[0][1].values()}
+    least = found["skipped"]["cpu_ms"]
+    times = {name: round(way["cpu_ms"] / least, 2) for name, way in found.items()}
+    return {
+        "ranks": ranks,
+        "by": by,
+        "group": told[0][0],
+        "tokens_equal": len(tokens) == 1,
+        "ways": found,
+        "cpu_times_of_skipped": times,
+    }
+
+
+def _milliseconds(seconds: list[float]) -> dict[str, float]:
+    return {
+        "median": round(1e3 * statistics.median(seconds), 3),
+        "range": [round(1e3 * x, 3) for x in (min(seconds), max(seconds))],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="dense-60m")
+    parser.add_argument("--by", choices=("layer", "tile"), default="layer")
+    parser.add_argument("--ranks", type=int, default=4, help="of the tail")
+    parser.add_argument("--passes", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / options.model
+        models.write(options.model, folder)
+        products = measure_products(str(folder), ranks=8, rows=2, repeats=options.repeats)
+        print("products", products, flush=True)
+        tail = measure_tail(
+            str(folder), ranks=options.ranks, by=options.by, num_passes=options.passes
+        )
+        print("tail", tail, flush=True)
+    conditions.write_result(
+        options.out, "cas_rounds.py", model=options.model, products=products, tail=tail
+    )
+
+
+if __name__ == "__main__":
+    main()
