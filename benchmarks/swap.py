@@ -36,6 +36,7 @@ from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import kv_bytes_per_token, pick_kv_dtype
 from raybatch.kernels.byte_numbers import dequantise, quantise
 from raybatch.models.config import read_model_spec
+from raybatch.policy.residence import USUAL_BUFFERS
 from raybatch.records.types import Completion, Request, Sampling
 
 # the heavy tail, with longer prompts and outputs as well; and outputs of one length, which all ask
@@ -126,7 +127,7 @@ def measure(
     spec = read_model_spec(Path(folder))
     config = EngineConfig(dtype="float32", device="cpu", block_size_tokens=args.block_size)
     if args.stream:
-        budget = weights.budgets(folder, config, config.weight_buffers)["none"]
+        budget = weights.budgets(folder, config, USUAL_BUFFERS)["none"]
         config = dataclasses.replace(config, device_weight_bytes=budget)
     block_bytes = args.block_size * kv_bytes_per_token(spec, torch.float32)
     need = need_blocks(requests, args.block_size) * block_bytes

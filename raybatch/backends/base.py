@@ -67,13 +67,13 @@ class SharingEngine(Protocol):
     @property
     def is_in_rounds(self) -> bool: ...
 
-    def calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
+    def calls(self, epoch: int, size: int, host: str, timeout_s: float) -> list[TeamCall]:
         """Return what to tell each engine of the group to begin rounds, this one first."""
 
     def enter(self, call: TeamCall) -> None:
         """Let passes be rounds from now on, once all are there."""
 
-    def leave(self, epoch: int, *, at_once: bool) -> None:
+    def leave(self, epoch: int, at_once: bool) -> None:
         """Ask for the end of the rounds of an epoch, behind the next one, or at once."""
 
     def is_awaited(self) -> bool:

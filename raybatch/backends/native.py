@@ -101,7 +101,7 @@ class NativeBackend:
 
     def stats(self) -> ReplicaStats:
         stats = self._engine.stats()
-        return stats if self.sharing is None else self.sharing.told(stats)
+        return stats if self.sharing is None else self.sharing.with_rounds(stats)
 
     def close(self) -> None:
         if self.sharing is not None:
@@ -172,7 +172,7 @@ def _backend_of(prepared: PreparedModel) -> NativeBackend:
         max_slots = min(config.max_num_seqs, config.token_budget)
         sampler = Sampler(spec.vocab_size, max_slots, spec.eos_token_ids, grammars, upload)
         if sharing is not None:
-            sharing.serve_runner(runner)
+            sharing.attach(runner)
         return Engine(runner, sampler, stops, config)
 
     return NativeBackend(PhasedEngine(prepared, make), sharing)

@@ -48,9 +48,9 @@ class EngineConfig:
     """Device memory for weights; feed-forward blocks beyond it stay in host memory and are copied
     in at every step. "auto" keeps all that fit; where not all fit a GPU, as many as promise the
     most tokens/s. None keeps all."""
-    weight_buffers: Speed[Positive] = 2
+    weight_buffers: Speed[Positive | Literal["auto"]] = "auto"
     """Device buffers for what is copied in: of one feed-forward block each, or of one tile where
-    `weights` are shared, which needs more of them where this is left out."""
+    `weights` are shared. "auto" takes 2, and of shared ones what hides their copies."""
     weights: Speed[Literal["replicated", "shared"]] = "replicated"
     """With "shared", the replicas of a `pool.share_group` hold each feed-forward weight once and
     read it from each other, and memory goes to KV. "replicated" holds all in each."""
@@ -158,7 +158,7 @@ class EngineConfig:
     @property
     def given_buffers(self) -> int | None:
         """Return the buffers for weights that are given; None where nothing is said."""
-        return None if is_default(self, "weight_buffers") else self.weight_buffers
+        return None if self.weight_buffers == "auto" else self.weight_buffers
 
     @property
     def token_budget(self) -> int:

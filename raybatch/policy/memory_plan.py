@@ -44,6 +44,7 @@ class ModelBytes:
     num_heads: int
     num_kv_heads: int
     ffn_dim: int
+    is_sparse: bool = False
 
     def __post_init__(self) -> None:
         if not self.ffn_bytes or len(self.attention_bytes) != len(self.ffn_bytes):
@@ -78,6 +79,7 @@ class ModelBytes:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             ffn_dim=spec.ffn_dim if moe is None else moe.ffn_dim,
+            is_sparse=moe is not None,
         )
 
     @property
@@ -210,7 +212,10 @@ def plan_memory(
     by_layer, by_tile = (
         _shared(model, budget, tp, ownership, num_slots) for ownership in (layers, tiles)
     )
-    shared, reason = _choose(by_layer, by_tile, pass_s or {})
+    if model.is_sparse:
+        shared, reason = by_layer, "experts of a layer are computed quicker all at once"
+    else:
+        shared, reason = _choose(by_layer, by_tile, pass_s or {})
     return MemoryPlan(
         tp=tp,
         size=size,

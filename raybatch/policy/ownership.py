@@ -24,6 +24,14 @@ ShareBy = Literal["layer", "tile"]
 Order = Literal["shifted", "in_order"]
 
 
+def usual_way(size: int, *, is_sparse: bool) -> ShareBy:
+    """Return what a group owns at once: tiles where that takes fewer bytes of slots.
+
+    Experts of a layer are computed quicker all at once, so a sparse model is shared by layer.
+    """
+    return "tile" if size > 2 and not is_sparse else "layer"
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class Unit:
     """What is owned, fetched and multiplied at once: a layer's feed-forward block, or a tile."""

@@ -12,6 +12,8 @@ from raybatch.errors import ConfigError
 from raybatch.policy.layer_plan import ModuleCosts
 from raybatch.records.arrays import Floats
 
+# buffers of a ring where nothing is said
+USUAL_BUFFERS = 2
 # where their KV fits beside all weights, nothing is streamed for more of them
 _FEW_ROWS = 16
 

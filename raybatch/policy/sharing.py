@@ -1,7 +1,7 @@
 """Whether a group that shares feed-forward weights moves weights or rows, and since which epoch.
 
-was    Weight-as-a-Service: every rank copies the weights of others, passes are its own
-cas    Compute-as-a-Service: rows go to the owners of weights, all ranks pass in rounds
+copies   Weight-as-a-Service: every rank copies the weights of others, passes are its own
+rounds   Compute-as-a-Service: rows go to the owners of weights, all ranks pass at once
 
 Weights are read once for a batch, so they travel while batches are large; in the tail, where a pass
 is shorter than its copies, rows do. All ranks must be in one mode, so the coordinator alone decides
@@ -16,7 +16,7 @@ from raybatch.errors import ConfigError, TeamError
 from raybatch.policy.decode_times import DecodeCurve
 from raybatch.policy.pool.partition import Agreement
 
-Mode = Literal["was", "cas"]
+Mode = Literal["copies", "rounds"]
 
 # of the threshold: further away from it than noise takes batches to both sides
 _HYSTERESIS = 0.25
@@ -104,36 +104,37 @@ class GroupSnapshot:
 
 
 def choose_mode(snapshot: GroupSnapshot) -> Mode:
-    """Return the mode that suits the load; near the threshold, and without rows, the present one.
+    """Return the mode that suits the load: without rows copies, near the threshold the present one.
 
     Example:
         >>> loads = (RankLoad(rank=0, num_active=3, mean_batch=4.0),)
-        >>> choose_mode(GroupSnapshot(loads=loads, mode="was", threshold_rows=32))
-        'cas'
+        >>> choose_mode(GroupSnapshot(loads=loads, mode="copies", threshold_rows=32))
+        'rounds'
     """
     if len(snapshot.dummies) == len(snapshot.loads):
-        return snapshot.mode
+        # what comes next begins with prompts
+        return "copies"
     if snapshot.batch < snapshot.threshold_rows * (1 - snapshot.hysteresis):
-        return "cas"
+        return "rounds"
     if snapshot.batch > snapshot.threshold_rows * (1 + snapshot.hysteresis):
-        return "was"
+        return "copies"
     return snapshot.mode
 
 
-def switch_rows(was: DecodeCurve, cas: DecodeCurve) -> float:
+def switch_rows(copies: DecodeCurve, rounds: DecodeCurve) -> float:
     """Return the batch of a rank from which on passes with copies are shorter than rounds.
 
     0 where they always are, and the last size of the curves where they never are. Both curves are
     of a rank's rows, at the same sizes; a round has so many of every rank.
     """
-    if was.rows != cas.rows:
+    if copies.rows != rounds.rows:
         raise ConfigError("passes with copies and rounds are compared at other batch sizes")
-    gaps = [w - c for w, c in zip(was.seconds, cas.seconds, strict=True)]
+    gaps = [c - r for c, r in zip(copies.seconds, rounds.seconds, strict=True)]
     slower = [idx for idx, gap in enumerate(gaps) if gap > 0]
     if not slower or slower[-1] == len(gaps) - 1:
-        return was.rows[-1] if slower else 0.0
+        return copies.rows[-1] if slower else 0.0
     last = slower[-1]
-    (r0, r1), (g0, g1) = was.rows[last : last + 2], gaps[last : last + 2]
+    (r0, r1), (g0, g1) = copies.rows[last : last + 2], gaps[last : last + 2]
     return r0 + (r1 - r0) * g0 / (g0 - g1)
 
 
@@ -154,7 +155,7 @@ class ModeBook:
     """
 
     ranks: tuple[int, ...]
-    current: ModeEpoch = ModeEpoch(epoch=0, mode="was")
+    current: ModeEpoch = ModeEpoch(epoch=0, mode="copies")
     num_switches: int = 0
     _agreement: Agreement = field(default_factory=Agreement, init=False)
     _seen: set[int] = field(default_factory=set, init=False)
@@ -187,7 +188,7 @@ class ModeBook:
     def fallen_back(self) -> "ModeBook":
         """Return a book of the same group after a switch that has failed: all copy weights."""
         return ModeBook(
-            ranks=self.ranks, current=ModeEpoch(epoch=self.current.epoch + 1, mode="was")
+            ranks=self.ranks, current=ModeEpoch(epoch=self.current.epoch + 1, mode="copies")
         )
 
     def acknowledge(self, rank: int, epoch: int) -> None:

@@ -28,7 +28,7 @@ from raybatch.simulator.shared_weights import GroupLinks
 # passes between two boundaries
 PAGE = 64
 
-Way = Literal["replicated", "was", "both"]
+Way = Literal["replicated", "copies", "both"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,15 +75,15 @@ class JobRun:
 
     Args:
         tail_s: of it, since the queue was empty and a rank had nothing to do.
-        was_passes, cas_passes: of all ranks that had rows.
+        copy_passes, round_passes: of all ranks that had rows.
         mean_batch: rows of a pass.
     """
 
     completion_s: float
     tail_s: float
     output_tokens: int
-    was_passes: int
-    cas_passes: int
+    copy_passes: int
+    round_passes: int
     mean_batch: float
     num_switches: int
 
@@ -92,9 +92,9 @@ class JobRun:
         return self.output_tokens / self.completion_s
 
     @property
-    def was_share(self) -> float:
+    def copy_share(self) -> float:
         """Return the share of passes in which weights travel, or none."""
-        return self.was_passes / (self.was_passes + self.cas_passes)
+        return self.copy_passes / (self.copy_passes + self.round_passes)
 
 
 def run_job(rows: SimulatedRows, spec: HostSpec) -> JobRun:
@@ -122,8 +122,8 @@ class _Replica:
     prompts: deque[tuple[int, int]] = field(default_factory=deque)
     # of the first prompt, what is computed
     num_computed: int = 0
-    was_passes: int = 0
-    cas_passes: int = 0
+    copy_passes: int = 0
+    round_passes: int = 0
     row_passes: int = 0
     # passes since the last boundary
     num_since: int = 0
@@ -226,23 +226,23 @@ class _Host:
         for rank in self._ranks:
             rank.admit(self._queue, len(self._ranks) - rank.rank - 1)
         while any(rank.num_active for rank in self._ranks):
-            if self._book.current.mode == "was":
+            if self._book.current.mode == "copies":
                 self._run_apart()
             else:
                 self._run_rounds()
         completion_s = max(rank.now for rank in self._ranks)
-        was_passes, cas_passes = (
+        copy_passes, round_passes = (
             sum(getattr(rank, name) for rank in self._ranks)
-            for name in ("was_passes", "cas_passes")
+            for name in ("copy_passes", "round_passes")
         )
         began = completion_s if self._tail_began is None else self._tail_began
         return JobRun(
             completion_s=completion_s,
             tail_s=completion_s - began,
             output_tokens=output_tokens,
-            was_passes=was_passes,
-            cas_passes=cas_passes,
-            mean_batch=sum(rank.row_passes for rank in self._ranks) / (was_passes + cas_passes),
+            copy_passes=copy_passes,
+            round_passes=round_passes,
+            mean_batch=sum(rank.row_passes for rank in self._ranks) / (copy_passes + round_passes),
             num_switches=self._book.num_switches,
         )
 
@@ -254,7 +254,7 @@ class _Host:
             rank = self._ranks[heapq.heappop(order)[1]]
             num_passes = rank.passes_ahead()
             rank.now += num_passes * rank.pass_s()
-            rank.was_passes += num_passes
+            rank.copy_passes += num_passes
             self._advance(rank, num_passes)
             if rank.num_active:
                 heapq.heappush(order, (rank.now, rank.rank))
@@ -283,7 +283,7 @@ class _Host:
             for rank in self._ranks:
                 rank.now = now
             for rank in real:
-                rank.cas_passes += num_rounds
+                rank.round_passes += num_rounds
                 self._advance(rank, num_rounds)
             if any(rank.num_since >= PAGE for rank in self._ranks) and self._changes_mode():
                 return
@@ -308,7 +308,7 @@ class _Host:
             return False
         for rank in self._ranks:
             self._book.acknowledge(rank.rank, found.epoch)
-        if found.mode == "cas":
+        if found.mode == "rounds":
             last = max(rank.now for rank in self._ranks)
             for rank in self._ranks:
                 rank.now = last

@@ -62,9 +62,8 @@ class ScriptedSite(LocalSite):
         super().__init__(OnThisLoop())
         self._script = script
 
-    def start(self, spec, plan, rank, replica_id, **options):
-        started = super().start(spec, plan, rank, replica_id, **options)
-        return Scripted(started, replica_id, self._script)
+    def start(self, *args, **options):
+        return Scripted(super().start(*args, **options), args[3], self._script)
 
 
 class Scripted:

@@ -23,7 +23,7 @@ from tests.policy.share_loads import loads_of
 B_TH = 40.0
 
 
-def snapshot(*batches, mode="was", active=None, threshold_rows=B_TH):
+def snapshot(*batches, mode="copies", active=None, threshold_rows=B_TH):
     active = batches if active is None else active
     return GroupSnapshot(
         loads=loads_of([round(a) for a in active], batches),
@@ -51,29 +51,29 @@ def num_changes(modes):
 @pytest.mark.parametrize(
     ("batch", "from_was", "from_cas"),
     [
-        (200, "was", "was"),
-        (51, "was", "was"),
-        (50, "was", "cas"),
-        (30, "was", "cas"),
-        (29, "cas", "cas"),
+        (200, "copies", "copies"),
+        (51, "copies", "copies"),
+        (50, "copies", "rounds"),
+        (30, "copies", "rounds"),
+        (29, "rounds", "rounds"),
     ],
 )
 def test_a_mode_suits_the_batch_and_stays_near_the_threshold(batch, from_was, from_cas):
     assert choose_mode(snapshot(batch, batch)) == from_was
-    assert choose_mode(snapshot(batch, batch, mode="cas")) == from_cas
+    assert choose_mode(snapshot(batch, batch, mode="rounds")) == from_cas
 
 
 def test_dummies_are_known_and_do_not_count():
     group = snapshot(100, 0, 0, 0)
     assert group.dummies == {1, 2, 3}
     assert group.batch == 100
-    assert choose_mode(group) == "was"
-    assert choose_mode(snapshot(3, 0, 0, 0)) == "cas"
+    assert choose_mode(group) == "copies"
+    assert choose_mode(snapshot(3, 0, 0, 0)) == "rounds"
 
 
-def test_without_rows_the_mode_stays():
-    for mode in ("was", "cas"):
-        assert choose_mode(snapshot(0, 0, mode=mode)) == mode
+def test_without_rows_weights_are_copied():
+    for mode in ("copies", "rounds"):
+        assert choose_mode(snapshot(0, 0, mode=mode)) == "copies"
 
 
 def test_prompts_are_rows_of_a_pass():
@@ -82,14 +82,14 @@ def test_prompts_are_rows_of_a_pass():
 
 
 def test_no_threshold_never_leaves_weights():
-    assert choose_mode(snapshot(1, threshold_rows=0)) == "was"
+    assert choose_mode(snapshot(1, threshold_rows=0)) == "copies"
 
 
 @given(
     level=st.floats(1, 400),
     seed=st.integers(0, 2**32),
     size=st.sampled_from([1, 2, 4, 8]),
-    mode=st.sampled_from(["was", "cas"]),
+    mode=st.sampled_from(["copies", "rounds"]),
 )
 @settings(max_examples=200, deadline=None)
 def test_noise_of_20_percent_does_not_flap(level, seed, size, mode):
@@ -110,7 +110,7 @@ def test_a_slow_ramp_down_and_up_changes_the_mode_once_each(seed, size):
         for level in (*down, *reversed(down))
     ]
     modes = follow(ModeBook(ranks=tuple(range(size))), trace)
-    assert (modes[0], modes[400], modes[-1]) == ("was", "cas", "was")
+    assert (modes[0], modes[400], modes[-1]) == ("copies", "rounds", "copies")
     assert num_changes(modes) == 2
 
 
@@ -122,7 +122,7 @@ def test_two_boundaries_in_a_row_have_to_want_it():
     assert book.look(low, 1) is None
     assert book.look(high, 2) is None
     assert book.look(low, 3) is None
-    assert book.look(low, 4) == ModeEpoch(epoch=1, mode="cas") == book.current
+    assert book.look(low, 4) == ModeEpoch(epoch=1, mode="rounds") == book.current
     assert book.num_switches == 1
 
 
@@ -131,14 +131,14 @@ def test_nothing_is_decided_before_all_ranks_have_seen_an_epoch():
     assert book.is_agreed
     follow_low = [book.look(snapshot(3, 3, 3), boundary) for boundary in (1, 2)]
     assert follow_low[-1].epoch == 1
-    high = snapshot(90, 90, 90, mode="cas")
+    high = snapshot(90, 90, 90, mode="rounds")
     for rank in (0, 2):
         book.acknowledge(rank, 1)
         assert not book.is_agreed
         assert [book.look(high, 3 + rank), book.look(high, 4 + rank)] == [None, None]
     book.acknowledge(1, 1)
     assert book.is_agreed
-    assert [book.look(high, 10), book.look(high, 11)] == [None, ModeEpoch(epoch=2, mode="was")]
+    assert [book.look(high, 10), book.look(high, 11)] == [None, ModeEpoch(epoch=2, mode="copies")]
 
 
 def test_a_rank_that_missed_a_switch_fails_fast():

@@ -47,13 +47,13 @@ def test_one_row_takes_its_prompt_and_its_passes():
     # the pass of the prompt draws the first token
     passes_s = 2 * replace(COSTS, cached_tokens=101).pass_s(1)
     assert found.completion_s == pytest.approx(prompt_s + passes_s)
-    assert (found.was_passes, found.cas_passes, found.mean_batch) == (3, 0, 2 / 3)
-    assert (found.output_tokens, found.was_share) == (3, 1.0)
+    assert (found.copy_passes, found.round_passes, found.mean_batch) == (3, 0, 2 / 3)
+    assert (found.output_tokens, found.copy_share) == (3, 1.0)
 
 
 def test_a_pass_takes_its_copies_at_least():
     rows = rows_of([100] * 4, [50] * 4)
-    found = run_job(rows, replace(GROUP, way="was"))
+    found = run_job(rows, replace(GROUP, way="copies"))
     # each rank has one row
     assert found.completion_s == pytest.approx(0.094 * 50)
     assert run_job(rows, ALONE).completion_s < found.completion_s / 2
@@ -63,19 +63,19 @@ def test_long_prompts_are_computed_in_chunks_beside_rows():
     rows = rows_of([10, 5000], [40, 2])
     found = run_job(rows, replace(ALONE, num_ranks=1, max_pass_tokens=1000))
     # 1 pass for the first prompt, 999 tokens of the other in each of 6; then 39 - 6 alone
-    assert found.was_passes == 1 + 6 + 33
+    assert found.copy_passes == 1 + 6 + 33
     whole = run_job(rows, replace(ALONE, num_ranks=1, max_pass_tokens=10_000))
-    assert whole.was_passes == 1 + 1 + 38
+    assert whole.copy_passes == 1 + 1 + 38
     # weights are read more often, and no pass has fewer rows for it
     assert found.completion_s == pytest.approx(whole.completion_s, rel=0.1)
 
 
-@pytest.mark.parametrize("spec", [ALONE, GROUP, replace(GROUP, way="was")], ids=lambda s: s.way)
+@pytest.mark.parametrize("spec", [ALONE, GROUP, replace(GROUP, way="copies")], ids=lambda s: s.way)
 def test_every_token_is_generated_once(spec):
     # the first one by the pass of its prompt
     rows = long_tail(400)
     found = run_job(rows, spec)
-    passes = found.was_passes + found.cas_passes
+    passes = found.copy_passes + found.round_passes
     assert found.mean_batch * passes == pytest.approx(rows.output.sum() - len(rows))
     assert found.completion_s >= found.tail_s >= 0
 
@@ -86,16 +86,16 @@ def test_rows_wait_for_kv():
     found = run_job(rows_of([100] * 8, [100] * 8), spec)
     assert 1.9 < found.mean_batch <= 2.0
     # but for prompts, two rows make 99 passes together four times
-    assert found.was_passes == pytest.approx(4 * 99, abs=8)
+    assert found.copy_passes == pytest.approx(4 * 99, abs=8)
 
 
 def test_a_group_changes_to_rounds_in_the_tail_and_never_back():
     found = run_job(long_tail(), GROUP)
     assert found.num_switches == 1
-    assert found.cas_passes > 0
-    assert found.was_passes > 0
-    apart = run_job(long_tail(), replace(GROUP, way="was"))
-    assert (apart.num_switches, apart.cas_passes) == (0, 0)
+    assert found.round_passes > 0
+    assert found.copy_passes > 0
+    apart = run_job(long_tail(), replace(GROUP, way="copies"))
+    assert (apart.num_switches, apart.round_passes) == (0, 0)
     assert found.completion_s < apart.completion_s
     assert found.tail_s < apart.tail_s / 2
 
@@ -111,7 +111,7 @@ def test_bursts_of_prompts_seldom_change_the_mode():
 
 def test_a_threshold_of_no_rows_never_changes_the_mode():
     found = run_job(long_tail(), replace(GROUP, threshold_rows=0.0))
-    assert found == run_job(long_tail(), replace(GROUP, way="was"))
+    assert found == run_job(long_tail(), replace(GROUP, way="copies"))
 
 
 def test_a_row_that_fits_no_replica_is_refused():

@@ -122,7 +122,7 @@ def test_the_mode_of_a_book_costs_little_beside_the_better_one_at_every_boundary
         rows = [max(1, round(level * rng.uniform(0.8, 1.2))) for _ in range(2)]
         was_s = max(copies_s, *(costs.pass_s(num, ownership.num_tiles) for num in rows))
         cas_s = simulate_round(costs, ownership, rows, row_bytes=16_384, links=links).seconds
-        taken_s += {"was": was_s, "cas": cas_s}[book.current.mode]
+        taken_s += {"copies": was_s, "rounds": cas_s}[book.current.mode]
         best_s += min(was_s, cas_s)
         snapshot = GroupSnapshot(
             loads=loads_of(rows, rows), mode=book.current.mode, threshold_rows=threshold

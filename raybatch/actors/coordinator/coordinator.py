@@ -165,7 +165,9 @@ class Coordinator:
         pulse: Pulse,
         progress: Progress | None = None,
     ) -> None:
-        if (member := self._replicas.members.get(replica_id)) is None:
+        member = self._replicas.members.get(replica_id)
+        # what it has made since a GPU of its group has gone may be wrong
+        if member is None or member.lost_mate:
             return
         member.stats = stats
         self._stuck.heard(replica_id, pulse)

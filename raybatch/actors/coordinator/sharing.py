@@ -30,14 +30,6 @@ _LOOKS_OF_REST = 120
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class SharingCounters:
-    """Switches of all groups since the start of the pool."""
-
-    num_switches: int = 0
-    num_failed: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class _Followed:
     """What is known of a group beside its replicas."""
@@ -46,6 +38,8 @@ class _Followed:
     # of each replica, its steps and the tokens that they computed, as of the last look
     seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     batches: dict[int, MeanBatch] = field(default_factory=dict)
+    # rounds that its replicas had lost before
+    num_lost: int = 0
     is_switching: bool = False
     num_rests: int = 0
 
@@ -67,7 +61,6 @@ class Sharing:
         stuck_after_s: float | None,
         spawn: Spawn,
     ) -> None:
-        self.counters = SharingCounters()
         self._members, self._spawn = members, spawn
         self._failed: Errors = (*failed, TeamError)
         self._groups: dict[ShareGroup, _Followed] = {}
@@ -105,6 +98,12 @@ class Sharing:
         if followed.is_switching or followed.num_rests:
             followed.num_rests = max(0, followed.num_rests - 1)
             return
+        num_lost = sum(member.stats.num_lost_rounds for member in members)
+        before, followed.num_lost = followed.num_lost, num_lost
+        if followed.book.current.mode == "rounds" and num_lost > before:
+            followed.is_switching = True
+            self._spawn(self._fall_back(group, members, followed))
+            return
         snapshot = GroupSnapshot(
             loads=loads, mode=followed.book.current.mode, threshold_rows=threshold
         )
@@ -134,29 +133,41 @@ class Sharing:
     ) -> None:
         rows = f"{snapshot.batch:.1f} rows a pass, threshold {snapshot.threshold_rows:.0f}"
         try:
-            await (self._to_rounds if epoch.mode == "cas" else self._to_copies)(members, epoch)
+            await (self._to_rounds if epoch.mode == "rounds" else self._to_copies)(members, epoch)
         except self._failed as error:
-            self.counters.num_failed += 1
             _logger.info("%s stay with copies of weights: %s", group, error_text(error))
             followed.book = followed.book.fallen_back()
             followed.num_rests = _LOOKS_OF_REST
         else:
             for rank in followed.book.ranks:
                 followed.book.acknowledge(rank, epoch.epoch)
-            self.counters.num_switches += 1
-            how = "send rows to the owners of weights" if epoch.mode == "cas" else "copy weights"
+            how = "send rows to the owners of weights" if epoch.mode == "rounds" else "copy weights"
             _logger.info("%s %s from now on (epoch %d): %s", group, how, epoch.epoch, rows)
         finally:
+            followed.is_switching = False
+
+    async def _fall_back(
+        self, group: ShareGroup, members: list[Member], followed: _Followed
+    ) -> None:
+        """Let all copy weights, as some do already."""
+        _logger.info("%s copy weights again, as rounds have ended in one of them", group)
+        try:
+            await self._to_copies(members, followed.book.current, at_once=True)
+        except self._failed as error:
+            _logger.info("%s: %s", group, error_text(error))
+        finally:
+            followed.book = followed.book.fallen_back()
+            followed.num_rests = _LOOKS_OF_REST
             followed.is_switching = False
 
     async def _to_rounds(self, members: list[Member], epoch: ModeEpoch) -> None:
         first = members[0]
         address = "127.0.0.1" if first.place is None else first.place.address
         calls = await first.actor.share.remote(
-            "round_calls", epoch.epoch, len(members), address, self._timeout_s
+            "calls", epoch.epoch, len(members), address, self._timeout_s
         )
         entering = [
-            member.actor.share.remote("enter_rounds", call)
+            member.actor.share.remote("enter", call)
             for member, call in zip(members, calls, strict=True)
         ]
         try:
@@ -169,7 +180,7 @@ class Sharing:
     async def _to_copies(
         self, members: list[Member], epoch: ModeEpoch, *, at_once: bool = False
     ) -> None:
-        leave = ("leave_rounds", epoch.epoch, at_once)
+        leave = ("leave", epoch.epoch, at_once)
         await _all([member.actor.share.remote(*leave) for member in members])
 
 

@@ -49,7 +49,7 @@ from raybatch.actors.replicas.site import Errors, Handle, obey_log_level, use_th
 from raybatch.actors.replicas.waiting import shortage
 from raybatch.actors.wire.records import Place, PoolSpec, Requests, digest_of
 from raybatch.backends.choice import BackendChoice, vllm_build
-from raybatch.config import PoolConfig
+from raybatch.config import PoolConfig, environment
 from raybatch.telemetry.metrics import metrics_of_process
 
 _NAME_PREFIX = "raybatch-pool"
@@ -144,7 +144,13 @@ def reserve(
 
 
 def reserve_together(
-    plan: Placement, pool: PoolConfig, rank: int, group: ShareGroup, *, name: str
+    plan: Placement,
+    pool: PoolConfig,
+    rank: int,
+    group: ShareGroup,
+    *,
+    name: str,
+    avoid: Collection[str] = (),
 ) -> Reserved:
     """Ask Ray for what one engine of a group needs, which are all on one host.
 
@@ -158,7 +164,7 @@ def reserve_together(
     if group.reserved is None:
         with suppress(ValueError):  # there is none that was left behind
             ray.util.remove_placement_group(ray.util.get_placement_group(name))
-        labels = labels_of(pool, ())
+        labels = labels_of(pool, avoid)
         group.reserved = ray.util.placement_group(
             [bundle] * group.size,
             strategy="STRICT_PACK",
@@ -212,7 +218,7 @@ class RaySite:
             reserved = reserve(plan, spec.pool, name=f"{pool_name}-{rank}", avoid=avoid)
         else:
             name = f"{pool_name}-group-{group.number}"
-            reserved = reserve_together(plan, spec.pool, rank, group, name=name)
+            reserved = reserve_together(plan, spec.pool, rank, group, name=name, avoid=avoid)
         spread = {"scheduling_strategy": "SPREAD", "max_concurrency": _MAX_REPLICA_CALLS}
         return reserved.start(Replica, spec, replica_id, self, **spread)
 
@@ -242,8 +248,12 @@ class RaySite:
     settle = staticmethod(use_threads)
 
     def device(self) -> str | None:
-        gpus = ray.get_gpu_ids()
-        return f"cuda:{gpus[0]}" if gpus else None
+        gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+        if not gpus:
+            return None
+        # torch counts those that the host's own environment leaves visible
+        visible = environment().get("CUDA_VISIBLE_DEVICES", "").split(",")
+        return f"cuda:{visible.index(gpus[0]) if gpus[0] in visible else gpus[0]}"
 
     async def fetch(self, ref: Any) -> Requests | None:  # noqa: ANN401
         """Return a request table; None where the host that held it is gone."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from raybatch.actors.queue.pulling import Lead, OpenRows, room_for
 from raybatch.actors.queue.stealing import choose_rows
-from raybatch.actors.wire.records import Room
+from raybatch.actors.wire.records import Room, ShareStep
 from raybatch.backends.base import Backend, SharingEngine, TeamEngine
 from raybatch.errors import TeamError
 from raybatch.records.team import FormingCost, Served, TeamCall
@@ -61,8 +61,10 @@ def _sharing_of(backend: Backend) -> SharingEngine:
     return backend.sharing
 
 
-def _is_awaited(backend: Backend) -> bool:
-    return backend.sharing is not None and backend.sharing.is_awaited()
+def _serve(sharing: SharingEngine) -> None:
+    """Run a round without rows where others wait for it."""
+    if sharing.is_in_rounds and sharing.is_awaited():
+        sharing.serve()
 
 
 class EngineEndedError(RuntimeError):
@@ -187,19 +189,9 @@ class EngineThread:
             future.set_exception(error)
         return future
 
-    def round_calls(
-        self, epoch: int, size: int, host: str, timeout_s: float
-    ) -> Future[list[TeamCall]]:
-        """Return what to tell each engine of a group to begin rounds; see `SharingEngine`."""
-        return self._call(
-            lambda backend: _sharing_of(backend).calls(epoch, size, host=host, timeout_s=timeout_s)
-        )
-
-    def enter_rounds(self, call: TeamCall) -> Future[None]:
-        return self._call(lambda backend: _sharing_of(backend).enter(call))
-
-    def leave_rounds(self, epoch: int, at_once: bool) -> Future[None]:
-        return self._call(lambda backend: _sharing_of(backend).leave(epoch, at_once=at_once))
+    def share(self, step: ShareStep, *args: Any) -> Future[Any]:  # noqa: ANN401 - of each step
+        """Take one step of a switch of the group, a method of `SharingEngine`."""
+        return self._call(lambda backend: getattr(_sharing_of(backend), step)(*args))
 
     def reunite(self) -> Future[None]:
         return self._call(lambda backend: _teams_of(backend).reunite())
@@ -315,14 +307,12 @@ class EngineThread:
     def _step(self, backend: Backend) -> bool:
         with self._changed:
             while not (
-                self._incoming
-                or self._calls
-                or self._is_closing
-                or backend.num_unfinished()
-                or _is_awaited(backend)
+                self._incoming or self._calls or self._is_closing or backend.num_unfinished()
             ):
-                is_in_rounds = backend.sharing is not None and backend.sharing.is_in_rounds
-                self._changed.wait(_LOOK_S if is_in_rounds else None)
+                if (sharing := backend.sharing) is not None and sharing.is_in_rounds:
+                    self._changed.wait(_LOOK_S)
+                    break
+                self._changed.wait()
             requests, self._incoming = self._incoming, []
             begun, self._begun = self._begun, {}
             num_calls, self._num_in_hand = len(self._calls), len(requests)
@@ -336,8 +326,8 @@ class EngineThread:
             # it stays in the line until it is made: an error leaves it there
             self._calls[0][0](backend)
             self._calls.popleft()
-        if not backend.num_unfinished() and _is_awaited(backend) and backend.sharing:
-            backend.sharing.serve()
+        if backend.sharing is not None and not backend.num_unfinished():
+            _serve(backend.sharing)
         completions = backend.poll() if backend.num_unfinished() else []
         # an engine may have chosen another way to run
         stats, capacity = backend.stats(), backend.capacity()

@@ -204,10 +204,10 @@ class Replica:
         return await asyncio.wrap_future(getattr(self._engine, step)(*args))
 
     async def share(self, step: ShareStep, *args: Any) -> Any:  # noqa: ANN401 - of each step
-        """Take one step of a switch of its group, a method of `EngineThread`."""
+        """Take one step of a switch of its group, see `EngineThread.share`."""
         if self._engine is None:
             raise RuntimeError("weights were shared before Replica.start")
-        return await asyncio.wrap_future(getattr(self._engine, step)(*args))
+        return await asyncio.wrap_future(self._engine.share(step, *args))
 
     def _has_leaving(self) -> bool:
         """Return whether rows are this replica's still that its engine has not any more."""
@@ -216,7 +216,8 @@ class Replica:
     def _build(self, num_engines: int, link: ShareLink | None) -> Backend:
         obey_log_level()  # before anything is chosen
         spec, engine = self._spec, self._spec.engine
-        if link is not None and (device := self._site.device()) is not None:
+        device = None if link is None else self._site.device()
+        if device is not None and engine.device in ("auto", "cuda"):
             engine = replace(engine, device=device)
         return create_backend(
             spec.model,

@@ -170,6 +170,12 @@ def plan_placement(spec: PoolSpec, cluster: ClusterView) -> Placement:
     num_replicas = max(num_replicas, pool.min_replicas or 1)
     check_share(num_gpus, spec.backend, spec.engine)
     check_groups(pool, num_replicas)
+    of_group = num_gpus * (pool.share_group or 1)
+    if with_gpus and num_gpus <= max(with_gpus) < of_group:
+        raise ConfigError(
+            f"pool.share_group={pool.share_group} asks for {of_group:g} GPUs of one host, and the "
+            f"largest host of the cluster has {max(with_gpus):g}; lower it"
+        )
     if bundles and with_gpus and num_gpus > sum(with_gpus):
         raise ConfigError(
             f"one engine asks for {num_gpus:g} GPUs and the cluster has {sum(with_gpus):g}: "

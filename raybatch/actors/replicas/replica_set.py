@@ -152,6 +152,10 @@ class ReplicaSet:
 
     async def _keep(self, rank: int, coordinator: Handle) -> None:
         while not self._is_stopping:
+            if (why := self._groups.why_given_up(rank)) is not None:
+                self.ledger.retire(rank)
+                self._give_up(rank, why, "", "")
+                return
             member = self._make(rank)
             failed: FailedStart | None = None
             cause: str | None = None
@@ -171,15 +175,11 @@ class ReplicaSet:
                 return
             if member.lost_mate:
                 failed, has_lost_rows = None, True
-                if (why := self._groups.why_given_up(member.group)) is not None:
-                    self.ledger.retire(rank)
-                    self._give_up(rank, why, "", "")
-                    return
             is_final, trace = (failed.is_final, failed.trace) if failed else (False, "")
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
             where = member.place.host if member.place else ""
             if delay_s is None:
-                self._groups.give_up(member.group, f"{member} of its group is given up: {cause}")
+                self._groups.give_up(rank, f"{member} of its group is given up: {cause}")
                 self._hosts.failed(member.place)
                 self._give_up(rank, cause, trace, where)
                 return
@@ -193,8 +193,8 @@ class ReplicaSet:
             return
         group.end(f"{member} has ended")
         for mate in self.members.values():
-            # in a pool that stops all end by themselves
-            if mate.group is group and not self._is_stopping:
+            # one that leaves ends by itself, and so do all in a pool that stops
+            if mate.group is group and not (self._is_stopping or mate.is_leaving):
                 mate.lost_mate = str(member)
                 mate.cause = f"{member} of its group has ended"
                 mate.started.end()

@@ -95,13 +95,14 @@ class ShareGroups:
             group = self._groups[number] = ShareGroup(number, self._size)
         return group
 
-    def give_up(self, group: ShareGroup | None, cause: str) -> None:
-        """Start none of a group any more, as one of its ranks cannot be started."""
-        if group is not None:
-            self._given_up.setdefault(group.number, cause)
+    def give_up(self, rank: int, cause: str) -> None:
+        """Start none of the group of a rank any more, as that cannot be started."""
+        if self._size is not None:
+            self._given_up.setdefault(rank // self._size, cause)
 
-    def why_given_up(self, group: ShareGroup | None) -> str | None:
-        return None if group is None else self._given_up.get(group.number)
+    def why_given_up(self, rank: int) -> str | None:
+        """Return why no replica of a rank is started any more; None where it is."""
+        return None if self._size is None else self._given_up.get(rank // self._size)
 
 
 def why_no_groups(size: int | None, num_replicas: int, *, is_elastic: bool) -> str | None:

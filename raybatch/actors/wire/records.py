@@ -17,8 +17,8 @@ from raybatch.records.types import Capacity, RowProgress, Sampling, TokenLengths
 AnswerStatus = Literal["pending", "done", "failed", "unknown"]
 # what a replica is asked to do about a team, a method of `EngineThread`
 TeamStep = Literal["team_calls", "lead", "call_off", "follow", "reunite"]
-# and about a switch of a group that shares weights, another one
-ShareStep = Literal["round_calls", "enter_rounds", "leave_rounds"]
+# and about a switch of a group that shares weights, a method of `SharingEngine`
+ShareStep = Literal["calls", "enter", "leave"]
 # what it is asked to do about a row that moves, a method of `MovingRows`
 MoveStep = Literal["peek", "reserve", "receive", "depart", "arrive", "begin", "stay", "release"]
 Activity = Literal["nothing", "fetching", "steps", "endpoint"]

@@ -16,7 +16,7 @@ from raybatch.engine.profile.layer_bench import profile_options
 from raybatch.engine.profile.module_profile import ModuleProfile, load_profile, profile_path
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.policy.choice_scope import ChoiceScope
-from raybatch.policy.residence import WeightSizes, plan_residence
+from raybatch.policy.residence import USUAL_BUFFERS, WeightSizes, plan_residence
 
 # of what a host has free, for KV that an engine may keep there by its own choice
 _HOST_FRACTION = 0.5
@@ -71,7 +71,7 @@ def known_scope(
                 ffn_bytes=(model.layer.ffn_bytes,) * model.num_layers,
             ),
             device_weight_bytes=None if budget == "auto" else budget,
-            weight_buffers=config.weight_buffers,
+            weight_buffers=config.given_buffers or USUAL_BUFFERS,
         )
         # weights are not there yet
         free_bytes = max(0, free_bytes - residence.device_bytes)

@@ -35,7 +35,7 @@ from raybatch.kernels.native.linears import compiled_linears
 from raybatch.models.checkpoint import check_tensors
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_model
-from raybatch.policy.residence import Residence, WeightSizes, plan_residence
+from raybatch.policy.residence import USUAL_BUFFERS, Residence, WeightSizes, plan_residence
 
 # of glibc's mallopt
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -297,7 +297,7 @@ def check_budgets(model_path: Path, config: EngineConfig, *, has_weights: bool =
                 plan_residence(
                     weight_sizes(model_path, spec, form, device=device),
                     device_weight_bytes=config.device_weight_bytes,
-                    weight_buffers=config.weight_buffers,
+                    weight_buffers=config.given_buffers or USUAL_BUFFERS,
                 )
             dtype = resolved.kv_dtype
             if config.kv_cache_bytes is not None:

@@ -35,7 +35,13 @@ from raybatch.kernels.step_index import MAX_RUNS, StepIndex, max_places
 from raybatch.models.config import ModelSpec
 from raybatch.policy.choose_engine import EngineFacts, choose_residence
 from raybatch.policy.layer_plan import RowsAhead, RowShape
-from raybatch.policy.residence import Residence, WeightMemory, WeightSizes, plan_residence
+from raybatch.policy.residence import (
+    USUAL_BUFFERS,
+    Residence,
+    WeightMemory,
+    WeightSizes,
+    plan_residence,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -62,7 +68,7 @@ def pick_residence(
     Raises ConfigError: weights do not fit, whichever layers are streamed.
     """
     budget, free_bytes = config.device_weight_bytes, free_device_bytes(device)
-    plan = partial(plan_residence, sizes, weight_buffers=config.weight_buffers)
+    plan = partial(plan_residence, sizes, weight_buffers=config.given_buffers or USUAL_BUFFERS)
     if budget != "auto" or free_bytes is None:
         return plan(device_weight_bytes=None if budget == "auto" else budget)
     shape = model_shape(spec, dtype=form.dtype, kv_dtype=kv_dtype, byte_dtype=form.byte_dtype)
@@ -71,7 +77,7 @@ def pick_residence(
     row_bytes *= row.prompt_tokens + row.output_tokens
     memory = WeightMemory(
         sizes=sizes,
-        weight_buffers=config.weight_buffers,
+        weight_buffers=config.given_buffers or USUAL_BUFFERS,
         device_bytes=free_bytes,
         host_bytes=free_memory_bytes(torch.device("cpu")) // num_engines_on_host,
         step_bytes=int(_STEP_FRACTION * free_bytes),

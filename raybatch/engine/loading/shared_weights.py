@@ -1,15 +1,16 @@
 """Loads what one rank of a group owns of the feed-forward weights, and reaches what others own.
 
 ```
-rank          loads its tiles into a segment    maps the others' segments
+rank          loads its tiles into a segment    maps the others' segments    sizes its KV
               `exchange` of offers -----------> all have loaded
+                                                `exchange` of "open" ------> all have all
 ```
 """
 
 import json
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,11 +28,11 @@ from raybatch.engine.weights.tiles import placeholder, tile_of, tiles_of, why_no
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
-from raybatch.policy.ownership import Ownership, ShareBy, Unit
+from raybatch.policy.ownership import Ownership, Unit, usual_way
 from raybatch.records.share import ShareLink
 
 # of each tensor, for the checksum
-_CHECKED_BYTES = 1 << 16
+_CHECKED_NUMBERS = 1 << 14
 
 _logger = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class ShareMember:
     """One rank of a group while it loads.
 
     Args:
-        exchange: leaves a text for the others and returns those of all ranks, in order; raises
-            TeamError where one of them has ended or takes too long.
+        exchange: leaves a text for the others and returns those of all ranks, in order, once they
+            are there; raises TeamError where one of them has ended.
         num_slots: for the tiles of others; None takes what hides their copies.
     """
 
@@ -55,9 +56,7 @@ class ShareMember:
     def of(cls, link: ShareLink, spec: ModelSpec, *, num_slots: int | None) -> Self:
         """Return the member in a seat; blocks are cut where that takes fewer bytes for slots."""
         size = link.seat.size
-        is_sparse = spec.moe is not None
-        # experts of a layer are quicker all at once
-        by: ShareBy = "tile" if size > 2 and not is_sparse else "layer"
+        by = usual_way(size, is_sparse=spec.moe is not None)
         return cls(
             ownership=Ownership(size=size, num_layers=spec.num_layers, by=by),
             rank=link.seat.rank,
@@ -103,6 +102,8 @@ def share_weights(
             "one file of weights, and copies take time: it is for GPUs, and for tests"
         )
     free_bytes = free_memory_bytes(torch.device("cpu"))
+    # all ranks take theirs at the same time
+    free_bytes //= member.ownership.size
     segment = partial(make_segment, device=device, free_bytes=free_bytes)
     with open_blocks(path, spec, form, device=device) as block_of:
         return share_tiles(
@@ -130,7 +131,7 @@ def share_tiles(
         fingerprint: of the model.
 
     Raises ConfigError: it cannot be cut, or the ranks are not alike. Raises TeamError: a rank has
-    ended, or takes too long.
+    ended.
     """
     ownership, rank = member.ownership, member.rank
     if ownership.num_tiles > 1 and (reason := why_not_tiled(spec, ownership.num_tiles)):
@@ -145,19 +146,8 @@ def share_tiles(
     key = _form_key(forms, ownership, fingerprint)
     offer = Offer(handle=own.handle, form=key, checksum=_checksum(owned.values()))
     offers = [Offer.from_text(text) for text in member.exchange(offer.to_text())]
-    sources = dict[Unit, FfnTile]()
-    for number, other in enumerate(offers):
-        if other.form != key:
-            raise ConfigError(
-                f"replicas {rank} and {number} of a group that shares weights are not alike: they "
-                "have other weights, dtypes, layouts or options"
-            )
-        if number != rank:
-            memory = open_segment(other.handle, own.memory.device)
-            tiles = placed(of_rank[number], memory)
-            if _checksum(tiles.values()) != other.checksum:
-                raise ConfigError(f"the weights of replica {number} arrive damaged at {rank}")
-            sources |= tiles
+    sources = _sources(offers, of_rank, rank, own.memory.device)
+    member.exchange("open")
     weights = with_tiles(weights, forms | owned)
     layers = SharedLayers(
         weights.layers,
@@ -181,6 +171,28 @@ def share_tiles(
         ownership.size - 1,
     )
     return weights, layers
+
+
+def _sources(
+    offers: Sequence[Offer],
+    of_rank: Sequence[Mapping[Unit, FfnTile]],
+    rank: int,
+    device: torch.device,
+) -> dict[Unit, FfnTile]:
+    """Return the tiles of the other ranks, where they lie; see `share_tiles` for what it raises."""
+    found = dict[Unit, FfnTile]()
+    for number, offer in enumerate(offers):
+        if offer.form != offers[rank].form:
+            raise ConfigError(
+                f"replicas {rank} and {number} of a group that shares weights are not alike: they "
+                "have other weights, dtypes, layouts or options"
+            )
+        if number != rank:
+            tiles = placed(of_rank[number], open_segment(offer.handle, device))
+            if _checksum(tiles.values()) != offer.checksum:
+                raise ConfigError(f"the weights of replica {number} arrive damaged at {rank}")
+            found |= tiles
+    return found
 
 
 def _forms(weights: ModelWeights, ownership: Ownership) -> dict[Unit, FfnTile]:
@@ -215,6 +227,6 @@ def _checksum(tiles: Any) -> int:  # noqa: ANN401
     found = 0
     for tensor in (tensor for tile in tiles for tensor in tensors_of(tile)):
         # as it lies in memory
-        flat = tensor.as_strided((min(tensor.numel(), _CHECKED_BYTES),), (1,))
+        flat = tensor.as_strided((min(tensor.numel(), _CHECKED_NUMBERS),), (1,))
         found = zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().data, found)
     return found

@@ -6,7 +6,9 @@ rounds   a pass at the same time as all others: `FfnRounds` sends rows      the 
 ```
 
 Rounds begin with `enter`, between two steps, and end for all ranks behind the round in which any of
-them asked for it. A rank without rows serves where others have begun a round.
+them asked for it, or before one of too many rows: then all know so from its start. A rank without
+rows serves where others have begun a round. Where a rank is gone, the pass is computed again with
+copies: what it has left in KV is written once more.
 """
 
 import logging
@@ -19,7 +21,7 @@ from raybatch.engine.batch.forward_batch import ForwardBatch
 from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import KVCache
-from raybatch.engine.share.rounds import FfnRounds, RoundCounters
+from raybatch.engine.share.rounds import FfnRounds, RoundCounters, RoundPlan
 from raybatch.engine.share.threshold import measure_threshold
 from raybatch.engine.team.meeting import Meeting, TeamStore
 from raybatch.engine.team.peers import Peers, connect_peers
@@ -72,16 +74,19 @@ class ShareModes:
         self._store: TeamStore | None = None
         self._rounds: FfnRounds | None = None
         self._epoch, self._ends = 0, False
+        self._most_rows = prepared.config.token_budget
         self._past = RoundTotals()
         self._threshold_rows: float | None = None
+        # rounds that ended although nobody had asked for it
+        self.num_lost = 0
 
-    def serve_runner(self, runner: ModelRunner) -> None:
+    def attach(self, runner: ModelRunner) -> None:
         """Let the passes of a runner be rounds where there are some."""
         if self._threshold_rows is None:
             self._threshold_rows = measure_threshold(runner, self._layers)
         runner.rounds = self
 
-    def told(self, stats: ReplicaStats) -> ReplicaStats:
+    def with_rounds(self, stats: ReplicaStats) -> ReplicaStats:
         """Return counters with those of rounds."""
         totals = self.totals
         return replace(
@@ -91,6 +96,7 @@ class ShareModes:
             num_dummy_rounds=totals.num_dummies,
             num_served_rows=totals.num_served_rows,
             round_bytes=totals.sent_bytes,
+            num_lost_rounds=self.num_lost,
         )
 
     def close(self) -> None:
@@ -106,7 +112,7 @@ class ShareModes:
         """Return what was done in all rounds."""
         return self._past if self._rounds is None else self._past.plus(self._rounds.counters)
 
-    def calls(self, epoch: int, size: int, *, host: str, timeout_s: float) -> list[TeamCall]:
+    def calls(self, epoch: int, size: int, host: str, timeout_s: float) -> list[TeamCall]:
         """Return what to tell each rank of the group of rounds that are to begin, itself first.
 
         `host` is an address of this host that the others reach.
@@ -130,7 +136,7 @@ class ShareModes:
         self._rounds = FfnRounds(peers, self._model.spec, self._layers, self._decoder)
         self._epoch, self._ends = call.epoch, False
 
-    def leave(self, epoch: int, *, at_once: bool) -> None:
+    def leave(self, epoch: int, at_once: bool) -> None:
         """Ask for the end of the rounds of an epoch or of those before, behind the next one.
 
         At once where they have not come about everywhere: others find this rank gone then.
@@ -143,42 +149,72 @@ class ShareModes:
 
     def is_awaited(self) -> bool:
         """Return whether another rank waits for a round, or rounds are to end; at once."""
-        return self._rounds is not None and (self._ends or self._rounds.is_wanted())
+        if self._rounds is None:
+            return False
+        try:
+            return self._ends or self._rounds.is_wanted()
+        except TeamError as error:
+            self._lose(error)
+            return False
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        """Run a pass as a round; return its logits [S, V].
-
-        Raises TeamError: a rank is gone, or did not come in time.
-        """
-        rounds = self._rounds
-        assert rounds is not None, "rounds have begun"
-        plan = rounds.begin(len(batch.token_ids), len(batch.logits_idx), ends=self._ends)
-        self._decoder.ffn_service = rounds.add_ffn_
+        """Run a pass as a round, or with copies where these are over; return its logits [S, V]."""
         try:
-            logits = self._decoder.forward(batch, cache)
+            logits = self._round(batch, cache)
+        except TeamError as error:
+            self._lose(error)
+            logits = None
         except BaseException:
             # the others need not wait for the rest of this pass
             self.give_up()
             raise
+        return self._decoder.forward(batch, cache) if logits is None else logits
+
+    def _round(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
+        """Return the logits of a round; None where it is one of too many rows."""
+        rounds = self._rounds
+        assert rounds is not None, "rounds have begun"
+        plan = rounds.begin(len(batch.token_ids), len(batch.logits_idx), ends=self._ends)
+        if self._is_too_large(plan):
+            return None
+        self._decoder.ffn_service = rounds.add_ffn_
+        try:
+            logits = self._decoder.forward(batch, cache)
         finally:
             self._decoder.ffn_service = None
         if plan.is_last:
             self._go_back()
         return logits
 
+    def _is_too_large(self, plan: RoundPlan) -> bool:
+        """Leave where an owner would compute more rows than a step has; all ranks do so."""
+        if sum(plan.rows) <= max(self._most_rows, *plan.rows):
+            return False
+        self.num_lost += 1
+        self._go_back()
+        return True
+
     def serve(self) -> None:
-        """Run a round without rows, for others; raises TeamError where a rank is gone."""
+        """Run a round without rows, for others."""
         rounds = self._rounds
         assert rounds is not None, "rounds have begun"
         try:
             plan = rounds.begin(0, 0, ends=self._ends)
+            if self._is_too_large(plan):
+                return
             rounds.serve()
         except TeamError as error:
-            _logger.warning("rounds of epoch %d end: %s", self._epoch, error_text(error))
-            self.give_up()
+            self._lose(error)
             return
         if plan.is_last:
             self._go_back()
+
+    def _lose(self, error: TeamError) -> None:
+        _logger.warning(
+            "rounds of epoch %d end, and weights are copied: %s", self._epoch, error_text(error)
+        )
+        self.num_lost += 1
+        self.give_up()
 
     def give_up(self) -> None:
         """Copy weights again, whatever the others do, which do not wait for this rank any more."""

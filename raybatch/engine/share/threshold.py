@@ -4,6 +4,7 @@ Source: SiDP's threshold B_th (section 4.3): the least batch whose pass takes as
 """
 
 import logging
+import math
 import statistics
 import time
 from dataclasses import replace
@@ -14,18 +15,20 @@ from raybatch.engine.batch.forward_batch import on_device
 from raybatch.engine.loading.peak_memory import largest_decodes
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.pinned import IndexUploads
+from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.shared_layers import SharedLayers
 from raybatch.engine.weights.weight_copies import HostCopies
 from raybatch.policy.decode_times import DecodeCurve
+from raybatch.policy.ownership import Unit
 
 # rows of the passes that are timed, each so often behind a first one
-_ROWS, _NUM_PASSES = (1, 4, 16, 64), 3
+_ROWS, _NUM_PASSES = (1, 4, 16, 64, 256), 3
 
 _logger = logging.getLogger(__name__)
 
 
 def measure_threshold(runner: ModelRunner, layers: SharedLayers) -> float:
-    """Return the rows from which on copies hide; the most that were tried where none hides them.
+    """Return the rows from which on copies hide, as a line beyond those that were tried.
 
     Runs passes in the pool, which holds nothing yet. What a pass waited for its copies does not
     count; on a GPU that cannot be told, so the threshold is a lower one there.
@@ -37,8 +40,7 @@ def measure_threshold(runner: ModelRunner, layers: SharedLayers) -> float:
         return 0.0
     points = [(float(n), _pass_s(runner, layers, n)) for n in rows]
     curve = DecodeCurve.fit([(n, max(seconds, 1e-9)) for n, seconds in points])
-    found = curve.hiding_rows(copies_s)
-    threshold = float(rows[-1] if found is None else found)
+    threshold = _hiding_rows(curve, copies_s, most=runner.config.max_num_seqs)
     _logger.info(
         "copies of shared weights take %.2f ms a pass, and hide behind passes of %.0f rows or more "
         "(a pass of 1 row takes %.2f ms, of %d rows %.2f)",
@@ -51,9 +53,27 @@ def measure_threshold(runner: ModelRunner, layers: SharedLayers) -> float:
     return threshold
 
 
+def _hiding_rows(curve: DecodeCurve, copies_s: float, *, most: int) -> float:
+    """Return from how many rows on a pass takes as long as its copies, `most` at the most."""
+    found = curve.hiding_rows(copies_s)
+    if found is None:
+        # a curve is a line beyond its last size
+        growth = curve.at(most) - curve.seconds[-1]
+        share = 1.0 if growth <= 0 else (copies_s - curve.seconds[-1]) / growth
+        found = math.ceil(curve.rows[-1] + share * (most - curve.rows[-1]))
+    return float(min(found, most))
+
+
 def _copies_s(layers: SharedLayers, device: torch.device) -> float:
-    """Return the seconds of the copies of one pass, alone."""
-    copies, seconds = HostCopies(layers.pairs), []
+    """Return the seconds of the copies of one pass, alone; slots may hold weights already."""
+    most_bytes = max((packed_bytes(tile) for tile in layers.sources.values()), default=0)
+    spare = torch.empty(most_bytes, dtype=torch.uint8, device=device)
+
+    def pairs(unit: Unit, _: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        source = layers.sources[unit]
+        return list(zip(tensors_of(source), tensors_of(packed_into(source, spare)), strict=True))
+
+    copies, seconds = HostCopies(pairs), list[float]()
     for _ in range(1 + _NUM_PASSES):
         _finish(device)
         began = time.perf_counter()

@@ -94,12 +94,20 @@ class TileSlots:
             self.memory = allocate_memory(shape, torch.uint8, device)
         # tiles of one form have the same views
         self._forms = {unit: _form_of(tile) for unit, tile in tiles.items()}
-        self._views: dict[tuple[object, int], FfnTile] = {}
+        self._views: dict[tuple[object, int], tuple[FfnTile, list[torch.Tensor]]] = {}
 
     def view(self, unit: Unit, slot: int) -> FfnTile:
+        return self._view(unit, slot)[0]
+
+    def tensors(self, unit: Unit, slot: int) -> list[torch.Tensor]:
+        """Return those of `view`, in the order of `tensors_of`."""
+        return self._view(unit, slot)[1]
+
+    def _view(self, unit: Unit, slot: int) -> tuple[FfnTile, list[torch.Tensor]]:
         key = self._forms[unit], slot
         if key not in self._views:
-            self._views[key] = packed_into(self._tiles[unit], self.memory[slot])
+            view = packed_into(self._tiles[unit], self.memory[slot])
+            self._views[key] = view, tensors_of(view)
         return self._views[key]
 
 
@@ -126,6 +134,7 @@ class StreamedLayers:
         units = [Unit(layer) for layer in residence.streamed]
         tiles = {unit: layers[unit.layer].ffn.tile for unit in units}
         self._slots = TileSlots(tiles, residence.num_buffers, device)
+        self._tensors = {unit: tensors_of(tile) for unit, tile in tiles.items()}
         if make_copier is None and device.type == "cuda":
             make_copier = partial(StreamCopies, device=device)
         self._copier = (make_copier or HostCopies)(self._pairs)
@@ -168,5 +177,4 @@ class StreamedLayers:
             yield self._slots.view(unit, slot)
 
     def _pairs(self, unit: Unit, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        sources = tensors_of(self._layers[unit.layer].ffn.tile)
-        return list(zip(sources, tensors_of(self._slots.view(unit, slot)), strict=True))
+        return list(zip(self._tensors[unit], self._slots.tensors(unit, slot), strict=True))

@@ -42,6 +42,7 @@ class HostSegment:
     def __init__(self, num_bytes: int, *, free_bytes: int) -> None:
         """Take the memory from the system now, so that no later write can fail.
 
+        `free_bytes` are those that this process may take.
         Raises ConfigError: the host has not so much free, or is no Linux.
         """
         if sys.platform != "linux":
@@ -49,8 +50,7 @@ class HostSegment:
         if num_bytes > (1 - _SPARE_FRACTION) * free_bytes:
             raise ConfigError(
                 f"engine.weights='shared': the weights that this replica owns take {num_bytes} "
-                f"bytes, and the host has {free_bytes} free; take a larger pool.share_group, or "
-                "fewer replicas on a host"
+                f"bytes, and the host has {free_bytes} free for each; take fewer replicas on a host"
             )
         try:
             descriptor = os.memfd_create("raybatch-weights", os.MFD_CLOEXEC)

@@ -65,6 +65,7 @@ class SharedLayers:
         self._layers = tuple(layers)
         self.owned, self.sources = dict(owned), dict(sources)
         self._slots = TileSlots(self.sources, num_slots, device)
+        self._tensors = {unit: tensors_of(tile) for unit, tile in self.sources.items()}
         if make_copier is None and device.type == "cuda":
             make_copier = partial(StreamCopies, device=device)
         self._copier = (make_copier or ThreadCopies)(self.pairs)
@@ -124,5 +125,4 @@ class SharedLayers:
 
     def pairs(self, unit: Unit, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return what is copied of a unit, and to where in a slot."""
-        sources = tensors_of(self.sources[unit])
-        return list(zip(sources, tensors_of(self._slots.view(unit, slot)), strict=True))
+        return list(zip(self._tensors[unit], self._slots.tensors(unit, slot), strict=True))

@@ -55,3 +55,9 @@ def load_group(path, ownership: Ownership, *, num_slots=None, configs=None):
     if errors:
         raise (known or errors)[0]
     return loaded
+
+
+def in_threads(runs):
+    """Return what functions return that wait for each other."""
+    with ThreadPoolExecutor(len(runs)) as threads:
+        return [future.result(TIMEOUT_S) for future in [threads.submit(run) for run in runs]]

@@ -9,30 +9,20 @@ from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
 BLOCK = 4
 
 
-def prompt_logits(decoder, spec, *, lens=(9, 5), seed=0, logits_of=None):
-    """Return the logits [S, V] of prompts of these lengths, in a pool of their own.
+def prompt_batch(spec, *, lens=(9, 5), seed=0, logits_of=None):
+    """Return prompts of these lengths, each in blocks of its own from the second block on.
 
-    `logits_of` are the rows that have them, None for all.
+    `logits_of` are the rows that have logits, None for all.
     """
     random = torch.Generator().manual_seed(seed)
     starts, num_rows = [0], sum(lens)
     for length in lens[:-1]:
         starts.append(starts[-1] + length)
-    cache = allocate_kv_cache(
-        spec,
-        num_blocks=1 + num_rows,
-        block_size=BLOCK,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    positions = torch.cat([torch.arange(length) for length in lens])
-    slots = torch.cat(
-        [BLOCK * (1 + start) + torch.arange(n) for start, n in zip(starts, lens, strict=True)]
-    )
-    batch = ForwardBatch(
+    slots = [BLOCK * (1 + start) + torch.arange(n) for start, n in zip(starts, lens, strict=True)]
+    return ForwardBatch(
         token_ids=torch.randint(0, spec.vocab_size, (num_rows,), generator=random),
-        positions=positions,
-        slot_mapping=slots,
+        positions=torch.cat([torch.arange(length) for length in lens]),
+        slot_mapping=torch.cat(slots),
         logits_idx=torch.arange(num_rows) if logits_of is None else torch.tensor(logits_of).long(),
         attention=AttentionPlan(
             num_decode=0,
@@ -41,4 +31,16 @@ def prompt_logits(decoder, spec, *, lens=(9, 5), seed=0, logits_of=None):
             contexts=(),
         ),
     )
+
+
+def prompt_logits(decoder, spec, *, lens=(9, 5), seed=0, logits_of=None):
+    """Return the logits [S, V] of `prompt_batch`, in a pool of its own."""
+    cache = allocate_kv_cache(
+        spec,
+        num_blocks=1 + sum(lens),
+        block_size=BLOCK,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    batch = prompt_batch(spec, lens=lens, seed=seed, logits_of=logits_of)
     return decoder.forward(batch, cache).clone()

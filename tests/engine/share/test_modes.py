@@ -1,0 +1,130 @@
+"""Engines of a group that copy weights or pass in rounds: thresholds, sizes, ranks that fail."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raybatch.config import EngineConfig
+from raybatch.engine.loading.prepared import PreparedModel
+from raybatch.engine.loading.runner import ModelRunner
+from raybatch.engine.share.modes import ShareModes
+from raybatch.engine.share.threshold import measure_threshold
+from raybatch.policy.ownership import Ownership
+from tests.engine.tiny_models import build
+from tests.engine.weights.groups import in_threads, load_group
+from tests.engine.weights.steps import prompt_batch, prompt_logits
+
+NUM_LAYERS = 5
+TIMEOUT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("modes")
+    build("qwen3", num_hidden_layers=NUM_LAYERS).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def config(**options):
+    return EngineConfig(
+        device="cpu",
+        dtype="float32",
+        weights="shared",
+        kv_cache_bytes=1 << 20,
+        block_size_tokens=4,
+        compile_kernels=False,
+        **options,
+    )
+
+
+@pytest.fixture
+def engines(path):
+    """Makes a runner with its modes for each rank of a group of two."""
+
+    def make(*, num_slots=None, **options):
+        group = Ownership(size=2, num_layers=NUM_LAYERS)
+        made = []
+        for model in load_group(path, group, num_slots=num_slots, configs=[config(**options)] * 2):
+            prepared = PreparedModel.of(model, config(**options))
+            modes = ShareModes(prepared)
+            runner = ModelRunner.of(prepared, None)
+            modes.attach(runner)
+            made.append((runner, modes))
+        return made
+
+    return make
+
+
+def enter(engines):
+    calls = engines[0][1].calls(1, 2, "127.0.0.1", TIMEOUT_S)
+    pairs = zip(engines, calls, strict=True)
+    in_threads([lambda m=modes, c=call: m.enter(c) for (_, modes), call in pairs])
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+def test_measuring_leaves_the_weights_in_slots_as_they_are(engines, num_slots):
+    ((runner, _), _) = engines(num_slots=num_slots)
+    layers = runner.decoder.layers
+    expected = prompt_logits(runner.decoder, runner.spec)
+    assert measure_threshold(runner, layers) > 0
+    assert torch.equal(prompt_logits(runner.decoder, runner.spec), expected)
+    layers.check()
+
+
+def test_a_pass_of_a_round_is_one_with_copies(engines):
+    (runner, modes), (other, others) = both = engines()
+    batch = prompt_batch(runner.spec)
+    expected = runner.forward(batch).clone()
+    enter(both)
+    assert modes.is_in_rounds
+    assert not modes.is_awaited()
+    found, _ = in_threads([lambda: runner.forward(batch), lambda: serve(others)])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (modes.totals.num_rounds, others.totals.num_dummies) == (1, 1)
+    modes.leave(1, False)
+    in_threads([lambda: runner.forward(batch), lambda: serve(others)])
+    assert not modes.is_in_rounds
+    assert not others.is_in_rounds
+    assert modes.num_lost == others.num_lost == 0
+    assert other.rounds is others
+
+
+def serve(modes):
+    """Serve one round, as an engine without rows does."""
+    while not modes.is_awaited():
+        pass
+    modes.serve()
+
+
+def test_a_pass_whose_round_fails_is_computed_again_with_copies(engines):
+    (runner, modes), (_, others) = both = engines()
+    batch = prompt_batch(runner.spec)
+    expected = runner.forward(batch).clone()
+    enter(both)
+    # it begins a round and is gone in it
+    found, _ = in_threads(
+        [lambda: runner.forward(batch), lambda: (others._rounds.begin(0, 0), others.give_up())]
+    )
+    assert torch.equal(found, expected)
+    assert not modes.is_in_rounds
+    assert modes.num_lost == 1
+    assert torch.equal(runner.forward(batch), expected)
+
+
+def test_a_round_of_more_rows_than_a_step_may_have_ends_rounds_for_all(engines):
+    both = engines(max_batched_tokens=16, max_num_seqs=8)
+    batches = [prompt_batch(both[0][0].spec, lens=(9, 5), seed=seed) for seed in range(2)]
+    expected = [r.forward(b).clone() for (r, _), b in zip(both, batches, strict=True)]
+    enter(both)
+    runs = zip(both, batches, strict=True)
+    found = in_threads([lambda r=runner, b=batch: r.forward(b) for (runner, _), batch in runs])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [modes.num_lost for _, modes in both] == [1, 1]
+    assert not any(modes.is_in_rounds for _, modes in both)
+    assert replace(both[0][0].config) == both[0][0].config
