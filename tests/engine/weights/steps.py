@@ -9,10 +9,10 @@ from raybatch.kernels.attention_plan import AttentionPlan, PrefillPart
 BLOCK = 4
 
 
-def prompt_logits(decoder, spec, *, lens=(9, 5), seed=0, logits_of=None):
+def prompt_logits(decoder, spec, *, lens=(9, 5), seed=0, logits_of=None, token_ids=None):
     """Return the logits [S, V] of prompts of these lengths, in a pool of their own.
 
-    `logits_of` are the rows that have them, None for all.
+    `logits_of` are the rows that have them, None for all; without `token_ids` these are random.
     """
     random = torch.Generator().manual_seed(seed)
     starts, num_rows = [0], sum(lens)
@@ -30,7 +30,9 @@ def prompt_logits(decoder, spec, *, lens=(9, 5), seed=0, logits_of=None):
         [BLOCK * (1 + start) + torch.arange(n) for start, n in zip(starts, lens, strict=True)]
     )
     batch = ForwardBatch(
-        token_ids=torch.randint(0, spec.vocab_size, (num_rows,), generator=random),
+        token_ids=torch.randint(0, spec.vocab_size, (num_rows,), generator=random)
+        if token_ids is None
+        else torch.tensor(token_ids),
         positions=positions,
         slot_mapping=slots,
         logits_idx=torch.arange(num_rows) if logits_of is None else torch.tensor(logits_of).long(),
