@@ -6,6 +6,7 @@ import socket
 import threading
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,6 +95,24 @@ def test_a_team_is_called_off_while_its_leader_waits_for_something_else():
     assert ["called off", "has waited"] == events
     with pytest.raises(TeamError, match="called off: rows wait"):
         Meeting(store.calls(epoch, 2)[0], store).find("vote of rank 1")
+
+
+@pytest.mark.parametrize(("host", "table"), [("127.0.0.1", "tcp"), ("::1", "tcp6")])
+def test_a_store_takes_clients_of_one_family(host, table):
+    """Or it asks a name server for ::ffff:127.0.0.1, and all ranks wait while that is silent."""
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6")
+    store = TeamStore(host)
+    Meeting(*store.calls(1, 1)).leave("memory", "none")
+    assert "none" == Meeting(store.calls(1, 1)[0], store).find("memory")
+    place = f":{store.port:04X} "
+    listening = {
+        name
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()
+        if place in line and " 0A " in line
+    }
+    assert {table} == listening
 
 
 @pytest.mark.parametrize("by_gloo", [False, True], ids=["shared", "gloo"])

@@ -29,7 +29,7 @@ _SPIN_S, _AWAKE_S, _SLEEP_S = 2e-4, 0.05, 1e-3
 
 
 class Lines:
-    """The line of each rank, at the begin of a memory: written by its rank, read by all.
+    """The line of each rank, at the start of a memory: written by its rank, read by all.
 
     Args:
         awake_s: seconds of a wait before one sleeps between looks.

@@ -1,0 +1,31 @@
+"""Models and meeting places of tests of rounds."""
+
+import pytest
+
+from tests.engine.share.models import NUM_LAYERS
+from tests.engine.share.ranks import ThreadStore
+from tests.engine.tiny_models import build
+
+
+@pytest.fixture(scope="module")
+def store():
+    return ThreadStore()
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def get(variant, num_layers=NUM_LAYERS):
+        if (variant, num_layers) not in made:
+            folder = tmp_path_factory.mktemp(variant)
+            build(variant, num_hidden_layers=num_layers).save_pretrained(folder)
+            made[variant, num_layers] = folder
+        return made[variant, num_layers]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
