@@ -11,8 +11,9 @@ steps      feed-forward modules wait for their slot, and compute as ever
 Engine and worker are in this process, since an engine that shares weights computes on one GPU: so
 the link to the others is an object, and vLLM reads no setting of it.
 
-This has run on CPUs alone, where vLLM multiplies with plain products of torch in place of those that
-lay weights out anew. It has never run on a GPU.
+It has never run on a GPU. It has run on CPUs, where the kernels of vLLM lay weights out anew: of
+modules that are shared, linears multiply with plain products of torch instead, and mixtures of
+experts are refused.
 """
 
 import logging
@@ -50,20 +51,30 @@ class VllmShare:
         self._num_slots = engine.given_buffers
         self._device = torch.device(engine.device if engine.device != "auto" else "cpu")
         self._vllm = adapter.load("sharing")
+        self._is_cpu = self._vllm.current_platform.is_cpu()
         self._modules: SharedModules | None = None
         # once the engine has started
         self.lent: LentMatrices | None = None
 
     def arguments(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments of `EngineArgs` with which the engine shares weights."""
-        self._vllm.register_model_loader(LOAD_FORMAT)(self._loader(args.get("load_format", "auto")))
-        return {**args, "load_format": LOAD_FORMAT, "enforce_eager": True}
+        loader = self._loader(args.get("load_format") or "auto")
+        self._vllm.register_model_loader(LOAD_FORMAT)(loader)
+        changed = {"load_format": LOAD_FORMAT, "enforce_eager": True}
+        if not self._is_cpu and args.get("moe_backend", "auto") == "auto":
+            # others lay experts out anew
+            changed["moe_backend"] = "triton"
+        return {**args, **changed}
 
     def settle(self, config: Any) -> None:  # noqa: ANN401 - `VllmConfig`
         """Choose the device, among those of the group; ConfigError for what cannot be shared."""
-        is_cpu = self._vllm.current_platform.is_cpu()
-        if (reason := _why_not(config, is_cpu=is_cpu)) is not None:
+        if (reason := _why_not(config, is_cpu=self._is_cpu)) is not None:
             raise ConfigError(f"engine.weights='shared': {reason}; leave engine.weights out")
+        if self._is_cpu:
+            _logger.warning(
+                "engine.weights='shared': on a CPU the kernels of vLLM are not used where weights "
+                "are shared; it is for GPUs, and for tests"
+            )
         if self._device.index is not None:
             # which vLLM takes the rank on this host from
             config.device_config.device = self._device
@@ -81,7 +92,7 @@ class VllmShare:
                 "engine.weights out"
             )
         self._modules = SharedModules(self._link, layers, num_slots=self._num_slots)
-        if self._vllm.current_platform.is_cpu():
+        if self._is_cpu:
             for module in self._modules.blocks:
                 _leave_as_loaded(module)
         return self._modules.layers
@@ -101,9 +112,7 @@ class VllmShare:
 
         class SharingOffloader(vllm.BaseOffloader):  # type: ignore[misc, name-defined]
             def wrap_modules(
-                self,
-                modules_generator: Iterable[nn.Module],
-                prefix: str = "",
+                self, modules_generator: Iterable[nn.Module], prefix: str = ""
             ) -> list[nn.Module]:
                 return share.take(modules_generator)
 
@@ -123,7 +132,8 @@ class VllmShare:
 def _why_not(config: Any, *, is_cpu: bool) -> str | None:  # noqa: ANN401
     """Return why an engine of this config cannot share weights; None where it can."""
     if config.quant_config is not None:
-        return f"the model is quantized ({config.quant_config.get_name()}), whose weights vLLM lays out anew"
+        name = config.quant_config.get_name()
+        return f"vLLM lays weights out anew where the model is quantized, here by {name!r}"
     if is_cpu and config.model_config.is_moe:
         return "the kernels of vLLM for CPUs lay experts out anew"
     return None

@@ -1,9 +1,10 @@
 """Starts vLLM in this process, once the environment is what vLLM reads when it is imported."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,23 +142,22 @@ def _start_engine(
     check_logits = check_logits and not is_pooling
     if config.parallel_config.data_parallel_size == 1:
         engine = vllm.LLMEngine(**parts, multiprocess_mode=False)
-        return _or_closed(VllmEngine, engine, adapter, check_logits=check_logits)
+        make = partial(VllmEngine, check_logits=check_logits, share=share)
+        return _or_closed(make, engine, adapter)
     if not config.model_config.is_moe:
         raise ConfigError(DENSE_RANKS)
     engine = vllm.AsyncLLM(**parts)
-    return _or_closed(VllmRanks, engine, adapter, check_logits=check_logits)
+    return _or_closed(partial(VllmRanks, check_logits=check_logits), engine, adapter)
 
 
 def _or_closed(
-    kind: type[_Kind],
+    make: Callable[[Any, Adapter], _Kind],
     engine: Any,  # noqa: ANN401 - vLLM's
     adapter: Adapter,
-    *,
-    check_logits: bool,
 ) -> _Kind:
     """Return an engine of vLLM as one of ours, or end it with the error that it meets."""
     try:
-        return kind(engine, adapter, check_logits=check_logits)
+        return make(engine, adapter)
     except BaseException:
         engine.engine_core.shutdown()
         raise
