@@ -11,6 +11,7 @@ from raybatch.backends.vllm.frontend import Frontend
 from raybatch.backends.vllm.patches import leave_room
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
 from raybatch.backends.vllm.sharing import VllmShare
+from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.records.types import Task
 
 
@@ -142,6 +143,10 @@ class VllmEngine:
     def kv_used_fraction(self) -> float:
         """Return the share of the KV cache that running requests hold."""
         return float(self._scheduler.kv_cache_manager.usage)
+
+    def weight_counters(self) -> WeightCounters:
+        """Return what was copied of weights that are shared; nothing where none are."""
+        return WeightCounters() if self.share is None else self.share.counters
 
     def reset(self) -> None:
         """Drop all requests, forget the prefixes that are cached, and count tokens from 0."""

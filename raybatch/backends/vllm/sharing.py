@@ -28,6 +28,7 @@ from torch import nn
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.config import EngineConfig
 from raybatch.engine.loading.shared_modules import LentMatrices, SharedModules
+from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.records.share import ShareLink
@@ -78,6 +79,11 @@ class VllmShare:
         if self._device.index is not None:
             # which vLLM takes the rank on this host from
             config.device_config.device = self._device
+
+    @property
+    def counters(self) -> WeightCounters:
+        """What was copied since the engine has started."""
+        return WeightCounters() if self.lent is None else self.lent.counters
 
     def close(self) -> None:
         """Copy nothing any more."""
