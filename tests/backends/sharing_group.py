@@ -1,6 +1,6 @@
 """Engines of vLLM that share weights, each in a process, which tell what they have and answer."""
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
 from typing import Any
 
@@ -34,13 +34,15 @@ def _matrices(engine: Any) -> dict[str, int]:
     return {name: p.numel() for name, p in named if ".mlp." in name}
 
 
-def _run(connection: Any, seat: ShareSeat, folder: str, options: dict[str, Any]) -> None:
+def _run(
+    connection: Any, seat: ShareSeat, folder: str, kwargs: dict[str, Any], options: dict[str, Any]
+) -> None:
     def exchange(text: str) -> list[str]:
         connection.send(text)
         return connection.recv()
 
     config = EngineConfig(**ENGINE | {"weights": "shared"} | options)
-    engine = start_inner(folder, backend_of(), config, link=ShareLink(seat, exchange))
+    engine = start_inner(folder, backend_of(**kwargs), config, link=ShareLink(seat, exchange))
     # its turn
     connection.recv()
     lent = engine.share.lent
@@ -50,7 +52,7 @@ def _run(connection: Any, seat: ShareSeat, folder: str, options: dict[str, Any])
             "tokens": tokens,
             "matrices": _matrices(engine),
             "segment": lent.segment.memory.nbytes,
-            "copies": lent.counters.num_copies,
+            "copies": engine.weight_counters().num_copies,
             "restarts": lent.ring.counters.num_restarts,
         }
     )
@@ -59,14 +61,34 @@ def _run(connection: Any, seat: ShareSeat, folder: str, options: dict[str, Any])
     engine.close()
 
 
+def _run_alone(
+    connection: Any, _: ShareSeat, folder: str, kwargs: dict[str, Any], options: dict[str, Any]
+) -> None:
+    connection.send("")
+    connection.recv()
+    engine = start_inner(folder, backend_of(**kwargs), EngineConfig(**ENGINE | options))
+    connection.recv()
+    connection.send({"tokens": answers_of(engine)})
+    connection.recv()
+    engine.close()
+
+
 def outcomes_of(
-    folder: str, size: int, order: list[int], *, run: Callable[..., None] = _run, **options: Any
+    folder: str,
+    size: int,
+    order: Sequence[int],
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> dict[int, dict[str, Any]]:
-    """Return what each rank of a group tells; they answer one after the other, in this order."""
+    """Return what each rank of a group tells; they answer one after the other, in this order.
+
+    A group of one shares nothing. `kwargs` are arguments of vLLM, options those of `EngineConfig`.
+    """
+    run = _run if size > 1 else _run_alone
     context, connections, processes = get_context("spawn"), [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        arguments = (theirs, ShareSeat(rank, size), folder, options)
+        arguments = (theirs, ShareSeat(rank, size), folder, dict(kwargs or {}), options)
         processes.append(context.Process(target=run, args=arguments, daemon=True))
         processes[-1].start()
         theirs.close()

@@ -1,21 +1,31 @@
 """Replicas of vLLM that share feed-forward weights: what is refused, and engines in processes."""
 
-from contextlib import closing
+import json
+import os
+import signal
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from raybatch.actors.pool import PoolHandle
+from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.registry import check_options
 from raybatch.backends.vllm.args import vllm_options
-from raybatch.config import BackendConfig, EngineConfig
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.errors import ConfigError, TeamError
 from raybatch.records.share import ShareLink, ShareSeat
-from tests.backends.sharing_group import ENGINE, answers_of, backend_of, outcomes_of
+from raybatch.records.types import Sampling
+from tests.actors.pools import Background, generate, table_of, tokens_of, wait_until
+from tests.backends.sharing_group import ENGINE, backend_of, outcomes_of
 from tests.engine.tiny_models import build
 from tests.stages.support import make_tokenizer
 
 NUM_LAYERS = 6
 SHARED = EngineConfig(weights="shared")
+SAMPLING = Sampling(max_tokens=24, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +94,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(folder):
     """The tokens of an engine of vLLM with all weights."""
-    from raybatch.backends.vllm.start import start_inner
-
-    with closing(start_inner(folder, backend_of(), EngineConfig(**ENGINE))) as engine:
-        return answers_of(engine)
+    return outcomes_of(folder, 1, [0])[0]["tokens"]
 
 
 def alone(text):
@@ -103,7 +110,9 @@ def start_alone(folder, **options):
 
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("size", "order"), [(2, [1, 0]), (3, [2, 0, 1])])
+@pytest.mark.parametrize(
+    ("size", "order"), [(2, [1, 0]), pytest.param(3, [2, 0, 1], marks=pytest.mark.slow)]
+)
 def test_engines_that_share_weights_answer_as_one_that_has_them_all(folder, expected, size, order):
     outcomes = outcomes_of(folder, size, order)
     # whoever answers first ends while the others, which own most of the weights, compute nothing
@@ -119,7 +128,8 @@ def test_engines_that_share_weights_answer_as_one_that_has_them_all(folder, expe
         whole += sum(held.values())
         assert outcome["segment"] >= 4 * sum(held.values())
     # each weight is once in the group
-    assert whole == NUM_LAYERS * 3 * 32 * 64 or whole > 0
+    config = json.loads(Path(folder, "config.json").read_text())
+    assert whole == NUM_LAYERS * 3 * config["hidden_size"] * config["intermediate_size"]
 
 
 @pytest.mark.vllm
@@ -162,3 +172,64 @@ def test_vllm_takes_the_device_that_is_told(folder):
     assert local_rank == 3
     modes = config.compilation_config.mode, config.compilation_config.cudagraph_mode
     assert [mode.name for mode in modes] == ["NONE", "NONE"]
+
+
+class Call(Background):
+    def _run(self):
+        handle, prompts, client = self._args
+        try:
+            self.results = generate(handle, table_of(prompts), (SAMPLING,), client=client)
+        except Exception as error:
+            self.error = error
+
+
+def pool_of(folder, kind, **pool):
+    weights = "shared" if "share_group" in pool else "replicated"
+    options = {"block_size_tokens": 32, "dtype": "float32", "max_num_seqs": 4, "device": "cpu"}
+    return PoolHandle(
+        PoolSpec(
+            model=folder,
+            backend=BackendConfig(kind=kind),
+            engine=EngineConfig(**options, kv_cache_bytes=4 << 20, weights=weights),
+            pool=PoolConfig(**pool),
+        ),
+        is_local=True,
+    )
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_group_of_a_pool_restarts_as_one_and_no_row_is_lost(folder):
+    prompts = [np.array([i % 40, 7, 3], np.int32) for i in range(60)]
+    native = pool_of(folder, "native", replicas=1)
+    expected = tokens_of(generate(native, table_of(prompts), (SAMPLING,)))
+    native.shutdown()
+    pool = pool_of(folder, "vllm", replicas=2, share_group=2)
+    with ExitStack() as stack:
+        stack.callback(pool.shutdown)
+        call = Call(pool, prompts)
+        wait_until(lambda: pool.stats().rows_done >= 4, timeout_s=200)
+        assert all(replica.num_weight_copies > 0 for replica in pool.stats().replicas)
+        before = pool.state().pids
+        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: call.results is not None or call.error is not None, timeout_s=200)
+        assert tokens_of(call.join()) == expected
+        assert pool.stats().num_restarts == 2
+        assert not set(before) & set(pool.state().pids)
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
+def test_engines_on_a_gpu_answer_as_one_that_has_all_weights(tmp_path, kind):
+    # heads that kernels of GPUs know; both engines are on the same GPU
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    folder = save(tmp_path / "model", kind, **sizes)
+    kwargs = {"enforce_eager": True, "gpu_memory_utilization": 0.3, "moe_backend": "triton"}
+    options = {"dtype": "bfloat16", "kv_cache_bytes": 64 << 20}
+    (whole,) = outcomes_of(folder, 1, [0], kwargs, **options).values()
+    outcomes = outcomes_of(folder, 2, [1, 0], kwargs, **options)
+    assert [outcome["tokens"] for outcome in outcomes.values()] == [whole["tokens"]] * 2
+    assert all(outcome["copies"] for outcome in outcomes.values())
