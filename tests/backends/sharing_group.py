@@ -34,6 +34,22 @@ def _matrices(engine: Any) -> dict[str, int]:
     return {name: p.numel() for name, p in named if ".mlp." in name}
 
 
+def _failure_of(engine: Any) -> str:
+    """Return how a step ends in which weights cannot be copied; the engine is over after that."""
+
+    def fail(unit: Any, slot: int) -> None:
+        raise RuntimeError("the link is down")
+
+    engine.share.lent.copier.copy = fail
+    engine.add("4", [1, 2, 3], {"temperature": 0, "max_tokens": 50, "ignore_eos": True})
+    try:
+        while not engine.step():
+            pass
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def _run(
     connection: Any, seat: ShareSeat, folder: str, kwargs: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -54,6 +70,7 @@ def _run(
             "segment": lent.segment.memory.nbytes,
             "copies": engine.weight_counters().num_copies,
             "restarts": lent.ring.counters.num_restarts,
+            "failure": _failure_of(engine),
         }
     )
     # until all have answered, as they read what this one owns

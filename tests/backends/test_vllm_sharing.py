@@ -21,6 +21,7 @@ from raybatch.records.types import Sampling
 from tests.actors.pools import Background, generate, table_of, tokens_of, wait_until
 from tests.backends.sharing_group import ENGINE, backend_of, outcomes_of
 from tests.engine.tiny_models import build
+from tests.engine.weights.test_shared_modules import made
 from tests.stages.support import make_tokenizer
 
 NUM_LAYERS = 6
@@ -124,6 +125,7 @@ def test_engines_that_share_weights_answer_as_one_that_has_them_all(folder, expe
         assert layers == set(range(rank, NUM_LAYERS, size))
         assert len(held) == 2 * len(layers)
         assert outcome["restarts"] == 0
+        assert "could not be copied to the device: RuntimeError: the link" in outcome["failure"]
         assert outcome["copies"] >= NUM_LAYERS - len(layers)
         whole += sum(held.values())
         assert outcome["segment"] >= 4 * sum(held.values())
@@ -154,6 +156,29 @@ def test_too_few_slots_are_refused_while_the_model_is_made(folder):
     config = EngineConfig(**ENGINE, weights="shared", weight_buffers=1)
     with pytest.raises(ConfigError, match=r"weight_buffers is 1, .* needs 3 at least"):
         start_inner(folder, backend_of(), config, link=link)
+
+
+@pytest.mark.vllm
+def test_a_checkpoint_that_is_quantized_is_refused(tmp_path):
+    folder = save(tmp_path / "model")
+    path = Path(folder, "config.json")
+    quantized = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantized}))
+    with pytest.raises(ConfigError, match="the model is quantized, here by 'fp8'"):
+        start_alone(folder, dtype="bfloat16")
+
+
+@pytest.mark.vllm
+def test_a_model_of_two_stacks_of_layers_or_none_is_refused():
+    from raybatch.backends.vllm.sharing import VllmShare
+    from raybatch.backends.vllm.versions import adapter
+
+    share = VllmShare(ShareLink(ShareSeat(0, 2), alone), SHARED, adapter())
+    with pytest.raises(ConfigError, match="vLLM makes the layers of this model by themselves"):
+        share.finish("model")
+    assert len(share.take(made("dense"))) > 1
+    with pytest.raises(ConfigError, match="more than one stack of layers"):
+        share.take(made("dense"))
 
 
 @pytest.mark.vllm
