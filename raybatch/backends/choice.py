@@ -50,6 +50,7 @@ def choose_backend(
     num_gpus: float,
     vllm: Callable[[], VllmBuild | None],
     native_options: Sequence[str] = (),
+    shares_weights: bool = False,
     began_with: str | None = None,
 ) -> BackendChoice:
     """Return the backend of engines for which none was named, and which have so many GPUs each.
@@ -66,6 +67,10 @@ def choose_backend(
         named = " and ".join(f"engine.{name}" for name in native_options)
         are = "is an option" if len(native_options) == 1 else "are options"
         why = f"{named} {are} of this engine alone"
+    elif shares_weights:
+        why = (
+            "engine.weights='shared' with vLLM is untried on GPUs, and has to be asked for by name"
+        )
     elif (build := vllm()) is None:
         why = "vLLM is not installed where the engines run"
     elif not works(build.version):

@@ -93,6 +93,11 @@ def check_options(backend: BackendConfig, engine: EngineConfig) -> None:
                 f"engine.{names[0]} is an option of the native engine, and the {backend.kind} "
                 "backend has no such; leave it out"
             )
+        if engine.weights == "shared":
+            raise ConfigError(
+                f"engine.weights is an option of the native engine and of vLLM, and engines of the "
+                f"{backend.kind} backend share no weights; leave it out"
+            )
         if engine.kv_cache_dtype != "auto":
             raise ConfigError(
                 f"engine.kv_cache_dtype is an option of the native engine and of vLLM; the "

@@ -9,6 +9,7 @@ from raybatch.actors.replicas.placement import (
     most_on_a_host,
     plan_placement,
     requested_of_ray,
+    settled,
 )
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import VllmBuild, check_share
@@ -202,6 +203,16 @@ def test_a_driver_with_a_vllm_for_cpus_asks_for_no_gpus():
     cluster = replace(CPUS, vllm=VllmBuild("cpu"))
     assert placement_of(cluster, "vllm", {"replicas": 2}) == (2, 0, 2)
     assert placement_of(cluster, "vllm", {"replicas": 2, "accelerator_type": "L4"}) == (2, 1, 2)
+
+
+@pytest.mark.parametrize(("weights", "kind"), [("replicated", "vllm"), ("shared", "native")])
+def test_weights_that_are_shared_are_no_reason_for_vllm(weights, kind):
+    group = None if weights == "replicated" else 2
+    pool = PoolConfig(replicas=2, share_group=group)
+    engine = EngineConfig(weights=weights)
+    spec = PoolSpec(model="m", backend=BackendConfig(), engine=engine, pool=pool)
+    found, _ = settled(spec, GPUS, vllm=lambda: VllmBuild("gpu"))
+    assert found.backend.kind == kind
 
 
 def test_hosts_to_come_may_have_the_gpus_of_a_large_engine():

@@ -52,6 +52,12 @@ def test_options_of_the_native_engine_choose_it():
     assert native_options(EngineConfig(max_num_seqs=3, kv_cache_bytes=1)) == ()
 
 
+def test_weights_that_are_shared_are_shared_by_the_native_engine_unless_vllm_is_named():
+    assert native_options(EngineConfig(weights="shared")) == ()
+    choice = chosen(1, "gpu", shares_weights=True)
+    assert (choice.kind, "untried on GPUs" in choice.why) == ("native", True)
+
+
 def test_an_option_that_is_switched_off_chooses_nothing():
     off = EngineConfig(host_kv_bytes=0, speculative_tokens=0)
     assert native_options(off) == ()

@@ -8,6 +8,7 @@ import pytest
 
 from raybatch.backends.vllm.backend import VllmBackend, can_resume, sampling_params
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
+from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.records.payload import IMAGES, with_images
 from raybatch.records.types import Capacity, Request, Sampling, SequenceState
 
@@ -74,6 +75,9 @@ class ToldEngine:
 
     def num_steps(self):
         return 0
+
+    def weight_counters(self):
+        return WeightCounters()
 
     def num_preemptions(self):
         return 0

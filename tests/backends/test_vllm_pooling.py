@@ -13,6 +13,7 @@ from raybatch.backends.vllm.requests import (
     pooling_task,
     similarity,
 )
+from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.errors import ConfigError
 from raybatch.records.payload import LORA
 from raybatch.records.types import NO_TOKENS, Capacity
@@ -78,6 +79,9 @@ class ToldPooler:
 
     def num_steps(self):
         return 0
+
+    def weight_counters(self):
+        return WeightCounters()
 
     def num_preemptions(self):
         return 0

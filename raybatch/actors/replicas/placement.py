@@ -285,6 +285,7 @@ def settled(
         num_gpus=num_gpus,
         vllm=vllm,
         native_options=native_options(spec.engine),
+        shares_weights=spec.engine.weights == "shared",
         began_with=began_with,
     )
     # on CPUs there is nothing to choose

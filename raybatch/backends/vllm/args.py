@@ -9,7 +9,13 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from raybatch.backends.vllm.meanings import MEANINGS, NATIVE_ONLY, Meaning
+from raybatch.backends.vllm.meanings import (
+    MAY_BE_SHARED,
+    MEANINGS,
+    NATIVE_ONLY,
+    NOT_SHARED,
+    Meaning,
+)
 from raybatch.backends.vllm.versions import LOAD_FORMATS, plugins_have_load_format
 from raybatch.config import BackendConfig, EngineConfig, from_mapping
 from raybatch.config.option import CHECKED, Answers, is_default, options
@@ -80,7 +86,10 @@ def native_options(engine: EngineConfig) -> tuple[str, ...]:
         name
         for names, _ in NATIVE_ONLY
         for name in names
-        if (getattr(engine, name) or name == "cuda_graphs") and not is_default(engine, name)
+        if (getattr(engine, name) or name == "cuda_graphs")
+        and not is_default(engine, name)
+        # of weights that are shared, vLLM has slots as well
+        and not (name == "weight_buffers" and engine.weights == "shared")
     )
 
 
@@ -107,6 +116,8 @@ def vllm_options(backend: BackendConfig, engine: EngineConfig) -> VllmOptions:
             changed = " and ".join(f"engine.{name}" for name in names)
             are = "are options" if len(names) > 1 else "is an option"
             raise ConfigError(f"{changed} {are} of the native engine; {way_out}")
+    if engine.weights == "shared":
+        _check_shared(options.engine_kwargs)
     for name, value in _from_engine(engine).items():
         theirs = options.engine_kwargs.get(name, value)
         if theirs not in (None, value):
@@ -215,6 +226,17 @@ def _check(name: str, value: object) -> None:
         )
     if meaning.multiplies_gpus and (type(value) is not int or value < 1):
         raise ConfigError(f"engine_kwargs.{name} must be a number of at least 1, got {value!r}")
+
+
+def _check_shared(engine_kwargs: Mapping[str, Any]) -> None:
+    for name, why in NOT_SHARED.items():
+        value = engine_kwargs.get(name)
+        # graphs are on by default
+        is_off = not value and not (name == "enforce_eager" and value is False)
+        if not (is_off or value in MAY_BE_SHARED.get(name, ())):
+            raise ConfigError(
+                f"engine_kwargs.{name}={value!r} {why}; leave it out, or engine.weights='shared'"
+            )
 
 
 def _check_load_format(value: object) -> None:

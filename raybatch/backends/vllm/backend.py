@@ -123,6 +123,7 @@ class VllmBackend(IntakeBackend):
         num_running = self._engine.num_running()
         # some come while requests are taken out
         counters = replace(self._counters, generated_tokens=self._engine.generated_tokens())
+        weights = self._engine.weight_counters()
         return ReplicaStats(
             **asdict(counters),
             num_running=num_running,
@@ -130,6 +131,10 @@ class VllmBackend(IntakeBackend):
             kv_used_fraction=self._engine.kv_used_fraction(),
             num_preemptions=self._engine.num_preemptions(),
             kv_tokens=self._capacity.kv_tokens,
+            num_weight_copies=weights.num_copies,
+            weight_copy_bytes=weights.num_bytes,
+            num_weight_stalls=weights.num_stalls,
+            num_failed_copies=weights.num_failures,
         )
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.frontend import Frontend
 from raybatch.backends.vllm.patches import leave_room
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
+from raybatch.backends.vllm.sharing import VllmShare
+from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.records.types import Task
 
 
@@ -17,13 +19,21 @@ class VllmEngine:
     """An `LLMEngine` whose scheduler lives in this process; owned by one thread.
 
     With `check_logits` requests whose logits are not numbers are reported, which needs
-    VLLM_COMPUTE_NANS_IN_LOGITS.
+    VLLM_COMPUTE_NANS_IN_LOGITS. `share` is how it was started with weights of other replicas.
     """
 
-    def __init__(self, engine: Any, adapter: Adapter, *, check_logits: bool) -> None:  # noqa: ANN401 - `LLMEngine`
+    def __init__(
+        self,
+        engine: Any,  # noqa: ANN401 - `LLMEngine`
+        adapter: Adapter,
+        *,
+        check_logits: bool,
+        share: VllmShare | None = None,
+    ) -> None:
         adapter.check(engine, adapter.read_here, "its engine")
         self._engine = engine
         self._adapter = adapter
+        self.share = share
         self._client = engine.engine_core
         self._scheduler = self._client.engine_core.scheduler
         self._frontend = Frontend(engine, adapter, engine.add_lora)
@@ -134,6 +144,10 @@ class VllmEngine:
         """Return the share of the KV cache that running requests hold."""
         return float(self._scheduler.kv_cache_manager.usage)
 
+    def weight_counters(self) -> WeightCounters:
+        """Return what was copied of weights that are shared; nothing where none are."""
+        return WeightCounters() if self.share is None else self.share.counters
+
     def reset(self) -> None:
         """Drop all requests, forget the prefixes that are cached, and count tokens from 0."""
         self.take(list(self._requests))
@@ -143,6 +157,8 @@ class VllmEngine:
     def close(self) -> None:
         """End the engine with the processes that it has started."""
         self._client.shutdown()
+        if self.share is not None:
+            self.share.close()
 
     def _watch_outputs(self, *, checks_logits: bool) -> None:
         get_output = self._client.get_output

@@ -134,8 +134,38 @@ NATIVE_ONLY = (
         ("device_weight_bytes", "weight_buffers"),
         "vLLM has one of its own, which goes into engine_kwargs (cpu_offload_gb)",
     ),
-    (("weights",), "replicas of vLLM share no weights; leave it out, or run the native engine"),
     (("quantization",), "vLLM has methods of its own, which engine_kwargs.quantization names"),
     (("speculative_tokens",), "vLLM has engine_kwargs.speculative_config"),
     (("cuda_graphs",), "vLLM has engine_kwargs.enforce_eager"),
 )
+
+# options that cannot be beside engine.weights='shared', and why; an option that is off, or the only
+# value that is named, may be there
+_OTHER_PLACES = "keeps weights in places of its own"
+_SIZES = tuple(name for name, meaning in MEANINGS.items() if meaning.multiplies_gpus)
+NOT_SHARED: Mapping[str, str] = {
+    **dict.fromkeys(
+        _SIZES, "spreads an engine over several devices, and one that shares weights has one"
+    ),
+    "distributed_executor_backend": "runs workers in processes of their own, which have no link to "
+    "the other replicas",
+    "enforce_eager": "captures steps with the places of weights, which change from step to step",
+    **dict.fromkeys(
+        ("cpu_offload_gb", "offload_backend", "offload_group_size", "enable_sleep_mode"),
+        _OTHER_PLACES,
+    ),
+    **dict.fromkeys(("enable_dbo", "ubatch_size"), "computes two halves of a step at once"),
+    "enable_eplb": "moves experts",
+    "enable_lora": "puts adapters around the modules whose weights are shared",
+    "quantization": "lays weights out anew when they are loaded",
+    "speculative_config": "has a second model, whose layers would be taken for those of the first",
+    "load_format": "loads weights its own way",
+}
+# values other than those that are off
+MAY_BE_SHARED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_SIZES, (1,)),
+    "distributed_executor_backend": ("uni",),
+    "enforce_eager": (True,),
+    "load_format": ("auto", "hf", "safetensors"),
+    "offload_backend": ("auto",),
+}

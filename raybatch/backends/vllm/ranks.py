@@ -18,6 +18,7 @@ from raybatch.backends.vllm.adapter import Adapter
 from raybatch.backends.vllm.frontend import Frontend
 from raybatch.backends.vllm.guard import Guard
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
+from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.records.types import NO_TOKENS, Task, TokenIds
 
 _T = TypeVar("_T")
@@ -207,6 +208,9 @@ class VllmRanks:
     def kv_used_fraction(self) -> float:
         """Return the share of the KV cache that running requests hold, as of the last report."""
         return float(np.mean([used for _, _, used in self._client.lb_engines]))
+
+    def weight_counters(self) -> WeightCounters:
+        return WeightCounters()
 
     def reset(self) -> None:
         """Drop all requests, forget the prefixes that are cached, and count tokens from 0."""

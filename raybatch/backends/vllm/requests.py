@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from raybatch.backends.base import ScoreForm
+from raybatch.engine.weights.layer_store import WeightCounters
 from raybatch.errors import ConfigError
 from raybatch.records.payload import DOCUMENT_AT
 from raybatch.records.types import (
@@ -105,6 +106,7 @@ class InnerEngine(Protocol):
     def num_steps(self) -> int: ...
     def num_preemptions(self) -> int: ...
     def kv_used_fraction(self) -> float: ...
+    def weight_counters(self) -> WeightCounters: ...
     def reset(self) -> None: ...
     def close(self) -> None: ...
 
@@ -171,6 +173,7 @@ class ScorePairs:
         self.num_steps = engine.num_steps
         self.num_preemptions = engine.num_preemptions
         self.kv_used_fraction = engine.kv_used_fraction
+        self.weight_counters = engine.weight_counters
         self.generated_tokens = engine.generated_tokens
         self._pairs: dict[str, _Pair] = {}
         self._row_of: dict[str, str] = {}

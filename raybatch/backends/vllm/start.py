@@ -1,9 +1,10 @@
 """Starts vLLM in this process, once the environment is what vLLM reads when it is imported."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +20,13 @@ from raybatch.backends.vllm.model import form_of_scores
 from raybatch.backends.vllm.patches import leave_bare_rows_alone
 from raybatch.backends.vllm.ranks import VllmRanks
 from raybatch.backends.vllm.requests import InnerEngine, Parse, ScorePairs
+from raybatch.backends.vllm.sharing import VllmShare
 from raybatch.backends.vllm.versions import adapter as adapter_of_installed
 from raybatch.config import BackendConfig, EngineConfig, environment
 from raybatch.engine.memory.kv_cache import free_memory_bytes
 from raybatch.errors import ConfigError, error_text
 from raybatch.models.source import resolve_tokenizer
+from raybatch.records.share import ShareLink
 
 _Kind = TypeVar("_Kind", VllmEngine, VllmRanks)
 
@@ -49,7 +52,11 @@ def create(start: EngineStart) -> VllmBackend:
     options = vllm_options(start.backend, start.engine)
     parsers = {name: getattr(options, name) for name in ("reasoning_parser", "tool_call_parser")}
     inner = start_inner(
-        start.model, start.backend, start.engine, num_engines_on_host=start.num_engines_on_host
+        start.model,
+        start.backend,
+        start.engine,
+        num_engines_on_host=start.num_engines_on_host,
+        link=start.share,
     )
     try:
         parse: Parse | None = None
@@ -63,7 +70,12 @@ def create(start: EngineStart) -> VllmBackend:
 
 
 def start_inner(
-    model: str, backend: BackendConfig, engine: EngineConfig, *, num_engines_on_host: int = 1
+    model: str,
+    backend: BackendConfig,
+    engine: EngineConfig,
+    *,
+    num_engines_on_host: int = 1,
+    link: ShareLink | None = None,
 ) -> InnerEngine:
     """Do the same as `create` without what makes a backend of it.
 
@@ -79,12 +91,14 @@ def start_inner(
     if is_pooling:
         folder = resolve_tokenizer(model) if is_streamed(model, options.engine_kwargs) else given
         form = form_of_scores(Path(folder), options.engine_kwargs)
+    adapter = adapter_of_installed()
     started = _start_engine(
         given,
         engine_args(options, engine, backend.task),
-        adapter_of_installed(),
+        adapter,
         check_logits=options.check_logits,
         num_engines_on_host=num_engines_on_host,
+        share=None if link is None else VllmShare(link, engine, adapter),
     )
     if not is_pooling:
         return started
@@ -103,6 +117,7 @@ def _start_engine(
     *,
     check_logits: bool,
     num_engines_on_host: int,
+    share: VllmShare | None,
 ) -> VllmEngine | VllmRanks:
     """Start an engine with options of vLLM's `EngineArgs`."""
     vllm = adapter.load("engine")
@@ -110,9 +125,13 @@ def _start_engine(
         args = _with_configs(args, vllm.EngineArgs)
     if vllm.current_platform.is_cpu():
         args = _on_cpu(args, adapter, num_engines_on_host)
+    if share is not None:
+        args = share.arguments(args)
     with _refusing():
         made = vllm.EngineArgs(model=model, **args)
         config = made.create_engine_config(vllm.UsageContext.LLM_CLASS)
+    if share is not None:
+        share.settle(config)
     parts = {
         "vllm_config": config,
         "executor_class": vllm.Executor.get_class(config),
@@ -123,23 +142,22 @@ def _start_engine(
     check_logits = check_logits and not is_pooling
     if config.parallel_config.data_parallel_size == 1:
         engine = vllm.LLMEngine(**parts, multiprocess_mode=False)
-        return _or_closed(VllmEngine, engine, adapter, check_logits=check_logits)
+        make = partial(VllmEngine, check_logits=check_logits, share=share)
+        return _or_closed(make, engine, adapter)
     if not config.model_config.is_moe:
         raise ConfigError(DENSE_RANKS)
     engine = vllm.AsyncLLM(**parts)
-    return _or_closed(VllmRanks, engine, adapter, check_logits=check_logits)
+    return _or_closed(partial(VllmRanks, check_logits=check_logits), engine, adapter)
 
 
 def _or_closed(
-    kind: type[_Kind],
+    make: Callable[[Any, Adapter], _Kind],
     engine: Any,  # noqa: ANN401 - vLLM's
     adapter: Adapter,
-    *,
-    check_logits: bool,
 ) -> _Kind:
     """Return an engine of vLLM as one of ours, or end it with the error that it meets."""
     try:
-        return kind(engine, adapter, check_logits=check_logits)
+        return make(engine, adapter)
     except BaseException:
         engine.engine_core.shutdown()
         raise

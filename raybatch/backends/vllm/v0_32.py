@@ -43,6 +43,13 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "get_allowed_cpu_list": "vllm.utils.cpu_resource_utils:get_allowed_cpu_list",
         "get_memory_node_info": "vllm.utils.cpu_resource_utils:get_memory_node_info",
     },
+    "sharing": {
+        "BaseOffloader": "vllm.model_executor.offloader.base:BaseOffloader",
+        "DefaultModelLoader": "vllm.model_executor.model_loader.default_loader:DefaultModelLoader",
+        "current_platform": "vllm.platforms:current_platform",
+        "register_model_loader": "vllm.model_executor.model_loader:register_model_loader",
+        "set_offloader": "vllm.model_executor.offloader.base:set_offloader",
+    },
     "cpu_lora": {
         "lora_ops": "vllm.lora.ops.torch_ops.lora_ops",
         "punica_cpu": "vllm.lora.punica_wrapper.punica_cpu",
@@ -57,6 +64,9 @@ _ARGUMENTS = {
     "AsyncLLM.get_supported_tasks": "",
     "AsyncLLM.reset_prefix_cache": "",
     "AsyncLLM.shutdown": "",
+    "BaseOffloader.wrap_modules": "modules_generator prefix",
+    "DefaultModelLoader": "load_config",
+    "DefaultModelLoader.load_model": "vllm_config model_config prefix",
     "EngineArgs.create_engine_config": "usage_context",
     "Executor.get_class": "vllm_config",
     "ImageMediaIO.load_bytes": "data",
@@ -79,6 +89,8 @@ _ARGUMENTS = {
     "lora_ops.bgmv_expand": "",
     "lora_ops.bgmv_expand_slice": "",
     "lora_ops.bgmv_shrink": "",
+    "register_model_loader": "load_format",
+    "set_offloader": "instance",
     "tokens_input": "prompt_token_ids",
 }
 

@@ -10,11 +10,11 @@ rank          loads its tiles into a segment    maps the others' segments    siz
 import json
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from raybatch.records.share import ShareLink
 
 # of each tensor, for the checksum
 _CHECKED_NUMBERS = 1 << 14
+_Tile = TypeVar("_Tile")
 
 _logger = logging.getLogger(__name__)
 
@@ -139,15 +140,11 @@ def share_tiles(
     num_slots = member.num_slots or ownership.default_slots
     ownership.check_slots(num_slots)
     forms = _forms(weights, ownership)
-    of_rank = [{u: forms[u] for u in ownership.owned_by(r)} for r in range(ownership.size)]
-    own = segment(sum(packed_bytes(form) for form in of_rank[rank].values()))
-    owned = placed(of_rank[rank], own.memory)
+    owned_forms = {unit: forms[unit] for unit in ownership.owned_by(rank)}
+    own = segment(sum(packed_bytes(form) for form in owned_forms.values()))
+    owned = placed(owned_forms, own.memory)
     _fill(owned, block_of, ownership.num_tiles)
-    key = _form_key(forms, ownership, fingerprint)
-    offer = Offer(handle=own.handle, form=key, checksum=_checksum(owned.values()))
-    offers = [Offer.from_text(text) for text in member.exchange(offer.to_text())]
-    sources = _sources(offers, of_rank, rank, own.memory.device)
-    member.exchange("open")
+    sources = reach_others(member, forms, owned, own, fingerprint=fingerprint)
     weights = with_tiles(weights, forms | owned)
     layers = SharedLayers(
         weights.layers,
@@ -173,26 +170,44 @@ def share_tiles(
     return weights, layers
 
 
-def _sources(
-    offers: Sequence[Offer],
-    of_rank: Sequence[Mapping[Unit, FfnTile]],
-    rank: int,
-    device: torch.device,
-) -> dict[Unit, FfnTile]:
-    """Return the tiles of the other ranks, where they lie; see `share_tiles` for what it raises."""
-    found = dict[Unit, FfnTile]()
-    for number, offer in enumerate(offers):
-        if offer.form != offers[rank].form:
+def reach_others(
+    member: ShareMember,
+    forms: Mapping[Unit, _Tile],
+    owned: Mapping[Unit, _Tile],
+    own: Segment,
+    *,
+    fingerprint: str,
+) -> dict[Unit, _Tile]:
+    """Return the tiles of all others where they lie, once every rank has loaded its own.
+
+    The tiles may be of any form that `raybatch.engine.weights.layout` knows. Raises what
+    `share_tiles` raises.
+
+    Args:
+        forms: placeholders of all tiles.
+        owned: those of this rank, which lie in the segment in the order of their units.
+        own: the segment, which is to stay as long as others may use it.
+    """
+    ownership, rank = member.ownership, member.rank
+    key = _form_key(forms, ownership, fingerprint)
+    offer = Offer(handle=own.handle, form=key, checksum=_checksum(owned.values()))
+    offers = [Offer.from_text(text) for text in member.exchange(offer.to_text())]
+    sources = dict[Unit, _Tile]()
+    for number, other in enumerate(offers):
+        if other.form != key:
             raise ConfigError(
                 f"replicas {rank} and {number} of a group that shares weights are not alike: they "
                 "have other weights, dtypes, layouts or options"
             )
         if number != rank:
-            tiles = placed(of_rank[number], open_segment(offer.handle, device))
-            if _checksum(tiles.values()) != offer.checksum:
+            memory = open_segment(other.handle, own.memory.device)
+            tiles = placed({unit: forms[unit] for unit in ownership.owned_by(number)}, memory)
+            if _checksum(tiles.values()) != other.checksum:
                 raise ConfigError(f"the weights of replica {number} arrive damaged at {rank}")
-            found |= tiles
-    return found
+            sources |= tiles
+    # nobody takes memory for KV before all have opened what they read
+    member.exchange("open")
+    return sources
 
 
 def _forms(weights: ModelWeights, ownership: Ownership) -> dict[Unit, FfnTile]:
@@ -213,7 +228,7 @@ def _fill(
             place.copy_(source)
 
 
-def _form_key(forms: Mapping[Unit, FfnTile], ownership: Ownership, fingerprint: str) -> str:
+def _form_key(forms: Mapping[Unit, object], ownership: Ownership, fingerprint: str) -> str:
     shapes = [
         (unit.layer, unit.tile, [(tuple(x.shape), x.stride(), str(x.dtype)) for x in tensors_of(t)])
         for unit, t in forms.items()
@@ -222,7 +237,7 @@ def _form_key(forms: Mapping[Unit, FfnTile], ownership: Ownership, fingerprint: 
     return f"{fingerprint} {ownership.by} {ownership.order} {ownership.size} {digest:08x}"
 
 
-def _checksum(tiles: Any) -> int:  # noqa: ANN401
+def _checksum(tiles: Iterable[object]) -> int:
     """Return a sum over the first bytes of all tensors."""
     found = 0
     for tensor in (tensor for tile in tiles for tensor in tensors_of(tile)):

@@ -8,11 +8,11 @@ slots              | 1 | 2 |                 2 is on its way while 1 computes; 4
 ```
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, StreamC
 from raybatch.engine.weights.weight_ring import WeightRing
 from raybatch.policy.ownership import Unit
 from raybatch.policy.residence import Residence
+
+_Tile = TypeVar("_Tile")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +80,14 @@ class ResidentLayers:
         return self._tiles[layer]
 
 
-class TileSlots:
+class TileSlots(Generic[_Tile]):
     """Memory for tiles that pass through, and the tensors of each tile in it.
 
     Args:
         tiles: by unit, wherever they are; only their shapes are read.
     """
 
-    def __init__(self, tiles: dict[Unit, FfnTile], num_slots: int, device: torch.device) -> None:
+    def __init__(self, tiles: Mapping[Unit, _Tile], num_slots: int, device: torch.device) -> None:
         self._tiles = tiles
         shape = (num_slots, max((packed_bytes(tile) for tile in tiles.values()), default=0))
         if device.type == "cuda":
@@ -94,16 +96,16 @@ class TileSlots:
             self.memory = allocate_memory(shape, torch.uint8, device)
         # tiles of one form have the same views
         self._forms = {unit: _form_of(tile) for unit, tile in tiles.items()}
-        self._views: dict[tuple[object, int], tuple[FfnTile, list[torch.Tensor]]] = {}
+        self._views: dict[tuple[object, int], tuple[_Tile, list[torch.Tensor]]] = {}
 
-    def view(self, unit: Unit, slot: int) -> FfnTile:
+    def view(self, unit: Unit, slot: int) -> _Tile:
         return self._view(unit, slot)[0]
 
     def tensors(self, unit: Unit, slot: int) -> list[torch.Tensor]:
         """Return those of `view`, in the order of `tensors_of`."""
         return self._view(unit, slot)[1]
 
-    def _view(self, unit: Unit, slot: int) -> tuple[FfnTile, list[torch.Tensor]]:
+    def _view(self, unit: Unit, slot: int) -> tuple[_Tile, list[torch.Tensor]]:
         key = self._forms[unit], slot
         if key not in self._views:
             view = packed_into(self._tiles[unit], self.memory[slot])
@@ -111,9 +113,10 @@ class TileSlots:
         return self._views[key]
 
 
-def _form_of(tile: FfnTile) -> object:
+def _form_of(tile: object) -> object:
     tensors = tuple((x.shape, x.stride(), x.dtype) for x in tensors_of(tile))
-    return tensors, None if tile.experts is None else tile.experts.start
+    experts = tile.experts if isinstance(tile, FfnTile) else None
+    return tensors, None if experts is None else experts.start
 
 
 class StreamedLayers:

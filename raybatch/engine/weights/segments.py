@@ -62,7 +62,7 @@ class HostSegment:
                 f"engine.weights='shared': {num_bytes} bytes of shared memory: {error_text(error)}"
             ) from error
         self.memory = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-        self.handle = json.dumps((os.getpid(), descriptor, num_bytes))
+        self.handle = json.dumps((_pid_namespace(), os.getpid(), descriptor, num_bytes))
 
 
 class DeviceSegment:
@@ -91,8 +91,10 @@ def open_segment(handle: str, device: torch.device) -> torch.Tensor:
 
 
 def _open_on_host(handle: str) -> torch.Tensor:
-    pid, descriptor, num_bytes = json.loads(handle)
+    namespace, pid, descriptor, num_bytes = json.loads(handle)
     try:
+        if namespace != _pid_namespace():
+            raise OSError("it runs in another container")
         with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
             memory = mmap.mmap(file.fileno(), max(1, num_bytes), prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
@@ -105,6 +107,11 @@ def _open_on_host(handle: str) -> torch.Tensor:
         # that it cannot be written is meant
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+
+
+def _pid_namespace() -> int:
+    """Return what tells processes that see each other by the same numbers."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _open_on_device(handle: str, device: torch.device) -> torch.Tensor:

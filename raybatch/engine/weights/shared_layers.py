@@ -12,6 +12,7 @@ Source: Weight-as-a-Service of SiDP (section 4.2).
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -23,10 +24,12 @@ from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, StreamC
 from raybatch.engine.weights.weight_ring import RingCounters, WeightRing
 from raybatch.policy.ownership import Ownership, Unit
 
+_Tile = TypeVar("_Tile")
 
-def placed(tiles: Mapping[Unit, FfnTile], memory: torch.Tensor) -> dict[Unit, FfnTile]:
+
+def placed(tiles: Mapping[Unit, _Tile], memory: torch.Tensor) -> dict[Unit, _Tile]:
     """Return tiles of these forms that lie in a segment one after the other, in the order given."""
-    start, found = 0, dict[Unit, FfnTile]()
+    start, found = 0, dict[Unit, _Tile]()
     for unit, tile in tiles.items():
         stop = start + packed_bytes(tile)
         found[unit] = packed_into(tile, memory[start:stop])

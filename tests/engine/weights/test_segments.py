@@ -32,6 +32,13 @@ def test_what_is_open_outlives_its_owner_and_opens_no_more():
         open_segment(handle, CPU)
 
 
+def test_a_process_of_another_container_is_not_taken_for_the_owner():
+    segment = HostSegment(64, free_bytes=1 << 30)
+    namespace, *rest = json.loads(segment.handle)
+    with pytest.raises(ConfigError, match="runs in another container"):
+        open_segment(json.dumps((namespace + 1, *rest)), CPU)
+
+
 def test_a_segment_beyond_the_memory_of_the_host_is_refused_with_both_figures():
     with pytest.raises(ConfigError, match="take 1000 bytes, and the host has 1040 free for each"):
         HostSegment(1000, free_bytes=1040)
@@ -58,7 +65,7 @@ def test_an_owner_that_is_killed_leaves_its_bytes_to_readers_and_no_name():
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert opened.tolist() == [3] * 4096
-    with pytest.raises(ConfigError, match=f"process {json.loads(handle)[0]} cannot be mapped"):
+    with pytest.raises(ConfigError, match=f"process {json.loads(handle)[1]} cannot be mapped"):
         open_segment(handle, CPU)
 
 
