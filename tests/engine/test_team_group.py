@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
+from raybatch.engine.team import shared_memory
 from raybatch.engine.team.group import GlooGroup, connect, shared_bytes
 from raybatch.engine.team.meeting import Meeting, TeamStore
 from raybatch.engine.team.messages import Kind, Wire, pack, unpack
@@ -246,14 +247,19 @@ def test_what_was_handed_over_before_a_rank_left_is_there(store):
     assert [7.0, 7.0] == in_threads(store, 2, act)
 
 
-def test_the_memory_of_a_group_has_no_name_once_all_have_it(store, monkeypatch, tmp_path):
-    monkeypatch.setattr("raybatch.engine.team.shared_memory._FOLDER", tmp_path)
-    kinds = in_threads(store, 2, lambda group, call: group.kind)
-    assert [["shared memory"] * 2, []] == [kinds, list(tmp_path.iterdir())]
+def names_in_memory():
+    return {path.name for path in Path("/dev/shm").iterdir() if "raybatch" in path.name}
 
 
-def test_ranks_without_a_common_memory_talk_by_gloo(store, monkeypatch, tmp_path):
-    monkeypatch.setattr("raybatch.engine.team.shared_memory._FOLDER", tmp_path / "missing")
+def test_the_memory_of_a_group_has_no_name(store):
+    kinds = in_threads(store, 2, lambda group, call: (group.kind, names_in_memory()))
+    assert [("shared memory", set())] * 2 == kinds
+
+
+def test_ranks_without_a_common_memory_talk_by_gloo(store, monkeypatch):
+    # as of two containers on one host
+    numbers = count()
+    monkeypatch.setattr(shared_memory, "_pid_namespace", lambda: next(numbers))
     assert ["gloo"] * 2 == in_threads(store, 2, lambda group, call: group.kind)
 
 

@@ -8,16 +8,13 @@ import mmap
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 from raybatch.engine.team.meeting import Meeting, failing_as
 from raybatch.errors import TeamError
 from raybatch.records.team import TeamCall
 
-_FOLDER = Path("/dev/shm")
 # a rank has a cache line of its own: the operations that it has begun, whether it has left, its
 # process and where the number of that is valid
 LINE_BYTES = 64
@@ -132,20 +129,20 @@ def _pid_namespace() -> int:
 def map_memory(call: TeamCall, meeting: Meeting, num_bytes: int) -> mmap.mmap | None:
     """Return zeroed memory that all ranks of a team map; None where they cannot.
 
-    Its file has no name any more once all have it, so nothing is left of a team that dies.
+    It has no name that could be left behind: others open it by way of rank 0's process.
     """
     if call.rank:
         return _mapped_by_others(call, meeting, num_bytes)
-    name, descriptor, path = "", None, ""
+    name, descriptor = "", None
     if sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"):
         with contextlib.suppress(OSError):
-            descriptor, path = tempfile.mkstemp(prefix="raybatch-team-", dir=_FOLDER)
+            descriptor = os.memfd_create("raybatch-team", os.MFD_CLOEXEC)
     try:
         if descriptor is not None:
             with contextlib.suppress(OSError):
                 # memory that the system does not have would end the process at a later write
                 os.posix_fallocate(descriptor, 0, num_bytes)
-                name = path
+                name = f"{_pid_namespace()} /proc/{os.getpid()}/fd/{descriptor}"
         meeting.leave("memory", name)
         seen = [meeting.find(f"memory of rank {rank}") for rank in range(1, call.size)]
         is_shared = bool(name) and all(text == "mapped" for text in seen)
@@ -157,13 +154,13 @@ def map_memory(call: TeamCall, meeting: Meeting, num_bytes: int) -> mmap.mmap | 
     finally:
         if descriptor is not None:
             os.close(descriptor)
-            os.unlink(path)
 
 
 def _mapped_by_others(call: TeamCall, meeting: Meeting, num_bytes: int) -> mmap.mmap | None:
-    name, memory = meeting.find("memory"), None
-    if name:
-        with contextlib.suppress(OSError, ValueError), open(name, "r+b") as file:
+    (namespace, _, path), memory = meeting.find("memory").partition(" "), None
+    # a process of another container has its number for itself
+    if path and namespace == str(_pid_namespace()):
+        with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), num_bytes)
     meeting.leave(f"memory of rank {call.rank}", "mapped" if memory is not None else "missing")
     return memory if meeting.find("memory is shared") == "True" else None

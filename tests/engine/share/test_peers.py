@@ -160,12 +160,6 @@ def test_ranks_that_need_nothing_of_one_that_left_go_on(store):
     assert [2.0, 1.0, None] == peers_in_threads(store, 3, act)
 
 
-def test_the_memory_of_peers_has_no_name_once_all_have_it(store, monkeypatch, tmp_path):
-    monkeypatch.setattr("raybatch.engine.team.shared_memory._FOLDER", tmp_path)
-    kinds = peers_in_threads(store, 3, lambda peers, rank: peers.kind)
-    assert [["shared memory"] * 3, []] == [kinds, list(tmp_path.iterdir())]
-
-
 def test_a_pair_of_ranks_has_a_channel_each_way():
     lines, numbers, channels = 3 * 64, 3 * 2 * 8 * 8, 6 * (128 + (1 << 18))
     assert lines + numbers + channels == peers_bytes(3)
