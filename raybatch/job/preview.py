@@ -75,8 +75,10 @@ def preview_rows(
     plan = replace(fit_units(config.plan, sample), lengths="auto")
     job = planned_run(replace(config, plan=plan), sample)
     if executor.is_local:
-        # as many engines as so few rows are worth
-        number = engines_for(sample.num_rows, executor.num_engines)
+        # as many engines as so few rows are worth, or a group of those that share weights
+        number = stage.pool.spec.pool.share_group or engines_for(
+            sample.num_rows, executor.num_engines
+        )
         stage = stage_of_executor(stage, replace(executor, num_engines=number), ())
     stage = stage.of_run(id_column=job.row_id_column)
     before = stage.stats()

@@ -10,6 +10,7 @@ rows in a batch (SiDP, sections 1, 3.1 and 4.4). Plans count bytes; what passes 
 `decode_times` and of the simulator.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
@@ -119,7 +120,7 @@ class GpuBudget:
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
 
     def __post_init__(self) -> None:
-        if self.gpu_bytes < 1:
+        if not 1 <= self.gpu_bytes < math.inf:
             raise ConfigError(f"gpu_bytes is {self.gpu_bytes}; a GPU has at least 1")
         if not 0 < self.utilisation <= 1:
             raise ConfigError(f"utilisation is {self.utilisation}; it must be above 0, at most 1")
@@ -213,9 +214,8 @@ def plan_memory(
         _shared(model, budget, tp, ownership, num_slots) for ownership in (layers, tiles)
     )
     if model.is_sparse:
-        shared, reason = by_layer, "experts of a layer are computed quicker all at once"
-    else:
-        shared, reason = _choose(by_layer, by_tile, pass_s or {})
+        by_tile = replace(by_tile, problem="experts of a layer are computed quicker all at once")
+    shared, reason = _choose(by_layer, by_tile, pass_s or {})
     return MemoryPlan(
         tp=tp,
         size=size,

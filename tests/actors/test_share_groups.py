@@ -154,6 +154,18 @@ def test_a_group_that_rested_starts_again(pools, expected):
     assert handle.stats().num_restarts == 0
 
 
+def test_an_engine_that_leaves_takes_its_group_along(pools, expected):
+    handle = pools(replicas=4, share_group=2)
+    job = Call(handle, prompts_of(120))
+    wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == 4)
+    before = set(handle.state().pids)
+    os.kill(min(before), signal.SIGTERM)
+    results = job.join()
+    assert expected == tokens_of(results)
+    assert {1} == set(results["attempts"].to_pylist())
+    wait_until(lambda: len(before & set(handle.state().pids)) == 2)
+
+
 @pytest.mark.ray
 def test_groups_run_on_ray(pools, expected, ray_cluster):
     handle = pools(replicas=2, share_group=2, is_local=False)

@@ -60,6 +60,9 @@ class Leaving:
             self._spawn(self._empty(member))
         else:
             member.started.end()
+        for mate in list(self._replicas.members.values()):
+            if member.group is not None and mate.group is member.group:
+                self.begin(mate.replica_id, f"{member} of its group does")
 
     def look(self, now: float) -> None:
         """Ask now and then for hosts that are taken away; their replicas are to leave."""

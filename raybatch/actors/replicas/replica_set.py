@@ -179,7 +179,7 @@ class ReplicaSet:
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
             where = member.place.host if member.place else ""
             if delay_s is None:
-                self._groups.give_up(rank, f"{member} of its group is given up: {cause}")
+                self._groups.give_up(rank, f"{cause} (of {member}, with which it shares weights)")
                 self._hosts.failed(member.place)
                 self._give_up(rank, cause, trace, where)
                 return
@@ -193,8 +193,8 @@ class ReplicaSet:
             return
         group.end(f"{member} has ended")
         for mate in self.members.values():
-            # one that leaves ends by itself, and so do all in a pool that stops
-            if mate.group is group and not (self._is_stopping or mate.is_leaving):
+            # in a pool that stops all end by themselves
+            if mate.group is group and not self._is_stopping:
                 mate.lost_mate = str(member)
                 mate.cause = f"{member} of its group has ended"
                 mate.started.end()

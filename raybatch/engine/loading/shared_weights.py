@@ -97,7 +97,7 @@ def share_weights(
     device: torch.device,
 ) -> tuple[ModelWeights, SharedLayers]:
     """Load the owned tiles of a model whose other weights are there; see `share_tiles`."""
-    if device.type == "cpu":
+    if device.type == "cpu" and not member.rank:
         _logger.warning(
             "engine.weights='shared' saves no memory on a CPU, where all replicas of a host map "
             "one file of weights, and copies take time: it is for GPUs, and for tests"
@@ -157,15 +157,16 @@ def share_tiles(
         segment=own,
     )
     _logger.info(
-        "this replica owns %d of %d feed-forward %ss, %.1f MB; %d slots of %.1f MB are for those "
-        "of %d others",
+        "this replica owns %d of %d feed-forward %ss, %.1f MB; %d slots of %.1f MB hold %s of "
+        "those of others (pool.share_group %d)",
         len(owned),
         len(forms),
         ownership.by,
         own.memory.nbytes / 1e6,
         layers.num_slots,
         layers.slot_bytes / max(1, layers.num_slots) / 1e6,
-        ownership.size - 1,
+        "all" if layers.num_slots == len(sources) else "some",
+        ownership.size,
     )
     return weights, layers
 
