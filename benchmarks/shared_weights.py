@@ -274,10 +274,11 @@ def measure_group(
         processes.append(context.Process(target=rank_main, args=(theirs, options), daemon=True))
         processes[-1].start()
         ends.append(ours)
-    # see `ShareMember`
-    texts = [end.recv() for end in ends]
-    for end in ends:
-        end.send(texts)
+    # what all have loaded, and that all have opened it
+    for _ in range(2):
+        texts = [end.recv() for end in ends]
+        for end in ends:
+            end.send(texts)
     held = [json.loads(end.recv()) for end in ends]
     if not all(each["is_equal"] for each in held):
         raise SystemExit(f"{ownership}: logits are not those of the same tiles in one process")
