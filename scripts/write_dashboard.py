@@ -208,6 +208,10 @@ ROWS = (
                     Query(_rate("weight_stalls_total", _OF_REPLICA), "waited for"),
                 ),
             ),
+            Panel("Rounds of share groups", (Query(_rate("rounds_total", _OF_REPLICA), "rounds"),)),
+            Panel(
+                "Sent in rounds", (Query(_rate("round_bytes_total", _OF_REPLICA), "sent"),), "Bps"
+            ),
             Panel("Copies that failed", (_each_rate("failed_copies_total", "failed"),)),
         ),
     ),
