@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--passes", type=int, default=NUM_PASSES)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     groups = []
@@ -317,8 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     root = Path(__file__).parents[1]
     facts = conditions.gather(root, list(arguments or ()), script="shared_weights.py")
     result = {"model": args.model, "conditions": facts, "groups": groups}
-    args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(f"written: {args.out.name}")
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        print(f"written: {args.out.name}")
 
 
 def report(group: dict[str, Any]) -> None:

@@ -163,17 +163,17 @@ def switching(options: argparse.Namespace) -> Iterator[Row]:
     for host, rates in ((HOSTS["H20"], "assumed"), (fitted(HOSTS["H20"]), "fitted")):
         for (name, rows), model in itertools.product(jobs.items(), options.models):
             alone = best({some: job(model, host, *some, "replicated", rows) for some in LAYOUTS})
-            for way, threshold in (("was", ""), ("both", "crossing"), ("both", "B_th")):
+            for way, threshold in (("copies", ""), ("both", "crossing"), ("both", "B_th")):
                 run = job(model, host, 1, 8, way, rows, threshold=threshold)
                 if run is None:
                     continue
-                paper = {"was": "1.07 to 1.09", "both": "1.27 to 1.32, 0.9 in WaS"}[way]
+                paper = {"copies": "1.07 to 1.09", "both": "1.27 to 1.32, 0.9 in WaS"}[way]
                 yield {
                     "case": f"{name}, {rates}, {model} TP=1 DP=8, {way} {threshold}".strip(),
                     "replicated": alone[0],
                     "of_replicated": _ratio(run, alone[1]),
                     "tail": round(run.tail_s / run.completion_s, 3),
-                    "was_share": round(run.was_share, 3),
+                    "copy_share": round(run.copy_share, 3),
                     "switches": run.num_switches,
                     "mean_batch": round(run.mean_batch, 1),
                     "paper": paper if name != "W4" else None,

@@ -12,7 +12,7 @@ from tests.stages.support import fake_stage, write_parquet
 WRONG = [
     ({"kv_cache_bytes": 1}, CapacityError, "the KV cache has 1 bytes, but one block of 64 tokens"),
     ({"host_kv_bytes": 1}, ConfigError, r"engine\.host_kv_bytes is 1, but one block of 64 tokens"),
-    ({"device_weight_bytes": 10}, ConfigError, r"engine\.device_weight_bytes is 10, but embed"),
+    ({"device_weight_bytes": 10}, ConfigError, r"engine\.device_weight_bytes is 10, but attention"),
 ]
 
 

@@ -184,6 +184,10 @@ TINY = {
     "shared_reads": Tiny(
         args=("--rounds", "1"), values={"PREFIX": 96, "OWN": 4, "OUTPUT": 3, "GROUPS": ((2, 3),)}
     ),
+    "shared_weights": Tiny(
+        args=("--model", "dense-4m", "--sizes", "2", "--rows", "1", "4", "--passes", "1"),
+        marks=(SLOW,),
+    ),
     "simulated_sharing": Tiny(
         args=(
             *("--models", "Llama-3.1-70B", "--lengths", "1024", "--num-rows", "40"),
