@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
+from raybatch.config import PoolConfig
 from raybatch.durable.journal import ROW
 from raybatch.errors import ConfigError
 from raybatch.explanation.extrapolation import extrapolate
@@ -75,10 +76,7 @@ def preview_rows(
     plan = replace(fit_units(config.plan, sample), lengths="auto")
     job = planned_run(replace(config, plan=plan), sample)
     if executor.is_local:
-        # as many engines as so few rows are worth, or a group of those that share weights
-        number = stage.pool.spec.pool.share_group or engines_for(
-            sample.num_rows, executor.num_engines
-        )
+        number = _num_engines(stage.pool.spec.pool, executor, sample.num_rows)
         stage = stage_of_executor(stage, replace(executor, num_engines=number), ())
     stage = stage.of_run(id_column=job.row_id_column)
     before = stage.stats()
@@ -110,6 +108,11 @@ def preview_rows(
             num_rows=source.num_rows,
         ),
     )
+
+
+def _num_engines(pool: PoolConfig, executor: Executor, num_rows: int) -> int:
+    """Return as many engines as so few rows are worth, or a group that shares weights."""
+    return pool.share_group or engines_for(num_rows, executor.num_engines)
 
 
 def _per_row(column: pa.ChunkedArray) -> Floats:
