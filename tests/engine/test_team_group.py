@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raybatch.engine.batch.forward_batch import ForwardBatch
-from raybatch.engine.team import shared_memory
+from raybatch.engine.memory import mapped
 from raybatch.engine.team.group import GlooGroup, connect, shared_bytes
 from raybatch.engine.team.meeting import Meeting, TeamStore
 from raybatch.engine.team.messages import Kind, Wire, pack, unpack
@@ -259,7 +259,7 @@ def test_the_memory_of_a_group_has_no_name(store):
 def test_ranks_without_a_common_memory_talk_by_gloo(store, monkeypatch):
     # as of two containers on one host
     numbers = count()
-    monkeypatch.setattr(shared_memory, "_pid_namespace", lambda: next(numbers))
+    monkeypatch.setattr(mapped, "pid_namespace", lambda: next(numbers))
     assert ["gloo"] * 2 == in_threads(store, 2, lambda group, call: group.kind)
 
 

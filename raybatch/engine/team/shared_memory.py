@@ -7,11 +7,11 @@ import contextlib
 import mmap
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterable
 
-from raybatch.engine.team.meeting import Meeting, failing_as
+from raybatch.engine.memory.mapped import MappedMemory, map_other, pid_namespace
+from raybatch.engine.team.meeting import Meeting
 from raybatch.errors import TeamError
 from raybatch.records.team import TeamCall
 
@@ -35,7 +35,7 @@ class Lines:
     def __init__(self, memory: mmap.mmap, call: TeamCall, *, awake_s: float = _AWAKE_S) -> None:
         self._rank, self._timeout_s, self.awake_s = call.rank, call.timeout_s, awake_s
         self._counts = memoryview(memory).cast("q")
-        self._namespace = _pid_namespace()
+        self._namespace = pid_namespace()
         self._tell(_PID_NAMESPACE, self._namespace)
         self._tell(_PID, os.getpid())
 
@@ -119,48 +119,29 @@ class Wait:
             time.sleep(_SLEEP_S)
 
 
-def _pid_namespace() -> int:
-    """Return what tells processes that see each other's numbers; 0 where nothing does."""
-    with contextlib.suppress(OSError):
-        return os.stat("/proc/self/ns/pid").st_ino
-    return 0
-
-
 def map_memory(call: TeamCall, meeting: Meeting, num_bytes: int) -> mmap.mmap | None:
-    """Return zeroed memory that all ranks of a team map; None where they cannot.
-
-    It has no name that could be left behind: others open it by way of rank 0's process.
-    """
+    """Return zeroed memory of rank 0 that all ranks of a team map; None where they cannot."""
     if call.rank:
-        return _mapped_by_others(call, meeting, num_bytes)
-    name, descriptor = "", None
-    if sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"):
+        return _mapped_by_others(call, meeting)
+    made = None
+    if platform.machine() in ("x86_64", "AMD64"):
         with contextlib.suppress(OSError):
-            descriptor = os.memfd_create("raybatch-team", os.MFD_CLOEXEC)
+            made = MappedMemory("team", num_bytes)
     try:
-        if descriptor is not None:
-            with contextlib.suppress(OSError):
-                # memory that the system does not have would end the process at a later write
-                os.posix_fallocate(descriptor, 0, num_bytes)
-                name = f"{_pid_namespace()} /proc/{os.getpid()}/fd/{descriptor}"
-        meeting.leave("memory", name)
+        meeting.leave("memory", "" if made is None else made.handle)
         seen = [meeting.find(f"memory of rank {rank}") for rank in range(1, call.size)]
-        is_shared = bool(name) and all(text == "mapped" for text in seen)
+        is_shared = made is not None and all(text == "mapped" for text in seen)
         meeting.leave("memory is shared", str(is_shared))
-        if not is_shared or descriptor is None:
-            return None
-        with failing_as("the memory of a team cannot be mapped"):
-            return mmap.mmap(descriptor, num_bytes)
+        return made.memory if made is not None and is_shared else None
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        if made is not None:
+            made.close()
 
 
-def _mapped_by_others(call: TeamCall, meeting: Meeting, num_bytes: int) -> mmap.mmap | None:
-    (namespace, _, path), memory = meeting.find("memory").partition(" "), None
-    # a process of another container has its number for itself
-    if path and namespace == str(_pid_namespace()):
-        with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), num_bytes)
-    meeting.leave(f"memory of rank {call.rank}", "mapped" if memory is not None else "missing")
+def _mapped_by_others(call: TeamCall, meeting: Meeting) -> mmap.mmap | None:
+    handle, memory = meeting.find("memory"), None
+    if handle:
+        with contextlib.suppress(OSError):
+            memory = map_other(handle, is_written=True)
+    meeting.leave(f"memory of rank {call.rank}", "missing" if memory is None else "mapped")
     return memory if meeting.find("memory is shared") == "True" else None

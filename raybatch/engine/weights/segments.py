@@ -1,22 +1,17 @@
 """Memory of one process whose bytes others of the host read: for feed-forward tiles of an owner.
 
-Memory of the host has no name that could be left behind: others open it by way of the process that
-has it, and the system frees it with the last process that has it open, however that ends. Memory of
-a GPU is one allocation, which others open by its handle where they see that GPU.
+Memory of the host is what `raybatch.engine.memory.mapped` makes. Memory of a GPU is one allocation,
+which others open by its handle where they see that GPU.
 """
 
 import base64
-import json
-import mmap
-import os
 import pickle
-import sys
 import warnings
-import weakref
 from typing import Any, Protocol
 
 import torch
 
+from raybatch.engine.memory.mapped import MappedMemory, map_other
 from raybatch.errors import ConfigError, error_text
 
 # of what a host has free, that owned weights leave for all else
@@ -45,24 +40,20 @@ class HostSegment:
         `free_bytes` are those that this process may take.
         Raises ConfigError: the host has not so much free, or is no Linux.
         """
-        if sys.platform != "linux":
-            raise ConfigError("engine.weights='shared' needs Linux, whose processes share memory")
         if num_bytes > (1 - _SPARE_FRACTION) * free_bytes:
             raise ConfigError(
                 f"engine.weights='shared': the weights that this replica owns take {num_bytes} "
                 f"bytes, and the host has {free_bytes} free for each; take fewer replicas on a host"
             )
         try:
-            descriptor = os.memfd_create("raybatch-weights", os.MFD_CLOEXEC)
-            weakref.finalize(self, os.close, descriptor)
-            os.posix_fallocate(descriptor, 0, max(1, num_bytes))
-            memory = mmap.mmap(descriptor, max(1, num_bytes))
+            # kept for those who map it
+            self._mapped = MappedMemory("weights", num_bytes)
         except OSError as error:
             raise ConfigError(
                 f"engine.weights='shared': {num_bytes} bytes of shared memory: {error_text(error)}"
             ) from error
-        self.memory = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-        self.handle = json.dumps((_pid_namespace(), os.getpid(), descriptor, num_bytes))
+        self.memory = torch.frombuffer(self._mapped.memory, dtype=torch.uint8)[:num_bytes]
+        self.handle = self._mapped.handle
 
 
 class DeviceSegment:
@@ -83,7 +74,9 @@ def make_segment(num_bytes: int, device: torch.device, *, free_bytes: int) -> Se
 
 
 def open_segment(handle: str, device: torch.device) -> torch.Tensor:
-    """Return the bytes of another process's segment, uint8 [N], which must not be written.
+    """Return the bytes of another process's segment, uint8, which must not be written.
+
+    There is one byte where the segment has none.
 
     Raises ConfigError: it cannot be reached from here.
     """
@@ -91,27 +84,18 @@ def open_segment(handle: str, device: torch.device) -> torch.Tensor:
 
 
 def _open_on_host(handle: str) -> torch.Tensor:
-    namespace, pid, descriptor, num_bytes = json.loads(handle)
     try:
-        if namespace != _pid_namespace():
-            raise OSError("it runs in another container")
-        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
-            memory = mmap.mmap(file.fileno(), max(1, num_bytes), prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:
+        memory = map_other(handle, is_written=False)
+    except OSError as error:
         raise ConfigError(
-            f"engine.weights='shared': the weights of process {pid} cannot be mapped "
-            f"({error_text(error)}); the replicas of a group run on one host, as one user, and see "
-            "each other's processes: leave engine.weights out where they cannot"
+            f"engine.weights='shared': {error_text(error)}; the replicas of a group run on one "
+            "host, as one user, and see each other's processes: leave engine.weights out where "
+            "they cannot"
         ) from error
     with warnings.catch_warnings():
         # that it cannot be written is meant
         warnings.simplefilter("ignore", UserWarning)
-        return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-
-
-def _pid_namespace() -> int:
-    """Return what tells processes that see each other by the same numbers."""
-    return os.stat("/proc/self/ns/pid").st_ino
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _open_on_device(handle: str, device: torch.device) -> torch.Tensor:

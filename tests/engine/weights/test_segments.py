@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raybatch.engine.weights.segments import HostSegment, make_segment, open_segment
+from raybatch.engine.weights.shared_layers import placed
 from raybatch.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def test_a_segment_beyond_the_memory_of_the_host_is_refused_with_both_figures():
 
 def test_no_bytes_are_a_segment_as_well():
     segment = make_segment(0, CPU, free_bytes=1 << 20)
-    assert open_segment(segment.handle, CPU).numel() == 0
+    assert (segment.memory.numel(), placed({}, open_segment(segment.handle, CPU))) == (0, {})
 
 
 def own(connection):
