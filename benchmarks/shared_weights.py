@@ -34,11 +34,11 @@ from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.shared_weights import ShareMember
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token
 from raybatch.engine.memory.pinned import IndexUploads
+from raybatch.engine.share.threshold import copies_s
 from raybatch.engine.weights.layer_store import ResidentLayers
 from raybatch.engine.weights.layout import packed_bytes
 from raybatch.engine.weights.shared_layers import SharedLayers
 from raybatch.engine.weights.tiles import tiled
-from raybatch.engine.weights.weight_copies import HostCopies
 from raybatch.policy.ownership import Order, Ownership
 
 CPU = torch.device("cpu")
@@ -107,10 +107,10 @@ def held_bytes(layers: SharedLayers, ffn_bytes: int) -> dict[str, Any]:
     segments = {name: of for name, of in smaps().items() if _SEGMENT in name}
     own = sum(packed_bytes(tile) for tile in layers.owned.values())
     sizes = sorted(1024 * of["Size"] for of in segments.values())
-    slots = f"{layers.slot_address:x} "
+    slots = f"{layers.ring.slots.memory.data_ptr():x} "
     private = [of for name, of in smaps().items() if name.startswith(slots)]
     slot_bytes = 1024 * sum(of["Private_Dirty"] + of["Private_Clean"] for of in private)
-    ideal = ffn_bytes / layers.ownership.size + layers.slot_bytes
+    ideal = ffn_bytes / layers.ownership.size + layers.ring.num_bytes
     return {
         "segments_mapped": len(segments),
         "largest_segment_bytes": sizes[-1],
@@ -155,7 +155,7 @@ def measure_slots(
             store = with_slots(prepared, layers, order, num_slots)
             decoder = decoder_with(prepared, store)
             passes.run(decoder)
-            before, counted = store.counters, store.ring_counters.wait_s
+            before, counted = store.counters, store.counters.wait_s
             replicated_s, shared_s = in_turns(passes, (whole, decoder), repeats)
             after, num_passes = store.counters, 1 + repeats
             found.append(
@@ -168,10 +168,10 @@ def measure_slots(
                     "copies_per_pass": (after.num_copies - before.num_copies) / num_passes,
                     "bytes_per_pass": (after.num_bytes - before.num_bytes) / num_passes,
                     "bubbles_per_pass": (after.num_stalls - before.num_stalls) / num_passes,
-                    "wait_s_per_pass": (store.ring_counters.wait_s - counted) / num_passes,
+                    "wait_s_per_pass": (store.counters.wait_s - counted) / num_passes,
                 }
             )
-            store.close()
+            store.ring.close()
     return found
 
 
@@ -179,23 +179,18 @@ def measure_rows(
     prepared: PreparedModel, whole: Decoder, layers: SharedLayers, rows: Sequence[int], repeats: int
 ) -> dict[str, Any]:
     """Return seconds of passes by rows beside those of the copies of one pass."""
-    store = with_slots(prepared, layers, "shifted", layers.num_slots)
-    trial, unit = HostCopies(store.pairs), next(iter(layers.sources))
-    trial.copy(unit, 0)
-    began = time.perf_counter()
-    for unit in layers.sources:
-        trial.copy(unit, 0)
-    copies_s = time.perf_counter() - began
+    store = with_slots(prepared, layers, "shifted", layers.ring.num_slots)
+    pass_copies_s = copies_s(layers, CPU)
     by_rows = []
     for num_rows in rows:
         passes, decoder = Passes(prepared, num_rows), decoder_with(prepared, store)
         passes.run(decoder)
         replicated_s, shared_s = in_turns(passes, (whole, decoder), repeats)
         by_rows.append({"rows": num_rows, "replicated_s": replicated_s, "shared_s": shared_s})
-    store.close()
-    above = [each["rows"] for each in by_rows if each["replicated_s"] >= copies_s]
+    store.ring.close()
+    above = [each["rows"] for each in by_rows if each["replicated_s"] >= pass_copies_s]
     return {
-        "copies_s_per_pass": copies_s,
+        "copies_s_per_pass": pass_copies_s,
         "by_rows": by_rows,
         "threshold_rows": min(above, default=None),
     }
@@ -215,7 +210,7 @@ def kv_tokens(prepared: PreparedModel, layers: SharedLayers, ffn_bytes: int) -> 
     per_token = kv_bytes_per_token(model.spec, torch.float32)
     budget = BUDGET * model.sizes.total_bytes
     own = sum(packed_bytes(tile) for tile in layers.owned.values())
-    shared = model.sizes.total_bytes - ffn_bytes + own + layers.slot_bytes
+    shared = model.sizes.total_bytes - ffn_bytes + own + layers.ring.num_bytes
     return {
         "replicated": int((budget - model.sizes.total_bytes) / per_token),
         "shared": int((budget - shared) / per_token),

@@ -40,7 +40,7 @@ def _failure_of(engine: Any) -> str:
     def fail(unit: Any, slot: int) -> None:
         raise RuntimeError("the link is down")
 
-    engine.share.lent.copier.copy = fail
+    engine.share.ring.copier.copy = fail
     engine.add("4", [1, 2, 3], {"temperature": 0, "max_tokens": 50, "ignore_eos": True})
     try:
         while not engine.step():
@@ -61,15 +61,15 @@ def _run(
     engine = start_inner(folder, backend_of(**kwargs), config, link=ShareLink(seat, exchange))
     # its turn
     connection.recv()
-    lent = engine.share.lent
+    share = engine.share
     tokens = answers_of(engine)
     connection.send(
         {
             "tokens": tokens,
             "matrices": _matrices(engine),
-            "segment": lent.segment.memory.nbytes,
+            "segment": share._modules.segment.memory.nbytes,
             "copies": engine.weight_counters().num_copies,
-            "restarts": lent.ring.counters.num_restarts,
+            "restarts": share.ring.counters.num_restarts,
             "failure": _failure_of(engine),
         }
     )

@@ -476,7 +476,7 @@ def test_a_pool_that_could_not_be_built_is_gone_before_the_next_one(path, monkey
 
 def test_counts_of_layers_that_outlive_an_engine_do_not_double(path, monkeypatch):
     engine, _ = make(path, ON_DEVICE, device_weight_bytes=LEAST_WEIGHT_BYTES)
-    copier, starts = engine.runner.decoder.layers._copier, []
+    copier, starts = engine.runner.decoder.layers.ring.copier, []
     start = copier.start
 
     def fails_once_ahead_of_use(*args):

@@ -35,9 +35,7 @@ VARIANTS = ("qwen2", "qwen3-moe", "qwen3-moe-sparse-step")
 def held_bytes(store):
     """What the ring takes on the device, and the blocks that stay."""
     stays = zip(store._layers, store._residence.is_resident, strict=True)
-    return store._slots.memory.nbytes + sum(
-        packed_bytes(layer.ffn.tile) for layer, kept in stays if kept
-    )
+    return store.ring.num_bytes + sum(packed_bytes(layer.ffn.tile) for layer, kept in stays if kept)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -236,14 +234,14 @@ def test_a_failed_copy_ends_its_step_and_the_ring_serves_the_next_engine(dense, 
             # what a pool does with an engine whose step has failed: its sequences go on elsewhere,
             # here over the same ring
             states = engine.export(set(expected) - set(done))
-            layers.check()
+            layers.ring.check()
             engine = Engine(engine.runner, engine._sampler, FakeStopChecker(), engine.runner.config)
             engine.restore(states)
     assert expected == done
     told = "could not be copied to the device: OSError: the host is gone"
     assert all(text.endswith(told) for text in said)
     assert layers.counters.num_failures == len(said) > 0
-    layers.check()
+    layers.ring.check()
 
 
 def test_layers_in_host_memory_are_measured_as_those_of_the_device(dense):

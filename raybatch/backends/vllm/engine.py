@@ -11,7 +11,7 @@ from raybatch.backends.vllm.frontend import Frontend
 from raybatch.backends.vllm.patches import leave_room
 from raybatch.backends.vllm.requests import Answer, Progress, RequestRefused
 from raybatch.backends.vllm.sharing import VllmShare
-from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.engine.weights.tile_ring import WeightCounters
 from raybatch.records.types import Task
 
 

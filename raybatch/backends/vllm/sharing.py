@@ -27,8 +27,8 @@ from torch import nn
 
 from raybatch.backends.vllm.adapter import Adapter
 from raybatch.config import EngineConfig
-from raybatch.engine.loading.shared_modules import LentMatrices, SharedModules
-from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.engine.loading.shared_modules import SharedModules
+from raybatch.engine.weights.tile_ring import TileRing, WeightCounters
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.records.share import ShareLink
@@ -55,7 +55,7 @@ class VllmShare:
         self._is_cpu = self._vllm.current_platform.is_cpu()
         self._modules: SharedModules | None = None
         # once the engine has started
-        self.lent: LentMatrices | None = None
+        self.ring: TileRing[dict[str, torch.Tensor]] | None = None
 
     def arguments(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments of `EngineArgs` with which the engine shares weights."""
@@ -83,12 +83,12 @@ class VllmShare:
     @property
     def counters(self) -> WeightCounters:
         """What was copied since the engine has started."""
-        return WeightCounters() if self.lent is None else self.lent.counters
+        return WeightCounters() if self.ring is None else self.ring.counters
 
     def close(self) -> None:
         """Copy nothing any more."""
-        if self.lent is not None:
-            self.lent.close()
+        if self.ring is not None:
+            self.ring.close()
 
     def take(self, layers: Iterable[nn.Module]) -> list[nn.Module]:
         """Return the layers of the model; there is one stack of them."""
@@ -110,7 +110,7 @@ class VllmShare:
                 "engine.weights='shared': vLLM makes the layers of this model by themselves, where "
                 "they cannot be shared; leave engine.weights out"
             )
-        self.lent = self._modules.finish(model_fingerprint(Path(model)))
+        self.ring = self._modules.finish(model_fingerprint(Path(model)))
 
     def _loader(self, load_format: str) -> type:
         """Return a class that vLLM makes the loader of."""

@@ -121,7 +121,7 @@ class PreparedModel:
     @cached_property
     def weight_bytes(self) -> int:
         here = (x for x in tensors_of(self.model.weights) if not x.is_meta)
-        slots = 0 if self.model.shared is None else self.model.shared.slot_bytes
+        slots = 0 if self.model.shared is None else self.model.shared.ring.num_bytes
         return slots + sum(tensor.nbytes for tensor in here)
 
     @cached_property

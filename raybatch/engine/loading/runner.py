@@ -35,7 +35,7 @@ from raybatch.engine.memory.kv_cache import (
 from raybatch.engine.memory.kv_tiers import KVTiers
 from raybatch.engine.memory.kv_window import KVWindow, WindowCounters
 from raybatch.engine.memory.pinned import IndexUploads, current_device
-from raybatch.engine.weights.layer_store import WeightCounters
+from raybatch.engine.weights.tile_ring import WeightCounters
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
 from raybatch.policy.choose_engine import EngineChoice

@@ -11,23 +11,21 @@ layer   attention and all else    as the engine made it
 Slots, orders and owners are those of the native engine, by layer.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from raybatch.engine.loading.shared_weights import ShareMember, reach_others
+from raybatch.engine.loading.shared_weights import ShareMember, log_holding, reach_others
 from raybatch.engine.memory.kv_cache import free_memory_bytes
-from raybatch.engine.weights.layer_store import TileSlots, WeightCounters
-from raybatch.engine.weights.layout import map_tensors, packed_bytes, tensors_of
-from raybatch.engine.weights.segments import Segment, make_segment
-from raybatch.engine.weights.shared_layers import placed
-from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, StreamCopies, ThreadCopies
-from raybatch.engine.weights.weight_ring import WeightRing
+from raybatch.engine.weights.layout import map_tensors, packed_bytes
+from raybatch.engine.weights.segments import make_segment
+from raybatch.engine.weights.shared_layers import placed, ring_of_others
+from raybatch.engine.weights.tile_ring import TileRing
+from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies
 from raybatch.errors import ConfigError
 from raybatch.policy.ownership import Ownership, Unit
 from raybatch.records.share import ShareLink
@@ -36,8 +34,6 @@ from raybatch.records.share import ShareLink
 _FFN_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 # small, and read by kernels that are built before the weights of others are there
 _NOT_SHARED = ("bias",)
-
-_logger = logging.getLogger(__name__)
 
 # matrices by their name in the module
 Matrices = Mapping[str, torch.Tensor]
@@ -109,22 +105,21 @@ class SharedModules:
             block.put(block.as_parameters(block.form))
             self._blocks.append(block)
             self.layers.append(layer)
-        ownership, rank = (
-            Ownership(size=link.seat.size, num_layers=len(self.layers)),
-            link.seat.rank,
-        )
+        ownership = Ownership(size=link.seat.size, num_layers=len(self.layers))
+        rank = link.seat.rank
         self._num_slots = num_slots or ownership.default_slots
         ownership.check_slots(self._num_slots)
         self._member = ShareMember(ownership=ownership, rank=rank, exchange=link.exchange)
         self._forms = {Unit(number): block.form for number, block in enumerate(self._blocks)}
         forms = {unit: self._forms[unit] for unit in ownership.owned_by(rank)}
         self._device = self._blocks[0].device
-        self._segment = make_segment(
+        # kept for those who open it
+        self.segment = make_segment(
             sum(map(packed_bytes, forms.values())),
             self._device,
             free_bytes=free_memory_bytes(torch.device("cpu")) // ownership.size,
         )
-        self._owned = placed(forms, self._segment.memory)
+        self._owned = placed(forms, self.segment.memory)
         for unit, matrices in self._owned.items():
             block = self._blocks[unit.layer]
             block.put(block.as_parameters(matrices))
@@ -136,8 +131,8 @@ class SharedModules:
 
     def finish(
         self, fingerprint: str, make_copier: Callable[[CopyPairs], HostCopies] | None = None
-    ) -> "LentMatrices":
-        """Reach the matrices of the others; from here on layers compute.
+    ) -> TileRing[dict[str, torch.Tensor]]:
+        """Reach the matrices of the others, and return their ring; from here on layers compute.
 
         Args:
             fingerprint: of the model.
@@ -148,32 +143,23 @@ class SharedModules:
         self._check_unmoved()
         member = self._member
         sources = reach_others(
-            member, self._forms, self._owned, self._segment, fingerprint=fingerprint
+            member, self._forms, self._owned, self.segment, fingerprint=fingerprint
         )
-        num_slots = min(self._num_slots, len(sources))
-        slots = TileSlots(sources, num_slots, self._device)
-        if make_copier is None and self._device.type == "cuda":
-            make_copier = partial(StreamCopies, device=self._device)
-        copier = (make_copier or ThreadCopies)(partial(_pairs, sources, slots))
-        fetches, uses = member.ownership.fetches(member.rank), member.ownership.uses(member.rank)
-        ring = WeightRing(fetches, uses, num_slots, copier)
+        ring = ring_of_others(
+            sources,
+            member.ownership,
+            member.rank,
+            self._num_slots,
+            self._device,
+            make_copier=make_copier,
+        )
         for unit in sources:
             block = self._blocks[unit.layer]
-            views = [block.as_parameters(slots.view(unit, slot)) for slot in range(num_slots)]
+            slots = range(ring.num_slots)
+            views = [block.as_parameters(ring.slots.view(unit, slot)) for slot in slots]
             _lend_to(block, unit, ring, views)
-        _logger.info(
-            "this replica owns the feed-forward weights of %d of %d layers, %.1f MB; %d slots of "
-            "%.1f MB are for those of %d others",
-            len(self._owned),
-            len(self._blocks),
-            self._segment.memory.nbytes / 1e6,
-            num_slots,
-            slots.memory.nbytes / max(1, num_slots) / 1e6,
-            member.ownership.size - 1,
-        )
-        return LentMatrices(
-            ring=ring, copier=copier, segment=self._segment, slot_bytes=slots.memory.nbytes
-        )
+        log_holding(member.ownership, len(self._owned), self.segment, ring)
+        return ring
 
     def _check_unmoved(self) -> None:
         for unit, form in self._forms.items():
@@ -186,30 +172,6 @@ class SharedModules:
                         "weights that are shared stay where they were loaded; choose kernels that "
                         "take them as they are, or leave engine.weights out"
                     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LentMatrices:
-    """What passes through the slots of one rank while its layers compute."""
-
-    ring: WeightRing
-    copier: HostCopies
-    # of this rank, kept for those who open it
-    segment: Segment
-    slot_bytes: int
-
-    @property
-    def counters(self) -> WeightCounters:
-        return WeightCounters(
-            num_copies=self.copier.num_copies,
-            num_bytes=self.copier.num_bytes,
-            num_stalls=self.ring.counters.num_stalls,
-            num_failures=self.ring.counters.num_failures,
-        )
-
-    def close(self) -> None:
-        """End what copies in the background."""
-        self.copier.close()
 
 
 def _block_of(number: int, layer: nn.Module) -> _Block:
@@ -257,18 +219,11 @@ def _is_same(found: object, expected: torch.Tensor) -> bool:
     )
 
 
-def _pairs(
-    sources: Mapping[Unit, dict[str, torch.Tensor]],
-    slots: TileSlots[dict[str, torch.Tensor]],
-    unit: Unit,
-    slot: int,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what is copied of a unit, and to where in a slot."""
-    return list(zip(tensors_of(sources[unit]), tensors_of(slots.view(unit, slot)), strict=True))
-
-
 def _lend_to(
-    block: _Block, unit: Unit, ring: WeightRing, views: list[dict[str, nn.Parameter]]
+    block: _Block,
+    unit: Unit,
+    ring: TileRing[dict[str, torch.Tensor]],
+    views: list[dict[str, nn.Parameter]],
 ) -> None:
     """Have a module compute with what the ring lends, and forget it after that.
 

@@ -24,6 +24,7 @@ from raybatch.engine.weights.loading import open_blocks
 from raybatch.engine.weights.records import FfnTile, ModelWeights
 from raybatch.engine.weights.segments import Segment, make_segment, open_segment
 from raybatch.engine.weights.shared_layers import SharedLayers, placed
+from raybatch.engine.weights.tile_ring import TileRing
 from raybatch.engine.weights.tiles import placeholder, tile_of, tiles_of, why_not_tiled, with_tiles
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint
@@ -153,22 +154,28 @@ def share_tiles(
         owned,
         sources,
         own.memory.device,
-        num_slots=min(num_slots, len(sources)),
+        num_slots=num_slots,
         segment=own,
     )
+    log_holding(ownership, len(owned), own, layers.ring)
+    return weights, layers
+
+
+def log_holding(ownership: Ownership, num_owned: int, own: Segment, ring: TileRing[_Tile]) -> None:
+    """Log what a rank owns and what passes through."""
+    num_units = ownership.num_layers * ownership.num_tiles
     _logger.info(
         "this replica owns %d of %d feed-forward %ss, %.1f MB; %d slots of %.1f MB hold %s of "
         "those of others (pool.share_group %d)",
-        len(owned),
-        len(forms),
+        num_owned,
+        num_units,
         ownership.by,
         own.memory.nbytes / 1e6,
-        layers.num_slots,
-        layers.slot_bytes / max(1, layers.num_slots) / 1e6,
-        "all" if layers.num_slots == len(sources) else "some",
+        ring.num_slots,
+        ring.num_bytes / max(1, ring.num_slots) / 1e6,
+        "all" if ring.num_slots == num_units - num_owned else "some",
         ownership.size,
     )
-    return weights, layers
 
 
 def reach_others(

@@ -101,7 +101,7 @@ class ShareModes:
 
     def close(self) -> None:
         self.give_up()
-        self._layers.close()
+        self._layers.ring.close()
 
     @property
     def is_in_rounds(self) -> bool:

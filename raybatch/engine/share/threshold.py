@@ -15,11 +15,10 @@ from raybatch.engine.batch.forward_batch import on_device
 from raybatch.engine.loading.peak_memory import largest_decodes
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.pinned import IndexUploads
-from raybatch.engine.weights.layout import packed_bytes, packed_into, tensors_of
 from raybatch.engine.weights.shared_layers import SharedLayers
+from raybatch.engine.weights.tile_ring import TileSlots
 from raybatch.engine.weights.weight_copies import HostCopies
 from raybatch.policy.decode_times import DecodeCurve
-from raybatch.policy.ownership import Unit
 
 # rows of the passes that are timed, each so often behind a first one
 _ROWS, _NUM_PASSES = (1, 4, 16, 64, 256), 3
@@ -33,18 +32,18 @@ def measure_threshold(runner: ModelRunner, layers: SharedLayers) -> float:
     Runs passes in the pool, which holds nothing yet. What a pass waited for its copies does not
     count; on a GPU that cannot be told, so the threshold is a lower one there.
     """
-    copies_s = _copies_s(layers, runner.device)
+    all_copies_s = copies_s(layers, runner.device)
     most = runner.num_blocks * runner.config.block_size_tokens // 2
     rows = [n for n in _ROWS if n <= min(most, runner.config.max_num_seqs)]
     if len(rows) < 2:
         return 0.0
     points = [(float(n), _pass_s(runner, layers, n)) for n in rows]
     curve = DecodeCurve.fit([(n, max(seconds, 1e-9)) for n, seconds in points])
-    threshold = _hiding_rows(curve, copies_s, most=runner.config.max_num_seqs)
+    threshold = _hiding_rows(curve, all_copies_s, most=runner.config.max_num_seqs)
     _logger.info(
         "copies of shared weights take %.2f ms a pass, and hide behind passes of %.0f rows or more "
         "(a pass of 1 row takes %.2f ms, of %d rows %.2f)",
-        1e3 * copies_s,
+        1e3 * all_copies_s,
         threshold,
         1e3 * points[0][1],
         rows[-1],
@@ -64,16 +63,10 @@ def _hiding_rows(curve: DecodeCurve, copies_s: float, *, most: int) -> float:
     return float(min(found, most))
 
 
-def _copies_s(layers: SharedLayers, device: torch.device) -> float:
-    """Return the seconds of the copies of one pass, alone; slots may hold weights already."""
-    most_bytes = max((packed_bytes(tile) for tile in layers.sources.values()), default=0)
-    spare = torch.empty(most_bytes, dtype=torch.uint8, device=device)
-
-    def pairs(unit: Unit, _: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        source = layers.sources[unit]
-        return list(zip(tensors_of(source), tensors_of(packed_into(source, spare)), strict=True))
-
-    copies, seconds = HostCopies(pairs), list[float]()
+def copies_s(layers: SharedLayers, device: torch.device) -> float:
+    """Return the seconds of the copies of one pass, alone, into a slot beside those of the ring."""
+    spare = TileSlots(layers.sources, 1, device)
+    copies, seconds = HostCopies(spare.pairs), list[float]()
     for _ in range(1 + _NUM_PASSES):
         _finish(device)
         began = time.perf_counter()
@@ -90,10 +83,10 @@ def _pass_s(runner: ModelRunner, layers: SharedLayers, num_rows: int) -> float:
     seconds = []
     for _ in range(1 + _NUM_PASSES):
         _finish(runner.device)
-        began, waited_s = time.perf_counter(), layers.ring_counters.wait_s
+        began, waited_s = time.perf_counter(), layers.counters.wait_s
         runner.decoder.forward(batch, runner.cache)
         _finish(runner.device)
-        waited_s = layers.ring_counters.wait_s - waited_s
+        waited_s = layers.counters.wait_s - waited_s
         seconds.append(time.perf_counter() - began - waited_s)
     return statistics.median(seconds[1:])
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -77,10 +78,6 @@ class ThreadCopies(HostCopies):
         future: Future[None] = self._thread.submit(copy)
         return Transfer(has_begun=begun.is_set, is_done=future.done, wait=future.result)
 
-    def drain(self) -> None:
-        """Wait for all copies that have been begun."""
-        self._thread.submit(lambda: None).result()
-
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -114,3 +111,10 @@ class StreamCopies(HostCopies):
             is_done=done.query,
             wait=lambda: torch.cuda.current_stream(self._device).wait_event(done),
         )
+
+
+def copies_to(
+    device: torch.device, *, on_host: type[HostCopies]
+) -> Callable[[CopyPairs], HostCopies]:
+    """Return what makes the copies to a device; `on_host` where that is a CPU."""
+    return partial(StreamCopies, device=device) if device.type == "cuda" else on_host

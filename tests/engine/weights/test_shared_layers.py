@@ -65,9 +65,9 @@ def test_logits_are_those_of_the_model_and_bits_those_of_its_tiles(path, size, b
             assert torch.equal(found, bits)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             assert torch.equal(found.argmax(dim=1), expected.argmax(dim=1))
-        model.shared.check()
-        assert model.shared.ring_counters.num_restarts == 0
-        model.shared.close()
+        model.shared.ring.check()
+        assert model.shared.counters.num_restarts == 0
+        model.shared.ring.close()
 
 
 @pytest.mark.parametrize("by", ["layer", "tile"])
@@ -84,7 +84,7 @@ def test_owned_tiles_cover_the_model_once(path, size, by):
         here = [tile for tile in tiles if all(not x.is_meta for x in tensors_of(tile))]
         assert len(here) == len(model.shared.owned)
         assert len(tiles) == NUM_LAYERS * group(size, by).num_tiles
-        assert model.shared.num_slots <= group(size, by).default_slots
+        assert model.shared.ring.num_slots <= group(size, by).default_slots
 
 
 def test_a_placeholder_that_is_read_raises(path):
@@ -113,8 +113,9 @@ def test_a_pass_copies_each_tile_of_others_once(path):
     fetches = group(4, "tile").fetches(1)
     for num_passes in range(1, 4):
         prompt_logits(decoder, model.spec)
-        shared._copier.drain()
-        ahead = shared.num_slots
+        # behind all copies that have been begun
+        shared.ring.copier._thread.submit(int).result()
+        ahead = shared.ring.num_slots
         assert shared.counters.num_copies == num_passes * len(fetches) + ahead
     one_pass = sum(packed_bytes(shared.sources[unit]) for unit in fetches)
     assert shared.counters.num_bytes <= 4 * one_pass

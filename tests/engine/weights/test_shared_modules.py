@@ -143,12 +143,12 @@ def shared_group(size, name="dense", **options):
 def test_outputs_are_those_of_modules_that_have_all_weights_bit_for_bit(size, name):
     whole = list(made(name))
     load(whole)
-    for modules, lent in shared_group(size, name):
+    for modules, ring in shared_group(size, name):
         for num_rows in (1, 3, 8):
             assert torch.equal(outputs(modules.layers, num_rows), outputs(whole, num_rows))
-        lent.ring.check()
-        assert lent.ring.counters.num_restarts == 0
-        lent.close()
+        ring.check()
+        assert ring.counters.num_restarts == 0
+        ring.close()
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])
@@ -160,8 +160,8 @@ def test_only_what_a_rank_owns_has_data_and_that_is_the_model_once(name):
         if p.ndim > 1 and not n.endswith("bias")
     )
     segments = 0
-    for rank, (modules, lent) in enumerate(shared_group(2, name)):
-        segments += lent.segment.memory.nbytes
+    for rank, (modules, ring) in enumerate(shared_group(2, name)):
+        segments += modules.segment.memory.nbytes
         # before, and after they were used
         for _ in range(2):
             for number, layer in enumerate(modules.layers):
@@ -170,20 +170,20 @@ def test_only_what_a_rank_owns_has_data_and_that_is_the_model_once(name):
                     is_elsewhere = is_shared and number % 2 != rank
                     assert (not parameter.numel()) == is_elsewhere, (number, inner)
             outputs(modules.layers)
-        lent.close()
+        ring.close()
     # tensors begin at borders of their own
     assert whole <= segments <= 1.2 * whole
 
 
 def test_parameters_of_others_are_loaded_as_the_engines_own_and_cannot_be_read():
-    (modules, lent), (_, other) = shared_group(2)
+    (modules, ring), (_, other) = shared_group(2)
     gate_up = modules.layers[1].mlp.gate_up_proj
     assert (type(gate_up.weight), gate_up.weight.loader) == (Marked, "of the engine")
     owned = modules.layers[0].mlp.gate_up_proj.weight
     assert (type(owned), owned.loader) == (Marked, "of the engine")
     with pytest.raises(RuntimeError, match="must be a matrix, got 1-D"):
         gate_up(torch.ones(1, M))
-    lent.close()
+    ring.close()
     other.close()
 
 
@@ -193,7 +193,7 @@ def note_place(places, module, *_):
 
 @pytest.mark.parametrize("num_slots", [2, 3])
 def test_modules_compute_in_no_more_places_than_there_are_slots(num_slots):
-    for rank, (modules, lent) in enumerate(shared_group(3, num_slots=num_slots)):
+    for rank, (modules, ring) in enumerate(shared_group(3, num_slots=num_slots)):
         seen = [set() for _ in modules.layers]
         for layer, places in zip(modules.layers, seen, strict=True):
             layer.mlp.down_proj.register_forward_hook(partial(note_place, places))
@@ -201,7 +201,7 @@ def test_modules_compute_in_no_more_places_than_there_are_slots(num_slots):
             outputs(modules.layers)
         assert len(set().union(*(seen[n] for n in range(NUM_LAYERS) if n % 3 != rank))) == num_slots
         assert all(len(seen[number]) == 1 for number in range(rank, NUM_LAYERS, 3))
-        lent.close()
+        ring.close()
 
 
 class Recorded(HostCopies):
@@ -224,13 +224,13 @@ def test_units_are_fetched_in_the_order_of_the_native_engine_once_a_pass():
 
     group = of_group(size, make)
     ownership = Ownership(size=size, num_layers=NUM_LAYERS)
-    for rank, (modules, lent) in enumerate(group):
+    for rank, (modules, ring) in enumerate(group):
         for _ in range(3):
             outputs(modules.layers)
         # copies of this kind are made when they are waited for
         used = [unit for unit in ownership.uses(rank) if ownership.owner(unit) != rank]
         assert done[rank] == used * 3
-        assert lent.counters.num_copies == 3 * len(used)
+        assert ring.counters.num_copies == 3 * len(used)
     started = []
 
     class Starts(Recorded):
@@ -246,8 +246,8 @@ def test_units_are_fetched_in_the_order_of_the_native_engine_once_a_pass():
     outputs(group[1][0].layers)
     fetches = ownership.fetches(1)
     assert started[: len(fetches)] == fetches
-    for _, lent in group:
-        lent.close()
+    for _, ring in group:
+        ring.close()
 
 
 def test_a_copy_that_fails_ends_the_pass_by_name_and_the_next_one_is_right():
@@ -262,7 +262,7 @@ def test_a_copy_that_fails_ends_the_pass_by_name_and_the_next_one_is_right():
     whole = list(made("dense"))
     load(whole)
     group = shared_group(2, make_copier=Failing)
-    modules, lent = group[0]
+    modules, ring = group[0]
     assert torch.equal(outputs(modules.layers), outputs(whole))
     broken.add(Unit(3))
     # what was fetched ahead before is used up first
@@ -273,21 +273,21 @@ def test_a_copy_that_fails_ends_the_pass_by_name_and_the_next_one_is_right():
     assert not modules.layers[3].mlp.down_proj.weight.numel()
     broken.clear()
     assert torch.equal(outputs(modules.layers), outputs(whole))
-    lent.ring.check()
+    ring.check()
     for _, each in group:
         each.close()
 
 
 def test_an_error_of_a_module_leaves_its_slot_free_and_its_placeholders():
-    (modules, lent), (_, other) = shared_group(2)
+    (modules, ring), (_, other) = shared_group(2)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         modules.layers[1].mlp(torch.ones(1, M + 1))
     assert not modules.layers[1].mlp.down_proj.weight.numel()
-    lent.ring.check()
+    ring.check()
     whole = list(made("dense"))
     load(whole)
     assert torch.equal(outputs(modules.layers), outputs(whole))
-    lent.close()
+    ring.close()
     other.close()
 
 
