@@ -4,6 +4,7 @@ import pytest
 
 from tests.actors.pools import handle_of
 from tests.clusters import local_ray, share_ray
+from tests.engine.tiny_models import build
 
 
 @pytest.fixture(scope="package")
@@ -37,3 +38,17 @@ def own():
     yield make
     for handle in handles:
         handle.shutdown()
+
+
+@pytest.fixture(scope="package")
+def share_model(tmp_path_factory):
+    """The folder of the model whose feed-forward weights groups of replicas share."""
+    folder = tmp_path_factory.mktemp("shared")
+    build("qwen3", num_hidden_layers=5).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory, monkeypatch):
+    """A cache of measured figures that lasts as long as the run of the tests."""
+    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))

@@ -86,22 +86,23 @@ def cancel_a_call(handle, num_rows):
 class Background:
     """One call of `generate` in a thread."""
 
-    def __init__(self, handle, prompts, client="default"):
+    def __init__(self, handle, prompts, client="default", sampling=SAMPLING):
         self.results = None
         self.error = None
-        self._args = (handle, prompts, client)
+        self._args = (handle, table_of(prompts), (sampling,), client)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self):
-        handle, prompts, client = self._args
         try:
-            self.results = generate(handle, table_of(prompts), (SAMPLING,), client=client)
+            self.results = generate(*self._args)
         except Exception as error:
             self.error = error
 
-    def join(self):
-        self._thread.join(60)
+    def join(self, timeout_s=90.0):
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError("the call does not end")
         if self.error is not None:
             raise self.error
         return self.results

@@ -9,52 +9,22 @@ import pytest
 
 from raybatch.actors.coordinator import sharing
 from raybatch.actors.coordinator.sharing import Sharing
-from raybatch.actors.pool import PoolHandle
-from raybatch.actors.wire.records import PoolSpec
-from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from raybatch.records.types import Sampling
 from tests.actors.pools import Background, generate, table_of, tokens_of, wait_until
-from tests.actors.test_share_groups import own_cache, path, prompts_of  # noqa: F401 - fixtures
+from tests.actors.share_pools import pools_of, prompts_of, tokens_of_one
 
 NUM_TOKENS, NUM_ROWS = 230, 24
 STUCK_AFTER_S = 8.0
 SAMPLING = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-class Call(Background):
-    def _run(self):
-        handle, prompts, client = self._args
-        try:
-            self.results = generate(handle, table_of(prompts), (SAMPLING,), client=client)
-        except Exception as error:
-            self.error = error
-
-
-def spec_of(path, **pool):  # noqa: F811
-    weights = "shared" if pool.get("share_group") else "replicated"
-    return PoolSpec(
-        model=str(path),
-        backend=BackendConfig(kind="native"),
-        engine=EngineConfig(
-            device="cpu",
-            dtype="float32",
-            weights=weights,
-            kv_cache_bytes=1 << 21,
-            max_num_seqs=4,
-            compile_kernels=False,
-            speculative_tokens=None,
-        ),
-        pool=PoolConfig(stuck_after_s=STUCK_AFTER_S, **pool),
-    )
+pytestmark = pytest.mark.usefixtures("own_cache")
+ENGINE = {"kv_cache_bytes": 1 << 21, "speculative_tokens": None}
 
 
 @pytest.fixture(scope="module")
-def expected(path):  # noqa: F811
-    handle = PoolHandle(spec_of(path, replicas=1), is_local=True)
-    try:
-        return tokens_of(generate(handle, table_of(prompts_of(NUM_ROWS)), (SAMPLING,)))
-    finally:
-        handle.shutdown()
+def expected(share_model):
+    return tokens_of_one(share_model, prompts_of(NUM_ROWS), SAMPLING, **ENGINE)
 
 
 @pytest.fixture
@@ -66,17 +36,12 @@ def threshold(monkeypatch):
 
 
 @pytest.fixture
-def pool(path):  # noqa: F811
+def pool(share_model):
     """Makes a pool of one group that ends with its test."""
-    handles = []
-
-    def make(size):
-        handles.append(PoolHandle(spec_of(path, replicas=size, share_group=size), is_local=True))
-        return handles[-1]
-
-    yield make
-    for handle in handles:
-        handle.shutdown()
+    with pools_of(share_model, **ENGINE) as make:
+        yield lambda size: make(
+            pool={"replicas": size, "share_group": size, "stuck_after_s": STUCK_AFTER_S}
+        )
 
 
 def rounds(handle):
@@ -86,7 +51,7 @@ def rounds(handle):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_group_goes_to_rounds_and_back_while_rows_run(pool, expected, threshold, size):
     handle = pool(size)
-    job = Call(handle, prompts_of(NUM_ROWS))
+    job = Background(handle, prompts_of(NUM_ROWS), sampling=SAMPLING)
     wait_until(lambda: handle.stats().rows_done >= 1)
     threshold[0] = 1e9
     wait_until(lambda: job.results is not None or min(rounds(handle), default=0) > 5)
@@ -117,7 +82,7 @@ def test_rounds_that_are_lost_lead_back_to_copies_everywhere(pool, expected, thr
     handle = pool(2)
     threshold[0] = 1e9
     with caplog.at_level(logging.INFO, logger=sharing.__name__):
-        job = Call(handle, prompts_of(NUM_ROWS))
+        job = Background(handle, prompts_of(NUM_ROWS), sampling=SAMPLING)
         wait_until(lambda: min(rounds(handle), default=0) > 5)
         # the others wait for one that is stopped longer than they may
         pid = handle.state().pids[1]
@@ -136,11 +101,11 @@ def test_a_member_killed_in_rounds_ends_its_group_and_no_row_is_lost(
 ):
     handle = pool(2)
     threshold[0] = 1e9
-    job = Call(handle, prompts_of(NUM_ROWS))
+    job = Background(handle, prompts_of(NUM_ROWS), sampling=SAMPLING)
     wait_until(lambda: min(rounds(handle), default=0) > 5)
     os.kill(handle.state().pids[victim], signal.SIGKILL)
     assert expected == tokens_of(job.join())
-    assert handle.stats().num_restarts == 2
+    wait_until(lambda: handle.stats().num_restarts == 2)
 
 
 @pytest.mark.parametrize("step", ["_to_rounds", "_to_copies"])
@@ -156,10 +121,10 @@ def test_a_member_killed_in_a_switch_ends_its_group(pool, expected, threshold, m
 
     monkeypatch.setattr(Sharing, step, with_a_death)
     threshold[0] = 1e9
-    job = Call(handle, prompts_of(NUM_ROWS))
+    job = Background(handle, prompts_of(NUM_ROWS), sampling=SAMPLING)
     if step == "_to_copies":
         wait_until(lambda: min(rounds(handle), default=0) > 5)
         threshold[0] = 0.0
     assert expected == tokens_of(job.join())
     assert killed
-    assert handle.stats().num_restarts == 2
+    wait_until(lambda: handle.stats().num_restarts == 2)

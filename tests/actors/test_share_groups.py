@@ -8,96 +8,37 @@ from pathlib import Path
 import pytest
 
 from raybatch.actors.executors.local_pools import plan_local_placement
-from raybatch.actors.pool import PoolHandle
 from raybatch.actors.replicas.placement import ClusterView, plan_placement
 from raybatch.actors.replicas.share_groups import ShareGroups
-from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import check_pool
-from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.config import EngineConfig
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.records.types import Sampling
 from tests.actors.pools import Background, generate, handle_of, table_of, tokens_of, wait_until
-from tests.actors.pools import prompts_of as prompts_of_length_3
-from tests.engine.tiny_models import build
+from tests.actors.share_pools import has_restarted, pools_of, prompts_of, spec_of, tokens_of_one
 
 NUM_TOKENS = 24
 SAMPLING = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shared")
-    build("qwen3", num_hidden_layers=5).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
-def pools(path):
+def pools(share_model):
     """Makes pools of the native engine that end with their test."""
-    handles = []
-
-    def make(*, replicas=2, share_group=None, is_local=True, idle_release_s=None, **engine):
-        weights = "replicated" if share_group is None else "shared"
-        spec = PoolSpec(
-            model=str(path),
-            backend=BackendConfig(kind="native"),
-            engine=EngineConfig(
-                device="cpu",
-                dtype="float32",
-                weights=weights,
-                kv_cache_bytes=1 << 20,
-                max_num_seqs=4,
-                compile_kernels=False,
-                **engine,
-            ),
-            pool=PoolConfig(
-                replicas=replicas, share_group=share_group, idle_release_s=idle_release_s
-            ),
-        )
-        handles.append(PoolHandle(spec, is_local=is_local))
-        return handles[-1]
-
-    yield make
-    for handle in handles:
-        handle.shutdown()
-
-
-def prompts_of(num_rows):
-    return [prompt % 40 for prompt in prompts_of_length_3(num_rows)]
+    with pools_of(share_model, kv_cache_bytes=1 << 20) as make:
+        yield make
 
 
 @pytest.fixture(scope="module")
-def expected(path, tmp_path_factory):
-    spec = PoolSpec(
-        model=str(path),
-        backend=BackendConfig(kind="native"),
-        engine=EngineConfig(device="cpu", dtype="float32", compile_kernels=False),
-        pool=PoolConfig(replicas=1),
-    )
-    handle = PoolHandle(spec, is_local=True)
-    try:
-        return tokens_of(generate(handle, table_of(prompts_of(120)), (SAMPLING,)))
-    finally:
-        handle.shutdown()
-
-
-class Call(Background):
-    def _run(self):
-        handle, prompts, client = self._args
-        try:
-            self.results = generate(handle, table_of(prompts), (SAMPLING,), client=client)
-        except Exception as error:
-            self.error = error
+def expected(share_model):
+    return tokens_of_one(share_model, prompts_of(120), SAMPLING, kv_cache_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_are_those_of_replicas_that_have_all_weights(pools, expected, size):
-    handle = pools(replicas=size, share_group=size)
+    handle = pools(pool={"replicas": size, "share_group": size})
     results = generate(handle, table_of(prompts_of(120)), (SAMPLING,))
     assert expected == tokens_of(results)
     stats = handle.stats()
@@ -114,18 +55,16 @@ def mapped(pid):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_member_ends_its_group_and_no_row_is_lost(pools, expected, size):
-    handle = pools(replicas=size, share_group=size)
-    job = Call(handle, prompts_of(120))
-    wait_until(lambda: handle.stats().rows_done >= 8)
+    handle = pools(pool={"replicas": size, "share_group": size})
+    job = Background(handle, prompts_of(120), sampling=SAMPLING)
+    wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == size)
     before = handle.state().pids
-    assert len(before) == size
     # each has its own and those of the others
     assert {len(mapped(pid)) for pid in before} == {size}
     os.kill(before[-1], signal.SIGKILL)
     results = job.join()
     assert expected == tokens_of(results)
-    wait_until(lambda: len(handle.state().pids) == size)
-    assert not set(before) & set(handle.state().pids)
+    wait_until(lambda: has_restarted(handle, before))
     assert handle.stats().num_restarts == size
     assert {len(mapped(pid)) for pid in handle.state().pids} == {size}
     handle.shutdown()
@@ -133,20 +72,19 @@ def test_a_killed_member_ends_its_group_and_no_row_is_lost(pools, expected, size
 
 
 def test_another_group_goes_on(pools, expected):
-    handle = pools(replicas=4, share_group=2)
-    job = Call(handle, prompts_of(120))
+    handle = pools(pool={"replicas": 4, "share_group": 2})
+    job = Background(handle, prompts_of(120), sampling=SAMPLING)
     wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == 4)
     before = set(handle.state().pids)
     dead = min(before)
     os.kill(dead, signal.SIGKILL)
     assert expected == tokens_of(job.join())
-    wait_until(lambda: len(handle.state().pids) == 4)
+    wait_until(lambda: handle.stats().num_restarts == 2 and len(handle.state().pids) == 4)
     assert len(before & set(handle.state().pids)) == 2
-    assert handle.stats().num_restarts == 2
 
 
 def test_a_group_that_rested_starts_again(pools, expected):
-    handle = pools(replicas=2, share_group=2, idle_release_s=0.2)
+    handle = pools(pool={"replicas": 2, "share_group": 2, "idle_release_s": 0.2})
     for _ in range(2):
         results = generate(handle, table_of(prompts_of(120)), (SAMPLING,))
         assert expected == tokens_of(results)
@@ -155,8 +93,8 @@ def test_a_group_that_rested_starts_again(pools, expected):
 
 
 def test_an_engine_that_leaves_takes_its_group_along(pools, expected):
-    handle = pools(replicas=4, share_group=2)
-    job = Call(handle, prompts_of(120))
+    handle = pools(pool={"replicas": 4, "share_group": 2})
+    job = Background(handle, prompts_of(120), sampling=SAMPLING)
     wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == 4)
     before = set(handle.state().pids)
     os.kill(min(before), signal.SIGTERM)
@@ -168,18 +106,17 @@ def test_an_engine_that_leaves_takes_its_group_along(pools, expected):
 
 @pytest.mark.ray
 def test_groups_run_on_ray(pools, expected, ray_cluster):
-    handle = pools(replicas=2, share_group=2, is_local=False)
-    job = Call(handle, prompts_of(120))
-    wait_until(lambda: handle.stats().rows_done >= 8)
+    handle = pools(is_local=False, pool={"replicas": 2, "share_group": 2})
+    job = Background(handle, prompts_of(120), sampling=SAMPLING)
+    wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == 2)
     before = handle.state().pids
     os.kill(before[0], signal.SIGKILL)
     assert expected == tokens_of(job.join())
-    wait_until(lambda: len(handle.state().pids) == 2)
-    assert not set(before) & set(handle.state().pids)
+    wait_until(lambda: has_restarted(handle, before))
 
 
 def test_a_group_that_cannot_start_fails_the_pool_with_the_cause(pools):
-    handle = pools(replicas=2, share_group=2, max_model_len=999_999)
+    handle = pools(max_model_len=999_999, pool={"replicas": 2, "share_group": 2})
     with pytest.raises(ReplicaError, match="max_model_len"):
         generate(handle, table_of(prompts_of(4)), (SAMPLING,))
 
@@ -194,12 +131,7 @@ def test_a_group_that_cannot_start_fails_the_pool_with_the_cause(pools):
     ],
 )
 def test_options_that_make_no_groups_are_refused(pool, engine, told):
-    spec = PoolSpec(
-        model="none",
-        backend=BackendConfig(kind="native"),
-        engine=EngineConfig(device="cpu", **engine),
-        pool=PoolConfig(**pool),
-    )
+    spec = spec_of("none", pool=pool, **{"weights": "replicated"} | engine)
 
     def check(place):
         check_pool(spec.pool, spec.backend, spec.engine)

@@ -3,22 +3,20 @@
 import json
 import os
 import signal
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from raybatch.actors.pool import PoolHandle
-from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.registry import check_options
 from raybatch.backends.vllm.args import vllm_options
-from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, TeamError
 from raybatch.records.share import ShareLink, ShareSeat
 from raybatch.records.types import Sampling
-from tests.actors.pools import Background, generate, table_of, tokens_of, wait_until
+from tests.actors.pools import Background, tokens_of, wait_until
+from tests.actors.share_pools import has_restarted, pools_of, tokens_of_one
 from tests.backends.sharing_group import ENGINE, backend_of, outcomes_of
 from tests.engine.tiny_models import build
 from tests.engine.weights.test_shared_modules import made
@@ -199,49 +197,26 @@ def test_vllm_takes_the_device_that_is_told(folder):
     assert [mode.name for mode in modes] == ["NONE", "NONE"]
 
 
-class Call(Background):
-    def _run(self):
-        handle, prompts, client = self._args
-        try:
-            self.results = generate(handle, table_of(prompts), (SAMPLING,), client=client)
-        except Exception as error:
-            self.error = error
-
-
-def pool_of(folder, kind, **pool):
-    weights = "shared" if "share_group" in pool else "replicated"
-    options = {"block_size_tokens": 32, "dtype": "float32", "max_num_seqs": 4, "device": "cpu"}
-    return PoolHandle(
-        PoolSpec(
-            model=folder,
-            backend=BackendConfig(kind=kind),
-            engine=EngineConfig(**options, kv_cache_bytes=4 << 20, weights=weights),
-            pool=PoolConfig(**pool),
-        ),
-        is_local=True,
-    )
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_group_of_a_pool_restarts_as_one_and_no_row_is_lost(folder):
     prompts = [np.array([i % 40, 7, 3], np.int32) for i in range(60)]
-    native = pool_of(folder, "native", replicas=1)
-    expected = tokens_of(generate(native, table_of(prompts), (SAMPLING,)))
-    native.shutdown()
-    pool = pool_of(folder, "vllm", replicas=2, share_group=2)
-    with ExitStack() as stack:
-        stack.callback(pool.shutdown)
-        call = Call(pool, prompts)
-        wait_until(lambda: pool.stats().rows_done >= 4, timeout_s=200)
-        assert all(replica.num_weight_copies > 0 for replica in pool.stats().replicas)
+    options = {"block_size_tokens": 32, "kv_cache_bytes": 4 << 20}
+    expected = tokens_of_one(folder, prompts, SAMPLING, **options)
+    with pools_of(folder, kind="vllm", **options) as make:
+        pool = make(pool={"replicas": 2, "share_group": 2})
+        call = Background(pool, prompts, sampling=SAMPLING)
+
+        def num_copying():
+            return sum(replica.num_weight_copies > 0 for replica in pool.stats().replicas)
+
+        wait_until(lambda: pool.stats().rows_done >= 4 and num_copying() == 2, timeout_s=200)
         before = pool.state().pids
         os.kill(before[0], signal.SIGKILL)
-        wait_until(lambda: call.results is not None or call.error is not None, timeout_s=200)
-        assert tokens_of(call.join()) == expected
+        assert tokens_of(call.join(200)) == expected
+        wait_until(lambda: has_restarted(pool, before), timeout_s=200)
         assert pool.stats().num_restarts == 2
-        assert not set(before) & set(pool.state().pids)
 
 
 @pytest.mark.gpu
