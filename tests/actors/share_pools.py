@@ -1,12 +1,13 @@
 """Pools of a small model whose replicas share weights, and what their tests have in common."""
 
+import threading
 from contextlib import contextmanager
 
 from raybatch.actors.pool import PoolHandle
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
 from tests.actors import pools
-from tests.actors.pools import generate, table_of, tokens_of
+from tests.actors.pools import Background, generate, table_of, tokens_of
 
 ENGINE = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4}
 
@@ -56,3 +57,28 @@ def has_restarted(handle, pids):
     """Whether as many others as these processes are there."""
     others = set(handle.state().pids) - set(pids)
     return len(others) == len(pids)
+
+
+class Repeated(Background):
+    """The same call again and again until `end`, so that no test depends on how long one takes."""
+
+    def __init__(self, handle, prompts, sampling):
+        self._is_over = threading.Event()
+        self._tokens = []
+        super().__init__(handle, prompts, sampling=sampling)
+
+    def _run(self):
+        while self.error is None and not self._is_over.is_set():
+            super()._run()
+            self._tokens.append(tokens_of(self.results))
+
+    def end(self):
+        """Return the tokens of each call, the last of which has begun before this one."""
+        self._is_over.set()
+        self.join()
+        return self._tokens
+
+
+def unique(answers):
+    """Return the answers without those that are as the first."""
+    return answers[:1] + [answer for answer in answers[1:] if answer != answers[0]]

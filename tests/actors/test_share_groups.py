@@ -15,7 +15,15 @@ from raybatch.config import EngineConfig
 from raybatch.errors import ConfigError, ReplicaError
 from raybatch.records.types import Sampling
 from tests.actors.pools import Background, generate, handle_of, table_of, tokens_of, wait_until
-from tests.actors.share_pools import has_restarted, pools_of, prompts_of, spec_of, tokens_of_one
+from tests.actors.share_pools import (
+    Repeated,
+    has_restarted,
+    pools_of,
+    prompts_of,
+    spec_of,
+    tokens_of_one,
+    unique,
+)
 
 NUM_TOKENS = 24
 SAMPLING = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -56,15 +64,14 @@ def mapped(pid):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_member_ends_its_group_and_no_row_is_lost(pools, expected, size):
     handle = pools(pool={"replicas": size, "share_group": size})
-    job = Background(handle, prompts_of(120), sampling=SAMPLING)
+    job = Repeated(handle, prompts_of(120), SAMPLING)
     wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == size)
     before = handle.state().pids
     # each has its own and those of the others
     assert {len(mapped(pid)) for pid in before} == {size}
     os.kill(before[-1], signal.SIGKILL)
-    results = job.join()
-    assert expected == tokens_of(results)
     wait_until(lambda: has_restarted(handle, before))
+    assert [expected] == unique(job.end())
     assert handle.stats().num_restarts == size
     assert {len(mapped(pid)) for pid in handle.state().pids} == {size}
     handle.shutdown()
@@ -73,13 +80,13 @@ def test_a_killed_member_ends_its_group_and_no_row_is_lost(pools, expected, size
 
 def test_another_group_goes_on(pools, expected):
     handle = pools(pool={"replicas": 4, "share_group": 2})
-    job = Background(handle, prompts_of(120), sampling=SAMPLING)
+    job = Repeated(handle, prompts_of(120), SAMPLING)
     wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == 4)
     before = set(handle.state().pids)
     dead = min(before)
     os.kill(dead, signal.SIGKILL)
-    assert expected == tokens_of(job.join())
     wait_until(lambda: handle.stats().num_restarts == 2 and len(handle.state().pids) == 4)
+    assert [expected] == unique(job.end())
     assert len(before & set(handle.state().pids)) == 2
 
 
@@ -107,12 +114,12 @@ def test_an_engine_that_leaves_takes_its_group_along(pools, expected):
 @pytest.mark.ray
 def test_groups_run_on_ray(pools, expected, ray_cluster):
     handle = pools(is_local=False, pool={"replicas": 2, "share_group": 2})
-    job = Background(handle, prompts_of(120), sampling=SAMPLING)
+    job = Repeated(handle, prompts_of(120), SAMPLING)
     wait_until(lambda: handle.stats().rows_done >= 8 and len(handle.state().pids) == 2)
     before = handle.state().pids
     os.kill(before[0], signal.SIGKILL)
-    assert expected == tokens_of(job.join())
     wait_until(lambda: has_restarted(handle, before))
+    assert [expected] == unique(job.end())
 
 
 def test_a_group_that_cannot_start_fails_the_pool_with_the_cause(pools):

@@ -15,8 +15,8 @@ from raybatch.config import BackendConfig, EngineConfig
 from raybatch.errors import ConfigError, TeamError
 from raybatch.records.share import ShareLink, ShareSeat
 from raybatch.records.types import Sampling
-from tests.actors.pools import Background, tokens_of, wait_until
-from tests.actors.share_pools import has_restarted, pools_of, tokens_of_one
+from tests.actors.pools import wait_until
+from tests.actors.share_pools import Repeated, has_restarted, pools_of, tokens_of_one, unique
 from tests.backends.sharing_group import ENGINE, backend_of, outcomes_of
 from tests.engine.tiny_models import build
 from tests.engine.weights.test_shared_modules import made
@@ -206,7 +206,7 @@ def test_a_group_of_a_pool_restarts_as_one_and_no_row_is_lost(folder):
     expected = tokens_of_one(folder, prompts, SAMPLING, **options)
     with pools_of(folder, kind="vllm", **options) as make:
         pool = make(pool={"replicas": 2, "share_group": 2})
-        call = Background(pool, prompts, sampling=SAMPLING)
+        job = Repeated(pool, prompts, SAMPLING)
 
         def num_copying():
             return sum(replica.num_weight_copies > 0 for replica in pool.stats().replicas)
@@ -214,8 +214,8 @@ def test_a_group_of_a_pool_restarts_as_one_and_no_row_is_lost(folder):
         wait_until(lambda: pool.stats().rows_done >= 4 and num_copying() == 2, timeout_s=200)
         before = pool.state().pids
         os.kill(before[0], signal.SIGKILL)
-        assert tokens_of(call.join(200)) == expected
         wait_until(lambda: has_restarted(pool, before), timeout_s=200)
+        assert [expected] == unique(job.end())
         assert pool.stats().num_restarts == 2
 
 
