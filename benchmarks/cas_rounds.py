@@ -180,7 +180,7 @@ def run_rank(call: TeamCall, folder: str, by: ShareBy, num_passes: int, pipe: Co
         found[name] = [x / num_passes for x in seconds], token
     pipe.send((peers.kind, found))
     rounds.close()
-    model.shared.close()
+    model.shared.ring.close()
 
 
 def measure_tail(folder: str, *, ranks: int, by: ShareBy, num_passes: int) -> dict[str, Any]:
@@ -196,6 +196,8 @@ def measure_tail(folder: str, *, ranks: int, by: ShareBy, num_passes: int) -> di
     told = [pipe.recv() for _, pipe in started]
     for process, _ in started:
         process.join()
+        if process.exitcode:
+            raise SystemExit(f"a rank has ended with {process.exitcode}")
     found = {}
     for name in told[0][1]:
         of_ranks = [ways[name][0] for _, ways in told]

@@ -168,7 +168,8 @@ def costs_of(model: str, host: Host, *, tp: int, cached_tokens: int) -> PassCost
         module_s=MODULE_S,
         reduce_s=REDUCE_S,
         step_s=STEP_S,
-        tile_s=TILE_S,
+        # routing, sorting and summing rows is done again for each tile of experts
+        tile_s=TILE_S if ALL[model].moe is None else 5 * TILE_S,
     )
 
 

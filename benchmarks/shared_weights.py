@@ -6,13 +6,14 @@ Groups of processes on this host, each with a segment for what it owns and slots
 others. All load; one computes, as its copies need a core of their own, and the others' memory is
 read while they sleep: what a pass takes is that of a rank whose group does not compete for links.
 Passes decode so many rows of one block each; replicated and shared ones take turns, and the median
-is told. Bytes are those of /proc/self/smaps. Readers of an owner follow from the orders, for ranks
-that are in step. Logits of every rank are those of the same tiles in one process, bit for bit, or
-the script fails.
+is told. Bytes are those of pages that a process has for itself. Readers of an owner follow from the
+orders, for ranks that are in step. Logits of every rank are those of the same tiles in one process,
+bit for bit, or the script fails.
 """
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import statistics
 import tempfile
@@ -24,6 +25,7 @@ from typing import Any
 
 import conditions
 import models
+import numpy as np
 import torch
 
 from raybatch.config import EngineConfig
@@ -88,31 +90,35 @@ def in_turns(passes: Passes, decoders: Sequence[Decoder], repeats: int) -> list[
     return [statistics.median(seconds[1:]) for seconds in taken]
 
 
-def smaps() -> dict[str, dict[str, int]]:
-    """Return the kilobytes of this process's mappings, by their first address and name."""
-    found: dict[str, dict[str, int]] = {}
-    name = ""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split(maxsplit=1)[0]
-        if not first.endswith(":"):
-            name = f"{first.partition('-')[0]} {' '.join(line.split()[5:])}"
-            found[name] = {}
-        elif line.endswith("kB"):
-            found[name][first[:-1]] = int(line.split()[1])
-    return found
+def segment_sizes() -> list[int]:
+    """Return the bytes of each segment that this process maps, ascending."""
+    sizes = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if _SEGMENT in line:
+            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+            sizes.append(end - begin)
+    return sorted(sizes)
+
+
+def private_bytes(memory: torch.Tensor) -> int:
+    """Return the bytes of a tensor in pages that are there and no other process has."""
+    first = memory.data_ptr() // mmap.PAGESIZE
+    last = -(-(memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE)
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(8 * first)
+        pages = np.frombuffer(file.read(8 * (last - first)), np.uint64)
+    # bit 63: it is there; bit 61: of a file or shared
+    return mmap.PAGESIZE * int((pages >> np.uint64(61) & np.uint64(5) == 4).sum())
 
 
 def held_bytes(layers: SharedLayers, ffn_bytes: int) -> dict[str, Any]:
     """Return what a rank holds of feed-forward weights, beside the share that is its own."""
-    segments = {name: of for name, of in smaps().items() if _SEGMENT in name}
     own = sum(packed_bytes(tile) for tile in layers.owned.values())
-    sizes = sorted(1024 * of["Size"] for of in segments.values())
-    slots = f"{layers.ring.slots.memory.data_ptr():x} "
-    private = [of for name, of in smaps().items() if name.startswith(slots)]
-    slot_bytes = 1024 * sum(of["Private_Dirty"] + of["Private_Clean"] for of in private)
+    sizes = segment_sizes()
+    slot_bytes = private_bytes(layers.ring.slots.memory)
     ideal = ffn_bytes / layers.ownership.size + layers.ring.num_bytes
     return {
-        "segments_mapped": len(segments),
+        "segments_mapped": len(sizes),
         "largest_segment_bytes": sizes[-1],
         "own_bytes": own,
         "slot_bytes_private": slot_bytes,

@@ -107,6 +107,8 @@ def test_wrong_options_are_refused(model, tmp_path):
     assert "flops of a GPU is 0" in refusal(model, *RATES[2:], "--gpu-flops", "0")
     assert "config.json" in refusal(str(tmp_path))
     assert "gpu_bytes is 0" in refusal(model, "--gpu-bytes", "0")
+    assert "--gpu-bytes is nan" in refusal(model, "--gpu-bytes", "nan")
+    assert "--reserve-bytes is inf" in refusal(model, "--reserve-bytes", "inf")
 
 
 def test_the_name_of_a_model_is_still_that_of_bench_plan(model):

@@ -70,11 +70,14 @@ class SharingEngine(Protocol):
     def calls(self, epoch: int, size: int, host: str, timeout_s: float) -> list[TeamCall]:
         """Return what to tell each engine of the group to begin rounds, this one first."""
 
-    def enter(self, call: TeamCall) -> None:
-        """Let passes be rounds from now on, once all are there."""
+    def enter(self, call: TeamCall) -> int:
+        """Let passes be rounds from now on, once all are there; return their epoch."""
 
-    def leave(self, epoch: int, at_once: bool) -> None:
-        """Ask for the end of the rounds of an epoch, behind the next one, or at once."""
+    def leave(self, epoch: int, at_once: bool) -> int:
+        """Ask for the end of the rounds of an epoch, behind the next one, or at once.
+
+        Returns the epoch that this engine is in.
+        """
 
     def is_awaited(self) -> bool:
         """Return whether `serve` is to be called, where this engine has no rows; at once."""

@@ -1,5 +1,6 @@
 """The command that plans what GPUs hold: bench plan memory. It loads neither torch nor Ray."""
 
+import math
 from typing import Annotated
 
 import typer
@@ -51,9 +52,9 @@ def plan_memory(
             "for seconds of passes, or none"
         )
     budget = GpuBudget(
-        gpu_bytes=round(gpu_bytes),
+        gpu_bytes=_whole("--gpu-bytes", gpu_bytes),
         utilisation=gpu_memory_utilization,
-        reserve_bytes=round(reserve_bytes),
+        reserve_bytes=_whole("--reserve-bytes", reserve_bytes),
     )
     # the clients of stores are slow to load
     from raybatch.explanation.bench_memory import MemoryQuestion, memory_report
@@ -78,3 +79,9 @@ def _rates(flops: float | None, read: float | None, link: float | None) -> GpuRa
     if flops is None or read is None or link is None:
         return None
     return GpuRates(bytes_per_s=read, flops=flops, link_bytes_per_s=link)
+
+
+def _whole(option: str, num_bytes: float) -> int:
+    if not math.isfinite(num_bytes):
+        raise ConfigError(f"{option} is {num_bytes}; give a number of bytes, such as 144e9")
+    return round(num_bytes)

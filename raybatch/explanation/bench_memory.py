@@ -31,6 +31,8 @@ from raybatch.simulator.shared_weights import GroupLinks, SharedGroup, simulate_
 # assumed: of a module, its sum over GPUs and a tile what no graph hides, of a step the host's part,
 # and what it takes to begin a copy of weights and a hop of rows
 _MODULE_S, _REDUCE_S, _TILE_S, _STEP_S, _COPY_S, _HOP_S = 10e-6, 10e-6, 6e-6, 1e-3, 10e-6, 40e-6
+# routing, sorting and summing rows is done again for each tile of experts
+_EXPERTS_TILE_S = 5 * _TILE_S
 # rows of the largest pass that is simulated
 _MOST_ROWS = 1024
 # rows of a simulated job, and for each that a host has KV for; deviation of the logs of lengths
@@ -155,7 +157,7 @@ class MemoryReport:
     def _notes(self) -> list[str]:
         notes = ["weights that stay and slots of each GPU; KV tokens and rows of a replica"]
         if not self.plan.shared.problem:
-            notes.append(f"by {self.plan.shared.by} and not otherwise: {self.plan.reason}")
+            notes.append(f"shared, by {self.plan.shared.by} and not otherwise: {self.plan.reason}")
         bounds, tokens = self.bounds, self.question.sequence_tokens
         if bounds is None:
             rates = "--gpu-bytes-per-s, --gpu-flops and --link-bytes-per-s"
@@ -258,7 +260,7 @@ class _Timing:
             module_s=_MODULE_S,
             reduce_s=_REDUCE_S,
             step_s=_STEP_S,
-            tile_s=_TILE_S,
+            tile_s=_TILE_S if spec.moe is None else _EXPERTS_TILE_S,
         )
         pass_bytes = copied_bytes(sizes, tp=asked.tp, size=asked.size)
         return cls(

@@ -18,10 +18,12 @@ from raybatch.kernels.linear import (
 # it, joined products and element-wise steps save the calls
 _LOOP_MIN_TOKENS_PER_EXPERT = 64
 
-# x [T, M], both weights in panels, the token of each row and where its output belongs (int64
-# [T * K], rows sorted by expert), and where each expert's rows start (int64 [E + 1]); returns the
-# outputs [T * K, M] at their places
-PanelledExperts = Callable[..., torch.Tensor]
+# x [T, M], both weights in panels, the token of each row and where its output belongs (int64 [R],
+# rows sorted by expert), where each expert's rows start (int64 [E + 1]), and the outputs [N, M]
+PanelledExperts = Callable[..., None]
+
+# the weights of each token's experts [T, K], and their numbers [T, K]
+Chosen = tuple[torch.Tensor, torch.Tensor]
 
 # weights of all experts, and the scales of those that are bytes
 Scaled = tuple[torch.Tensor, torch.Tensor | None]
@@ -54,6 +56,8 @@ def moe_ffn(
     norm_topk_prob: bool,
     gate_up_scales: torch.Tensor | None = None,  # float32 [E, 2F]
     down_scales: torch.Tensor | None = None,  # float32 [E, M]
+    experts: slice | None = None,
+    chosen: Chosen | None = None,
     panelled: PanelledExperts | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs, [T, M].
@@ -61,100 +65,60 @@ def moe_ffn(
     For panels see `raybatch.kernels.linear`; gate and up must not share one. Weights that are bytes
     have scales (see `raybatch.kernels.byte_numbers`), both or none. With `panelled`, that computes
     weights in panels, however many rows there are.
+
+    Args:
+        experts: those of all whose weights these are, as `slice(2, None, 4)`; the sum is that of
+            theirs then. None where all are here.
+        chosen: what `route` returns of `x`, which then needs no router.
     """
-    weights, experts = route(x, router, top_k, norm_topk_prob)
-    expert_of_row, order = experts.view(-1).sort(stable=True)
+    weights, numbers = route(x, router, top_k, norm_topk_prob) if chosen is None else chosen
+    num_experts, num_outputs = gate_up.shape[0], numbers.numel()
+    expert_of_row, order = numbers_here(numbers, experts, num_experts).view(-1).sort(stable=True)
+    bounds = torch.arange(num_experts + 1, dtype=numbers.dtype, device=x.device)
+    starts = torch.searchsorted(expert_of_row, bounds)
+    if experts is None:
+        outputs = x.new_empty(num_outputs, x.shape[1])
+    else:
+        order, outputs = order[: int(starts[-1])], x.new_zeros(num_outputs, x.shape[1])
     tokens = order // top_k
-    num_experts = gate_up.shape[0]
     is_panelled, is_plain = (gate_up.dim() == down.dim() == num_dims for num_dims in (4, 3))
     # small, and of no scales, which one expert at a time reads
     is_joined = gate_up_scales is None and len(order) < num_experts * _LOOP_MIN_TOKENS_PER_EXPERT
     if panelled is not None and is_panelled:
-        bounds = torch.arange(num_experts + 1, device=x.device)
-        starts = torch.searchsorted(expert_of_row, bounds)
         scales = {"up_scales": gate_up_scales, "down_scales": down_scales}
-        outputs = panelled(x, gate_up, down, tokens, order, starts, **scales)
+        panelled(x, gate_up, down, tokens, order, starts, outputs, **scales)
     elif is_joined and is_plain and _can_group(x, gate_up):
-        bounds = torch.arange(1, num_experts + 1, device=x.device)
-        ends = torch.searchsorted(expert_of_row, bounds).to(torch.int32)
+        ends = starts[1:].to(torch.int32)
         hidden = torch._grouped_mm(x.index_select(0, tokens), gate_up.transpose(1, 2), offs=ends)
         gate, up = hidden.chunk(2, dim=-1)
         hidden = functional.silu(gate).mul_(up)
-        outputs = _unsort(torch._grouped_mm(hidden, down.transpose(1, 2), offs=ends), order)
+        outputs.index_copy_(0, order, torch._grouped_mm(hidden, down.transpose(1, 2), offs=ends))
     else:
-        counts = torch.bincount(expert_of_row, minlength=num_experts).tolist()
+        counts = starts.diff().tolist()
         if is_joined and is_panelled:
             rows = x.index_select(0, tokens)
-            outputs = _unsort(_panelled_experts(rows, gate_up, down, counts), order)
+            outputs.index_copy_(0, order, _panelled_experts(rows, gate_up, down, counts))
         else:
             scaled = (gate_up, gate_up_scales), (down, down_scales)
-            outputs = looped_experts(x, scaled, tokens, order, counts)
+            looped_experts(x, scaled, tokens, order, counts, outputs)
     return _weighted(weights, outputs)
 
 
-def moe_part(
-    x: torch.Tensor,  # [T, M]
-    router: torch.Tensor,  # [E, M], of all experts
-    gate_up: torch.Tensor,  # of the experts that are here, as for `moe_ffn`
-    down: torch.Tensor,
-    *,
-    experts: slice,
-    top_k: int,
-    norm_topk_prob: bool,
-    gate_up_scales: torch.Tensor | None = None,
-    down_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return what some experts, `experts` of all, make of the rows that chose them, [T, M].
+def numbers_here(numbers: torch.Tensor, experts: slice | None, num_here: int) -> torch.Tensor:
+    """Return where experts are among those that are here, `num_here` for others.
 
-    The parts of all experts add up to what `moe_ffn` returns. One expert after the other.
+    Of experts 1, 3 and 5, the numbers 0 1 5 become 3 0 2.
     """
-    weights, chosen = route(x, router, top_k, norm_topk_prob)
-    return chosen_part(
-        x,
-        weights,
-        chosen,
-        gate_up,
-        down,
-        experts=experts,
-        gate_up_scales=gate_up_scales,
-        down_scales=down_scales,
-    )
-
-
-def chosen_part(
-    x: torch.Tensor,  # [T, M]
-    weights: torch.Tensor,  # [T, K]
-    chosen: torch.Tensor,  # int [T, K], of all experts
-    gate_up: torch.Tensor,  # of the experts that are here, as for `moe_ffn`
-    down: torch.Tensor,
-    *,
-    experts: slice,
-    gate_up_scales: torch.Tensor | None = None,
-    down_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return what `moe_part` does of rows whose experts have been chosen, [T, M]."""
-    first, step, top_k = experts.start or 0, experts.step or 1, chosen.shape[1]
-    numbers = chosen.reshape(-1)
-    places = (numbers % step == first).nonzero().squeeze(1)
-    expert_of_row, order = ((numbers[places] - first) // step).sort(stable=True)
-    places = places[order]
-    counts = torch.bincount(expert_of_row, minlength=len(gate_up)).tolist()
-    scaled = (gate_up, gate_up_scales), (down, down_scales)
-    outputs = x.new_zeros(numbers.numel(), x.shape[1])
-    looped_experts(x, scaled, places // top_k, places, counts, outputs)
-    return _weighted(weights, outputs)
+    if experts is None:
+        return numbers
+    first, step = experts.start or 0, experts.step or 1
+    return torch.where(numbers % step == first, numbers // step, num_here)
 
 
 def _weighted(weights: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     """Return the sums [T, M] of outputs [T * K, M] by weights [T, K]."""
     outputs = outputs.view(*weights.shape, outputs.shape[1])
     return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1)
-
-
-def _unsort(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=rows.device)
-    return rows.index_select(0, places)
 
 
 def _can_group(x: torch.Tensor, gate_up: torch.Tensor) -> bool:
@@ -190,13 +154,9 @@ def looped_experts(
     tokens: torch.Tensor,  # int64 [T * K], the token of each row, sorted by expert
     order: torch.Tensor,  # int64 [T * K], where the output of each row belongs
     counts: list[int],
-    outputs: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute one expert after the other, so that its activations stay in cache.
-
-    With `outputs` [N, M], rows are written there, and others stay as they are.
-    """
-    outputs = x.new_empty(len(order), x.shape[1]) if outputs is None else outputs
+    outputs: torch.Tensor,  # [N, M], of which others stay as they are
+) -> None:
+    """Compute one expert after the other, so that its activations stay in cache."""
     start = 0
     for expert, count in enumerate(counts):
         if count:
@@ -208,4 +168,3 @@ def looped_experts(
             hidden = gated_linear(x.index_select(0, tokens[rows]), gate_up)
             outputs.index_copy_(0, order[rows], times_weight(hidden, down))
             start += count
-    return outputs

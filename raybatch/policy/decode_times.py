@@ -217,17 +217,25 @@ class PassCosts:
         return DecodeCurve(rows=tuple(map(float, rows)), seconds=tuple(map(self.pass_s, rows)))
 
 
+def check_split(tp: int, *, num_heads: int, num_kv_heads: int, ffn_dim: int) -> None:
+    """Raise ConfigError where a replica cannot be split over so many GPUs."""
+    is_even = tp >= 1 and not num_heads % tp and not ffn_dim % tp
+    if not is_even or (num_kv_heads % tp and tp % num_kv_heads):
+        raise ConfigError(
+            f"tp is {tp}; it must divide the {num_heads} heads and the feed-forward width of "
+            f"{ffn_dim}, and divide the {num_kv_heads} KV heads or be a multiple of them"
+        )
+
+
 def split(model: ModelShape, tp: int) -> ModelShape:
     """Return the part of a model that each of `tp` GPUs has; KV heads beyond one are not split.
 
     Raises ConfigError: heads or the feed-forward block cannot be split so.
     """
     layer = model.layer
-    if tp < 1 or layer.num_heads % tp or layer.ffn_dim % tp:
-        raise ConfigError(
-            f"tp is {tp}; it must divide the {layer.num_heads} heads and the feed-forward width "
-            f"of {layer.ffn_dim}"
-        )
+    check_split(
+        tp, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads, ffn_dim=layer.ffn_dim
+    )
     part: LayerShape = replace(
         layer,
         num_heads=layer.num_heads // tp,

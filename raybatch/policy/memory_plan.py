@@ -17,8 +17,8 @@ from typing import Self
 
 from raybatch.errors import ConfigError
 from raybatch.models.config import ModelSpec
-from raybatch.policy.decode_times import DecodeCurve
-from raybatch.policy.ownership import Ownership, ShareBy
+from raybatch.policy.decode_times import DecodeCurve, check_split
+from raybatch.policy.ownership import Ownership, ShareBy, most_tiles, why_not_tiled
 
 # passes whose seconds differ by less take equally long
 _EQUAL_WITHIN = 0.02
@@ -36,6 +36,7 @@ class ModelBytes:
         ffn_bytes: by layer, of all experts where it has some.
         other_bytes: embeddings, head and the last norm.
         num_heads, num_kv_heads: a split divides the first, and the second as far as it goes.
+        most_tiles: that each feed-forward block can be cut into.
     """
 
     attention_bytes: tuple[int, ...]
@@ -45,7 +46,7 @@ class ModelBytes:
     num_heads: int
     num_kv_heads: int
     ffn_dim: int
-    is_sparse: bool = False
+    most_tiles: int
 
     def __post_init__(self) -> None:
         if not self.ffn_bytes or len(self.attention_bytes) != len(self.ffn_bytes):
@@ -80,7 +81,7 @@ class ModelBytes:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             ffn_dim=spec.ffn_dim if moe is None else moe.ffn_dim,
-            is_sparse=moe is not None,
+            most_tiles=most_tiles(spec),
         )
 
     @property
@@ -90,16 +91,6 @@ class ModelBytes:
     @property
     def weight_bytes(self) -> int:
         return sum(self.attention_bytes) + sum(self.ffn_bytes) + self.other_bytes
-
-    def check_split(self, tp: int) -> None:
-        """Raise ConfigError where a replica cannot be split over so many GPUs."""
-        is_even = tp >= 1 and not self.num_heads % tp and not self.ffn_dim % tp
-        kv_heads = self.num_kv_heads
-        if not is_even or (kv_heads % tp and tp % kv_heads):
-            raise ConfigError(
-                f"tp is {tp}; it must divide the {self.num_heads} heads and the feed-forward width "
-                f"of {self.ffn_dim}, and divide the {kv_heads} KV heads or be a multiple of them"
-            )
 
     def kv_token_bytes(self, tp: int) -> int:
         """Return the bytes of a token on each of `tp` GPUs; a KV head is not split, but copied."""
@@ -207,14 +198,16 @@ def plan_memory(
     Raises:
         ConfigError: the model cannot be split so, or a group of one.
     """
-    model.check_split(tp)
+    check_split(
+        tp, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, ffn_dim=model.ffn_dim
+    )
     layers = Ownership(size=size, num_layers=model.num_layers)
     tiles = Ownership(size=size, num_layers=model.num_layers, by="tile")
     by_layer, by_tile = (
         _shared(model, budget, tp, ownership, num_slots) for ownership in (layers, tiles)
     )
-    if model.is_sparse:
-        by_tile = replace(by_tile, problem="experts of a layer are computed quicker all at once")
+    if problem := why_not_tiled(model.most_tiles, size):
+        by_tile = replace(by_tile, kv_tokens=0, problem=problem)
     shared, reason = _choose(by_layer, by_tile, pass_s or {})
     return MemoryPlan(
         tp=tp,

@@ -19,17 +19,31 @@ from functools import cached_property
 from typing import Literal
 
 from raybatch.errors import ConfigError
+from raybatch.models.config import ModelSpec
 
 ShareBy = Literal["layer", "tile"]
 Order = Literal["shifted", "in_order"]
 
 
-def usual_way(size: int, *, is_sparse: bool) -> ShareBy:
-    """Return what a group owns at once: tiles where that takes fewer bytes of slots.
+def usual_way(spec: ModelSpec, size: int) -> ShareBy:
+    """Return what a group owns at once: tiles where that takes fewer bytes of slots, if it can."""
+    return "tile" if size > 2 and why_not_tiled(most_tiles(spec), size) is None else "layer"
 
-    Experts of a layer are computed quicker all at once, so a sparse model is shared by layer.
-    """
-    return "tile" if size > 2 and not is_sparse else "layer"
+
+def most_tiles(spec: ModelSpec) -> int:
+    """Return how many tiles each block of a model can be cut into: parts of F, or experts."""
+    is_sparse = [spec.is_sparse(layer) for layer in range(spec.num_layers)]
+    most = [] if all(is_sparse) else [spec.ffn_dim]
+    if spec.moe is not None and any(is_sparse):
+        most.append(spec.moe.num_experts)
+    return min(most)
+
+
+def why_not_tiled(most: int, count: int) -> str | None:
+    """Return why blocks of `most` tiles cannot be cut into so many; None where they can."""
+    if count <= most:
+        return None
+    return f"feed-forward blocks can be cut into {most} tiles at most, not into {count}"
 
 
 @dataclass(frozen=True, order=True, slots=True)

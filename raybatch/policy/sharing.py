@@ -203,9 +203,9 @@ class ModeBook:
 
 
 def check_epoch(epoch: int, expected: int, rank: int) -> None:
-    """Raise TeamError where a rank computes in another epoch: its group would wait for ever."""
+    """Raise TeamError where a rank is in another epoch: its group would wait for it in vain."""
     if epoch != expected:
         raise TeamError(
             f"rank {rank} is in epoch {epoch} of its group, the others are in epoch {expected}; "
-            "it has missed a switch, so the group starts again"
+            "it has missed a switch, so all copy weights again"
         )

@@ -30,6 +30,8 @@ COUNTERS = {
     "raybatch_weight_copy_bytes_total",
     "raybatch_weight_stalls_total",
     "raybatch_rounds_total",
+    "raybatch_dummy_rounds_total",
+    "raybatch_served_rows_total",
     "raybatch_round_bytes_total",
     "raybatch_failed_copies_total",
     "raybatch_drafted_tokens_total",

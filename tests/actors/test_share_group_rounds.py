@@ -4,11 +4,14 @@ import logging
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
 from raybatch.actors.coordinator import sharing
 from raybatch.actors.coordinator.sharing import Sharing
+from raybatch.policy import sharing as policy_of_sharing
+from raybatch.policy.sharing import choose_mode
 from raybatch.records.types import Sampling
 from tests.actors.pools import generate, table_of, tokens_of, wait_until
 from tests.actors.share_pools import Repeated, pools_of, prompts_of, tokens_of_one, unique
@@ -16,10 +19,9 @@ from tests.actors.share_pools import Repeated, pools_of, prompts_of, tokens_of_o
 NUM_TOKENS, NUM_ROWS = 230, 24
 STUCK_AFTER_S = 8.0
 SAMPLING = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
-
+ENGINE = {"kv_cache_bytes": 1 << 21, "speculative_tokens": None}
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-ENGINE = {"kv_cache_bytes": 1 << 21, "speculative_tokens": None}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,11 @@ def expected(share_model):
 def threshold(monkeypatch):
     """The threshold of all groups, in a list that a test may change."""
     box = [0.0]
-    monkeypatch.setattr(Sharing, "threshold_of", lambda *_: box[0])
+    monkeypatch.setattr(
+        policy_of_sharing,
+        "choose_mode",
+        lambda snapshot: choose_mode(replace(snapshot, threshold_rows=box[0])),
+    )
     return box
 
 
@@ -116,7 +122,7 @@ def test_a_member_killed_in_a_switch_ends_its_group(pool, expected, threshold, m
         if not killed:
             killed.append(members[1].pid)
             os.kill(members[1].pid, signal.SIGKILL)
-        await plain(self, members, epoch, **options)
+        return await plain(self, members, epoch, **options)
 
     monkeypatch.setattr(Sharing, step, with_a_death)
     threshold[0] = 1e9

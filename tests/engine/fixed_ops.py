@@ -12,9 +12,9 @@ from raybatch.kernels.moe import route
 from raybatch.kernels.step_index import ENTRY_FIELDS, Item, Parts, StepSize, parts_of
 
 
-def every_expert(x, router, gate_up, down, *, top_k, norm_topk_prob, **scales):
+def every_expert(x, router, gate_up, down, *, top_k, norm_topk_prob, **others):
     """Compute all experts for all tokens, so that no shape depends on the router."""
-    assert not any(scale is not None for scale in scales.values()), "weights are floats here"
+    assert not any(other is not None for other in others.values()), "floats of all experts"
     weights, experts = route(x, router, top_k, norm_topk_prob)
     shares = torch.zeros(len(x), len(gate_up), dtype=x.dtype, device=x.device)
     shares.scatter_(1, experts, weights)

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from raybatch.kernels import moe
+from raybatch.kernels.byte_numbers import quantise_weight, weight_scales
 from raybatch.kernels.moe import moe_ffn, route
+from raybatch.kernels.native.linears import panelled_experts
 from tests import tolerances
 from tests.oracles import moe_loop
 
@@ -56,6 +58,34 @@ def test_weights_in_panels_give_what_matrices_give(num_tokens, panels):
     down = in_panels(down, 8) if panels != "gate_up" else down
     actual = moe_ffn(x, router, gate_up, down, top_k=2, norm_topk_prob=True)
     tolerances.assert_close(actual, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 40, 500])
+@pytest.mark.parametrize("form", ["matrices", "panels", "bytes", "compiled"])
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_parts_of_experts_add_up_to_all_of_them(num_tokens, form, is_chosen):
+    router, gate_up, down = make_layer(7, 16, 16)
+    x, options = torch.randn(num_tokens, 16), {"top_k": 2, "norm_topk_prob": True}
+    expected = moe_ffn(x, router, gate_up, down, **options)
+    weights = {"gate_up": gate_up, "down": down}
+    if form == "bytes":
+        scales = {name: weight_scales(weight, torch.int8) for name, weight in weights.items()}
+        weights = {n: quantise_weight(w, scales[n], torch.int8) for n, w in weights.items()}
+        weights |= {f"{name}_scales": scale for name, scale in scales.items()}
+        expected = moe_ffn(x, router, **weights, **options)
+    elif form != "matrices":
+        weights = {name: in_panels(weight, 16) for name, weight in weights.items()}
+    if form == "compiled":
+        options["panelled"] = panelled_experts(16, 16)
+        assert options["panelled"] is not None
+    if is_chosen:
+        found, numbers = route(x, router, 2, True)
+        router, options["chosen"] = None, (found, numbers.int())
+    made = torch.zeros_like(x)
+    for experts in (slice(0, None, 3), slice(1, None, 3), slice(2, None, 3)):
+        part = {name: weight[experts].contiguous() for name, weight in weights.items()}
+        made += moe_ffn(x, router, **part, experts=experts, **options)
+    tolerances.assert_close(made, expected, TOLERANCE)
 
 
 def test_experts_without_tokens_are_skipped():

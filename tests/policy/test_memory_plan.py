@@ -17,7 +17,7 @@ from raybatch.policy.memory_plan import (
     pays,
     plan_memory,
 )
-from raybatch.policy.ownership import Ownership
+from raybatch.policy.ownership import Ownership, usual_way
 from tests.policy.paper_models import LLAMA_3_1_70B, QWEN2_5_72B, QWEN3_32B, sparse, spec
 
 # of a GPU as table 1 of the paper has it; utilisation and reserve are vLLM's default and assumed
@@ -31,6 +31,7 @@ SMALL = ModelBytes(
     num_heads=8,
     num_kv_heads=2,
     ffn_dim=64,
+    most_tiles=8,
 )
 GPU = GpuBudget(gpu_bytes=4000, utilisation=1.0, reserve_bytes=0)
 
@@ -120,6 +121,16 @@ def test_a_larger_group_holds_more_where_slots_do_not_grow(name, tp):
     tokens = [plan_memory(model, gpu, tp=tp, size=size).by_tile.kv_tokens for size in (2, 4, 8)]
     assert tokens == sorted(tokens)
     assert tokens[0] < tokens[-1]
+
+
+@pytest.mark.parametrize(("size", "by"), [(2, "layer"), (3, "tile"), (8, "tile"), (16, "layer")])
+def test_engines_cut_blocks_where_plans_do(size, by):
+    # of 8 experts
+    model = sparse((True,) * 16)
+    assert usual_way(model, size) == by
+    plan = plan_memory(ModelBytes.of(model), replace(GPU, gpu_bytes=10**9), tp=1, size=size)
+    assert plan.shared.by == by
+    assert ("8 tiles at most, not into 16" in plan.by_tile.problem) == (size == 16)
 
 
 @pytest.mark.parametrize("by", ["layer", "tile"])

@@ -189,6 +189,8 @@ _REPLICA_COUNTERS = (
     ("weight_copy_bytes", "weight_copy_bytes", "Weights copied to the device."),
     ("num_weight_stalls", "weight_stalls", "Layers whose weights were waited for."),
     ("num_rounds", "rounds", "Passes in step with a group that shares weights."),
+    ("num_dummy_rounds", "dummy_rounds", "Of these, without rows of its own."),
+    ("num_served_rows", "served_rows", "Computed for others in these, counted in every layer."),
     ("round_bytes", "round_bytes", "Sent for rows in these."),
     ("num_failed_copies", "failed_copies", "Copies of KV or weights that failed."),
     ("num_drafted_tokens", "drafted_tokens", "Tokens guessed ahead."),

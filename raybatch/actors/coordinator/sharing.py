@@ -68,10 +68,6 @@ class Sharing:
         # one that waits takes no step, and must not count as one that hangs for that
         self._timeout_s = min(_TIMEOUT_S, _OF_STUCK * (stuck_after_s or math.inf))
 
-    def threshold_of(self, member: Member) -> float:
-        """Return the rows from which on copies hide behind a pass, as a replica has measured it."""
-        return member.stats.threshold_rows
-
     def look(self) -> None:
         """Begin switches that two looks in a row want; called now and then."""
         self._num_looks += 1
@@ -93,8 +89,8 @@ class Sharing:
             book = ModeBook(ranks=tuple(range(group.size)))
             followed = self._groups[group] = _Followed(book)
         loads = tuple(self._load(followed, member, group) for member in members)
-        # each has measured it, and the slowest of them decides
-        threshold = max(self.threshold_of(member) for member in members)
+        # each has measured from how many rows on copies hide; the slowest of them decides
+        threshold = max(member.stats.threshold_rows for member in members)
         if followed.is_switching or followed.num_rests:
             followed.num_rests = max(0, followed.num_rests - 1)
             return
@@ -133,14 +129,14 @@ class Sharing:
     ) -> None:
         rows = f"{snapshot.batch:.1f} rows a pass, threshold {snapshot.threshold_rows:.0f}"
         try:
-            await (self._to_rounds if epoch.mode == "rounds" else self._to_copies)(members, epoch)
+            switch = self._to_rounds if epoch.mode == "rounds" else self._to_copies
+            for rank, seen in zip(followed.book.ranks, await switch(members, epoch), strict=True):
+                followed.book.acknowledge(rank, seen)
         except self._failed as error:
             _logger.info("%s stay with copies of weights: %s", group, error_text(error))
             followed.book = followed.book.fallen_back()
             followed.num_rests = _LOOKS_OF_REST
         else:
-            for rank in followed.book.ranks:
-                followed.book.acknowledge(rank, epoch.epoch)
             how = "send rows to the owners of weights" if epoch.mode == "rounds" else "copy weights"
             _logger.info("%s %s from now on (epoch %d): %s", group, how, epoch.epoch, rows)
         finally:
@@ -160,7 +156,8 @@ class Sharing:
             followed.num_rests = _LOOKS_OF_REST
             followed.is_switching = False
 
-    async def _to_rounds(self, members: list[Member], epoch: ModeEpoch) -> None:
+    async def _to_rounds(self, members: list[Member], epoch: ModeEpoch) -> list[int]:
+        """Let all begin rounds; return the epoch that each is in."""
         first = members[0]
         address = "127.0.0.1" if first.place is None else first.place.address
         calls = await first.actor.share.remote(
@@ -171,7 +168,7 @@ class Sharing:
             for member, call in zip(members, calls, strict=True)
         ]
         try:
-            await _all(entering)
+            return await _all(entering)
         except BaseException:
             # some may have begun rounds that others have not
             await self._to_copies(members, epoch, at_once=True)
@@ -179,18 +176,23 @@ class Sharing:
 
     async def _to_copies(
         self, members: list[Member], epoch: ModeEpoch, *, at_once: bool = False
-    ) -> None:
+    ) -> list[int]:
+        """Let all end their rounds; return the epoch that each is in."""
         leave = ("leave", epoch.epoch, at_once)
-        await _all([member.actor.share.remote(*leave) for member in members])
+        return await _all([member.actor.share.remote(*leave) for member in members])
 
 
-async def _all(calls: list[Any]) -> None:
-    """Wait for all calls; raises what the first of them has raised."""
+async def _all(calls: list[Any]) -> list[int]:
+    """Return the answers once all calls have ended; raises what the first of them has raised."""
 
-    async def wait(call: Any) -> None:  # noqa: ANN401
-        await call
+    async def answer_to(call: Any) -> int:  # noqa: ANN401
+        epoch: int = await call
+        return epoch
 
-    answers = await asyncio.gather(*map(wait, calls), return_exceptions=True)
+    answers = await asyncio.gather(*map(answer_to, calls), return_exceptions=True)
+    epochs = []
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
+        epochs.append(answer)
+    return epochs

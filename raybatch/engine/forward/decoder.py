@@ -7,7 +7,6 @@ that stop between modules.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -18,7 +17,7 @@ from raybatch.engine.weights.records import AttentionWeights, FfnTile, FfnWeight
 from raybatch.kernels.attention_plan import AttentionPlan
 from raybatch.kernels.dispatch import REFERENCE, Ops, Prepared, Upload
 from raybatch.kernels.linear import embed_tokens
-from raybatch.kernels.moe import moe_part
+from raybatch.kernels.moe import Chosen
 from raybatch.kernels.native.linears import PANEL_WIDTH, compiled_linears
 from raybatch.kernels.small_ops import rotation_table
 from raybatch.kernels.step_index import StepSize
@@ -199,9 +198,17 @@ class Decoder:
             x += part
 
     def add_tile_(
-        self, x: torch.Tensor, hidden: torch.Tensor, ffn: FfnWeights, tile: FfnTile
+        self,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        ffn: FfnWeights,
+        tile: FfnTile,
+        chosen: Chosen | None = None,
     ) -> None:
-        """Add what a tile makes of normalised rows [T, M] to `x`."""
+        """Add what a tile makes of normalised rows [T, M] to `x`.
+
+        `chosen` are the experts of these rows, where they are known.
+        """
         if tile.gate_up is not None and tile.down is not None:
             added = self._room_for(x)
             self.ops.add_mlp_(added, hidden, tile.gate_up, tile.down)
@@ -211,10 +218,7 @@ class Decoder:
             assert ffn.router is not None, "a sparse layer has a router"
             assert tile.experts_gate_up is not None, "a sparse layer has experts"
             assert tile.experts_down is not None, "a sparse layer has experts"
-            moe_ffn = self.ops.moe_ffn
-            if tile.experts is not None:
-                moe_ffn = partial(moe_part, experts=tile.experts)
-            added = moe_ffn(
+            added = self.ops.moe_ffn(
                 hidden,
                 ffn.router,
                 tile.experts_gate_up,
@@ -223,6 +227,8 @@ class Decoder:
                 norm_topk_prob=moe.norm_topk_prob,
                 gate_up_scales=tile.experts_gate_up_scales,
                 down_scales=tile.experts_down_scales,
+                experts=tile.experts,
+                chosen=chosen,
             )
         self._add_of_ranks_(x, added)
 

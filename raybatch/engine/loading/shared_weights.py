@@ -25,11 +25,11 @@ from raybatch.engine.weights.records import FfnTile, ModelWeights
 from raybatch.engine.weights.segments import Segment, make_segment, open_segment
 from raybatch.engine.weights.shared_layers import SharedLayers, placed
 from raybatch.engine.weights.tile_ring import TileRing
-from raybatch.engine.weights.tiles import placeholder, tile_of, tiles_of, why_not_tiled, with_tiles
+from raybatch.engine.weights.tiles import placeholder, tile_of, tiles_of, with_tiles
 from raybatch.errors import ConfigError
 from raybatch.models.checkpoint import model_fingerprint
 from raybatch.models.config import ModelSpec
-from raybatch.policy.ownership import Ownership, Unit, usual_way
+from raybatch.policy.ownership import Ownership, Unit, most_tiles, usual_way, why_not_tiled
 from raybatch.records.share import ShareLink
 
 # of each tensor, for the checksum
@@ -58,9 +58,8 @@ class ShareMember:
     def of(cls, link: ShareLink, spec: ModelSpec, *, num_slots: int | None) -> Self:
         """Return the member in a seat; blocks are cut where that takes fewer bytes for slots."""
         size = link.seat.size
-        by = usual_way(size, is_sparse=spec.moe is not None)
         return cls(
-            ownership=Ownership(size=size, num_layers=spec.num_layers, by=by),
+            ownership=Ownership(size=size, num_layers=spec.num_layers, by=usual_way(spec, size)),
             rank=link.seat.rank,
             exchange=link.exchange,
             num_slots=num_slots,
@@ -136,7 +135,7 @@ def share_tiles(
     ended.
     """
     ownership, rank = member.ownership, member.rank
-    if ownership.num_tiles > 1 and (reason := why_not_tiled(spec, ownership.num_tiles)):
+    if reason := why_not_tiled(most_tiles(spec), ownership.num_tiles):
         raise ConfigError(f"weights cannot be shared by tile: {reason}")
     num_slots = member.num_slots or ownership.default_slots
     ownership.check_slots(num_slots)

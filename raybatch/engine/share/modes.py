@@ -121,8 +121,8 @@ class ShareModes:
             self._store = TeamStore(host)
         return self._store.calls(epoch, size, timeout_s=timeout_s)
 
-    def enter(self, call: TeamCall) -> None:
-        """Let passes be rounds from now on, once all ranks are there.
+    def enter(self, call: TeamCall) -> int:
+        """Let passes be rounds from now on, once all ranks are there; return their epoch.
 
         Raises TeamError: one is not, and passes copy weights as before.
         """
@@ -135,17 +135,22 @@ class ShareModes:
         peers = self._connect(call, meeting)
         self._rounds = FfnRounds(peers, self._model.spec, self._layers, self._decoder)
         self._epoch, self._ends = call.epoch, False
+        return self._epoch
 
-    def leave(self, epoch: int, at_once: bool) -> None:
+    def leave(self, epoch: int, at_once: bool) -> int:
         """Ask for the end of the rounds of an epoch or of those before, behind the next one.
 
-        At once where they have not come about everywhere: others find this rank gone then.
+        At once where they have not come about everywhere: others find this rank gone then. Returns
+        the epoch that this rank is in, which is a later one where it has missed this call.
         """
-        if self._rounds is None or self._epoch > epoch:
-            return
-        self._ends = True
-        if at_once:
-            self.give_up()
+        if self._epoch > epoch:
+            return self._epoch
+        self._epoch = epoch
+        if self._rounds is not None:
+            self._ends = True
+            if at_once:
+                self.give_up()
+        return self._epoch
 
     def is_awaited(self) -> bool:
         """Return whether another rank waits for a round, or rounds are to end; at once."""

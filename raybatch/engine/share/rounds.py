@@ -23,10 +23,9 @@ import torch
 
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.team.peers import Peers
-from raybatch.engine.weights.records import FfnTile, FfnWeights
 from raybatch.engine.weights.shared_layers import SharedLayers
 from raybatch.errors import TeamError
-from raybatch.kernels.moe import chosen_part, route
+from raybatch.kernels.moe import Chosen, route
 from raybatch.models.config import ModelSpec, MoeSpec
 from raybatch.policy.ownership import Unit
 
@@ -52,7 +51,7 @@ class RoundCounters:
 
     Args:
         num_dummies: rounds without rows of its own.
-        sent_bytes, received_bytes: of rows, by the rank at the other end.
+        sent_bytes: of rows, by the rank that got them.
         num_served_rows: computed for others, counted in every layer.
         num_chains: of products, by layer.
     """
@@ -60,7 +59,6 @@ class RoundCounters:
     num_rounds: int
     num_dummies: int
     sent_bytes: tuple[int, ...]
-    received_bytes: tuple[int, ...]
     num_served_rows: int
     num_chains: tuple[int, ...]
 
@@ -106,7 +104,7 @@ class FfnRounds:
         self._next_layer = 0
         self._has_left = False
         self._num_rounds = self._num_dummies = self._num_served_rows = 0
-        self._sent, self._received = [0] * self._size, [0] * self._size
+        self._sent = [0] * self._size
         self._num_chains = [0] * spec.num_layers
 
     @property
@@ -115,7 +113,6 @@ class FfnRounds:
             num_rounds=self._num_rounds,
             num_dummies=self._num_dummies,
             sent_bytes=tuple(self._sent),
-            received_bytes=tuple(self._received),
             num_served_rows=self._num_served_rows,
             num_chains=tuple(self._num_chains),
         )
@@ -273,30 +270,19 @@ class FfnRounds:
         self._num_chains[layer] += 1
         number = self._owners[layer].index(self._rank)
         tile = self._layers.owned[Unit(layer, number)]
+        hidden, chosen = staging, None
         if self._is_routed(layer):
-            return self._compute_chosen(ffn, tile, staging)
-        made = torch.zeros_like(staging)
-        self._decoder.add_tile_(made, staging, ffn, tile)
+            hidden, chosen = self._unpack(staging, ffn.norm.dtype)
+        made = torch.zeros_like(hidden)
+        self._decoder.add_tile_(made, hidden, ffn, tile, chosen)
         return made
 
-    def _compute_chosen(
-        self, ffn: FfnWeights, tile: FfnTile, staging: torch.Tensor
-    ) -> torch.Tensor:
-        widths = _packed_widths(self._model_dim, self._moe_spec.top_k, ffn.norm.dtype)
-        hidden, weights, chosen = torch.split(staging, widths, dim=1)
-        assert tile.experts_gate_up is not None, "a sparse layer has experts"
-        assert tile.experts_down is not None, "a sparse layer has experts"
-        assert tile.experts is not None, "a part of a sparse block knows its experts"
-        return chosen_part(
-            hidden.contiguous().view(ffn.norm.dtype),
-            weights.contiguous().view(ffn.norm.dtype),
-            chosen.contiguous().view(torch.int32).long(),
-            tile.experts_gate_up,
-            tile.experts_down,
-            experts=tile.experts,
-            gate_up_scales=tile.experts_gate_up_scales,
-            down_scales=tile.experts_down_scales,
-        )
+    def _unpack(self, staging: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Chosen]:
+        """Return rows, and the experts that they have chosen."""
+        widths = _packed_widths(self._model_dim, self._moe_spec.top_k, dtype)
+        hidden, weights, numbers = torch.split(staging, widths, dim=1)
+        chosen = weights.contiguous().view(dtype), numbers.contiguous().view(torch.int32)
+        return hidden.contiguous().view(dtype), chosen
 
     def _transfer(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
@@ -305,9 +291,8 @@ class FfnRounds:
         receives = {rank: x for rank, x in receives.items() if x.numel()}
         if sends or receives:
             self._peers.transfer(sends, receives)
-        for counts, tensors in ((self._sent, sends), (self._received, receives)):
-            for rank, x in tensors.items():
-                counts[rank] += x.nbytes
+        for rank, x in sends.items():
+            self._sent[rank] += x.nbytes
 
     @property
     def _moe_spec(self) -> MoeSpec:

@@ -8,31 +8,20 @@ import torch
 from raybatch.engine.weights.cutting import dense_part
 from raybatch.engine.weights.layout import map_tensors, tensors_of
 from raybatch.engine.weights.records import FfnTile, LayerWeights, ModelWeights
-from raybatch.models.config import ModelSpec
 from raybatch.policy.ownership import Ownership, Unit
-
-
-def why_not_tiled(spec: ModelSpec, count: int) -> str | None:
-    """Return why blocks cannot be cut into so many tiles; None where they can."""
-    is_sparse = [spec.is_sparse(layer) for layer in range(spec.num_layers)]
-    if not all(is_sparse) and spec.ffn_dim < count:
-        return f"a feed-forward block of {spec.ffn_dim} is too small for {count} tiles"
-    if spec.moe is not None and spec.moe.num_experts < count:
-        return f"{spec.moe.num_experts} experts are too few for {count} tiles"
-    return None
 
 
 def tile_of(block: FfnTile, number: int, count: int) -> FfnTile:
     """Return a tile of a whole block: a part of F of a dense one, every `count`-th expert.
 
-    That of experts is a view; another one is a copy.
+    It is a copy, unless it is all of the block.
     """
     if count == 1:
         return block
     if block.experts_gate_up is None:
         return dense_part(block, number, count)
     experts = slice(number, None, count)
-    return replace(map_tensors(block, lambda x: x[experts]), experts=experts)
+    return replace(map_tensors(block, lambda x: x[experts].clone()), experts=experts)
 
 
 def tiles_of(block: FfnTile, count: int) -> tuple[FfnTile, ...]:

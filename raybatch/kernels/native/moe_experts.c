@@ -37,7 +37,7 @@ static void gate(int num_rows, const float *const *rows, int64_t model_dim, int6
 
 /* x [T, M] with x_stride floats from token to token; gate_up [E, 2F / UP_WIDTH, M, UP_WIDTH], gate
    first; down [E, M / DOWN_WIDTH, F, DOWN_WIDTH]. Expert e has the rows starts[e]..starts[e + 1] - 1:
-   row i is token tokens[i], and its output goes to outputs[targets[i]], [R, M]. hidden has room for
+   row i is token tokens[i], and its output goes to outputs[targets[i]], [N, M]. hidden has room for
    the most rows of one expert, times F. Weights that are bytes have scales [E, 2F] and [E, M], null
    for others. */
 void compute_experts(const float *x, int64_t x_stride, const Weight *gate_up, const Weight *down,

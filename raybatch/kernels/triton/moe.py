@@ -10,6 +10,7 @@ import torch
 import triton
 from torch.nn import functional
 
+from raybatch.kernels.moe import Chosen
 from raybatch.kernels.triton.jit.moe import (
     combine_kernel,
     count_kernel,
@@ -29,6 +30,8 @@ _OUT_TILE = 64
 
 class Permutation(NamedTuple):
     """Slots sorted by expert; slot s is choice s % K of token s // K.
+
+    Those of experts that are not here come last, as of one more expert, E - 1.
 
     Args:
         order: int32 [T * K], the slot at each place.
@@ -76,16 +79,22 @@ def route(
 
 
 def permute(
-    experts: torch.Tensor,  # int [T, K]
-    num_experts: int,
+    chosen: torch.Tensor,  # int [T, K]
+    num_here: int,
+    experts: slice | None = None,
 ) -> Permutation:
-    """Sort all choices of experts, those of one expert by token."""
-    chosen = experts.reshape(-1).contiguous()
+    """Sort all choices of experts, those of one expert by token.
+
+    `experts` are those of all that are here, `num_here` of them; None where all are.
+    """
+    chosen = chosen.reshape(-1).contiguous()
     num_slots, device = len(chosen), chosen.device
+    first, step = (0, 1) if experts is None else (experts.start or 0, experts.step or 1)
+    num_experts = num_here + (experts is not None)
     tile_experts = power_of_two(num_experts)
     tile_slots = max(16, _SORT_ENTRIES // tile_experts)
     num_tiles = triton.cdiv(num_slots, tile_slots)
-    tile_rows = min(_MAX_ROW_TILE, dot_tile(triton.cdiv(num_slots, num_experts)))
+    tile_rows = min(_MAX_ROW_TILE, dot_tile(triton.cdiv(num_slots, num_here * step)))
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -99,7 +108,7 @@ def permute(
         "num_warps": 4,
     }
     if num_slots:
-        count_kernel[(num_tiles,)](chosen, counts, num_slots, **sizes, **OPTIONS)
+        count_kernel[(num_tiles,)](chosen, counts, num_slots, first, step, **sizes, **OPTIONS)
         place_kernel[(num_tiles,)](
             chosen,
             counts,
@@ -108,6 +117,8 @@ def permute(
             row_starts,
             tile_ends,
             num_slots,
+            first,
+            step,
             TILE_COUNTS=min(power_of_two(num_tiles), max(1, 4096 // tile_experts)),
             TILE_ROWS=tile_rows,
             **sizes,
@@ -120,8 +131,9 @@ def unpermute(
     rows: torch.Tensor,  # [T * K, M], sorted by expert
     weights: torch.Tensor,  # [T, K]
     places: torch.Tensor,  # int32 [T * K]
+    num_rows: torch.Tensor,  # int32 [1]
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's rows, [T, M]."""
+    """Return the weighted sum of each token's rows, [T, M], without those from `num_rows` on."""
     (num_tokens, top_k), dim = weights.shape, rows.shape[1]
     output = rows.new_empty(num_tokens, dim)
     if not num_tokens:
@@ -131,6 +143,7 @@ def unpermute(
         rows,
         weights.contiguous(),
         places,
+        num_rows,
         output,
         TOP_K=top_k,
         DIM=dim,
@@ -151,23 +164,27 @@ def moe_ffn(
     norm_topk_prob: bool,
     gate_up_scales: torch.Tensor | None = None,  # float32 [E, 2F]
     down_scales: torch.Tensor | None = None,  # float32 [E, M]
+    experts: slice | None = None,
+    chosen: Chosen | None = None,
     min_grouped_rows: int | None = None,
 ) -> torch.Tensor:
     """See `raybatch.kernels.moe`; experts without a token are not read.
 
     From `min_grouped_rows` choices on (None: never), products are the grouped ones of torch, for
-    weights [E, out, in] of floats.
+    weights [E, out, in] of floats where all experts are here.
     """
-    weights, experts = route(x, router, top_k, norm_topk_prob)
+    weights, numbers = route(x, router, top_k, norm_topk_prob) if chosen is None else chosen
     if not len(x):
         return torch.empty_like(x)
-    permutation = permute(experts, len(gate_up))
-    if min_grouped_rows is not None and experts.numel() >= min_grouped_rows:
+    permutation = permute(numbers, len(gate_up), experts)
+    is_whole = experts is None
+    if is_whole and min_grouped_rows is not None and numbers.numel() >= min_grouped_rows:
         rows = _grouped(x, gate_up, down, permutation, top_k)
     else:
         scales = gate_up_scales, down_scales
         rows = _experts(x, (gate_up, down), scales, permutation, top_k)
-    return unpermute(rows, weights, permutation.places)
+    num_rows = permutation.row_starts[len(gate_up) :]
+    return unpermute(rows, weights, permutation.places, num_rows)
 
 
 def _grouped(

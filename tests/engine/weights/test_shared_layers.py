@@ -164,5 +164,5 @@ def test_too_few_slots_are_refused_with_the_number(path):
 
 def test_a_model_that_cannot_be_cut_is_refused(tmp_path):
     build("qwen3-moe", num_hidden_layers=2, num_experts=3).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="3 experts are too few for 4 tiles"):
+    with pytest.raises(ConfigError, match="can be cut into 3 tiles at most, not into 4"):
         load_group(tmp_path, Ownership(size=4, num_layers=2, by="tile"))

@@ -70,8 +70,17 @@ def test_rows_are_weighted_and_returned_to_their_tokens(device):
     torch.manual_seed(0)
     rows, weights, places = torch.randn(10, 33), torch.rand(5, 2), torch.randperm(10)
     expected = (rows[places].view(5, 2, 33) * weights.unsqueeze(2)).sum(1)
-    made = moe.unpermute(rows.to(device), weights.to(device), places.to(device, torch.int32))
+    on_device = rows.to(device), weights.to(device), places.to(device, torch.int32)
+    made = moe.unpermute(*on_device, torch.tensor([10], dtype=torch.int32, device=device))
     assert_close(made, expected)
+
+
+def test_rows_that_are_not_there_count_nothing(device):
+    rows, places = torch.full((4, 3), float("nan")), torch.tensor([0, 2, 1, 3])
+    rows[:2] = 1.0
+    on_device = rows.to(device), torch.ones(2, 2, device=device), places.to(device, torch.int32)
+    made = moe.unpermute(*on_device, torch.tensor([2], dtype=torch.int32, device=device))
+    assert made.tolist() == [[1.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False], ids=["scaled", "plain"])
@@ -129,6 +138,30 @@ def test_grouped_products_of_torch_give_the_same(num_tokens, top_k, dtype, devic
     options = {"top_k": top_k, "norm_topk_prob": True}
     made = moe.moe_ffn(*tensors, **options, min_grouped_rows=num_tokens * top_k)
     assert_close(made, moe_ffn(*(t.cpu().float() for t in tensors), **options), factor=4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_parts_of_experts_add_up_to_all_of_them(num_tokens, is_chosen, device):
+    tensors = make_layer(7, 24, 16, num_tokens)
+    options = {"top_k": 2, "norm_topk_prob": True}
+    expected = moe_ffn(*tensors, **options)
+    x, router, gate_up, down = (tensor.to(device) for tensor in tensors)
+    if is_chosen:
+        router, options["chosen"] = None, moe.route(x, router, 2, True)
+    made = torch.zeros_like(x)
+    for experts in (slice(0, None, 3), slice(1, None, 3), slice(2, None, 3)):
+        part = gate_up[experts].contiguous(), down[experts].contiguous()
+        made += moe.moe_ffn(x, router, *part, experts=experts, **options)
+    assert_close(made, expected, factor=8)
+
+
+def test_slots_of_experts_elsewhere_come_last(device):
+    experts = torch.tensor([[1, 4], [2, 5], [0, 1]])
+    made = moe.permute(experts.to(device), 2, slice(1, None, 3))
+    # slots 0 and 5 of expert 1, slot 1 of expert 4, then all others
+    assert made.order.tolist() == [0, 5, 1, 2, 3, 4]
+    assert made.row_starts.tolist() == [0, 2, 3, 6]
 
 
 def test_few_rows_do_not_take_the_grouped_product(device, monkeypatch):

@@ -55,9 +55,22 @@ def route_kernel(
 
 
 @triton.jit
-def _one_hot(experts_ptr, tile, num_slots, TILE_SLOTS: tl.constexpr, TILE_EXPERTS: tl.constexpr):
+def _one_hot(
+    experts_ptr,
+    tile,
+    num_slots,
+    first,
+    step,
+    NUM_EXPERTS: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,
+    TILE_EXPERTS: tl.constexpr,
+):
+    """Return which of NUM_EXPERTS each slot has: first, first + step, .., and last all others."""
     slots = tile * TILE_SLOTS + tl.arange(0, TILE_SLOTS)
-    experts = tl.load(experts_ptr + slots, mask=slots < num_slots, other=-1)
+    is_slot = slots < num_slots
+    experts = tl.load(experts_ptr + slots, mask=is_slot, other=0).to(tl.int32)
+    experts = tl.where(experts % step == first, experts // step, NUM_EXPERTS - 1)
+    experts = tl.where(is_slot, experts, -1)
     return (experts[:, None] == tl.arange(0, TILE_EXPERTS)[None, :]).to(tl.int32)
 
 
@@ -66,13 +79,17 @@ def count_kernel(
     experts_ptr,
     counts_ptr,
     num_slots,
+    first,
+    step,
     NUM_EXPERTS: tl.constexpr,
     TILE_SLOTS: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
 ):
     """Count the slots of each expert in one tile of slots: a column of counts [E, tiles]."""
     tile, num_tiles = tl.program_id(0), tl.num_programs(0)
-    chosen = _one_hot(experts_ptr, tile, num_slots, TILE_SLOTS, TILE_EXPERTS)
+    chosen = _one_hot(
+        experts_ptr, tile, num_slots, first, step, NUM_EXPERTS, TILE_SLOTS, TILE_EXPERTS
+    )
     experts = tl.arange(0, TILE_EXPERTS)
     counts = tl.sum(chosen, axis=0)
     tl.store(counts_ptr + experts * num_tiles + tile, counts, mask=experts < NUM_EXPERTS)
@@ -87,6 +104,8 @@ def place_kernel(
     row_starts_ptr,
     tile_ends_ptr,
     num_slots,
+    first,
+    step,
     NUM_EXPERTS: tl.constexpr,
     TILE_SLOTS: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
@@ -111,7 +130,9 @@ def place_kernel(
         before += tl.sum(tl.where((tiles < tile)[None, :], counts, 0), axis=1)
     ends = tl.cumsum(totals, axis=0)
     bases = ends - totals + before
-    chosen = _one_hot(experts_ptr, tile, num_slots, TILE_SLOTS, TILE_EXPERTS)
+    chosen = _one_hot(
+        experts_ptr, tile, num_slots, first, step, NUM_EXPERTS, TILE_SLOTS, TILE_EXPERTS
+    )
     ranks = tl.cumsum(chosen, axis=0) - 1
     places = tl.sum(chosen * (ranks + bases[None, :]), axis=1)
     slots = tile * TILE_SLOTS + tl.arange(0, TILE_SLOTS)
@@ -272,20 +293,26 @@ def combine_kernel(
     rows_ptr,
     weights_ptr,
     places_ptr,
+    num_rows_ptr,
     out_ptr,
     TOP_K: tl.constexpr,
     DIM: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Add up what the chosen experts made of one token, times its weights."""
+    """Add up what the chosen experts made of one token, times its weights.
+
+    Places from the number of rows on are of experts that made none here.
+    """
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * TILE_DIM + tl.arange(0, TILE_DIM)
     is_dim = dims < DIM
+    num_rows = tl.load(num_rows_ptr)
     total = tl.zeros((TILE_DIM,), dtype=tl.float32)
     for choice in range(TOP_K):
         slot = token * TOP_K + choice
         place = tl.load(places_ptr + slot).to(tl.int64)
         weight = tl.load(weights_ptr + slot).to(tl.float32)
-        row = tl.load(rows_ptr + place * DIM + dims, mask=is_dim, other=0.0)
+        width = tl.where(place < num_rows, DIM, 0)
+        row = tl.load(rows_ptr + place * DIM + dims, mask=dims < width, other=0.0)
         total += weight * row.to(tl.float32)
     tl.store(out_ptr + token * DIM + dims, total.to(out_ptr.dtype.element_ty), mask=is_dim)
