@@ -57,9 +57,10 @@ def plan_memory(
         reserve_bytes=_whole("--reserve-bytes", reserve_bytes),
     )
     # the clients of stores are slow to load
-    from raybatch.explanation.bench_memory import MemoryQuestion, memory_report
+    from raybatch.explanation.bench_memory import MemoryReport
     from raybatch.models.config import read_model_spec
     from raybatch.models.source import resolve_config
+    from raybatch.simulator.sharing_gain import MemoryQuestion, sharing_gain
 
     question = MemoryQuestion(
         budget=budget,
@@ -70,7 +71,8 @@ def plan_memory(
         rates=_rates(*rates),
         element_bytes=element_bytes,
     )
-    report = memory_report(model, read_model_spec(resolve_config(model)), question)
+    gain = sharing_gain(read_model_spec(resolve_config(model)), question)
+    report = MemoryReport(model=model, gain=gain)
     typer.echo(report.to_json() if as_json else report.to_text())
     raise typer.Exit(0 if report.is_possible else 1)
 

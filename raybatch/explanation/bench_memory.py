@@ -1,100 +1,28 @@
 """What replicas of a model hold on GPUs, alone and in a group that shares weights, as text."""
 
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import Self
+from dataclasses import asdict, dataclass
 
-import numpy as np
-
-from raybatch.models.config import ModelSpec
 from raybatch.pictures.document import Section, Table, to_text
 from raybatch.pictures.wording import amount, count, duration, full, percent
-from raybatch.policy.decode_times import GpuRates, PassCosts
-from raybatch.policy.layer_plan import ModelShape
-from raybatch.policy.memory_plan import (
-    BatchBounds,
-    GpuBudget,
-    Holding,
-    MemoryPlan,
-    ModelBytes,
-    batch_bounds,
-    copied_bytes,
-    pays,
-    plan_memory,
-)
-from raybatch.policy.ownership import Ownership, ShareBy
-from raybatch.simulator.rows import SimulatedRows
-from raybatch.simulator.shared_job import HostSpec, run_job
-from raybatch.simulator.shared_rounds import simulate_round, switch_batch
-from raybatch.simulator.shared_weights import GroupLinks, SharedGroup, simulate_group
-
-# assumed: of a module, its sum over GPUs and a tile what no graph hides, of a step the host's part,
-# and what it takes to begin a copy of weights and a hop of rows
-_MODULE_S, _REDUCE_S, _TILE_S, _STEP_S, _COPY_S, _HOP_S = 10e-6, 10e-6, 6e-6, 1e-3, 10e-6, 40e-6
-# routing, sorting and summing rows is done again for each tile of experts
-_EXPERTS_TILE_S = 5 * _TILE_S
-# rows of the largest pass that is simulated
-_MOST_ROWS = 1024
-# rows of a simulated job, and for each that a host has KV for; deviation of the logs of lengths
-_MOST_JOB_ROWS, _JOB_ROWS_PER_PLACE, _SIGMA = 2000, 4, 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryQuestion:
-    """What is asked of a model.
-
-    Args:
-        size: replicas of a host, which may share weights.
-        tp: GPUs of a replica.
-        rates: what a GPU reaches; None leaves out all that takes seconds.
-        element_bytes: of weights and KV.
-    """
-
-    budget: GpuBudget
-    tp: int
-    size: int
-    sequence_tokens: int
-    num_slots: int | None = None
-    rates: GpuRates | None = None
-    element_bytes: int = 2
+from raybatch.policy.memory_plan import Holding
+from raybatch.simulator.sharing_gain import MOST_ROWS, SharingGain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """What `raybatch bench plan memory` says.
-
-    Args:
-        bounds: of a replica's batch; None where rates are not known.
-        switch_rows: batch from which on weights travel and not rows.
-        pass_s: simulated seconds of a pass with the largest batch, by ownership, in the better of
-            both modes.
-        replicated_s, shared_s: of a simulated job of `job_rows` rows; None where it cannot be.
-    """
+    """What `raybatch bench plan memory` says."""
 
     model: str
-    question: MemoryQuestion
-    sizes: ModelBytes
-    plan: MemoryPlan
-    bounds: BatchBounds | None
-    switch_rows: float | None
-    pass_s: dict[ShareBy, float]
-    job_rows: int = 0
-    replicated_s: float | None = None
-    shared_s: float | None = None
-
-    @property
-    def best(self) -> Holding | None:
-        """Return the way to take: by simulated jobs, or by KV where nothing is known of seconds."""
-        if self.shared_s is None:
-            return self.plan.best
-        return self.plan.shared if pays(self.replicated_s, self.shared_s) else self.plan.replicated
+    gain: SharingGain
 
     @property
     def is_possible(self) -> bool:
-        return self.best is not None
+        return self.gain.best is not None
 
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "kv_ratio": self.plan.kv_ratio}, indent=1)
+        found = {"model": self.model, **asdict(self.gain), "kv_ratio": self.gain.plan.kv_ratio}
+        return json.dumps(found, indent=1)
 
     def to_text(self) -> str:
         """Return the plan in lines for people, printable ASCII only."""
@@ -104,7 +32,7 @@ class MemoryReport:
         return to_text(f"The memory of {self.model}", [section])
 
     def _facts(self) -> list[tuple[str, str]]:
-        asked, sizes, plan = self.question, self.sizes, self.plan
+        asked, sizes, plan = self.gain.question, self.gain.sizes, self.gain.plan
         budget = asked.budget
         share = percent(sum(sizes.ffn_bytes) / sizes.weight_bytes, 0)
         facts = [
@@ -121,7 +49,7 @@ class MemoryReport:
                 "weights and KV",
             ),
         ]
-        best = self.best
+        best = self.gain.best
         if best is None:
             return [*facts, ("plan", f"none: {plan.shared.problem}")]
         way = "each replica has all weights" if best.by is None else f"share by {best.by}"
@@ -130,8 +58,8 @@ class MemoryReport:
         return [*facts, ("plan", f"{way}; shared for replicated KV {plan.kv_ratio:.2f} to 1")]
 
     def _table(self) -> Table:
-        ways = (self.plan.replicated, self.plan.by_layer, self.plan.by_tile)
-        tokens = self.question.sequence_tokens
+        plan, tokens = self.gain.plan, self.gain.question.sequence_tokens
+        ways = (plan.replicated, plan.by_layer, plan.by_tile)
         header = (
             "weights",
             "GB a GPU",
@@ -150,19 +78,20 @@ class MemoryReport:
             full(way.num_slots),
             f"{way.slot_bytes / 1e9:,.2f}",
             full(way.kv_tokens),
-            amount(way.kv_tokens * self.plan.size),
-            full(way.rows(self.question.sequence_tokens)),
+            amount(way.kv_tokens * self.gain.plan.size),
+            full(way.rows(self.gain.question.sequence_tokens)),
         )
 
     def _notes(self) -> list[str]:
         notes = ["weights that stay and slots of each GPU; KV tokens and rows of a replica"]
-        if not self.plan.shared.problem:
-            notes.append(f"shared, by {self.plan.shared.by} and not otherwise: {self.plan.reason}")
-        bounds, tokens = self.bounds, self.question.sequence_tokens
+        plan = self.gain.plan
+        if not plan.shared.problem:
+            notes.append(f"shared, by {plan.shared.by} and not otherwise: {plan.reason}")
+        bounds, tokens = self.gain.bounds, self.gain.question.sequence_tokens
         if bounds is None:
             rates = "--gpu-bytes-per-s, --gpu-flops and --link-bytes-per-s"
             return [*notes, f"B_e and B_th need the rates that a GPU reaches: {rates}"]
-        most = f"above {_MOST_ROWS:,} rows"
+        most = f"above {MOST_ROWS:,} rows"
         saturation = (
             most if bounds.saturation_rows is None else f"{bounds.saturation_rows:,.0f} rows"
         )
@@ -172,169 +101,15 @@ class MemoryReport:
             f"B_th, from which on copies ({1e3 * bounds.copies_s:,.1f} ms a pass) hide: {hiding} "
             "of a replica"
         )
-        if self.switch_rows is not None:
-            notes.append(f"below {self.switch_rows:,.0f} rows of each replica, rows travel instead")
+        if (below := self.gain.switch_rows) is not None:
+            notes.append(f"below {below:,.0f} rows of each replica, rows travel instead")
         notes.append(self._jobs())
         notes.append("seconds are computed from these rates, and not measured")
         return notes
 
     def _jobs(self) -> str:
-        times = {"replicated": self.replicated_s, "shared": self.shared_s}
+        times = {"replicated": self.gain.replicated_s, "shared": self.gain.shared_s}
         told = ", ".join(f"{way} {duration(s)}" for way, s in times.items() if s is not None)
-        half = self.question.sequence_tokens // 2
-        rows = f"{full(self.job_rows)} rows of {full(half)} prompt and output tokens each"
+        half = self.gain.question.sequence_tokens // 2
+        rows = f"{full(self.gain.job_rows)} rows of {full(half)} prompt and output tokens each"
         return f"a job of {rows}, simulated: {told or 'cannot be'}"
-
-
-def memory_report(name: str, spec: ModelSpec, question: MemoryQuestion) -> MemoryReport:
-    """Plan the memory of a model, with simulated passes where rates are known.
-
-    Raises:
-        ConfigError: the model cannot be split or shared so.
-    """
-    num_bytes = question.element_bytes
-    sizes = ModelBytes.of(spec, element_bytes=num_bytes, kv_element_bytes=num_bytes)
-    timing = None if question.rates is None else _Timing.of(spec, sizes, question.rates, question)
-    pass_s = {} if timing is None else timing.pass_seconds(_plan(sizes, question))
-    plan = _plan(sizes, question, pass_s)
-    report = MemoryReport(
-        model=name,
-        question=question,
-        sizes=sizes,
-        plan=plan,
-        bounds=None,
-        switch_rows=None,
-        pass_s=pass_s,
-    )
-    if timing is None:
-        return report
-    below, rows = timing.switch_rows(plan), _job_rows(plan, question)
-    return replace(
-        report,
-        bounds=timing.bounds,
-        switch_rows=below,
-        job_rows=len(rows),
-        replicated_s=timing.job_s(plan.replicated, rows, 0.0),
-        shared_s=timing.job_s(plan.shared, rows, below or 0.0),
-    )
-
-
-def _job_rows(plan: MemoryPlan, asked: MemoryQuestion) -> SimulatedRows:
-    """Return some times as many rows as a host has KV for, of like lengths."""
-    held = asked.size * max(
-        way.rows(asked.sequence_tokens) for way in (plan.shared, plan.replicated)
-    )
-    rng, half = np.random.default_rng(0), max(1, asked.sequence_tokens // 2)
-    shape = (2, max(1, min(_MOST_JOB_ROWS, _JOB_ROWS_PER_PLACE * held)))
-    lengths = rng.lognormal(np.log(half) - _SIGMA**2 / 2, _SIGMA, shape)
-    prompt, output = np.maximum(1, np.rint(lengths)).astype(np.int64)
-    return SimulatedRows.of(prompt, output)
-
-
-def _plan(
-    sizes: ModelBytes, asked: MemoryQuestion, pass_s: dict[ShareBy, float] | None = None
-) -> MemoryPlan:
-    return plan_memory(
-        sizes, asked.budget, tp=asked.tp, size=asked.size, num_slots=asked.num_slots, pass_s=pass_s
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Timing:
-    """What passes of a group take, by the rates of its GPUs."""
-
-    costs: PassCosts
-    bounds: BatchBounds
-    links: GroupLinks
-    layer_bytes: float
-    row_bytes: float
-    asked: MemoryQuestion
-
-    @classmethod
-    def of(cls, spec: ModelSpec, sizes: ModelBytes, rates: GpuRates, asked: MemoryQuestion) -> Self:
-        costs = PassCosts.of(
-            ModelShape.of(spec, element_bytes=asked.element_bytes),
-            rates,
-            tp=asked.tp,
-            cached_tokens=asked.sequence_tokens,
-            module_s=_MODULE_S,
-            reduce_s=_REDUCE_S,
-            step_s=_STEP_S,
-            tile_s=_TILE_S if spec.moe is None else _EXPERTS_TILE_S,
-        )
-        pass_bytes = copied_bytes(sizes, tp=asked.tp, size=asked.size)
-        return cls(
-            costs=costs,
-            bounds=batch_bounds(costs.curve(_MOST_ROWS), pass_bytes, rates.link_bytes_per_s),
-            links=GroupLinks(bytes_per_s=rates.link_bytes_per_s, latency_s=_COPY_S),
-            layer_bytes=max(sizes.ffn_bytes) / asked.tp,
-            row_bytes=spec.model_dim * asked.element_bytes,
-            asked=asked,
-        )
-
-    def _ownership(self, by: ShareBy) -> Ownership:
-        return Ownership(size=self.asked.size, num_layers=self.costs.num_layers, by=by)
-
-    def pass_seconds(self, plan: MemoryPlan) -> dict[ShareBy, float]:
-        """Return seconds of a pass in the better mode, with the largest batch of both ownerships.
-
-        Empty where one of them has no KV.
-        """
-        ways: dict[ShareBy, Holding] = {"layer": plan.by_layer, "tile": plan.by_tile}
-        if any(way.problem for way in ways.values()):
-            return {}
-        most = min(way.rows(self.asked.sequence_tokens) for way in ways.values())
-        rows = (min(max(1, most), _MOST_ROWS),) * self.asked.size
-        return {by: self._pass_s(by, way.num_slots, rows) for by, way in ways.items()}
-
-    def _pass_s(self, by: ShareBy, num_slots: int, rows: tuple[int, ...]) -> float:
-        ownership = self._ownership(by)
-        group = SharedGroup(
-            ownership=ownership,
-            num_slots=num_slots,
-            layer_bytes=self.layer_bytes,
-            links=self.links,
-            rows=rows,
-        )
-        rounds = simulate_round(
-            self.costs, ownership, rows, row_bytes=self.row_bytes, links=self._hops
-        )
-        return min(simulate_group(self.costs, group).pass_s, rounds.seconds)
-
-    @property
-    def _hops(self) -> GroupLinks:
-        return replace(self.links, latency_s=_HOP_S)
-
-    def job_s(self, way: Holding, rows: SimulatedRows, threshold_rows: float) -> float | None:
-        """Return the seconds of a job; None where weights or a row do not fit."""
-        if way.problem or way.kv_tokens < int((rows.prompt + rows.output).max()):
-            return None
-        spec = HostSpec(
-            way="replicated",
-            num_ranks=self.asked.size,
-            costs=self.costs,
-            kv_tokens=way.kv_tokens,
-            row_bytes=self.row_bytes,
-            links=self._hops,
-        )
-        if way.by is not None:
-            spec = replace(
-                spec,
-                way="both",
-                ownership=self._ownership(way.by),
-                copies_s=self.bounds.copies_s,
-                threshold_rows=threshold_rows,
-            )
-        return run_job(rows, spec).completion_s
-
-    def switch_rows(self, plan: MemoryPlan) -> float | None:
-        """Return the batch from which on weights travel; None where nothing is shared."""
-        if plan.shared.by is None or plan.shared.problem:
-            return None
-        return switch_batch(
-            self.costs,
-            self._ownership(plan.shared.by),
-            copies_s=self.bounds.copies_s,
-            row_bytes=self.row_bytes,
-            links=self._hops,
-        )

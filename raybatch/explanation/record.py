@@ -72,6 +72,7 @@ class Explanation:
         layout: what another order of the template's fields would share; "" for nothing.
         executor: where a run would have its engines, and why; "" where that is not known.
         engine: how they run the rows, and why; "" where they do not choose.
+        weights: whether replicas share weights, and why; "" where the job says so.
         deadline: what is done by then; None where the job has none.
     """
 
@@ -98,6 +99,7 @@ class Explanation:
     boxes: tuple[TreeBox, ...] = ()
     executor: str = ""
     engine: str = ""
+    weights: str = ""
     deadline: DeadlineOutlook | None = None
 
     @property
@@ -279,6 +281,8 @@ def _time_section(explanation: Explanation) -> Section:
     facts = []
     if explanation.backend:
         facts.append(("backend", backend_text(explanation.backend, explanation.backend_reason)))
+    if explanation.weights:
+        facts.append(("weights", explanation.weights))
     time, price = explanation.time, explanation.price_per_engine_hour
     if time is None:
         why = f": {explanation.no_time}" if explanation.no_time else ""

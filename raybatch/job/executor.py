@@ -17,6 +17,7 @@ from raybatch.durable.sink import holds_answers
 from raybatch.durable.storage import error_context
 from raybatch.errors import ConfigError
 from raybatch.inputs.source import Source
+from raybatch.job.weight_choice import with_chosen_weights
 from raybatch.models.identity import pin
 from raybatch.models.source import (
     content_in,
@@ -203,13 +204,15 @@ def stage_of_cluster(
 ) -> type[StageFeeder]:
     """Return a stage whose backend a cluster decides, or options alone where none is connected.
 
-    One that is decided is returned as it is. ConfigError: the backend cannot run the model, or
-    cannot be decided.
+    So are weights that replicas may share. What is decided stays as it is. ConfigError: the backend
+    cannot run the model, or cannot be decided.
     """
-    if stage.config.backend.is_decided:
+    is_decided = stage.config.backend.is_decided
+    if is_decided and stage.config.engine.weights != "auto":
         return stage
-    if start_ray is not None:
+    if start_ray is not None and not stage.pool.is_local:
         start_ray()
-    decided = stage.settled(connect=connect)
-    check_model(decided.config, schema)
-    return decided
+    if not is_decided:
+        stage = stage.settled(connect=connect)
+        check_model(stage.config, schema)
+    return with_chosen_weights(stage)

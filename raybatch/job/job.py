@@ -305,7 +305,7 @@ class Job:
                 deadline_s=self.config.deadline_s,
             )
         )
-        return replace(explanation, executor=str(executor))
+        return replace(explanation, executor=str(executor), weights=stage.weights_choice)
 
     def preview(
         self,

@@ -58,6 +58,7 @@ class StageFeeder:
 
     Attributes:
         choice: why the backend is what it is; None where the user named it, or nobody decided yet.
+        weights_choice: whether replicas share weights, and why; "" where the user has said so.
     """
 
     # of the class, and of an object where the class leaves the backend to the pool
@@ -65,6 +66,7 @@ class StageFeeder:
     pool: ClassVar[PoolHandle]
     client: ClassVar[str]
     choice: ClassVar[BackendChoice | None] = None
+    weights_choice: ClassVar[str] = ""
 
     def __init__(self) -> None:
         self._failure: Exception | None = None

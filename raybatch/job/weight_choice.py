@@ -1,0 +1,168 @@
+"""Whether the replicas of a job share weights, where `engine.weights` is "auto"; and why.
+
+They do where memory alone lets the model run, or a simulated job ends 5 % sooner. Rates are those
+of `policy.gpu_kinds`, and rows are taken to be as long as the engine's longest, 4,096 at most.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raybatch.actors.executors.local_pools import gpus_of_host
+from raybatch.actors.pool import PoolHandle
+from raybatch.actors.replicas.placement import ClusterView, cluster_now, gpus_requested
+from raybatch.actors.replicas.share_groups import why_no_groups
+from raybatch.actors.wire.records import PoolSpec
+from raybatch.backends.choice import gpus_of_engine
+from raybatch.backends.registry import check_options
+from raybatch.errors import RaybatchError
+from raybatch.models.config import ModelSpec, read_model_spec
+from raybatch.models.source import resolve_config
+from raybatch.pictures.wording import duration
+from raybatch.policy.gpu_kinds import GPU_KINDS
+from raybatch.policy.memory_plan import GpuBudget
+from raybatch.simulator.sharing_gain import MemoryQuestion, SharingGain, sharing_gain
+from raybatch.stages.feeder import StageFeeder
+
+_MOST_TOKENS = 4096
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChoice:
+    """What was chosen.
+
+    Args:
+        share_group: replicas that share weights; None where each holds all.
+    """
+
+    share_group: int | None
+    why: str
+
+    def __str__(self) -> str:
+        how = "replicated" if self.share_group is None else f"shared by {self.share_group}"
+        return f"{how}: {self.why}"
+
+
+class _ReplicatedError(Exception):
+    """Why replicas hold all weights."""
+
+
+def choose_weights(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> WeightChoice:
+    """Return whether replicas of a pool share weights on a cluster, with a decided backend."""
+    try:
+        size = _group_size(spec, cluster, is_local=is_local)
+        _check_options(spec, size)
+        kind = _kind_of(spec, cluster)
+        gain = _gain(spec, kind, size)
+    except _ReplicatedError as reason:
+        return WeightChoice(None, str(reason))
+    return _compared(gain, kind)
+
+
+def with_chosen_weights(stage: type[StageFeeder]) -> type[StageFeeder]:
+    """Return a stage whose replicas share weights or not; one that says so is returned as it is."""
+    if stage.config.engine.weights != "auto" or not stage.config.backend.is_decided:
+        return stage
+    spec, is_local = stage.pool.spec, stage.pool.is_local
+    choice = choose_weights(spec, cluster_now(), is_local=is_local)
+    _logger.info("weights are %s", choice)
+    spec = _with(spec, choice.share_group)
+    config = replace(stage.config, engine=spec.engine, pool=spec.pool)
+    pool = PoolHandle(spec, is_local=is_local)
+    attributes = {"config": config, "pool": pool, "weights_choice": str(choice)}
+    return type(stage.__name__, (stage,), attributes)
+
+
+def _with(spec: PoolSpec, share_group: int | None) -> PoolSpec:
+    return replace(
+        spec,
+        engine=replace(spec.engine, weights="replicated" if share_group is None else "shared"),
+        pool=replace(spec.pool, share_group=share_group),
+    )
+
+
+def _group_size(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> int:
+    """Return the replicas of a host, which would be a group."""
+    num_gpus, hosts = gpus_requested(spec, cluster), cluster.gpus_for(spec.pool)
+    if is_local:
+        num_gpus = gpus_of_engine(spec.backend, spec.engine) if gpus_of_host() else 0
+    if not num_gpus:
+        raise _ReplicatedError("engines on a CPU map one file of weights, which takes no more room")
+    if is_local:
+        raise _ReplicatedError("on GPUs a job without Ray has one engine")
+    if num_gpus != 1:
+        raise _ReplicatedError(f"engines that share weights have one GPU each, not {num_gpus:g}")
+    if not hosts:
+        raise _ReplicatedError("no host with a GPU is known yet")
+    size = int(min(hosts))
+    if size < 2:
+        raise _ReplicatedError("a host with one GPU has nobody to share with")
+    if any(number % size for number in hosts):
+        raise _ReplicatedError(f"hosts have {_listed(hosts)} GPUs, which are no groups of {size}")
+    num_replicas = spec.pool.most_replicas or int(sum(hosts))
+    if why := why_no_groups(size, num_replicas, is_elastic=spec.pool.is_elastic):
+        raise _ReplicatedError(why)
+    return size
+
+
+def _check_options(spec: PoolSpec, size: int) -> None:
+    try:
+        shared = _with(spec, size)
+        check_options(shared.backend, shared.engine)
+    except RaybatchError as error:
+        raise _ReplicatedError(str(error)) from error
+    if spec.engine.quantization is not None:
+        raise _ReplicatedError("jobs of quantized weights are not simulated")
+
+
+def _kind_of(spec: PoolSpec, cluster: ClusterView) -> str:
+    hosts = zip(cluster.gpus_of_hosts, cluster.kinds_of_hosts, strict=False)
+    kinds = frozenset().union(*(kinds for number, kinds in hosts if number))
+    if wanted := frozenset(spec.pool.accelerator_types):
+        kinds = kinds & wanted or wanted
+    if len(kinds) != 1:
+        raise _ReplicatedError(f"GPUs are of {len(kinds)} kinds that Ray names; rates are of one")
+    (kind,) = kinds
+    if kind not in GPU_KINDS:
+        raise _ReplicatedError(f"rates of {kind} are not known, only of {', '.join(GPU_KINDS)}")
+    return kind
+
+
+def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
+    known = GPU_KINDS[kind]
+    try:
+        model: ModelSpec = read_model_spec(resolve_config(spec.model))
+        longest = spec.engine.max_model_len or model.max_model_len
+        question = MemoryQuestion(
+            budget=GpuBudget(gpu_bytes=known.memory_bytes),
+            tp=1,
+            size=size,
+            sequence_tokens=min(longest, _MOST_TOKENS),
+            num_slots=spec.engine.given_buffers,
+            rates=known.rates,
+            element_bytes=4 if spec.engine.dtype == "float32" else 2,
+        )
+        return sharing_gain(model, question)
+    except RaybatchError as error:
+        raise _ReplicatedError(str(error)) from error
+
+
+def _compared(gain: SharingGain, kind: str) -> WeightChoice:
+    plan, is_shared = gain.plan, gain.best is not None and gain.best.by is not None
+    group = plan.size if is_shared else None
+    if gain.shared_s is None:
+        return WeightChoice(group, plan.shared.problem or "a group has KV for no row")
+    if gain.replicated_s is None:
+        why = plan.replicated.problem or f"it has KV for {plan.replicated.kv_tokens:,} tokens"
+        return WeightChoice(group, f"alone no replica runs such rows: {why}")
+    told = (
+        f"a job that was simulated at assumed rates of {kind} takes "
+        f"{duration(gain.replicated_s)} replicated and {duration(gain.shared_s)} shared"
+    )
+    return WeightChoice(group, told)
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:g}" for number in sorted(set(numbers)))

@@ -1,0 +1,153 @@
+"""Jobs whose replicas share weights where that is known to pay, and why they do not elsewhere."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raybatch.actors.replicas.placement import ClusterView
+from raybatch.actors.wire.records import PoolSpec
+from raybatch.backends.choice import VllmBuild
+from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.job.job import Job
+from raybatch.job.weight_choice import choose_weights
+from raybatch.policy.gpu_kinds import GPU_KINDS
+from raybatch.stages.llm_stage import LLMStage
+
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+}
+LLAMA_8B = LLAMA_70B | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
+
+
+def hosts(*gpus, kind="H200"):
+    return ClusterView(
+        gpus_of_hosts=tuple(map(float, gpus)),
+        kinds_of_hosts=tuple(frozenset([kind]) for _ in gpus),
+        vllm=VllmBuild("gpu"),
+    )
+
+
+def choose(model, cluster, *, kind="native", options=None, pool=None, is_local=False, **engine):
+    spec = PoolSpec(
+        model=model,
+        backend=BackendConfig(kind=kind, options=options or {}),
+        engine=EngineConfig(weights="auto", **engine),
+        pool=PoolConfig(**(pool or {})),
+    )
+    return choose_weights(spec, cluster, is_local=is_local)
+
+
+@pytest.mark.parametrize("kind", ["native", "vllm"])
+def test_a_model_that_no_gpu_holds_is_shared_by_a_host(folder, kind):
+    choice = choose(folder(LLAMA_70B), hosts(8, 8), kind=kind)
+    assert choice.share_group == 8
+    assert choice.why.startswith(
+        "alone no replica runs such rows: weights take 141.1 GB of the 120.9 GB"
+    )
+
+
+def test_a_model_whose_jobs_end_no_sooner_is_replicated(folder):
+    choice = choose(folder(LLAMA_8B), hosts(8))
+    assert choice.share_group is None
+    assert "simulated at assumed rates of H200 takes" in choice.why
+
+
+def test_a_model_that_leaves_little_memory_is_shared_where_jobs_end_sooner(folder):
+    # of the 30 GB of a GPU that are usable, weights take 24
+    model = LLAMA_8B | {"num_hidden_layers": 50}
+    choice = choose(folder(model), hosts(4, kind="A100-40G"))
+    assert choice.share_group == 4
+    assert "replicated and" in choice.why
+
+
+def test_a_model_that_leaves_memory_for_no_row_is_shared(folder):
+    choice = choose(folder(LLAMA_8B | {"num_hidden_layers": 62}), hosts(4, kind="A100-40G"))
+    assert choice.share_group == 4
+    assert "alone no replica runs such rows: it has KV for " in choice.why
+
+
+@pytest.mark.parametrize(
+    ("cluster", "told", "options"),
+    [
+        (ClusterView(cpus_of_hosts=(8.0,)), "map one file of weights", {}),
+        (ClusterView(), "no host with a GPU is known yet", {"device": "cuda"}),
+        (hosts(8), "on a CPU map one file", {"is_local": True}),
+        (hosts(1), "a host with one GPU has nobody", {}),
+        (hosts(8, 6), "hosts have 6, 8 GPUs, which are no groups of 6", {}),
+        (hosts(8, kind="V100"), "rates of V100 are not known, only of A100-40G", {}),
+        (hosts(8), "7 replicas are no whole number", {"pool": {"replicas": 7}}),
+        (hosts(8), "may change", {"pool": {"min_replicas": 1, "max_replicas": 8}}),
+        (hosts(8), "jobs of quantized weights", {"quantization": "int8"}),
+        (hosts(8), "engine.kv_offload=True cannot be set with", {"kv_offload": True}),
+        (hosts(8), "of the transformers backend share no weights", {"kind": "transformers"}),
+        (
+            hosts(8),
+            "have one GPU each, not 2",
+            {"kind": "vllm", "options": {"engine_kwargs": {"tensor_parallel_size": 2}}},
+        ),
+        (
+            hosts(8),
+            "enforce_eager=False",
+            {"kind": "vllm", "options": {"engine_kwargs": {"enforce_eager": False}}},
+        ),
+    ],
+)
+def test_replicas_hold_all_weights_and_the_reason_is_told(folder, cluster, told, options):
+    choice = choose(folder(LLAMA_70B), cluster, **options)
+    assert choice.share_group is None
+    assert told in str(choice)
+    assert str(choice).startswith("replicated: ")
+
+
+def test_hosts_of_several_kinds_and_models_that_are_not_there_share_nothing(folder, tmp_path):
+    mixed = ClusterView(
+        gpus_of_hosts=(8.0, 8.0), kinds_of_hosts=(frozenset(["H100"]), frozenset(["H200"]))
+    )
+    assert "are of 2 kinds" in choose(folder(LLAMA_70B), mixed).why
+    named = choose(folder(LLAMA_70B), mixed, pool={"accelerator_type": "H200"})
+    assert named.share_group == 8
+    assert "nowhere" in choose(str(tmp_path / "nowhere"), hosts(8)).why
+
+
+def test_rates_are_shares_of_what_data_sheets_say():
+    assert GPU_KINDS["H100"].rates.flops == pytest.approx(0.55 * 989e12)
+    assert GPU_KINDS["H100"].memory_bytes == 80 * 10**9
+
+
+@pytest.mark.usefixtures("locally", "cluster_where_marked")
+@pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_job_says_what_it_chose_and_runs(tmp_path, executor):
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"text": ["a", "b"]}), source)
+    stage = LLMStage(
+        "demo", prompt="{text}", sampling={"max_tokens": 2}, engine={"weights": "auto"}
+    )
+    job = Job(source, tmp_path / "out", stage, executor=executor)
+    explained = job.explain(measure=False)
+    assert explained.weights.startswith("replicated: engines on a CPU map one file of weights")
+    assert explained.weights in str(explained)
+    assert job.run().rows_out == 2
