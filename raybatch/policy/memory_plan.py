@@ -228,6 +228,8 @@ def replicated(model: ModelBytes, budget: GpuBudget, *, tp: int) -> Holding:
 def copied_bytes(model: ModelBytes, *, tp: int, size: int) -> int:
     """Return the bytes that each GPU reads of others in a pass; the rank that owns least decides.
 
+    By layer; by tile it is never more.
+
     SiDP's more careful estimate takes all feed-forward weights in place of (size - 1) / size.
     """
     owned = owned_bytes(model, Ownership(size=size, num_layers=model.num_layers), tp=tp)

@@ -2,7 +2,8 @@
 
 Rows wait in one queue, and each rank takes some while it has KV for all that they will be. Passes
 are priced by rows, context and the chunk of a prompt beside them. The mode of a group is that of
-`policy.sharing`, which looks at page boundaries. Not simulated are preemption, and copies near the
+`policy.sharing`, which looks at page boundaries. Who gets which rows, and how prompts are cut, is
+simpler than in `simulator.pool` and its engines. Not simulated are preemption, and copies near the
 batch at which they just hide: a pass takes the longer of its products and its copies
 (`shared_weights` has both).
 """

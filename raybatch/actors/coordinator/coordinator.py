@@ -14,11 +14,11 @@ from raybatch.actors.coordinator.aborts import Aborts
 from raybatch.actors.coordinator.counters import ClientCounters, PoolMetrics
 from raybatch.actors.coordinator.crew import Crew
 from raybatch.actors.coordinator.duplicates import Duplicates
+from raybatch.actors.coordinator.group_modes import GroupModes
 from raybatch.actors.coordinator.leaving import Leaving
 from raybatch.actors.coordinator.levelling import Levelling
 from raybatch.actors.coordinator.mailbox import Mailbox, OpenBatch
 from raybatch.actors.coordinator.pulls import Pulls
-from raybatch.actors.coordinator.sharing import Sharing
 from raybatch.actors.coordinator.waits import Waits
 from raybatch.actors.queue.row_queue import RowQueue
 from raybatch.actors.replicas.placement import Placement
@@ -91,7 +91,7 @@ class Coordinator:
         self._leaving = Leaving(
             self._queue, self._replicas, self._levelling, site, self._spawn, self._let_go
         )
-        self._sharing = Sharing(
+        self._modes = GroupModes(
             members, site.failed, stuck_after_s=spec.pool.stuck_after_s, spawn=self._spawn
         )
         self._crew = Crew(plan, self._replicas, self._queue, view)
@@ -380,7 +380,7 @@ class Coordinator:
                 self._mailbox.drop(batch)
             self._dispatch()
             self._levelling.look(self._pulls, with_rows=True)
-            self._sharing.look()
+            self._modes.look()
             self._duplicates.look(self._hungry(), is_settled=self._levelling.is_settled)
             self._update_metrics()
             was_busy, is_busy = is_busy, len(self._mailbox) > 0

@@ -87,11 +87,14 @@ def test_a_pass_of_a_round_is_one_with_copies(engines):
     found, _ = in_threads([lambda: runner.forward(batch), lambda: serve(others)])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert (modes.totals.num_rounds, others.totals.num_dummies) == (1, 1)
-    modes.leave(1, False)
+    # of an epoch before, which has ended by itself
+    assert modes.leave(0, True) == 1
+    assert modes.leave(1, False) == 1
     in_threads([lambda: runner.forward(batch), lambda: serve(others)])
     assert not modes.is_in_rounds
     assert not others.is_in_rounds
     assert modes.num_lost == others.num_lost == 0
+    assert (modes.leave(2, False), modes.leave(1, False)) == (2, 2)
     assert other.rounds is others
 
 

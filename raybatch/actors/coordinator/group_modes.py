@@ -44,7 +44,7 @@ class _Followed:
     num_rests: int = 0
 
 
-class Sharing:
+class GroupModes:
     """Follows the groups of one pool, where it has some.
 
     Args:
@@ -129,9 +129,10 @@ class Sharing:
     ) -> None:
         rows = f"{snapshot.batch:.1f} rows a pass, threshold {snapshot.threshold_rows:.0f}"
         try:
-            switch = self._to_rounds if epoch.mode == "rounds" else self._to_copies
-            for rank, seen in zip(followed.book.ranks, await switch(members, epoch), strict=True):
-                followed.book.acknowledge(rank, seen)
+            if epoch.mode == "rounds":
+                await self._to_rounds(members, epoch, followed.book)
+            else:
+                _acknowledge(followed.book, await self._to_copies(members, epoch))
         except self._failed as error:
             _logger.info("%s stay with copies of weights: %s", group, error_text(error))
             followed.book = followed.book.fallen_back()
@@ -156,8 +157,7 @@ class Sharing:
             followed.num_rests = _LOOKS_OF_REST
             followed.is_switching = False
 
-    async def _to_rounds(self, members: list[Member], epoch: ModeEpoch) -> list[int]:
-        """Let all begin rounds; return the epoch that each is in."""
+    async def _to_rounds(self, members: list[Member], epoch: ModeEpoch, book: ModeBook) -> None:
         first = members[0]
         address = "127.0.0.1" if first.place is None else first.place.address
         calls = await first.actor.share.remote(
@@ -168,7 +168,7 @@ class Sharing:
             for member, call in zip(members, calls, strict=True)
         ]
         try:
-            return await _all(entering)
+            _acknowledge(book, await _all(entering))
         except BaseException:
             # some may have begun rounds that others have not
             await self._to_copies(members, epoch, at_once=True)
@@ -180,6 +180,12 @@ class Sharing:
         """Let all end their rounds; return the epoch that each is in."""
         leave = ("leave", epoch.epoch, at_once)
         return await _all([member.actor.share.remote(*leave) for member in members])
+
+
+def _acknowledge(book: ModeBook, epochs: list[int]) -> None:
+    """Take the epoch that each rank is in; raises TeamError where one is in another."""
+    for rank, epoch in zip(book.ranks, epochs, strict=True):
+        book.acknowledge(rank, epoch)
 
 
 async def _all(calls: list[Any]) -> list[int]:

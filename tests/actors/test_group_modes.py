@@ -1,0 +1,96 @@
+"""How a group of replicas comes to a mode, on the side of the coordinator."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from raybatch.actors.coordinator.group_modes import GroupModes
+from raybatch.actors.replicas.share_groups import ShareGroup
+from raybatch.errors import TeamError
+from raybatch.records.types import ReplicaStats
+
+
+class Actor:
+    """A replica that notes what it is told, and answers with the epoch that it is in."""
+
+    def __init__(self, told, *, epoch_of=lambda epoch: epoch):
+        self.told, self.share = told, SimpleNamespace(remote=self._share)
+        self._epoch_of = epoch_of
+
+    async def _share(self, step, *args):
+        self.told.append((step, *args))
+        if step == "calls":
+            return [SimpleNamespace(epoch=args[0])] * args[1]
+        epoch = args[0].epoch if step == "enter" else args[0]
+        return self._epoch_of(epoch)
+
+
+def member(rank, group, actor):
+    return SimpleNamespace(
+        replica_id=rank,
+        rank=rank,
+        group=group,
+        is_ready=True,
+        place=None,
+        actor=actor,
+        stats=ReplicaStats(num_running=1, num_steps=10, generated_tokens=10, threshold_rows=64.0),
+    )
+
+
+def switch_to_rounds(actors):
+    """Let two looks want rounds, as each of two replicas has one row."""
+    group = ShareGroup(number=0, size=len(actors))
+    members = {rank: member(rank, group, actor) for rank, actor in enumerate(actors)}
+
+    async def run():
+        tasks = []
+        modes = GroupModes(
+            members,
+            (),
+            stuck_after_s=None,
+            spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
+        )
+        for look in range(3):
+            for each in members.values():
+                each.stats = ReplicaStats(
+                    num_running=1,
+                    num_steps=20 + 10 * look,
+                    generated_tokens=20 + 10 * look,
+                    threshold_rows=64.0,
+                )
+            modes.look()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+
+
+def test_all_enter_rounds_of_one_epoch():
+    told = [], []
+    switch_to_rounds([Actor(each) for each in told])
+    assert [step for step, *_ in told[0]] == ["calls", "enter"]
+    assert [step for step, *_ in told[1]] == ["enter"]
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_all_leave_where_one_is_in_another_epoch(where, caplog):
+    told = [], []
+    actors = [Actor(each) for each in told]
+    actors[where]._epoch_of = lambda epoch: epoch - 1
+    with caplog.at_level("INFO"):
+        switch_to_rounds(actors)
+    assert [each[-1] for each in told] == [("leave", 1, True)] * 2
+    assert f"rank {where} is in epoch 0 of its group, the others are in epoch 1" in caplog.text
+
+
+def test_all_leave_where_one_cannot_enter(caplog):
+    told = [], []
+
+    def fail(epoch):
+        raise TeamError("the others are not there")
+
+    actors = [Actor(told[0]), Actor(told[1], epoch_of=fail)]
+    with caplog.at_level("INFO"):
+        switch_to_rounds(actors)
+    assert [each[-1] for each in told] == [("leave", 1, True)] * 2
+    assert "replicas 0 to 1 stay with copies of weights" in caplog.text
