@@ -77,14 +77,16 @@ def run_linears(num_tokens, dtype):
         linear.add_linear_(x, hidden, layer)
 
 
-def run_moe(num_tokens, dtype, kind=None):
+def run_moe(num_tokens, dtype, kind=None, experts=None):
     x, router = torch.zeros(num_tokens, 1024, dtype=dtype), torch.zeros(128, 1024, dtype=dtype)
-    gate_up = torch.empty(128, 1536, 1024, dtype=kind or dtype)
-    down = torch.empty(128, 1024, 768, dtype=kind or dtype)
-    scales = {}
+    num = len(range(128)[experts or slice(None)])
+    gate_up = torch.empty(num, 1536, 1024, dtype=kind or dtype)
+    down = torch.empty(num, 1024, 768, dtype=kind or dtype)
+    options = {"top_k": 8, "norm_topk_prob": True, "experts": experts}
     if kind is not None:
-        scales = {"gate_up_scales": torch.zeros(128, 1536), "down_scales": torch.zeros(128, 1024)}
-    moe.moe_ffn(x, router, gate_up, down, top_k=8, norm_topk_prob=True, **scales)
+        options["gate_up_scales"] = torch.zeros(num, 1536)
+        options["down_scales"] = torch.zeros(num, 1024)
+    moe.moe_ffn(x, router, gate_up, down, **options)
 
 
 def run_attention(
@@ -165,6 +167,8 @@ def run_all(dtype):
     for num_tokens in (4, 2048):
         run_linears(num_tokens, dtype)
         run_moe(num_tokens, dtype, torch.float8_e4m3fn)
+    for first in range(3):
+        run_moe(4, dtype, experts=slice(first, None, 4))
     shapes = {
         # a few long sequences of a model with grouped queries, and a small step without groups
         "grouped": {"heads": (32, 8), "head_dim": 128, "num_members": 24, "chunk_len": 300},
