@@ -36,7 +36,7 @@ from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.shared_weights import ShareMember
 from raybatch.engine.memory.kv_cache import allocate_kv_cache, kv_bytes_per_token
 from raybatch.engine.memory.pinned import IndexUploads
-from raybatch.engine.share.threshold import copies_s
+from raybatch.engine.share.threshold import seconds_of_copies
 from raybatch.engine.weights.layer_store import ResidentLayers
 from raybatch.engine.weights.layout import packed_bytes
 from raybatch.engine.weights.shared_layers import SharedLayers
@@ -186,7 +186,7 @@ def measure_rows(
 ) -> dict[str, Any]:
     """Return seconds of passes by rows beside those of the copies of one pass."""
     store = with_slots(prepared, layers, "shifted", layers.ring.num_slots)
-    pass_copies_s = copies_s(layers, CPU)
+    pass_copies_s = seconds_of_copies(layers, CPU)
     by_rows = []
     for num_rows in rows:
         passes, decoder = Passes(prepared, num_rows), decoder_with(prepared, store)

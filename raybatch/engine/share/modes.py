@@ -22,7 +22,7 @@ from raybatch.engine.loading.prepared import PreparedModel
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.kv_cache import KVCache
 from raybatch.engine.share.rounds import FfnRounds, RoundCounters, RoundPlan
-from raybatch.engine.share.threshold import measure_threshold
+from raybatch.engine.share.threshold import measure_threshold, seconds_of_copies
 from raybatch.engine.team.meeting import Meeting, TeamStore
 from raybatch.engine.team.peers import Peers, connect_peers
 from raybatch.errors import TeamError, error_text
@@ -71,6 +71,7 @@ class ShareModes:
         assert prepared.model.shared is not None, "a model that is shared"
         self._model, self._layers = prepared.model, prepared.model.shared
         self._decoder, self._connect = prepared.decoder, connect
+        self._copies_s = seconds_of_copies(self._layers, prepared.model.device)
         self._store: TeamStore | None = None
         self._rounds: FfnRounds | None = None
         self._epoch, self._ends = 0, False
@@ -83,7 +84,7 @@ class ShareModes:
     def attach(self, runner: ModelRunner) -> None:
         """Let the passes of a runner be rounds where there are some."""
         if self._threshold_rows is None:
-            self._threshold_rows = measure_threshold(runner, self._layers)
+            self._threshold_rows = measure_threshold(runner, self._layers, self._copies_s)
         runner.rounds = self
 
     def with_rounds(self, stats: ReplicaStats) -> ReplicaStats:
@@ -124,10 +125,13 @@ class ShareModes:
     def enter(self, call: TeamCall) -> int:
         """Let passes be rounds from now on, once all ranks are there; return their epoch.
 
-        Raises TeamError: one is not, and passes copy weights as before.
+        Raises TeamError: one is not, or this one was in a later epoch; it copies weights as before.
         """
-        if self._rounds is not None:
-            raise TeamError("this engine is in rounds already")
+        if self._rounds is not None or call.epoch <= self._epoch:
+            are = "is in rounds of" if self._rounds is not None else "has been in"
+            raise TeamError(
+                f"this engine {are} epoch {self._epoch}, and is to begin epoch {call.epoch}"
+            )
         meeting = Meeting(call, None if call.rank else self._store)
         meeting.come(call.rank, "")
         if not call.rank:

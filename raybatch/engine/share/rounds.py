@@ -280,9 +280,10 @@ class FfnRounds:
     def _unpack(self, staging: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Chosen]:
         """Return rows, and the experts that they have chosen."""
         widths = _packed_widths(self._model_dim, self._moe_spec.top_k, dtype)
-        hidden, weights, numbers = torch.split(staging, widths, dim=1)
-        chosen = weights.contiguous().view(dtype), numbers.contiguous().view(torch.int32)
-        return hidden.contiguous().view(dtype), chosen
+        parts = torch.split(staging, widths, dim=1)
+        # to places of their own: parts of one row count as contiguous, wherever they begin
+        hidden, weights, numbers = (x.clone(memory_format=torch.contiguous_format) for x in parts)
+        return hidden.view(dtype), (weights.view(dtype), numbers.view(torch.int32))
 
     def _transfer(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]

@@ -7,6 +7,8 @@ import logging
 import math
 import statistics
 import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -15,10 +17,13 @@ from raybatch.engine.batch.forward_batch import on_device
 from raybatch.engine.loading.peak_memory import largest_decodes
 from raybatch.engine.loading.runner import ModelRunner
 from raybatch.engine.memory.pinned import IndexUploads
+from raybatch.engine.weights.layer_store import OnDevice
+from raybatch.engine.weights.records import FfnTile
 from raybatch.engine.weights.shared_layers import SharedLayers
-from raybatch.engine.weights.tile_ring import TileSlots
+from raybatch.engine.weights.tile_ring import TileSlots, WeightCounters
 from raybatch.engine.weights.weight_copies import HostCopies
 from raybatch.policy.decode_times import DecodeCurve
+from raybatch.policy.ownership import Unit
 
 # rows of the passes that are timed, each so often behind a first one
 _ROWS, _NUM_PASSES = (1, 4, 16, 64, 256), 3
@@ -26,24 +31,50 @@ _ROWS, _NUM_PASSES = (1, 4, 16, 64, 256), 3
 _logger = logging.getLogger(__name__)
 
 
-def measure_threshold(runner: ModelRunner, layers: SharedLayers) -> float:
+class _StillLayers(OnDevice):
+    """Layers whose tiles of others are what a slot holds, whatever that is: nothing is copied."""
+
+    is_streamed = False
+    counters = WeightCounters()
+
+    def __init__(self, layers: SharedLayers) -> None:
+        super().__init__(layers.layers)
+        self._shared = layers
+
+    def tiles(self, layer: int) -> Iterable[tuple[int, AbstractContextManager[FfnTile]]]:
+        order = self._shared.ownership.tiles_of(layer, self._shared.rank)
+        return [(number, nullcontext(self._tile(Unit(layer, number)))) for number in order]
+
+    def _tile(self, unit: Unit) -> FfnTile:
+        own = self._shared.owned.get(unit)
+        return self._shared.ring.slots.view(unit, 0) if own is None else own
+
+
+def measure_threshold(runner: ModelRunner, layers: SharedLayers, copies_s: float) -> float:
     """Return the rows from which on copies hide, as a line beyond those that were tried.
 
-    Runs passes in the pool, which holds nothing yet. What a pass waited for its copies does not
-    count; on a GPU that cannot be told, so the threshold is a lower one there.
+    Runs passes in the pool, which holds nothing yet; they copy nothing.
+
+    Args:
+        copies_s: of one pass, see `seconds_of_copies`.
     """
-    all_copies_s = copies_s(layers, runner.device)
     most = runner.num_blocks * runner.config.block_size_tokens // 2
     rows = [n for n in _ROWS if n <= min(most, runner.config.max_num_seqs)]
     if len(rows) < 2:
         return 0.0
-    points = [(float(n), _pass_s(runner, layers, n)) for n in rows]
+    # slots hold weights from then on
+    _run(runner, rows[0])
+    runner.decoder.layers, kept = _StillLayers(layers), runner.decoder.layers
+    try:
+        points = [(float(n), _pass_s(runner, n)) for n in rows]
+    finally:
+        runner.decoder.layers = kept
     curve = DecodeCurve.fit([(n, max(seconds, 1e-9)) for n, seconds in points])
-    threshold = _hiding_rows(curve, all_copies_s, most=runner.config.max_num_seqs)
+    threshold = _hiding_rows(curve, copies_s, most=runner.config.max_num_seqs)
     _logger.info(
         "copies of shared weights take %.2f ms a pass, and hide behind passes of %.0f rows or more "
         "(a pass of 1 row takes %.2f ms, of %d rows %.2f)",
-        1e3 * all_copies_s,
+        1e3 * copies_s,
         threshold,
         1e3 * points[0][1],
         rows[-1],
@@ -63,8 +94,11 @@ def _hiding_rows(curve: DecodeCurve, copies_s: float, *, most: int) -> float:
     return float(min(found, most))
 
 
-def copies_s(layers: SharedLayers, device: torch.device) -> float:
-    """Return the seconds of the copies of one pass, alone, into a slot beside those of the ring."""
+def seconds_of_copies(layers: SharedLayers, device: torch.device) -> float:
+    """Return the seconds of the copies of one pass, alone, into a slot that is there for that.
+
+    To be called before a device's memory is given to KV.
+    """
     spare = TileSlots(layers.sources, 1, device)
     copies, seconds = HostCopies(spare.pairs), list[float]()
     for _ in range(1 + _NUM_PASSES):
@@ -77,18 +111,20 @@ def copies_s(layers: SharedLayers, device: torch.device) -> float:
     return statistics.median(seconds[1:])
 
 
-def _pass_s(runner: ModelRunner, layers: SharedLayers, num_rows: int) -> float:
+def _pass_s(runner: ModelRunner, num_rows: int) -> float:
+    seconds = [_run(runner, num_rows) for _ in range(1 + _NUM_PASSES)]
+    return statistics.median(seconds[1:])
+
+
+def _run(runner: ModelRunner, num_rows: int) -> float:
+    """Return the seconds of a decode pass of so many rows."""
     config = replace(runner.config, max_num_seqs=num_rows)
     batch = on_device(largest_decodes(config), IndexUploads(runner.device), runner.device)
-    seconds = []
-    for _ in range(1 + _NUM_PASSES):
-        _finish(runner.device)
-        began, waited_s = time.perf_counter(), layers.counters.wait_s
-        runner.decoder.forward(batch, runner.cache)
-        _finish(runner.device)
-        waited_s = layers.counters.wait_s - waited_s
-        seconds.append(time.perf_counter() - began - waited_s)
-    return statistics.median(seconds[1:])
+    _finish(runner.device)
+    began = time.perf_counter()
+    runner.decoder.forward(batch, runner.cache)
+    _finish(runner.device)
+    return time.perf_counter() - began
 
 
 def _finish(device: torch.device) -> None:

@@ -186,7 +186,10 @@ def peers_bytes(size: int) -> int:
 
 
 class GlooPeers:
-    """Ranks that reach each other by TCP alone, and have a store; for tensors of hosts."""
+    """Ranks that reach each other by TCP alone, and have a store.
+
+    Tensors of GPUs go through memory of the host.
+    """
 
     kind = "gloo"
 
@@ -213,15 +216,20 @@ class GlooPeers:
     def transfer(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> None:
+        staged = {rank: torch.empty_like(x, device="cpu") for rank, x in receives.items()}
         with failing_as("a rank of the group did not answer"):
-            works = [self._group.recv([x], rank, 0) for rank, x in receives.items() if x.numel()]
-            works += [self._group.send([x], rank, 0) for rank, x in sends.items() if x.numel()]
+            works = [self._group.recv([x], rank, 0) for rank, x in staged.items() if x.numel()]
+            works += [
+                self._group.send([x.cpu()], rank, 0) for rank, x in sends.items() if x.numel()
+            ]
             try:
                 while works:
                     works.pop(0).wait()
             finally:
                 # what is under way keeps connections open, which others may wait at
                 works.clear()
+        for rank, x in staged.items():
+            receives[rank].copy_(x)
 
     def close(self) -> None:
         self._group = None

@@ -44,20 +44,20 @@ class LayerStore(Protocol):
         """
 
 
-class _Layers:
+class OnDevice:
     """Layers whose attention, norms and routers are on the device."""
 
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
 
     def attention(self, layer: int) -> AttentionWeights:
-        return self._layers[layer].attention
+        return self.layers[layer].attention
 
     def ffn(self, layer: int) -> FfnWeights:
-        return self._layers[layer].ffn
+        return self.layers[layer].ffn
 
 
-class ResidentLayers(_Layers):
+class ResidentLayers(OnDevice):
     """All layers on the device."""
 
     is_streamed = False
@@ -71,7 +71,7 @@ class ResidentLayers(_Layers):
         return self._tiles[layer]
 
 
-class RingLayers(_Layers):
+class RingLayers(OnDevice):
     """Layers some of whose tiles pass through a ring."""
 
     is_streamed = True

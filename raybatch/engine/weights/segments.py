@@ -60,8 +60,10 @@ class DeviceSegment:
     """A segment in the memory of a GPU, shared by CUDA's handles of memory (IPC)."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        storage: Any = self.memory.untyped_storage()
+        # nothing has no handle
+        memory = torch.empty(max(1, num_bytes), dtype=torch.uint8, device=device)
+        self.memory = memory[:num_bytes]
+        storage: Any = memory.untyped_storage()
         parts = storage._share_cuda_()
         self.handle = base64.b64encode(pickle.dumps((*parts, num_bytes))).decode()
 

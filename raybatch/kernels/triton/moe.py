@@ -183,7 +183,7 @@ def moe_ffn(
     else:
         scales = gate_up_scales, down_scales
         rows = _experts(x, (gate_up, down), scales, permutation, top_k)
-    num_rows = permutation.row_starts[len(gate_up) :]
+    num_rows = permutation.row_starts[len(gate_up) : len(gate_up) + 1]
     return unpermute(rows, weights, permutation.places, num_rows)
 
 

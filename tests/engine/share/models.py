@@ -16,8 +16,8 @@ def ownership(size, by, num_layers=NUM_LAYERS):
     return Ownership(size=size, num_layers=num_layers, by=by)
 
 
-def load(path, size, by, *, quantization=None, num_layers=NUM_LAYERS):
-    config = EngineConfig(device="cpu", dtype="float32", quantization=quantization)
+def load(path, size, by, *, quantization=None, num_layers=NUM_LAYERS, dtype="float32"):
+    config = EngineConfig(device="cpu", dtype=dtype, quantization=quantization)
     whole = load_model(str(path), config)
     return whole, load_group(path, ownership(size, by, num_layers), configs=[config] * size)
 

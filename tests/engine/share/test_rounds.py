@@ -17,6 +17,7 @@ from tests.engine.share.ranks import (
     random_pass,
     ranks_in_threads,
 )
+from tests.engine.tiny_models import build
 from tests.engine.weights.steps import prompt_logits
 
 
@@ -107,6 +108,23 @@ def test_bits_do_not_depend_on_which_rank_has_the_rows(by, folder_of, store):
         assert all(torch.equal(found[0], logits) for logits in found)
         if by == "tile":
             assert torch.equal(expected, found[0])
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_travel_with_any_number_of_experts(top_k, dtype, tmp_path, store):
+    model = build("qwen3-moe", num_hidden_layers=NUM_LAYERS, num_experts_per_tok=top_k)
+    model.save_pretrained(tmp_path)
+    whole, models = load(tmp_path, 4, "tile", dtype=dtype)
+    by_tiles = decoder_of(replace(whole, weights=tiled(whole.weights, ownership(4, "tile"))))
+    passes = [Pass((num_rows,), (num_rows - 1,), seed) for num_rows in (1, 2) for seed in range(3)]
+
+    def act(rank, number):
+        return [rank.run(each if number == 1 else NO_ROWS) for each in passes]
+
+    made = ranks_in_threads(store, models, act)
+    for each, found in zip(passes, made[1], strict=True):
+        assert torch.equal(each.logits(by_tiles, whole.spec), found)
 
 
 @pytest.mark.parametrize("by", ["layer", "tile"])

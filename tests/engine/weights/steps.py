@@ -40,7 +40,7 @@ def prompt_logits(decoder, spec, *, lens=(9, 5), **options):
         spec,
         num_blocks=1 + sum(lens),
         block_size=BLOCK,
-        dtype=torch.float32,
+        dtype=decoder.layers.ffn(0).norm.dtype,
         device=torch.device("cpu"),
     )
     batch = prompt_batch(spec, lens=lens, **options)
