@@ -82,9 +82,9 @@ def test_rates_give_bounds_of_the_batch(model):
 def test_a_group_is_taken_where_its_job_is_quicker(model):
     # an H200, whose products take less time than its memory
     rates = ("--gpu-flops", "544e12", "--gpu-bytes-per-s", "3.84e12", "--link-bytes-per-s", "450e9")
-    found = in_json(model, "--tp", "2", "--dp", "4", "--sequence-tokens", "8192", *rates)
-    assert found["replicated_s"] > 1.1 * found["shared_s"]
-    text = plan_memory(model, "--tp", "2", "--dp", "4", "--sequence-tokens", "8192", *rates).stdout
+    found = in_json(model, "--tp", "2", "--dp", "4", "--sequence-tokens", "16384", *rates)
+    assert found["replicated_s"] > 1.05 * found["shared_s"]
+    text = plan_memory(model, "--tp", "2", "--dp", "4", "--sequence-tokens", "16384", *rates).stdout
     assert "share by tile; shared for replicated KV 1.77 to 1" in text
 
 

@@ -87,6 +87,9 @@ class MemoryReport:
         plan = self.gain.plan
         if not plan.shared.problem:
             notes.append(f"shared, by {plan.shared.by} and not otherwise: {plan.reason}")
+        if pass_s := self.gain.pass_s:
+            of_layer = pass_s["tile"] / pass_s["layer"]
+            notes.append(f"a pass by tile takes {of_layer:.2f} of one by layer")
         bounds, tokens = self.gain.bounds, self.gain.question.sequence_tokens
         if bounds is None:
             rates = "--gpu-bytes-per-s, --gpu-flops and --link-bytes-per-s"
@@ -110,6 +113,6 @@ class MemoryReport:
     def _jobs(self) -> str:
         times = {"replicated": self.gain.replicated_s, "shared": self.gain.shared_s}
         told = ", ".join(f"{way} {duration(s)}" for way, s in times.items() if s is not None)
-        half = self.gain.question.sequence_tokens // 2
-        rows = f"{full(self.gain.job_rows)} rows of {full(half)} prompt and output tokens each"
+        tokens = full(self.gain.question.sequence_tokens)
+        rows = f"{full(self.gain.job_rows)} rows of up to {tokens} tokens, half of them prompts"
         return f"a job of {rows}, simulated: {told or 'cannot be'}"

@@ -1,10 +1,11 @@
 """Whether the replicas of a job share weights, where `engine.weights` is "auto"; and why.
 
-They do where memory alone lets the model run, or a simulated job ends 5 % sooner. Rates are those
-of `policy.gpu_kinds`, and rows are taken to be as long as the engine's longest, 4,096 at most.
+They do where a replica alone has no room, or a simulated job ends 5 % sooner. Rates are those of
+`policy.gpu_kinds`; no row is longer than the engine's longest, or than 4,096 tokens.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_config
 from raybatch.pictures.wording import duration
 from raybatch.policy.gpu_kinds import GPU_KINDS
-from raybatch.policy.memory_plan import GpuBudget
+from raybatch.policy.memory_plan import GpuBudget, pays
 from raybatch.simulator.sharing_gain import MemoryQuestion, SharingGain, sharing_gain
 from raybatch.stages.feeder import StageFeeder
 
@@ -84,7 +85,7 @@ def _with(spec: PoolSpec, share_group: int | None) -> PoolSpec:
 
 
 def _group_size(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> int:
-    """Return the replicas of a host, which would be a group."""
+    """Return the replicas of a group."""
     num_gpus, hosts = gpus_requested(spec, cluster), cluster.gpus_for(spec.pool)
     if is_local:
         num_gpus = gpus_of_engine(spec.backend, spec.engine) if gpus_of_host() else 0
@@ -96,12 +97,13 @@ def _group_size(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> int:
         raise _ReplicatedError(f"engines that share weights have one GPU each, not {num_gpus:g}")
     if not hosts:
         raise _ReplicatedError("no host with a GPU is known yet")
-    size = int(min(hosts))
-    if size < 2:
-        raise _ReplicatedError("a host with one GPU has nobody to share with")
-    if any(number % size for number in hosts):
-        raise _ReplicatedError(f"hosts have {_listed(hosts)} GPUs, which are no groups of {size}")
     num_replicas = spec.pool.most_replicas or int(sum(hosts))
+    # the largest that all replicas and hosts are a multiple of
+    size = math.gcd(num_replicas, *map(int, hosts))
+    if size < 2:
+        raise _ReplicatedError(
+            f"{num_replicas} replicas on hosts of {_listed(hosts)} GPUs are no groups of two"
+        )
     if why := why_no_groups(size, num_replicas, is_elastic=spec.pool.is_elastic):
         raise _ReplicatedError(why)
     return size
@@ -143,6 +145,9 @@ def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
             num_slots=spec.engine.given_buffers,
             rates=known.rates,
             element_bytes=4 if spec.engine.dtype == "float32" else 2,
+            # vLLM shares whole layers, and has no rounds
+            by="layer" if spec.backend.kind == "vllm" else None,
+            has_rounds=spec.backend.kind != "vllm",
         )
         return sharing_gain(model, question)
     except RaybatchError as error:
@@ -150,13 +155,14 @@ def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
 
 
 def _compared(gain: SharingGain, kind: str) -> WeightChoice:
-    plan, is_shared = gain.plan, gain.best is not None and gain.best.by is not None
-    group = plan.size if is_shared else None
+    plan, tokens = gain.plan, gain.question.sequence_tokens
     if gain.shared_s is None:
-        return WeightChoice(group, plan.shared.problem or "a group has KV for no row")
+        few = f"a group has KV for {plan.shared.kv_tokens:,} tokens, rows may have {tokens:,}"
+        return WeightChoice(None, plan.shared.problem or few)
     if gain.replicated_s is None:
-        why = plan.replicated.problem or f"it has KV for {plan.replicated.kv_tokens:,} tokens"
-        return WeightChoice(group, f"alone no replica runs such rows: {why}")
+        few = f"it has KV for {plan.replicated.kv_tokens:,} tokens, rows may have {tokens:,}"
+        return WeightChoice(plan.size, f"alone no replica runs: {plan.replicated.problem or few}")
+    group = plan.size if pays(gain.replicated_s, gain.shared_s) else None
     told = (
         f"a job that was simulated at assumed rates of {kind} takes "
         f"{duration(gain.replicated_s)} replicated and {duration(gain.shared_s)} shared"

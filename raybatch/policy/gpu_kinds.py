@@ -1,8 +1,9 @@
 """What GPUs of hosts with NVLink reach, by the names that Ray gives them: assumed, not measured.
 
 Memory, its rate, products of bfloat16 and one way of NVLink are those of NVIDIA's data sheets, for
-the form that has NVLink (SXM). Of a rate, kernels reach the shares below; links all of it, as
-figure 9 of SiDP has it.
+the form that has NVLink (SXM); cards for PCIe have the same names, and engines that find no peer
+access refuse to share. Of a rate, kernels reach the shares below; links all of it, as figure 9 of
+SiDP has it.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ def _kind(memory: float, bytes_per_s: float, flops: float, link_bytes_per_s: flo
 
 
 GPU_KINDS = {
+    # which Ray calls those of 80 GB, too
+    "A100": _kind(40e9, 1.555e12, 312e12, 300e9),
     "A100-40G": _kind(40e9, 1.555e12, 312e12, 300e9),
     "A100-80G": _kind(80e9, 2.039e12, 312e12, 300e9),
     "H20": _kind(96e9, 4.0e12, 148e12, 450e9),

@@ -11,17 +11,14 @@ rows in a batch (SiDP, sections 1, 3.1 and 4.4). Plans count bytes; what passes 
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from raybatch.errors import ConfigError
 from raybatch.models.config import ModelSpec
 from raybatch.policy.decode_times import DecodeCurve, check_split
-from raybatch.policy.ownership import Ownership, ShareBy, most_tiles, why_not_tiled
+from raybatch.policy.ownership import Ownership, ShareBy, most_tiles, usual_way, why_not_tiled
 
-# passes whose seconds differ by less take equally long
-_EQUAL_WITHIN = 0.02
 # by which a job has to be quicker where weights are shared
 _GAIN_FRACTION = 0.05
 DEFAULT_UTILISATION, DEFAULT_RESERVE_BYTES = 0.9, 6_000_000_000
@@ -103,7 +100,8 @@ class GpuBudget:
 
     Args:
         utilisation: the share of its memory that an engine takes, as vLLM's option of that name.
-        reserve_bytes: of that, what activations, graphs and libraries take.
+        reserve_bytes: of that, what activations, graphs and libraries take, and the contexts that
+            replicas which share weights have on each other's GPUs.
     """
 
     gpu_bytes: int
@@ -155,7 +153,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What replicas hold alone and in a group; `shared` is that of both ownerships to take."""
+    """What replicas hold alone and in a group; `shared` is by the ownership that engines have."""
 
     tp: int
     size: int
@@ -186,14 +184,13 @@ def plan_memory(
     tp: int,
     size: int,
     num_slots: int | None = None,
-    pass_s: Mapping[ShareBy, float] | None = None,
+    by: ShareBy | None = None,
 ) -> MemoryPlan:
     """Return what `size` replicas of `tp` GPUs hold, each for itself and as a group.
 
     Args:
         num_slots: of each rank, for both ownerships; None takes the default of each.
-        pass_s: simulated seconds of a pass by ownership. One that is slower by more than 2 % is
-            not taken; without them both take equally long, as where default slots hide copies.
+        by: what engines own at once; None for what native ones do, `usual_way`.
 
     Raises:
         ConfigError: the model cannot be split so, or a group of one.
@@ -208,7 +205,8 @@ def plan_memory(
     )
     if problem := why_not_tiled(model.most_tiles, size):
         by_tile = replace(by_tile, kv_tokens=0, problem=problem)
-    shared, reason = _choose(by_layer, by_tile, pass_s or {})
+    by = by or usual_way(model.most_tiles, size)
+    shared, other = (by_layer, by_tile) if by == "layer" else (by_tile, by_layer)
     return MemoryPlan(
         tp=tp,
         size=size,
@@ -216,7 +214,7 @@ def plan_memory(
         by_layer=by_layer,
         by_tile=by_tile,
         shared=shared,
-        reason=reason,
+        reason=_reason(shared, other),
     )
 
 
@@ -319,22 +317,17 @@ def _holding(
     )
 
 
-def _choose(layer: Holding, tile: Holding, pass_s: Mapping[ShareBy, float]) -> tuple[Holding, str]:
-    """Return the faster one, or that with fewer bytes where both take equally long, and why."""
-    if layer.problem or tile.problem:
-        taken, other = (tile, layer) if layer.problem else (layer, tile)
-        return taken, taken.problem or f"by {other.by} it cannot be: {other.problem}"
-    if pass_s:
-        slow, fast = sorted((layer, tile), key=lambda way: -pass_s[way.by or "layer"])
-        times = pass_s[slow.by or "layer"], pass_s[fast.by or "layer"]
-        if times[0] > times[1] * (1 + _EQUAL_WITHIN):
-            return fast, f"a pass by {slow.by} takes {times[0] / times[1]:.2f} times as long"
-    taken = min((layer, tile), key=lambda way: way.device_bytes)
-    other = tile if taken is layer else layer
-    saved = other.device_bytes - taken.device_bytes
-    if not saved:
-        return taken, "both ownerships take as many bytes, and whole layers are fewer pieces"
-    return taken, f"by {other.by} weights and slots take {saved / 1e9:.2f} GB more, at equal time"
+def _reason(shared: Holding, other: Holding) -> str:
+    """Return what one ownership has over another."""
+    if shared.problem:
+        return shared.problem
+    if other.problem:
+        return f"by {other.by} it cannot be: {other.problem}"
+    gigabytes = abs(other.device_bytes - shared.device_bytes) / 1e9
+    if not gigabytes:
+        return "both ownerships take as many bytes, and whole layers are fewer pieces"
+    more = "more" if other.device_bytes > shared.device_bytes else "less"
+    return f"by {other.by} weights and slots take {gigabytes:.2f} GB {more}"
 
 
 def _part(num_bytes: int, parts: int) -> int:

@@ -25,9 +25,12 @@ ShareBy = Literal["layer", "tile"]
 Order = Literal["shifted", "in_order"]
 
 
-def usual_way(spec: ModelSpec, size: int) -> ShareBy:
-    """Return what a group owns at once: tiles where that takes fewer bytes of slots, if it can."""
-    return "tile" if size > 2 and why_not_tiled(most_tiles(spec), size) is None else "layer"
+def usual_way(num_tiles: int, size: int) -> ShareBy:
+    """Return what a group owns at once: tiles where slots take fewer bytes, and there are so many.
+
+    Two ranks have slots for two layers either way, and whole layers are fewer pieces.
+    """
+    return "tile" if size > 2 and why_not_tiled(num_tiles, size) is None else "layer"
 
 
 def most_tiles(spec: ModelSpec) -> int:

@@ -342,8 +342,7 @@ class ReplicaStats(TokenCounts):
     threshold_rows: float = 0.0
     """Of a pass, from which on copies of shared weights hide behind it; 0 where none are shared."""
     num_lost_rounds: int = 0
-    """Times that rounds ended although nobody had asked for it: a replica was gone, or there were
-    too many rows."""
+    """Times that rounds ended although nobody had asked for it, as a replica was gone."""
     num_rounds: int = 0
     """Passes at the same time as those of a group that shares weights, in which rows travel."""
     num_dummy_rounds: int = 0

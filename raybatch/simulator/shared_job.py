@@ -269,25 +269,34 @@ class _Host:
     def _run_rounds(self) -> None:
         """Let ranks pass in rounds until all have rows no more, or the mode changes."""
         spec = self._spec
-        assert spec.ownership is not None, "a group has owners"
         while real := [rank for rank in self._ranks if rank.num_active]:
+            rows = [rank.num_rows + rank.chunk for rank in self._ranks]
             num_rounds = min(rank.passes_ahead() for rank in real)
-            found = simulate_round(
-                spec.costs,
-                spec.ownership,
-                [rank.num_rows + rank.chunk for rank in self._ranks],
-                row_bytes=spec.row_bytes,
-                links=spec.links,
-                attention_s=[rank.attention_s() for rank in self._ranks],
-            )
-            now = max(rank.now for rank in self._ranks) + num_rounds * found.seconds
+            # of more rows than a step may have, all pass with copies
+            is_round = sum(rows) <= max(spec.max_pass_tokens, *rows)
+            seconds = self._round_s(rows) if is_round else max(rank.pass_s() for rank in real)
+            now = max(rank.now for rank in self._ranks) + num_rounds * seconds
             for rank in self._ranks:
                 rank.now = now
             for rank in real:
-                rank.round_passes += num_rounds
+                rank.round_passes += num_rounds * is_round
+                rank.copy_passes += num_rounds * (not is_round)
                 self._advance(rank, num_rounds)
             if any(rank.num_since >= PAGE for rank in self._ranks) and self._changes_mode():
                 return
+
+    def _round_s(self, rows: list[int]) -> float:
+        spec = self._spec
+        assert spec.ownership is not None, "a group has owners"
+        found = simulate_round(
+            spec.costs,
+            spec.ownership,
+            rows,
+            row_bytes=spec.row_bytes,
+            links=spec.links,
+            attention_s=[rank.attention_s() for rank in self._ranks],
+        )
+        return found.seconds
 
     def _advance(self, rank: _Replica, num_passes: int) -> None:
         rank.advance(num_passes)

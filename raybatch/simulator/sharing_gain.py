@@ -51,6 +51,10 @@ class MemoryQuestion:
         tp: GPUs of a replica.
         rates: what a GPU reaches; None leaves out all that takes seconds.
         element_bytes: of weights and KV.
+        sequence_tokens: of the longest row of a job, half of it a prompt; of a pass, what each row
+            has cached.
+        by: what engines own at once; None for what native ones do.
+        has_rounds: whether rows travel in the tail.
     """
 
     budget: GpuBudget
@@ -60,6 +64,8 @@ class MemoryQuestion:
     num_slots: int | None = None
     rates: GpuRates | None = None
     element_bytes: int = 2
+    by: ShareBy | None = None
+    has_rounds: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +107,15 @@ def sharing_gain(spec: ModelSpec, question: MemoryQuestion) -> SharingGain:
     num_bytes = question.element_bytes
     sizes = ModelBytes.of(spec, element_bytes=num_bytes, kv_element_bytes=num_bytes)
     timing = None if question.rates is None else _Timing.of(spec, sizes, question.rates, question)
-    pass_s = {} if timing is None else timing.pass_seconds(_plan(sizes, question))
-    plan = _plan(sizes, question, pass_s)
+    plan = plan_memory(
+        sizes,
+        question.budget,
+        tp=question.tp,
+        size=question.size,
+        num_slots=question.num_slots,
+        by=question.by,
+    )
+    pass_s = {} if timing is None else timing.pass_seconds(plan)
     gain = SharingGain(
         question=question, sizes=sizes, plan=plan, bounds=None, switch_rows=None, pass_s=pass_s
     )
@@ -120,23 +133,16 @@ def sharing_gain(spec: ModelSpec, question: MemoryQuestion) -> SharingGain:
 
 
 def _job_rows(plan: MemoryPlan, asked: MemoryQuestion) -> SimulatedRows:
-    """Return some times as many rows as a host has KV for, of like lengths."""
+    """Return some times as many rows as a host has KV for, of like lengths, none too long."""
     held = asked.size * max(
         way.rows(asked.sequence_tokens) for way in (plan.shared, plan.replicated)
     )
     rng, half = np.random.default_rng(0), max(1, asked.sequence_tokens // 2)
     shape = (2, max(1, min(_MOST_JOB_ROWS, _JOB_ROWS_PER_PLACE * held)))
     lengths = rng.lognormal(np.log(half) - _SIGMA**2 / 2, _SIGMA, shape)
-    prompt, output = np.maximum(1, np.rint(lengths)).astype(np.int64)
+    lengths *= np.minimum(1.0, asked.sequence_tokens / lengths.sum(axis=0))
+    prompt, output = np.maximum(1, np.floor(lengths)).astype(np.int64)
     return SimulatedRows.of(prompt, output)
-
-
-def _plan(
-    sizes: ModelBytes, asked: MemoryQuestion, pass_s: dict[ShareBy, float] | None = None
-) -> MemoryPlan:
-    return plan_memory(
-        sizes, asked.budget, tp=asked.tp, size=asked.size, num_slots=asked.num_slots, pass_s=pass_s
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +237,7 @@ class _Timing:
         if way.by is not None:
             spec = replace(
                 spec,
-                way="both",
+                way="both" if self.asked.has_rounds else "copies",
                 ownership=self._ownership(way.by),
                 copies_s=self.bounds.copies_s,
                 threshold_rows=threshold_rows,
@@ -239,8 +245,8 @@ class _Timing:
         return run_job(rows, spec).completion_s
 
     def switch_rows(self, plan: MemoryPlan) -> float | None:
-        """Return the batch from which on weights travel; None where nothing is shared."""
-        if plan.shared.by is None or plan.shared.problem:
+        """Return the batch from which on weights travel; None where rows never do."""
+        if plan.shared.by is None or plan.shared.problem or not self.asked.has_rounds:
             return None
         return switch_batch(
             self.costs,

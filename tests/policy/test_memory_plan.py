@@ -17,7 +17,7 @@ from raybatch.policy.memory_plan import (
     pays,
     plan_memory,
 )
-from raybatch.policy.ownership import Ownership, usual_way
+from raybatch.policy.ownership import Ownership, most_tiles, usual_way
 from tests.policy.paper_models import LLAMA_3_1_70B, QWEN2_5_72B, QWEN3_32B, sparse, spec
 
 # of a GPU as table 1 of the paper has it; utilisation and reserve are vLLM's default and assumed
@@ -127,7 +127,7 @@ def test_a_larger_group_holds_more_where_slots_do_not_grow(name, tp):
 def test_engines_cut_blocks_where_plans_do(size, by):
     # of 8 experts
     model = sparse((True,) * 16)
-    assert usual_way(model, size) == by
+    assert usual_way(most_tiles(model), size) == by
     plan = plan_memory(ModelBytes.of(model), replace(GPU, gpu_bytes=10**9), tp=1, size=size)
     assert plan.shared.by == by
     assert ("8 tiles at most, not into 16" in plan.by_tile.problem) == (size == 16)
@@ -153,29 +153,31 @@ def test_the_rank_that_owns_most_decides_what_all_hold_and_least_what_they_copy(
     assert copied_bytes(odd, tp=1, size=2) == 3 * 800
 
 
-def test_tiles_are_taken_for_fewer_bytes_unless_their_passes_are_longer():
+def test_tiles_are_taken_where_they_are_fewer_bytes():
     large = replace(GPU, gpu_bytes=8000)
     fewer = plan_memory(SMALL, large, tp=1, size=4)
     assert (fewer.shared, fewer.shared.by) == (fewer.by_tile, "tile")
     assert "by layer weights and slots take 0.00 GB more" in fewer.reason
-    equal = {"layer": 1.0, "tile": 1.02}
-    assert plan_memory(SMALL, large, tp=1, size=4, pass_s=equal).shared.by == "tile"
-    slower = plan_memory(SMALL, large, tp=1, size=4, pass_s={"layer": 1.0, "tile": 1.1})
-    assert (slower.shared.by, slower.reason) == ("layer", "a pass by tile takes 1.10 times as long")
-    faster = plan_memory(SMALL, large, tp=1, size=2, pass_s={"layer": 1.1, "tile": 1.0})
-    assert faster.shared.by == "tile"
     # of two ranks both take as many bytes
     assert plan_memory(SMALL, large, tp=1, size=2).shared.by == "layer"
+    # engines that know no tiles
+    whole = plan_memory(SMALL, large, tp=1, size=4, by="layer")
+    assert whole.shared == whole.by_layer
+    assert whole.reason == "by tile weights and slots take 0.00 GB less"
 
 
-def test_an_ownership_that_cannot_be_is_not_taken():
+def test_an_ownership_that_cannot_be_says_why():
     plan = plan_memory(SMALL, GPU, tp=1, size=4, num_slots=2)
     assert plan.by_layer.problem == "by layer a rank needs 3 slots at least, not 2"
     assert (plan.shared, plan.by_layer.kv_tokens) == (plan.by_tile, 0)
+    assert plan.reason == f"by layer it cannot be: {plan.by_layer.problem}"
     # 4 slots of a layer are 3,200 bytes, 8 tiles 1,600
     tight = plan_memory(SMALL, replace(GPU, gpu_bytes=3000), tp=1, size=4)
     assert "leaves no KV" in tight.by_layer.problem
     assert tight.shared == tight.by_tile
+    # engines do not take the other one for that
+    whole = plan_memory(SMALL, replace(GPU, gpu_bytes=3000), tp=1, size=4, by="layer")
+    assert whole.reason == whole.shared.problem == whole.by_layer.problem
     none = plan_memory(SMALL, replace(GPU, gpu_bytes=500), tp=1, size=4)
     assert none.best is None
     assert none.replicated.problem

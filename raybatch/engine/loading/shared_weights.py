@@ -59,7 +59,9 @@ class ShareMember:
         """Return the member in a seat; blocks are cut where that takes fewer bytes for slots."""
         size = link.seat.size
         return cls(
-            ownership=Ownership(size=size, num_layers=spec.num_layers, by=usual_way(spec, size)),
+            ownership=Ownership(
+                size=size, num_layers=spec.num_layers, by=usual_way(most_tiles(spec), size)
+            ),
             rank=link.seat.rank,
             exchange=link.exchange,
             num_slots=num_slots,

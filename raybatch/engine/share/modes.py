@@ -6,9 +6,9 @@ rounds   a pass at the same time as all others: `FfnRounds` sends rows      the 
 ```
 
 Rounds begin with `enter`, between two steps, and end for all ranks behind the round in which any of
-them asked for it, or before one of too many rows: then all know so from its start. A rank without
-rows serves where others have begun a round. Where a rank is gone, the pass is computed again with
-copies: what it has left in KV is written once more.
+them asked for it. One of more rows than a step may have is none: all know so from its start, and
+pass with copies. A rank without rows serves where others have begun a round. Where a rank is gone,
+the pass is computed again with copies: what it has left in KV is written once more.
 """
 
 import logging
@@ -185,6 +185,7 @@ class ShareModes:
         assert rounds is not None, "rounds have begun"
         plan = rounds.begin(len(batch.token_ids), len(batch.logits_idx), ends=self._ends)
         if self._is_too_large(plan):
+            self._skip(plan)
             return None
         self._decoder.ffn_service = rounds.add_ffn_
         try:
@@ -196,12 +197,15 @@ class ShareModes:
         return logits
 
     def _is_too_large(self, plan: RoundPlan) -> bool:
-        """Leave where an owner would compute more rows than a step has; all ranks do so."""
-        if sum(plan.rows) <= max(self._most_rows, *plan.rows):
-            return False
-        self.num_lost += 1
-        self._go_back()
-        return True
+        """Return whether an owner would compute more rows than a step has."""
+        return sum(plan.rows) > max(self._most_rows, *plan.rows)
+
+    def _skip(self, plan: RoundPlan) -> None:
+        """Make no round of one that has begun, as all ranks do."""
+        assert self._rounds is not None, "rounds have begun"
+        self._rounds.skip()
+        if plan.is_last:
+            self._go_back()
 
     def serve(self) -> None:
         """Run a round without rows, for others."""
@@ -210,6 +214,7 @@ class ShareModes:
         try:
             plan = rounds.begin(0, 0, ends=self._ends)
             if self._is_too_large(plan):
+                self._skip(plan)
                 return
             rounds.serve()
         except TeamError as error:

@@ -145,6 +145,13 @@ class FfnRounds:
         self._num_dummies += not num_rows
         return self._plan
 
+    def skip(self) -> None:
+        """Compute nothing in a round that has begun; all ranks must do so."""
+        assert self._plan is not None, "a round has begun"
+        self._num_rounds -= 1
+        self._num_dummies -= not self._plan.rows[self._rank]
+        self._plan = None
+
     def add_ffn_(self, layer: int, x: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add the block of a layer to `x` [T, M], of its normalised rows `hidden`."""
         with self._leaving_on_error():

@@ -123,7 +123,7 @@ def test_a_pass_whose_round_fails_is_computed_again_with_copies(engines):
     assert torch.equal(runner.forward(batch), expected)
 
 
-def test_a_round_of_more_rows_than_a_step_may_have_ends_rounds_for_all(engines):
+def test_a_round_of_more_rows_than_a_step_may_have_is_passed_with_copies(engines):
     both = engines(max_batched_tokens=16, max_num_seqs=8)
     batches = [prompt_batch(both[0][0].spec, lens=(9, 5), seed=seed) for seed in range(2)]
     expected = [r.forward(b).clone() for (r, _), b in zip(both, batches, strict=True)]
@@ -131,8 +131,25 @@ def test_a_round_of_more_rows_than_a_step_may_have_ends_rounds_for_all(engines):
     runs = zip(both, batches, strict=True)
     found = in_threads([lambda r=runner, b=batch: r.forward(b) for (runner, _), batch in runs])
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert [modes.num_lost for _, modes in both] == [1, 1]
+    assert all(modes.is_in_rounds and not modes.num_lost for _, modes in both)
+    # the next one is a round again
+    (runner, modes), (_, others) = both
+    found, _ = in_threads([lambda: runner.forward(batches[0]), lambda: serve(others)])
+    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
+    assert (modes.totals.num_rounds, modes.totals.num_dummies) == (1, 0)
+    assert (others.totals.num_rounds, others.totals.num_dummies) == (1, 1)
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_rounds_end_behind_one_that_was_passed_with_copies(engines, leaves):
+    both = engines(max_batched_tokens=16, max_num_seqs=8)
+    batches = [prompt_batch(both[0][0].spec, lens=(9, 5), seed=seed) for seed in range(2)]
+    enter(both)
+    both[leaves][1].leave(1, False)
+    runs = zip(both, batches, strict=True)
+    in_threads([lambda r=runner, b=batch: r.forward(b) for (runner, _), batch in runs])
     assert not any(modes.is_in_rounds for _, modes in both)
+    assert not any(modes.num_lost for _, modes in both)
 
 
 def test_rounds_of_an_epoch_that_is_over_do_not_begin(engines):
