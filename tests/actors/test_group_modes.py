@@ -34,14 +34,15 @@ def member(rank, group, actor):
         is_ready=True,
         place=None,
         actor=actor,
-        stats=ReplicaStats(num_running=1, num_steps=10, generated_tokens=10, threshold_rows=64.0),
+        stats=ReplicaStats(),
     )
 
 
-def switch_to_rounds(actors):
-    """Let two looks want rounds, as each of two replicas has one row."""
+def switch_to_rounds(actors, thresholds=(64.0, 64.0)):
+    """Look three times at two replicas that have one row each, and have measured thresholds."""
     group = ShareGroup(number=0, size=len(actors))
     members = {rank: member(rank, group, actor) for rank, actor in enumerate(actors)}
+    of_members = list(zip(members.values(), thresholds, strict=True))
 
     async def run():
         tasks = []
@@ -52,12 +53,12 @@ def switch_to_rounds(actors):
             spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
         )
         for look in range(3):
-            for each in members.values():
+            for each, threshold in of_members:
                 each.stats = ReplicaStats(
                     num_running=1,
-                    num_steps=20 + 10 * look,
-                    generated_tokens=20 + 10 * look,
-                    threshold_rows=64.0,
+                    num_steps=10 * look,
+                    generated_tokens=10 * look,
+                    threshold_rows=threshold,
                 )
             modes.look()
         await asyncio.gather(*tasks)
@@ -70,6 +71,13 @@ def test_all_enter_rounds_of_one_epoch():
     switch_to_rounds([Actor(each) for each in told])
     assert [step for step, *_ in told[0]] == ["calls", "enter"]
     assert [step for step, *_ in told[1]] == ["enter"]
+
+
+@pytest.mark.parametrize(("thresholds", "are_rounds"), [((0.0, 0.0), False), ((0.0, 64.0), True)])
+def test_the_largest_threshold_of_a_group_decides(thresholds, are_rounds):
+    told = [], []
+    switch_to_rounds([Actor(each) for each in told], thresholds)
+    assert (("enter" in [step for step, *_ in told[1]]), bool(told[0])) == (are_rounds, are_rounds)
 
 
 @pytest.mark.parametrize("where", [0, 1])

@@ -10,6 +10,7 @@ import torch
 from raybatch.config import EngineConfig
 from raybatch.engine.forward.decoder import Decoder
 from raybatch.engine.forward.ops_choice import check_ops, pick_ops
+from raybatch.engine.loading import shared_weights
 from raybatch.engine.loading.loaded_model import load_model
 from raybatch.engine.weights.layout import packed_bytes, tensors_of
 from raybatch.engine.weights.shared_layers import SharedLayers
@@ -18,7 +19,7 @@ from raybatch.errors import ConfigError
 from raybatch.kernels.dispatch import REFERENCE
 from raybatch.policy.ownership import Ownership
 from tests.engine.tiny_models import build
-from tests.engine.weights.groups import load_group
+from tests.engine.weights.groups import Table, load_group
 from tests.engine.weights.steps import prompt_logits
 
 NUM_LAYERS = 5
@@ -160,6 +161,26 @@ def test_ranks_that_are_not_alike_are_refused(path):
 def test_too_few_slots_are_refused_with_the_number(path):
     with pytest.raises(ConfigError, match=r"engine\.weight_buffers is 2, .* needs 3 at least"):
         load_group(path, group(4, "layer"), num_slots=2)
+
+
+def test_no_rank_goes_on_before_all_have_opened_what_they_read(tmp_path, monkeypatch):
+    build("qwen3", num_hidden_layers=3).save_pretrained(tmp_path)
+    seen = []
+
+    def opening(handle, device, *, plain=shared_weights.open_segment):
+        seen.append(("opened", threading.get_ident()))
+        return plain(handle, device)
+
+    def exchanging(table, rank, text, *, plain=Table.exchange):
+        # returns once all ranks have come here
+        seen.append(("came", threading.get_ident()))
+        return plain(table, rank, text)
+
+    monkeypatch.setattr(shared_weights, "open_segment", opening)
+    monkeypatch.setattr(Table, "exchange", exchanging)
+    load_group(tmp_path, Ownership(size=3, num_layers=3))
+    for thread in {thread for _, thread in seen}:
+        assert [what for what, by in seen if by == thread] == ["came", "opened", "opened", "came"]
 
 
 def test_a_model_that_cannot_be_cut_is_refused(tmp_path):
