@@ -68,7 +68,9 @@ class TileSlots(Generic[_Tile]):
     def _view(self, unit: Unit, slot: int) -> tuple[_Tile, list[torch.Tensor]]:
         key = self._forms[unit], slot
         if key not in self._views:
-            view = packed_into(self._sources[unit], self.memory[slot])
+            # copies go there from a thread, whoever asks first
+            with torch.inference_mode(False):
+                view = packed_into(self._sources[unit], self.memory[slot])
             self._views[key] = view, tensors_of(view)
         return self._views[key]
 

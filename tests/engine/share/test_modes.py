@@ -44,12 +44,12 @@ def config(**options):
 
 @pytest.fixture
 def engines(path):
-    """Makes a runner with its modes for each rank of a group of two."""
+    """Makes a runner with its modes for each rank of a group."""
 
-    def make(*, num_slots=None, **options):
-        group = Ownership(size=2, num_layers=NUM_LAYERS)
-        made = []
-        for model in load_group(path, group, num_slots=num_slots, configs=[config(**options)] * 2):
+    def make(*, num_slots=None, size=2, by="layer", **options):
+        group = Ownership(size=size, num_layers=NUM_LAYERS, by=by)
+        made, configs = [], [config(**options)] * size
+        for model in load_group(path, group, num_slots=num_slots, configs=configs):
             prepared = PreparedModel.of(model, config(**options))
             modes = ShareModes(prepared)
             runner = ModelRunner.of(prepared, None)
@@ -66,15 +66,18 @@ def enter(engines):
     in_threads([lambda m=modes, c=call: m.enter(c) for (_, modes), call in pairs])
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 4])
-def test_measuring_leaves_the_weights_in_slots_as_they_are(engines, num_slots):
-    ((runner, _), _) = engines(num_slots=num_slots)
+@pytest.mark.parametrize(
+    ("size", "by", "num_slots"),
+    [(2, "layer", 1), (2, "layer", 2), (2, "layer", 4), (2, "tile", 2), (4, "tile", None)],
+)
+def test_measuring_leaves_the_weights_in_slots_as_they_are(engines, size, by, num_slots):
+    ((runner, _), *_) = engines(size=size, by=by, num_slots=num_slots)
     layers = runner.decoder.layers
     expected = prompt_logits(runner.decoder, runner.spec)
     copies, before = layers.counters.num_copies, runner.decoder.layers
     assert measure_threshold(runner, layers, 1e-3) > 0
     # those of one pass, which puts weights in slots
-    assert layers.counters.num_copies - copies <= 2 * NUM_LAYERS
+    assert layers.counters.num_copies - copies <= 2 * size * NUM_LAYERS
     assert runner.decoder.layers is before
     assert torch.equal(prompt_logits(runner.decoder, runner.spec), expected)
     layers.ring.check()
