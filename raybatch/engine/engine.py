@@ -276,7 +276,7 @@ class Engine:
         # a sequence that has to yield does so with all its tokens
         if self._tokens.unread and len(self.table.full_slots()) > self.blocks.num_available:
             completions += self._settle()
-        schedule = self._scheduler.schedule(drafts)
+        schedule = self._scheduler.schedule(drafts, most_tokens=self.runner.most_step_tokens)
         for slot in schedule.preempted:
             self._clear_slot(slot)
         for slot in schedule.admitted:

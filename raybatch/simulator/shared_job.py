@@ -126,6 +126,7 @@ class _Replica:
     copy_passes: int = 0
     round_passes: int = 0
     row_passes: int = 0
+    is_in_rounds: bool = False
     # passes since the last boundary
     num_since: int = 0
     batch: MeanBatch = field(default_factory=MeanBatch)
@@ -141,7 +142,8 @@ class _Replica:
     @property
     def chunk(self) -> int:
         """Return the tokens of prompts that its next pass computes."""
-        room = max(1, self.spec.max_pass_tokens - self.num_rows)
+        most = self.spec.max_pass_tokens // (self.spec.num_ranks if self.is_in_rounds else 1)
+        room = max(0 if self.num_rows else 1, most - self.num_rows)
         return min(room, self.prompts[0][0] - self.num_computed) if self.prompts else 0
 
     def admit(self, queue: deque[tuple[int, int]], num_others: int = 0) -> None:
@@ -249,6 +251,8 @@ class _Host:
 
     def _run_apart(self) -> None:
         """Let ranks pass by themselves until all have rows no more, or the mode changes."""
+        for rank in self._ranks:
+            rank.is_in_rounds = False
         order = [(rank.now, rank.rank) for rank in self._ranks if rank.num_active]
         heapq.heapify(order)
         while order:
@@ -269,6 +273,8 @@ class _Host:
     def _run_rounds(self) -> None:
         """Let ranks pass in rounds until all have rows no more, or the mode changes."""
         spec = self._spec
+        for rank in self._ranks:
+            rank.is_in_rounds = True
         while real := [rank for rank in self._ranks if rank.num_active]:
             rows = [rank.num_rows + rank.chunk for rank in self._ranks]
             num_rounds = min(rank.passes_ahead() for rank in real)

@@ -267,6 +267,24 @@ def test_no_step_is_above_the_budget_and_no_decode_is_skipped(budget, rng):
             scheduler.remove(slot)
 
 
+def test_a_step_with_a_smaller_budget_has_shorter_chunks_and_all_decodes():
+    scheduler = make_scheduler()
+    for arrival, prompt in enumerate((2, 2, 2, 20)):
+        add(scheduler, arrival, prompt)
+    step(scheduler)
+    small = scheduler.schedule(most_tokens=5)
+    assert small.decode_slots.tolist() == [0, 1, 2]
+    assert small.chunk_lens.tolist() == [2]
+    slots = scheduler.advance(small)
+    scheduler.table.append_tokens(slots, np.zeros(len(slots), np.int64))
+    # decodes alone take more
+    none = scheduler.schedule(most_tokens=2)
+    assert (len(none.decode_slots), len(none.chunk_slots)) == (3, 0)
+    slots = scheduler.advance(none)
+    scheduler.table.append_tokens(slots, np.zeros(len(slots), np.int64))
+    assert step(scheduler) == ([0, 1, 2], [(3, 12, 8)])
+
+
 def test_the_default_config_fits_the_scheduler():
     config = EngineConfig()
     assert config.max_num_seqs <= config.token_budget

@@ -69,6 +69,10 @@ class Rounds(Protocol):
     @property
     def is_in_rounds(self) -> bool: ...
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of one rank with which those of all are no more than a step may have."""
+
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor: ...
 
 
@@ -240,6 +244,13 @@ class ModelRunner:
     @property
     def window_counters(self) -> WindowCounters:
         return WindowCounters() if self.window is None else self.window.counters
+
+    @property
+    def most_step_tokens(self) -> int | None:
+        """Return the tokens that the next step should have at most, None for all it may."""
+        if self.rounds is None or not self.rounds.is_in_rounds:
+            return None
+        return self.rounds.most_rows
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one step and return float32 logits [S, V]; writes the KV of the batch's tokens.

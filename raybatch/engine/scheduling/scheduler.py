@@ -137,15 +137,21 @@ class Scheduler:
                 )
         return places
 
-    def schedule(self, drafts: Mapping[int, list[int]] = _NO_DRAFTS) -> Schedule:
+    def schedule(
+        self, drafts: Mapping[int, list[int]] = _NO_DRAFTS, *, most_tokens: int | None = None
+    ) -> Schedule:
         """Decide the next step, allocate its blocks and admit what fits.
 
-        Drafts are, by slot of a decoding sequence, tokens that may follow its known ones; as many
-        of them are computed as budget, blocks and length allow.
+        Args:
+            drafts: by slot of a decoding sequence, tokens that may follow its known ones; as many
+                of them are computed as budget, blocks and length allow.
+            most_tokens: a smaller budget, of this step; decoding sequences take part whatever it
+                is.
         """
         preempted, ended = self._grow_decodes()
         grown = np.flatnonzero(self.table.phase == DECODE)
-        budget = self._budget - len(grown)
+        limit = self._budget if most_tokens is None else min(most_tokens, self._budget)
+        budget = max(0, limit - len(grown))
         draft_lens, draft_tokens = self._draft_room.place(grown, drafts, budget)
         self.counters.num_drafted_tokens += len(draft_tokens)
         step = OpenStep(budget - len(draft_tokens))
@@ -153,7 +159,7 @@ class Scheduler:
         for slot in started[np.argsort(self.table.arrival[started])].tolist():
             self._chunks.take(slot, step)
         if not preempted and not ended:
-            ended = self._admit(step)
+            ended = self._admit(step, max(limit, len(grown)))
         columns = step.columns()
         # including sequences restored from host memory, which have no drafts
         decode_slots = np.flatnonzero(self.table.phase == DECODE)
@@ -318,7 +324,7 @@ class Scheduler:
         is_found = (blocks[:length] == hits[:length]) & stays[blocks[:length]]
         return length if is_found.all() else int(is_found.argmin())
 
-    def _admit(self, step: OpenStep) -> list[Sequence]:
+    def _admit(self, step: OpenStep, limit: int) -> list[Sequence]:
         table = self.table
         num_spare = table.num_needed_blocks(self._spare_steps)
         self._admission.begin_step()
@@ -354,7 +360,7 @@ class Scheduler:
                 record,
                 num_shared=need.num_shared,
                 num_new=need.num_new_shared,
-                step_tokens=self._budget - step.budget,
+                step_tokens=limit - step.budget,
             ):
                 self.counters.num_held_steps += 1
                 return []

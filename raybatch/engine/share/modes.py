@@ -6,9 +6,10 @@ rounds   a pass at the same time as all others: `FfnRounds` sends rows      the 
 ```
 
 Rounds begin with `enter`, between two steps, and end for all ranks behind the round in which any of
-them asked for it. One of more rows than a step may have is none: all know so from its start, and
-pass with copies. A rank without rows serves where others have begun a round. Where a rank is gone,
-the pass is computed again with copies: what it has left in KV is written once more.
+them asked for it. Steps take a share of the rows that one may have; where those of all are more
+even so, all know it from the start of the round, and pass with copies. A rank without rows serves
+where others have begun a round. Where a rank is gone, the pass is computed again with copies: what
+it has left in KV is written once more.
 """
 
 import logging
@@ -107,6 +108,11 @@ class ShareModes:
     @property
     def is_in_rounds(self) -> bool:
         return self._rounds is not None
+
+    @property
+    def most_rows(self) -> int:
+        """Return the rows of one rank with which those of all are no more than a step may have."""
+        return max(1, self._most_rows // self._layers.ownership.size)
 
     @property
     def totals(self) -> RoundTotals:
