@@ -280,6 +280,8 @@ class BackendType:
     reads_images: bool = False
     has_adapters: bool = False  # rows may name some
     takes_vllm_options: bool = False  # in `engine_kwargs`
+    # shares weights by tile too, and in rounds; else by layer, with copies alone
+    shares_tiles: bool = False
 
 
 def check_checkpoint(folder: Path, *, as_native: bool) -> None:

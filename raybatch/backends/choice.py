@@ -159,9 +159,11 @@ def _check_groups(pool: PoolConfig, engine: EngineConfig) -> None:
             "engine.weights='shared' shares weights in groups of replicas; set pool.share_group to "
             "the replicas of a host that share them, such as 2"
         )
+    groups = "chooses groups by itself" if engine.weights == "auto" else "has no groups"
     raise ConfigError(
-        f"pool.share_group={pool.share_group} is for replicas that share weights; set "
-        "engine.weights='shared', or leave it out"
+        f"pool.share_group={pool.share_group} is for replicas that share weights, and "
+        f"engine.weights={engine.weights!r} {groups}; set engine.weights='shared', or leave "
+        "pool.share_group out"
     )
 
 

@@ -185,6 +185,7 @@ def _max_model_len(backend: BackendConfig, engine: EngineConfig, folder: Path | 
 
 NATIVE = BackendType(
     kind="native",
+    shares_tiles=True,
     create=lambda start: create(
         start.model, start.engine, num_engines_on_host=start.num_engines_on_host, share=start.share
     ),

@@ -15,7 +15,9 @@ def plan_memory(
     model: Annotated[str, Argument(help="Checkpoint folder, hub id or URI; weights are not read.")],
     gpu_bytes: Annotated[float, Option(help="Memory of a GPU, such as 144e9.")],
     tp: Annotated[int, Option(min=1, help="GPUs of a replica.")] = 1,
-    dp: Annotated[int, Option(min=1, help="Replicas of a host, which may share weights.")] = 8,
+    dp: Annotated[
+        int, Option(min=1, max=128, help="Replicas of a host, which may share weights.")
+    ] = 8,
     gpu_memory_utilization: Annotated[
         float, Option(help="Share of a GPU's memory that an engine takes, as in vLLM.")
     ] = DEFAULT_UTILISATION,

@@ -53,9 +53,13 @@ class MemoryReport:
         if best is None:
             return [*facts, ("plan", f"none: {plan.shared.problem}")]
         way = "each replica has all weights" if best.by is None else f"share by {best.by}"
-        if plan.kv_ratio is None:
-            return [*facts, ("plan", f"{way}; alone no replica runs: {plan.replicated.problem}")]
-        return [*facts, ("plan", f"{way}; shared for replicated KV {plan.kv_ratio:.2f} to 1")]
+        if plan.shared.problem:
+            why = f"shared it cannot be: {plan.shared.problem}"
+        elif plan.kv_ratio is None:
+            why = f"alone no replica runs: {plan.replicated.problem}"
+        else:
+            why = f"a replica that shares has {plan.kv_ratio:.2f} times the KV"
+        return [*facts, ("plan", f"{way}; {why}")]
 
     def _table(self) -> Table:
         plan, tokens = self.gain.plan, self.gain.question.sequence_tokens
@@ -93,7 +97,7 @@ class MemoryReport:
         bounds, tokens = self.gain.bounds, self.gain.question.sequence_tokens
         if bounds is None:
             rates = "--gpu-bytes-per-s, --gpu-flops and --link-bytes-per-s"
-            return [*notes, f"B_e and B_th need the rates that a GPU reaches: {rates}"]
+            return [*notes, f"for seconds of passes and jobs give what a GPU reaches: {rates}"]
         most = f"above {MOST_ROWS:,} rows"
         saturation = (
             most if bounds.saturation_rows is None else f"{bounds.saturation_rows:,.0f} rows"
@@ -102,10 +106,8 @@ class MemoryReport:
         notes.append(f"B_e, beyond which a larger batch gains little: {saturation} of {tokens:,}")
         notes.append(
             f"B_th, from which on copies ({1e3 * bounds.copies_s:,.1f} ms a pass) hide: {hiding} "
-            "of a replica"
+            "of a replica; below it rows travel to the weights"
         )
-        if (below := self.gain.switch_rows) is not None:
-            notes.append(f"below {below:,.0f} rows of each replica, rows travel instead")
         notes.append(self._jobs())
         notes.append("seconds are computed from these rates, and not measured")
         return notes
@@ -114,5 +116,5 @@ class MemoryReport:
         times = {"replicated": self.gain.replicated_s, "shared": self.gain.shared_s}
         told = ", ".join(f"{way} {duration(s)}" for way, s in times.items() if s is not None)
         tokens = full(self.gain.question.sequence_tokens)
-        rows = f"{full(self.gain.job_rows)} rows of up to {tokens} tokens, half of them prompts"
+        rows = f"{count(self.gain.job_rows, 'row')} of up to {tokens} tokens, half of them prompts"
         return f"a job of {rows}, simulated: {told or 'cannot be'}"

@@ -305,7 +305,9 @@ class Job:
                 deadline_s=self.config.deadline_s,
             )
         )
-        return replace(explanation, executor=str(executor), weights=stage.weights_choice)
+        group = stage.config.pool.share_group
+        weights = stage.weights_choice or ("" if group is None else f"shared by {group} replicas")
+        return replace(explanation, executor=str(executor), weights=weights)
 
     def preview(
         self,

@@ -15,7 +15,7 @@ from raybatch.actors.replicas.placement import ClusterView, cluster_now, gpus_re
 from raybatch.actors.replicas.share_groups import why_no_groups
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import gpus_of_engine
-from raybatch.backends.registry import check_options
+from raybatch.backends.registry import check_options, type_of
 from raybatch.errors import RaybatchError
 from raybatch.models.config import ModelSpec, read_model_spec
 from raybatch.models.source import resolve_config
@@ -53,8 +53,8 @@ class _ReplicatedError(Exception):
 def choose_weights(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> WeightChoice:
     """Return whether replicas of a pool share weights on a cluster, with a decided backend."""
     try:
+        _check_options(spec)
         size = _group_size(spec, cluster, is_local=is_local)
-        _check_options(spec, size)
         kind = _kind_of(spec, cluster)
         gain = _gain(spec, kind, size)
     except _ReplicatedError as reason:
@@ -109,9 +109,12 @@ def _group_size(spec: PoolSpec, cluster: ClusterView, *, is_local: bool) -> int:
     return size
 
 
-def _check_options(spec: PoolSpec, size: int) -> None:
+def _check_options(spec: PoolSpec) -> None:
+    if not type_of(spec.backend).has_weights:
+        raise _ReplicatedError(f"engines of the {spec.backend.kind} backend have no weights")
     try:
-        shared = _with(spec, size)
+        # of any group
+        shared = _with(spec, 2)
         check_options(shared.backend, shared.engine)
     except RaybatchError as error:
         raise _ReplicatedError(str(error)) from error
@@ -133,7 +136,7 @@ def _kind_of(spec: PoolSpec, cluster: ClusterView) -> str:
 
 
 def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
-    known = GPU_KINDS[kind]
+    known, shares_tiles = GPU_KINDS[kind], type_of(spec.backend).shares_tiles
     try:
         model: ModelSpec = read_model_spec(resolve_config(spec.model))
         longest = spec.engine.max_model_len or model.max_model_len
@@ -145,9 +148,8 @@ def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
             num_slots=spec.engine.given_buffers,
             rates=known.rates,
             element_bytes=4 if spec.engine.dtype == "float32" else 2,
-            # vLLM shares whole layers, and has no rounds
-            by="layer" if spec.backend.kind == "vllm" else None,
-            has_rounds=spec.backend.kind != "vllm",
+            by=None if shares_tiles else "layer",
+            has_rounds=shares_tiles,
         )
         return sharing_gain(model, question)
     except RaybatchError as error:

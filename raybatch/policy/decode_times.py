@@ -114,8 +114,10 @@ class GpuRates:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} of a GPU is {getattr(self, name)}; it must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} of a GPU is {getattr(self, name)}; it must be a number above 0"
+                )
 
     @property
     def roofline(self) -> Roofline:

@@ -20,6 +20,7 @@ from raybatch.backends.openai.options import OpenAIOptions, openai_options
 from raybatch.backends.registry import check_files, type_of
 from raybatch.config import SpecialTokens
 from raybatch.errors import ConfigError
+from raybatch.models.config import read_model_spec
 from raybatch.models.source import (
     check_weights_exist,
     is_local_model,
@@ -27,6 +28,7 @@ from raybatch.models.source import (
     resolve_config,
     resolve_tokenizer,
 )
+from raybatch.policy.ownership import Ownership, ShareBy, most_tiles, usual_way
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import conventional_column, ids_column
@@ -86,6 +88,8 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
         if not (has_weights or facts.is_endpoint) and facts.reads_safetensors(config.backend):
             check_weights_exist(config.model, folder)
     max_model_len(config, folder)
+    if engine.weights == "shared" and folder is not None:
+        _check_slots(config, folder)
     constraint = config.sampling.structured_outputs
     if isinstance(constraint, str) and facts.checks_grammars:
         from raybatch.engine.sampling.grammars import check_grammar
@@ -100,6 +104,17 @@ def check_model(config: StageConfig, schema: pa.Schema) -> None:
 
         assert folder is not None, "only an endpoint's model has no folder"
         check_budgets(folder, engine, has_weights=has_weights)
+
+
+def _check_slots(config: StageConfig, folder: Path) -> None:
+    """Raise ConfigError where there are fewer buffers for shared weights than a group needs."""
+    size, num_slots = config.pool.share_group, config.engine.given_buffers
+    if size is None or num_slots is None:
+        return
+    spec = read_model_spec(folder)
+    shares_tiles = type_of(config.backend).shares_tiles
+    by: ShareBy = usual_way(most_tiles(spec), size) if shares_tiles else "layer"
+    Ownership(size=size, num_layers=spec.num_layers, by=by).check_slots(num_slots)
 
 
 def _reads_template(config: StageConfig, schema: pa.Schema) -> bool:

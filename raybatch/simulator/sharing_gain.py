@@ -26,7 +26,7 @@ from raybatch.policy.memory_plan import (
 from raybatch.policy.ownership import Ownership, ShareBy
 from raybatch.simulator.rows import SimulatedRows
 from raybatch.simulator.shared_job import HostSpec, run_job
-from raybatch.simulator.shared_rounds import simulate_round, switch_batch
+from raybatch.simulator.shared_rounds import simulate_round
 from raybatch.simulator.shared_weights import GroupLinks, SharedGroup, simulate_group
 
 # assumed: of a module what no graph hides, and its launches without a graph, as engines that share
@@ -74,7 +74,6 @@ class SharingGain:
 
     Args:
         bounds: of a replica's batch; None where rates are not known.
-        switch_rows: batch from which on weights travel and not rows.
         pass_s: simulated seconds of a pass with the largest batch, by ownership, in the better of
             both modes.
         replicated_s, shared_s: of a simulated job of `job_rows` rows; None where it cannot be.
@@ -84,7 +83,6 @@ class SharingGain:
     sizes: ModelBytes
     plan: MemoryPlan
     bounds: BatchBounds | None
-    switch_rows: float | None
     pass_s: dict[ShareBy, float]
     job_rows: int = 0
     replicated_s: float | None = None
@@ -116,19 +114,16 @@ def sharing_gain(spec: ModelSpec, question: MemoryQuestion) -> SharingGain:
         by=question.by,
     )
     pass_s = {} if timing is None else timing.pass_seconds(plan)
-    gain = SharingGain(
-        question=question, sizes=sizes, plan=plan, bounds=None, switch_rows=None, pass_s=pass_s
-    )
+    gain = SharingGain(question=question, sizes=sizes, plan=plan, bounds=None, pass_s=pass_s)
     if timing is None:
         return gain
-    below, rows = timing.switch_rows(plan), _job_rows(plan, question)
+    rows = _job_rows(plan, question)
     return replace(
         gain,
         bounds=timing.bounds,
-        switch_rows=below,
         job_rows=len(rows),
-        replicated_s=timing.job_s(plan.replicated, rows, 0.0),
-        shared_s=timing.job_s(plan.shared, rows, below or 0.0),
+        replicated_s=timing.job_s(plan.replicated, rows),
+        shared_s=timing.job_s(plan.shared, rows),
     )
 
 
@@ -222,7 +217,7 @@ class _Timing:
     def _hops(self) -> GroupLinks:
         return replace(self.links, latency_s=_HOP_S)
 
-    def job_s(self, way: Holding, rows: SimulatedRows, threshold_rows: float) -> float | None:
+    def job_s(self, way: Holding, rows: SimulatedRows) -> float | None:
         """Return the seconds of a job; None where weights or a row do not fit."""
         if way.problem or way.kv_tokens < int((rows.prompt + rows.output).max()):
             return None
@@ -240,18 +235,7 @@ class _Timing:
                 way="both" if self.asked.has_rounds else "copies",
                 ownership=self._ownership(way.by),
                 copies_s=self.bounds.copies_s,
-                threshold_rows=threshold_rows,
+                # as engines measure it
+                threshold_rows=self.bounds.hiding_rows or MOST_ROWS,
             )
         return run_job(rows, spec).completion_s
-
-    def switch_rows(self, plan: MemoryPlan) -> float | None:
-        """Return the batch from which on weights travel; None where rows never do."""
-        if plan.shared.by is None or plan.shared.problem or not self.asked.has_rounds:
-            return None
-        return switch_batch(
-            self.costs,
-            self._ownership(plan.shared.by),
-            copies_s=self.bounds.copies_s,
-            row_bytes=self.row_bytes,
-            links=self._hops,
-        )

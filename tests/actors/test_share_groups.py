@@ -135,6 +135,7 @@ def test_a_group_that_cannot_start_fails_the_pool_with_the_cause(pools):
         ({"max_replicas": 4, "share_group": 2}, {"weights": "shared"}, "set pool.replicas"),
         ({"replicas": 2, "share_group": 2}, {}, "set engine.weights='shared'"),
         ({"replicas": 2}, {"weights": "shared"}, "set pool.share_group"),
+        ({"replicas": 2, "share_group": 2}, {"weights": "auto"}, "chooses groups by itself"),
     ],
 )
 def test_options_that_make_no_groups_are_refused(pool, engine, told):

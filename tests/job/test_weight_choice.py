@@ -10,6 +10,7 @@ from raybatch.actors.replicas.placement import ClusterView
 from raybatch.actors.wire.records import PoolSpec
 from raybatch.backends.choice import VllmBuild
 from raybatch.config import BackendConfig, EngineConfig, PoolConfig
+from raybatch.errors import ConfigError
 from raybatch.job.job import Job
 from raybatch.job.weight_choice import choose_weights
 from raybatch.policy.gpu_kinds import GPU_KINDS
@@ -104,7 +105,7 @@ def test_a_model_that_leaves_memory_for_no_row_is_shared(folder):
         (hosts(8), "of the transformers backend share no weights", {"kind": "transformers"}),
         (
             hosts(8),
-            "have one GPU each, not 2",
+            "tensor_parallel_size=2 spreads an engine over several",
             {"kind": "vllm", "options": {"engine_kwargs": {"tensor_parallel_size": 2}}},
         ),
         (
@@ -149,3 +150,25 @@ def test_a_job_says_what_it_chose_and_runs(tmp_path, executor):
     assert explained.weights.startswith("replicated: engines on a CPU map one file of weights")
     assert explained.weights in str(explained)
     assert job.run().rows_out == 2
+
+
+@pytest.mark.parametrize(("backend", "least"), [("native", 1), ("vllm", 3)])
+def test_too_few_buffers_are_refused_before_anything_starts(tmp_path, backend, least):
+    """Of the demo's model, whose blocks are cut; vLLM shares whole ones."""
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"text": ["a"]}), source)
+
+    def explain(weight_buffers):
+        stage = LLMStage(
+            "demo",
+            prompt="{text}",
+            backend=backend,
+            engine={"weights": "shared", "weight_buffers": weight_buffers},
+            pool={"replicas": 4, "share_group": 4},
+        )
+        return Job(source, tmp_path / "out", stage, executor="local").explain(measure=False)
+
+    if least > 1:
+        with pytest.raises(ConfigError, match=f"needs {least} at least"):
+            explain(least - 1)
+    assert explain(least).weights == "shared by 4 replicas"

@@ -174,7 +174,8 @@ class ReplicaSet:
             if cause is None:
                 return
             if member.lost_mate:
-                failed, has_lost_rows = None, True
+                # also where it was still starting
+                failed, has_lost_rows, cause = None, True, member.cause
             is_final, trace = (failed.is_final, failed.trace) if failed else (False, "")
             delay_s = self.ledger.died(rank, lost_rows=has_lost_rows, is_final=is_final)
             where = member.place.host if member.place else ""

@@ -87,8 +87,10 @@ def test_a_pass_of_a_round_is_one_with_copies(engines):
     (runner, modes), (other, others) = both = engines()
     batch = prompt_batch(runner.spec)
     expected = runner.forward(batch).clone()
+    assert runner.most_step_tokens is None
     enter(both)
     assert modes.is_in_rounds
+    assert runner.most_step_tokens == runner.config.token_budget // 2
     assert not modes.is_awaited()
     found, _ = in_threads([lambda: runner.forward(batch), lambda: serve(others)])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
