@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from raybatch.engine.memory.kv_cache import trial_copy_s
+from raybatch.engine.weights.layout import tensors_of
 from raybatch.engine.weights.records import AttentionWeights, FfnTile, FfnWeights, LayerWeights
 from raybatch.engine.weights.tile_ring import TileRing, WeightCounters
 from raybatch.engine.weights.weight_copies import CopyPairs, HostCopies, copies_to
@@ -58,13 +59,20 @@ class OnDevice:
 
 
 class ResidentLayers(OnDevice):
-    """All layers on the device."""
+    """All layers on the device.
+
+    Raises RuntimeError: a tile is a placeholder. Products of torch on a CPU take one for a matrix.
+    """
 
     is_streamed = False
     counters = WeightCounters()
 
     def __init__(self, layers: Sequence[LayerWeights]) -> None:
         super().__init__(layers)
+        for number, layer in enumerate(layers):
+            tensors = (x for tile in layer.ffn.tiles for x in tensors_of(tile))
+            if not layer.ffn.norm.is_meta and any(x.is_meta for x in tensors):
+                raise RuntimeError(f"weights of layer {number} are elsewhere (meta)")
         self._tiles = [[(i, nullcontext(t)) for i, t in enumerate(x.ffn.tiles)] for x in layers]
 
     def tiles(self, layer: int) -> Iterable[tuple[int, AbstractContextManager[FfnTile]]]:
