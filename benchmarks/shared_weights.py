@@ -1,6 +1,6 @@
 """What replicas hold and read that share feed-forward weights, and what a pass takes with that.
 
-OMP_NUM_THREADS=1 python benchmarks/shared_weights.py --out FILE [--model dense-60m] [--sizes 2 4]
+OMP_NUM_THREADS=1 python benchmarks/shared_weights.py --out FOLDER [--model dense-60m] [--sizes 2 4]
 
 Groups of processes on this host, each with a segment for what it owns and slots for the tiles of
 others. All load; one computes, as its copies need a core of their own, and the others' memory is
@@ -315,12 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 readers_of = {"shifted": readers(group), "in_order": readers(in_order)}
                 groups.append({"size": size, "by": by, "readers": readers_of, **measured})
                 report(groups[-1])
-    root = Path(__file__).parents[1]
-    facts = conditions.gather(root, list(arguments or ()), script="shared_weights.py")
-    result = {"model": args.model, "conditions": facts, "groups": groups}
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
-        print(f"written: {args.out.name}")
+    conditions.write_result(args.out, "shared_weights.py", model=args.model, groups=groups)
 
 
 def report(group: dict[str, Any]) -> None:
