@@ -113,6 +113,7 @@ class FakeRunner:
     failing_moves: set[int] = field(default_factory=set)  # counted from 0, there and back
     num_window_blocks: int = 0
     full_step_tokens: float = math.inf
+    most_step_tokens: int | None = None
     window_counters: WindowCounters = field(default_factory=WindowCounters)
     num_moves: int = 0
     num_moved_blocks: int = 0

@@ -34,7 +34,7 @@ VARIANTS = ("qwen2", "qwen3-moe", "qwen3-moe-sparse-step")
 
 def held_bytes(store):
     """What the ring takes on the device, and the blocks that stay."""
-    stays = zip(store._layers, store._residence.is_resident, strict=True)
+    stays = zip(store.layers, store._residence.is_resident, strict=True)
     return store.ring.num_bytes + sum(packed_bytes(layer.ffn.tile) for layer, kept in stays if kept)
 
 

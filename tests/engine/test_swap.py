@@ -160,8 +160,8 @@ def watch_decodes(engine):
     scheduler = engine._scheduler
     plain, table, size = scheduler.schedule, scheduler.table, scheduler.table.block_size
 
-    def schedule(drafts):
-        found = plain(drafts)
+    def schedule(drafts, **options):
+        found = plain(drafts, **options)
         chunks = zip(found.chunk_slots, found.chunk_starts, strict=True)
         filled = {b for slot, start in chunks for b in table.blocks(slot)[start // size :].tolist()}
         for slot in found.decode_slots:

@@ -144,6 +144,7 @@ class WindowRunner:
         self.spec, self.nan_after = spec or FakeSpec(), -1 if nan_after is None else nan_after
         self.device = torch.device("cpu")
         self.shared_reads, self.full_step_tokens = UNTIMED, full_step_tokens
+        self.most_step_tokens = None
         self.weight_counters, self.graph_counts = WeightCounters(), GraphCounts()
         self.steps, self.cleared, self.last_tokens, self.copied = [], [], [], []
         self.kv_key = KVKey("fake", "int64", "int64", block_size)
