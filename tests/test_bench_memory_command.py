@@ -9,18 +9,8 @@ from typer.testing import CliRunner
 
 from raybatch.cli.app import app
 from raybatch.errors import ConfigError
+from tests.policy.paper_models import LLAMA_3_1_70B_CONFIG
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 131072,
-}
 H20 = ("--gpu-bytes", "144e9")
 RATES = ("--gpu-flops", "81.4e12", "--gpu-bytes-per-s", "3.2e12", "--link-bytes-per-s", "450e9")
 
@@ -28,7 +18,7 @@ RATES = ("--gpu-flops", "81.4e12", "--gpu-bytes-per-s", "3.2e12", "--link-bytes-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_1_70B_CONFIG))
     return str(folder)
 
 

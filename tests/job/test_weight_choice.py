@@ -15,18 +15,9 @@ from raybatch.job.job import Job
 from raybatch.job.weight_choice import choose_weights
 from raybatch.policy.gpu_kinds import GPU_KINDS
 from raybatch.stages.llm_stage import LLMStage
+from tests.policy.paper_models import LLAMA_3_1_70B_CONFIG
 
-LLAMA_70B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 131072,
-}
+LLAMA_70B = LLAMA_3_1_70B_CONFIG
 LLAMA_8B = LLAMA_70B | {
     "hidden_size": 4096,
     "intermediate_size": 14336,

@@ -60,3 +60,17 @@ def sparse(is_sparse=(True, True, False)):
         is_tied=True,
         moe=moe,
     )
+
+
+# its config.json, as far as sizes go
+LLAMA_3_1_70B_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+}
