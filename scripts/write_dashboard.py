@@ -208,7 +208,14 @@ ROWS = (
                     Query(_rate("weight_stalls_total", _OF_REPLICA), "waited for"),
                 ),
             ),
-            Panel("Rounds of share groups", (Query(_rate("rounds_total", _OF_REPLICA), "rounds"),)),
+            Panel(
+                "Rounds of share groups",
+                (
+                    Query(_rate("rounds_total", _OF_REPLICA), "rounds"),
+                    Query(_rate("dummy_rounds_total", _OF_REPLICA), "without rows"),
+                    Query(_rate("served_rows_total", _OF_REPLICA), "rows of others, by layer"),
+                ),
+            ),
             Panel(
                 "Sent in rounds", (Query(_rate("round_bytes_total", _OF_REPLICA), "sent"),), "Bps"
             ),
