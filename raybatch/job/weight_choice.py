@@ -136,7 +136,7 @@ def _kind_of(spec: PoolSpec, cluster: ClusterView) -> str:
 
 
 def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
-    known, shares_tiles = GPU_KINDS[kind], type_of(spec.backend).shares_tiles
+    known = GPU_KINDS[kind]
     try:
         model: ModelSpec = read_model_spec(resolve_config(spec.model))
         longest = spec.engine.max_model_len or model.max_model_len
@@ -148,8 +148,7 @@ def _gain(spec: PoolSpec, kind: str, size: int) -> SharingGain:
             num_slots=spec.engine.given_buffers,
             rates=known.rates,
             element_bytes=4 if spec.engine.dtype == "float32" else 2,
-            by=None if shares_tiles else "layer",
-            has_rounds=shares_tiles,
+            shares_tiles=type_of(spec.backend).shares_tiles,
         )
         return sharing_gain(model, question)
     except RaybatchError as error:

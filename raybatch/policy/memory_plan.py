@@ -184,13 +184,13 @@ def plan_memory(
     tp: int,
     size: int,
     num_slots: int | None = None,
-    by: ShareBy | None = None,
+    shares_tiles: bool = True,
 ) -> MemoryPlan:
     """Return what `size` replicas of `tp` GPUs hold, each for itself and as a group.
 
     Args:
         num_slots: of each rank, for both ownerships; None takes the default of each.
-        by: what engines own at once; None for what native ones do, `usual_way`.
+        shares_tiles: whether engines know tiles; `shared` is what they take, see `usual_way`.
 
     Raises:
         ConfigError: the model cannot be split so, or a group of one.
@@ -205,7 +205,7 @@ def plan_memory(
     )
     if problem := why_not_tiled(model.most_tiles, size):
         by_tile = replace(by_tile, kv_tokens=0, problem=problem)
-    by = by or usual_way(model.most_tiles, size)
+    by = usual_way(model.most_tiles, size, shares_tiles=shares_tiles)
     shared, other = (by_layer, by_tile) if by == "layer" else (by_tile, by_layer)
     return MemoryPlan(
         tp=tp,

@@ -25,12 +25,17 @@ ShareBy = Literal["layer", "tile"]
 Order = Literal["shifted", "in_order"]
 
 
-def usual_way(num_tiles: int, size: int) -> ShareBy:
+def usual_way(num_tiles: int, size: int, *, shares_tiles: bool = True) -> ShareBy:
     """Return what a group owns at once: tiles where slots take fewer bytes, and there are so many.
 
     Two ranks have slots for two layers either way, and whole layers are fewer pieces.
+
+    Args:
+        num_tiles: that each block can be cut into, see `most_tiles`.
+        shares_tiles: whether engines of the backend know tiles.
     """
-    return "tile" if size > 2 and why_not_tiled(num_tiles, size) is None else "layer"
+    can_be = shares_tiles and why_not_tiled(num_tiles, size) is None
+    return "tile" if size > 2 and can_be else "layer"
 
 
 def most_tiles(spec: ModelSpec) -> int:

@@ -28,7 +28,7 @@ from raybatch.models.source import (
     resolve_config,
     resolve_tokenizer,
 )
-from raybatch.policy.ownership import Ownership, ShareBy, most_tiles, usual_way
+from raybatch.policy.ownership import Ownership, most_tiles, usual_way
 from raybatch.records.types import TokenIds
 from raybatch.rows.options import StageConfig
 from raybatch.rows.prompt_inputs import conventional_column, ids_column
@@ -113,7 +113,7 @@ def _check_slots(config: StageConfig, folder: Path) -> None:
         return
     spec = read_model_spec(folder)
     shares_tiles = type_of(config.backend).shares_tiles
-    by: ShareBy = usual_way(most_tiles(spec), size) if shares_tiles else "layer"
+    by = usual_way(most_tiles(spec), size, shares_tiles=shares_tiles)
     Ownership(size=size, num_layers=spec.num_layers, by=by).check_slots(num_slots)
 
 

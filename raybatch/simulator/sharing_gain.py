@@ -53,8 +53,7 @@ class MemoryQuestion:
         element_bytes: of weights and KV.
         sequence_tokens: of the longest row of a job, half of it a prompt; of a pass, what each row
             has cached.
-        by: what engines own at once; None for what native ones do.
-        has_rounds: whether rows travel in the tail.
+        shares_tiles: whether engines know tiles, and rows travel in the tail.
     """
 
     budget: GpuBudget
@@ -64,8 +63,7 @@ class MemoryQuestion:
     num_slots: int | None = None
     rates: GpuRates | None = None
     element_bytes: int = 2
-    by: ShareBy | None = None
-    has_rounds: bool = True
+    shares_tiles: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +109,7 @@ def sharing_gain(spec: ModelSpec, question: MemoryQuestion) -> SharingGain:
         tp=question.tp,
         size=question.size,
         num_slots=question.num_slots,
-        by=question.by,
+        shares_tiles=question.shares_tiles,
     )
     pass_s = {} if timing is None else timing.pass_seconds(plan)
     gain = SharingGain(question=question, sizes=sizes, plan=plan, bounds=None, pass_s=pass_s)
@@ -232,7 +230,7 @@ class _Timing:
         if way.by is not None:
             spec = replace(
                 spec,
-                way="both" if self.asked.has_rounds else "copies",
+                way="both" if self.asked.shares_tiles else "copies",
                 ownership=self._ownership(way.by),
                 copies_s=self.bounds.copies_s,
                 # as engines measure it

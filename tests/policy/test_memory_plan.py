@@ -161,7 +161,7 @@ def test_tiles_are_taken_where_they_are_fewer_bytes():
     # of two ranks both take as many bytes
     assert plan_memory(SMALL, large, tp=1, size=2).shared.by == "layer"
     # engines that know no tiles
-    whole = plan_memory(SMALL, large, tp=1, size=4, by="layer")
+    whole = plan_memory(SMALL, large, tp=1, size=4, shares_tiles=False)
     assert whole.shared == whole.by_layer
     assert whole.reason == "by tile weights and slots take 0.00 GB less"
 
@@ -176,7 +176,7 @@ def test_an_ownership_that_cannot_be_says_why():
     assert "leaves no KV" in tight.by_layer.problem
     assert tight.shared == tight.by_tile
     # engines do not take the other one for that
-    whole = plan_memory(SMALL, replace(GPU, gpu_bytes=3000), tp=1, size=4, by="layer")
+    whole = plan_memory(SMALL, replace(GPU, gpu_bytes=3000), tp=1, size=4, shares_tiles=False)
     assert whole.reason == whole.shared.problem == whole.by_layer.problem
     none = plan_memory(SMALL, replace(GPU, gpu_bytes=500), tp=1, size=4)
     assert none.best is None
